@@ -1,0 +1,1 @@
+"""lmetric: the request router for fleets of LLM engines."""

@@ -1,0 +1,80 @@
+//! One error tree. Messages say what, where, and what would have been right.
+use thiserror::Error;
+
+/// Everything the core refuses.
+#[derive(Debug, Error, Clone, PartialEq)]
+pub enum CoreError {
+    /// A name that is not known, with the nearest one that is.
+    #[error("unknown {kind} {name:?}{}", nearest.as_ref().map(|n| format!("; did you mean {n:?}?")).unwrap_or_default())]
+    UnknownName {
+        /// What the name should have named: `policy`, `indicator`, `instance`, `knob of policy lmetric`.
+        kind: String,
+        /// The name as given.
+        name: String,
+        /// The nearest known name, where one is near enough.
+        nearest: Option<String>,
+    },
+    /// A value out of its range or of the wrong type.
+    #[error("{what}: {got} is not valid; expected {expected}")]
+    BadValue {
+        /// What the value is for, e.g. `knob lam of policy linear`.
+        what: String,
+        /// The value as given.
+        got: String,
+        /// What would have been right.
+        expected: String,
+    },
+    /// A score expression that does not parse or type-check.
+    #[error("{0}")]
+    Expression(crate::expr::ExprError),
+    /// No instance can take the request.
+    #[error("no instance can take the request: {0}")]
+    NoInstance(String),
+    /// An event that the ticket's state does not allow, or a ticket that is closed.
+    #[error("ticket {ticket}: {problem}")]
+    Ticket {
+        /// Number of the ticket.
+        ticket: u64,
+        /// What does not fit.
+        problem: String,
+    },
+}
+
+/// The known name nearest to `name` by edit distance, where it is near enough to be a likely slip.
+pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<String> {
+    let lower = name.to_lowercase().replace('-', "_");
+    known
+        .into_iter()
+        .map(|k| (edit_distance(&lower, &k.to_lowercase()), k))
+        .filter(|(d, k)| *d <= 1 + k.len().max(name.len()) / 3)
+        .min_by_key(|(d, _)| *d)
+        .map(|(_, k)| k.to_string())
+}
+
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, ca) in a.chars().enumerate() {
+        let mut previous = row[0];
+        row[0] = i + 1;
+        for (j, cb) in b.iter().enumerate() {
+            let substituted = previous + usize::from(ca != *cb);
+            previous = row[j + 1];
+            row[j + 1] = substituted.min(previous + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nearest_finds_the_slip_and_nothing_far() {
+        let known = ["p_token", "bs", "kv_hit"];
+        assert_eq!(nearest("ptoken", known).as_deref(), Some("p_token"));
+        assert_eq!(nearest("KV-HIT", known).as_deref(), Some("kv_hit"));
+        assert_eq!(nearest("temperature", known), None);
+    }
+}

@@ -1,0 +1,46 @@
+//! The read-only view that a policy decides from.
+use super::columns::Columns;
+use super::table::Indicator;
+
+/// Indicators at one moment, for one request. All slices have one entry a slot.
+#[derive(Clone, Copy, Debug)]
+pub struct Snapshot<'a> {
+    /// The values; those that the policy declared in `reads` are filled in.
+    pub columns: &'a Columns,
+    /// Which slots may take the request: live, healthy, of a fitting role, not excluded by the guard.
+    pub eligible: &'a [bool],
+    /// Number of `true` in `eligible`.
+    pub eligible_count: usize,
+    /// A stable hash of each instance's name, for consistent hashing.
+    pub name_hashes: &'a [u64],
+    /// How many decisions this router made before.
+    pub ordinal: u64,
+    /// Hash of the request's session key, where it has one.
+    pub session: Option<u64>,
+}
+
+impl<'a> Snapshot<'a> {
+    /// Number of slots, eligible or not.
+    #[inline]
+    pub fn slots(&self) -> usize {
+        self.eligible.len()
+    }
+
+    /// The column of a per-instance or per-pair indicator.
+    #[inline]
+    pub fn column(&self, id: Indicator) -> &'a [f64] {
+        &self.columns.get(id)[..self.eligible.len()]
+    }
+
+    /// The value of a per-request indicator (NaN where absent).
+    #[inline]
+    pub fn request(&self, id: Indicator) -> f64 {
+        self.columns.get(id)[0]
+    }
+
+    /// The slots that may take the request, in order.
+    pub fn eligible_slots(&self) -> impl Iterator<Item = usize> + 'a {
+        let eligible = self.eligible;
+        (0..eligible.len()).filter(move |&i| eligible[i])
+    }
+}

@@ -1,0 +1,192 @@
+//! The declarations: one row an indicator. Source, unit, owner, freshness, and what its absence means.
+
+/// Whose knowledge an indicator is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Owner {
+    /// The router: known at once, from what it sent and what came back.
+    Router,
+    /// The engine: reported, with an age.
+    Engine,
+    /// Both: the router's own count plus what the engine reports beyond it.
+    Merged,
+    /// The request itself.
+    Request,
+}
+
+/// What an indicator has one value for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// Each instance.
+    Instance,
+    /// Each pair of instance and request.
+    Pair,
+    /// The request: the same for all instances.
+    Request,
+}
+
+/// One declaration.
+#[derive(Clone, Copy, Debug)]
+pub struct IndicatorDecl {
+    /// The indicator.
+    pub id: Indicator,
+    /// Name in expressions, YAML and receipts; Python's symbol is the same in capitals.
+    pub name: &'static str,
+    /// Unit.
+    pub unit: &'static str,
+    /// What it has one value for.
+    pub scope: Scope,
+    /// Whose knowledge it is.
+    pub owner: Owner,
+    /// How fresh it is.
+    pub freshness: &'static str,
+    /// What it means when it is absent, and when that happens.
+    pub absent: &'static str,
+    /// What it is.
+    pub about: &'static str,
+}
+
+macro_rules! indicators {
+    ($($id:ident $name:literal, $unit:literal, $scope:ident, $owner:ident, $fresh:literal, $absent:literal, $about:literal;)*) => {
+        /// Every indicator, in the order of [`INDICATORS`].
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[repr(u8)]
+        pub enum Indicator { $(#[doc = $about] $id),* }
+
+        /// The one table that the docs page, the expressions and the Python symbols are made from.
+        pub const INDICATORS: &[IndicatorDecl] = &[$(IndicatorDecl {
+            id: Indicator::$id, name: $name, unit: $unit, scope: Scope::$scope, owner: Owner::$owner,
+            freshness: $fresh, absent: $absent, about: $about,
+        }),*];
+    };
+}
+
+indicators! {
+    Bs "bs", "requests", Instance, Merged, "at once; foreign part as old as the last report", "never",
+        "Batch size: requests on the instance, queued and running (`q_bs + r_bs`).";
+    QBs "q_bs", "requests", Instance, Merged, "at once; foreign part as old as the last report", "never",
+        "Requests that the instance has not begun to decode: placed here without a first token yet, unless the engine says that they left its queue.";
+    RBs "r_bs", "requests", Instance, Merged, "at once; foreign part as old as the last report", "never",
+        "Requests running: past their first token, or known to have left the engine's queue.";
+    DecodeBs "decode_bs", "requests", Instance, Router, "at once", "never",
+        "Requests of ours past their first token.";
+    BoundBs "bound_bs", "requests", Instance, Router, "at once", "never",
+        "Requests of ours bound to the instance without a first token yet.";
+    QueuedPrefillTokens "queued_prefill_tokens", "tokens", Instance, Router, "at once; drains at the learned prefill rate", "never",
+        "Prefill tokens placed on the instance and not yet computed.";
+    Tokens "tokens", "tokens", Instance, Router, "at each token", "never",
+        "Context tokens (prompt and generated) of all our requests on the instance, queued ones included.";
+    DecodeTokens "decode_tokens", "tokens", Instance, Router, "at each token", "never",
+        "Context tokens of our requests past their first token.";
+    BoundTokens "bound_tokens", "tokens", Instance, Router, "at once", "never",
+        "Prompt tokens of our requests without a first token yet.";
+    RemainingTokens "remaining_tokens", "tokens", Instance, Router, "at each token", "a request whose output length is unknown counts 0",
+        "Output tokens still to come from requests running on the instance, as far as they are known.";
+    IndexBlocks "index_blocks", "blocks", Instance, Router, "at each event or placement", "never",
+        "Blocks that the KV index holds for the instance (the size of its tree).";
+    PrefillTokensPerSecond "prefill_tokens_per_second", "tokens/s", Instance, Router, "learned from first tokens", "until the first prefill was seen",
+        "Prefill rate learned from our own traffic.";
+    WindowPrefillTokens "window_prefill_tokens", "tokens", Instance, Router, "at once; decays with a time constant of 180 s", "never",
+        "Uncached prompt tokens placed on the instance of late.";
+    WindowOutputTokens "window_output_tokens", "tokens", Instance, Router, "at each token; decays with a time constant of 180 s", "never",
+        "Output tokens that the instance produced of late.";
+    KvUsage "kv_usage", "fraction", Instance, Engine, "as old as the last report", "until the engine reports it",
+        "Share of the KV cache in use, 0 to 1, as the engine reports it.";
+    ReportedWaiting "reported_waiting", "requests", Instance, Engine, "as old as the last report", "until the engine reports it",
+        "Waiting requests as the engine reports them, unmerged.";
+    ReportedRunning "reported_running", "requests", Instance, Engine, "as old as the last report", "until the engine reports it",
+        "Running requests as the engine reports them, unmerged.";
+    ReportAgeSeconds "report_age_seconds", "s", Instance, Engine, "at once", "until the engine reports",
+        "Age of the engine's last report.";
+    HitTokens "hit_tokens", "tokens", Pair, Router, "as fresh as the KV index", "never",
+        "Leading prompt tokens that the instance's cache is believed to hold.";
+    KvHit "kv_hit", "fraction", Pair, Router, "as fresh as the KV index", "never",
+        "`hit_tokens / prompt_tokens`, 0 to 1.";
+    NewTokens "new_tokens", "tokens", Pair, Router, "as fresh as the KV index", "never",
+        "Prompt tokens that miss the instance's cache.";
+    PToken "p_token", "tokens", Pair, Router, "at once", "never",
+        "LMETRIC's P-token: `queued_prefill_tokens + new_tokens`, at least 1 (LMETRIC section 5.1, Figure 18c).";
+    PredictedTtftSeconds "predicted_ttft_seconds", "s", Pair, Router, "at once", "until a prefill rate was learned or a profile is set",
+        "Time to first token if placed here: `p_token` at the step-time model's or the learned rate.";
+    PromptTokens "prompt_tokens", "tokens", Request, Request, "at once", "never",
+        "Prompt length; estimated where the prompt is text and no tokenizer is known.";
+    ExpectedOutputTokens "expected_output_tokens", "tokens", Request, Request, "at once", "where the request does not say",
+        "Output length, where the request bounds it or an oracle knows it.";
+    Instances "instances", "instances", Request, Router, "at once", "never",
+        "Instances that may take this request.";
+}
+
+/// Number of indicators.
+pub const COUNT: usize = INDICATORS.len();
+
+impl Indicator {
+    /// Its declaration.
+    pub fn decl(self) -> &'static IndicatorDecl {
+        &INDICATORS[self as usize]
+    }
+
+    /// The indicator of that name, in any case.
+    pub fn from_name(name: &str) -> Option<Indicator> {
+        INDICATORS.iter().find(|d| d.name.eq_ignore_ascii_case(name)).map(|d| d.id)
+    }
+}
+
+/// A set of indicators: what a policy reads, so that no others are computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct IndicatorSet(u64);
+
+const _: () = assert!(COUNT <= 64);
+
+impl IndicatorSet {
+    /// The empty set.
+    pub const EMPTY: IndicatorSet = IndicatorSet(0);
+
+    /// The set of these.
+    pub const fn of(ids: &[Indicator]) -> IndicatorSet {
+        let (mut bits, mut i) = (0, 0);
+        while i < ids.len() {
+            bits |= 1 << ids[i] as u8;
+            i += 1;
+        }
+        IndicatorSet(bits)
+    }
+
+    /// Adds one.
+    pub fn insert(&mut self, id: Indicator) {
+        self.0 |= 1 << id as u8;
+    }
+
+    /// Whether it holds `id`.
+    #[inline]
+    pub fn contains(self, id: Indicator) -> bool {
+        self.0 & (1 << id as u8) != 0
+    }
+
+    /// Whether the two have one in common.
+    #[inline]
+    pub fn intersects(self, other: IndicatorSet) -> bool {
+        self.0 & other.0 != 0
+    }
+
+    /// Both together.
+    pub fn union(self, other: IndicatorSet) -> IndicatorSet {
+        IndicatorSet(self.0 | other.0)
+    }
+
+    /// Its members, in table order.
+    pub fn iter(self) -> impl Iterator<Item = Indicator> {
+        INDICATORS.iter().map(|d| d.id).filter(move |id| self.contains(*id))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn table_order_is_enum_order_and_names_are_unique() {
+        for (i, d) in INDICATORS.iter().enumerate() {
+            assert_eq!(d.id as usize, i);
+            assert_eq!(Indicator::from_name(d.name), Some(d.id));
+        }
+    }
+}

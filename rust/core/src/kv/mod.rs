@@ -1,0 +1,3 @@
+//! What is cached where: prompt -> for each instance, how many leading blocks it holds.
+pub mod hash;
+pub mod index;

@@ -1,0 +1,17 @@
+//! Decides where each request of a fleet of LLM engines runs.
+//!
+//! No I/O, no clock, no global state, no Python: time and randomness come in as arguments, so the same inputs
+//! give the same decisions in the server, in the simulator and in a test.
+//!
+//! Arrows point one way: `policy -> estimate, kv, indicators -> ids`; only `router` sees all.
+
+pub mod error;
+pub mod expr;
+pub mod ids;
+pub mod indicators;
+pub mod kv;
+pub mod policy;
+pub mod request;
+
+pub use error::CoreError;
+pub use ids::InstanceId;

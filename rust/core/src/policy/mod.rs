@@ -1,0 +1,84 @@
+//! Policies: from a snapshot to one score an instance. Pure: same inputs, same answer.
+//!
+//! A policy never reads a clock, changes the index or counts load. One file each: formula, source, knobs, tests;
+//! [`registry`] has one line for each.
+
+pub mod registry;
+pub mod spec;
+
+pub use spec::{Knob, KnobKind, Knobs, PolicySpec};
+
+use crate::error::CoreError;
+use crate::indicators::Snapshot;
+use rand_pcg::Pcg64Mcg;
+
+/// The random source of decisions: seeded by the router, so that runs repeat.
+pub type PolicyRng = Pcg64Mcg;
+
+/// Which end of the scores is the best.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Prefer {
+    /// The lowest score wins.
+    #[default]
+    Min,
+    /// The highest score wins.
+    Max,
+}
+
+/// What a policy proposes: a score for each slot and, among equal scores, tie-breaks in order.
+///
+/// A NaN or infinite score leaves the slot out (an indicator that the score needs is absent). What is still equal after the
+/// tie-breaks is drawn at random by the router: the first of equal instances must not collect all idle traffic.
+#[derive(Clone, Debug, Default)]
+pub struct Scores {
+    /// One score a slot; entries of slots that are not eligible are ignored.
+    pub score: Vec<f64>,
+    /// Which end of `score` is the best.
+    pub prefer: Prefer,
+    /// Tie-breaks, one column each, lower is better. Reused between decisions: `then_count` says how many are live.
+    pub then: Vec<Vec<f64>>,
+    /// Number of live columns in `then`.
+    pub then_count: usize,
+}
+
+impl Scores {
+    /// Clears for `slots` slots; scores start as NaN.
+    pub fn reset(&mut self, slots: usize) {
+        self.score.clear();
+        self.score.resize(slots, f64::NAN);
+        self.prefer = Prefer::Min;
+        self.then_count = 0;
+    }
+
+    /// A tie-break column of `slots` entries to fill, lower is better.
+    pub fn push_then(&mut self, slots: usize) -> &mut Vec<f64> {
+        if self.then.len() == self.then_count {
+            self.then.push(Vec::new());
+        }
+        let column = &mut self.then[self.then_count];
+        self.then_count += 1;
+        column.clear();
+        column.resize(slots, 0.0);
+        column
+    }
+}
+
+/// One way to choose an instance.
+pub trait Policy: Send + Sync {
+    /// Its declaration.
+    fn spec(&self) -> &PolicySpec;
+
+    /// Indicators it reads with its present knobs; no others are computed for it.
+    fn reads(&self) -> crate::indicators::IndicatorSet;
+
+    /// Scores every eligible slot of the snapshot into `scores`, which was reset to the snapshot's slots.
+    ///
+    /// # Errors
+    /// Only where the policy cannot score at all; a slot it cannot score is left NaN.
+    fn score(
+        &self,
+        snapshot: &Snapshot<'_>,
+        rng: &mut PolicyRng,
+        scores: &mut Scores,
+    ) -> Result<(), CoreError>;
+}

@@ -1,0 +1,114 @@
+//! What a policy declares of itself: one source for validation, `lmetric-router policies`, the docs page and the
+//! conformance tests.
+use crate::error::{CoreError, nearest};
+
+/// Type and range of a knob.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum KnobKind {
+    /// A real number within `[min, max]`.
+    Float {
+        /// Least value.
+        min: f64,
+        /// Greatest value.
+        max: f64,
+    },
+    /// A whole number within `[min, max]`.
+    Int {
+        /// Least value.
+        min: i64,
+        /// Greatest value.
+        max: i64,
+    },
+    /// 0 or 1.
+    Bool,
+}
+
+/// One setting of a policy.
+#[derive(Clone, Copy, Debug)]
+pub struct Knob {
+    /// Its name.
+    pub name: &'static str,
+    /// Type and range.
+    pub kind: KnobKind,
+    /// Default.
+    pub default: f64,
+    /// What it does, with its unit.
+    pub about: &'static str,
+}
+
+/// The declaration of a policy.
+#[derive(Clone, Copy, Debug)]
+pub struct PolicySpec {
+    /// Name in configuration.
+    pub name: &'static str,
+    /// The rule in one line.
+    pub formula: &'static str,
+    /// Where the rule was read: paper and section, or project and version.
+    pub source: &'static str,
+    /// Settings.
+    pub knobs: &'static [Knob],
+    /// Whether decisions differ between instances only by their indicators: relabelling the instances permutes the
+    /// scores. `false` for those that go by name or turn (round robin, consistent hashing).
+    pub symmetric: bool,
+    /// Whether it uses randomness beyond breaking ties.
+    pub random: bool,
+}
+
+/// Checked values of a policy's knobs, in the order of its declaration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Knobs {
+    values: Vec<f64>,
+    names: Vec<&'static str>,
+}
+
+impl Knobs {
+    /// The spec's defaults, overlaid with `given`, each checked against its declaration.
+    ///
+    /// # Errors
+    /// `UnknownName` with the nearest knob, or `BadValue` with the range.
+    pub fn resolve(spec: &PolicySpec, given: &[(String, f64)]) -> Result<Knobs, CoreError> {
+        let mut values: Vec<f64> = spec.knobs.iter().map(|k| k.default).collect();
+        for (name, value) in given {
+            let Some(i) = spec.knobs.iter().position(|k| k.name == name) else {
+                return Err(CoreError::UnknownName {
+                    kind: format!("knob of policy {}", spec.name),
+                    name: name.clone(),
+                    nearest: nearest(name, spec.knobs.iter().map(|k| k.name)),
+                });
+            };
+            let (valid, expected) = match spec.knobs[i].kind {
+                KnobKind::Float { min, max } => {
+                    ((min..=max).contains(value), format!("a number from {min} to {max}"))
+                }
+                KnobKind::Int { min, max } => (
+                    value.fract() == 0.0 && (min as f64..=max as f64).contains(value),
+                    format!("a whole number from {min} to {max}"),
+                ),
+                KnobKind::Bool => (*value == 0.0 || *value == 1.0, "true or false".to_string()),
+            };
+            if !valid {
+                return Err(CoreError::BadValue {
+                    what: format!("knob {name} of policy {}", spec.name),
+                    got: value.to_string(),
+                    expected,
+                });
+            }
+            values[i] = *value;
+        }
+        Ok(Knobs { values, names: spec.knobs.iter().map(|k| k.name).collect() })
+    }
+
+    /// The value of a declared knob.
+    ///
+    /// # Panics
+    /// If the policy asks for a knob that it did not declare (a bug, found by its first test).
+    pub fn get(&self, name: &str) -> f64 {
+        let i = self.names.iter().position(|n| *n == name).expect("a declared knob");
+        self.values[i]
+    }
+
+    /// Names and values, in order.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, f64)> + '_ {
+        self.names.iter().copied().zip(self.values.iter().copied())
+    }
+}

@@ -1,0 +1,16 @@
+//! What the router knows of a request when it decides.
+
+/// A request to be placed. Borrowed: nothing is copied on the way to the decision.
+#[derive(Clone, Debug, Default)]
+pub struct Request<'a> {
+    /// Chained hashes of the prompt's full blocks (see [`crate::kv::hash`]), in order. Empty: nothing can match.
+    pub chain: &'a [u64],
+    /// Prompt length in tokens; where the prompt is text, the caller's estimate.
+    pub prompt_tokens: u32,
+    /// Tokens that one block of `chain` stands for (a fraction where blocks are made of text).
+    pub tokens_per_block: f64,
+    /// Output tokens the request may or will produce, where known (`max_tokens`, or the oracle of a simulation).
+    pub expected_output_tokens: Option<u32>,
+    /// Hash of the session key, where the request has one.
+    pub session: Option<u64>,
+}

@@ -1,0 +1,1 @@
+//! The engine model: continuous batching, chunked prefill, block prefix cache.
