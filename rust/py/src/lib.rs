@@ -1,9 +1,15 @@
 //! `lmetric._core`: the Python face of the core. Converts and exposes, decides nothing.
 use pyo3::prelude::*;
 
+mod engine;
+mod expr;
 mod router;
+mod wire;
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    router::register(module)
+    router::register(module)?;
+    expr::register(module)?;
+    engine::register(module)?;
+    wire::register(module)
 }

@@ -1,0 +1,7 @@
+//! The Python face of `wire`.
+use pyo3::prelude::*;
+
+/// Adds its classes and functions to the module.
+pub fn register(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+    Ok(())
+}
