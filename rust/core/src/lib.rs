@@ -9,6 +9,7 @@ pub mod error;
 pub mod estimate;
 pub mod expr;
 pub mod fleet;
+pub mod guard;
 pub mod ids;
 pub mod indicators;
 pub mod kv;

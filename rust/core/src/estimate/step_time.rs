@@ -50,7 +50,8 @@ mod tests {
             max_batch_tokens: 4096.0,
         };
         // 1,000 queued + 4,000 new tokens beside 96 decodes of 1,000 tokens: two steps of 4,000 tokens each at most.
-        let expected = 2.0 * (0.009 + 96.0 * 6e-5 + 96_000.0 * 3e-8) + 0.5 + 1.3e-9 * 4000.0 * (512.0 + 2000.0);
+        let expected =
+            2.0 * (0.009 + 96.0 * 6e-5 + 96_000.0 * 3e-8) + 0.5 + 1.3e-9 * 4000.0 * (512.0 + 2000.0);
         assert!((model.ttft(1000.0, 512.0, 4000.0, 96.0, 96_000.0) - expected).abs() < 1e-12);
     }
 }

@@ -111,10 +111,15 @@ pub struct Books {
     behind: Vec<f64>,
     rate: Vec<f64>,
     /// Whether the backlog drains between events at the learned rate. Off where exact progress is reported.
-    pub drain: bool,
+    drain: bool,
 }
 
 impl Books {
+    /// Empty books. `drain`: see [`super::RouterConfig::drain`].
+    pub fn new(drain: bool) -> Books {
+        Books { drain, ..Books::default() }
+    }
+
     /// Opens books for `slots` slots.
     pub fn resize(&mut self, slots: usize) {
         self.counts.resize_with(slots, Counts::default);

@@ -21,11 +21,8 @@ fn most_hit_tokens(request: &Request<'_>) -> f64 {
 const BLOCKS: IndicatorSet = IndicatorSet::of(&[Indicator::IndexBlocks]);
 const WINDOWS: IndicatorSet =
     IndicatorSet::of(&[Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens]);
-const QUEUED: IndicatorSet = IndicatorSet::of(&[
-    Indicator::QueuedPrefillTokens,
-    Indicator::PToken,
-    Indicator::PredictedTtftSeconds,
-]);
+const QUEUED: IndicatorSet =
+    IndicatorSet::of(&[Indicator::QueuedPrefillTokens, Indicator::PToken, Indicator::PredictedTtftSeconds]);
 const HITS: IndicatorSet = IndicatorSet::of(&[
     Indicator::HitTokens,
     Indicator::KvHit,
@@ -96,18 +93,18 @@ impl Router {
         let (new, rate) = (column(Indicator::NewTokens), column(Indicator::PrefillTokensPerSecond));
         if let Some(model) = self.config.step_time {
             let (decoding, context) = (column(Indicator::RBs), column(Indicator::DecodeTokens));
-            predicted.extend(
-                (0..slots).map(|i| model.ttft(queued[i], hit[i], new[i], decoding[i], context[i])),
-            );
+            predicted
+                .extend((0..slots).map(|i| model.ttft(queued[i], hit[i], new[i], decoding[i], context[i])));
         } else {
             // An instance without a learned rate is taken for an average one, or it would never be tried.
             let known = rate.iter().filter(|r| !r.is_nan());
             let (sum, count) = known.fold((0.0, 0.0), |(s, n), r| (s + r, n + 1.0));
-            let average =
-                if count > 0.0 { sum / count } else { self.config.prior_prefill_tokens_per_second };
-            predicted.extend((0..slots).map(|i| {
-                (queued[i] + new[i]).max(1.0) / if rate[i].is_nan() { average } else { rate[i] }
-            }));
+            let average = if count > 0.0 { sum / count } else { self.config.prior_prefill_tokens_per_second };
+            predicted.extend(
+                (0..slots).map(|i| {
+                    (queued[i] + new[i]).max(1.0) / if rate[i].is_nan() { average } else { rate[i] }
+                }),
+            );
         }
         self.columns.get_mut(Indicator::PredictedTtftSeconds).copy_from_slice(&predicted);
         self.ttft = predicted;

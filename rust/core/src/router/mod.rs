@@ -13,6 +13,7 @@ pub use tickets::TicketId;
 use crate::error::CoreError;
 use crate::estimate::StepTime;
 use crate::fleet::{Fleet, Role};
+use crate::guard::{GuardConfig, GuardEvent};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Columns, Indicator, IndicatorSet, Snapshot};
 use crate::kv::index::KvIndex;
@@ -47,6 +48,8 @@ pub struct RouterConfig {
     pub seed: u64,
     /// Whether queued prefill tokens drain between events at the learned rate (off where progress is reported exactly).
     pub drain: bool,
+    /// The hot-spot guard.
+    pub guard: GuardConfig,
     /// Step-time model behind `predicted_ttft_seconds`; without one the learned prefill rate serves.
     pub step_time: Option<StepTime>,
     /// Prefill rate assumed until any instance's was learned, in tokens/s (only `predicted_ttft_seconds` uses it).
@@ -61,6 +64,7 @@ impl Default for RouterConfig {
             receipt_bytes: 16 << 20,
             seed: 0,
             drain: true,
+            guard: GuardConfig::default(),
             step_time: None,
             prior_prefill_tokens_per_second: 8000.0,
         }
@@ -124,6 +128,8 @@ pub struct Router {
     rng: PolicyRng,
     scores: Scores,
     hit_blocks: Vec<u32>,
+    /// Requests placed, by slot.
+    placed: Vec<u64>,
     /// Scratch of the predicted times to first token.
     ttft: Vec<f64>,
     receipts: ReceiptRing,
@@ -139,7 +145,7 @@ impl Router {
         Router {
             fleet: Fleet::default(),
             columns,
-            books: Books { drain: config.drain, ..Books::default() },
+            books: Books::new(config.drain),
             tickets: Tickets::default(),
             index: KvIndex::new(config.index_bytes),
             reads: policy.reads(),
@@ -147,6 +153,7 @@ impl Router {
             rng: PolicyRng::seed_from_u64(config.seed),
             scores: Scores::default(),
             hit_blocks: Vec::new(),
+            placed: Vec::new(),
             ttft: Vec::new(),
             receipts: ReceiptRing::new(config.receipt_bytes),
             totals: Totals::default(),
@@ -171,6 +178,8 @@ impl Router {
         self.books.resize(slots);
         self.books.clear(id.index(), &mut self.columns);
         self.hit_blocks.resize(slots, 0);
+        self.placed.resize(slots, 0);
+        self.placed[id.index()] = 0;
         self.index.add_instance(id, cache_blocks);
         Ok(id)
     }
@@ -348,6 +357,7 @@ impl Router {
         self.books.open(slot, tickets::slot(ticket), &entry, now, &mut self.columns);
         self.remember(chosen, request.chain);
         self.totals.decisions += 1;
+        self.placed[slot] += 1;
         Decision { id, ticket, segment, predicted_hit_tokens: hit as u32 }
     }
 
@@ -403,6 +413,39 @@ impl Router {
             Event::Scheduled | Event::Prefilled(_) => {}
         }
         Ok(None)
+    }
+
+    /// Everything periodic. Returns what the guard did, and when to call again.
+    pub fn tick(&mut self, now: Seconds) -> (Vec<GuardEvent>, Seconds) {
+        self.latest = self.latest.max(now);
+        (Vec::new(), now + 5.0)
+    }
+
+    /// Switches the guard.
+    pub fn set_guard(&mut self, on: bool) {
+        self.config.guard.on = on;
+    }
+
+    /// Whether a ticket is open.
+    pub fn is_open(&mut self, ticket: TicketId) -> bool {
+        self.tickets.get(ticket).is_ok()
+    }
+
+    /// The indicator columns; those of a request hold the last one's values.
+    pub fn columns(&self) -> &Columns {
+        &self.columns
+    }
+
+    /// Fills in every per-instance indicator at `now`, for a request of which nothing is known.
+    pub fn derive_all(&mut self, now: Seconds) {
+        let all: Vec<Indicator> = crate::indicators::INDICATORS.iter().map(|d| d.id).collect();
+        self.hit_blocks.fill(0);
+        self.derive(&Request::default(), IndicatorSet::of(&all), now);
+    }
+
+    /// Requests placed on an instance since it was added.
+    pub fn decisions_on(&self, id: InstanceId) -> u64 {
+        self.placed[id.index()]
     }
 
     /// Closes a ticket that nobody holds any more. Does nothing where it is closed.
