@@ -120,7 +120,11 @@ impl Model {
             let sum = |f: &dyn Fn(&Open) -> f64| here.iter().map(|o| f(o)).sum::<f64>();
             let count = |stage| here.iter().filter(|o| o.stage == stage).count() as f64;
             let remaining = |o: &Open| {
-                if o.stage == Stage::Queued { 0.0 } else { o.expected.map_or(0.0, |e| (e - o.output).max(0.0)) }
+                if o.stage == Stage::Queued {
+                    0.0
+                } else {
+                    o.expected.map_or(0.0, |e| (e - o.output).max(0.0))
+                }
             };
             for (id, expected) in [
                 (Indicator::DecodeBs, count(Stage::Decoding)),
@@ -130,10 +134,7 @@ impl Model {
                     Indicator::DecodeTokens,
                     sum(&|o| if o.stage == Stage::Decoding { o.prompt + o.output } else { 0.0 }),
                 ),
-                (
-                    Indicator::BoundTokens,
-                    sum(&|o| if o.stage == Stage::Decoding { 0.0 } else { o.prompt }),
-                ),
+                (Indicator::BoundTokens, sum(&|o| if o.stage == Stage::Decoding { 0.0 } else { o.prompt })),
                 (Indicator::RemainingTokens, sum(&remaining)),
                 (Indicator::QueuedPrefillTokens, sum(&|o| o.prefill_left)),
             ] {
