@@ -7,6 +7,7 @@
 
 pub mod error;
 pub mod expr;
+pub mod guard;
 pub mod ids;
 pub mod indicators;
 pub mod kv;
