@@ -2,12 +2,14 @@
 use pyo3::prelude::*;
 
 mod engine;
+mod errors;
 mod expr;
 mod router;
 mod wire;
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    errors::register(module)?;
     router::register(module)?;
     expr::register(module)?;
     engine::register(module)?;
