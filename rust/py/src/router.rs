@@ -468,7 +468,9 @@ impl Router {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
-        Ok(crate::ticket::stats_dict(py, &self.lock(py))?)
+        let mut router = self.lock(py);
+        router.derive_all(self.clock.now(None));
+        Ok(crate::ticket::stats_dict(py, &router)?)
     }
 }
 

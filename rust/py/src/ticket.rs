@@ -305,7 +305,6 @@ pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, 
         row.set_item("draining", draining)?;
         row.set_item("in_flight", router.in_flight_on(id))?;
         row.set_item("decisions", router.decisions_on(id))?;
-        row.set_item("index_blocks", router.index().blocks(id))?;
         for indicator in lmetric_core::indicators::INDICATORS {
             if indicator.scope == lmetric_core::indicators::Scope::Instance {
                 let value = router.columns().get(indicator.id)[id.index()];
