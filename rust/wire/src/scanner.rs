@@ -426,11 +426,13 @@ impl Scanner {
     }
 
     fn same_framing(&self) -> bool {
-        match (self.head.as_ref().map(|head| head.framing), self.out) {
-            (Some(Framing::Chunked), Out::Chunked) | (Some(Framing::Close), Out::Close) => true,
-            (Some(Framing::Length(_)), Out::Length(_)) => true,
-            _ => false,
-        }
+        let framing = self.head.as_ref().map(|head| head.framing);
+        matches!(
+            (framing, self.out),
+            (Some(Framing::Chunked), Out::Chunked)
+                | (Some(Framing::Close), Out::Close)
+                | (Some(Framing::Length(_)), Out::Length(_))
+        )
     }
 
     fn frame(&mut self) {
