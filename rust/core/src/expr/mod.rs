@@ -33,6 +33,8 @@ pub enum Type {
 pub struct Scratch {
     /// Registers.
     pub registers: Vec<Vec<f64>>,
+    /// Truth values of a policy's filter, one a slot.
+    pub filter: Vec<f64>,
 }
 
 /// A checked expression, ready to run.

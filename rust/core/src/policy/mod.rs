@@ -3,9 +3,13 @@
 //! A policy never reads a clock, changes the index or counts load. One file each: formula, source, knobs, tests;
 //! [`registry`] has one line for each.
 
+pub mod expression;
 pub mod registry;
+pub mod select;
 pub mod spec;
 
+pub use expression::{ExpressionPolicy, ExpressionSource};
+pub use select::{best, ranking};
 pub use spec::{Knob, KnobKind, Knobs, PolicySpec};
 
 use crate::error::CoreError;
@@ -39,6 +43,10 @@ pub struct Scores {
     pub then: Vec<Vec<f64>>,
     /// Number of live columns in `then`.
     pub then_count: usize,
+    /// Whether a filter left no eligible slot and was waived, so that all of them were scored.
+    pub filter_waived: bool,
+    /// Registers of expressions, kept from one decision to the next.
+    pub scratch: crate::expr::Scratch,
 }
 
 impl Scores {
@@ -48,6 +56,7 @@ impl Scores {
         self.score.resize(slots, f64::NAN);
         self.prefer = Prefer::Min;
         self.then_count = 0;
+        self.filter_waived = false;
     }
 
     /// A tie-break column of `slots` entries to fill, lower is better.

@@ -1,6 +1,7 @@
 //! What a policy declares of itself: one source for validation, `lmetric-router policies`, the docs page and the
 //! conformance tests.
 use crate::error::{CoreError, nearest};
+use std::borrow::Cow;
 
 /// Type and range of a knob.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,15 +37,16 @@ pub struct Knob {
     pub about: &'static str,
 }
 
-/// The declaration of a policy.
-#[derive(Clone, Copy, Debug)]
+/// The declaration of a policy: a `const` for those that come with the router, made at run time for those that users
+/// write as expressions.
+#[derive(Clone, Debug)]
 pub struct PolicySpec {
     /// Name in configuration.
-    pub name: &'static str,
+    pub name: Cow<'static, str>,
     /// The rule in one line.
-    pub formula: &'static str,
+    pub formula: Cow<'static, str>,
     /// Where the rule was read: paper and section, or project and version.
-    pub source: &'static str,
+    pub source: Cow<'static, str>,
     /// Settings.
     pub knobs: &'static [Knob],
     /// Whether decisions differ between instances only by their indicators: relabelling the instances permutes the
