@@ -1,7 +1,7 @@
 """A streaming client for any OpenAI-compatible completions server that keeps the times of one request.
 
-aiohttp's client is what this costs (figures: docs/cli.md, `replay`); a report says when the generator fell behind
-its own schedule.
+aiohttp's client is what this costs (figures: docs/cli.md, `replay`); a report says when the generator fell
+behind its own schedule.
 """
 
 from __future__ import annotations

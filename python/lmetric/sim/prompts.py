@@ -1,4 +1,4 @@
-"""Prompts rebuilt from a trace's block ids: equal ids become equal text, so that prefix caches hit as once."""
+"""Prompts rebuilt from a trace's block ids: equal ids become equal text, so that prefix caches hit."""
 
 from __future__ import annotations
 
