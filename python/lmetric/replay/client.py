@@ -14,11 +14,13 @@ from typing import Any
 import aiohttp
 import orjson
 
+from lmetric._core import LmetricError
+
 _ENDS = {"stop", "length", "tool_calls"}  # any other finish reason means that the answer is not whole
 _CONNECT_SECONDS = 10.0
 
 
-class ReplayError(Exception):
+class ReplayError(LmetricError):
     """The server cannot be replayed against at all."""
 
 

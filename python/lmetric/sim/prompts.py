@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from lmetric.sim.traces import Trace
 
-_TOKENIZER = Path(__file__).parent.parent / "data" / "tokenizer.json"
+_TOKENIZER = Path(__file__).parent.parent / "engines" / "emulated" / "tokenizer.json"
 _CACHED_BLOCKS = 8192  # 512 tokens of some 6 bytes each: 25 MB
 
 
@@ -26,7 +25,7 @@ class PromptWriter:
     """
 
     def __init__(self, words: Sequence[str] | None = None, *, seed: int = 0) -> None:
-        self._words = np.array(shipped_words() if words is None else list(words), dtype=object)
+        self._words = shipped_words() if words is None else list(words)
         self._seed = np.uint64(seed)
         self._cache: OrderedDict[tuple[int, int, bool], str] = OrderedDict()
 
@@ -45,7 +44,8 @@ class PromptWriter:
         key = (block, tokens, private)
         text = self._cache.get(key)
         if text is None:
-            text = "".join(self._words[_draw(block, tokens, self._seed, private) % len(self._words)])
+            chosen = _draw(block, tokens, self._seed, private) % np.uint64(len(self._words))
+            text = "".join(map(self._words.__getitem__, chosen.tolist()))
             self._cache[key] = text
             if len(self._cache) > _CACHED_BLOCKS:
                 self._cache.popitem(last=False)
@@ -55,14 +55,14 @@ class PromptWriter:
 
 
 def shipped_words() -> list[str]:
-    """The words, with the space before them, that the shipped tokenizer keeps as one token."""
-    vocabulary: dict[str, int] = orjson.loads(_TOKENIZER.read_bytes())["model"]["vocab"]
-    # Byte-level vocabularies write a space as U+0120; words of letters never merge across the next one's.
-    return [
-        f" {word[1:]}"
-        for word in vocabulary
-        if word[:1] == "\u0120" and word[1:].isascii() and word[1:].isalpha()
-    ]
+    """The words, each with the space before it, that the shipped tokenizer keeps as one token."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(_TOKENIZER))
+    # Byte-level vocabularies write a space as U+0120. Not every such piece is reached from its own text.
+    pieces = sorted(piece[1:] for piece in tokenizer.get_vocab() if piece[:1] == "\u0120")
+    words = [f" {piece}" for piece in pieces if piece.isascii() and piece.isalpha() and len(piece) > 1]
+    return [word for word in words if len(tokenizer.encode(word).ids) == 1]
 
 
 def _draw(block: int, tokens: int, seed: np.uint64, private: bool) -> NDArray[np.uint64]:

@@ -23,12 +23,14 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from lmetric._core import LmetricError
+
 # Timestamps count as bucketed when this share of them lies within this distance of a multiple of the bucket.
 _BUCKETED_SHARE = 0.99
 _BUCKET_SLACK_SECONDS = 0.005
 
 
-class TraceError(ValueError):
+class TraceError(LmetricError):
     """A trace that cannot be read: names the file, the line and what would have been right."""
 
 
