@@ -1,4 +1,4 @@
-"""Prompts rebuilt from block ids: the right number of tokens, equal ids equal text, different ids different text."""
+"""Prompts rebuilt from block ids: the right number of tokens; equal ids, and only they, are equal text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay: arrivals keep the trace's time, every way an answer can go wrong has its name, figures are the hand-computed ones."""
+"""Replay: arrivals keep the trace's time, each way to fail has its name, figures are those by hand."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ async def test_times_tokens_and_usage_of_a_stream() -> None:
         seen.append(body)
         # A comment, an event cut in two, and a line end of two characters: all legal.
         first, second = token()[:20], token()[20:]
+        last = token(" z", "length").replace("\n", "\r\n")
         return await stream(
-            request, ": hi\n\n", 0.1, first, 0.05, second, 0.1, token(), token(" z", "length").replace("\n", "\r\n"),
-            usage(40, 3, 16), DONE,
-        )  # fmt: skip
+            request, ": hi\n\n", 0.1, first, 0.05, second, 0.1, token(), last, usage(40, 3, 16), DONE
+        )
 
     async with served(handler) as url:
         record = await one(url)
@@ -252,8 +252,8 @@ async def test_stop_keeps_what_there_is(tmp_path: Path) -> None:
 
 
 def record(sent: float, first: float, last: float, tokens: int, **more: Any) -> Record:
-    return Record(0, more.pop("due", sent), sent, first, last, more.pop("prompt", 100), more.pop("cached", None),
-                  tokens, True, **more)  # fmt: skip
+    due, prompt, cached = more.get("due", sent), more.get("prompt", 100), more.get("cached")
+    return Record(0, due, sent, first, last, prompt, cached, tokens, ended=True)
 
 
 def test_report_by_hand() -> None:

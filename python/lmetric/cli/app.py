@@ -8,7 +8,7 @@ from lmetric.cli import bench, config, demo, engine, indicators, policies, repla
 
 app = typer.Typer(
     help="Routes requests over fleets of LLM engines: new prefill tokens x batch size, no tuning.",
-    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 port not to be had, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 port not to be had, 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -46,8 +46,8 @@ def command(
 ) -> None:
     """Send a trace to a server with open-loop arrivals; print latencies, hit rate, goodput, errors.
 
-    Each request leaves when the trace says, whatever became of those before it. Prompts are rebuilt from the trace's block
-    ids so that equal ids are equal text. Ctrl-C prints what there is so far and exits with 130.
+    Each request leaves when the trace says, whatever became of those before it. Prompts are rebuilt from the
+    trace's block ids so that equal ids are equal text. Ctrl-C prints what there is so far and exits with 130.
     """
     from lmetric.cli.show import note, print_json, stdout
     from lmetric.replay import Client, Slo, summarize
@@ -103,10 +103,11 @@ def command(
 def _play(trace: Trace, client: object, seed: int) -> Player:
     import signal
 
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     from lmetric.cli.show import stderr
     from lmetric.replay import Client, Player
     from lmetric.sim.prompts import PromptWriter
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     assert isinstance(client, Client)
 
@@ -141,8 +142,8 @@ def lag_warning(report: Report) -> str | None:
     if not report.late_requests or report.lag_seconds is None:
         return None
     return (
-        f"{report.late_requests} of {report.requests} requests left more than {LATE_SECONDS * 1e3:g} ms after their "
-        f"time (at most {report.lag_seconds.max:.3f} s): this machine could not send the trace at this speed"
+        f"{report.late_requests} of {report.requests} requests left over {LATE_SECONDS * 1e3:g} ms late "
+        f"(at most {report.lag_seconds.max:.3f} s): this machine could not send the trace at this speed"
     )
 
 
@@ -156,9 +157,12 @@ def _print(report: Report, setting: dict[str, object], console: object) -> None:
         for name, spread in spreads.items()
         if spread is not None
     ]
-    title = f"{report.completed} of {report.requests} requests completed in {report.duration_seconds:.1f} s{clock}"
+    title = f"{report.completed} of {report.requests} requests done in {report.duration_seconds:.1f} s{clock}"
     print_table(["seconds", "mean", "p50", "p90", "p99", "max"], rows, title=title)
     good = report.goodput
+    rates = (
+        f"{good.requests_per_second:.2f} requests/s, {good.tokens_per_second:.0f} tokens/s, {good.share:.1%}"
+    )
     bounds = [
         f"{name} <= {bound:g} s"
         for name, bound in (("TTFT", good.slo_ttft_seconds), ("TPOT", good.slo_tpot_seconds))
@@ -173,10 +177,7 @@ def _print(report: Report, setting: dict[str, object], console: object) -> None:
             "throughput",
             f"{report.requests_per_second:.2f} requests/s, {report.tokens_per_second:.0f} tokens/s",
         ],
-        [
-            f"goodput ({', '.join(bounds) or 'no SLO given'})",
-            f"{good.requests_per_second:.2f} requests/s, {good.tokens_per_second:.0f} tokens/s ({good.share:.1%})",
-        ],
+        [f"goodput ({', '.join(bounds) or 'no SLO given'})", rates],
         ["failed", str(report.failed)],
         *([f"  {kind}", f"{error.count}: {error.example}"] for kind, error in report.errors.items()),
     ]
