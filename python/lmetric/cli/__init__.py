@@ -45,7 +45,7 @@ def exit_code(error: Exception) -> int | None:
 
 
 def describe(error: Exception) -> str:
-    """One line that says what went wrong."""
+    """What went wrong, one line for each thing."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    return str(error).strip() or type(error).__name__

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from types import ModuleType
+
 import typer
 
 from lmetric.cli import bench, config, demo, engine, indicators, policies, replay, serve
@@ -33,5 +37,14 @@ def root(
     """Options before the command."""
 
 
+def _add(module: ModuleType) -> None:
+    name = module.__name__.rpartition(".")[2]
+    command = module.command
+    # Options made from a model take long to import: only the command that is asked for pays for its own.
+    if hasattr(module, "build") and name in [*sys.argv, *os.environ.get("COMP_WORDS", "").split()]:
+        command = module.build()
+    app.command(name)(command)
+
+
 for module in (serve, engine, demo, replay, policies, indicators, config, bench):
-    app.command(module.__name__.rpartition(".")[2])(module.command)
+    _add(module)
