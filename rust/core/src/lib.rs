@@ -22,6 +22,7 @@ pub mod policy;
 pub mod receipt;
 pub mod request;
 pub mod router;
+mod wide;
 
 pub use error::CoreError;
 pub use ids::InstanceId;
