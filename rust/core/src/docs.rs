@@ -57,10 +57,10 @@ fn default(knob: &Knob) -> String {
     }
 }
 
-/// As short as it reads well: 1e9 and not 1000000000, 0.0001 as 1e-4.
+/// As short as it reads well: 1000, and 1e9 for 1000000000.
 fn number(x: f64) -> String {
     let (plain, scientific) = (x.to_string(), format!("{x:e}"));
-    if scientific.len() < plain.len() { scientific } else { plain }
+    if scientific.len() + 1 < plain.len() { scientific } else { plain }
 }
 
 /// `docs/indicators.md`: each indicator with unit, owner, freshness and what its absence means.
@@ -120,6 +120,9 @@ mod tests {
 
     #[test]
     fn numbers_are_short() {
-        assert_eq!([0.7, 8.0, 1e9, 1e-4, 4194304.0].map(number), ["0.7", "8", "1e9", "1e-4", "4194304"]);
+        assert_eq!(
+            [0.7, 1000.0, 1e9, 1e-4, 4194304.0].map(number),
+            ["0.7", "1000", "1e9", "1e-4", "4194304"]
+        );
     }
 }
