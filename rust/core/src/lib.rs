@@ -9,6 +9,7 @@
 #[cfg(test)]
 extern crate self as lmetric_core;
 
+pub mod docs;
 pub mod error;
 pub mod estimate;
 pub mod expr;
