@@ -21,6 +21,7 @@ mod program;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use eval::nan_unless;
 pub use eval::{Inputs, Scratch};
 pub use parse::{MAX_DEPTH, MAX_LENGTH};
 pub use program::Program;

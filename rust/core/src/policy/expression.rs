@@ -1,7 +1,7 @@
 //! A policy written as expressions: `filter`, `score`, tie-breaks `then`. Most rules of the field are one line here.
 use super::{Knobs, Policy, PolicyRng, PolicySpec, Prefer, Scores};
 use crate::error::CoreError;
-use crate::expr::{Program, Type};
+use crate::expr::{Program, Type, nan_unless};
 use crate::indicators::{IndicatorSet, Snapshot};
 use std::borrow::Cow;
 use std::fmt;
@@ -127,11 +127,12 @@ impl Policy for ExpressionPolicy {
             passes.clear();
             passes.resize(slots, 0.0);
             filter.eval(snapshot, &mut scratch, &mut passes);
-            let passing = passes.iter().zip(snapshot.eligible).filter(|(p, e)| **p != 0.0 && **e).count();
+            let passing = |(p, e): (&f64, &bool)| u32::from((*p != 0.0) & *e);
+            let passing: u32 = passes.iter().zip(snapshot.eligible).map(passing).sum();
             scores.filter_waived = passing == 0;
             if !scores.filter_waived {
                 for (score, passes) in scores.score.iter_mut().zip(&passes) {
-                    *score = if *passes != 0.0 { *score } else { f64::NAN };
+                    *score = nan_unless(*passes != 0.0, *score);
                 }
             }
             scratch.filter = passes;
