@@ -12,9 +12,10 @@ OK, FAILED, USAGE, PORT_IN_USE, INTERRUPTED = 0, 1, 2, 3, 130
 def main() -> None:
     """Run ``lmetric-router`` and exit. What a user can cause ends in one line, never in a traceback."""
     try:
-        from lmetric.cli.app import app
+        from lmetric.cli.app import build
 
-        app(prog_name="lmetric-router")
+        completing = os.environ.get("COMP_WORDS", "") + os.environ.get("_TYPER_COMPLETE_ARGS", "")
+        build([*sys.argv[1:], *completing.split()])(prog_name="lmetric-router")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
@@ -32,11 +33,13 @@ def main() -> None:
 def exit_code(error: Exception) -> int | None:
     """The exit code of an error that a user can cause; None for one that is ours."""
     from lmetric._core import BadValueError, ExpressionError, LmetricError, UnknownNameError
+    from lmetric.config import ConfigError
+    from lmetric.profiles import ProfileError
 
-    if isinstance(error, BadValueError | ExpressionError | UnknownNameError):
+    if isinstance(error, BadValueError | ConfigError | ExpressionError | ProfileError | UnknownNameError):
         return USAGE
     if isinstance(error, LmetricError):
-        return getattr(error, "exit_code", FAILED)
+        return FAILED
     if isinstance(error, OSError):
         if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES) and error.filename is None:
             return PORT_IN_USE
