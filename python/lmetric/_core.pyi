@@ -120,3 +120,47 @@ def indicator_table() -> list[dict[str, str]]: ...
 def policy_table() -> list[dict[str, Any]]: ...
 def check_expression(text: str, kind: str = "score") -> list[str]: ...  # names of the indicators read; raises ExpressionError
 def bench_decision(**kwargs: Any) -> list[dict[str, Any]]: ...
+
+class WireError(LmetricError): ...
+
+READY: int  # the answer is worth committing to: commit() may be called
+END: int  # the message ended
+PASS: int  # the bytes fed are what the client should get, unchanged
+OUT: int  # take() has bytes for the client
+ENGINE_ERROR: int  # the engine reported an error inside the body
+INCOMPLETE: int  # a stream's end came before any finish_reason; it was withheld
+TOKEN_SHIFT: int  # the answer of feed() shifted right by this: output tokens that came
+
+@final
+class ResponseScanner:
+    """Reads an engine's HTTP/1.1 responses as they come and frames them for the client (see `rust/wire`).
+
+    An answer is held back until it is worth committing to: a plain JSON answer until whole, an event stream until its
+    first token, error or comment. After ``commit`` the client only ever gets whole events.
+    """
+
+    def __new__(cls) -> ResponseScanner: ...
+    def begin(self, http11: bool = True, require_finish: bool = False, bodiless: bool = False) -> None: ...
+    def feed(self, data: bytes) -> int: ...  # flags; raises WireError
+    def eof(self) -> int: ...  # the connection ended; raises WireError where the message was not whole
+    def commit(self, extra: bytes, close: bool) -> bytes: ...  # head with extra lines, and what was held back
+    def take(self) -> bytes: ...
+    def end_with(self, event: bytes) -> bytes: ...  # ends a committed stream with this event; empty where not possible
+    @property
+    def status(self) -> int: ...  # 0 before the head
+    @property
+    def keep_alive(self) -> bool: ...  # the connection may serve another request
+    @property
+    def event_stream(self) -> bool: ...
+    @property
+    def closes_client(self) -> bool: ...  # only closing the client's connection ends this answer
+    @property
+    def load(self) -> str | None: ...  # endpoint-load-metrics header (ORCA)
+    @property
+    def aborted(self) -> bool: ...  # the last finish_reason was the engine's: abort or error
+    @property
+    def error_code(self) -> int | None: ...
+    @property
+    def tokens(self) -> int: ...  # output tokens counted from events
+    @property
+    def usage(self) -> tuple[int | None, int | None, int | None]: ...  # prompt, cached, output tokens

@@ -5,6 +5,10 @@
 //!
 //! Arrows point one way: `policy -> estimate, kv, indicators -> ids`; only `router` sees all.
 
+// The tests' hand-made snapshots are shared with the integration tests, which know this crate by its name.
+#[cfg(test)]
+extern crate self as lmetric_core;
+
 pub mod error;
 pub mod estimate;
 pub mod expr;

@@ -70,6 +70,8 @@ pub struct Receipt {
     pub filter_waived: bool,
     /// Slots that the hot-spot guard kept the request from.
     pub guard_excluded: u32,
+    /// The hot-spot guard would have left nobody, so the least loaded was taken.
+    pub balance_only: bool,
     /// What happened.
     pub outcome: Outcome,
 }

@@ -293,7 +293,7 @@ proptest! {
     #[test]
     fn books_equal_a_recount_and_end_at_zero(ops in prop::collection::vec(op(), 1..120)) {
         let config = RouterConfig { drain: false, ..RouterConfig::default() };
-        let mut router = Router::new(LeastRequests::boxed(), config);
+        let mut router = Router::new(LeastRequests::boxed(), config).unwrap();
         let mut model = Model::default();
         for op in &ops {
             apply(op, &mut router, &mut model);

@@ -46,7 +46,7 @@ fn measure(
     feed: IndexFeed,
 ) -> std::result::Result<[Timing; 5], CoreError> {
     let config = RouterConfig { index_feed: feed, index_bytes: 1 << 30, ..RouterConfig::default() };
-    let mut router = Router::new(registry::build(policy, &[])?, config);
+    let mut router = Router::new(registry::build(policy, &[])?, config)?;
     for i in 0..instances {
         router.add_instance(&format!("engine-{i}"), Role::Both, None)?;
         // Load reports and a spread of running requests, so that every policy has what it reads.

@@ -195,7 +195,7 @@ impl Router {
             ..RouterConfig::default()
         };
         Ok(Router {
-            shared: SharedRouter::new(CoreRouter::new(policy, config)),
+            shared: SharedRouter::new(CoreRouter::new(policy, config)?),
             clock: Clock::new(py)?,
             block_size,
             text_block_bytes,
@@ -458,8 +458,9 @@ impl Router {
     #[pyo3(signature = (now=None))]
     fn tick<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<(Vec<Bound<'py, PyDict>>, f64)> {
         let (events, next) = self.lock(py).tick(self.clock.now(now));
-        let _ = (events, py);
-        Ok((Vec::new(), next))
+        let events =
+            events.iter().map(|e| crate::ticket::guard_event_dict(py, e)).collect::<PyResult<_>>()?;
+        Ok((events, next))
     }
 
     fn set_guard(&self, py: Python<'_>, on: bool) {
@@ -467,7 +468,9 @@ impl Router {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
-        Ok(crate::ticket::stats_dict(py, &self.lock(py))?)
+        let mut router = self.lock(py);
+        router.derive_all(self.clock.now(None));
+        Ok(crate::ticket::stats_dict(py, &router)?)
     }
 }
 

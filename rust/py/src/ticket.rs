@@ -2,6 +2,7 @@
 use crate::errors::Result;
 use crate::router::{Clock, lock};
 use lmetric_core::CoreError;
+use lmetric_core::guard::{GuardEvent, Phase};
 use lmetric_core::plan::{Event, Failure, Usage};
 use lmetric_core::policy::Prefer;
 use lmetric_core::receipt::Receipt;
@@ -225,6 +226,7 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("left_out", receipt.left_out)?;
     dict.set_item("filter_waived", receipt.filter_waived)?;
     dict.set_item("guard_excluded", receipt.guard_excluded)?;
+    dict.set_item("guard_balance_only", receipt.balance_only)?;
     dict.set_item("predicted_cached_tokens", receipt.predicted_hit_tokens)?;
     let outcome = &receipt.outcome;
     dict.set_item("cached_tokens", outcome.usage.cached_tokens)?;
@@ -238,6 +240,25 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
         Some(Some(failure)) => failure.name(),
     };
     dict.set_item("outcome", state)?;
+    Ok(dict)
+}
+
+/// What the guard did, as a dictionary.
+pub fn guard_event_dict<'py>(py: Python<'py>, event: &GuardEvent) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item(
+        "event",
+        match (event.released, event.phase) {
+            (true, _) => "released",
+            (false, Phase::Suspected) => "suspected",
+            (false, Phase::Filtering) => "filtering",
+        },
+    )?;
+    dict.set_item("class", format!("{:016x}", event.class))?;
+    dict.set_item("depth_blocks", event.depth)?;
+    dict.set_item("share", event.share)?;
+    dict.set_item("holders", event.holders)?;
+    dict.set_item("instances", event.instances)?;
     Ok(dict)
 }
 
@@ -270,6 +291,10 @@ pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, 
         failed.set_item(*name, count)?;
     }
     dict.set_item("failed", failed)?;
+    let alarms = |phase| router.guard().alarms().iter().filter(|a| a.phase == phase).count();
+    dict.set_item("guard_on", router.guard().config().on)?;
+    dict.set_item("guard_suspected", alarms(Phase::Suspected))?;
+    dict.set_item("guard_filtering", alarms(Phase::Filtering))?;
     let instances = PyDict::new(py);
     let fleet = router.fleet();
     for name in fleet.live_names() {
@@ -280,7 +305,6 @@ pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, 
         row.set_item("draining", draining)?;
         row.set_item("in_flight", router.in_flight_on(id))?;
         row.set_item("decisions", router.decisions_on(id))?;
-        row.set_item("index_blocks", router.index().blocks(id))?;
         for indicator in lmetric_core::indicators::INDICATORS {
             if indicator.scope == lmetric_core::indicators::Scope::Instance {
                 let value = router.columns().get(indicator.id)[id.index()];

@@ -1,5 +1,6 @@
 //! From scores to a choice: the best slot, or all of them in order. What is equal after the tie-breaks is drawn at random.
 use super::{PolicyRng, Prefer, Scores};
+use crate::expr::nan_unless;
 use crate::ids::MAX_INSTANCES;
 use rand::RngExt;
 use rand::seq::SliceRandom;
@@ -22,32 +23,16 @@ pub fn best(scores: &Scores, eligible: &[bool], rng: &mut PolicyRng) -> Option<u
     assert!(words <= WORDS, "{slots} slots; a router holds at most {MAX_INSTANCES}");
     let sign = sign(scores.prefer);
 
-    let mut minima = [f64::INFINITY; WORDS];
-    for (word, minimum) in minima[..words].iter_mut().enumerate() {
-        let range = word * WORD..slots.min((word + 1) * WORD);
-        *minimum = lowest_of_word(sign, &score[range.clone()], &eligible[range]);
-    }
-    let lowest = minima[..words].iter().copied().fold(f64::INFINITY, f64::min);
-    if lowest == f64::INFINITY {
-        return None;
-    }
-
     let mut ties = [0u64; WORDS];
     let ties = &mut ties[..words];
-    for (word, minimum) in minima[..words].iter().enumerate() {
-        if *minimum == lowest {
-            let range = word * WORD..slots.min((word + 1) * WORD);
-            for (bit, (s, e)) in score[range.clone()].iter().zip(&eligible[range]).enumerate() {
-                ties[word] |= u64::from(*e && sign * s == lowest) << bit;
-            }
-        }
-    }
+    set_of_lowest(sign, score, eligible, ties);
     for column in &scores.then[..scores.then_count] {
         if count(ties) > 1 {
             keep_lowest(ties, column);
         }
     }
     let tied = count(ties);
+    // Of none there is no first, either.
     let drawn = if tied > 1 { rng.random_range(0..tied) } else { 0 };
     members(ties).nth(drawn as usize)
 }
@@ -83,25 +68,59 @@ fn nan_last(value: f64) -> f64 {
     if value.is_nan() { f64::INFINITY } else { value }
 }
 
-/// The lowest finite `sign * score` of the eligible among up to 64 slots, or infinity. Eight running minima, so that the
-/// compiler may use vector registers.
-#[inline]
-fn lowest_of_word(sign: f64, score: &[f64], eligible: &[bool]) -> f64 {
-    const LANES: usize = 8;
-    let lower = |minimum: f64, s: f64, e: bool| {
-        let key = if e & (s.abs() < f64::INFINITY) { sign * s } else { f64::INFINITY };
-        if key < minimum { key } else { minimum }
-    };
-    let mut minima = [f64::INFINITY; LANES];
-    let (score, score_rest) = score.as_chunks::<LANES>();
-    let (eligible, eligible_rest) = eligible.as_chunks::<LANES>();
-    for (s, e) in score.iter().zip(eligible) {
-        for lane in 0..LANES {
-            minima[lane] = lower(minima[lane], s[lane], e[lane]);
+/// Sets the bits of the eligible slots whose `sign * score` is finite and lowest; none where there is no such score.
+fn set_of_lowest(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64]) {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx2") {
+        #[target_feature(enable = "avx2")]
+        fn avx2(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64]) {
+            set_of_lowest_inline(sign, score, eligible, set);
+        }
+        // SAFETY: this processor has what the function asks for.
+        return unsafe { avx2(sign, score, eligible, set) };
+    }
+    set_of_lowest_inline(sign, score, eligible, set);
+}
+
+#[inline(always)]
+fn set_of_lowest_inline(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64]) {
+    let words = || score.chunks(WORD).zip(eligible.chunks(WORD));
+    let (mut minima, mut lowest) = ([f64::INFINITY; WORDS], f64::INFINITY);
+    for (minimum, (s, e)) in minima.iter_mut().zip(words()) {
+        // Infinity loses by itself; only its opposite must be looked for, and almost never is there.
+        *minimum = lowest_of_word(s, e, |x| sign * x);
+        if *minimum == f64::NEG_INFINITY {
+            *minimum = lowest_of_word(s, e, |x| if x.is_finite() { sign * x } else { f64::NAN });
+        }
+        lowest = lower(*minimum, lowest);
+    }
+    for ((bits, minimum), (s, e)) in set.iter_mut().zip(minima).zip(words()) {
+        if minimum == lowest && lowest < f64::INFINITY {
+            for (bit, (s, e)) in s.iter().zip(e).enumerate() {
+                *bits |= u64::from(*e & (sign * s == lowest)) << bit;
+            }
         }
     }
-    let lowest = minima.into_iter().fold(f64::INFINITY, f64::min);
-    score_rest.iter().zip(eligible_rest).fold(lowest, |m, (s, e)| lower(m, *s, *e))
+}
+
+#[inline(always)]
+fn lower(x: f64, minimum: f64) -> f64 {
+    if x < minimum { x } else { minimum }
+}
+
+/// The lowest key of the eligible among up to 64 slots that is not NaN, or infinity. Eight running minima, so that the
+/// compiler may use vector registers.
+#[inline(always)]
+fn lowest_of_word(score: &[f64], eligible: &[bool], key: impl Fn(f64) -> f64) -> f64 {
+    let (scores, score_rest) = score.as_chunks::<8>();
+    let (eligibles, eligible_rest) = eligible.as_chunks::<8>();
+    let mut eight = [f64::INFINITY; 8];
+    for (s, e) in scores.iter().zip(eligibles) {
+        eight = std::array::from_fn(|lane| lower(key(nan_unless(e[lane], s[lane])), eight[lane]));
+    }
+    let four: [f64; 4] = std::array::from_fn(|lane| lower(eight[lane], eight[lane + 4]));
+    let lowest = lower(lower(four[0], four[2]), lower(four[1], four[3]));
+    score_rest.iter().zip(eligible_rest).fold(lowest, |m, (s, e)| lower(key(nan_unless(*e, *s)), m))
 }
 
 fn count(set: &[u64]) -> u32 {

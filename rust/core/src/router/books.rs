@@ -135,11 +135,16 @@ impl Books {
             column[slot] = 0.0;
         }
         self.write(slot, columns);
-        for id in [Indicator::KvUsage, Indicator::ReportedWaiting, Indicator::ReportedRunning] {
+        for id in [
+            Indicator::KvUsage,
+            Indicator::ReportedWaiting,
+            Indicator::ReportedRunning,
+            Indicator::ReportAgeSeconds,
+            Indicator::PrefillTokensPerSecond,
+        ] {
             columns.get_mut(id)[slot] = f64::NAN;
         }
         columns.get_mut(Indicator::IndexBlocks)[slot] = 0.0;
-        columns.get_mut(Indicator::PrefillTokensPerSecond)[slot] = f64::NAN;
     }
 
     /// Books a placement.

@@ -74,6 +74,13 @@ impl Router {
                 *out = f64::from(self.index.blocks(crate::InstanceId(slot as u32)));
             }
         }
+        if reads.contains(Indicator::CacheFreeTokens) {
+            let column = columns.get_mut(Indicator::CacheFreeTokens);
+            for (slot, (out, capacity)) in column.iter_mut().zip(&self.cache_blocks).enumerate() {
+                let held = self.index.blocks(crate::InstanceId(slot as u32));
+                *out = capacity.map_or(f64::NAN, |c| f64::from(c.saturating_sub(held)) * per_block);
+            }
+        }
         if reads.contains(Indicator::ReportAgeSeconds) {
             for (slot, out) in columns.get_mut(Indicator::ReportAgeSeconds).iter_mut().enumerate() {
                 *out = self.books.reported_at(slot).map_or(f64::NAN, |at| now - at);

@@ -1,5 +1,6 @@
 //! Writes a decision's receipt: all scores, and the terms of the best few.
 use super::Router;
+use crate::guard::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Scope};
 use crate::policy::Prefer;
@@ -27,7 +28,7 @@ impl Router {
         receipt.reads.extend(self.reads.iter());
         receipt.tried.push(chosen.0);
 
-        let eligible = self.fleet.eligible();
+        let eligible = &self.eligible;
         let scores = &self.scores.score;
         let sign = if receipt.prefer == Prefer::Max { -1.0 } else { 1.0 };
         // The best few by insertion: beyond the first few, hardly any slot gets past the first comparison.
@@ -49,7 +50,13 @@ impl Router {
             }
             score as f32
         }));
-        receipt.left_out = (self.fleet.eligible_count() - scored) as u32;
+        receipt.guard_excluded = match self.restriction {
+            Restriction::Filtered(out) => out as u32,
+            _ => 0,
+        };
+        receipt.balance_only = self.restriction == Restriction::BalanceOnly;
+        let could = eligible.iter().filter(|e| **e).count();
+        receipt.left_out = (could - scored) as u32;
         self.totals.left_out += u64::from(receipt.left_out);
         self.totals.filter_waived += u64::from(receipt.filter_waived);
 

@@ -13,7 +13,7 @@ pub use tickets::TicketId;
 use crate::error::CoreError;
 use crate::estimate::StepTime;
 use crate::fleet::{Fleet, Role};
-use crate::guard::{GuardConfig, GuardEvent};
+use crate::guard::{Guard, GuardConfig, GuardEvent, Restriction};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Columns, Indicator, IndicatorSet, Snapshot};
 use crate::kv::index::KvIndex;
@@ -70,6 +70,9 @@ impl Default for RouterConfig {
         }
     }
 }
+
+/// How often [`Router::tick`] wants to be called.
+const TICK_SECONDS: Seconds = 1.0;
 
 /// Where a request goes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -128,8 +131,14 @@ pub struct Router {
     rng: PolicyRng,
     scores: Scores,
     hit_blocks: Vec<u32>,
+    guard: Guard,
+    /// Who may take the request at hand, after the guard.
+    eligible: Vec<bool>,
+    restriction: Restriction,
     /// Requests placed, by slot.
     placed: Vec<u64>,
+    /// Blocks that each slot's KV cache holds, where known.
+    cache_blocks: Vec<Option<u32>>,
     /// Scratch of the predicted times to first token.
     ttft: Vec<f64>,
     receipts: ReceiptRing,
@@ -139,10 +148,13 @@ pub struct Router {
 
 impl Router {
     /// An empty router.
-    pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Router {
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
         let mut columns = Columns::default();
         columns.resize(0);
-        Router {
+        Ok(Router {
             fleet: Fleet::default(),
             columns,
             books: Books::new(config.drain),
@@ -153,13 +165,17 @@ impl Router {
             rng: PolicyRng::seed_from_u64(config.seed),
             scores: Scores::default(),
             hit_blocks: Vec::new(),
+            guard: Guard::new(config.guard)?,
+            eligible: Vec::new(),
+            restriction: Restriction::Free,
             placed: Vec::new(),
+            cache_blocks: Vec::new(),
             ttft: Vec::new(),
             receipts: ReceiptRing::new(config.receipt_bytes),
             totals: Totals::default(),
             latest: 0.0,
             config,
-        }
+        })
     }
 
     /// Adds an instance. `cache_blocks`: what its KV cache holds, where known; bounds what is remembered of it.
@@ -180,6 +196,8 @@ impl Router {
         self.hit_blocks.resize(slots, 0);
         self.placed.resize(slots, 0);
         self.placed[id.index()] = 0;
+        self.cache_blocks.resize(slots, None);
+        self.cache_blocks[id.index()] = cache_blocks;
         self.index.add_instance(id, cache_blocks);
         Ok(id)
     }
@@ -193,6 +211,7 @@ impl Router {
         self.fleet.remove(id);
         self.books.clear(id.index(), &mut self.columns);
         self.index.remove_instance(id);
+        self.guard.instance_removed(id);
         Ok(())
     }
 
@@ -301,17 +320,25 @@ impl Router {
         if self.fleet.eligible_count() == 0 {
             return Err(self.nobody());
         }
+        self.eligible.clear();
+        self.eligible.extend_from_slice(self.fleet.eligible());
+        self.restriction = self.guard.restrict(request.chain, &mut self.eligible);
+        let excluded = if let Restriction::Filtered(out) = self.restriction { out } else { 0 };
         self.derive(request, self.reads, now);
         let snapshot = Snapshot {
             columns: &self.columns,
-            eligible: self.fleet.eligible(),
-            eligible_count: self.fleet.eligible_count(),
+            eligible: &self.eligible,
+            eligible_count: self.fleet.eligible_count() - excluded,
             name_hashes: self.fleet.name_hashes(),
             ordinal: self.totals.decisions,
             session: request.session,
         };
         self.scores.reset(slots);
-        self.policy.score(&snapshot, &mut self.rng, &mut self.scores)?;
+        if self.restriction == Restriction::BalanceOnly {
+            self.scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
+        } else {
+            self.policy.score(&snapshot, &mut self.rng, &mut self.scores)?;
+        }
         let best = select::best(&self.scores, snapshot.eligible, &mut self.rng).ok_or_else(|| {
             CoreError::NoInstance(format!(
                 "policy {} scores none of the {} eligible instances: an indicator it reads ({}) is absent, or the score is \
@@ -341,6 +368,8 @@ impl Router {
         let hit = derive::hit_tokens(request, self.hit_blocks[slot]);
         let entry = entry(request, hit);
         let segment = Segment { instance: chosen, from_token: 0, to_token: None };
+        let matched = self.hit_blocks.iter().copied().max().unwrap_or(0);
+        self.guard.observe(now, request.chain, matched, &self.scores, &self.eligible, chosen);
         let receipt = self.explain(request, request_id, chosen, hit as u32, now);
         let id = receipt.id;
         self.receipts.push(receipt);
@@ -418,12 +447,30 @@ impl Router {
     /// Everything periodic. Returns what the guard did, and when to call again.
     pub fn tick(&mut self, now: Seconds) -> (Vec<GuardEvent>, Seconds) {
         self.latest = self.latest.max(now);
-        (Vec::new(), now + 5.0)
+        let (index, eligible) = (&self.index, self.fleet.eligible());
+        let events = self.guard.tick(now, self.fleet.eligible_count(), |hash, out| {
+            let before = out.len();
+            index.holders(hash, out);
+            let mut place = before;
+            for i in before..out.len() {
+                if eligible[out[i].index()] {
+                    out.swap(place, i);
+                    place += 1;
+                }
+            }
+            out.truncate(place);
+        });
+        (events, now + TICK_SECONDS)
     }
 
     /// Switches the guard.
     pub fn set_guard(&mut self, on: bool) {
-        self.config.guard.on = on;
+        self.guard.set_on(on);
+    }
+
+    /// The hot-spot guard, to look at.
+    pub fn guard(&self) -> &Guard {
+        &self.guard
     }
 
     /// Whether a ticket is open.
