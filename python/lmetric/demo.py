@@ -1,4 +1,4 @@
-"""The demo: one slice of a real trace, played under several policies over emulated engines with cold caches."""
+"""The demo: a slice of a real trace, played under several policies over emulated engines with cold caches."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,8 +31,8 @@ def command(
 ) -> None:
     """Play a slice of a real trace under several policies over emulated engines, and compare.
 
-    Every policy gets the same arrivals and fresh engines. The engines model a GPU's step times on a clock that runs
-    faster than the wall's; TTFT and TPOT are in seconds of that clock.
+    Every policy gets the same arrivals and fresh engines. The engines model a GPU's step times on a clock that
+    runs faster than the wall's; TTFT and TPOT are in seconds of that clock.
     """
     from lmetric.cli.show import note, print_json, stdout
     from lmetric.demo import Setting
@@ -82,7 +81,8 @@ def _watch(setting: Setting) -> dict[str, Report]:
 
     async def play(live: Live) -> None:
         def show(moment: Moment) -> None:
-            live.update(Group(Text(describe(setting)), _view(moment), *_done(setting, reports)))
+            done = [_summary(setting, reports)] if reports else []
+            live.update(Group(Text(describe(setting)), _view(moment), *done), refresh=True)
 
         async for policy, report in demo.run(setting, show):
             reports[policy] = report
@@ -101,9 +101,9 @@ def _watch(setting: Setting) -> dict[str, Report]:
 def describe(setting: Setting) -> str:
     """What is simulated, in a line: nobody should take the figures for a GPU's."""
     return (
-        f"{setting.engines} emulated engines ({setting.profile}), no GPU; clock x {setting.clock_speed:g}, times in "
-        f"its seconds; first {setting.requests} requests of Mooncake's conversation trace at {setting.speed:g} x "
-        "its rate"
+        f"{setting.engines} emulated engines ({setting.profile}), no GPU; times on their clock, which runs "
+        f"{setting.clock_speed:g} x the wall's; Mooncake's conversation trace, first {setting.requests} requests "
+        f"at {setting.speed:g} x its rate"
     )
 
 
@@ -114,11 +114,11 @@ def _view(moment: Moment) -> RenderableType:
     first = [r.first_token - (r.sent or 0.0) for r in player.records if r.first_token is not None]
     scale = moment.clock_speed
     mean = f"mean TTFT {sum(first) / len(first) * scale:.2f} s" if first else "no token yet"
-    title = f"{moment.policy}: sent {len(player.records)} of {len(player.trace)}, {player.in_flight} in flight, {mean}"
+    sent = f"sent {len(player.records)} of {len(player.trace)}, {player.in_flight} in flight"
     return table(
         ["engine", "running", "waiting", "KV used", "hit rate"],
         [_row(index, state) for index, state in enumerate(moment.engines)],
-        title=title,
+        title=f"{moment.policy}: {sent}, {mean}",
     )
 
 
@@ -127,10 +127,6 @@ def _row(index: int, state: EngineState | None) -> list[str]:
         return [f"engine {index}", "–", "–", "–", "–"]
     hit = "–" if state.hit_rate is None else f"{state.hit_rate:.0%}"
     return [f"engine {index}", str(state.running), str(state.waiting), f"{state.kv_usage:.0%}", hit]
-
-
-def _done(setting: Setting, reports: dict[str, Report]) -> Sequence[RenderableType]:
-    return [_summary(setting, reports)] if reports else []
 
 
 def _summary(setting: Setting, reports: dict[str, Report]) -> RenderableType:
