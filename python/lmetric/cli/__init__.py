@@ -34,16 +34,20 @@ def exit_code(error: Exception) -> int | None:
     """The exit code of an error that a user can cause; None for one that is ours."""
     from lmetric._core import BadValueError, ExpressionError, LmetricError, UnknownNameError
     from lmetric.config import ConfigError
+    from lmetric.engines.emulated import EngineStartError
     from lmetric.profiles import ProfileError
 
     if isinstance(error, BadValueError | ConfigError | ExpressionError | ProfileError | UnknownNameError):
         return USAGE
-    if isinstance(error, LmetricError):
+    if isinstance(error, EngineStartError) and isinstance(error.__cause__, Exception):
+        return exit_code(error.__cause__)
+    if isinstance(error, LmetricError | EngineStartError):
         return FAILED
     if isinstance(error, OSError):
-        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES) and error.filename is None:
-            return PORT_IN_USE
-        return USAGE if error.filename is not None else FAILED
+        if error.filename is not None:
+            return USAGE
+        unavailable = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
+        return PORT_IN_USE if error.errno in unavailable else FAILED
     return None
 
 

@@ -31,8 +31,8 @@ def command(
 ) -> None:
     """Play a slice of a real trace under several policies over emulated engines, and compare.
 
-    Every policy gets the same arrivals and fresh engines. The engines model a GPU's step times on a clock that
-    runs faster than the wall's; TTFT and TPOT are in seconds of that clock.
+    Every policy gets the same arrivals and fresh engines. The engines model a GPU's step times on a clock
+    that runs faster than the wall's; TTFT and TPOT are in seconds of that clock.
     """
     from lmetric.cli.show import note, print_json, stdout
     from lmetric.demo import Setting
@@ -102,8 +102,8 @@ def describe(setting: Setting) -> str:
     """What is simulated, in a line: nobody should take the figures for a GPU's."""
     return (
         f"{setting.engines} emulated engines ({setting.profile}), no GPU; times on their clock, which runs "
-        f"{setting.clock_speed:g} x the wall's; Mooncake's conversation trace, first {setting.requests} requests "
-        f"at {setting.speed:g} x its rate"
+        f"{setting.clock_speed:g} x the wall's; first {setting.requests} requests of Mooncake's conversation "
+        f"trace at {setting.speed:g} x its rate"
     )
 
 
