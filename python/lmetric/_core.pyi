@@ -164,3 +164,42 @@ class ResponseScanner:
     def tokens(self) -> int: ...  # output tokens counted from events
     @property
     def usage(self) -> tuple[int | None, int | None, int | None]: ...  # prompt, cached, output tokens
+
+# -- engine model (rust/py/src/engine.rs) ------------------------------------------------------------------------
+
+@final
+class Engine:
+    """One emulated engine: queue, batch, KV cache and steps. It has no clock: times (seconds) come in and go out.
+
+    ``profile``: the constants of `lmetric.profiles.Profile`; ``words``: u32 token ids that answers are made of,
+    below ``vocabulary``. Raises ValueError for constants that no engine can have.
+    """
+
+    def __init__(
+        self,
+        profile: Mapping[str, float],
+        words: Buffer,
+        vocabulary: int,
+        *,
+        admission: str = "vllm",  # or "reserve"
+        order: str = "fcfs",  # or "priority"
+        kv_events: bool = False,
+    ) -> None: ...
+    def submit(
+        self, prompt: Buffer, output_tokens: int, now: float, *, priority: int = 0, salt: str | None = None
+    ) -> int: ...  # the request's key; ValueError where the engine could never serve it
+    def abort(self, id: int) -> bool: ...  # False: not in the engine
+    def start_step(self, now: float) -> float | None: ...  # its end; None: nothing to do at `now`
+    def finish_step(
+        self,
+    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, bool]], list[int], int]: ...
+    # tokens (key, token id, flags: 1 the last, 2 out of a prefill), admitted (key, cached tokens, for the first
+    # time), preempted (keys), prompt tokens computed
+    def take_kv_events(self) -> list[tuple[Any, ...]]: ...
+    # ("stored", parent | None, block hashes, token ids, salt | None), ("removed", block hash), ("cleared",)
+    def reset_cache(self) -> bool: ...  # False: a request uses a block
+    def load(self) -> dict[str, Any]: ...  # waiting, running, kv_usage (0..1), counters
+
+def generate(
+    words: Buffer, vocabulary: int, prompt: Buffer, n: int
+) -> list[int]: ...  # what an engine answers
