@@ -3,7 +3,7 @@ use lmetric_core::CoreError;
 use lmetric_sim::text::Rolling;
 use lmetric_sim::{Admission, Generator, KvEvent, Order, Profile, Prompt, Request, Settings};
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
@@ -20,7 +20,14 @@ fn unknown(what: &str, got: &str, expected: &str) -> PyErr {
 }
 
 fn tokens(buffer: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    PyBuffer::<u32>::get(buffer)?.to_vec(buffer.py())
+    match PyBuffer::<u32>::get(buffer) {
+        Ok(tokens) => tokens.to_vec(buffer.py()),
+        // An empty buffer may point anywhere, which counts as misaligned.
+        Err(error) if error.is_instance_of::<PyBufferError>(buffer.py()) && buffer.len()? == 0 => {
+            Ok(Vec::new())
+        }
+        Err(error) => Err(error),
+    }
 }
 
 fn profile(constants: &Bound<'_, PyAny>) -> PyResult<Profile> {
