@@ -14,7 +14,9 @@ from lmetric import _core
 from lmetric.engines.emulated.text import TOKENIZER_PATH, shared_text
 
 TEXT = shared_text()
-ANY_TEXT = st.text(max_size=60) | st.lists(st.sampled_from([" ", "\n", "\t", "a", "'", "<|im_end|>", "é", "1"])).map("".join)
+ANY_TEXT = st.text(max_size=60) | st.lists(
+    st.sampled_from([" ", "\n", "\t", "a", "'", "<|im_end|>", "é", "1"])
+).map("".join)
 
 
 def generate(prompt: list[int], n: int) -> list[int]:
