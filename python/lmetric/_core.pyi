@@ -1,16 +1,22 @@
 """The compiled core. Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=None`` reads it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmetric.policies import Policy, PolicyFunction
+
 # A C-contiguous buffer: numpy array, array.array, bytes, memoryview. Never a list on the fast path.
 Buffer = Any
 
 class LmetricError(Exception): ...
-class ExpressionError(LmetricError): ...
+class ExpressionError(LmetricError):
+    text: str  # the expression
+    start: int  # where the offending part starts, in characters
+    end: int  # where it ends
+    part: str  # score, filter, then[0]: set by lmetric.Policy
 class UnknownNameError(LmetricError): ...
 class BadValueError(LmetricError): ...
 class NoInstanceError(LmetricError): ...
@@ -20,7 +26,7 @@ class TicketError(LmetricError): ...
 class Router:
     def __init__(
         self,
-        policy: str | PolicySource = "lmetric",
+        policy: str | Policy | PolicyFunction | None = "lmetric",
         *,
         knobs: Mapping[str, float] | None = None,
         block_size: int = 16,
@@ -114,12 +120,68 @@ class Ticket:
     def __enter__(self) -> Ticket: ...
     def __exit__(self, *args: object) -> None: ...  # closes as an abort where still open
 
-class PolicySource: ...
+MAX_EXPRESSION_LENGTH: int
+
+@final
+class Program:
+    def __new__(cls, text: str, kind: str = "any", knobs: dict[str, float] | None = None) -> Program: ...
+    @property
+    def reads(self) -> list[str]: ...
+    def evaluate(
+        self, columns: dict[str, NDArray[np.float64]], eligible: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.float64] | NDArray[np.bool_]: ...
 
 def indicator_table() -> list[dict[str, str]]: ...
 def policy_table() -> list[dict[str, Any]]: ...
-def check_expression(text: str, kind: str = "score") -> list[str]: ...  # names of the indicators read; raises ExpressionError
+def check_expression(
+    text: str, kind: str = "score", knobs: dict[str, float] | None = None
+) -> list[str]: ...  # names of the indicators read; raises ExpressionError
+def nearest_name(name: str, known: list[str]) -> str | None: ...
 def bench_decision(**kwargs: Any) -> list[dict[str, Any]]: ...
+
+class WireError(LmetricError): ...
+
+READY: int  # the answer is worth committing to: commit() may be called
+END: int  # the message ended
+PASS: int  # the bytes fed are what the client should get, unchanged
+OUT: int  # take() has bytes for the client
+ENGINE_ERROR: int  # the engine reported an error inside the body
+INCOMPLETE: int  # a stream's end came before any finish_reason; it was withheld
+TOKEN_SHIFT: int  # the answer of feed() shifted right by this: output tokens that came
+
+@final
+class ResponseScanner:
+    """Reads an engine's HTTP/1.1 responses as they come and frames them for the client (see `rust/wire`).
+
+    An answer is held back until it is worth committing to: a plain JSON answer until whole, an event stream until its
+    first token, error or comment. After ``commit`` the client only ever gets whole events.
+    """
+
+    def __new__(cls) -> ResponseScanner: ...
+    def begin(self, http11: bool = True, require_finish: bool = False, bodiless: bool = False) -> None: ...
+    def feed(self, data: bytes) -> int: ...  # flags; raises WireError
+    def eof(self) -> int: ...  # the connection ended; raises WireError where the message was not whole
+    def commit(self, extra: bytes, close: bool) -> bytes: ...  # head with extra lines, and what was held back
+    def take(self) -> bytes: ...
+    def end_with(self, event: bytes) -> bytes: ...  # ends a committed stream with this event; empty where not possible
+    @property
+    def status(self) -> int: ...  # 0 before the head
+    @property
+    def keep_alive(self) -> bool: ...  # the connection may serve another request
+    @property
+    def event_stream(self) -> bool: ...
+    @property
+    def closes_client(self) -> bool: ...  # only closing the client's connection ends this answer
+    @property
+    def load(self) -> str | None: ...  # endpoint-load-metrics header (ORCA)
+    @property
+    def aborted(self) -> bool: ...  # the last finish_reason was the engine's: abort or error
+    @property
+    def error_code(self) -> int | None: ...
+    @property
+    def tokens(self) -> int: ...  # output tokens counted from events
+    @property
+    def usage(self) -> tuple[int | None, int | None, int | None]: ...  # prompt, cached, output tokens
 
 # -- engine model (rust/py/src/engine.rs) ------------------------------------------------------------------------
 

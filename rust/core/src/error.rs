@@ -27,6 +27,14 @@ pub enum CoreError {
     /// A score expression that does not parse or type-check.
     #[error("{0}")]
     Expression(crate::expr::ExprError),
+    /// A policy of the embedding program that failed.
+    #[error("policy {policy}: {problem}")]
+    Policy {
+        /// Its name.
+        policy: String,
+        /// What went wrong.
+        problem: String,
+    },
     /// No instance can take the request.
     #[error("no instance can take the request: {0}")]
     NoInstance(String),

@@ -1,15 +1,22 @@
 //! `lmetric._core`: the Python face of the core. Converts and exposes, decides nothing.
 use pyo3::prelude::*;
 
+mod bench;
+mod buffers;
 mod engine;
+mod errors;
 mod expr;
+mod policies;
 mod router;
+mod ticket;
 mod wire;
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    errors::register(module)?;
     router::register(module)?;
     expr::register(module)?;
     engine::register(module)?;
-    wire::register(module)
+    wire::register(module)?;
+    bench::register(module)
 }

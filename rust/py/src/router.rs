@@ -1,7 +1,503 @@
-//! The router's Python face.
+//! `Router`: the core's router in Python.
+use crate::buffers::Ints;
+use crate::errors::Result;
+use crate::policies;
+use crate::ticket::{Decision, Ticket};
+use lmetric_core::CoreError;
+use lmetric_core::fleet::Role;
+use lmetric_core::guard::GuardConfig;
+use lmetric_core::indicators::{INDICATORS, Scope};
+use lmetric_core::kv::feeds::ExactFeed;
+use lmetric_core::kv::hash::{self, Domain};
+use lmetric_core::request::Request;
+use lmetric_core::router::books::Report;
+use lmetric_core::router::{IndexFeed, Router as CoreRouter, RouterConfig, SharedRouter};
+use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyString};
+use std::time::Instant;
+use xxhash_rust::xxh3::xxh3_64;
 
 /// Adds the classes to the module.
-pub fn register(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Router>()?;
+    module.add_class::<Decision>()?;
+    module.add_class::<Ticket>()?;
+    module.add_function(wrap_pyfunction!(policies::policy_table, module)?)
+}
+
+/// Seconds on Python's monotonic clock, without asking Python.
+#[derive(Clone, Copy)]
+pub struct Clock {
+    base: f64,
+    origin: Instant,
+}
+
+impl Clock {
+    fn new(py: Python<'_>) -> PyResult<Clock> {
+        let base = py.import("time")?.call_method0("monotonic")?.extract()?;
+        Ok(Clock { base, origin: Instant::now() })
+    }
+
+    /// `now` where given, else the clock's.
+    pub fn now(&self, now: Option<f64>) -> f64 {
+        now.unwrap_or_else(|| self.base + self.origin.elapsed().as_secs_f64())
+    }
+}
+
+/// Routes the requests of one pool: the instances of one model.
+#[pyclass(frozen, module = "lmetric")]
+pub struct Router {
+    shared: SharedRouter,
+    clock: Clock,
+    block_size: usize,
+    text_block_bytes: usize,
+    token_domain: Domain,
+    text_domain: Domain,
+    hash_domain: Domain,
+    /// Scratch of the prompt's chain.
+    chain: Mutex<Vec<u64>>,
+    /// Engines' own block hashes to ours.
+    feed: Mutex<ExactFeed>,
+}
+
+/// A request's prompt and what else is known of it, as Python gives it.
+struct Prompt<'py> {
+    tokens: Option<Bound<'py, PyAny>>,
+    text: Option<Bound<'py, PyAny>>,
+    block_hashes: Option<Bound<'py, PyAny>>,
+    prompt_tokens: Option<u32>,
+    salt: Option<&'py str>,
+}
+
+impl Router {
+    /// The router, taken without holding the interpreter lock while waiting.
+    fn lock(&self, py: Python<'_>) -> MutexGuard<'_, CoreRouter> {
+        lock(&self.shared, py)
+    }
+
+    /// Hashes the prompt into `chain`; returns its tokens and the tokens a block stands for.
+    fn hash(&self, py: Python<'_>, prompt: &Prompt<'_>, chain: &mut Vec<u64>) -> Result<(u32, f64)> {
+        chain.clear();
+        let given = [prompt.tokens.is_some(), prompt.text.is_some(), prompt.block_hashes.is_some()];
+        let count = given.iter().filter(|g| **g).count();
+        if count > 1 || (count == 0 && prompt.prompt_tokens.is_none()) {
+            return Err(CoreError::BadValue {
+                what: "prompt".into(),
+                got: format!("{count} of tokens=, text= and block_hashes="),
+                expected: "exactly one of them, or prompt_tokens= alone where nothing can match".into(),
+            }
+            .into());
+        }
+        let salted = |domain: Domain| prompt.salt.map_or(domain, |salt| domain.with(salt));
+        let length = |tokens: usize| u32::try_from(tokens).unwrap_or(u32::MAX);
+        if let Some(tokens) = &prompt.tokens {
+            let ints = Ints::take(tokens, "tokens")?;
+            let tokens = ints.tokens(py, "tokens")?;
+            hash::hash_tokens(salted(self.token_domain), self.block_size, &tokens, chain);
+            return Ok((prompt.prompt_tokens.unwrap_or(length(tokens.len())), self.block_size as f64));
+        }
+        if let Some(text) = &prompt.text {
+            let bytes: &[u8] = if let Ok(text) = text.cast::<PyString>() {
+                text.to_str()?.as_bytes()
+            } else {
+                text.cast::<PyBytes>().map_err(PyErr::from)?.as_bytes()
+            };
+            hash::hash_text(salted(self.text_domain), self.text_block_bytes, bytes, chain);
+            // Four bytes a token is English under today's tokenizers; callers that know better say so.
+            let tokens = prompt.prompt_tokens.unwrap_or(length(bytes.len().div_ceil(4)));
+            let per_byte = f64::from(tokens) / bytes.len().max(1) as f64;
+            return Ok((tokens, per_byte * self.text_block_bytes as f64));
+        }
+        if let Some(hashes) = &prompt.block_hashes {
+            let ints = Ints::take(hashes, "block_hashes")?;
+            let local = ints.hashes(py, "block_hashes")?;
+            hash::chain(salted(self.hash_domain), &local, chain);
+            let tokens = prompt.prompt_tokens.unwrap_or(length(local.len() * self.block_size));
+            return Ok((tokens, self.block_size as f64));
+        }
+        Ok((prompt.prompt_tokens.unwrap_or(0), self.block_size as f64))
+    }
+}
+
+/// Takes a shared router; lets the interpreter lock go while it has to wait, since the holder may need it.
+pub fn lock<'a>(shared: &'a SharedRouter, py: Python<'_>) -> MutexGuard<'a, CoreRouter> {
+    loop {
+        if let Some(router) = shared.try_lock() {
+            return router;
+        }
+        py.detach(|| drop(shared.lock()));
+    }
+}
+
+#[pymethods]
+impl Router {
+    #[new]
+    #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=Vec::new(),
+        index="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, guard_window_seconds=60.0,
+        drain=true, seed=0))]
+    fn new(
+        py: Python<'_>,
+        policy: Option<&Bound<'_, PyAny>>,
+        knobs: Option<&Bound<'_, PyDict>>,
+        block_size: usize,
+        text_block_bytes: usize,
+        domain: Vec<Option<String>>,
+        index: &str,
+        index_bytes: usize,
+        receipt_bytes: usize,
+        guard: Option<bool>,
+        guard_window_seconds: f64,
+        drain: bool,
+        seed: u64,
+    ) -> Result<Router> {
+        let index_feed = match index {
+            "approximate" => IndexFeed::Approximate,
+            "exact" => IndexFeed::Exact,
+            other => {
+                return Err(CoreError::BadValue {
+                    what: "index".into(),
+                    got: format!("{other:?}"),
+                    expected: "\"approximate\" or \"exact\"".into(),
+                }
+                .into());
+            }
+        };
+        for (what, value) in [("block_size", block_size), ("text_block_bytes", text_block_bytes)] {
+            if value == 0 || value > 1 << 20 {
+                return Err(CoreError::BadValue {
+                    what: what.into(),
+                    got: value.to_string(),
+                    expected: "a whole number from 1 to 1048576".into(),
+                }
+                .into());
+            }
+        }
+        let policy = policies::build(policy, knobs)?;
+        let guard_on = guard.unwrap_or(policy.spec().name == "lmetric");
+        let parts = |kind| {
+            let mut parts: Vec<Option<&str>> = domain.iter().map(Option::as_deref).collect();
+            parts.push(Some(kind));
+            parts
+        };
+        let config = RouterConfig {
+            index_feed,
+            index_bytes,
+            receipt_bytes,
+            seed,
+            drain,
+            guard: GuardConfig {
+                on: guard_on,
+                window_seconds: guard_window_seconds,
+                ..GuardConfig::default()
+            },
+            ..RouterConfig::default()
+        };
+        Ok(Router {
+            shared: SharedRouter::new(CoreRouter::new(policy, config)?),
+            clock: Clock::new(py)?,
+            block_size,
+            text_block_bytes,
+            token_domain: Domain::new(&parts("tokens"), block_size),
+            text_domain: Domain::new(&parts("text"), text_block_bytes),
+            hash_domain: Domain::new(&parts("hashes"), block_size),
+            chain: Mutex::default(),
+            feed: Mutex::new(ExactFeed::default()),
+        })
+    }
+
+    #[pyo3(signature = (name, *, cache_blocks=None, role="both"))]
+    fn add_instance(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        cache_blocks: Option<u32>,
+        role: &str,
+    ) -> Result<usize> {
+        let role = match role {
+            "both" => Role::Both,
+            "prefill" => Role::Prefill,
+            "decode" => Role::Decode,
+            other => {
+                return Err(CoreError::BadValue {
+                    what: format!("role of {name}"),
+                    got: format!("{other:?}"),
+                    expected: "\"both\", \"prefill\" or \"decode\"".into(),
+                }
+                .into());
+            }
+        };
+        Ok(self.lock(py).add_instance(name, role, cache_blocks)?.index())
+    }
+
+    fn remove_instance(&self, py: Python<'_>, name: &str) -> Result<()> {
+        let mut router = self.lock(py);
+        let id = router.fleet().find(name)?;
+        self.feed.lock().forget(id);
+        Ok(router.remove_instance(name)?)
+    }
+
+    fn set_health(&self, py: Python<'_>, name: &str, healthy: bool) -> Result<()> {
+        let mut router = self.lock(py);
+        let id = router.fleet().find(name)?;
+        router.fleet_mut().set_healthy(id, healthy);
+        Ok(())
+    }
+
+    #[pyo3(signature = (name, draining=true))]
+    fn drain(&self, py: Python<'_>, name: &str, draining: bool) -> Result<()> {
+        let mut router = self.lock(py);
+        let id = router.fleet().find(name)?;
+        router.fleet_mut().set_draining(id, draining);
+        Ok(())
+    }
+
+    fn instances(&self, py: Python<'_>) -> Vec<String> {
+        self.lock(py).fleet().live_names().map(str::to_string).collect()
+    }
+
+    fn in_flight(&self, py: Python<'_>) -> usize {
+        self.lock(py).in_flight()
+    }
+
+    #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
+        session=None, salt=None, request_id=None, now=None))]
+    fn route<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: Option<Bound<'py, PyAny>>,
+        text: Option<Bound<'py, PyAny>>,
+        block_hashes: Option<Bound<'py, PyAny>>,
+        prompt_tokens: Option<u32>,
+        expected_output_tokens: Option<u32>,
+        session: Option<&str>,
+        salt: Option<&'py str>,
+        request_id: Option<&str>,
+        now: Option<f64>,
+    ) -> Result<(Decision, Ticket)> {
+        let prompt = Prompt { tokens, text, block_hashes, prompt_tokens, salt };
+        // Another thread may be hashing: then a buffer of our own, rather than a wait under the interpreter lock.
+        let mut own = Vec::new();
+        let mut scratch = self.chain.try_lock();
+        let chain = scratch.as_deref_mut().unwrap_or(&mut own);
+        let (prompt_tokens, tokens_per_block) = self.hash(py, &prompt, chain)?;
+        let request = Request {
+            chain,
+            prompt_tokens,
+            tokens_per_block,
+            expected_output_tokens,
+            session: session.map(|s| xxh3_64(s.as_bytes())),
+        };
+        let now = self.clock.now(now);
+        let mut router = self.lock(py);
+        let decision = router.route_labelled(&request, request_id, now)?;
+        let name = router.fleet().name(decision.segment.instance).clone();
+        drop(router);
+        Ok((
+            Decision::new(&decision, prompt_tokens, name.clone(), self.shared.clone()),
+            Ticket::new(self.shared.ticket(&decision), name, self.clock),
+        ))
+    }
+
+    /// Scores of the live instances, in the order of `instances()`; nothing is booked.
+    #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
+        session=None, salt=None, now=None))]
+    fn score<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: Option<Bound<'py, PyAny>>,
+        text: Option<Bound<'py, PyAny>>,
+        block_hashes: Option<Bound<'py, PyAny>>,
+        prompt_tokens: Option<u32>,
+        expected_output_tokens: Option<u32>,
+        session: Option<&str>,
+        salt: Option<&'py str>,
+        now: Option<f64>,
+    ) -> Result<Bound<'py, PyArray1<f64>>> {
+        let prompt = Prompt { tokens, text, block_hashes, prompt_tokens, salt };
+        let mut chain = Vec::new();
+        let (prompt_tokens, tokens_per_block) = self.hash(py, &prompt, &mut chain)?;
+        let request = Request {
+            chain: &chain,
+            prompt_tokens,
+            tokens_per_block,
+            expected_output_tokens,
+            session: session.map(|s| xxh3_64(s.as_bytes())),
+        };
+        let now = self.clock.now(now);
+        let mut router = self.lock(py);
+        let mut out = Vec::new();
+        scores_of(&mut router, &request, now, &mut out)?;
+        Ok(PyArray1::from_vec(py, out))
+    }
+
+    /// Scores of many prompts at once: `tokens` holds them back to back, prompt `i` at `offsets[i]:offsets[i + 1]`.
+    #[pyo3(signature = (tokens, offsets, *, now=None))]
+    fn score_batch<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: Bound<'py, PyAny>,
+        offsets: Bound<'py, PyAny>,
+        now: Option<f64>,
+    ) -> Result<Bound<'py, PyArray2<f64>>> {
+        let (ints, bounds) = (Ints::take(&tokens, "tokens")?, Ints::take(&offsets, "offsets")?);
+        let tokens: Vec<u32> = ints.tokens(py, "tokens")?.into_owned();
+        let offsets: Vec<u64> = bounds.hashes(py, "offsets")?.into_owned();
+        let in_order = offsets.windows(2).all(|w| w[0] <= w[1]);
+        if offsets.is_empty() || !in_order || offsets[offsets.len() - 1] > tokens.len() as u64 {
+            return Err(CoreError::BadValue {
+                what: "offsets".into(),
+                got: "an empty, descending or too large one".into(),
+                expected: format!(
+                    "ascending positions within the {} tokens, one more than prompts",
+                    tokens.len()
+                ),
+            }
+            .into());
+        }
+        let now = self.clock.now(now);
+        let (values, columns) = py.detach(|| {
+            let mut out = Vec::new();
+            let mut chain = Vec::new();
+            let mut router = self.shared.lock();
+            for bounds in offsets.windows(2) {
+                let tokens = &tokens[bounds[0] as usize..bounds[1] as usize];
+                chain.clear();
+                hash::hash_tokens(self.token_domain, self.block_size, tokens, &mut chain);
+                let request = Request {
+                    chain: &chain,
+                    prompt_tokens: tokens.len() as u32,
+                    tokens_per_block: self.block_size as f64,
+                    ..Request::default()
+                };
+                scores_of(&mut router, &request, now, &mut out)?;
+            }
+            Ok::<_, CoreError>((out, router.fleet().live_count()))
+        })?;
+        Ok(PyArray1::from_vec(py, values).reshape([offsets.len() - 1, columns])?)
+    }
+
+    #[pyo3(signature = (name, *, waiting=None, running=None, kv_usage=None, now=None))]
+    fn engine_report(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        waiting: Option<f64>,
+        running: Option<f64>,
+        kv_usage: Option<f64>,
+        now: Option<f64>,
+    ) -> Result<()> {
+        let report = Report { at: self.clock.now(now), waiting, running, kv_usage };
+        Ok(self.lock(py).engine_report(name, report)?)
+    }
+
+    /// The engine stored blocks; returns how many could not be placed because their parent is unknown.
+    #[pyo3(signature = (name, block_hashes, tokens, *, parent=None, salt=None))]
+    fn blocks_stored(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        block_hashes: Bound<'_, PyAny>,
+        tokens: Bound<'_, PyAny>,
+        parent: Option<u64>,
+        salt: Option<&str>,
+    ) -> Result<usize> {
+        let (hashes, ids) = (Ints::take(&block_hashes, "block_hashes")?, Ints::take(&tokens, "tokens")?);
+        let (hashes, ids) = (hashes.hashes(py, "block_hashes")?, ids.tokens(py, "tokens")?);
+        if hashes.len() * self.block_size != ids.len() {
+            return Err(CoreError::BadValue {
+                what: "tokens".into(),
+                got: format!("{} tokens for {} blocks", ids.len(), hashes.len()),
+                expected: format!("{} a block", self.block_size),
+            }
+            .into());
+        }
+        let domain = salt.map_or(self.token_domain, |s| self.token_domain.with(s));
+        let mut router = self.lock(py);
+        let id = router.fleet().find(name)?;
+        let mut feed = self.feed.lock();
+        Ok(feed.stored(router.index_mut(), id, parent, &hashes, &ids, self.block_size, domain))
+    }
+
+    fn blocks_removed(&self, py: Python<'_>, name: &str, block_hashes: Bound<'_, PyAny>) -> Result<()> {
+        let hashes = Ints::take(&block_hashes, "block_hashes")?;
+        let hashes = hashes.hashes(py, "block_hashes")?;
+        let mut router = self.lock(py);
+        let id = router.fleet().find(name)?;
+        self.feed.lock().removed(router.index_mut(), id, &hashes);
+        Ok(())
+    }
+
+    fn blocks_cleared(&self, py: Python<'_>, name: &str) -> Result<()> {
+        let mut router = self.lock(py);
+        let id = router.fleet().find(name)?;
+        self.feed.lock().cleared(router.index_mut(), id);
+        Ok(())
+    }
+
+    /// Indicator columns of the live instances, in the order of `instances()`.
+    #[pyo3(signature = (now=None))]
+    fn indicators<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<Bound<'py, PyDict>> {
+        let mut router = self.lock(py);
+        router.derive_all(self.clock.now(now));
+        let dict = PyDict::new(py);
+        for decl in INDICATORS.iter().filter(|d| d.scope == Scope::Instance) {
+            let column = live(&router, router.columns().get(decl.id)).collect::<Vec<_>>();
+            dict.set_item(decl.name, PyArray1::from_vec(py, column))?;
+        }
+        Ok(dict)
+    }
+
+    fn receipt<'py>(&self, py: Python<'py>, decision_id: u64) -> Result<Option<Bound<'py, PyDict>>> {
+        let receipt = self.lock(py).receipt(decision_id).cloned();
+        let policy = self.lock(py).policy().spec().name.to_string();
+        receipt.map(|r| crate::ticket::receipt_dict(py, &r, &policy)).transpose()
+    }
+
+    #[pyo3(signature = (now=None))]
+    fn tick<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<(Vec<Bound<'py, PyDict>>, f64)> {
+        let (events, next) = self.lock(py).tick(self.clock.now(now));
+        let events =
+            events.iter().map(|e| crate::ticket::guard_event_dict(py, e)).collect::<PyResult<_>>()?;
+        Ok((events, next))
+    }
+
+    fn set_guard(&self, py: Python<'_>, on: bool) {
+        self.lock(py).set_guard(on);
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
+        let mut router = self.lock(py);
+        router.derive_all(self.clock.now(None));
+        Ok(crate::ticket::stats_dict(py, &router)?)
+    }
+}
+
+/// The values of a column's live slots.
+fn live<'a>(router: &'a CoreRouter, column: &'a [f64]) -> impl Iterator<Item = f64> + 'a {
+    let fleet = router.fleet();
+    (0..fleet.slots())
+        .filter(|&slot| fleet.is_live(lmetric_core::InstanceId(slot as u32)))
+        .map(move |slot| column[slot])
+}
+
+fn scores_of(
+    router: &mut CoreRouter,
+    request: &Request<'_>,
+    now: f64,
+    out: &mut Vec<f64>,
+) -> std::result::Result<(), CoreError> {
+    router.match_prefix(request.chain);
+    router.score(request, now)?;
+    let eligible = router.fleet().eligible();
+    let scores: Vec<f64> = router
+        .last_scores()
+        .score
+        .iter()
+        .zip(eligible)
+        .map(|(s, e)| if *e { *s } else { f64::NAN })
+        .collect();
+    out.extend(live(router, &scores));
     Ok(())
 }

@@ -41,6 +41,12 @@ impl Columns {
         &mut self.data[id as usize]
     }
 
+    /// Two columns at once, to write. They must differ.
+    pub fn two_mut(&mut self, a: Indicator, b: Indicator) -> [&mut [f64]; 2] {
+        let [a, b] = self.data.get_disjoint_mut([a as usize, b as usize]).expect("two different indicators");
+        [a, b]
+    }
+
     /// Two columns at once, one to write. They must differ.
     pub fn pair_mut(&mut self, write: Indicator, read: Indicator) -> (&mut [f64], &[f64]) {
         let [w, r] =

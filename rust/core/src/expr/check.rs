@@ -1,0 +1,421 @@
+//! Tree to graph: resolves names, checks types, folds constants, shares equal parts.
+//!
+//! What can be known before any request is refused here, with its place: unknown names, wrong types, division by a constant
+//! zero, logarithm of a constant that has none, constants that are not finite, reductions over what does not vary.
+use super::parse::{FUNCTIONS, Function, Infix, Kind, Node, Prefix};
+use super::{ExprError, Type};
+use crate::error::nearest;
+use crate::indicators::{INDICATORS, Indicator, Scope};
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// A function of one number. Truth values are 1 and 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Unary {
+    Negative,
+    Not,
+    Abs,
+    Exp,
+    Log,
+    Sqrt,
+    Square,
+}
+
+/// A function of two numbers. `Norm` is `x / max`, and 0 where `x` is 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Binary {
+    Add,
+    Subtract,
+    Multiply,
+    Divide,
+    Power,
+    Less,
+    LessEqual,
+    Greater,
+    GreaterEqual,
+    Equal,
+    NotEqual,
+    And,
+    Or,
+    Minimum,
+    Maximum,
+    Norm,
+}
+
+/// A number over the eligible instances.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Reduction {
+    Min,
+    Max,
+    Mean,
+}
+
+impl Unary {
+    #[inline(always)]
+    pub fn apply(self, x: f64) -> f64 {
+        match self {
+            Unary::Negative => -x,
+            Unary::Not => 1.0 - x,
+            Unary::Abs => x.abs(),
+            Unary::Exp => x.exp(),
+            Unary::Log => x.ln(),
+            Unary::Sqrt => x.sqrt(),
+            Unary::Square => x * x,
+        }
+    }
+}
+
+impl Binary {
+    /// numpy's meaning: `minimum` and `maximum` pass NaN on, comparisons with NaN are false (`!=` is true).
+    #[inline(always)]
+    pub fn apply(self, x: f64, y: f64) -> f64 {
+        let truth = |b: bool| if b { 1.0 } else { 0.0 };
+        match self {
+            Binary::Add => x + y,
+            Binary::Subtract => x - y,
+            Binary::Multiply | Binary::And => x * y,
+            Binary::Divide => x / y,
+            Binary::Power => x.powf(y),
+            Binary::Less => truth(x < y),
+            Binary::LessEqual => truth(x <= y),
+            Binary::Greater => truth(x > y),
+            Binary::GreaterEqual => truth(x >= y),
+            Binary::Equal => truth(x == y),
+            Binary::NotEqual => truth(x != y),
+            Binary::Or => {
+                if x > y {
+                    x
+                } else {
+                    y
+                }
+            }
+            Binary::Minimum => {
+                if (x < y) | x.is_nan() {
+                    x
+                } else {
+                    y
+                }
+            }
+            Binary::Maximum => {
+                if (x > y) | x.is_nan() {
+                    x
+                } else {
+                    y
+                }
+            }
+            Binary::Norm => {
+                if x == 0.0 {
+                    0.0
+                } else {
+                    x / y
+                }
+            }
+        }
+    }
+}
+
+/// One value of the graph; operands are indices of earlier ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Op {
+    /// The bits of an `f64`.
+    Constant(u64),
+    /// One value an instance.
+    Column(Indicator),
+    /// One value a request.
+    Request(Indicator),
+    Unary(Unary, usize),
+    Binary(Binary, usize, usize),
+    /// Condition, then, otherwise.
+    Where(usize, usize, usize),
+    Reduce(Reduction, usize),
+}
+
+impl Op {
+    /// What it is computed from.
+    pub fn operands(self) -> impl Iterator<Item = usize> {
+        let operands = match self {
+            Op::Constant(_) | Op::Column(_) | Op::Request(_) => [None; 3],
+            Op::Unary(_, a) | Op::Reduce(_, a) => [Some(a), None, None],
+            Op::Binary(_, a, b) => [Some(a), Some(b), None],
+            Op::Where(a, b, c) => [Some(a), Some(b), Some(c)],
+        };
+        operands.into_iter().flatten()
+    }
+}
+
+/// A checked expression. Operands come before what uses them.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Graph {
+    pub ops: Vec<Op>,
+    /// Whether a value differs between instances.
+    pub varies: Vec<bool>,
+    pub root: usize,
+    known: HashMap<Op, usize>,
+}
+
+impl Graph {
+    pub fn constant(&self, id: usize) -> Option<f64> {
+        match self.ops[id] {
+            Op::Constant(bits) => Some(f64::from_bits(bits)),
+            _ => None,
+        }
+    }
+
+    /// The value of `op`: an equal one that is there already, or a new one.
+    fn push(&mut self, op: Op) -> usize {
+        if let Some(id) = self.known.get(&op) {
+            return *id;
+        }
+        let varies = match op {
+            Op::Column(_) => true,
+            Op::Reduce(..) => false,
+            _ => op.operands().any(|id| self.varies[id]),
+        };
+        self.ops.push(op);
+        self.varies.push(varies);
+        self.known.insert(op, self.ops.len() - 1);
+        self.ops.len() - 1
+    }
+
+    /// As [`Graph::push`]; computed at once where all operands are constants.
+    fn fold(&mut self, op: Op) -> usize {
+        let value = match op {
+            Op::Unary(unary, a) => self.constant(a).map(|a| unary.apply(a)),
+            Op::Binary(binary, a, b) => {
+                self.constant(a).zip(self.constant(b)).map(|(a, b)| binary.apply(a, b))
+            }
+            Op::Where(condition, then, otherwise) => {
+                if let Some(condition) = self.constant(condition) {
+                    return if condition != 0.0 { then } else { otherwise };
+                }
+                None
+            }
+            _ => None,
+        };
+        self.push(value.map_or(op, |value| Op::Constant(value.to_bits())))
+    }
+}
+
+/// Checks the tree of `text`, which must have type `expect` where one is asked for; returns its type with it.
+pub(super) fn check(
+    text: &str,
+    nodes: &[Node],
+    expect: Option<Type>,
+    knobs: &[(&str, f64)],
+) -> Result<(Graph, Type), ExprError> {
+    let mut checker =
+        Checker { text, nodes, knobs, graph: Graph::default(), typed: Vec::with_capacity(nodes.len()) };
+    for node in nodes {
+        let typed = checker.node(node)?;
+        if checker.graph.constant(typed.0).is_some_and(|c| !c.is_finite()) {
+            return Err(checker.error(&node.span, "this constant is not a finite number"));
+        }
+        checker.typed.push(typed);
+    }
+    let root = nodes.len() - 1;
+    let (value, result) = checker.typed[root];
+    match (result, expect) {
+        (Type::Number, Some(Type::Bool)) => {
+            Err(checker.error(&nodes[root].span, "a filter is a truth value, this is a number; compare it, as in `bs <= 8`"))
+        }
+        (Type::Bool, Some(Type::Number)) => Err(checker.error(
+            &nodes[root].span,
+            "a score is a number, this is a truth value; write `where(condition, 1, 0)`, or make it the filter",
+        )),
+        _ => Ok((Graph { root: value, ..checker.graph }, result)),
+    }
+}
+
+struct Checker<'a> {
+    text: &'a str,
+    nodes: &'a [Node],
+    knobs: &'a [(&'a str, f64)],
+    graph: Graph,
+    /// Value and type of each node of the tree.
+    typed: Vec<(usize, Type)>,
+}
+
+impl Checker<'_> {
+    fn error(&self, place: &Range<usize>, message: impl Into<String>) -> ExprError {
+        ExprError::at(self.text, place.clone(), message)
+    }
+
+    fn node(&mut self, node: &Node) -> Result<(usize, Type), ExprError> {
+        match &node.kind {
+            Kind::Number(number) => Ok((self.graph.push(Op::Constant(number.to_bits())), Type::Number)),
+            Kind::Name(name) => Ok((self.name(name)?, Type::Number)),
+            Kind::Prefix(Prefix::Negative, a) => {
+                let a = self.number(*a, "-")?;
+                Ok((self.graph.fold(Op::Unary(Unary::Negative, a)), Type::Number))
+            }
+            Kind::Prefix(Prefix::Not, a) => {
+                let a = self.truth(*a, "~")?;
+                Ok((self.graph.fold(Op::Unary(Unary::Not, a)), Type::Bool))
+            }
+            Kind::Infix(infix, a, b) => self.infix(*infix, *a, *b),
+            Kind::Call(function, arguments) => self.call(*function, arguments, &node.span),
+        }
+    }
+
+    fn name(&mut self, span: &Range<usize>) -> Result<usize, ExprError> {
+        let name = &self.text[span.clone()];
+        let knob = self.knobs.iter().find(|(knob, _)| knob.eq_ignore_ascii_case(name));
+        match (Indicator::from_name(name), knob) {
+            (Some(_), Some(_)) => Err(self
+                .error(span, format!("`{name}` is an indicator and a named constant; rename the constant"))),
+            (Some(id), None) if id.decl().scope == Scope::Request => Ok(self.graph.push(Op::Request(id))),
+            (Some(id), None) => Ok(self.graph.push(Op::Column(id))),
+            (None, Some((_, value))) if !value.is_finite() => {
+                Err(self.error(span, format!("`{name}` is {value}, which is not a finite number")))
+            }
+            (None, Some((_, value))) => Ok(self.graph.push(Op::Constant(value.to_bits()))),
+            (None, None) if FUNCTIONS.iter().any(|f| f.0.eq_ignore_ascii_case(name)) => {
+                Err(self.error(span, format!("`{name}` is a function; it needs arguments in brackets")))
+            }
+            (None, None) => {
+                let known = INDICATORS.iter().map(|d| d.name).chain(self.knobs.iter().map(|k| k.0));
+                let hint = nearest(name, known).map_or(String::new(), |n| format!("; did you mean `{n}`?"));
+                Err(self.error(span, format!("unknown name `{name}`{hint}")))
+            }
+        }
+    }
+
+    /// The value of node `id`, which must be a number.
+    fn number(&self, id: usize, of: &str) -> Result<usize, ExprError> {
+        match self.typed[id] {
+            (value, Type::Number) => Ok(value),
+            _ => Err(self.error(
+                &self.nodes[id].span,
+                format!(
+                    "`{of}` takes numbers, this is a truth value; `where(condition, 1, 0)` makes it a number"
+                ),
+            )),
+        }
+    }
+
+    /// The value of node `id`, which must be a truth value.
+    fn truth(&self, id: usize, of: &str) -> Result<usize, ExprError> {
+        match self.typed[id] {
+            (value, Type::Bool) => Ok(value),
+            _ => Err(self.error(
+                &self.nodes[id].span,
+                format!("`{of}` takes truth values, this is a number; compare it, as in `bs <= 8`"),
+            )),
+        }
+    }
+
+    fn infix(&mut self, infix: Infix, a: usize, b: usize) -> Result<(usize, Type), ExprError> {
+        let (binary, sign, of) = match infix {
+            Infix::Or => (Binary::Or, "|", Type::Bool),
+            Infix::And => (Binary::And, "&", Type::Bool),
+            Infix::Less => (Binary::Less, "<", Type::Number),
+            Infix::LessEqual => (Binary::LessEqual, "<=", Type::Number),
+            Infix::Greater => (Binary::Greater, ">", Type::Number),
+            Infix::GreaterEqual => (Binary::GreaterEqual, ">=", Type::Number),
+            Infix::Equal => (Binary::Equal, "==", Type::Number),
+            Infix::NotEqual => (Binary::NotEqual, "!=", Type::Number),
+            Infix::Add => (Binary::Add, "+", Type::Number),
+            Infix::Subtract => (Binary::Subtract, "-", Type::Number),
+            Infix::Multiply => (Binary::Multiply, "*", Type::Number),
+            Infix::Divide => (Binary::Divide, "/", Type::Number),
+            Infix::Power => (Binary::Power, "**", Type::Number),
+        };
+        let (x, y) = match of {
+            Type::Number => (self.number(a, sign)?, self.number(b, sign)?),
+            Type::Bool => (self.truth(a, sign)?, self.truth(b, sign)?),
+        };
+        if infix == Infix::Divide && self.graph.constant(y) == Some(0.0) {
+            return Err(self.error(&self.nodes[b].span, "division by zero: this is always 0"));
+        }
+        // numpy squares by a product, too.
+        let op = match (infix, self.graph.constant(y)) {
+            (Infix::Power, Some(2.0)) => Op::Unary(Unary::Square, x),
+            _ => Op::Binary(binary, x, y),
+        };
+        let arithmetic =
+            matches!(infix, Infix::Add | Infix::Subtract | Infix::Multiply | Infix::Divide | Infix::Power);
+        Ok((self.graph.fold(op), if arithmetic { Type::Number } else { Type::Bool }))
+    }
+
+    fn call(
+        &mut self,
+        function: Function,
+        arguments: &[usize],
+        span: &Range<usize>,
+    ) -> Result<(usize, Type), ExprError> {
+        let name = FUNCTIONS.iter().find(|f| f.1 == function).map_or("", |f| f.0);
+        if function == Function::Where {
+            let condition = self.truth(arguments[0], "where")?;
+            let (then, otherwise) = (arguments[1], arguments[2]);
+            if self.typed[then].1 != self.typed[otherwise].1 {
+                return Err(self.error(
+                    &self.nodes[otherwise].span,
+                    "`where` chooses between two numbers or two truth values, not one of each",
+                ));
+            }
+            let op = Op::Where(condition, self.typed[then].0, self.typed[otherwise].0);
+            return Ok((self.graph.fold(op), self.typed[then].1));
+        }
+        let values = arguments.iter().map(|a| self.number(*a, name)).collect::<Result<Vec<_>, _>>()?;
+        let x = values[0];
+        let place = &self.nodes[arguments[0]].span;
+        let constant = self.graph.constant(x);
+        let reduces = matches!(
+            function,
+            Function::Min | Function::Max | Function::Mean | Function::Std | Function::Norm
+        );
+        if reduces && !self.graph.varies[x] {
+            let message = format!("`{name}` runs over the instances, but this is the same for all of them");
+            return Err(self.error(place, message));
+        }
+        let graph = &mut self.graph;
+        let value = match function {
+            Function::Log if constant.is_some_and(|x| x <= 0.0) => {
+                return Err(self.error(
+                    place,
+                    format!("logarithm of {}: it needs a number above 0", constant.unwrap_or(0.0)),
+                ));
+            }
+            Function::Sqrt if constant.is_some_and(|x| x < 0.0) => {
+                return Err(self.error(
+                    place,
+                    format!("square root of {}: it needs a number from 0", constant.unwrap_or(0.0)),
+                ));
+            }
+            Function::Log => graph.fold(Op::Unary(Unary::Log, x)),
+            Function::Sqrt => graph.fold(Op::Unary(Unary::Sqrt, x)),
+            Function::Exp => graph.fold(Op::Unary(Unary::Exp, x)),
+            Function::Abs => graph.fold(Op::Unary(Unary::Abs, x)),
+            Function::Minimum => graph.fold(Op::Binary(Binary::Minimum, x, values[1])),
+            Function::Maximum => graph.fold(Op::Binary(Binary::Maximum, x, values[1])),
+            Function::Clip => {
+                let (low, high) = (values[1], values[2]);
+                if let (Some(l), Some(h)) = (graph.constant(low), graph.constant(high))
+                    && l > h
+                {
+                    return Err(self
+                        .error(span, format!("`clip` from {l} to {h}: the lower bound is above the upper")));
+                }
+                let raised = graph.fold(Op::Binary(Binary::Maximum, x, low));
+                graph.fold(Op::Binary(Binary::Minimum, raised, high))
+            }
+            Function::Min => graph.push(Op::Reduce(Reduction::Min, x)),
+            Function::Max => graph.push(Op::Reduce(Reduction::Max, x)),
+            Function::Mean => graph.push(Op::Reduce(Reduction::Mean, x)),
+            Function::Norm => {
+                let max = graph.push(Op::Reduce(Reduction::Max, x));
+                graph.push(Op::Binary(Binary::Norm, x, max))
+            }
+            // Of the population, as numpy's.
+            Function::Std => {
+                let mean = graph.push(Op::Reduce(Reduction::Mean, x));
+                let deviation = graph.push(Op::Binary(Binary::Subtract, x, mean));
+                let square = graph.push(Op::Unary(Unary::Square, deviation));
+                let variance = graph.push(Op::Reduce(Reduction::Mean, square));
+                graph.push(Op::Unary(Unary::Sqrt, variance))
+            }
+            Function::Where => unreachable!("handled above"),
+        };
+        Ok((value, Type::Number))
+    }
+}

@@ -1,0 +1,296 @@
+//! Runs a program. No allocation once the buffers have grown, no branch inside a loop over instances.
+use super::check::{Binary, Reduction, Unary};
+use super::program::{Pass, Program, Source, Stage, StepOp};
+use crate::indicators::table::COUNT;
+use crate::indicators::{Indicator, Snapshot};
+
+/// Instances of a chunk: a few registers of this many numbers fit the nearest cache.
+const CHUNK: usize = 512;
+/// Partial sums of a mean; the same on every machine, so that scores are.
+const LANES: usize = 8;
+
+/// Reusable buffers of an evaluation.
+#[derive(Clone, Debug, Default)]
+pub struct Scratch {
+    registers: Vec<Vec<f64>>,
+    scalars: Vec<f64>,
+    /// Truth values of a policy's filter, one a slot.
+    pub(crate) filter: Vec<f64>,
+}
+
+/// The columns that a program reads, wherever they lie.
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a> {
+    columns: [&'a [f64]; COUNT],
+    eligible: &'a [bool],
+}
+
+impl<'a> Inputs<'a> {
+    /// No columns yet, over `eligible.len()` slots.
+    pub fn new(eligible: &'a [bool]) -> Inputs<'a> {
+        Inputs { columns: [&[]; COUNT], eligible }
+    }
+
+    /// Sets the values of `id`: one a slot, or one alone where the indicator belongs to the request.
+    pub fn set(&mut self, id: Indicator, values: &'a [f64]) {
+        self.columns[id as usize] = values;
+    }
+}
+
+impl Program {
+    /// Evaluates over all slots; `out` has one entry a slot (1.0 and 0.0 for truth values). Reductions (`min`, `max`,
+    /// `mean`, `std`, `norm`) run over eligible slots and skip NaN; over none they are NaN.
+    ///
+    /// # Panics
+    /// If `out` has not one entry a slot.
+    pub fn eval(&self, snapshot: &Snapshot<'_>, scratch: &mut Scratch, out: &mut [f64]) {
+        let mut inputs = Inputs::new(snapshot.eligible);
+        for id in &self.columns {
+            inputs.set(*id, snapshot.columns.get(*id));
+        }
+        self.eval_inputs(&inputs, scratch, out);
+    }
+
+    /// As [`Program::eval`], over columns that lie anywhere.
+    ///
+    /// # Panics
+    /// If `out` or a column that is read has not one entry a slot.
+    pub fn eval_inputs(&self, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut [f64]) {
+        assert_eq!(out.len(), inputs.eligible.len(), "one entry a slot");
+        if out.is_empty() {
+            return;
+        }
+        scratch.scalars.clear();
+        scratch.scalars.extend_from_slice(&self.scalars);
+        while scratch.registers.len() < self.registers {
+            scratch.registers.push(vec![0.0; CHUNK]);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if std::arch::is_x86_feature_detected!("avx2") {
+            // SAFETY: this processor has what the function asks for.
+            return unsafe { run_avx2(self, inputs, scratch, out) };
+        }
+        run(self, inputs, scratch, out);
+    }
+}
+
+/// [`run`], compiled for wider registers: the same operations, so the same scores.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn run_avx2(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut [f64]) {
+    run(program, inputs, scratch, out);
+}
+
+#[inline(always)]
+fn run(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut [f64]) {
+    let Scratch { registers, scalars, .. } = scratch;
+    for (stage, to) in &program.stages {
+        scalars[*to] = match stage {
+            Stage::Request(id) => inputs.columns[*id as usize][0],
+            Stage::Unary(unary, a) => unary.apply(scalars[*a]),
+            Stage::Binary(binary, a, b) => binary.apply(scalars[*a], scalars[*b]),
+            Stage::Where(condition, then, otherwise) => {
+                scalars[if scalars[*condition] != 0.0 { *then } else { *otherwise }]
+            }
+            Stage::Reduce(reduction, pass) => reduce(*reduction, pass, inputs, scalars, registers),
+        };
+    }
+    let slots = out.len();
+    for start in (0..slots).step_by(CHUNK) {
+        let chunk = Chunk { inputs, scalars, start, end: slots.min(start + CHUNK) };
+        let out = &mut out[start..chunk.end];
+        chunk.steps(&program.output, registers, out);
+        if program.output.steps.is_empty() {
+            match chunk.lanes(program.output.result, registers) {
+                Lanes::Vector(values) => out.copy_from_slice(values),
+                Lanes::Scalar(value) => out.fill(value),
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn reduce(
+    reduction: Reduction,
+    pass: &Pass,
+    inputs: &Inputs<'_>,
+    scalars: &[f64],
+    registers: &mut [Vec<f64>],
+) -> f64 {
+    let slots = inputs.eligible.len();
+    let mut state = match reduction {
+        Reduction::Min => [f64::INFINITY; LANES],
+        Reduction::Max => [f64::NEG_INFINITY; LANES],
+        Reduction::Mean => [0.0; LANES],
+    };
+    let mut counts = [0.0; LANES];
+    for start in (0..slots).step_by(CHUNK) {
+        let chunk = Chunk { inputs, scalars, start, end: slots.min(start + CHUNK) };
+        chunk.steps(pass, registers, &mut []);
+        if let Lanes::Vector(values) = chunk.lanes(pass.result, registers) {
+            let eligible = &inputs.eligible[start..chunk.end];
+            match reduction {
+                Reduction::Min => {
+                    fold(values, eligible, &mut state, &mut counts, |m, x| if x < m { x } else { m })
+                }
+                Reduction::Max => {
+                    fold(values, eligible, &mut state, &mut counts, |m, x| if x > m { x } else { m })
+                }
+                Reduction::Mean => fold(values, eligible, &mut state, &mut counts, |sum, x| sum + x),
+            }
+        }
+    }
+    let count: f64 = counts.iter().sum();
+    if count == 0.0 {
+        return f64::NAN;
+    }
+    // Adding 0 makes one zero of two, whichever was met first.
+    0.0 + match reduction {
+        Reduction::Min => state.into_iter().fold(f64::INFINITY, f64::min),
+        Reduction::Max => state.into_iter().fold(f64::NEG_INFINITY, f64::max),
+        Reduction::Mean => state.iter().sum::<f64>() / count,
+    }
+}
+
+/// `x` where `keep`, else NaN, without a branch: all bits set are a NaN.
+#[inline(always)]
+pub(crate) fn nan_unless(keep: bool, x: f64) -> f64 {
+    f64::from_bits(x.to_bits() | u64::from(keep).wrapping_sub(1))
+}
+
+/// Folds the eligible values that are not NaN, slot `i` into lane `i % LANES`.
+#[inline(always)]
+fn fold(
+    values: &[f64],
+    eligible: &[bool],
+    state: &mut [f64; LANES],
+    counts: &mut [f64; LANES],
+    f: impl Fn(f64, f64) -> f64,
+) {
+    let (values, values_rest) = values.as_chunks::<LANES>();
+    let (eligible, eligible_rest) = eligible.as_chunks::<LANES>();
+    let eight = |values: &[f64; LANES],
+                 eligible: &[bool; LANES],
+                 state: &mut [f64; LANES],
+                 counts: &mut [f64; LANES]| {
+        for lane in 0..LANES {
+            let x = nan_unless(eligible[lane], values[lane]);
+            let next = f(state[lane], x);
+            state[lane] = if x.is_nan() { state[lane] } else { next };
+            counts[lane] += if x.is_nan() { 0.0 } else { 1.0 };
+        }
+    };
+    // Copies, which stay in the processor's registers.
+    let (mut lanes, mut counted) = (*state, *counts);
+    values.iter().zip(eligible).for_each(|(x, e)| eight(x, e, &mut lanes, &mut counted));
+    if !values_rest.is_empty() {
+        let (mut x, mut e) = ([f64::NAN; LANES], [false; LANES]);
+        x[..values_rest.len()].copy_from_slice(values_rest);
+        e[..values_rest.len()].copy_from_slice(eligible_rest);
+        eight(&x, &e, &mut lanes, &mut counted);
+    }
+    (*state, *counts) = (lanes, counted);
+}
+
+/// An operand over the instances of a chunk.
+#[derive(Clone, Copy)]
+enum Lanes<'a> {
+    Vector(&'a [f64]),
+    Scalar(f64),
+}
+
+/// The instances that a pass is at.
+struct Chunk<'a> {
+    inputs: &'a Inputs<'a>,
+    scalars: &'a [f64],
+    start: usize,
+    end: usize,
+}
+
+impl Chunk<'_> {
+    #[inline(always)]
+    fn lanes<'r>(&'r self, source: Source, registers: &'r [Vec<f64>]) -> Lanes<'r> {
+        match source {
+            Source::Column(id) => Lanes::Vector(&self.inputs.columns[id as usize][self.start..self.end]),
+            Source::Register(register) => Lanes::Vector(&registers[register][..self.end - self.start]),
+            Source::Scalar(scalar) => Lanes::Scalar(self.scalars[scalar]),
+        }
+    }
+
+    #[inline(always)]
+    fn steps(&self, pass: &Pass, registers: &mut [Vec<f64>], out: &mut [f64]) {
+        for step in &pass.steps {
+            // Taken out for the time being, so that the operands' registers can be read beside it.
+            let mut register = step.to.map_or_else(Vec::new, |to| std::mem::take(&mut registers[to]));
+            let to = match step.to {
+                Some(_) => &mut register[..self.end - self.start],
+                None => &mut *out,
+            };
+            let lanes = |source| self.lanes(source, registers);
+            match step.op {
+                StepOp::Unary(op, a) => unary(op, lanes(a), to),
+                StepOp::Binary(op, a, b) => binary(op, lanes(a), lanes(b), to),
+                StepOp::Where(condition, then, otherwise) => {
+                    choose(lanes(condition), lanes(then), lanes(otherwise), to);
+                }
+            }
+            if let Some(to) = step.to {
+                registers[to] = register;
+            }
+        }
+    }
+}
+
+/// Runs `$body` with `$op` known to the compiler, so that each operator has a loop of its own.
+macro_rules! specialise {
+    ($value:expr, $Op:ident [$($name:ident)*], $op:ident => $body:expr) => {
+        match $value { $($Op::$name => { let $op = $Op::$name; $body })* }
+    };
+}
+
+#[inline(always)]
+fn unary(op: Unary, a: Lanes<'_>, out: &mut [f64]) {
+    specialise!(op, Unary [Negative Not Abs Exp Log Sqrt Square], op => match a {
+        Lanes::Vector(a) => out.iter_mut().zip(a).for_each(|(o, a)| *o = op.apply(*a)),
+        Lanes::Scalar(a) => out.fill(op.apply(a)),
+    });
+}
+
+#[inline(always)]
+fn binary(op: Binary, a: Lanes<'_>, b: Lanes<'_>, out: &mut [f64]) {
+    specialise!(op, Binary [
+        Add Subtract Multiply Divide Power Less LessEqual Greater GreaterEqual Equal NotEqual And Or Minimum Maximum Norm
+    ], op => match (a, b) {
+        (Lanes::Vector(a), Lanes::Vector(b)) => {
+            out.iter_mut().zip(a).zip(b).for_each(|((o, a), b)| *o = op.apply(*a, *b));
+        }
+        (Lanes::Vector(a), Lanes::Scalar(b)) => out.iter_mut().zip(a).for_each(|(o, a)| *o = op.apply(*a, b)),
+        (Lanes::Scalar(a), Lanes::Vector(b)) => out.iter_mut().zip(b).for_each(|(o, b)| *o = op.apply(a, *b)),
+        (Lanes::Scalar(a), Lanes::Scalar(b)) => out.fill(op.apply(a, b)),
+    });
+}
+
+#[inline(always)]
+fn choose(condition: Lanes<'_>, then: Lanes<'_>, otherwise: Lanes<'_>, out: &mut [f64]) {
+    let pick = |c: f64, a: f64, b: f64| if c != 0.0 { a } else { b };
+    match (condition, then, otherwise) {
+        (Lanes::Scalar(c), a, b) => match if c != 0.0 { a } else { b } {
+            Lanes::Vector(values) => out.copy_from_slice(values),
+            Lanes::Scalar(value) => out.fill(value),
+        },
+        (Lanes::Vector(c), Lanes::Vector(a), Lanes::Vector(b)) => {
+            // By index: four zipped slices are not vectorised.
+            let (c, a, b) = (&c[..out.len()], &a[..out.len()], &b[..out.len()]);
+            (0..out.len()).for_each(|i| out[i] = pick(c[i], a[i], b[i]));
+        }
+        (Lanes::Vector(c), Lanes::Vector(a), Lanes::Scalar(b)) => {
+            out.iter_mut().zip(c).zip(a).for_each(|((o, c), a)| *o = pick(*c, *a, b));
+        }
+        (Lanes::Vector(c), Lanes::Scalar(a), Lanes::Vector(b)) => {
+            out.iter_mut().zip(c).zip(b).for_each(|((o, c), b)| *o = pick(*c, a, *b));
+        }
+        (Lanes::Vector(c), Lanes::Scalar(a), Lanes::Scalar(b)) => {
+            out.iter_mut().zip(c).for_each(|(o, c)| *o = pick(*c, a, b));
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! Graph to program: what is the same for all instances is computed once, the rest in passes over the instances.
+//!
+//! Each reduction is a pass of its own, since what follows needs its outcome; the score is the last pass. A pass runs its
+//! steps over one chunk of instances after the other, so that intermediate values stay in the nearest cache. Operands are
+//! read where they lie: columns in place, numbers as numbers.
+use super::Type;
+use super::check::{Binary, Graph, Op, Reduction, Unary};
+use crate::indicators::{Indicator, IndicatorSet};
+
+/// Where an operand of a step lies.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Source {
+    Column(Indicator),
+    Register(usize),
+    Scalar(usize),
+}
+
+/// What a step computes.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum StepOp {
+    Unary(Unary, Source),
+    Binary(Binary, Source, Source),
+    /// Condition, then, otherwise.
+    Where(Source, Source, Source),
+}
+
+/// One loop over the instances of a chunk.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Step {
+    pub op: StepOp,
+    /// The register that takes the outcome, never one of the operands; `None`: the program's output.
+    pub to: Option<usize>,
+}
+
+/// Steps over all instances, and where their outcome lies.
+#[derive(Clone, Debug)]
+pub(super) struct Pass {
+    pub steps: Vec<Step>,
+    pub result: Source,
+}
+
+/// What computes one scalar.
+#[derive(Clone, Debug)]
+pub(super) enum Stage {
+    Request(Indicator),
+    Unary(Unary, usize),
+    Binary(Binary, usize, usize),
+    Where(usize, usize, usize),
+    Reduce(Reduction, Pass),
+}
+
+/// A checked expression, ready to run.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// Scalars at the start: constants, and NaN for those that a stage computes.
+    pub(super) scalars: Vec<f64>,
+    /// In the order in which they run, with the scalar that each computes.
+    pub(super) stages: Vec<(Stage, usize)>,
+    pub(super) output: Pass,
+    /// Number of registers that the passes need.
+    pub(super) registers: usize,
+    /// Indicators that are read.
+    pub(super) columns: Vec<Indicator>,
+    result: Type,
+}
+
+impl Program {
+    pub(super) fn new(graph: &Graph, result: Type) -> Program {
+        let mut used = vec![false; graph.ops.len()];
+        used[graph.root] = true;
+        for id in (0..=graph.root).rev() {
+            if used[id] {
+                graph.ops[id].operands().for_each(|operand| used[operand] = true);
+            }
+        }
+        let mut builder = Builder { graph, scalar_of: vec![usize::MAX; graph.ops.len()], registers: 0 };
+        let (mut scalars, mut stages, mut reads) = (Vec::new(), Vec::new(), IndicatorSet::EMPTY);
+        for id in (0..=graph.root).filter(|id| used[*id]) {
+            if let Op::Column(indicator) | Op::Request(indicator) = graph.ops[id] {
+                reads.insert(indicator);
+            }
+            if graph.varies[id] {
+                continue;
+            }
+            let scalar_of = &builder.scalar_of;
+            let stage = match graph.ops[id] {
+                Op::Constant(_) | Op::Column(_) => None,
+                Op::Request(indicator) => Some(Stage::Request(indicator)),
+                Op::Unary(unary, a) => Some(Stage::Unary(unary, scalar_of[a])),
+                Op::Binary(binary, a, b) => Some(Stage::Binary(binary, scalar_of[a], scalar_of[b])),
+                Op::Where(a, b, c) => Some(Stage::Where(scalar_of[a], scalar_of[b], scalar_of[c])),
+                Op::Reduce(reduction, a) => Some(Stage::Reduce(reduction, builder.pass(a))),
+            };
+            builder.scalar_of[id] = scalars.len();
+            stages.extend(stage.map(|stage| (stage, scalars.len())));
+            scalars.push(graph.constant(id).unwrap_or(f64::NAN));
+        }
+        let mut output = builder.pass(graph.root);
+        if let Some(last) = output.steps.last_mut() {
+            last.to = None;
+        }
+        Program {
+            scalars,
+            stages,
+            output,
+            registers: builder.registers,
+            columns: reads.iter().collect(),
+            result,
+        }
+    }
+
+    /// The type of its values.
+    pub fn result(&self) -> Type {
+        self.result
+    }
+
+    /// Indicators it reads.
+    pub fn reads(&self) -> IndicatorSet {
+        IndicatorSet::of(&self.columns)
+    }
+}
+
+struct Builder<'a> {
+    graph: &'a Graph,
+    /// The scalar that holds a value that does not vary.
+    scalar_of: Vec<usize>,
+    registers: usize,
+}
+
+impl Builder<'_> {
+    /// The steps that compute `result` for every instance.
+    fn pass(&mut self, result: usize) -> Pass {
+        let graph = self.graph;
+        let vectors = |id: usize| graph.ops[id].operands().filter(|operand| graph.varies[*operand]);
+        // The last value that needs each: its register is free after that. The result's is never free.
+        let mut last_use = vec![None; result + 1];
+        last_use[result] = Some(usize::MAX);
+        for id in (0..=result).rev() {
+            if last_use[id].is_some() && graph.varies[id] {
+                vectors(id).for_each(|operand| last_use[operand] = last_use[operand].max(Some(id)));
+            }
+        }
+        let mut register_of = vec![usize::MAX; result + 1];
+        let (mut free, mut used, mut steps) = (Vec::new(), 0, Vec::new());
+        let source = |id: usize, register_of: &[usize]| match graph.ops[id] {
+            Op::Column(indicator) => Source::Column(indicator),
+            _ if graph.varies[id] => Source::Register(register_of[id]),
+            _ => Source::Scalar(self.scalar_of[id]),
+        };
+        for id in 0..=result {
+            if last_use[id].is_none() || !graph.varies[id] {
+                continue;
+            }
+            let of = |id| source(id, &register_of);
+            let op = match graph.ops[id] {
+                Op::Unary(unary, a) => StepOp::Unary(unary, of(a)),
+                Op::Binary(binary, a, b) => StepOp::Binary(binary, of(a), of(b)),
+                Op::Where(a, b, c) => StepOp::Where(of(a), of(b), of(c)),
+                Op::Constant(_) | Op::Column(_) | Op::Request(_) | Op::Reduce(..) => continue,
+            };
+            let register = free.pop().unwrap_or_else(|| {
+                used += 1;
+                used - 1
+            });
+            steps.push(Step { op, to: Some(register) });
+            register_of[id] = register;
+            for operand in vectors(id) {
+                if last_use[operand] == Some(id) && register_of[operand] != usize::MAX {
+                    free.push(std::mem::replace(&mut register_of[operand], usize::MAX));
+                }
+            }
+        }
+        let result = source(result, &register_of);
+        self.registers = self.registers.max(used);
+        Pass { steps, result }
+    }
+}

@@ -1,0 +1,221 @@
+//! The instances of one pool: names to slots, health, roles, draining.
+use crate::error::{CoreError, nearest};
+use crate::ids::{InstanceId, MAX_INSTANCES};
+use hashbrown::HashMap;
+use std::sync::Arc;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// What an instance may be asked to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Role {
+    /// Prefill and decode.
+    #[default]
+    Both,
+    /// Prefill only.
+    Prefill,
+    /// Decode only.
+    Decode,
+}
+
+#[derive(Clone, Debug)]
+struct Slot {
+    name: Arc<str>,
+    generation: u32,
+    live: bool,
+    healthy: bool,
+    draining: bool,
+    role: Role,
+}
+
+/// The instances of one pool.
+#[derive(Clone, Debug, Default)]
+pub struct Fleet {
+    slots: Vec<Slot>,
+    by_name: HashMap<Arc<str>, u32>,
+    names: Arc<[Arc<str>]>,
+    name_hashes: Vec<u64>,
+    eligible: Vec<bool>,
+    eligible_count: usize,
+}
+
+impl Fleet {
+    /// Adds an instance, healthy, in the lowest free slot.
+    ///
+    /// # Errors
+    /// `BadValue` where the name is taken or empty, or the fleet is full.
+    pub fn add(&mut self, name: &str, role: Role) -> Result<InstanceId, CoreError> {
+        let bad = |expected: String| CoreError::BadValue {
+            what: "instance name".into(),
+            got: format!("{name:?}"),
+            expected,
+        };
+        if name.is_empty() {
+            return Err(bad("a name that is not empty".into()));
+        }
+        if self.by_name.contains_key(name) {
+            return Err(bad("a name that no instance of this router has yet".into()));
+        }
+        let slot = self.slots.iter().position(|s| !s.live).unwrap_or(self.slots.len());
+        if slot == MAX_INSTANCES {
+            return Err(bad(format!("at most {MAX_INSTANCES} instances in one router")));
+        }
+        let name: Arc<str> = name.into();
+        if slot == self.slots.len() {
+            self.slots.push(Slot {
+                name: name.clone(),
+                generation: 0,
+                live: false,
+                healthy: false,
+                draining: false,
+                role,
+            });
+            self.name_hashes.push(0);
+            self.eligible.push(false);
+        }
+        let generation = self.slots[slot].generation + 1;
+        self.slots[slot] =
+            Slot { name: name.clone(), generation, live: true, healthy: true, draining: false, role };
+        self.name_hashes[slot] = xxh3_64(name.as_bytes());
+        self.by_name.insert(name, slot as u32);
+        self.refresh();
+        Ok(InstanceId(slot as u32))
+    }
+
+    /// Frees the slot of an instance.
+    pub fn remove(&mut self, id: InstanceId) {
+        let slot = &mut self.slots[id.index()];
+        slot.live = false;
+        let name = slot.name.clone();
+        self.by_name.remove(&name);
+        self.refresh();
+    }
+
+    /// The instance of that name.
+    ///
+    /// # Errors
+    /// `UnknownName` with the nearest name.
+    pub fn find(&self, name: &str) -> Result<InstanceId, CoreError> {
+        self.by_name.get(name).map(|&slot| InstanceId(slot)).ok_or_else(|| CoreError::UnknownName {
+            kind: "instance".into(),
+            name: name.into(),
+            nearest: nearest(name, self.live_names()),
+        })
+    }
+
+    /// Says whether an instance answers.
+    pub fn set_healthy(&mut self, id: InstanceId, healthy: bool) {
+        self.slots[id.index()].healthy = healthy;
+        self.refresh();
+    }
+
+    /// Says whether an instance takes new requests.
+    pub fn set_draining(&mut self, id: InstanceId, draining: bool) {
+        self.slots[id.index()].draining = draining;
+        self.refresh();
+    }
+
+    /// Name of a slot (of its last instance, where it is free).
+    pub fn name(&self, id: InstanceId) -> &Arc<str> {
+        &self.slots[id.index()].name
+    }
+
+    /// Names of all slots, shared: receipts keep the names of their time.
+    pub fn names(&self) -> &Arc<[Arc<str>]> {
+        &self.names
+    }
+
+    /// Names of the live instances, in slot order.
+    pub fn live_names(&self) -> impl Iterator<Item = &str> {
+        self.slots.iter().filter(|s| s.live).map(|s| &*s.name)
+    }
+
+    /// Generation of a slot: counts its instances.
+    #[inline]
+    pub fn generation(&self, id: InstanceId) -> u32 {
+        self.slots[id.index()].generation
+    }
+
+    /// Whether the slot still holds the instance of that generation.
+    #[inline]
+    pub fn is_current(&self, id: InstanceId, generation: u32) -> bool {
+        let slot = &self.slots[id.index()];
+        slot.live && slot.generation == generation
+    }
+
+    /// Whether the slot holds an instance.
+    pub fn is_live(&self, id: InstanceId) -> bool {
+        self.slots.get(id.index()).is_some_and(|s| s.live)
+    }
+
+    /// Whether the instance answers and takes requests.
+    pub fn state(&self, id: InstanceId) -> (bool, bool, Role) {
+        let slot = &self.slots[id.index()];
+        (slot.healthy, slot.draining, slot.role)
+    }
+
+    /// Number of slots, free ones included.
+    pub fn slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Number of live instances.
+    pub fn live_count(&self) -> usize {
+        self.by_name.len()
+    }
+
+    /// Which slots may take a whole request.
+    #[inline]
+    pub fn eligible(&self) -> &[bool] {
+        &self.eligible
+    }
+
+    /// Number of slots that may.
+    #[inline]
+    pub fn eligible_count(&self) -> usize {
+        self.eligible_count
+    }
+
+    /// Stable hashes of the names, by slot.
+    #[inline]
+    pub fn name_hashes(&self) -> &[u64] {
+        &self.name_hashes
+    }
+
+    fn refresh(&mut self) {
+        for (eligible, slot) in self.eligible.iter_mut().zip(&self.slots) {
+            *eligible = slot.live && slot.healthy && !slot.draining && slot.role == Role::Both;
+        }
+        self.eligible_count = self.eligible.iter().filter(|e| **e).count();
+        self.names = self.slots.iter().map(|s| s.name.clone()).collect();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_reused_with_a_new_generation() {
+        let mut fleet = Fleet::default();
+        let a = fleet.add("a", Role::Both).unwrap();
+        let b = fleet.add("b", Role::Both).unwrap();
+        let old = fleet.generation(a);
+        fleet.remove(a);
+        assert!(!fleet.is_current(a, old));
+        let c = fleet.add("c", Role::Both).unwrap();
+        assert_eq!(c, a);
+        assert!(fleet.is_current(c, old + 1) && !fleet.is_current(c, old));
+        assert_eq!(fleet.eligible_count(), 2);
+        fleet.set_draining(b, true);
+        assert_eq!(fleet.eligible(), [true, false]);
+    }
+
+    #[test]
+    fn unknown_and_taken_names_are_errors_that_help() {
+        let mut fleet = Fleet::default();
+        fleet.add("engine-0", Role::Both).unwrap();
+        let error = fleet.find("engine_0").unwrap_err().to_string();
+        assert!(error.contains("did you mean \"engine-0\""), "{error}");
+        assert!(fleet.add("engine-0", Role::Both).is_err());
+    }
+}

@@ -1,0 +1,276 @@
+//! Which prefixes are asked for most: Space-Saving over a sliding window.
+//!
+//! Space-Saving (Metwally, Agrawal, El Abbadi 2005) keeps a fixed number of counters; a key that is not counted takes over
+//! the smallest one. Here a counter is a ring of sub-windows, so that what is older than the window leaves it, and what the
+//! newcomer takes over is kept apart (`inherited`): it decides who is replaced next, but is never taken for requests seen.
+//! Shares are therefore lower bounds: a class is never thought hotter than it is.
+//!
+//! Prefixes nest: a request belongs to one class at each power-of-two depth of its matched part. Counting all of them for each
+//! request would let long unique prompts flush the counters, so a request brings in at most one class that is not counted yet,
+//! its shallowest: a deep class cannot be heavier than the shallow one that it lies in.
+use hashbrown::HashTable;
+
+/// Sub-windows of the sliding window: it moves in steps of a twelfth.
+pub const SUBWINDOWS: usize = 12;
+
+/// The classes of a prompt: chain hash and depth in blocks, at each power-of-two depth of its first `matched_blocks`.
+pub fn classes_of(chain: &[u64], matched_blocks: u32) -> impl Iterator<Item = (u64, u32)> + '_ {
+    let blocks = chain.len().min(matched_blocks as usize);
+    (0..usize::BITS)
+        .map(|k| 1 << k)
+        .take_while(move |&depth| depth <= blocks)
+        .map(|d: usize| (chain[d - 1], d as u32))
+}
+
+/// One counted class.
+#[derive(Clone, Debug)]
+pub struct Class {
+    /// Chain hash of its last block.
+    pub hash: u64,
+    /// Blocks that its requests share.
+    pub depth: u32,
+    /// The class of half the depth that it lies in.
+    pub parent: Option<u64>,
+    /// Requests seen in the window.
+    pub requests: u32,
+    ring: [u32; SUBWINDOWS],
+    inherited: u32,
+    inherited_until: i64,
+}
+
+impl Class {
+    /// Who is replaced first: the rarest, of equals the deepest.
+    fn rank(&self) -> u64 {
+        u64::from(self.requests + self.inherited) * ONE_REQUEST + u64::from(u32::MAX - self.depth)
+    }
+}
+
+/// What a request adds to a class's rank.
+const ONE_REQUEST: u64 = 1 << 32;
+
+/// The heaviest classes of the last window, and how many requests there were.
+#[derive(Clone, Debug)]
+pub struct HeavyClasses {
+    capacity: usize,
+    step_seconds: f64,
+    classes: Vec<Class>,
+    /// Of each class, side by side: the search for the lowest is most of what an entry costs.
+    ranks: Vec<u64>,
+    by_hash: HashTable<u16>,
+    requests: u32,
+    ring: [u32; SUBWINDOWS],
+    step: i64,
+    step_ends: f64,
+}
+
+impl HeavyClasses {
+    /// At most `capacity` classes (1 to 65,535) over `window_seconds`.
+    pub fn new(capacity: usize, window_seconds: f64) -> HeavyClasses {
+        HeavyClasses {
+            capacity,
+            step_seconds: window_seconds / SUBWINDOWS as f64,
+            classes: Vec::with_capacity(capacity),
+            ranks: Vec::with_capacity(capacity),
+            by_hash: HashTable::with_capacity(capacity + 1),
+            requests: 0,
+            ring: [0; SUBWINDOWS],
+            step: 0,
+            step_ends: f64::NEG_INFINITY,
+        }
+    }
+
+    /// Requests in the window.
+    pub fn requests(&self) -> u32 {
+        self.requests
+    }
+
+    /// The counted classes, in no order.
+    pub fn classes(&self) -> &[Class] {
+        &self.classes
+    }
+
+    /// The class of that hash, where it is counted.
+    #[inline]
+    pub fn get(&self, hash: u64) -> Option<&Class> {
+        self.find(hash).map(|i| &self.classes[i])
+    }
+
+    /// Lets go of what is older than the window. Time that stands still or runs back changes nothing.
+    #[inline]
+    pub fn advance(&mut self, now: f64) {
+        if now >= self.step_ends {
+            self.turn(now);
+        }
+    }
+
+    #[cold]
+    fn turn(&mut self, now: f64) {
+        let step = (now / self.step_seconds).floor() as i64;
+        if self.step_ends != f64::NEG_INFINITY {
+            let passed = (step - self.step).clamp(0, SUBWINDOWS as i64);
+            for gone in (step - passed + 1)..=step {
+                let at = Self::at(gone);
+                self.requests -= std::mem::take(&mut self.ring[at]);
+                for class in &mut self.classes {
+                    class.requests -= std::mem::take(&mut class.ring[at]);
+                }
+            }
+            for (class, rank) in self.classes.iter_mut().zip(&mut self.ranks) {
+                class.inherited = if class.inherited_until <= step { 0 } else { class.inherited };
+                *rank = class.rank();
+            }
+        }
+        self.step = step;
+        self.step_ends = (step + 1) as f64 * self.step_seconds;
+    }
+
+    /// Counts a request into each class of its matched part that is counted, and into its shallowest one that was not.
+    pub fn count(&mut self, chain: &[u64], matched_blocks: u32) {
+        let at = Self::at(self.step);
+        self.requests += 1;
+        self.ring[at] += 1;
+        let mut parent = None;
+        let mut may_enter = true;
+        for (hash, depth) in classes_of(chain, matched_blocks) {
+            if let Some(i) = self.find(hash) {
+                self.classes[i].requests += 1;
+                self.classes[i].ring[at] += 1;
+                self.ranks[i] += ONE_REQUEST;
+            } else if may_enter {
+                self.enter(hash, depth, parent);
+                may_enter = false;
+            }
+            parent = Some(hash);
+        }
+    }
+
+    fn enter(&mut self, hash: u64, depth: u32, parent: Option<u64>) {
+        let mut ring = [0; SUBWINDOWS];
+        ring[Self::at(self.step)] = 1;
+        let inherited_until = self.step + SUBWINDOWS as i64;
+        let mut class = Class { hash, depth, parent, requests: 1, ring, inherited: 0, inherited_until };
+        let i = if self.classes.len() < self.capacity {
+            self.ranks.push(class.rank());
+            self.classes.push(class);
+            self.classes.len() - 1
+        } else {
+            let i = (0..self.capacity).min_by_key(|&i| self.ranks[i]).expect("at least one counter");
+            let out = &self.classes[i];
+            class.inherited = out.requests + out.inherited;
+            let entry = self.by_hash.find_entry(out.hash, |&j| usize::from(j) == i);
+            entry.expect("every class is in the table").remove();
+            self.ranks[i] = class.rank();
+            self.classes[i] = class;
+            i
+        };
+        let classes = &self.classes;
+        self.by_hash.insert_unique(hash, i as u16, |&j| classes[usize::from(j)].hash);
+    }
+
+    #[inline]
+    fn find(&self, hash: u64) -> Option<usize> {
+        self.by_hash.find(hash, |&i| self.classes[usize::from(i)].hash == hash).map(|&i| usize::from(i))
+    }
+
+    fn at(step: i64) -> usize {
+        step.rem_euclid(SUBWINDOWS as i64) as usize
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::guard::testing::prompt;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Against a list of everything: the total is exact, a class is never overcounted, and what was never replaced is exact.
+        #[test]
+        fn counts_are_those_of_the_window_or_less(
+            capacity in 1usize..6,
+            requests in prop::collection::vec((0.0..9.0f64, 1u64..6, 1usize..5), 1..200),
+        ) {
+            let mut heavy = HeavyClasses::new(capacity, 12.0);
+            let (mut now, mut seen) = (0.0, Vec::new());
+            for (gap, id, blocks) in requests {
+                now += gap * gap / 20.0;
+                heavy.advance(now);
+                let chain = prompt(id, 1, blocks);
+                heavy.count(&chain, blocks as u32);
+                seen.push((now.floor(), chain));
+                let recent = || seen.iter().filter(|(at, _)| *at > now.floor() - 12.0);
+                prop_assert_eq!(heavy.requests() as usize, recent().count());
+                let ranks: Vec<_> = heavy.classes().iter().map(Class::rank).collect();
+                prop_assert_eq!(&ranks, &heavy.ranks);
+                for class in heavy.classes() {
+                    let truth = recent().filter(|(_, c)| c.get(class.depth as usize - 1) == Some(&class.hash)).count();
+                    prop_assert!(class.requests as usize <= truth);
+                    prop_assert!(class.depth > 1 || capacity < 5 || class.requests as usize == truth);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn classes_lie_at_powers_of_two_of_the_matched_part() {
+        let chain: Vec<u64> = (100..120).collect();
+        let of = |matched| classes_of(&chain, matched).collect::<Vec<_>>();
+        assert_eq!(of(0), []);
+        assert_eq!(of(1), [(100, 1)]);
+        assert_eq!(of(7), [(100, 1), (101, 2), (103, 4)]);
+        assert_eq!(of(8), [(100, 1), (101, 2), (103, 4), (107, 8)]);
+        assert_eq!(of(1000).last(), Some(&(115, 16)), "no deeper than the chain");
+    }
+
+    #[test]
+    fn the_window_slides() {
+        let mut heavy = HeavyClasses::new(4, 60.0);
+        for second in 0..120 {
+            heavy.advance(f64::from(second));
+            heavy.count(&[7], 1);
+            let in_window = (second % 5 + 1) + 5 * (second / 5).min(11);
+            assert_eq!(
+                (heavy.requests(), heavy.get(7).unwrap().requests),
+                (in_window as u32, in_window as u32)
+            );
+        }
+        heavy.advance(50.0);
+        assert_eq!(heavy.requests(), 60, "time that runs back is ignored");
+        heavy.advance(1e6);
+        assert_eq!((heavy.requests(), heavy.get(7).unwrap().requests), (0, 0));
+    }
+
+    #[test]
+    fn a_class_is_found_among_a_long_unique_tail_and_never_overcounted() {
+        let mut heavy = HeavyClasses::new(64, 60.0);
+        heavy.advance(0.0);
+        let hot = prompt(1, 2048, 2048);
+        for i in 0..10_000 {
+            if i % 20 == 0 {
+                heavy.count(&hot, 2048);
+            } else {
+                heavy.count(&prompt(1000 + i, 1, 2048), 2048); // shares block 0 with all
+            }
+        }
+        assert_eq!(heavy.get(hot[0]).unwrap().requests, 10_000);
+        let deepest = heavy.get(hot[2047]).expect("5% of requests is heavy");
+        assert!((450..=500).contains(&deepest.requests), "{}", deepest.requests);
+        assert_eq!((deepest.depth, deepest.parent), (2048, Some(hot[1023])));
+        assert_eq!(heavy.classes().len(), 64);
+        let tail = heavy.classes().iter().filter(|c| !hot.contains(&c.hash));
+        assert!(tail.clone().count() > 0 && tail.clone().all(|c| c.requests == 1), "lower bounds");
+    }
+
+    #[test]
+    fn what_was_inherited_ends_with_the_window() {
+        let mut heavy = HeavyClasses::new(1, 60.0);
+        heavy.advance(0.0);
+        (0..9).for_each(|_| heavy.count(&[1], 1));
+        heavy.count(&[2], 1);
+        assert_eq!((heavy.classes()[0].requests, heavy.classes()[0].inherited), (1, 9));
+        heavy.advance(59.0);
+        assert_eq!(heavy.classes()[0].inherited, 9);
+        heavy.advance(60.0);
+        assert_eq!((heavy.classes()[0].requests, heavy.classes()[0].inherited), (0, 0));
+    }
+}

@@ -1,0 +1,378 @@
+//! The two-phase hot-spot guard (LMETRIC section 5.2).
+//!
+//! A score that multiplies cached work with load fails in one case: a prefix so much in demand that the few instances
+//! which hold it, M, keep winning however long they grow. The guard finds such a prefix and takes M out of the choice for its
+//! requests until enough instances hold it.
+//!
+//! - A **class** is a shared prefix: the chain hash at a power-of-two depth of the *matched* part of a prompt (the paper
+//!   leaves it open). The heaviest are counted over a sliding window ([`heavy`]); x is a class's share of all requests.
+//! - **Phase 1**, at each [`Guard::tick`]: suspected where x / (1 - x) > |M| / |not M| (Equation 2 broken). Equation 3 is
+//!   misprinted and not used. With M empty or everybody there is nothing to filter, and no alarm.
+//! - **Phase 2**, at each request of a suspected class: once more than 2|M| *consecutive* ones scored lower on M than
+//!   elsewhere (Equation 4; equal scores do not count, since they do not draw the request to M), M is filtered out.
+//! - **Release** (the paper leaves it open): when phase 1 no longer holds with a margin, x / (1 - x) <= `release_factor` x |M| /
+//!   |not M|. A filtered request makes its new instance a holder at once, so a filter spreads the prefix over just as many
+//!   instances as its demand needs and then ends, mostly within a few requests.
+//! - **Nested classes.** A prompt belongs to one class at each depth, and holders of a longer prefix are among those of a
+//!   shorter one. Of nested classes with the *same* holders only the shallowest is suspected: it has all their requests, so it
+//!   is hot whenever they are. With fewer holders at a deeper cut both stand, each with its own count. Where several filter,
+//!   the shallowest counts: its M contains the others'.
+//! - Where the filter leaves nothing, the router balances load only ([`Restriction::BalanceOnly`]; section 1 of the paper).
+//!
+//! A state machine without a clock: times come in. Nothing here costs more than counting while nobody is suspected.
+pub mod heavy;
+pub mod slots;
+
+pub use heavy::classes_of;
+pub use slots::SlotSet;
+
+use crate::InstanceId;
+use crate::error::CoreError;
+use crate::ids::Seconds;
+use crate::policy::{Prefer, Scores};
+use heavy::HeavyClasses;
+
+/// Settings of the guard.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GuardConfig {
+    /// Whether it works at all.
+    pub on: bool,
+    /// The sliding window over which shares are taken, seconds (the paper: 1 minute).
+    pub window_seconds: Seconds,
+    /// Classes counted at a time, 1 to 65,535.
+    pub classes: usize,
+    /// Requests of a class in the window below which it is never suspected: a share of a handful means nothing. Ours.
+    pub min_requests: u32,
+    /// Phase 2 needs more than this times |M| consecutive requests (the paper: 2).
+    pub phase2_factor: f64,
+    /// Hysteresis, above 0 and at most 1: how far below the alarm the ratio must fall before it ends. Ours.
+    pub release_factor: f64,
+}
+
+impl Default for GuardConfig {
+    fn default() -> GuardConfig {
+        GuardConfig {
+            on: true,
+            window_seconds: 60.0,
+            classes: 64,
+            min_requests: 16,
+            phase2_factor: 2.0,
+            release_factor: 0.8,
+        }
+    }
+}
+
+impl GuardConfig {
+    fn check(&self) -> Result<(), CoreError> {
+        let refuse = |what: &str, got: f64, expected: &str| {
+            Err(CoreError::BadValue {
+                what: format!("hot-spot guard: {what}"),
+                got: got.to_string(),
+                expected: expected.into(),
+            })
+        };
+        if !(self.window_seconds > 0.0 && self.window_seconds.is_finite()) {
+            return refuse("window_seconds", self.window_seconds, "seconds above 0");
+        }
+        if !(1..=usize::from(u16::MAX)).contains(&self.classes) {
+            return refuse("classes", self.classes as f64, "a whole number from 1 to 65535");
+        }
+        if !(self.phase2_factor >= 0.0 && self.phase2_factor.is_finite()) {
+            return refuse("phase2_factor", self.phase2_factor, "a number of at least 0");
+        }
+        if !(self.release_factor > 0.0 && self.release_factor <= 1.0) {
+            return refuse("release_factor", self.release_factor, "a number above 0 and at most 1");
+        }
+        Ok(())
+    }
+}
+
+/// How far an alarm has gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    /// Phase 1: more of the traffic than of the fleet.
+    Suspected,
+    /// Phase 2: its holders are filtered out for its requests.
+    Filtering,
+}
+
+/// A class under alarm, as it stands.
+#[derive(Clone, Debug)]
+pub struct Alarm {
+    /// Chain hash of the class.
+    pub class: u64,
+    /// Blocks that its requests share.
+    pub depth: u32,
+    /// How far it has gone.
+    pub phase: Phase,
+    /// Its share of all requests in the window, 0 to 1, when last looked at.
+    pub share: f64,
+    /// M: who holds the prefix.
+    pub holders: SlotSet,
+    /// Consecutive requests that scored lower on M than elsewhere.
+    consecutive: u32,
+}
+
+impl Alarm {
+    fn has(&self, chain: &[u64]) -> bool {
+        chain.get(self.depth as usize - 1) == Some(&self.class)
+    }
+
+    fn event(&self, released: bool, instances: usize) -> GuardEvent {
+        GuardEvent {
+            class: self.class,
+            depth: self.depth,
+            phase: self.phase,
+            released,
+            share: self.share,
+            holders: self.holders.len(),
+            instances,
+        }
+    }
+}
+
+/// Something to log and to count: an alarm went up a phase, or ended.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GuardEvent {
+    /// Chain hash of the class.
+    pub class: u64,
+    /// Blocks that its requests share.
+    pub depth: u32,
+    /// The phase entered; where `released`, the phase it had reached.
+    pub phase: Phase,
+    /// Whether the alarm ended.
+    pub released: bool,
+    /// x: the class's share of all requests in the window, 0 to 1.
+    pub share: f64,
+    /// |M|.
+    pub holders: usize,
+    /// |M| + |not M|.
+    pub instances: usize,
+}
+
+/// What [`Guard::restrict`] did to a request's choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Restriction {
+    /// Nothing.
+    Free,
+    /// That many instances were taken out.
+    Filtered(usize),
+    /// The filter would have left nobody, so nothing was taken out: choose by load alone (least `bs`).
+    BalanceOnly,
+}
+
+/// The guard of one pool. Call [`restrict`](Guard::restrict) before scoring, [`observe`](Guard::observe) after each decision,
+/// and [`tick`](Guard::tick) about once a second.
+#[derive(Clone, Debug)]
+pub struct Guard {
+    config: GuardConfig,
+    heavy: HeavyClasses,
+    /// By depth, shallowest first.
+    alarms: Vec<Alarm>,
+    instances: usize,
+    events: Vec<GuardEvent>,
+}
+
+impl Guard {
+    /// A guard that has seen nothing.
+    ///
+    /// # Errors
+    /// `BadValue` naming the setting and its range.
+    pub fn new(config: GuardConfig) -> Result<Guard, CoreError> {
+        config.check()?;
+        let heavy = HeavyClasses::new(config.classes, config.window_seconds);
+        Ok(Guard { config, heavy, alarms: Vec::new(), instances: 0, events: Vec::new() })
+    }
+
+    /// Its settings.
+    pub fn config(&self) -> &GuardConfig {
+        &self.config
+    }
+
+    /// Switches it on or off. Off, it forgets what it saw; alarms that stood are released (the next tick tells).
+    pub fn set_on(&mut self, on: bool) {
+        if self.config.on && !on {
+            self.heavy = HeavyClasses::new(self.config.classes, self.config.window_seconds);
+            let instances = self.instances;
+            self.events.extend(self.alarms.drain(..).map(|alarm| alarm.event(true, instances)));
+        }
+        self.config.on = on;
+    }
+
+    /// The classes under alarm, shallowest first.
+    pub fn alarms(&self) -> &[Alarm] {
+        &self.alarms
+    }
+
+    /// The instances that a request with this chain must not go to: M of its shallowest class that is filtered.
+    #[inline]
+    pub fn excluded(&self, chain: &[u64]) -> Option<&SlotSet> {
+        let mut filtering = self.alarms.iter().filter(|alarm| alarm.phase == Phase::Filtering);
+        filtering.find(|alarm| alarm.has(chain)).map(|alarm| &alarm.holders)
+    }
+
+    /// Takes the instances in [`excluded`](Guard::excluded) out of `eligible`, if that leaves somebody.
+    #[inline]
+    pub fn restrict(&self, chain: &[u64], eligible: &mut [bool]) -> Restriction {
+        let Some(excluded) = self.excluded(chain) else { return Restriction::Free };
+        let inside = |i: usize| excluded.contains(InstanceId(i as u32));
+        let out = (0..eligible.len()).filter(|&i| eligible[i] && inside(i)).count();
+        if out == 0 {
+            return Restriction::Free;
+        }
+        if out == eligible.iter().filter(|e| **e).count() {
+            return Restriction::BalanceOnly;
+        }
+        eligible.iter_mut().enumerate().for_each(|(i, e)| *e = *e && !inside(i));
+        Restriction::Filtered(out)
+    }
+
+    /// Takes note of a decision.
+    ///
+    /// `matched_blocks`: the longest prefix of `chain` that any instance holds; `scores` and `eligible`: what was chosen from,
+    /// after [`restrict`](Guard::restrict); `chosen`: where the request goes.
+    #[inline]
+    pub fn observe(
+        &mut self,
+        now: Seconds,
+        chain: &[u64],
+        matched_blocks: u32,
+        scores: &Scores,
+        eligible: &[bool],
+        chosen: InstanceId,
+    ) {
+        if !self.config.on {
+            return;
+        }
+        self.heavy.advance(now);
+        self.heavy.count(chain, matched_blocks);
+        if !self.alarms.is_empty() {
+            self.follow(chain, scores, eligible, chosen);
+        }
+    }
+
+    /// Phase 2, and the spread of what is filtered.
+    fn follow(&mut self, chain: &[u64], scores: &Scores, eligible: &[bool], chosen: InstanceId) {
+        let Guard { config, heavy, alarms, instances, events } = self;
+        alarms.retain_mut(|alarm| {
+            if !alarm.has(chain) {
+                return true;
+            }
+            if alarm.phase == Phase::Filtering {
+                alarm.holders.insert(chosen);
+                let requests = heavy.get(alarm.class).map_or(0, |class| class.requests);
+                let hot =
+                    is_hot(requests, heavy.requests(), &alarm.holders, *instances, config.release_factor);
+                if !hot {
+                    events.push(alarm.event(true, *instances));
+                }
+                return hot;
+            }
+            let drawn = drawn_to(&alarm.holders, scores, eligible);
+            alarm.consecutive = if drawn { alarm.consecutive + 1 } else { 0 };
+            if f64::from(alarm.consecutive) > config.phase2_factor * alarm.holders.len() as f64 {
+                alarm.phase = Phase::Filtering;
+                events.push(alarm.event(false, *instances));
+            }
+            true
+        });
+    }
+
+    /// Phase 1: looks at the heavy classes, and returns what happened since the last tick.
+    ///
+    /// `instances`: how many could take a request (|M| + |not M|); `holders`: appends those of them that hold the prefix ending
+    /// in a block (as `KvIndex::holders` does; only heavy classes are asked for).
+    pub fn tick(
+        &mut self,
+        now: Seconds,
+        instances: usize,
+        mut holders: impl FnMut(u64, &mut Vec<InstanceId>),
+    ) -> Vec<GuardEvent> {
+        if self.config.on {
+            self.heavy.advance(now);
+            self.instances = instances;
+            self.suspect(&mut holders);
+        }
+        std::mem::take(&mut self.events)
+    }
+
+    fn suspect(&mut self, holders: &mut dyn FnMut(u64, &mut Vec<InstanceId>)) {
+        let (all, instances) = (self.heavy.requests(), self.instances);
+        let mut before = std::mem::take(&mut self.alarms);
+        let mut by_depth: Vec<_> = self.heavy.classes().iter().collect();
+        by_depth.sort_unstable_by_key(|class| (class.depth, class.hash));
+        let mut hot: Vec<(u64, SlotSet)> = Vec::new();
+        let mut ids = Vec::new();
+        for class in by_depth {
+            let known = before.iter().position(|alarm| alarm.class == class.hash);
+            let one = u64::from(class.requests) * instances as u64 > u64::from(all);
+            if known.is_none() && (class.requests < self.config.min_requests || !one) {
+                continue; // not even a single holder would be one too few
+            }
+            ids.clear();
+            holders(class.hash, &mut ids);
+            let held: SlotSet = ids.iter().copied().collect();
+            let factor = if known.is_some() { self.config.release_factor } else { 1.0 };
+            if !is_hot(class.requests, all, &held, instances, factor) {
+                continue;
+            }
+            let share = f64::from(class.requests) / f64::from(all);
+            if let Some(i) = known {
+                let alarm = before.swap_remove(i);
+                self.alarms.push(Alarm { share, holders: held.clone(), ..alarm });
+            } else if !hot.iter().any(|(hash, same)| Some(*hash) == class.parent && *same == held) {
+                let (class, depth, phase) = (class.hash, class.depth, Phase::Suspected);
+                let alarm = Alarm { class, depth, phase, share, holders: held.clone(), consecutive: 0 };
+                self.events.push(alarm.event(false, instances));
+                self.alarms.push(alarm);
+            }
+            hot.push((class.hash, held));
+        }
+        self.events.extend(before.iter().map(|alarm| alarm.event(true, instances)));
+    }
+
+    /// An instance is gone: its slot may be given to another.
+    pub fn instance_removed(&mut self, id: InstanceId) {
+        for alarm in &mut self.alarms {
+            alarm.holders.remove(id);
+        }
+    }
+}
+
+/// x / (1 - x) > factor x |M| / |not M|, without dividing by 0.
+fn is_hot(requests: u32, all: u32, holders: &SlotSet, instances: usize, factor: f64) -> bool {
+    let (m, rest) = (holders.len(), instances.saturating_sub(holders.len()));
+    m > 0 && f64::from(requests) * rest as f64 > factor * f64::from(all - requests) * m as f64
+}
+
+/// Whether the best score on M is better than the best elsewhere (Equation 4, strictly).
+fn drawn_to(holders: &SlotSet, scores: &Scores, eligible: &[bool]) -> bool {
+    let sign = if scores.prefer == Prefer::Min { 1.0 } else { -1.0 };
+    let (mut on, mut elsewhere) = (f64::INFINITY, f64::INFINITY);
+    let words = scores.score.chunks(SlotSet::WORD).zip(eligible.chunks(SlotSet::WORD));
+    for (word, (score, eligible)) in words.enumerate() {
+        let held = holders.word(word);
+        for (bit, (score, eligible)) in score.iter().zip(eligible).enumerate() {
+            let score = if *eligible { sign * score } else { f64::INFINITY };
+            let held = held >> bit & 1 == 1;
+            on = if held & (score < on) { score } else { on };
+            elsewhere = if !held & (score < elsewhere) { score } else { elsewhere };
+        }
+    }
+    on < elsewhere && elsewhere < f64::INFINITY
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    /// A prompt's chain: `shared` blocks that depend on nothing, the rest on `id`.
+    pub fn prompt(id: u64, shared: usize, blocks: usize) -> Vec<u64> {
+        (0..blocks as u64)
+            .map(|i| {
+                (i + 1 + if i < shared as u64 { 0 } else { id << 20 }).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,85 @@
+//! Plans: a request is a chain of segments placed on instances.
+//!
+//! Today every plan has one segment, from the first token to the last; hand-over between segments (prefill/decode, splits,
+//! migration) extends [`Segment`], not the router's loop.
+use crate::ids::InstanceId;
+
+/// A range of a request's tokens, prompt and output counted through, on one instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Where it runs.
+    pub instance: InstanceId,
+    /// Its first token.
+    pub from_token: u32,
+    /// One past its last token; `None`: open, to the request's end.
+    pub to_token: Option<u32>,
+}
+
+/// What happened to the open segment of a ticket.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Event {
+    /// The request was written to the instance.
+    Sent,
+    /// The engine took it off its queue (optional; known from a simulator or a talkative engine).
+    Scheduled,
+    /// The engine computed this many more of its prefill tokens (optional; exact).
+    Prefilled(u32),
+    /// The first output token came back.
+    FirstToken,
+    /// This many further output tokens came back.
+    Tokens(u32),
+    /// The request ended well.
+    Finished(Usage),
+    /// It did not.
+    Failed(Failure),
+}
+
+/// What the engine says it did, where it says so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Prompt tokens.
+    pub prompt_tokens: Option<u32>,
+    /// Prompt tokens found in its cache.
+    pub cached_tokens: Option<u32>,
+    /// Output tokens.
+    pub output_tokens: Option<u32>,
+}
+
+/// Why a segment failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// No connection.
+    Refused,
+    /// The connection broke.
+    Reset,
+    /// A time limit passed.
+    Timeout,
+    /// The engine declined (busy, shutting down).
+    Status,
+    /// The client left.
+    Cancelled,
+    /// The engine reported an error of its own.
+    EngineError,
+}
+
+impl Failure {
+    /// All of them, with the names used in receipts and metrics.
+    pub const NAMES: [(&'static str, Failure); 6] = [
+        ("refused", Failure::Refused),
+        ("reset", Failure::Reset),
+        ("timeout", Failure::Timeout),
+        ("status", Failure::Status),
+        ("cancelled", Failure::Cancelled),
+        ("engine_error", Failure::EngineError),
+    ];
+
+    /// Whether another instance may take the request, as long as no token was seen.
+    pub fn may_move(self) -> bool {
+        !matches!(self, Failure::Cancelled | Failure::EngineError)
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        Failure::NAMES.iter().find(|(_, f)| *f == self).expect("every failure has a name").0
+    }
+}

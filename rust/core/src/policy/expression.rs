@@ -1,0 +1,276 @@
+//! A policy written as expressions: `filter`, `score`, tie-breaks `then`. Most rules of the field are one line here.
+use super::{Knobs, Policy, PolicyRng, PolicySpec, Prefer, Scores};
+use crate::error::CoreError;
+use crate::expr::{Program, Type, nan_unless};
+use crate::indicators::{IndicatorSet, Snapshot};
+use std::borrow::Cow;
+use std::fmt;
+
+/// The texts of a policy.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ExpressionSource {
+    /// Which instances are scored at all: a truth value an instance. Where it leaves none of the eligible, it is waived
+    /// for that decision.
+    pub filter: Option<String>,
+    /// One number an instance.
+    pub score: String,
+    /// Which end of `score` wins.
+    pub prefer: Prefer,
+    /// Tie-breaks in order.
+    pub then: Vec<(String, Prefer)>,
+}
+
+impl fmt::Display for ExpressionSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let end = |prefer: &Prefer| if *prefer == Prefer::Min { "min" } else { "max" };
+        if let Some(filter) = &self.filter {
+            write!(f, "where {filter}: ")?;
+        }
+        write!(f, "{} {}", end(&self.prefer), self.score)?;
+        self.then.iter().try_for_each(|(text, prefer)| write!(f, ", then {} {text}", end(prefer)))
+    }
+}
+
+/// A policy made of checked expressions.
+///
+/// An instance whose score is NaN or infinite (an indicator is absent, a division by zero at run time) is left out of that
+/// decision. Reductions (`min(bs)`, `norm(bs)`) run over the eligible instances, whatever the filter says of them.
+#[derive(Clone, Debug)]
+pub struct ExpressionPolicy {
+    spec: PolicySpec,
+    filter: Option<Program>,
+    score: Program,
+    prefer: Prefer,
+    then: Vec<(Program, Prefer)>,
+    reads: IndicatorSet,
+}
+
+impl ExpressionPolicy {
+    /// Compiles `source`; the knobs are named constants in its texts.
+    ///
+    /// # Errors
+    /// `Expression`, with the place.
+    pub fn new(
+        spec: PolicySpec,
+        source: ExpressionSource,
+        knobs: &Knobs,
+    ) -> Result<ExpressionPolicy, CoreError> {
+        Self::compile(spec, source, &knobs.iter().collect::<Vec<_>>())
+    }
+
+    /// A policy of a user's: its texts are its formula, `constants` are named in them. Without a name it is called
+    /// `expression`.
+    ///
+    /// # Errors
+    /// `Expression`, with the place.
+    pub fn custom(
+        name: Option<&str>,
+        source: ExpressionSource,
+        constants: &[(String, f64)],
+    ) -> Result<ExpressionPolicy, CoreError> {
+        let spec = PolicySpec {
+            name: name.map_or(Cow::Borrowed("expression"), |n| Cow::Owned(n.to_string())),
+            formula: Cow::Owned(source.to_string()),
+            source: Cow::Borrowed("configuration"),
+            knobs: &[],
+            symmetric: true,
+            random: false,
+        };
+        let constants: Vec<_> = constants.iter().map(|(name, value)| (name.as_str(), *value)).collect();
+        Self::compile(spec, source, &constants)
+    }
+
+    fn compile(
+        spec: PolicySpec,
+        source: ExpressionSource,
+        constants: &[(&str, f64)],
+    ) -> Result<ExpressionPolicy, CoreError> {
+        let program =
+            |text: &str, expect| Program::compile(text, expect, constants).map_err(CoreError::Expression);
+        let filter = source.filter.as_deref().map(|text| program(text, Type::Bool)).transpose()?;
+        let score = program(&source.score, Type::Number)?;
+        let then = source
+            .then
+            .iter()
+            .map(|(text, prefer)| Ok((program(text, Type::Number)?, *prefer)))
+            .collect::<Result<Vec<_>, CoreError>>()?;
+        let reads = filter
+            .iter()
+            .chain([&score])
+            .chain(then.iter().map(|(program, _)| program))
+            .fold(IndicatorSet::EMPTY, |set, program| set.union(program.reads()));
+        Ok(ExpressionPolicy { spec, filter, score, prefer: source.prefer, then, reads })
+    }
+}
+
+impl Policy for ExpressionPolicy {
+    fn spec(&self) -> &PolicySpec {
+        &self.spec
+    }
+
+    fn reads(&self) -> IndicatorSet {
+        self.reads
+    }
+
+    fn score(
+        &self,
+        snapshot: &Snapshot<'_>,
+        _rng: &mut PolicyRng,
+        scores: &mut Scores,
+    ) -> Result<(), CoreError> {
+        let slots = snapshot.slots();
+        let mut scratch = std::mem::take(&mut scores.scratch);
+        self.score.eval(snapshot, &mut scratch, &mut scores.score[..slots]);
+        scores.prefer = self.prefer;
+        if let Some(filter) = &self.filter {
+            let mut passes = std::mem::take(&mut scratch.filter);
+            passes.clear();
+            passes.resize(slots, 0.0);
+            filter.eval(snapshot, &mut scratch, &mut passes);
+            let passing = |(p, e): (&f64, &bool)| u32::from((*p != 0.0) & *e);
+            let passing: u32 = passes.iter().zip(snapshot.eligible).map(passing).sum();
+            scores.filter_waived = passing == 0;
+            if !scores.filter_waived {
+                for (score, passes) in scores.score.iter_mut().zip(&passes) {
+                    *score = nan_unless(*passes != 0.0, *score);
+                }
+            }
+            scratch.filter = passes;
+        }
+        for (program, prefer) in &self.then {
+            let column = scores.push_then(slots);
+            program.eval(snapshot, &mut scratch, column);
+            if *prefer == Prefer::Max {
+                column.iter_mut().for_each(|value| *value = -*value);
+            }
+        }
+        scores.scratch = scratch;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::indicators::{Columns, Indicator};
+    use crate::policy::{Knob, KnobKind, best};
+    use rand::SeedableRng;
+
+    fn columns(values: &[(Indicator, [f64; 4])]) -> Columns {
+        let mut columns = Columns::default();
+        columns.resize(4);
+        values.iter().for_each(|(id, values)| columns.get_mut(*id).copy_from_slice(values));
+        columns
+    }
+
+    fn score(policy: &ExpressionPolicy, columns: &Columns, eligible: &[bool; 4], scores: &mut Scores) {
+        let snapshot = Snapshot {
+            columns,
+            eligible,
+            eligible_count: eligible.iter().filter(|e| **e).count(),
+            name_hashes: &[0; 4],
+            ordinal: 0,
+            session: None,
+        };
+        scores.reset(4);
+        policy.score(&snapshot, &mut PolicyRng::seed_from_u64(0), scores).unwrap();
+    }
+
+    fn source(filter: Option<&str>, score: &str, then: &[(&str, Prefer)]) -> ExpressionSource {
+        ExpressionSource {
+            filter: filter.map(str::to_string),
+            score: score.into(),
+            prefer: Prefer::Max,
+            then: then.iter().map(|(text, prefer)| (text.to_string(), *prefer)).collect(),
+        }
+    }
+
+    #[test]
+    fn filter_score_and_tie_breaks_meet_in_the_choice() {
+        let source =
+            source(Some("bs - min(bs) <= range"), "kv_hit", &[("tokens", Prefer::Max), ("bs", Prefer::Min)]);
+        assert_eq!(
+            source.to_string(),
+            "where bs - min(bs) <= range: max kv_hit, then max tokens, then min bs"
+        );
+        let knobs = [("range".to_string(), 8.0)];
+        let policy = ExpressionPolicy::custom(Some("mine"), source, &knobs).unwrap();
+        assert_eq!(policy.spec().name, "mine");
+        assert_eq!(policy.reads(), IndicatorSet::of(&[Indicator::Bs, Indicator::KvHit, Indicator::Tokens]));
+        let columns = columns(&[
+            (Indicator::Bs, [0.0, 3.0, 8.0, 9.0]),
+            (Indicator::KvHit, [0.1, 0.5, 0.5, 0.9]),
+            (Indicator::Tokens, [1.0, 7.0, 6.0, 9.0]),
+        ]);
+        let mut scores = Scores::default();
+        for (eligible, waived, expected) in [
+            ([true; 4], false, Some(1)),
+            // Slot 0 is out, so the least batch size is 3 and slot 3 passes.
+            ([false, true, true, true], false, Some(3)),
+            ([false; 4], true, None),
+        ] {
+            score(&policy, &columns, &eligible, &mut scores);
+            assert_eq!(scores.filter_waived, waived, "{eligible:?}");
+            assert_eq!(best(&scores, &eligible, &mut PolicyRng::seed_from_u64(1)), expected, "{eligible:?}");
+        }
+    }
+
+    #[test]
+    fn a_filter_that_leaves_none_is_waived_for_this_decision_only() {
+        let policy = ExpressionPolicy::custom(None, source(Some("bs < 2"), "kv_hit", &[]), &[]).unwrap();
+        let hits = (Indicator::KvHit, [0.1, 0.5, 0.6, 0.9]);
+        let mut scores = Scores::default();
+        score(
+            &policy,
+            &columns(&[(Indicator::Bs, [2.0, 5.0, 9.0, 1.0]), hits]),
+            &[true, true, true, false],
+            &mut scores,
+        );
+        assert!(scores.filter_waived);
+        assert_eq!(scores.score, [0.1, 0.5, 0.6, 0.9]);
+        score(
+            &policy,
+            &columns(&[(Indicator::Bs, [1.0, 5.0, 9.0, 1.0]), hits]),
+            &[true, true, true, false],
+            &mut scores,
+        );
+        assert!(!scores.filter_waived);
+        assert!(scores.score[0] == 0.1 && scores.score[1].is_nan() && scores.score[2].is_nan());
+    }
+
+    #[test]
+    fn an_absent_indicator_leaves_its_instance_out() {
+        let policy = ExpressionPolicy::custom(None, source(None, "1 / bs - kv_usage", &[]), &[]).unwrap();
+        let columns = columns(&[
+            (Indicator::Bs, [0.0, 2.0, 4.0, 1.0]),
+            (Indicator::KvUsage, [0.0, 0.5, 0.5, f64::NAN]),
+        ]);
+        let mut scores = Scores::default();
+        score(&policy, &columns, &[true; 4], &mut scores);
+        assert_eq!(best(&scores, &[true; 4], &mut PolicyRng::seed_from_u64(1)), Some(1));
+    }
+
+    #[test]
+    fn knobs_of_a_declaration_are_constants_and_errors_name_the_place() {
+        const SPEC: PolicySpec = PolicySpec {
+            name: Cow::Borrowed("linear"),
+            formula: Cow::Borrowed("lam * (1 - kv_hit) + (1 - lam) * norm(bs)"),
+            source: Cow::Borrowed("LMETRIC section 4"),
+            knobs: &[Knob {
+                name: "lam",
+                kind: KnobKind::Float { min: 0.0, max: 1.0 },
+                default: 0.7,
+                about: "weight",
+            }],
+            symmetric: true,
+            random: false,
+        };
+        let knobs = Knobs::resolve(&SPEC, &[]).unwrap();
+        assert!(ExpressionPolicy::new(SPEC, source(None, &SPEC.formula, &[]), &knobs).is_ok());
+        let error = ExpressionPolicy::new(SPEC, source(Some("bs"), "bs", &[]), &knobs).unwrap_err();
+        assert!(matches!(&error, CoreError::Expression(e) if e.message.contains("filter")), "{error}");
+        let error =
+            ExpressionPolicy::new(SPEC, source(None, "bs", &[("lan", Prefer::Min)]), &knobs).unwrap_err();
+        assert!(error.to_string().contains("did you mean `lam`"), "{error}");
+    }
+}

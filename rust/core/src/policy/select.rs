@@ -1,0 +1,245 @@
+//! From scores to a choice: the best slot, or all of them in order. What is equal after the tie-breaks is drawn at random.
+use super::{PolicyRng, Prefer, Scores};
+use crate::expr::nan_unless;
+use crate::ids::MAX_INSTANCES;
+use rand::RngExt;
+use rand::seq::SliceRandom;
+
+/// Slots that one word of a bit set stands for.
+const WORD: usize = 64;
+const WORDS: usize = MAX_INSTANCES / WORD;
+
+/// The best eligible slot: the end of `score` that `prefer` names, then the tie-breaks, then a uniform draw.
+///
+/// Slots whose score is NaN or infinite are skipped; a tie-break that is NaN loses. `None`: no eligible slot has a finite
+/// score. Allocates nothing; `rng` is used only where slots are equal.
+///
+/// # Panics
+/// If there are more than [`MAX_INSTANCES`] slots, or fewer scores than slots.
+pub fn best(scores: &Scores, eligible: &[bool], rng: &mut PolicyRng) -> Option<usize> {
+    let slots = eligible.len();
+    let score = &scores.score[..slots];
+    let words = slots.div_ceil(WORD);
+    assert!(words <= WORDS, "{slots} slots; a router holds at most {MAX_INSTANCES}");
+    let sign = sign(scores.prefer);
+
+    let mut ties = [0u64; WORDS];
+    let ties = &mut ties[..words];
+    set_of_lowest(sign, score, eligible, ties);
+    for column in &scores.then[..scores.then_count] {
+        if count(ties) > 1 {
+            keep_lowest(ties, column);
+        }
+    }
+    let tied = count(ties);
+    // Of none there is no first, either.
+    let drawn = if tied > 1 { rng.random_range(0..tied) } else { 0 };
+    members(ties).nth(drawn as usize)
+}
+
+/// All eligible slots with a finite score, best first; equal ones in random order.
+///
+/// # Panics
+/// If there are fewer scores than slots.
+pub fn ranking(scores: &Scores, eligible: &[bool], rng: &mut PolicyRng) -> Vec<u32> {
+    let sign = sign(scores.prefer);
+    let score = &scores.score[..eligible.len()];
+    let mut order: Vec<u32> =
+        (0..eligible.len()).filter(|&i| eligible[i] && score[i].is_finite()).map(|i| i as u32).collect();
+    order.shuffle(rng);
+    order.sort_by(|&a, &b| {
+        let (a, b) = (a as usize, b as usize);
+        let by_score = (sign * score[a]).partial_cmp(&(sign * score[b])).expect("finite scores");
+        scores.then[..scores.then_count].iter().fold(by_score, |order, column| {
+            order.then_with(|| nan_last(column[a]).partial_cmp(&nan_last(column[b])).expect("no NaN left"))
+        })
+    });
+    order
+}
+
+fn sign(prefer: Prefer) -> f64 {
+    match prefer {
+        Prefer::Min => 1.0,
+        Prefer::Max => -1.0,
+    }
+}
+
+fn nan_last(value: f64) -> f64 {
+    if value.is_nan() { f64::INFINITY } else { value }
+}
+
+/// Sets the bits of the eligible slots whose `sign * score` is finite and lowest; none where there is no such score.
+fn set_of_lowest(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64]) {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx2") {
+        #[target_feature(enable = "avx2")]
+        fn avx2(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64]) {
+            set_of_lowest_inline(sign, score, eligible, set);
+        }
+        // SAFETY: this processor has what the function asks for.
+        return unsafe { avx2(sign, score, eligible, set) };
+    }
+    set_of_lowest_inline(sign, score, eligible, set);
+}
+
+#[inline(always)]
+fn set_of_lowest_inline(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64]) {
+    let words = || score.chunks(WORD).zip(eligible.chunks(WORD));
+    let (mut minima, mut lowest) = ([f64::INFINITY; WORDS], f64::INFINITY);
+    for (minimum, (s, e)) in minima.iter_mut().zip(words()) {
+        // Infinity loses by itself; only its opposite must be looked for, and almost never is there.
+        *minimum = lowest_of_word(s, e, |x| sign * x);
+        if *minimum == f64::NEG_INFINITY {
+            *minimum = lowest_of_word(s, e, |x| if x.is_finite() { sign * x } else { f64::NAN });
+        }
+        lowest = lower(*minimum, lowest);
+    }
+    for ((bits, minimum), (s, e)) in set.iter_mut().zip(minima).zip(words()) {
+        if minimum == lowest && lowest < f64::INFINITY {
+            for (bit, (s, e)) in s.iter().zip(e).enumerate() {
+                *bits |= u64::from(*e & (sign * s == lowest)) << bit;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn lower(x: f64, minimum: f64) -> f64 {
+    if x < minimum { x } else { minimum }
+}
+
+/// The lowest key of the eligible among up to 64 slots that is not NaN, or infinity. Eight running minima, so that the
+/// compiler may use vector registers.
+#[inline(always)]
+fn lowest_of_word(score: &[f64], eligible: &[bool], key: impl Fn(f64) -> f64) -> f64 {
+    let (scores, score_rest) = score.as_chunks::<8>();
+    let (eligibles, eligible_rest) = eligible.as_chunks::<8>();
+    let mut eight = [f64::INFINITY; 8];
+    for (s, e) in scores.iter().zip(eligibles) {
+        eight = std::array::from_fn(|lane| lower(key(nan_unless(e[lane], s[lane])), eight[lane]));
+    }
+    let four: [f64; 4] = std::array::from_fn(|lane| lower(eight[lane], eight[lane + 4]));
+    let lowest = lower(lower(four[0], four[2]), lower(four[1], four[3]));
+    score_rest.iter().zip(eligible_rest).fold(lowest, |m, (s, e)| lower(key(nan_unless(*e, *s)), m))
+}
+
+fn count(set: &[u64]) -> u32 {
+    set.iter().map(|w| w.count_ones()).sum()
+}
+
+/// The members of a bit set, ascending.
+fn members(set: &[u64]) -> impl Iterator<Item = usize> + '_ {
+    set.iter().enumerate().flat_map(|(word, &bits)| {
+        std::iter::successors((bits != 0).then_some(bits), |b| Some(b & (b - 1)).filter(|b| *b != 0))
+            .map(move |b| word * WORD + b.trailing_zeros() as usize)
+    })
+}
+
+/// Keeps the members of `ties` where `column` is lowest.
+fn keep_lowest(ties: &mut [u64], column: &[f64]) {
+    let lowest = members(ties).map(|i| nan_last(column[i])).fold(f64::INFINITY, f64::min);
+    for (word, bits) in ties.iter_mut().enumerate() {
+        let mut left = *bits;
+        while left != 0 {
+            let bit = left.trailing_zeros() as usize;
+            left &= left - 1;
+            if nan_last(column[word * WORD + bit]) > lowest {
+                *bits &= !(1 << bit);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::SeedableRng;
+
+    fn scores(score: &[f64], prefer: Prefer, then: &[&[f64]]) -> Scores {
+        let then: Vec<Vec<f64>> = then.iter().map(|c| c.to_vec()).collect();
+        Scores { score: score.to_vec(), prefer, then_count: then.len(), then, ..Scores::default() }
+    }
+
+    fn rng() -> PolicyRng {
+        PolicyRng::seed_from_u64(7)
+    }
+
+    #[test]
+    fn takes_the_lowest_or_the_highest_eligible() {
+        let (values, all) = ([3.0, 1.0, 2.0, 9.0], [true; 4]);
+        assert_eq!(best(&scores(&values, Prefer::Min, &[]), &all, &mut rng()), Some(1));
+        assert_eq!(best(&scores(&values, Prefer::Max, &[]), &all, &mut rng()), Some(3));
+        let eligible = [true, false, true, false];
+        assert_eq!(best(&scores(&values, Prefer::Min, &[]), &eligible, &mut rng()), Some(2));
+        assert_eq!(best(&scores(&values, Prefer::Max, &[]), &eligible, &mut rng()), Some(0));
+        assert_eq!(ranking(&scores(&values, Prefer::Min, &[]), &all, &mut rng()), [1, 2, 0, 3]);
+        assert_eq!(ranking(&scores(&values, Prefer::Max, &[]), &eligible, &mut rng()), [0, 2]);
+    }
+
+    #[test]
+    fn nan_and_infinite_scores_are_skipped() {
+        let values = [f64::NAN, f64::NEG_INFINITY, f64::INFINITY, 5.0, 4.0];
+        for (prefer, first, order) in [(Prefer::Min, 4, [4, 3]), (Prefer::Max, 3, [3, 4])] {
+            let scores = scores(&values, prefer, &[]);
+            assert_eq!(best(&scores, &[true; 5], &mut rng()), Some(first));
+            assert_eq!(ranking(&scores, &[true; 5], &mut rng()), order);
+        }
+        assert_eq!(best(&scores(&values[..3], Prefer::Min, &[]), &[true; 3], &mut rng()), None);
+        assert_eq!(best(&scores(&[1.0], Prefer::Min, &[]), &[false], &mut rng()), None);
+        assert_eq!(best(&scores(&[], Prefer::Min, &[]), &[], &mut rng()), None);
+        assert!(ranking(&scores(&values[..3], Prefer::Min, &[]), &[true; 3], &mut rng()).is_empty());
+    }
+
+    #[test]
+    fn ties_go_to_the_tie_breaks_in_order_and_nan_loses() {
+        let tied =
+            scores(&[1.0; 5], Prefer::Max, &[&[2.0, 1.0, 1.0, 1.0, f64::NAN], &[0.0, 7.0, 6.0, 6.5, 0.0]]);
+        assert_eq!(best(&tied, &[true; 5], &mut rng()), Some(2));
+        assert_eq!(ranking(&tied, &[true; 5], &mut rng()), [2, 3, 1, 0, 4]);
+        let absent = scores(&[1.0; 2], Prefer::Min, &[&[f64::NAN; 2], &[3.0, 2.0]]);
+        assert_eq!(best(&absent, &[true; 2], &mut rng()), Some(1));
+    }
+
+    #[test]
+    fn equal_slots_are_drawn_uniformly() {
+        // 150 slots, so that ties span words; every third is tied for the best.
+        let values: Vec<f64> = (0..150).map(|i| f64::from(u8::from(i % 3 != 0))).collect();
+        let (scores, eligible, mut rng) = (scores(&values, Prefer::Min, &[]), vec![true; 150], rng());
+        let (mut by_best, mut by_ranking) = ([0u32; 150], [0u32; 150]);
+        for _ in 0..20_000 {
+            by_best[best(&scores, &eligible, &mut rng).unwrap()] += 1;
+        }
+        for _ in 0..5_000 {
+            by_ranking[ranking(&scores, &eligible, &mut rng)[0] as usize] += 1;
+        }
+        for (counts, mean) in [(by_best, 400.0), (by_ranking, 100.0)] {
+            let chi2: f64 = counts.iter().step_by(3).map(|&c| (f64::from(c) - mean).powi(2) / mean).sum();
+            assert!(chi2 < 85.4, "chi-squared of 49 degrees of freedom, p < 0.001: {chi2}");
+            assert!(counts.iter().enumerate().all(|(i, &c)| i % 3 == 0 || c == 0));
+        }
+    }
+
+    #[test]
+    fn same_seed_same_choice_and_the_best_is_one_of_the_firsts() {
+        use proptest::prelude::*;
+        let value =
+            prop_oneof![4 => (0..4i32).prop_map(f64::from), 1 => Just(f64::NAN), 1 => Just(f64::INFINITY)];
+        let slot = (value.clone(), value, proptest::bool::ANY);
+        proptest!(|(slots in proptest::collection::vec(slot, 0..300), max: bool, seed: u64)| {
+            let column = |f: fn(&(f64, f64, bool)) -> f64| slots.iter().map(f).collect::<Vec<_>>();
+            let prefer = if max { Prefer::Max } else { Prefer::Min };
+            let scores = scores(&column(|s| s.0), prefer, &[&column(|s| s.1)]);
+            let eligible: Vec<bool> = slots.iter().map(|s| s.2).collect();
+            let chosen = best(&scores, &eligible, &mut PolicyRng::seed_from_u64(seed));
+            prop_assert_eq!(chosen, best(&scores, &eligible, &mut PolicyRng::seed_from_u64(seed)));
+            let order = ranking(&scores, &eligible, &mut PolicyRng::seed_from_u64(seed));
+            prop_assert_eq!(order.is_empty(), chosen.is_none());
+            if let (Some(chosen), Some(&first)) = (chosen, order.first()) {
+                let first = first as usize;
+                prop_assert!(eligible[chosen]);
+                prop_assert_eq!(scores.score[chosen], scores.score[first]);
+                prop_assert_eq!(nan_last(scores.then[0][chosen]), nan_last(scores.then[0][first]));
+            }
+        });
+    }
+}

@@ -1,0 +1,193 @@
+//! Receipts: why a request went where it went, later joined with what happened.
+use crate::ids::{InstanceId, Seconds};
+use crate::indicators::Indicator;
+use crate::plan::{Failure, Usage};
+use crate::policy::Prefer;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Terms are kept for this many of the best instances.
+pub const TERMS_KEPT: usize = 8;
+
+/// One instance of the best few, with the indicators that the policy read.
+#[derive(Clone, Debug, Default)]
+pub struct Candidate {
+    /// Its slot.
+    pub slot: u32,
+    /// Its score.
+    pub score: f64,
+    /// Values of the indicators read, in the order of [`Receipt::reads`]; NaN where absent.
+    pub terms: Vec<f64>,
+}
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Outcome {
+    /// `None` while it runs; `Some(None)` where it ended well.
+    pub ended: Option<Option<Failure>>,
+    /// Closed without an end: the ticket was dropped.
+    pub dropped: bool,
+    /// What the engine says it did.
+    pub usage: Usage,
+    /// Time from the decision to the first token, in seconds.
+    pub ttft_seconds: Option<f64>,
+    /// Time from the decision to the end, in seconds.
+    pub e2e_seconds: Option<f64>,
+}
+
+/// Why one request went where it went.
+#[derive(Clone, Debug, Default)]
+pub struct Receipt {
+    /// Number of the decision.
+    pub id: u64,
+    /// When it was made.
+    pub at: Seconds,
+    /// The request's own id, where it was given.
+    pub request_id: Option<Box<str>>,
+    /// Prompt length in tokens.
+    pub prompt_tokens: u32,
+    /// Which end of the scores is the best.
+    pub prefer: Prefer,
+    /// Names of all slots at that time.
+    pub names: Arc<[Arc<str>]>,
+    /// One score a slot; NaN where the slot was left out.
+    pub scores: Vec<f32>,
+    /// Indicators that the policy read.
+    pub reads: Vec<Indicator>,
+    /// The best few, best first (ties in slot order).
+    pub best: Vec<Candidate>,
+    /// Score of the best not chosen minus score of the chosen one; `None` with one candidate.
+    pub margin: Option<f64>,
+    /// Slots tried, in order; the last one is where the request is or was.
+    pub tried: Vec<u32>,
+    /// Leading prompt tokens that the chosen instance was believed to hold.
+    pub predicted_hit_tokens: u32,
+    /// Age of the chosen instance's load report, where it sends any.
+    pub report_age_seconds: Option<f64>,
+    /// Eligible slots left out because an indicator was absent or the score was not a number.
+    pub left_out: u32,
+    /// The policy's filter left nothing and was waived.
+    pub filter_waived: bool,
+    /// Slots that the hot-spot guard kept the request from.
+    pub guard_excluded: u32,
+    /// The hot-spot guard would have left nobody, so the least loaded was taken.
+    pub balance_only: bool,
+    /// What happened.
+    pub outcome: Outcome,
+}
+
+impl Receipt {
+    fn bytes(&self) -> usize {
+        size_of::<Receipt>()
+            + self.request_id.as_ref().map_or(0, |r| r.len())
+            + self.scores.capacity() * size_of::<f32>()
+            + self.reads.capacity()
+            + self.tried.capacity() * size_of::<u32>()
+            + self.best.capacity() * size_of::<Candidate>()
+            + self.best.iter().map(|c| c.terms.capacity() * size_of::<f64>()).sum::<usize>()
+    }
+
+    /// The instance that the request is or was on.
+    pub fn instance(&self) -> InstanceId {
+        InstanceId(*self.tried.last().expect("a receipt names an instance"))
+    }
+
+    fn clear(&mut self) {
+        let Receipt { scores, reads, best, tried, .. } = std::mem::take(self);
+        *self = Receipt { scores, reads, best, tried, ..Receipt::default() };
+        self.scores.clear();
+        self.reads.clear();
+        self.tried.clear();
+    }
+}
+
+/// The latest receipts, bounded in bytes. Ids are consecutive, so a look-up is an index.
+#[derive(Debug)]
+pub struct ReceiptRing {
+    receipts: VecDeque<Receipt>,
+    spare: Option<Receipt>,
+    bytes: usize,
+    byte_bound: usize,
+    next_id: u64,
+}
+
+impl ReceiptRing {
+    /// An empty ring that keeps at most `byte_bound` bytes, and at least the latest receipt.
+    pub fn new(byte_bound: usize) -> Self {
+        ReceiptRing { receipts: VecDeque::new(), spare: None, bytes: 0, byte_bound, next_id: 1 }
+    }
+
+    /// A cleared receipt to fill in, with its id; its buffers are those of one that fell out.
+    pub fn take(&mut self) -> Receipt {
+        let mut receipt = self.spare.take().unwrap_or_default();
+        receipt.clear();
+        receipt.id = self.next_id;
+        self.next_id += 1;
+        receipt
+    }
+
+    /// Keeps a receipt from [`ReceiptRing::take`].
+    pub fn push(&mut self, receipt: Receipt) {
+        self.bytes += receipt.bytes();
+        self.receipts.push_back(receipt);
+        while self.bytes > self.byte_bound && self.receipts.len() > 1 {
+            let old = self.receipts.pop_front().expect("more than one");
+            self.bytes -= old.bytes();
+            self.spare = Some(old);
+        }
+    }
+
+    /// The receipt of that id, while it is kept.
+    pub fn get(&self, id: u64) -> Option<&Receipt> {
+        let first = self.receipts.front()?.id;
+        self.receipts.get(usize::try_from(id.checked_sub(first)?).ok()?)
+    }
+
+    /// The same, to join what happened. The byte count follows.
+    pub fn update(&mut self, id: u64, change: impl FnOnce(&mut Receipt)) {
+        let Some(first) = self.receipts.front().map(|r| r.id) else { return };
+        let Some(i) = id.checked_sub(first) else { return };
+        if let Some(receipt) = self.receipts.get_mut(i as usize) {
+            let before = receipt.bytes();
+            change(receipt);
+            self.bytes = self.bytes + receipt.bytes() - before;
+        }
+    }
+
+    /// Bytes kept.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Number kept.
+    pub fn len(&self) -> usize {
+        self.receipts.len()
+    }
+
+    /// Whether none is kept.
+    pub fn is_empty(&self) -> bool {
+        self.receipts.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ring_is_bounded_and_finds_by_id() {
+        let mut ring = ReceiptRing::new(20_000);
+        for _ in 0..1000 {
+            let mut receipt = ring.take();
+            receipt.scores.resize(256, 0.0);
+            ring.push(receipt);
+            assert!(ring.bytes() <= 20_000);
+        }
+        assert!(ring.len() > 5);
+        assert_eq!(ring.get(1000).unwrap().id, 1000);
+        assert!(ring.get(1).is_none() && ring.get(1001).is_none());
+        ring.update(1000, |r| r.request_id = Some("x".repeat(100).into()));
+        let counted: usize = ring.receipts.iter().map(Receipt::bytes).sum();
+        assert_eq!(ring.bytes(), counted);
+    }
+}

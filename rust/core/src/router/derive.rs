@@ -1,0 +1,123 @@
+//! Fills in the indicators that depend on the request or on the time, and only those that are read.
+use super::Router;
+use crate::ids::Seconds;
+use crate::indicators::{Indicator, IndicatorSet};
+use crate::request::Request;
+use crate::wide::{greater, lesser, wide};
+
+/// Prompt tokens that `blocks` matched blocks save: whole blocks, and never the last token, which every engine computes.
+#[inline]
+pub(super) fn hit_tokens(request: &Request<'_>, blocks: u32) -> f64 {
+    (f64::from(blocks) * request.tokens_per_block).min(most_hit_tokens(request))
+}
+
+#[inline]
+fn most_hit_tokens(request: &Request<'_>) -> f64 {
+    if request.tokens_per_block <= 0.0 || request.prompt_tokens == 0 {
+        return 0.0;
+    }
+    (f64::from(request.prompt_tokens - 1) / request.tokens_per_block).floor() * request.tokens_per_block
+}
+
+const BLOCKS: IndicatorSet = IndicatorSet::of(&[Indicator::IndexBlocks]);
+const WINDOWS: IndicatorSet =
+    IndicatorSet::of(&[Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens]);
+const QUEUED: IndicatorSet =
+    IndicatorSet::of(&[Indicator::QueuedPrefillTokens, Indicator::PToken, Indicator::PredictedTtftSeconds]);
+const HITS: IndicatorSet = IndicatorSet::of(&[
+    Indicator::HitTokens,
+    Indicator::KvHit,
+    Indicator::NewTokens,
+    Indicator::PredictedTtftSeconds,
+]);
+
+impl Router {
+    /// Fills in what `reads` names, for `request` at `now`. Per-instance indicators owned by the books are there already.
+    pub(super) fn derive(&mut self, request: &Request<'_>, reads: IndicatorSet, now: Seconds) {
+        let columns = &mut self.columns;
+        let prompt = f64::from(request.prompt_tokens);
+        if columns.slots() == 0 {
+            return;
+        }
+        columns.get_mut(Indicator::PromptTokens)[0] = prompt;
+        columns.get_mut(Indicator::ExpectedOutputTokens)[0] =
+            request.expected_output_tokens.map_or(f64::NAN, f64::from);
+        columns.get_mut(Indicator::Instances)[0] = self.fleet.eligible_count() as f64;
+        if reads.intersects(QUEUED) {
+            self.books.queued_prefill(now, columns.get_mut(Indicator::QueuedPrefillTokens));
+        }
+        let (per_block, most) = (request.tokens_per_block, most_hit_tokens(request));
+        // Through i32, which processors convert many at a time; an index never holds 2^31 blocks of a prompt.
+        let hit = |blocks: u32| lesser(f64::from(blocks as i32) * per_block, most);
+        if reads.contains(Indicator::PToken) {
+            let (out, queued) = columns.pair_mut(Indicator::PToken, Indicator::QueuedPrefillTokens);
+            let blocks = &self.hit_blocks[..out.len()];
+            wide(|| {
+                for ((out, queued), blocks) in out.iter_mut().zip(queued).zip(blocks) {
+                    *out = greater(queued + (prompt - hit(*blocks)), 1.0);
+                }
+            });
+        }
+        if reads.intersects(HITS) {
+            let out = columns.get_mut(Indicator::HitTokens);
+            wide(|| out.iter_mut().zip(&self.hit_blocks).for_each(|(out, blocks)| *out = hit(*blocks)));
+            let share = if prompt > 0.0 { 1.0 / prompt } else { 0.0 };
+            let (out, hits) = columns.pair_mut(Indicator::KvHit, Indicator::HitTokens);
+            wide(|| out.iter_mut().zip(hits).for_each(|(out, hit)| *out = hit * share));
+            let (out, hits) = columns.pair_mut(Indicator::NewTokens, Indicator::HitTokens);
+            wide(|| out.iter_mut().zip(hits).for_each(|(out, hit)| *out = prompt - hit));
+        }
+        if reads.intersects(WINDOWS) {
+            let [prefill, output] =
+                columns.two_mut(Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens);
+            self.books.windows(now, prefill, output);
+        }
+        if reads.intersects(BLOCKS) {
+            let column = columns.get_mut(Indicator::IndexBlocks);
+            for (slot, out) in column.iter_mut().enumerate() {
+                *out = f64::from(self.index.blocks(crate::InstanceId(slot as u32)));
+            }
+        }
+        if reads.contains(Indicator::CacheFreeTokens) {
+            let column = columns.get_mut(Indicator::CacheFreeTokens);
+            for (slot, (out, capacity)) in column.iter_mut().zip(&self.cache_blocks).enumerate() {
+                let held = self.index.blocks(crate::InstanceId(slot as u32));
+                *out = capacity.map_or(f64::NAN, |c| f64::from(c.saturating_sub(held)) * per_block);
+            }
+        }
+        if reads.contains(Indicator::ReportAgeSeconds) {
+            for (slot, out) in columns.get_mut(Indicator::ReportAgeSeconds).iter_mut().enumerate() {
+                *out = self.books.reported_at(slot).map_or(f64::NAN, |at| now - at);
+            }
+        }
+        if reads.contains(Indicator::PredictedTtftSeconds) {
+            self.predict_ttft();
+        }
+    }
+
+    fn predict_ttft(&mut self) {
+        let slots = self.columns.slots();
+        let mut predicted = std::mem::take(&mut self.ttft);
+        predicted.clear();
+        let column = |id| self.columns.get(id);
+        let (queued, hit) = (column(Indicator::QueuedPrefillTokens), column(Indicator::HitTokens));
+        let (new, rate) = (column(Indicator::NewTokens), column(Indicator::PrefillTokensPerSecond));
+        if let Some(model) = self.config.step_time {
+            let (decoding, context) = (column(Indicator::RBs), column(Indicator::DecodeTokens));
+            predicted
+                .extend((0..slots).map(|i| model.ttft(queued[i], hit[i], new[i], decoding[i], context[i])));
+        } else {
+            // An instance without a learned rate is taken for an average one, or it would never be tried.
+            let known = rate.iter().filter(|r| !r.is_nan());
+            let (sum, count) = known.fold((0.0, 0.0), |(s, n), r| (s + r, n + 1.0));
+            let average = if count > 0.0 { sum / count } else { self.config.prior_prefill_tokens_per_second };
+            predicted.extend(
+                (0..slots).map(|i| {
+                    (queued[i] + new[i]).max(1.0) / if rate[i].is_nan() { average } else { rate[i] }
+                }),
+            );
+        }
+        self.columns.get_mut(Indicator::PredictedTtftSeconds).copy_from_slice(&predicted);
+        self.ttft = predicted;
+    }
+}

@@ -1,0 +1,105 @@
+//! Tickets: one for each request in flight, in a slab whose keys never come back.
+use super::books::Entry;
+use crate::error::CoreError;
+use crate::ids::Seconds;
+use crate::plan::Segment;
+
+/// Key of a ticket: slab position and generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TicketId(pub u64);
+
+/// A request in flight.
+#[derive(Clone, Debug)]
+pub struct TicketState {
+    /// The open segment.
+    pub segment: Segment,
+    /// Generation of the instance when the segment was opened.
+    pub instance_generation: u32,
+    /// Its share of the books.
+    pub entry: Entry,
+    /// Its receipt.
+    pub decision: u64,
+    /// When it was decided.
+    pub decided_at: Seconds,
+    /// Tokens that one block of `chain` stands for.
+    pub tokens_per_block: f64,
+    /// Its prompt's chain, kept for a retry elsewhere.
+    pub chain: Vec<u64>,
+}
+
+/// All open tickets.
+#[derive(Debug, Default)]
+pub struct Tickets {
+    slots: Vec<(u32, Option<TicketState>)>,
+    free: Vec<u32>,
+    chains: Vec<Vec<u64>>,
+    open: usize,
+}
+
+/// Spare chain buffers kept for the next tickets.
+const SPARE_CHAINS: usize = 64;
+
+impl Tickets {
+    /// Opens a ticket.
+    pub fn open(&mut self, state: TicketState) -> TicketId {
+        self.open += 1;
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.slots.push((0, None));
+            self.slots.len() as u32 - 1
+        });
+        let (generation, place) = &mut self.slots[slot as usize];
+        *generation = generation.wrapping_add(1);
+        *place = Some(state);
+        TicketId(u64::from(*generation) << 32 | u64::from(slot))
+    }
+
+    /// The state of an open ticket.
+    ///
+    /// # Errors
+    /// `Ticket` where it is closed.
+    pub fn get(&mut self, id: TicketId) -> Result<&mut TicketState, CoreError> {
+        match self.slots.get_mut(slot(id) as usize) {
+            Some((generation, Some(state))) if u64::from(*generation) == id.0 >> 32 => Ok(state),
+            _ => Err(CoreError::Ticket { ticket: id.0, problem: "it is closed".into() }),
+        }
+    }
+
+    /// Closes a ticket; `None` where it was closed before.
+    pub fn close(&mut self, id: TicketId) -> Option<TicketState> {
+        self.get(id).ok()?;
+        self.open -= 1;
+        self.free.push(slot(id));
+        self.slots[slot(id) as usize].1.take()
+    }
+
+    /// Number of open tickets.
+    pub fn len(&self) -> usize {
+        self.open
+    }
+
+    /// Whether none is open.
+    pub fn is_empty(&self) -> bool {
+        self.open == 0
+    }
+
+    /// A copy of `chain`, in a buffer used before where there is one.
+    pub fn keep_chain(&mut self, chain: &[u64]) -> Vec<u64> {
+        let mut kept = self.chains.pop().unwrap_or_default();
+        kept.extend_from_slice(chain);
+        kept
+    }
+
+    /// Gives a chain's buffer back.
+    pub fn spare_chain(&mut self, mut chain: Vec<u64>) {
+        if self.chains.len() < SPARE_CHAINS {
+            chain.clear();
+            chain.shrink_to(16 * 1024);
+            self.chains.push(chain);
+        }
+    }
+}
+
+/// The slab position of a ticket: its name in the books, unique among the open ones.
+pub fn slot(id: TicketId) -> u32 {
+    id.0 as u32
+}

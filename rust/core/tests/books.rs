@@ -1,0 +1,307 @@
+//! The books against a naive recount, over random interleavings of everything that can happen to a fleet and its requests.
+use lmetric_core::CoreError;
+use lmetric_core::fleet::Role;
+use lmetric_core::indicators::{Indicator, IndicatorSet, Snapshot};
+use lmetric_core::plan::{Event, Failure, Usage};
+use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores};
+use lmetric_core::request::Request;
+use lmetric_core::router::books::Report;
+use lmetric_core::router::{Router, RouterConfig, TicketId};
+use proptest::prelude::*;
+use std::borrow::Cow;
+
+/// Least requests, so that the test depends on no registered policy.
+struct LeastRequests(PolicySpec);
+
+impl LeastRequests {
+    fn boxed() -> Box<dyn Policy> {
+        Box::new(LeastRequests(PolicySpec {
+            name: Cow::Borrowed("least"),
+            formula: Cow::Borrowed("bs"),
+            source: Cow::Borrowed("this test"),
+            knobs: &[],
+            symmetric: true,
+            random: false,
+        }))
+    }
+}
+
+impl Policy for LeastRequests {
+    fn spec(&self) -> &PolicySpec {
+        &self.0
+    }
+
+    fn reads(&self) -> IndicatorSet {
+        IndicatorSet::of(&[Indicator::Bs])
+    }
+
+    fn score(&self, s: &Snapshot<'_>, _: &mut PolicyRng, scores: &mut Scores) -> Result<(), CoreError> {
+        scores.score.copy_from_slice(s.column(Indicator::Bs));
+        Ok(())
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Add(u8),
+    Remove(u8),
+    Health(u8, bool),
+    Drain(u8, bool),
+    Route { prompt: u16, expected: Option<u8> },
+    Sent(usize),
+    Scheduled(usize),
+    Prefilled(usize, u16),
+    FirstToken(usize),
+    Tokens(usize, u8),
+    Finish(usize),
+    Fail(usize, u8),
+    Drop(usize),
+    Report(u8, u8, u8),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let n = 0..64usize;
+    prop_oneof![
+        1 => (0..6u8).prop_map(Op::Add),
+        1 => (0..6u8).prop_map(Op::Remove),
+        1 => (0..6u8, any::<bool>()).prop_map(|(i, on)| Op::Health(i, on)),
+        1 => (0..6u8, any::<bool>()).prop_map(|(i, on)| Op::Drain(i, on)),
+        8 => (any::<u16>(), prop::option::of(any::<u8>())).prop_map(|(prompt, expected)| Op::Route { prompt, expected }),
+        2 => n.clone().prop_map(Op::Sent),
+        3 => n.clone().prop_map(Op::Scheduled),
+        3 => (n.clone(), any::<u16>()).prop_map(|(t, k)| Op::Prefilled(t, k)),
+        5 => n.clone().prop_map(Op::FirstToken),
+        5 => (n.clone(), any::<u8>()).prop_map(|(t, k)| Op::Tokens(t, k)),
+        3 => n.clone().prop_map(Op::Finish),
+        3 => (n.clone(), 0..6u8).prop_map(|(t, k)| Op::Fail(t, k)),
+        2 => n.prop_map(Op::Drop),
+        1 => (0..6u8, any::<u8>(), any::<u8>()).prop_map(|(i, w, r)| Op::Report(i, w, r)),
+    ]
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Stage {
+    Queued,
+    Scheduled,
+    Decoding,
+}
+
+/// What the recount knows of an open ticket.
+struct Open {
+    ticket: TicketId,
+    /// Instance by name and by how often that name was added: a new life owes nothing to the old one.
+    home: (u8, u32),
+    stage: Stage,
+    prompt: f64,
+    prefill_left: f64,
+    output: f64,
+    expected: Option<f64>,
+}
+
+#[derive(Default)]
+struct Model {
+    lives: [u32; 6],
+    live: [bool; 6],
+    open: Vec<Open>,
+}
+
+fn name(i: u8) -> String {
+    format!("engine-{i}")
+}
+
+impl Model {
+    fn check(&self, router: &mut Router) {
+        router.derive_all(0.0);
+        assert_eq!(router.in_flight(), self.open.len());
+        for i in (0..6u8).filter(|i| self.live[*i as usize]) {
+            let slot = router.fleet().find(&name(i)).unwrap().index();
+            let here: Vec<&Open> =
+                self.open.iter().filter(|o| o.home == (i, self.lives[i as usize])).collect();
+            let sum = |f: &dyn Fn(&Open) -> f64| here.iter().map(|o| f(o)).sum::<f64>();
+            let count = |stage| here.iter().filter(|o| o.stage == stage).count() as f64;
+            let remaining = |o: &Open| {
+                if o.stage == Stage::Queued {
+                    0.0
+                } else {
+                    o.expected.map_or(0.0, |e| (e - o.output).max(0.0))
+                }
+            };
+            for (id, expected) in [
+                (Indicator::DecodeBs, count(Stage::Decoding)),
+                (Indicator::BoundBs, count(Stage::Queued) + count(Stage::Scheduled)),
+                (Indicator::Tokens, sum(&|o| o.prompt + o.output)),
+                (
+                    Indicator::DecodeTokens,
+                    sum(&|o| if o.stage == Stage::Decoding { o.prompt + o.output } else { 0.0 }),
+                ),
+                (Indicator::BoundTokens, sum(&|o| if o.stage == Stage::Decoding { 0.0 } else { o.prompt })),
+                (Indicator::RemainingTokens, sum(&remaining)),
+                (Indicator::QueuedPrefillTokens, sum(&|o| o.prefill_left)),
+            ] {
+                assert_eq!(router.columns().get(id)[slot], expected, "{} of {}", id.decl().name, name(i));
+            }
+            let bs = router.columns().get(Indicator::Bs)[slot];
+            assert!(bs >= here.len() as f64, "own requests always count");
+            assert_eq!(
+                bs,
+                router.columns().get(Indicator::QBs)[slot] + router.columns().get(Indicator::RBs)[slot]
+            );
+        }
+    }
+}
+
+fn apply(op: &Op, router: &mut Router, model: &mut Model) {
+    let config_instance = |i: u8, model: &Model| model.live[i as usize];
+    match *op {
+        Op::Add(i) if !config_instance(i, model) => {
+            router.add_instance(&name(i), Role::Both, Some(100)).unwrap();
+            model.live[i as usize] = true;
+            model.lives[i as usize] += 1;
+        }
+        Op::Remove(i) if config_instance(i, model) => {
+            router.remove_instance(&name(i)).unwrap();
+            model.live[i as usize] = false;
+        }
+        Op::Health(i, on) if config_instance(i, model) => {
+            let id = router.fleet().find(&name(i)).unwrap();
+            router.fleet_mut().set_healthy(id, on);
+        }
+        Op::Drain(i, on) if config_instance(i, model) => {
+            let id = router.fleet().find(&name(i)).unwrap();
+            router.fleet_mut().set_draining(id, on);
+        }
+        Op::Report(i, waiting, running) if config_instance(i, model) => {
+            let report = Report {
+                at: 0.0,
+                waiting: Some(f64::from(waiting)),
+                running: Some(f64::from(running)),
+                kv_usage: None,
+            };
+            router.engine_report(&name(i), report).unwrap();
+        }
+        Op::Route { prompt, expected } => {
+            let prompt = u32::from(prompt) + 1;
+            let request = Request {
+                prompt_tokens: prompt,
+                tokens_per_block: 16.0,
+                expected_output_tokens: expected.map(u32::from),
+                ..Request::default()
+            };
+            let Ok(decision) = router.route(&request, 0.0) else {
+                assert_eq!(router.fleet().eligible_count(), 0);
+                return;
+            };
+            model.open.push(Open {
+                ticket: decision.ticket,
+                home: home(router, decision.segment.instance, model),
+                stage: Stage::Queued,
+                prompt: f64::from(prompt),
+                prefill_left: f64::from(prompt),
+                output: 0.0,
+                expected: expected.map(f64::from),
+            });
+        }
+        Op::Sent(t)
+        | Op::Scheduled(t)
+        | Op::Prefilled(t, _)
+        | Op::FirstToken(t)
+        | Op::Tokens(t, _)
+        | Op::Finish(t)
+        | Op::Fail(t, _)
+        | Op::Drop(t)
+            if !model.open.is_empty() =>
+        {
+            let t = t % model.open.len();
+            on_ticket(op, t, router, model);
+        }
+        _ => {}
+    }
+}
+
+fn home(router: &Router, instance: lmetric_core::InstanceId, model: &Model) -> (u8, u32) {
+    let i: u8 = router.fleet().name(instance)[7..].parse().unwrap();
+    (i, model.lives[i as usize])
+}
+
+fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
+    let open = &mut model.open[t];
+    let ticket = open.ticket;
+    let at_home = model.live[open.home.0 as usize] && model.lives[open.home.0 as usize] == open.home.1;
+    let mut advance = |event| router.advance(ticket, event, 0.0).unwrap();
+    match *op {
+        Op::Sent(_) => assert!(advance(Event::Sent).is_none()),
+        Op::Scheduled(_) => {
+            advance(Event::Scheduled);
+            if open.stage == Stage::Queued {
+                open.stage = Stage::Scheduled;
+            }
+        }
+        Op::Prefilled(_, k) => {
+            advance(Event::Prefilled(u32::from(k)));
+            open.prefill_left = (open.prefill_left - f64::from(k)).max(0.0);
+        }
+        Op::FirstToken(_) => {
+            advance(Event::FirstToken);
+            if open.stage != Stage::Decoding {
+                open.stage = Stage::Decoding;
+                open.prefill_left = 0.0;
+                open.output += 1.0;
+            }
+        }
+        Op::Tokens(_, k) => {
+            advance(Event::Tokens(u32::from(k)));
+            if open.stage == Stage::Decoding {
+                open.output += f64::from(k);
+            }
+        }
+        Op::Finish(_) => {
+            advance(Event::Finished(Usage { cached_tokens: Some(0), ..Usage::default() }));
+            model.open.remove(t);
+        }
+        Op::Fail(_, kind) => {
+            let failure = Failure::NAMES[kind as usize].1;
+            let before = model.open[t].stage;
+            match router.advance(ticket, Event::Failed(failure), 0.0).unwrap() {
+                None => {
+                    assert!(router.advance(ticket, Event::Sent, 0.0).is_err(), "a closed ticket says so");
+                    model.open.remove(t);
+                }
+                Some(next) => {
+                    assert!(failure.may_move() && before != Stage::Decoding);
+                    let home = home(router, next.instance, model);
+                    let open = &mut model.open[t];
+                    assert!(!at_home || home != open.home, "never back to the one that failed");
+                    open.home = home;
+                    open.stage = Stage::Queued;
+                    open.prefill_left = open.prompt;
+                    open.output = 0.0;
+                }
+            }
+        }
+        Op::Drop(_) => {
+            router.drop_ticket(ticket);
+            router.drop_ticket(ticket);
+            model.open.remove(t);
+        }
+        _ => unreachable!("not an event of a ticket"),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn books_equal_a_recount_and_end_at_zero(ops in prop::collection::vec(op(), 1..120)) {
+        let config = RouterConfig { drain: false, ..RouterConfig::default() };
+        let mut router = Router::new(LeastRequests::boxed(), config).unwrap();
+        let mut model = Model::default();
+        for op in &ops {
+            apply(op, &mut router, &mut model);
+            model.check(&mut router);
+        }
+        for open in std::mem::take(&mut model.open) {
+            router.drop_ticket(open.ticket);
+        }
+        model.check(&mut router);
+    }
+}

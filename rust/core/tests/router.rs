@@ -1,0 +1,242 @@
+//! The router as an embedder sees it: decisions by hand, retries along the ranking, merged load, receipts, dropped tickets.
+use lmetric_core::CoreError;
+use lmetric_core::fleet::Role;
+use lmetric_core::guard::{GuardConfig, Phase};
+use lmetric_core::indicators::Indicator;
+use lmetric_core::plan::{Event, Failure, Usage};
+use lmetric_core::policy::registry;
+use lmetric_core::request::Request;
+use lmetric_core::router::books::Report;
+use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
+
+fn router(policy: &str, instances: usize) -> Router {
+    let mut router = Router::new(registry::build(policy, &[]).unwrap(), RouterConfig::default()).unwrap();
+    for i in 0..instances {
+        router.add_instance(&format!("e{i}"), Role::Both, None).unwrap();
+    }
+    router
+}
+
+/// A prompt of `blocks` blocks of 16 tokens and one token more, whose chain is `first, first + 1, ...`.
+fn chain(first: u64, blocks: usize) -> Vec<u64> {
+    (0..blocks as u64).map(|i| (first + i).wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect()
+}
+
+fn request(chain: &[u64]) -> Request<'_> {
+    Request {
+        chain,
+        prompt_tokens: chain.len() as u32 * 16 + 1,
+        tokens_per_block: 16.0,
+        ..Request::default()
+    }
+}
+
+fn slot_of(router: &Router, name: &str) -> usize {
+    router.fleet().find(name).unwrap().index()
+}
+
+#[test]
+fn lmetric_by_hand_goes_back_to_its_cache_until_load_outweighs_it() {
+    let mut router = router("lmetric", 2);
+    let prompt = chain(1, 100); // 1,601 tokens
+    let first = router.route(&request(&prompt), 0.0).unwrap();
+    let home = first.segment.instance;
+    router.advance(first.ticket, Event::FirstToken, 0.1).unwrap();
+    // Home: 1 uncached token x (1 + 1) = 2 against 1,601 x (0 + 1) elsewhere.
+    let second = router.route(&request(&prompt), 0.2).unwrap();
+    assert_eq!(second.segment.instance, home);
+    assert_eq!(second.predicted_hit_tokens, 1600);
+    let receipt = router.receipt(second.id).unwrap();
+    let mut scores = receipt.scores.clone();
+    scores.sort_by(f32::total_cmp);
+    assert_eq!(scores, [2.0, 1601.0]);
+    assert_eq!(receipt.margin, Some(1599.0));
+    // A cold prompt weighs the batch at home: 1,601 + 1 queued x (2 + 1) there, 1,601 x 1 elsewhere.
+    let cold = chain(1000, 100);
+    assert_ne!(router.route(&request(&cold), 0.3).unwrap().segment.instance, home);
+}
+
+#[test]
+fn a_failed_request_walks_its_ranking_and_then_closes() {
+    let mut router = router("lmetric", 3);
+    let prompt = chain(1, 10);
+    let decision = router.route(&request(&prompt), 0.0).unwrap();
+    let mut tried = vec![decision.segment.instance];
+    for _ in 0..2 {
+        let next = router.advance(decision.ticket, Event::Failed(Failure::Refused), 0.1).unwrap().unwrap();
+        assert!(!tried.contains(&next.instance));
+        tried.push(next.instance);
+        assert_eq!(router.in_flight_on(next.instance), 1);
+    }
+    assert_eq!(router.in_flight(), 1);
+    assert_eq!(router.advance(decision.ticket, Event::Failed(Failure::Refused), 0.2).unwrap(), None);
+    assert_eq!(router.in_flight(), 0);
+    assert_eq!(router.totals().retries, 2);
+    let receipt = router.receipt(decision.id).unwrap();
+    assert_eq!(receipt.tried.len(), 3);
+    assert_eq!(receipt.outcome.ended, Some(Some(Failure::Refused)));
+}
+
+#[test]
+fn after_the_first_token_nothing_moves() {
+    let mut router = router("lmetric", 2);
+    let decision = router.route(&request(&[]), 0.0).unwrap();
+    router.advance(decision.ticket, Event::FirstToken, 0.1).unwrap();
+    assert_eq!(router.advance(decision.ticket, Event::Failed(Failure::Reset), 0.2).unwrap(), None);
+    assert!(matches!(router.advance(decision.ticket, Event::Tokens(1), 0.3), Err(CoreError::Ticket { .. })));
+}
+
+#[test]
+fn a_retry_skips_instances_that_turned_unhealthy_and_survives_a_lost_receipt() {
+    let config = RouterConfig { receipt_bytes: 1, ..RouterConfig::default() };
+    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+    for i in 0..3 {
+        router.add_instance(&format!("e{i}"), Role::Both, None).unwrap();
+    }
+    let first = router.route(&request(&[]), 0.0).unwrap();
+    let _second = router.route(&request(&[]), 0.0).unwrap();
+    assert!(router.receipt(first.id).is_none());
+    let next = router.advance(first.ticket, Event::Failed(Failure::Reset), 0.1).unwrap().unwrap();
+    assert_ne!(next.instance, first.segment.instance);
+    assert_eq!(router.totals().retries_without_receipt, 1);
+}
+
+#[test]
+fn foreign_load_is_what_the_engine_reports_beyond_our_own() {
+    let mut router = router("vllm", 2);
+    let decision = router.route(&request(&[]), 0.0).unwrap();
+    let name = router.fleet().name(decision.segment.instance).to_string();
+    // The engine counts our prefill as running; we count it as queued: no double count.
+    let report =
+        |waiting, running| Report { at: 0.1, waiting: Some(waiting), running: Some(running), kv_usage: None };
+    router.engine_report(&name, report(0.0, 1.0)).unwrap();
+    let slot = slot_of(&router, &name);
+    assert_eq!(router.columns().get(Indicator::Bs)[slot], 1.0);
+    // Three more waiting and one more running than ours.
+    router.engine_report(&name, report(3.0, 2.0)).unwrap();
+    assert_eq!(router.columns().get(Indicator::Bs)[slot], 5.0);
+    assert_eq!(router.columns().get(Indicator::QBs)[slot], 1.0 + 2.0);
+    assert!(router.engine_report(&name, report(f64::NAN, 0.0)).is_err());
+}
+
+#[test]
+fn queued_prefill_drains_at_the_learned_rate_and_only_at_the_head() {
+    let mut router = router("least_prefill", 1);
+    let queued = |router: &mut Router, now| {
+        router.derive_all(now);
+        router.columns().get(Indicator::QueuedPrefillTokens)[0]
+    };
+    let first = router.route(&request(&chain(1, 100)), 0.0).unwrap();
+    assert_eq!(queued(&mut router, 5.0), 1601.0, "nothing drains before a rate was learned");
+    router.advance(first.ticket, Event::FirstToken, 1.601).unwrap(); // 1,000 tokens/s
+    assert_eq!(queued(&mut router, 1.7), 0.0);
+    router.route(&request(&chain(1000, 100)), 2.0).unwrap();
+    router.route(&request(&chain(2000, 100)), 2.0).unwrap();
+    assert!((queued(&mut router, 3.0) - 2202.0).abs() < 1e-6);
+    assert_eq!(queued(&mut router, 30.0), 1601.0, "the second has not begun");
+}
+
+#[test]
+fn exact_feed_believes_events_only() {
+    let config = RouterConfig { index_feed: IndexFeed::Exact, ..RouterConfig::default() };
+    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+    let ids: Vec<_> =
+        (0..2).map(|i| router.add_instance(&format!("e{i}"), Role::Both, None).unwrap()).collect();
+    let prompt = chain(1, 4);
+    router.route(&request(&prompt), 0.0).unwrap();
+    assert_eq!(router.route(&request(&prompt), 0.1).unwrap().predicted_hit_tokens, 0);
+    router.index_mut().stored(ids[1], None, &prompt[..3]);
+    let decision = router.route(&request(&prompt), 0.2).unwrap();
+    assert_eq!((decision.segment.instance, decision.predicted_hit_tokens), (ids[1], 48));
+}
+
+#[test]
+fn nobody_to_take_it_is_an_error_that_books_nothing() {
+    let mut empty = router("lmetric", 0);
+    assert!(empty.route(&request(&[]), 0.0).unwrap_err().to_string().contains("no instances"));
+    let mut drained = router("lmetric", 1);
+    let id = drained.fleet().find("e0").unwrap();
+    drained.fleet_mut().set_draining(id, true);
+    let error = drained.route(&request(&[]), 0.0).unwrap_err().to_string();
+    assert!(error.contains("draining"), "{error}");
+    assert_eq!((drained.in_flight(), drained.totals().no_instance), (0, 1));
+    // A score over an indicator that no engine reports.
+    let mut blind = router("llmd_scorers", 2);
+    let error = blind.route(&request(&[]), 0.0);
+    if let Err(error) = error {
+        assert!(error.to_string().contains("kv_usage"), "{error}");
+    }
+}
+
+#[test]
+fn dropped_tickets_leave_nothing_even_while_the_router_is_locked() {
+    let shared = SharedRouter::new(router("lmetric", 2));
+    let decision = shared.lock().route(&request(&[]), 0.0).unwrap();
+    let ticket = shared.ticket(&decision);
+    let guard = shared.lock();
+    drop(ticket);
+    drop(guard);
+    assert_eq!(shared.lock().in_flight(), 0);
+    assert_eq!(shared.lock().totals().dropped, 1);
+
+    let decision = shared.lock().route(&request(&[]), 0.0).unwrap();
+    let ticket = shared.ticket(&decision);
+    ticket.advance(Event::Finished(Usage::default()), 1.0).unwrap();
+    drop(ticket);
+    assert_eq!(shared.lock().totals().dropped, 1, "a finished ticket is not dropped");
+}
+
+#[test]
+fn a_removed_instance_owes_its_successor_nothing() {
+    let mut router = router("lmetric", 1);
+    let decision = router.route(&request(&[]), 0.0).unwrap();
+    router.remove_instance("e0").unwrap();
+    router.add_instance("new", Role::Both, None).unwrap();
+    router.advance(decision.ticket, Event::FirstToken, 0.1).unwrap();
+    router.advance(decision.ticket, Event::Finished(Usage::default()), 0.2).unwrap();
+    assert_eq!(router.columns().get(Indicator::Bs)[0], 0.0);
+    assert_eq!(router.in_flight(), 0);
+}
+
+#[test]
+fn the_guard_takes_a_hot_prefix_off_its_holders() {
+    let config = RouterConfig {
+        index_feed: IndexFeed::Exact, // so that the prefix stays where it is
+        guard: GuardConfig { on: true, ..GuardConfig::default() },
+        ..RouterConfig::default()
+    };
+    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+    let ids: Vec<_> =
+        (0..8).map(|i| router.add_instance(&format!("e{i}"), Role::Both, None).unwrap()).collect();
+    let shared = chain(1, 64);
+    router.index_mut().stored(ids[0], None, &shared);
+    let (mut elsewhere, mut excluded) = (0, 0);
+    for i in 0..200u64 {
+        let now = i as f64 * 0.05;
+        let mut prompt = shared.clone();
+        prompt.extend(chain(10_000 + i * 10, 1));
+        let decision = router.route(&request(&prompt), now).unwrap();
+        elsewhere += usize::from(decision.segment.instance != ids[0]);
+        excluded += usize::from(router.receipt(decision.id).unwrap().guard_excluded > 0);
+        router.advance(decision.ticket, Event::FirstToken, now).unwrap();
+        router.advance(decision.ticket, Event::Finished(Usage::default()), now).unwrap();
+        router.tick(now);
+    }
+    // An idle holder would win every time without the guard; with it, only until the alarm of the first seconds.
+    assert!(
+        elsewhere > 100 && elsewhere == excluded,
+        "{elsewhere} elsewhere, {excluded} kept from the holder"
+    );
+    assert!(router.guard().alarms().iter().any(|a| a.phase == Phase::Filtering));
+}
+
+#[test]
+fn same_seed_same_decisions() {
+    let run = || {
+        let mut router = router("power_of_two", 16);
+        (0..200u64)
+            .map(|i| router.route(&request(&chain(i % 7, 5)), i as f64).unwrap().segment.instance.0)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(run(), run());
+}

@@ -1,0 +1,318 @@
+//! `Decision` and `Ticket`, and the core's records as dictionaries.
+use crate::errors::Result;
+use crate::router::{Clock, lock};
+use lmetric_core::CoreError;
+use lmetric_core::guard::{GuardEvent, Phase};
+use lmetric_core::plan::{Event, Failure, Usage};
+use lmetric_core::policy::Prefer;
+use lmetric_core::receipt::Receipt;
+use lmetric_core::router::{Decision as CoreDecision, Router, SharedRouter, Ticket as CoreTicket};
+use numpy::PyArray1;
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+use std::sync::Arc;
+
+/// Where a request goes, and why. The answer stays in Rust until asked for.
+#[pyclass(frozen, module = "lmetric")]
+pub struct Decision {
+    #[pyo3(get)]
+    id: u64,
+    #[pyo3(get)]
+    index: u32,
+    #[pyo3(get)]
+    predicted_hit_tokens: u32,
+    #[pyo3(get)]
+    prompt_tokens: u32,
+    name: Arc<str>,
+    shared: SharedRouter,
+}
+
+impl Decision {
+    /// A core decision, in Python.
+    pub fn new(
+        decision: &CoreDecision,
+        prompt_tokens: u32,
+        name: Arc<str>,
+        shared: SharedRouter,
+    ) -> Decision {
+        Decision {
+            id: decision.id,
+            index: decision.segment.instance.0,
+            predicted_hit_tokens: decision.predicted_hit_tokens,
+            prompt_tokens,
+            name,
+            shared,
+        }
+    }
+
+    fn receipt<T>(&self, py: Python<'_>, read: impl FnOnce(&Receipt) -> T) -> Result<T> {
+        let router = lock(&self.shared, py);
+        let receipt = router.receipt(self.id).ok_or_else(|| CoreError::Ticket {
+            ticket: self.id,
+            problem: "its receipt is gone; a larger receipt_bytes= keeps receipts longer".into(),
+        })?;
+        Ok(read(receipt))
+    }
+}
+
+#[pymethods]
+impl Decision {
+    #[getter]
+    fn instance(&self) -> &str {
+        &self.name
+    }
+
+    fn scores<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyArray1<f32>>> {
+        self.receipt(py, |r| PyArray1::from_slice(py, &r.scores))
+    }
+
+    fn ranking(&self, py: Python<'_>) -> Result<Vec<String>> {
+        self.receipt(py, |r| {
+            let sign = if r.prefer == Prefer::Max { -1.0 } else { 1.0 };
+            let mut order: Vec<usize> = (0..r.scores.len()).filter(|&i| !r.scores[i].is_nan()).collect();
+            let first = self.index as usize;
+            // The chosen one leads its equals.
+            order.sort_by(|&a, &b| {
+                (sign * r.scores[a]).total_cmp(&(sign * r.scores[b])).then((a != first).cmp(&(b != first)))
+            });
+            order.into_iter().map(|i| r.names[i].to_string()).collect()
+        })
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "Decision(id={}, instance={:?}, predicted_hit_tokens={})",
+            self.id, &*self.name, self.predicted_hit_tokens
+        )
+    }
+}
+
+/// A request in flight.
+#[pyclass(frozen, module = "lmetric")]
+pub struct Ticket {
+    /// Where the open segment is: changes when the request moves.
+    name: Mutex<Arc<str>>,
+    ticket: CoreTicket,
+    clock: Clock,
+}
+
+impl Ticket {
+    /// A core ticket, in Python.
+    pub fn new(ticket: CoreTicket, name: Arc<str>, clock: Clock) -> Ticket {
+        Ticket { name: Mutex::new(name), ticket, clock }
+    }
+
+    fn advance(&self, py: Python<'_>, event: Event, now: Option<f64>) -> Result<Option<Arc<str>>> {
+        let now = self.clock.now(now);
+        let mut router = lock(self.ticket.router(), py);
+        let next = router.advance(self.ticket.id(), event, now)?;
+        Ok(next.map(|segment| router.fleet().name(segment.instance).clone()))
+    }
+}
+
+#[pymethods]
+impl Ticket {
+    #[getter]
+    fn instance(&self) -> String {
+        self.name.lock().to_string()
+    }
+
+    #[getter]
+    fn open(&self, py: Python<'_>) -> bool {
+        lock(self.ticket.router(), py).is_open(self.ticket.id())
+    }
+
+    #[pyo3(signature = (now=None))]
+    fn sent(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
+        self.advance(py, Event::Sent, now).map(drop)
+    }
+
+    #[pyo3(signature = (now=None))]
+    fn scheduled(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
+        self.advance(py, Event::Scheduled, now).map(drop)
+    }
+
+    #[pyo3(signature = (tokens, now=None))]
+    fn prefilled(&self, py: Python<'_>, tokens: u32, now: Option<f64>) -> Result<()> {
+        self.advance(py, Event::Prefilled(tokens), now).map(drop)
+    }
+
+    #[pyo3(signature = (now=None))]
+    fn first_token(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
+        self.advance(py, Event::FirstToken, now).map(drop)
+    }
+
+    #[pyo3(signature = (n, now=None))]
+    fn tokens(&self, py: Python<'_>, n: u32, now: Option<f64>) -> Result<()> {
+        self.advance(py, Event::Tokens(n), now).map(drop)
+    }
+
+    #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, now=None))]
+    fn finished(
+        &self,
+        py: Python<'_>,
+        prompt_tokens: Option<u32>,
+        cached_tokens: Option<u32>,
+        output_tokens: Option<u32>,
+        now: Option<f64>,
+    ) -> Result<()> {
+        let usage = Usage { prompt_tokens, cached_tokens, output_tokens };
+        self.advance(py, Event::Finished(usage), now).map(drop)
+    }
+
+    #[pyo3(signature = (kind, now=None))]
+    fn failed(&self, py: Python<'_>, kind: &str, now: Option<f64>) -> Result<Option<String>> {
+        let failure = Failure::NAMES.iter().find(|(name, _)| *name == kind).map(|(_, f)| *f);
+        let failure = failure.ok_or_else(|| CoreError::UnknownName {
+            kind: "failure".into(),
+            name: kind.into(),
+            nearest: lmetric_core::error::nearest(kind, Failure::NAMES.iter().map(|(n, _)| *n)),
+        })?;
+        let next = self.advance(py, Event::Failed(failure), now)?;
+        if let Some(name) = &next {
+            *self.name.lock() = name.clone();
+        }
+        Ok(next.map(|name| name.to_string()))
+    }
+
+    fn __enter__(this: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        this
+    }
+
+    #[pyo3(signature = (*_args))]
+    fn __exit__(&self, py: Python<'_>, _args: &Bound<'_, pyo3::types::PyTuple>) {
+        lock(self.ticket.router(), py).drop_ticket(self.ticket.id());
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Ticket(instance={:?})", &**self.name.lock())
+    }
+}
+
+/// A receipt, as a dictionary that `json` can write: absent numbers are None.
+pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Result<Bound<'py, PyDict>> {
+    let number = |v: f64| v.is_finite().then_some(v);
+    let name = |slot: u32| &*receipt.names[slot as usize];
+    let dict = PyDict::new(py);
+    dict.set_item("id", receipt.id)?;
+    dict.set_item("at_seconds", receipt.at)?;
+    dict.set_item("policy", policy)?;
+    dict.set_item("request_id", receipt.request_id.as_deref())?;
+    dict.set_item("prompt_tokens", receipt.prompt_tokens)?;
+    dict.set_item("instance", name(receipt.instance().0))?;
+    dict.set_item("tried", receipt.tried.iter().map(|s| name(*s)).collect::<Vec<_>>())?;
+    dict.set_item("prefer", if receipt.prefer == Prefer::Max { "max" } else { "min" })?;
+    let scores = PyDict::new(py);
+    for (name, score) in receipt.names.iter().zip(&receipt.scores) {
+        scores.set_item(&**name, number(f64::from(*score)))?;
+    }
+    dict.set_item("scores", scores)?;
+    let best = PyList::empty(py);
+    for candidate in &receipt.best {
+        let row = PyDict::new(py);
+        row.set_item("instance", name(candidate.slot))?;
+        row.set_item("score", number(candidate.score))?;
+        let terms = PyDict::new(py);
+        for (indicator, value) in receipt.reads.iter().zip(&candidate.terms) {
+            terms.set_item(indicator.decl().name, number(*value))?;
+        }
+        row.set_item("terms", terms)?;
+        best.append(row)?;
+    }
+    dict.set_item("best", best)?;
+    dict.set_item("margin_to_runner_up", receipt.margin.and_then(number))?;
+    dict.set_item("load_report_age_seconds", receipt.report_age_seconds)?;
+    dict.set_item("left_out", receipt.left_out)?;
+    dict.set_item("filter_waived", receipt.filter_waived)?;
+    dict.set_item("guard_excluded", receipt.guard_excluded)?;
+    dict.set_item("guard_balance_only", receipt.balance_only)?;
+    dict.set_item("predicted_cached_tokens", receipt.predicted_hit_tokens)?;
+    let outcome = &receipt.outcome;
+    dict.set_item("cached_tokens", outcome.usage.cached_tokens)?;
+    dict.set_item("output_tokens", outcome.usage.output_tokens)?;
+    dict.set_item("ttft_seconds", outcome.ttft_seconds)?;
+    dict.set_item("e2e_seconds", outcome.e2e_seconds)?;
+    let state = match outcome.ended {
+        _ if outcome.dropped => "dropped",
+        None => "running",
+        Some(None) => "finished",
+        Some(Some(failure)) => failure.name(),
+    };
+    dict.set_item("outcome", state)?;
+    Ok(dict)
+}
+
+/// What the guard did, as a dictionary.
+pub fn guard_event_dict<'py>(py: Python<'py>, event: &GuardEvent) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item(
+        "event",
+        match (event.released, event.phase) {
+            (true, _) => "released",
+            (false, Phase::Suspected) => "suspected",
+            (false, Phase::Filtering) => "filtering",
+        },
+    )?;
+    dict.set_item("class", format!("{:016x}", event.class))?;
+    dict.set_item("depth_blocks", event.depth)?;
+    dict.set_item("share", event.share)?;
+    dict.set_item("holders", event.holders)?;
+    dict.set_item("instances", event.instances)?;
+    Ok(dict)
+}
+
+/// Counters and gauges of a router.
+pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, PyDict>> {
+    let totals = router.totals();
+    let dict = PyDict::new(py);
+    dict.set_item("policy", &*router.policy().spec().name)?;
+    for (name, value) in [
+        ("decisions", totals.decisions),
+        ("no_instance", totals.no_instance),
+        ("retries", totals.retries),
+        ("retries_without_receipt", totals.retries_without_receipt),
+        ("left_out", totals.left_out),
+        ("filter_waived", totals.filter_waived),
+        ("finished", totals.finished),
+        ("dropped", totals.dropped),
+        ("prompt_tokens", totals.prompt_tokens),
+        ("predicted_cached_tokens", totals.predicted_cached_tokens),
+        ("cached_tokens", totals.cached_tokens),
+        ("output_tokens", totals.output_tokens),
+        ("index_bytes", router.index().bytes() as u64),
+        ("index_evicted_blocks", router.index().evicted_blocks()),
+        ("in_flight", router.in_flight() as u64),
+    ] {
+        dict.set_item(name, value)?;
+    }
+    let failed = PyDict::new(py);
+    for ((name, _), count) in Failure::NAMES.iter().zip(totals.failed) {
+        failed.set_item(*name, count)?;
+    }
+    dict.set_item("failed", failed)?;
+    let alarms = |phase| router.guard().alarms().iter().filter(|a| a.phase == phase).count();
+    dict.set_item("guard_on", router.guard().config().on)?;
+    dict.set_item("guard_suspected", alarms(Phase::Suspected))?;
+    dict.set_item("guard_filtering", alarms(Phase::Filtering))?;
+    let instances = PyDict::new(py);
+    let fleet = router.fleet();
+    for name in fleet.live_names() {
+        let id = fleet.find(name).expect("a live name");
+        let (healthy, draining, _) = fleet.state(id);
+        let row = PyDict::new(py);
+        row.set_item("healthy", healthy)?;
+        row.set_item("draining", draining)?;
+        row.set_item("in_flight", router.in_flight_on(id))?;
+        row.set_item("decisions", router.decisions_on(id))?;
+        for indicator in lmetric_core::indicators::INDICATORS {
+            if indicator.scope == lmetric_core::indicators::Scope::Instance {
+                let value = router.columns().get(indicator.id)[id.index()];
+                row.set_item(indicator.name, (!value.is_nan()).then_some(value))?;
+            }
+        }
+        instances.set_item(name, row)?;
+    }
+    dict.set_item("instances", instances)?;
+    Ok(dict)
+}

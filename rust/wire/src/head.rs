@@ -1,0 +1,190 @@
+//! Response heads: read, judged, and written anew for the client.
+use crate::WireError;
+use crate::body::Framing;
+
+/// Header fields that belong to one connection or that the router sets itself; never passed on.
+const DROPPED: [&str; 12] = [
+    "connection",
+    "content-length",
+    "endpoint-load-metrics",
+    "keep-alive",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "x-lmetric-decision",
+    "x-lmetric-instance",
+    "x-request-id",
+];
+
+const MAX_HEADERS: usize = 128;
+
+/// What a response head says.
+#[derive(Debug)]
+pub(crate) struct Head {
+    pub(crate) status: u16,
+    pub(crate) framing: Framing,
+    pub(crate) keep_alive: bool,
+    pub(crate) event_stream: bool,
+    pub(crate) json: bool,
+    /// The `endpoint-load-metrics` header (ORCA), where the engine sent one.
+    pub(crate) load: Option<String>,
+    /// Status line and the fields to pass on, each with its line end.
+    pub(crate) lines: Vec<u8>,
+}
+
+/// Reads the head at the start of `input`: `None` while incomplete, else the head and its length.
+/// `bodiless`: the response to HEAD.
+pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)>, WireError> {
+    let mut fields = [httparse::EMPTY_HEADER; MAX_HEADERS];
+    let mut response = httparse::Response::new(&mut fields);
+    let length = match response.parse(input) {
+        Ok(httparse::Status::Partial) => return Ok(None),
+        Ok(httparse::Status::Complete(n)) => n,
+        Err(error) => return Err(WireError::malformed(format!("head: {error}"))),
+    };
+    let status = response.code.unwrap_or(0);
+    if !(100..=599).contains(&status) || status == 101 {
+        return Err(WireError::malformed(format!("status {status}")));
+    }
+    let mut lines = Vec::with_capacity(length + 256);
+    lines.extend_from_slice(format!("HTTP/1.1 {status} {}\r\n", response.reason.unwrap_or("")).as_bytes());
+    let mut head = Head {
+        status,
+        framing: Framing::Close,
+        keep_alive: response.version == Some(1),
+        event_stream: false,
+        json: false,
+        load: None,
+        lines: Vec::new(),
+    };
+    let (mut chunked, mut content_length, mut named) = (false, None, Vec::new());
+    for field in response.headers.iter() {
+        let value = field.value.trim_ascii();
+        match field.name.len() {
+            10 if field.name.eq_ignore_ascii_case("connection") => {
+                for token in value.split(|b| *b == b',').map(<[u8]>::trim_ascii) {
+                    if token.eq_ignore_ascii_case(b"close") {
+                        head.keep_alive = false;
+                    } else if token.eq_ignore_ascii_case(b"keep-alive") {
+                        head.keep_alive = true;
+                    } else {
+                        named.push(token);
+                    }
+                }
+            }
+            14 if field.name.eq_ignore_ascii_case("content-length") => {
+                let n = length_value(value)?;
+                if content_length.is_some_and(|other| other != n) {
+                    return Err(WireError::malformed("two different content-length fields"));
+                }
+                content_length = Some(n);
+            }
+            17 if field.name.eq_ignore_ascii_case("transfer-encoding") => {
+                if chunked || !value.eq_ignore_ascii_case(b"chunked") {
+                    let value = String::from_utf8_lossy(value);
+                    return Err(WireError::malformed(format!(
+                        "transfer-encoding {value:?}, expected \"chunked\""
+                    )));
+                }
+                chunked = true;
+            }
+            12 if field.name.eq_ignore_ascii_case("content-type") => {
+                let kind = value.split(|b| *b == b';').next().unwrap_or(value).trim_ascii();
+                head.event_stream = kind.eq_ignore_ascii_case(b"text/event-stream");
+                head.json = kind.to_ascii_lowercase().ends_with(b"json");
+            }
+            21 if field.name.eq_ignore_ascii_case("endpoint-load-metrics") => {
+                head.load = Some(String::from_utf8_lossy(value).into_owned());
+            }
+            _ => {}
+        }
+    }
+    if chunked && content_length.is_some() {
+        return Err(WireError::malformed("both content-length and transfer-encoding"));
+    }
+    for field in response.headers.iter() {
+        let name = field.name;
+        if DROPPED.iter().any(|dropped| dropped.eq_ignore_ascii_case(name))
+            || named.iter().any(|token| token.eq_ignore_ascii_case(name.as_bytes()))
+        {
+            continue;
+        }
+        lines.extend_from_slice(name.as_bytes());
+        lines.extend_from_slice(b": ");
+        lines.extend_from_slice(field.value);
+        lines.extend_from_slice(b"\r\n");
+    }
+    head.lines = lines;
+    head.framing = match content_length {
+        _ if bodiless || status == 204 || status == 304 || status < 200 => Framing::Length(0),
+        _ if chunked => Framing::Chunked,
+        Some(n) => Framing::Length(n),
+        None => Framing::Close,
+    };
+    head.keep_alive &= head.framing != Framing::Close;
+    Ok(Some((head, length)))
+}
+
+fn length_value(value: &[u8]) -> Result<u64, WireError> {
+    // Digits only: `str::parse` alone would take a sign.
+    let digits = !value.is_empty() && value.iter().all(u8::is_ascii_digit);
+    let parsed = std::str::from_utf8(value).ok().filter(|_| digits).and_then(|text| text.parse().ok());
+    parsed.ok_or_else(|| WireError::malformed(format!("content-length {:?}", String::from_utf8_lossy(value))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(fields: &str) -> Result<Head, WireError> {
+        let text = format!("HTTP/1.1 200 OK\r\n{fields}\r\n");
+        parse(text.as_bytes(), false).map(|parsed| parsed.expect("complete").0)
+    }
+
+    #[test]
+    fn reads_what_matters_and_drops_what_is_the_connections() {
+        let head = head(
+            "Content-Type: application/json; charset=utf-8\r\nContent-Length: 12\r\nConnection: keep-alive, X-Hop\r\n\
+             X-Hop: 1\r\nX-Request-ID: engine\r\nServer: uvicorn\r\nendpoint-load-metrics: TEXT a=1\r\n",
+        )
+        .unwrap();
+        assert_eq!((head.status, head.framing, head.keep_alive), (200, Framing::Length(12), true));
+        assert!(head.json && !head.event_stream);
+        assert_eq!(head.load.as_deref(), Some("TEXT a=1"));
+        let lines = String::from_utf8(head.lines).unwrap();
+        assert_eq!(
+            lines,
+            "HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\nServer: uvicorn\r\n"
+        );
+    }
+
+    #[test]
+    fn ambiguous_framing_is_refused() {
+        for bad in [
+            "Content-Length: 1\r\nContent-Length: 2\r\n",
+            "Content-Length: 1\r\nTransfer-Encoding: chunked\r\n",
+            "Transfer-Encoding: gzip, chunked\r\n",
+            "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n",
+            "Content-Length: +1\r\n",
+            "Content-Length: \r\n",
+            "Content-Length: 99999999999999999999\r\n",
+        ] {
+            assert!(head(bad).is_err(), "{bad:?}");
+        }
+        assert!(head("Content-Length: 1\r\nContent-Length: 1\r\n").is_ok());
+    }
+
+    #[test]
+    fn http_1_0_and_missing_lengths_close() {
+        let (old, _) = parse(b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\n", false).unwrap().unwrap();
+        assert!(!old.keep_alive);
+        let open = head("").unwrap();
+        assert_eq!((open.framing, open.keep_alive), (Framing::Close, false));
+        let (none, _) = parse(b"HTTP/1.1 204 No Content\r\n\r\n", false).unwrap().unwrap();
+        assert_eq!((none.framing, none.keep_alive), (Framing::Length(0), true));
+        assert!(parse(b"HTTP/1.1 200 OK\r\nContent-", false).unwrap().is_none());
+        assert!(parse(b"SSH-2.0-OpenSSH\r\n\r\n", false).is_err());
+    }
+}

@@ -1,0 +1,456 @@
+//! One response, from the engine's bytes to the client's.
+//!
+//! The scanner holds a response back until it is worth committing to (a plain JSON answer: when it is whole; an event
+//! stream: at its first token, error or comment; others: at the head), so that until then another engine can be tried.
+//! After [`Scanner::commit`] bytes pass as they come: the very same bytes where a piece starts and ends between chunks and
+//! events, else framed anew. So a client has only ever seen whole events, and a broken stream can be ended cleanly.
+use crate::WireError;
+use crate::body::{Body, Framing};
+use crate::head::{self, Head};
+use crate::json::{Finish, Found, Probe, Usage};
+use crate::sse::{Event, Events};
+
+/// Longest response head, bytes.
+pub const HEAD_LIMIT: usize = 64 * 1024;
+/// Longest plain answer that is held back until whole, and longest event that is held back until its end, bytes.
+pub const HOLD_LIMIT: usize = 256 * 1024;
+
+/// What a piece of input brought.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    /// The answer is worth committing to; [`Scanner::commit`] may be called.
+    pub ready: bool,
+    /// The message ended.
+    pub end: bool,
+    /// The input is what the client should get, unchanged.
+    pub pass: bool,
+    /// [`Scanner::take`] has bytes for the client.
+    pub out: bool,
+    /// The engine reported an error inside the body.
+    pub error: bool,
+    /// A stream's end came before any `finish_reason`; it was not passed on, and what follows is dropped.
+    pub incomplete: bool,
+    /// Output tokens of the events that ended in this piece.
+    pub tokens: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Out {
+    Chunked,
+    Length(u64),
+    Close,
+}
+
+/// Reads one response after the other from one connection.
+#[derive(Debug)]
+pub struct Scanner {
+    http11: bool,
+    require_finish: bool,
+    bodiless: bool,
+    raw_head: Vec<u8>,
+    head: Option<Head>,
+    body: Body,
+    out: Out,
+    events: Events,
+    probe: Probe,
+    /// Payload after the last whole event.
+    pending: Vec<u8>,
+    /// Payload that may go to the client.
+    released: Vec<u8>,
+    written: Vec<u8>,
+    ready: bool,
+    committed: bool,
+    halted: bool,
+    /// The message's end was handed out.
+    closed: bool,
+    extra: bool,
+    finish: Finish,
+    error: bool,
+    error_code: Option<u64>,
+    usage: Usage,
+    tokens: u64,
+}
+
+impl Default for Scanner {
+    fn default() -> Self {
+        Self {
+            http11: true,
+            require_finish: false,
+            bodiless: false,
+            raw_head: Vec::new(),
+            head: None,
+            body: Body::new(Framing::Close),
+            out: Out::Close,
+            events: Events::default(),
+            probe: Probe::default(),
+            pending: Vec::new(),
+            released: Vec::new(),
+            written: Vec::new(),
+            ready: false,
+            committed: false,
+            halted: false,
+            closed: false,
+            extra: false,
+            finish: Finish::Open,
+            error: false,
+            error_code: None,
+            usage: Usage::default(),
+            tokens: 0,
+        }
+    }
+}
+
+impl Scanner {
+    /// Starts the next response. `http11`: the client speaks HTTP/1.1 (else nothing is chunked towards it);
+    /// `require_finish`: a stream without any `finish_reason` is incomplete; `bodiless`: the request was HEAD.
+    pub fn begin(&mut self, http11: bool, require_finish: bool, bodiless: bool) {
+        let (mut pending, mut released) =
+            (std::mem::take(&mut self.pending), std::mem::take(&mut self.released));
+        let (mut raw_head, mut written) =
+            (std::mem::take(&mut self.raw_head), std::mem::take(&mut self.written));
+        for buffer in [&mut pending, &mut released, &mut raw_head, &mut written] {
+            buffer.clear();
+            buffer.shrink_to(HEAD_LIMIT);
+        }
+        *self = Self {
+            http11,
+            require_finish,
+            bodiless,
+            raw_head,
+            pending,
+            released,
+            written,
+            ..Self::default()
+        };
+    }
+
+    /// Status of the answer; 0 before its head.
+    pub fn status(&self) -> u16 {
+        self.head.as_ref().map_or(0, |head| head.status)
+    }
+
+    /// Whether the connection may serve another request once this message ended.
+    pub fn keep_alive(&self) -> bool {
+        self.body.done() && !self.extra && self.head.as_ref().is_some_and(|head| head.keep_alive)
+    }
+
+    /// Whether the answer is an event stream.
+    pub fn event_stream(&self) -> bool {
+        self.head.as_ref().is_some_and(|head| head.event_stream)
+    }
+
+    /// Whether the client's connection must close to end this answer.
+    pub fn closes_client(&self) -> bool {
+        self.out == Out::Close
+    }
+
+    /// The engine's `endpoint-load-metrics` header.
+    pub fn load(&self) -> Option<&str> {
+        self.head.as_ref().and_then(|head| head.load.as_deref())
+    }
+
+    /// How the generation ended, as far as the answer says.
+    pub fn finish(&self) -> Finish {
+        self.finish
+    }
+
+    /// Numeric code of the error in the body, where it had one.
+    pub fn error_code(&self) -> Option<u64> {
+        self.error_code
+    }
+
+    /// The last usage seen.
+    pub fn usage(&self) -> Usage {
+        self.usage
+    }
+
+    /// Output tokens counted from a stream's events.
+    pub fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// Reads a piece of input.
+    ///
+    /// # Errors
+    /// [`WireError::Malformed`] where the bytes are no HTTP/1.1 response; the connection is then unusable.
+    pub fn feed(&mut self, input: &[u8]) -> Result<Step, WireError> {
+        let clean =
+            self.committed && self.body.at_boundary() && self.pending.is_empty() && self.released.is_empty();
+        let mut step = Step::default();
+        let mut rest = input;
+        // The head's bytes are moved aside so that payload can be read while the scanner changes.
+        let mut held = std::mem::take(&mut self.raw_head);
+        if self.head.is_none() {
+            if !held.is_empty() {
+                held.extend_from_slice(input);
+                rest = &held;
+            }
+            let Some(after) = self.read_head(rest)? else {
+                if rest.len() > HEAD_LIMIT {
+                    return Err(WireError::malformed(format!("head longer than {HEAD_LIMIT} bytes")));
+                }
+                self.raw_head = rest.to_vec();
+                return Ok(step);
+            };
+            rest = after;
+        }
+        let used = self.payload(rest, &mut step)?;
+        self.extra |= used < rest.len();
+        if self.body.done() {
+            self.end(&mut step);
+        }
+        step.ready = self.judge_ready();
+        if self.committed {
+            let aligned = clean
+                && !self.extra
+                && !self.halted
+                && !self.body.trailers
+                && self.pending.is_empty()
+                && self.body.at_boundary()
+                && self.same_framing();
+            if aligned {
+                step.pass = !input.is_empty();
+                self.released.clear();
+                self.closed = self.body.done();
+            } else {
+                step.out =
+                    !self.released.is_empty() || (step.end && !self.closed && self.out == Out::Chunked);
+            }
+        }
+        Ok(step)
+    }
+
+    /// The connection ended. Tells what a last piece of input would have.
+    ///
+    /// # Errors
+    /// [`WireError::CutOff`] where the message was not whole.
+    pub fn eof(&mut self) -> Result<Step, WireError> {
+        if self.head.is_none() {
+            let inside = !self.raw_head.is_empty();
+            let place = if inside {
+                "connection closed inside the head"
+            } else {
+                "connection closed before an answer"
+            };
+            return Err(WireError::CutOff(place));
+        }
+        self.body.eof()?;
+        let mut step = Step::default();
+        self.end(&mut step);
+        step.ready = self.judge_ready();
+        step.out = self.committed && (!self.released.is_empty() || (step.end && self.out == Out::Chunked));
+        Ok(step)
+    }
+
+    /// Commits to this answer: the head for the client, with `extra` header lines, and what was held back.
+    /// `close`: the client's connection will close after it.
+    pub fn commit(&mut self, extra: &[u8], close: bool) -> &[u8] {
+        self.committed = true;
+        self.written.clear();
+        if let Some(head) = &self.head {
+            self.written.extend_from_slice(&head.lines);
+            self.written.extend_from_slice(extra);
+            match self.out {
+                Out::Chunked => self.written.extend_from_slice(b"transfer-encoding: chunked\r\n"),
+                Out::Length(_) if head.status == 204 || head.status == 304 => {}
+                Out::Length(n) => {
+                    self.written.extend_from_slice(format!("content-length: {n}\r\n").as_bytes())
+                }
+                Out::Close => {}
+            }
+            if close || self.out == Out::Close {
+                self.written.extend_from_slice(b"connection: close\r\n");
+            }
+            self.written.extend_from_slice(b"\r\n");
+        }
+        self.frame();
+        &self.written
+    }
+
+    /// What goes to the client now, framed.
+    pub fn take(&mut self) -> &[u8] {
+        self.written.clear();
+        self.frame();
+        &self.written
+    }
+
+    /// Ends a committed stream early: `event` is the last event's data. Empty where the framing does not allow it (a
+    /// declared length): then only closing the client's connection tells it.
+    pub fn end_with(&mut self, event: &[u8]) -> &[u8] {
+        self.written.clear();
+        if self.event_stream() && !matches!(self.out, Out::Length(_)) && !self.closed {
+            self.pending.clear();
+            self.released.extend_from_slice(b"data: ");
+            self.released.extend_from_slice(event);
+            self.released.extend_from_slice(b"\n\ndata: [DONE]\n\n");
+            self.halted = false;
+            self.body = Body::new(Framing::Length(0));
+            self.frame();
+        }
+        &self.written
+    }
+
+    fn read_head<'a>(&mut self, mut input: &'a [u8]) -> Result<Option<&'a [u8]>, WireError> {
+        loop {
+            let Some((head, length)) = head::parse(input, self.bodiless)? else { return Ok(None) };
+            input = &input[length..];
+            if head.status < 200 {
+                continue;
+            }
+            self.body = Body::new(head.framing);
+            self.out = match head.framing {
+                Framing::Length(n) => Out::Length(n),
+                _ if self.http11 => Out::Chunked,
+                _ => Out::Close,
+            };
+            self.head = Some(head);
+            return Ok(Some(input));
+        }
+    }
+
+    fn payload(&mut self, input: &[u8], step: &mut Step) -> Result<usize, WireError> {
+        let Some(head) = &self.head else { return Ok(0) };
+        let (event_stream, json) = (head.event_stream, head.json);
+        let mut body = std::mem::replace(&mut self.body, Body::new(Framing::Close));
+        let used = body.feed(input, |piece| {
+            if event_stream {
+                self.event_bytes(piece, step);
+            } else {
+                if json {
+                    self.probe.feed(piece);
+                }
+                self.released.extend_from_slice(piece);
+            }
+        });
+        self.body = body;
+        used
+    }
+
+    fn event_bytes(&mut self, piece: &[u8], step: &mut Step) {
+        if self.halted {
+            return;
+        }
+        let mut events = std::mem::take(&mut self.events);
+        let mut halt_at = None;
+        let boundary = events.feed(piece, |event, start| match event {
+            _ if halt_at.is_some() => {}
+            Event::Done if self.require_finish && self.finish == Finish::Open && !self.error => {
+                halt_at = Some(start)
+            }
+            Event::Comment | Event::Done => self.ready = true,
+            Event::Data(found) => self.event(&found, step),
+        });
+        self.events = events;
+        if let Some(start) = halt_at {
+            // All before the `[DONE]` that comes too early still goes out; a part of it may lie in `pending`.
+            if start > 0 {
+                self.released.append(&mut self.pending);
+                self.released.extend_from_slice(&piece[..start]);
+            }
+            self.pending.clear();
+            self.halted = true;
+            self.ready = true;
+            step.incomplete = true;
+            return;
+        }
+        match boundary {
+            Some(end) => {
+                self.released.append(&mut self.pending);
+                self.released.extend_from_slice(&piece[..end]);
+                self.pending.extend_from_slice(&piece[end..]);
+            }
+            None => self.pending.extend_from_slice(piece),
+        }
+        if self.pending.len() > HOLD_LIMIT {
+            self.released.append(&mut self.pending);
+        }
+    }
+
+    fn event(&mut self, found: &Found, step: &mut Step) {
+        let tokens = found.tokens();
+        self.tokens += tokens;
+        step.tokens = step.tokens.saturating_add(u32::try_from(tokens).unwrap_or(u32::MAX));
+        self.note(found, step);
+        // A chat stream opens with a chunk that only names the role: not yet a sign of life of the model.
+        self.ready |= !found.choices || tokens > 0 || found.finish != Finish::Open || found.error;
+    }
+
+    fn note(&mut self, found: &Found, step: &mut Step) {
+        if found.finish != Finish::Open {
+            self.finish = found.finish;
+        }
+        if found.error {
+            step.error = true;
+            self.error = true;
+            self.error_code = found.error_code;
+        }
+        let Usage { prompt, cached, output } = found.usage;
+        self.usage.prompt = prompt.or(self.usage.prompt);
+        self.usage.cached = cached.or(self.usage.cached);
+        self.usage.output = output.or(self.usage.output);
+    }
+
+    /// The body is whole.
+    fn end(&mut self, step: &mut Step) {
+        if self.event_stream() {
+            if self.halted {
+                return;
+            }
+            if self.require_finish && self.finish == Finish::Open && !self.error && self.status() == 200 {
+                self.pending.clear();
+                self.halted = true;
+                self.ready = true;
+                step.incomplete = true;
+                return;
+            }
+            self.released.append(&mut self.pending);
+        } else {
+            let found = self.probe.take();
+            self.note(&found, step);
+        }
+        self.ready = true;
+        step.end = true;
+    }
+
+    fn judge_ready(&mut self) -> bool {
+        if let Some(head) = &self.head
+            && !self.ready
+        {
+            self.ready = match (head.event_stream, head.json) {
+                (true, _) => head.status != 200 || self.released.len() + self.pending.len() > HOLD_LIMIT,
+                (false, true) => self.released.len() > HOLD_LIMIT,
+                (false, false) => true,
+            };
+        }
+        self.ready && !self.committed
+    }
+
+    fn same_framing(&self) -> bool {
+        let framing = self.head.as_ref().map(|head| head.framing);
+        matches!(
+            (framing, self.out),
+            (Some(Framing::Chunked), Out::Chunked)
+                | (Some(Framing::Close), Out::Close)
+                | (Some(Framing::Length(_)), Out::Length(_))
+        )
+    }
+
+    fn frame(&mut self) {
+        let chunked = self.out == Out::Chunked;
+        if !self.released.is_empty() {
+            if chunked {
+                self.written.extend_from_slice(format!("{:x}\r\n", self.released.len()).as_bytes());
+            }
+            self.written.append(&mut self.released);
+            if chunked {
+                self.written.extend_from_slice(b"\r\n");
+            }
+        }
+        if self.body.done() && !self.halted && !self.closed {
+            self.closed = true;
+            if chunked {
+                self.written.extend_from_slice(b"0\r\n\r\n");
+            }
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! Server-sent events (WHATWG HTML, section 9.2): lines, comments, data, event ends.
+use crate::json::{Found, Probe};
+
+/// What ended in a piece of a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Event {
+    /// A comment line, sent to keep the connection alive.
+    Comment,
+    /// An event with data; what its JSON says.
+    Data(Found),
+    /// The event `[DONE]`.
+    Done,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Line {
+    /// So many bytes of `data:` matched.
+    Prefix(usize),
+    AfterColon,
+    Data,
+    Skip,
+}
+
+const DATA: &[u8; 5] = b"data:";
+const DONE: &[u8; 6] = b"[DONE]";
+
+/// The state of one event stream.
+#[derive(Debug)]
+pub(crate) struct Events {
+    line: Line,
+    /// A line feed after this carriage return belongs to it.
+    after_cr: bool,
+    /// Nothing of a next event was read.
+    idle: bool,
+    has_data: bool,
+    /// Bytes of the event's data, as far as they equal `[DONE]`; `None`: they do not.
+    done: Option<usize>,
+    probe: Probe,
+}
+
+impl Default for Events {
+    fn default() -> Self {
+        let probe = Probe::default();
+        Self { line: Line::Prefix(0), after_cr: false, idle: true, has_data: false, done: Some(0), probe }
+    }
+}
+
+impl Events {
+    /// Reads `input`, calls `on(event, start)` at the end of each event, and returns the end of the last whole event (or
+    /// blank line) in `input`, where there is one. `start`: where in `input` the event starts, 0 where before it.
+    pub(crate) fn feed(&mut self, input: &[u8], mut on: impl FnMut(Event, usize)) -> Option<usize> {
+        let (mut at, mut boundary) = (0, None);
+        while at < input.len() {
+            let byte = input[at];
+            if self.after_cr {
+                self.after_cr = false;
+                if byte == b'\n' {
+                    at += 1;
+                    if self.idle {
+                        boundary = Some(at);
+                    }
+                    continue;
+                }
+            }
+            match self.line {
+                Line::Prefix(n) if byte != b'\n' && byte != b'\r' => {
+                    self.idle = false;
+                    if n == 0 && input[at..].starts_with(DATA) {
+                        self.line = Line::AfterColon;
+                        at += DATA.len();
+                        continue;
+                    }
+                    self.line = match (n, byte) {
+                        (0, b':') => {
+                            on(Event::Comment, boundary.unwrap_or(0));
+                            Line::Skip
+                        }
+                        (4, b':') => Line::AfterColon,
+                        _ if byte == DATA[n] => Line::Prefix(n + 1),
+                        _ => Line::Skip,
+                    };
+                    at += 1;
+                    continue;
+                }
+                Line::AfterColon => {
+                    self.line = Line::Data;
+                    if std::mem::replace(&mut self.has_data, true) {
+                        self.data(b"\n");
+                    }
+                    if byte == b' ' {
+                        at += 1;
+                        continue;
+                    }
+                }
+                _ => {}
+            }
+            let rest = &input[at..];
+            let end = memchr::memchr2(b'\n', b'\r', rest);
+            let n = end.unwrap_or(rest.len());
+            if self.line == Line::Data {
+                self.data(&rest[..n]);
+            }
+            at += n;
+            let Some(n) = end else { break };
+            at += 1;
+            self.after_cr = rest[n] == b'\r';
+            if self.line == Line::Prefix(0) {
+                // A blank line: the event ends here.
+                let start = boundary.replace(at).unwrap_or(0);
+                self.idle = true;
+                if std::mem::take(&mut self.has_data) {
+                    let found = self.probe.take();
+                    let done = self.done == Some(DONE.len());
+                    on(if done { Event::Done } else { Event::Data(found) }, start);
+                }
+                self.done = Some(0);
+            }
+            self.line = Line::Prefix(0);
+        }
+        boundary
+    }
+
+    fn data(&mut self, bytes: &[u8]) {
+        self.done = self.done.and_then(|n| DONE.get(n..)?.starts_with(bytes).then_some(n + bytes.len()));
+        self.probe.feed(bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(pieces: &[&[u8]]) -> Vec<String> {
+        let (mut events, mut seen) = (Events::default(), Vec::new());
+        for piece in pieces {
+            events.feed(piece, |event, _| {
+                seen.push(match event {
+                    Event::Comment => "comment".into(),
+                    Event::Done => "done".into(),
+                    Event::Data(found) => format!("{}", found.tokens()),
+                });
+            });
+        }
+        seen
+    }
+
+    const TOKEN: &str = r#"{"choices":[{"text":"a"}]}"#;
+
+    #[test]
+    fn spaces_line_ends_comments_and_other_fields() {
+        let text = format!(
+            ": keep-alive\n\ndata:{TOKEN}\n\ndata: {TOKEN}\r\n\r\nid: 4\revent: x\rdata: {TOKEN}\r\rdatax: 1\n\n\ndata\n\ndata: [DONE]\n\n"
+        );
+        let expected = ["comment", "1", "1", "1", "done"];
+        assert_eq!(read(&[text.as_bytes()]), expected);
+        assert_eq!(read(&text.as_bytes().chunks(1).collect::<Vec<_>>()), expected);
+    }
+
+    #[test]
+    fn data_of_several_lines_is_one_event_and_a_cut_one_is_none() {
+        assert_eq!(read(&[b"data: {\"choices\":[\ndata: {\"text\":\"a\"}]}\n\ndata: {\"ch"]), ["1"]);
+        assert_eq!(read(&[b"data: [DO\ndata: NE]\n\n"]), ["0"]);
+        assert_eq!(read(&[b"data: [DONE]x\n\n"]), ["0"]);
+    }
+
+    #[test]
+    fn boundaries_are_the_ends_of_whole_events() {
+        let mut events = Events::default();
+        assert_eq!(events.feed(b"data: 1\n\ndata: 2\n", |_, _| {}), Some(9));
+        assert_eq!(events.feed(b"\n", |_, _| {}), Some(1));
+        assert_eq!(events.feed(b"data: 3\r\n\r", |_, _| {}), Some(10));
+        assert_eq!(events.feed(b"\n", |_, _| {}), Some(1));
+        assert_eq!(events.feed(b"data", |_, _| {}), None);
+    }
+}
