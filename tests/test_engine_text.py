@@ -68,5 +68,5 @@ def test_chat_template() -> None:
 
 
 def test_the_generator_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(Exception, match="below 10"):
+    with pytest.raises(_core.BadValueError, match="below 10"):
         _core.generate(array("I", [10]), 10, array("I"), 1)
