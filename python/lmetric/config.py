@@ -239,7 +239,7 @@ def load_config(
     """The configuration from a YAML file, the environment and flags.
 
     ``overrides`` maps dotted keys (``timeouts.connect``) to values given by flags; None means not given. In
-    ``environ`` (default: the process's) ``LMETRIC_TIMEOUTS__CONNECT`` sets ``timeouts.connect``; a value that
+    ``environ`` (default: the process's) ``LMETRIC_TIMEOUTS__CONNECT`` sets ``timeouts.connect``; a text that
     starts with ``[`` or ``{`` is read as YAML. Raises ConfigError.
     """
     merged: dict[str, Any] = {}
@@ -249,11 +249,12 @@ def load_config(
     for name, value in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(ENV_PREFIX):
             path = name.removeprefix(ENV_PREFIX).lower().split("__")
-            _merge(merged, _nested(path, _env_value(name, value)), origin, name)
+            _merge(merged, _nested(path, _value(name, value)), origin, name)
     for key, value in (overrides or {}).items():
         if value is not None:
             path = key.split(".")
-            _merge(merged, _nested(path, value), origin, f"--{path[-1].replace('_', '-')}")
+            source = f"--{path[-1].replace('_', '-')}"
+            _merge(merged, _nested(path, _value(source, value)), origin, source)
     try:
         return ServerConfig.model_validate(merged)
     except ValidationError as error:
@@ -307,8 +308,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return content
 
 
-def _env_value(name: str, value: str) -> Any:
-    if not value.startswith(("[", "{")):
+def _value(name: str, value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith(("[", "{")):
         return value
     try:
         return yaml.safe_load(value)

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
+import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 
 import structlog
 
-from lmetric._core import LmetricError
 from lmetric.config import ConfigError, EngineConfig, ServerConfig
 from lmetric.server.admin import pages
 from lmetric.server.auth import Keys
@@ -21,15 +21,15 @@ from lmetric.server.metrics import Metrics
 log = structlog.get_logger("lmetric.server")
 
 EXIT_DONE = 0
-EXIT_FAILED = 1
-EXIT_CONFIG = 2
-EXIT_PORT = 3
 EXIT_INTERRUPTED = 130
 STOP_SECONDS = 2.0
 
 
-class PortError(Exception):
-    """The address to listen on is not to be had."""
+class PortError(OSError):
+    """The address to listen on is not to be had; ``errno`` says why."""
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class Server:
@@ -63,8 +63,9 @@ class Server:
         try:
             self._listener = await loop.create_server(self.front, config.host, config.port, backlog=2048)
         except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise PortError(f"cannot listen on {config.host}:{config.port}: {reason}") from None
+            number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
+            reason = os.strerror(number) if number > 0 else error
+            raise PortError(number, f"cannot listen on {config.host}:{config.port}: {reason}") from None
         self.port = self._listener.sockets[0].getsockname()[1]
         self._monitor.start()
         engines = list(self.fleet.engines())
@@ -137,30 +138,15 @@ async def serve(config: ServerConfig, started: Callable[[Server], None] | None =
 
 
 def run_server(config: ServerConfig) -> int:
-    """Runs the server in this thread until a signal; the process's exit code."""
+    """`serve` with logs set up, in this thread and under the fastest loop there is; the process's exit code."""
     configure_logging(config.log)
-    try:
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with contextlib.suppress(ImportError):
         import uvloop
 
-        factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
-    except ImportError:
-        factory = None
-    from lmetric.engines.emulated import EngineStartError
-
-    try:
-        with asyncio.Runner(loop_factory=factory) as runner:
-            return runner.run(serve(config))
-    except LmetricError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    except PortError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_PORT
-    except EngineStartError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(serve(config))
 
 
 @contextlib.asynccontextmanager

@@ -5,6 +5,11 @@
 //!
 //! Arrows point one way: `policy -> estimate, kv, indicators -> ids`; only `router` sees all.
 
+// The tests' hand-made snapshots are shared with the integration tests, which know this crate by its name.
+#[cfg(test)]
+extern crate self as lmetric_core;
+
+pub mod docs;
 pub mod error;
 pub mod estimate;
 pub mod expr;
@@ -18,6 +23,7 @@ pub mod policy;
 pub mod receipt;
 pub mod request;
 pub mod router;
+mod wide;
 
 pub use error::CoreError;
 pub use ids::InstanceId;

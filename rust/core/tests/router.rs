@@ -23,7 +23,12 @@ fn chain(first: u64, blocks: usize) -> Vec<u64> {
 }
 
 fn request(chain: &[u64]) -> Request<'_> {
-    Request { chain, prompt_tokens: chain.len() as u32 * 16 + 1, tokens_per_block: 16.0, ..Request::default() }
+    Request {
+        chain,
+        prompt_tokens: chain.len() as u32 * 16 + 1,
+        tokens_per_block: 16.0,
+        ..Request::default()
+    }
 }
 
 fn slot_of(router: &Router, name: &str) -> usize {
@@ -78,10 +83,7 @@ fn after_the_first_token_nothing_moves() {
     let decision = router.route(&request(&[]), 0.0).unwrap();
     router.advance(decision.ticket, Event::FirstToken, 0.1).unwrap();
     assert_eq!(router.advance(decision.ticket, Event::Failed(Failure::Reset), 0.2).unwrap(), None);
-    assert!(matches!(
-        router.advance(decision.ticket, Event::Tokens(1), 0.3),
-        Err(CoreError::Ticket { .. })
-    ));
+    assert!(matches!(router.advance(decision.ticket, Event::Tokens(1), 0.3), Err(CoreError::Ticket { .. })));
 }
 
 #[test]
@@ -105,7 +107,8 @@ fn foreign_load_is_what_the_engine_reports_beyond_our_own() {
     let decision = router.route(&request(&[]), 0.0).unwrap();
     let name = router.fleet().name(decision.segment.instance).to_string();
     // The engine counts our prefill as running; we count it as queued: no double count.
-    let report = |waiting, running| Report { at: 0.1, waiting: Some(waiting), running: Some(running), kv_usage: None };
+    let report =
+        |waiting, running| Report { at: 0.1, waiting: Some(waiting), running: Some(running), kv_usage: None };
     router.engine_report(&name, report(0.0, 1.0)).unwrap();
     let slot = slot_of(&router, &name);
     assert_eq!(router.columns().get(Indicator::Bs)[slot], 1.0);
@@ -220,7 +223,10 @@ fn the_guard_takes_a_hot_prefix_off_its_holders() {
         router.tick(now);
     }
     // An idle holder would win every time without the guard; with it, only until the alarm of the first seconds.
-    assert!(elsewhere > 100 && elsewhere == excluded, "{elsewhere} elsewhere, {excluded} kept from the holder");
+    assert!(
+        elsewhere > 100 && elsewhere == excluded,
+        "{elsewhere} elsewhere, {excluded} kept from the holder"
+    );
     assert!(router.guard().alarms().iter().any(|a| a.phase == Phase::Filtering));
 }
 

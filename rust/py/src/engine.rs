@@ -1,7 +1,197 @@
-//! The Python face of `engine`.
+//! The Python face of the engine model, for the emulated engines.
+use lmetric_core::CoreError;
+use lmetric_sim::text::Rolling;
+use lmetric_sim::{Admission, Generator, KvEvent, Order, Profile, Prompt, Request, Settings};
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyTuple};
+
+/// Flags of a token: it is the request's last; it came out of a prefill (the first, or the first after a preemption).
+const LAST: u8 = 1;
+const FROM_PREFILL: u8 = 2;
+
+fn refuse(error: CoreError) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}
+
+fn unknown(what: &str, got: &str, expected: &str) -> PyErr {
+    refuse(CoreError::BadValue { what: what.into(), got: format!("{got:?}"), expected: expected.into() })
+}
+
+fn tokens(buffer: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+    PyBuffer::<u32>::get(buffer)?.to_vec(buffer.py())
+}
+
+fn profile(constants: &Bound<'_, PyAny>) -> PyResult<Profile> {
+    let constants = constants.cast::<PyDict>()?;
+    fn field<'py, T: for<'a> FromPyObject<'a, 'py, Error = PyErr>>(
+        constants: &Bound<'py, PyDict>,
+        name: &str,
+    ) -> PyResult<T> {
+        match constants.get_item(name)? {
+            Some(value) => value.extract(),
+            None => Err(PyValueError::new_err(format!("profile field {name} is missing"))),
+        }
+    }
+    Ok(Profile {
+        fixed_seconds: field(constants, "fixed_seconds")?,
+        decode_seconds_per_sequence: field(constants, "decode_seconds_per_sequence")?,
+        decode_seconds_per_context_token: field(constants, "decode_seconds_per_context_token")?,
+        prefill_seconds_per_token: field(constants, "prefill_seconds_per_token")?,
+        prefill_seconds_per_attention_pair: field(constants, "prefill_seconds_per_attention_pair")?,
+        max_batch_tokens: field(constants, "max_batch_tokens")?,
+        max_sequences: field(constants, "max_sequences")?,
+        block_tokens: field(constants, "block_tokens")?,
+        cache_blocks: field(constants, "cache_blocks")?,
+    })
+}
+
+/// One emulated engine: queue, batch, KV cache and steps. It has no clock: times come in and go out.
+#[pyclass(module = "lmetric._core")]
+struct Engine {
+    engine: lmetric_sim::Engine,
+    submitted: u64,
+}
+
+#[pymethods]
+impl Engine {
+    #[new]
+    #[pyo3(signature = (profile, words, vocabulary, *, admission="vllm", order="fcfs", kv_events=false))]
+    fn new(
+        #[pyo3(from_py_with = profile)] profile: Profile,
+        #[pyo3(from_py_with = tokens)] words: Vec<u32>,
+        vocabulary: u32,
+        admission: &str,
+        order: &str,
+        kv_events: bool,
+    ) -> PyResult<Engine> {
+        let admission = match admission {
+            "vllm" => Admission::Vllm,
+            "reserve" => Admission::Reserve,
+            other => return Err(unknown("admission", other, "vllm or reserve")),
+        };
+        let order = match order {
+            "fcfs" => Order::Fcfs,
+            "priority" => Order::Priority,
+            other => return Err(unknown("order", other, "fcfs or priority")),
+        };
+        let generator = Generator::new(words, vocabulary).map_err(refuse)?;
+        let settings = Settings { admission, order, kv_events };
+        let engine = lmetric_sim::Engine::new(profile, settings, Some(generator)).map_err(refuse)?;
+        Ok(Engine { engine, submitted: 0 })
+    }
+
+    #[pyo3(signature = (prompt, output_tokens, now, *, priority=0, salt=None))]
+    fn submit(
+        &mut self,
+        #[pyo3(from_py_with = tokens)] prompt: Vec<u32>,
+        output_tokens: u32,
+        now: f64,
+        priority: i64,
+        salt: Option<&str>,
+    ) -> PyResult<u64> {
+        let id = self.submitted;
+        let prompt = Prompt::Tokens(&prompt);
+        self.engine.submit(&Request { id, prompt, output_tokens, priority, salt }, now).map_err(refuse)?;
+        self.submitted += 1;
+        Ok(id)
+    }
+
+    fn abort(&mut self, id: u64) -> bool {
+        self.engine.abort(id)
+    }
+
+    fn start_step(&mut self, now: f64) -> Option<f64> {
+        self.engine.start_step(now)
+    }
+
+    /// `(tokens, admitted, preempted, prompt tokens computed)`.
+    fn finish_step<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let events = self.engine.finish_step();
+        let tokens = PyList::new(
+            py,
+            events.tokens.iter().map(|t| {
+                let flags = if t.last { LAST } else { 0 } | if t.from_prefill { FROM_PREFILL } else { 0 };
+                (t.id, t.token, flags)
+            }),
+        )?;
+        let admitted =
+            PyList::new(py, events.admitted.iter().map(|a| (a.id, a.cached_tokens, a.first_time)))?;
+        let preempted = PyList::new(py, &events.preempted)?;
+        let prefill_tokens: u32 = events.prefilled.iter().map(|p| p.tokens).sum();
+        (tokens, admitted, preempted, prefill_tokens).into_pyobject(py)
+    }
+
+    fn take_kv_events<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let log = self.engine.kv_log();
+        let list = PyList::empty(py);
+        for event in &log.events {
+            match event {
+                KvEvent::Stored { parent, hashes, tokens, salt } => {
+                    let (hashes, tokens) = (&log.hashes[hashes.clone()], &log.tokens[tokens.clone()]);
+                    list.append(("stored", *parent, hashes.to_vec(), tokens.to_vec(), salt.as_deref()))?;
+                }
+                KvEvent::Removed { hash } => list.append(("removed", *hash))?,
+                KvEvent::Cleared => list.append(("cleared",))?,
+            }
+        }
+        log.clear();
+        Ok(list)
+    }
+
+    fn reset_cache(&mut self) -> bool {
+        self.engine.reset_cache()
+    }
+
+    fn load<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let (load, counters) = (self.engine.load(), self.engine.load().counters);
+        let dict = PyDict::new(py);
+        dict.set_item("waiting", load.waiting)?;
+        dict.set_item("running", load.running)?;
+        dict.set_item("kv_usage", load.kv_usage)?;
+        for (name, count) in [
+            ("remaining_prefill_tokens", load.remaining_prefill_tokens),
+            ("context_tokens", load.context_tokens),
+            ("submitted", counters.submitted),
+            ("finished", counters.finished),
+            ("aborted", counters.aborted),
+            ("preemptions", counters.preemptions),
+            ("prompt_tokens", counters.prompt_tokens),
+            ("cached_prompt_tokens", counters.cached_prompt_tokens),
+            ("generation_tokens", counters.generation_tokens),
+            ("prefix_cache_queries", counters.prefix_cache_queries),
+            ("prefix_cache_hits", counters.prefix_cache_hits),
+            ("steps", counters.steps),
+        ] {
+            dict.set_item(name, count)?;
+        }
+        Ok(dict)
+    }
+}
+
+/// The tokens that an emulated engine answers `prompt` with.
+#[pyfunction]
+fn generate(
+    #[pyo3(from_py_with = tokens)] words: Vec<u32>,
+    vocabulary: u32,
+    #[pyo3(from_py_with = tokens)] prompt: Vec<u32>,
+    n: usize,
+) -> PyResult<Vec<u32>> {
+    let generator = Generator::new(words, vocabulary).map_err(refuse)?;
+    let mut read = Rolling::default();
+    read.read_all(&prompt);
+    Ok((0..n)
+        .map(|_| {
+            let token = generator.next(read);
+            read.read(token);
+            token
+        })
+        .collect())
+}
 
 /// Adds its classes and functions to the module.
-pub fn register(_module: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Engine>()?;
+    module.add_function(wrap_pyfunction!(generate, module)?)
 }

@@ -83,6 +83,8 @@ indicators! {
         "Output tokens still to come from requests running on the instance, as far as they are known.";
     IndexBlocks "index_blocks", "blocks", Instance, Router, "at each event or placement", "never",
         "Blocks that the KV index holds for the instance (the size of its tree).";
+    CacheFreeTokens "cache_free_tokens", "tokens", Instance, Router, "as fresh as the KV index", "where the instance's cache size is unknown",
+        "Tokens that the instance's KV cache can still take before it evicts, by the KV index: its capacity less what it holds, at least 0.";
     PrefillTokensPerSecond "prefill_tokens_per_second", "tokens/s", Instance, Router, "learned from first tokens", "until the first prefill was seen",
         "Prefill rate learned from our own traffic.";
     WindowPrefillTokens "window_prefill_tokens", "tokens", Instance, Router, "at once; decays with a time constant of 180 s", "never",

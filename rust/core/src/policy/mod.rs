@@ -8,6 +8,37 @@ pub mod registry;
 pub mod select;
 pub mod spec;
 
+mod aibrix_prefix;
+mod always_worst;
+mod cache_aware;
+mod dynamo;
+mod dynamo_linear;
+mod dynamo_reference;
+mod dynamo_two_tier;
+mod filter;
+mod ils;
+mod ils_requests;
+mod least_prefill;
+mod least_requests;
+mod least_tokens;
+mod linear;
+mod llmd_affinity;
+mod llmd_scorers;
+mod lmetric;
+mod power_of_two;
+mod preble;
+mod prefix_spill;
+mod random;
+mod ray_prefix;
+mod round_robin;
+mod session_affinity;
+mod simulation;
+mod vllm;
+
+#[cfg(test)]
+#[path = "../../tests/common/fleet.rs"]
+pub(crate) mod fleet;
+
 pub use expression::{ExpressionPolicy, ExpressionSource};
 pub use select::{best, ranking};
 pub use spec::{Knob, KnobKind, Knobs, PolicySpec};
@@ -92,4 +123,36 @@ pub trait Policy: Send + Sync {
         rng: &mut PolicyRng,
         scores: &mut Scores,
     ) -> Result<(), CoreError>;
+}
+
+/// A shipped policy written as expressions: the lowest `score` wins, then the lowest of each in `then`.
+fn lowest(
+    spec: &PolicySpec,
+    knobs: &Knobs,
+    score: &str,
+    then: &[&str],
+) -> Result<Box<dyn Policy>, CoreError> {
+    expression(spec, knobs, score, Prefer::Min, then)
+}
+
+/// The same where the highest `score` wins.
+fn highest(
+    spec: &PolicySpec,
+    knobs: &Knobs,
+    score: &str,
+    then: &[&str],
+) -> Result<Box<dyn Policy>, CoreError> {
+    expression(spec, knobs, score, Prefer::Max, then)
+}
+
+fn expression(
+    spec: &PolicySpec,
+    knobs: &Knobs,
+    score: &str,
+    prefer: Prefer,
+    then: &[&str],
+) -> Result<Box<dyn Policy>, CoreError> {
+    let then = then.iter().map(|text| (text.to_string(), Prefer::Min)).collect();
+    let source = ExpressionSource { filter: None, score: score.into(), prefer, then };
+    Ok(Box::new(ExpressionPolicy::new(spec.clone(), source, knobs)?))
 }

@@ -1,21 +1,85 @@
-//! Names to policies: one line each. (Simple form, to be replaced.)
-use super::expression::{ExpressionPolicy, ExpressionSource};
-use super::{Policy, PolicySpec};
-use crate::error::CoreError;
+//! Names to policies: one line each.
+use super::*;
+use crate::error::nearest;
 
-#[allow(missing_docs)]
-pub fn specs() -> Vec<&'static PolicySpec> {
-    Vec::new()
+type Build = fn(&Knobs) -> Result<Box<dyn Policy>, CoreError>;
+
+macro_rules! policies {
+    ($($module:ident,)*) => { &[$((&$module::SPEC, $module::build),)*] };
 }
 
-#[allow(missing_docs)]
+static POLICIES: &[(&PolicySpec, Build)] = policies![
+    lmetric,
+    round_robin,
+    random,
+    least_requests,
+    power_of_two,
+    session_affinity,
+    vllm,
+    linear,
+    filter,
+    aibrix_prefix,
+    dynamo_linear,
+    dynamo_reference,
+    dynamo,
+    dynamo_two_tier,
+    simulation,
+    llmd_scorers,
+    llmd_affinity,
+    cache_aware,
+    prefix_spill,
+    ray_prefix,
+    preble,
+    least_prefill,
+    ils,
+    ils_requests,
+    least_tokens,
+    always_worst,
+];
+
+/// Names of all policies, in the order of the docs page.
+pub fn names() -> Vec<&'static str> {
+    specs().into_iter().map(|spec| &*spec.name).collect()
+}
+
+/// Declarations of all policies, in the order of the docs page.
+pub fn specs() -> Vec<&'static PolicySpec> {
+    POLICIES.iter().map(|(spec, _)| *spec).collect()
+}
+
+/// The policy of that name with these knobs, the others at their defaults.
+///
+/// # Errors
+/// `UnknownName` with the nearest policy or knob, `BadValue` with the knob's range.
 pub fn build(name: &str, knobs: &[(String, f64)]) -> Result<Box<dyn Policy>, CoreError> {
-    let text = match name {
-        "lmetric" => "p_token * (bs + 1)",
-        "vllm" => "4 * q_bs + r_bs",
-        "round_robin" | "random" | "least_requests" => "bs",
-        _ => return Err(CoreError::UnknownName { kind: "policy".into(), name: name.into(), nearest: None }),
+    let Some((spec, build)) = POLICIES.iter().find(|(spec, _)| spec.name == name) else {
+        return Err(CoreError::UnknownName {
+            kind: "policy".into(),
+            name: name.into(),
+            nearest: nearest(name, names()),
+        });
     };
-    let source = ExpressionSource { score: text.into(), ..ExpressionSource::default() };
-    Ok(Box::new(ExpressionPolicy::custom(Some(name), source, knobs)?))
+    build(&Knobs::resolve(spec, knobs)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_slips_are_named() {
+        let names = names();
+        assert!(names.iter().all(|name| names.iter().filter(|n| *n == name).count() == 1));
+        assert!(names.contains(&"lmetric") && names.contains(&"always_worst"));
+        let error = |name, knobs: &[(String, f64)]| build(name, knobs).err().unwrap().to_string();
+        assert_eq!(error("lmetrik", &[]), "unknown policy \"lmetrik\"; did you mean \"lmetric\"?");
+        assert_eq!(
+            error("linear", &[("lan".into(), 0.5)]),
+            "unknown knob of policy linear \"lan\"; did you mean \"lam\"?"
+        );
+        assert_eq!(
+            error("linear", &[("lam".into(), 1.5)]),
+            "knob lam of policy linear: 1.5 is not valid; expected a number from 0 to 1"
+        );
+    }
 }

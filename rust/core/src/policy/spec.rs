@@ -37,6 +37,23 @@ pub struct Knob {
     pub about: &'static str,
 }
 
+impl Knob {
+    /// A real number within `[min, max]`.
+    pub const fn float(name: &'static str, min: f64, max: f64, default: f64, about: &'static str) -> Knob {
+        Knob { name, kind: KnobKind::Float { min, max }, default, about }
+    }
+
+    /// A whole number within `[min, max]`.
+    pub const fn int(name: &'static str, min: i64, max: i64, default: i64, about: &'static str) -> Knob {
+        Knob { name, kind: KnobKind::Int { min, max }, default: default as f64, about }
+    }
+
+    /// 0 or 1.
+    pub const fn flag(name: &'static str, default: bool, about: &'static str) -> Knob {
+        Knob { name, kind: KnobKind::Bool, default: if default { 1.0 } else { 0.0 }, about }
+    }
+}
+
 /// The declaration of a policy: a `const` for those that come with the router, made at run time for those that users
 /// write as expressions.
 #[derive(Clone, Debug)]
@@ -54,6 +71,37 @@ pub struct PolicySpec {
     pub symmetric: bool,
     /// Whether it uses randomness beyond breaking ties.
     pub random: bool,
+}
+
+impl PolicySpec {
+    /// A declaration of a policy that goes by indicators alone and draws only to break ties.
+    pub const fn new(
+        name: &'static str,
+        formula: &'static str,
+        source: &'static str,
+        knobs: &'static [Knob],
+    ) -> PolicySpec {
+        PolicySpec {
+            name: Cow::Borrowed(name),
+            formula: Cow::Borrowed(formula),
+            source: Cow::Borrowed(source),
+            knobs,
+            symmetric: true,
+            random: false,
+        }
+    }
+
+    /// The same, of a policy that draws.
+    pub const fn random(mut self) -> PolicySpec {
+        self.random = true;
+        self
+    }
+
+    /// The same, of a policy that goes by name or turn.
+    pub const fn asymmetric(mut self) -> PolicySpec {
+        self.symmetric = false;
+        self
+    }
 }
 
 /// Checked values of a policy's knobs, in the order of its declaration.

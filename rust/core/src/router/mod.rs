@@ -137,6 +137,8 @@ pub struct Router {
     restriction: Restriction,
     /// Requests placed, by slot.
     placed: Vec<u64>,
+    /// Blocks that each slot's KV cache holds, where known.
+    cache_blocks: Vec<Option<u32>>,
     /// Scratch of the predicted times to first token.
     ttft: Vec<f64>,
     receipts: ReceiptRing,
@@ -167,6 +169,7 @@ impl Router {
             eligible: Vec::new(),
             restriction: Restriction::Free,
             placed: Vec::new(),
+            cache_blocks: Vec::new(),
             ttft: Vec::new(),
             receipts: ReceiptRing::new(config.receipt_bytes),
             totals: Totals::default(),
@@ -193,6 +196,8 @@ impl Router {
         self.hit_blocks.resize(slots, 0);
         self.placed.resize(slots, 0);
         self.placed[id.index()] = 0;
+        self.cache_blocks.resize(slots, None);
+        self.cache_blocks[id.index()] = cache_blocks;
         self.index.add_instance(id, cache_blocks);
         Ok(id)
     }
@@ -607,9 +612,10 @@ impl Router {
 
     /// What the index learns of a placement.
     fn remember(&mut self, chosen: InstanceId, chain: &[u64]) {
+        let hit = self.hit_blocks[chosen.index()];
         match self.config.index_feed {
-            IndexFeed::Approximate => self.index.record(chosen, chain),
-            IndexFeed::Exact => self.index.touch(chosen, chain, self.hit_blocks[chosen.index()] as usize),
+            IndexFeed::Approximate => self.index.record_hit(chosen, chain, hit),
+            IndexFeed::Exact => self.index.touch(chosen, chain, hit),
         }
     }
 

@@ -1,0 +1,58 @@
+"""The command line. Data goes to stdout, everything else to stderr; exit codes are listed in docs/cli.md."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+OK, FAILED, USAGE, PORT_IN_USE, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def main() -> None:
+    """Run ``lmetric-router`` and exit. What a user can cause ends in one line, never in a traceback."""
+    try:
+        from lmetric.cli.app import build
+
+        completing = os.environ.get("COMP_WORDS", "") + os.environ.get("_TYPER_COMPLETE_ARGS", "")
+        build([*sys.argv[1:], *completing.split()])(prog_name="lmetric-router")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        # The reader has gone (`| head`). Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)
+    except Exception as error:
+        code = exit_code(error)
+        if code is None:
+            raise
+        print(f"lmetric-router: {describe(error)}", file=sys.stderr)
+        sys.exit(code)
+
+
+def exit_code(error: Exception) -> int | None:
+    """The exit code of an error that a user can cause; None for one that is ours."""
+    from lmetric._core import BadValueError, ExpressionError, LmetricError, UnknownNameError
+    from lmetric.config import ConfigError
+    from lmetric.engines.emulated import EngineStartError
+    from lmetric.profiles import ProfileError
+
+    if isinstance(error, BadValueError | ConfigError | ExpressionError | ProfileError | UnknownNameError):
+        return USAGE
+    if isinstance(error, EngineStartError) and isinstance(error.__cause__, Exception):
+        return exit_code(error.__cause__)
+    if isinstance(error, LmetricError | EngineStartError):
+        return FAILED
+    if isinstance(error, OSError):
+        if error.filename is not None:
+            return USAGE
+        unavailable = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
+        return PORT_IN_USE if error.errno in unavailable else FAILED
+    return None
+
+
+def describe(error: Exception) -> str:
+    """What went wrong, one line for each thing."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error).strip() or type(error).__name__

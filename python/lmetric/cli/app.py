@@ -1,0 +1,44 @@
+"""The command tree. Each command lives in its own module and imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import typer
+
+from lmetric.cli import bench, config, demo, engine, indicators, policies, replay, serve
+
+MODULES = (serve, engine, demo, replay, policies, indicators, config, bench)
+
+
+def build(words: Collection[str]) -> typer.Typer:
+    """The application. Options that take long to import are there for the commands among `words` only."""
+    app = typer.Typer(
+        help="Routes requests over fleets of LLM engines: new prefill tokens x batch size, no tuning.",
+        epilog="Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 port not free, 130 interrupted.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for module in MODULES:
+        name = module.__name__.rpartition(".")[2]
+        app.command(name)(module.build() if name in words and hasattr(module, "build") else module.command)
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"lmetric-router {version('lmetric-router')}")
+        raise typer.Exit
+
+
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Options before the command."""

@@ -1,0 +1,54 @@
+"""Options made from a pydantic model: its fields give the flags, their help, defaults and checks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+
+M = TypeVar("M", bound="BaseModel")
+
+
+def command_for(model: type[M], run: Callable[[M], None], doc: str | None) -> Callable[..., None]:
+    """A typer command with one option for each field of `model`, which hands the checked model to `run`."""
+    from pydantic import ValidationError
+
+    def command(**given: Any) -> None:
+        try:
+            options = model.model_validate(given)
+        except ValidationError as error:
+            raise typer.BadParameter(problems(error)) from None
+        run(options)
+
+    parameters = []
+    for name, field in model.model_fields.items():
+        option = typer.Option(help=field.description)
+        annotation = Annotated[field.annotation, option]  # type: ignore[name-defined]
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.get_default(call_default_factory=True),
+                annotation=annotation,
+            )
+        )
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = doc
+    return command
+
+
+def problems(error: ValidationError) -> str:
+    """What is wrong with a model's values, by flag."""
+    found = []
+    for problem in error.errors(include_url=False):
+        flag = (
+            "--" + "-".join(str(part).replace("_", "-") for part in problem["loc"]) if problem["loc"] else ""
+        )
+        found.append(f"{flag} {problem['input']!r}: {problem['msg']}" if flag else problem["msg"])
+    return "; ".join(found)

@@ -1,0 +1,189 @@
+"""``lmetric-router replay``: a trace against any OpenAI-compatible server, as it once arrived."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from lmetric.replay import Player, Report
+    from lmetric.sim.traces import Trace
+
+
+def command(
+    trace: Annotated[Path, typer.Option(help="Trace file (Mooncake JSON lines; .gz is decompressed).")],
+    target: Annotated[str, typer.Option(metavar="URL", help="Server, e.g. http://127.0.0.1:8000.")],
+    speed: Annotated[float, typer.Option(help="Arrivals this many times as fast as in the trace.")] = 1.0,
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask for [default: the only one served].")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Send only the first N requests.")] = None,
+    max_input_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Leave out requests with longer prompts.")
+    ] = None,
+    start: Annotated[float, typer.Option(min=0, help="Begin this many trace seconds in.")] = 0.0,
+    slo_ttft: Annotated[
+        float | None, typer.Option(help="Goodput counts a TTFT of at most S seconds.")
+    ] = None,
+    slo_tpot: Annotated[
+        float | None, typer.Option(help="Goodput counts a TPOT of at most S seconds.")
+    ] = None,
+    clock_speed: Annotated[
+        float, typer.Option(help="The engines' clock runs N times as fast: report times on that clock.")
+    ] = 1.0,
+    chat: Annotated[bool, typer.Option(help="Use /v1/chat/completions instead of /v1/completions.")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Ask for exactly the trace's output length (a vLLM field).")
+    ] = True,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = None,
+    timeout: Annotated[float, typer.Option(help="Give a request up after S seconds of silence.")] = 300.0,
+    seed: Annotated[int, typer.Option(min=0, help="Other seeds write other prompts for the same ids.")] = 0,
+    skip_bad_lines: Annotated[bool, typer.Option(help="Count lines that cannot be read and go on.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Send a trace to a server with open-loop arrivals; print latencies, hit rate, goodput, errors.
+
+    Each request leaves when the trace says, whatever became of those before it. Prompts are rebuilt from the
+    trace's block ids so that equal ids are equal text. Ctrl-C prints what there is so far and exits with 130.
+    """
+    from lmetric.cli.show import note, print_json, stdout
+    from lmetric.replay import Client, Slo, summarize
+    from lmetric.sim.traces import load_trace
+
+    for name, value in (("--speed", speed), ("--clock-speed", clock_speed), ("--timeout", timeout)):
+        if not value > 0:
+            raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
+    loaded = load_trace(trace, on_bad_line="skip" if skip_bad_lines else "stop")
+    for bad in loaded.bad_lines[:3]:
+        note(f"skipped {bad}")
+    if len(loaded.bad_lines) > 3:
+        note(f"skipped {len(loaded.bad_lines) - 3} further lines")
+    chosen = loaded.between(start, float("inf"))
+    if max_input_tokens is not None:
+        chosen = chosen.at_most(max_input_tokens)
+    if requests is not None:
+        chosen = chosen.first(requests)
+    if not len(chosen):
+        raise typer.BadParameter(f"none of the {len(loaded)} requests of {trace} is left to send")
+    client = Client(
+        target, model=model, chat=chat, api_key=api_key, ignore_eos=ignore_eos, timeout_seconds=timeout
+    )
+    player = _play(chosen.faster(speed), client, seed)
+    report = summarize(
+        player.records,
+        player.seconds,
+        slo=Slo(slo_ttft, slo_tpot),
+        clock_speed=clock_speed,
+        interrupted=player.interrupted,
+    )
+    setting = {
+        "trace": str(trace),
+        "target": client.base_url,
+        "model": client.model,
+        "speed": speed,
+        "trace_requests": len(loaded),
+        "chosen_requests": len(chosen),
+        "bad_lines": len(loaded.bad_lines),
+    }
+    if as_json:
+        print_json({**setting, "report": report})
+    else:
+        _print(report, setting, stdout())
+    if warning := lag_warning(report):
+        note(f"warning: {warning}")
+    if player.interrupted:
+        raise typer.Exit(130)
+    if not report.completed:
+        raise typer.Exit(1)
+
+
+def _play(trace: Trace, client: object, seed: int) -> Player:
+    import signal
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from lmetric.cli.show import stderr
+    from lmetric.replay import Client, Player
+    from lmetric.sim.prompts import PromptWriter
+
+    assert isinstance(client, Client)
+
+    async def play() -> Player:
+        async with client:
+            player = Player(trace, client, PromptWriter(seed=seed))
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, player.stop)
+            columns = (TextColumn("sent"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            with Progress(*columns, TextColumn("{task.fields[state]}"), console=stderr()) as progress:
+                bar = progress.add_task("", total=len(trace), state="")
+                running = asyncio.create_task(player.run())
+                while not running.done():
+                    await asyncio.wait([running], timeout=0.2)
+                    failed = sum(record.error is not None for record in player.records)
+                    progress.update(
+                        bar,
+                        completed=len(player.records),
+                        state=f"{player.in_flight} in flight, {failed} failed",
+                    )
+                await running
+            return player
+
+    import uvloop
+
+    return uvloop.run(play())
+
+
+def lag_warning(report: Report) -> str | None:
+    """What to tell where the generator did not keep its schedule: the load was then not the trace's."""
+    from lmetric.replay.report import LATE_SECONDS
+
+    if not report.late_requests or report.lag_seconds is None:
+        return None
+    return (
+        f"{report.late_requests} of {report.requests} requests left over {LATE_SECONDS * 1e3:g} ms late "
+        f"(at most {report.lag_seconds.max:.3f} s): this machine could not send the trace at this speed"
+    )
+
+
+def _print(report: Report, setting: dict[str, object], console: object) -> None:
+    from lmetric.cli.show import print_table
+
+    clock = f", seconds of the engines' clock (x {report.clock_speed:g})" if report.clock_speed != 1 else ""
+    spreads = {"TTFT": report.ttft_seconds, "TPOT": report.tpot_seconds, "end to end": report.e2e_seconds}
+    rows = [
+        [name, *(f"{value:.4f}" for value in (spread.mean, spread.p50, spread.p90, spread.p99, spread.max))]
+        for name, spread in spreads.items()
+        if spread is not None
+    ]
+    title = f"{report.completed} of {report.requests} requests done in {report.duration_seconds:.1f} s{clock}"
+    print_table(["seconds", "mean", "p50", "p90", "p99", "max"], rows, title=title)
+    good = report.goodput
+    rates = (
+        f"{good.requests_per_second:.2f} requests/s, {good.tokens_per_second:.0f} tokens/s, {good.share:.1%}"
+    )
+    bounds = [
+        f"{name} <= {bound:g} s"
+        for name, bound in (("TTFT", good.slo_ttft_seconds), ("TPOT", good.slo_tpot_seconds))
+        if bound is not None
+    ]
+    hit = (
+        "not reported by the server" if report.hit_rate is None else f"{report.hit_rate:.1%} of prompt tokens"
+    )
+    facts = [
+        ["hit rate", hit],
+        [
+            "throughput",
+            f"{report.requests_per_second:.2f} requests/s, {report.tokens_per_second:.0f} tokens/s",
+        ],
+        [f"goodput ({', '.join(bounds) or 'no SLO given'})", rates],
+        ["failed", str(report.failed)],
+        *([f"  {kind}", f"{error.count}: {error.example}"] for kind, error in report.errors.items()),
+    ]
+    if report.unfinished:
+        facts.append(["unfinished when interrupted", str(report.unfinished)])
+    if report.lag_seconds is not None:
+        lag = report.lag_seconds
+        facts.append(["sent late by (wall time)", f"p50 {lag.p50 * 1e3:.1f} ms, max {lag.max * 1e3:.1f} ms"])
+    print_table(["", ""], facts)

@@ -1,0 +1,207 @@
+"""A streaming client for any OpenAI-compatible completions server that keeps the times of one request.
+
+aiohttp's client is what this costs (figures: docs/cli.md, `replay`); a report says when the generator fell
+behind its own schedule.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import orjson
+
+from lmetric._core import LmetricError
+
+_ENDS = {"stop", "length", "tool_calls"}  # any other finish reason means that the answer is not whole
+_CONNECT_SECONDS = 10.0
+
+
+class ReplayError(LmetricError):
+    """The server cannot be replayed against at all."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What happened to one request. Times are wall seconds since the run began; None: it never happened."""
+
+    index: int  # in the trace
+    due: float  # when the trace wanted it sent
+    sent: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    prompt_tokens: int | None = None  # as the server counted; None where it did not say
+    cached_tokens: int | None = (
+        None  # of the prompt, found in an engine's prefix cache; None where it did not say
+    )
+    output_tokens: int = 0  # as the server counted, or else the chunks that carried text
+    ended: bool = False  # a finish reason of a whole answer was seen
+    error: str | None = (
+        None  # kind: connect, reset, timeout, truncated, http_N, stream_error, malformed, aborted, empty
+    )
+    detail: str = ""
+
+    @property
+    def completed(self) -> bool:
+        return self.ended and self.error is None
+
+    def fail(self, kind: str, detail: object) -> None:
+        self.error, self.detail = kind, str(detail)[:300]
+
+
+class Client:
+    """Connections to one server. Use as an async context."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,
+        chat: bool = False,
+        api_key: str | None = None,
+        ignore_eos: bool = True,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        root = base_url.rstrip("/").removesuffix("/v1")
+        if not root.startswith(("http://", "https://")):
+            raise ReplayError(f"the target must be an http:// or https:// address, got {base_url!r}")
+        self.base_url = root
+        self.model = model or ""
+        self._url = f"{root}/v1/{'chat/completions' if chat else 'completions'}"
+        self._chat = chat
+        self._ignore_eos = ignore_eos
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        # Silence between two reads is bounded, a long answer is not.
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_SECONDS, sock_read=timeout_seconds
+        )
+
+    async def __aenter__(self) -> Client:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout, headers=self._headers
+        )
+        try:
+            if not self.model:
+                self.model = await self._only_model()
+        except BaseException:
+            await self._session.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def _only_model(self) -> str:
+        """The one model the server names; ReplayError where it cannot be asked, or names none or several."""
+        try:
+            async with self._session.get(f"{self.base_url}/v1/models") as answer:
+                body = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ReplayError(f"cannot reach {self.base_url}: {error or type(error).__name__}") from None
+        if answer.status != 200:
+            raise ReplayError(f"{self.base_url}/v1/models answered {answer.status}: {_message(body)}")
+        try:
+            names = [str(model["id"]) for model in orjson.loads(body)["data"]]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise ReplayError(f"{self.base_url}/v1/models is no list of models: {body[:80]!r}") from None
+        if len(names) != 1:
+            raise ReplayError(
+                f"{self.base_url} serves {', '.join(names) or 'no model'}: name one with --model"
+            )
+        return names[0]
+
+    def body(self, prompt: str, output_tokens: int) -> bytes:
+        """The request for `output_tokens` (at least 1) tokens after `prompt`."""
+        request: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": max(1, output_tokens),
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._ignore_eos:
+            request["ignore_eos"] = True
+        if self._chat:
+            request["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            request["prompt"] = prompt
+        return orjson.dumps(request)
+
+    async def send(self, body: bytes, record: Record, start: float) -> None:
+        """Send `body` now and fill in `record`; `start` is the run's begin by ``time.monotonic()``."""
+        record.sent = time.monotonic() - start
+        try:
+            async with self._session.post(self._url, data=body) as answer:
+                if answer.status != 200:
+                    record.fail(f"http_{answer.status}", _message(await answer.read()))
+                    return
+                await self._read_stream(answer.content, record, start)
+        except aiohttp.ClientConnectorError as error:
+            record.fail("connect", error)
+        except TimeoutError as error:  # before ClientError: aiohttp's time-outs are both
+            record.fail("timeout", error or "no answer in time")
+        except aiohttp.ClientPayloadError as error:
+            record.fail("truncated", error)
+        except (aiohttp.ClientError, OSError) as error:
+            record.fail("reset", error or type(error).__name__)
+
+    async def _read_stream(self, content: aiohttp.StreamReader, record: Record, start: float) -> None:
+        rest = b""
+        async for piece in content.iter_any():
+            now = time.monotonic() - start
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                if not line.startswith(b"data:"):  # blank lines, comments, other fields
+                    continue
+                data = line[5:].strip()
+                if data != b"[DONE]" and not self._event(data, record, now):
+                    return
+        if not record.ended:
+            record.fail("truncated", "the stream ended without a finish reason")
+        elif record.first_token is None:
+            record.fail("empty", "the answer holds no text")
+
+    def _event(self, data: bytes, record: Record, now: float) -> bool:
+        """Take in one event; False where nothing after it counts."""
+        try:
+            event = orjson.loads(data)
+            if "error" in event:
+                record.fail("stream_error", event["error"].get("message", event["error"]))
+                return False
+            for choice in event["choices"]:
+                text = choice["delta"].get("content") if self._chat else choice["text"]
+                if text or choice.get("token_ids"):
+                    if record.first_token is None:
+                        record.first_token = now
+                    record.last_token = now
+                    record.output_tokens += 1
+                reason = choice.get("finish_reason")
+                if reason in _ENDS:
+                    record.ended = True
+                elif reason is not None:
+                    record.fail("aborted", f"finish reason {reason}")
+                    return False
+            if usage := event.get("usage"):
+                record.prompt_tokens = usage["prompt_tokens"]
+                record.output_tokens = usage["completion_tokens"]
+                record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            record.fail("malformed", f"{type(error).__name__} {error} in {data[:120]!r}")
+            return False
+        return True
+
+
+def _message(body: bytes) -> str:
+    """The words of an error answer: an OpenAI error object's message, or else its first bytes."""
+    try:
+        error = orjson.loads(body)["error"]
+        return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

@@ -1,0 +1,1 @@
+"""Traces, prompts rebuilt from them, and reports over per-request records."""

@@ -1,0 +1,26 @@
+//! The least context tokens on the instance, of requests still in prefill, too.
+use super::*;
+
+pub static SPEC: PolicySpec = PolicySpec::new(
+    "least_tokens",
+    "tokens, lowest",
+    "SIBYL Appendix J in tokens; STAR section 6.1 (current KV load)",
+    &[],
+);
+
+pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
+    lowest(&SPEC, knobs, "tokens", &[])
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::indicators::Indicator::*;
+    use crate::policy::fleet::{Fleet, policy};
+
+    #[test]
+    fn sees_what_ils_is_blind_to() {
+        let fleet = Fleet::new(2).set(Tokens, &[9000.0, 4000.0]).set(DecodeTokens, &[1000.0, 4000.0]);
+        assert_eq!(fleet.best(&*policy("least_tokens", &[])), Some(1));
+        assert_eq!(fleet.best(&*policy("ils", &[])), Some(0));
+    }
+}

@@ -1,0 +1,90 @@
+//! Preble's E2: exploit the holders while more is cached than missing, else explore by cost.
+//!
+//! The cost of an instance is the work of the last minutes (prefill and output, decayed with 180 s for Preble's window of
+//! three minutes) plus this request's: what it must prefill, and what must be prefilled again because it is evicted to make room
+//! (taken as 0 where the cache size is unknown). A holder is passed over once it costs `rebalance` times what the cheapest does,
+//! both with this request placed there.
+use super::*;
+
+pub static SPEC: PolicySpec = PolicySpec::new(
+    "preble",
+    "cost = prefill_seconds * (window_prefill_tokens + new_tokens + max(0, new_tokens - cache_free_tokens)) + decode_seconds * window_output_tokens; where hit_tokens > new_tokens: least cost of the longest match, unless above rebalance * min(cost); else least cost",
+    "Preble (ICLR 2025), Algorithms 1 and 2 (E2)",
+    &[
+        Knob::float(
+            "prefill_seconds",
+            0.0,
+            1.0,
+            1e-4,
+            "time to prefill one token, s; only its ratio to decode_seconds matters",
+        ),
+        Knob::float(
+            "decode_seconds",
+            0.0,
+            1.0,
+            3e-4,
+            "share of the instance's time that one output token takes, s: a step of 10 ms shared by 32",
+        ),
+        Knob::float("rebalance", 1.0, 1e6, 1.5, "how many times the least cost a holder may cost"),
+    ],
+);
+
+const COST: &str = "(prefill_seconds * (window_prefill_tokens + new_tokens \
+    + where(cache_free_tokens < new_tokens, new_tokens - cache_free_tokens, 0)) \
+    + decode_seconds * window_output_tokens)";
+
+pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
+    lowest(
+        &SPEC,
+        knobs,
+        &format!(
+            "where((hit_tokens > new_tokens) & (hit_tokens >= max(hit_tokens)) & ({COST} <= rebalance * min({COST})), 0, 1)"
+        ),
+        &[COST],
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::indicators::Indicator::*;
+    use crate::policy::fleet::{Fleet, policy};
+
+    fn fleet(window: [f64; 3]) -> Fleet {
+        Fleet::new(3)
+            .set(CacheFreeTokens, &[1e6; 3])
+            .set(WindowPrefillTokens, &window)
+            .prompt(1000.0, &[600.0, 600.0, 0.0])
+    }
+
+    #[test]
+    fn exploits_the_cheapest_holder_while_more_is_cached_than_missing() {
+        // Costs 1300, 900 and 1000 tokens: both holders are within 1.5 times the least.
+        assert_eq!(fleet([900.0, 500.0, 0.0]).order(&*policy("preble", &[])), [1, 0, 2]);
+        let half = Fleet::new(2)
+            .set(CacheFreeTokens, &[1e6; 2])
+            .set(WindowPrefillTokens, &[600.0, 0.0])
+            .prompt(1000.0, &[500.0, 0.0]);
+        assert_eq!(half.best(&*policy("preble", &[])), Some(1), "half cached explores: 1100 against 1000");
+    }
+
+    #[test]
+    fn passes_over_a_holder_that_costs_too_much_more() {
+        // The least cost is slot 2's, 1000 tokens to prefill: holders may cost up to 1500, so 1100 before this request.
+        assert_eq!(fleet([1100.0, 9000.0, 0.0]).best(&*policy("preble", &[])), Some(0));
+        assert_eq!(fleet([1101.0, 9000.0, 0.0]).best(&*policy("preble", &[])), Some(2));
+        assert_eq!(fleet([1101.0, 9000.0, 0.0]).best(&*policy("preble", &[("rebalance", 2.0)])), Some(0));
+    }
+
+    #[test]
+    fn output_and_eviction_cost_too() {
+        let knobs = [("prefill_seconds", 1.0), ("decode_seconds", 0.5)];
+        let fleet = Fleet::new(3)
+            .set(WindowPrefillTokens, &[10.0, 10.0, 10.0])
+            .set(WindowOutputTokens, &[0.0, 8.0, 0.0])
+            .set(CacheFreeTokens, &[f64::NAN, 100.0, 30.0])
+            .prompt(100.0, &[0.0, 0.0, 0.0]);
+        let scores = fleet.scores(&*policy("preble", &knobs));
+        assert_eq!(scores.score, [1.0; 3], "nothing cached: explore");
+        assert_eq!(scores.then[0], [110.0, 114.0, 180.0]);
+    }
+}

@@ -1,0 +1,101 @@
+//! A snapshot built by hand, for tests of policies: shared by the unit tests and the conformance suite.
+#![allow(dead_code)]
+use lmetric_core::indicators::{Columns, INDICATORS, Indicator, Scope, Snapshot};
+use lmetric_core::policy::{Policy, PolicyRng, Scores, best, ranking};
+use rand::SeedableRng;
+
+/// Indicators of some instances, all 0 to begin with.
+#[derive(Clone, Debug)]
+pub struct Fleet {
+    pub columns: Columns,
+    pub eligible: Vec<bool>,
+    pub names: Vec<u64>,
+    pub ordinal: u64,
+    pub session: Option<u64>,
+    pub seed: u64,
+}
+
+impl Fleet {
+    pub fn new(slots: usize) -> Fleet {
+        let mut columns = Columns::default();
+        columns.resize(slots);
+        // A request's own indicators live in slot 0; what reads them elsewhere is wrong.
+        for decl in INDICATORS.iter().filter(|d| d.scope == Scope::Request) {
+            columns.get_mut(decl.id)[1..].fill(f64::NAN);
+        }
+        let names = (0..slots as u64).map(|i| (i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect();
+        Fleet { columns, eligible: vec![true; slots], names, ordinal: 0, session: None, seed: 0 }
+            .request(Indicator::Instances, slots as f64)
+    }
+
+    pub fn slots(&self) -> usize {
+        self.eligible.len()
+    }
+
+    pub fn set(mut self, id: Indicator, values: &[f64]) -> Fleet {
+        self.columns.get_mut(id).copy_from_slice(values);
+        self
+    }
+
+    pub fn request(mut self, id: Indicator, value: f64) -> Fleet {
+        self.columns.get_mut(id)[0] = value;
+        self
+    }
+
+    /// Sets the prompt's length and what each instance holds of it, and all that follows from them and the queue.
+    pub fn prompt(mut self, prompt_tokens: f64, hit_tokens: &[f64]) -> Fleet {
+        for (i, hit) in hit_tokens.iter().enumerate() {
+            let queued = self.columns.get(Indicator::QueuedPrefillTokens)[i];
+            for (id, value) in [
+                (Indicator::HitTokens, *hit),
+                (Indicator::KvHit, if prompt_tokens > 0.0 { hit / prompt_tokens } else { 0.0 }),
+                (Indicator::NewTokens, prompt_tokens - hit),
+                (Indicator::PToken, (queued + prompt_tokens - hit).max(1.0)),
+            ] {
+                self.columns.get_mut(id)[i] = value;
+            }
+        }
+        self.request(Indicator::PromptTokens, prompt_tokens)
+    }
+
+    /// Runs `policy` under this fleet's seed.
+    pub fn scores(&self, policy: &dyn Policy) -> Scores {
+        let mut scores = Scores::default();
+        scores.reset(self.slots());
+        self.rescore(policy, &mut PolicyRng::seed_from_u64(self.seed), &mut scores);
+        scores
+    }
+
+    pub fn rescore(&self, policy: &dyn Policy, rng: &mut PolicyRng, scores: &mut Scores) {
+        let snapshot = Snapshot {
+            columns: &self.columns,
+            eligible: &self.eligible,
+            eligible_count: self.eligible.iter().filter(|e| **e).count(),
+            name_hashes: &self.names,
+            ordinal: self.ordinal,
+            session: self.session,
+        };
+        policy.score(&snapshot, rng, scores).expect("a score");
+    }
+
+    /// Scores alone.
+    pub fn score(&self, policy: &dyn Policy) -> Vec<f64> {
+        self.scores(policy).score
+    }
+
+    /// The slot chosen.
+    pub fn best(&self, policy: &dyn Policy) -> Option<usize> {
+        best(&self.scores(policy), &self.eligible, &mut PolicyRng::seed_from_u64(self.seed))
+    }
+
+    /// All slots, best first.
+    pub fn order(&self, policy: &dyn Policy) -> Vec<u32> {
+        ranking(&self.scores(policy), &self.eligible, &mut PolicyRng::seed_from_u64(self.seed))
+    }
+}
+
+/// The registered policy of that name.
+pub fn policy(name: &str, knobs: &[(&str, f64)]) -> Box<dyn Policy> {
+    let knobs: Vec<_> = knobs.iter().map(|(name, value)| (name.to_string(), *value)).collect();
+    lmetric_core::policy::registry::build(name, &knobs).expect("a registered policy")
+}

@@ -1,0 +1,105 @@
+//! One request inside the engine, and the store of them.
+use crate::text::Rolling;
+use std::sync::Arc;
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum State {
+    #[default]
+    Vacant,
+    Waiting,
+    Prefill,
+    Decode,
+}
+
+/// A request. While it decodes, its length is not counted up token by token: it follows from the engine's tick.
+#[derive(Clone, Debug, Default)]
+pub struct Sequence {
+    pub state: State,
+    pub id: u64,
+    pub priority: i64,
+    /// Ordinal of the submission: ties of priority are broken by it, and it tells requests in one slot apart.
+    pub order: u64,
+    pub prompt_tokens: u32,
+    pub output_tokens: u32,
+    /// Prompt and output tokens so far; while decoding, what they were at `since`.
+    pub total: u32,
+    /// Tick at which it began to decode.
+    pub since: u64,
+    /// Tick at which its last token comes.
+    pub end: u64,
+    /// Tokens whose KV is computed; while decoding, all but the last.
+    pub computed: u32,
+    /// Prompt tokens that came out of the cache when it was first admitted.
+    pub cached: Option<u32>,
+    /// Place in the list of decoding sequences, and in the list of those that cross a block edge at the same tick.
+    pub at: u32,
+    pub crossing_at: u32,
+    /// Hashes of its full blocks, as far as known.
+    pub chain: Vec<u64>,
+    /// Where the chain starts.
+    pub root: u64,
+    pub salt: Option<Arc<str>>,
+    /// Its blocks, and how many leading ones carry their hash.
+    pub blocks: Vec<u32>,
+    pub named: usize,
+    /// Token ids, where the request came with them, and what the generator has read.
+    pub tokens: Vec<u32>,
+    pub read: Rolling,
+}
+
+impl Sequence {
+    pub fn total_at(&self, tick: u64) -> u32 {
+        match self.state {
+            State::Decode => self.total + (tick - self.since) as u32,
+            _ => self.total,
+        }
+    }
+
+    /// What the engine orders by: lower runs earlier, higher is preempted first.
+    pub fn rank(&self) -> (i64, u64) {
+        (self.priority, self.order)
+    }
+}
+
+/// Sequences by slot. Slots and their buffers are used again.
+#[derive(Clone, Debug, Default)]
+pub struct Sequences {
+    slots: Vec<Sequence>,
+    vacant: Vec<u32>,
+}
+
+impl Sequences {
+    pub fn insert(&mut self) -> u32 {
+        self.vacant.pop().unwrap_or_else(|| {
+            self.slots.push(Sequence::default());
+            self.slots.len() as u32 - 1
+        })
+    }
+
+    pub fn remove(&mut self, slot: u32) {
+        let sequence = &mut self[slot];
+        let (mut chain, mut blocks, mut tokens) = (
+            std::mem::take(&mut sequence.chain),
+            std::mem::take(&mut sequence.blocks),
+            std::mem::take(&mut sequence.tokens),
+        );
+        chain.clear();
+        blocks.clear();
+        tokens.clear();
+        *sequence = Sequence { chain, blocks, tokens, ..Default::default() };
+        self.vacant.push(slot);
+    }
+}
+
+impl std::ops::Index<u32> for Sequences {
+    type Output = Sequence;
+    fn index(&self, slot: u32) -> &Sequence {
+        &self.slots[slot as usize]
+    }
+}
+
+impl std::ops::IndexMut<u32> for Sequences {
+    fn index_mut(&mut self, slot: u32) -> &mut Sequence {
+        &mut self.slots[slot as usize]
+    }
+}

@@ -1,0 +1,290 @@
+//! Small cases worked out by hand.
+use lmetric_sim::{Admission, Engine, Generator, KvEvent, Order, Profile, Prompt, Request, Settings};
+
+fn round() -> Profile {
+    Profile {
+        fixed_seconds: 1.0,
+        decode_seconds_per_sequence: 0.1,
+        decode_seconds_per_context_token: 0.001,
+        prefill_seconds_per_token: 0.01,
+        prefill_seconds_per_attention_pair: 0.0001,
+        max_batch_tokens: 64,
+        max_sequences: 8,
+        block_tokens: 16,
+        cache_blocks: 32,
+    }
+}
+
+fn words() -> Generator {
+    Generator::new((0..100).collect(), 1000).unwrap()
+}
+
+fn ask(id: u64, tokens: &[u32], output_tokens: u32) -> Request<'_> {
+    Request { id, prompt: Prompt::Tokens(tokens), output_tokens, priority: 0, salt: None }
+}
+
+fn close(a: f64, b: f64) {
+    assert!((a - b).abs() < 1e-9, "{a} is not {b}");
+}
+
+/// Prompts of `n` tokens, told apart by their first token.
+fn prompt(first: u32, n: u32) -> Vec<u32> {
+    (0..n).map(|i| if i == 0 { first } else { i }).collect()
+}
+
+#[test]
+fn two_requests_share_steps() {
+    let mut engine = Engine::new(round(), Settings::default(), Some(words())).unwrap();
+    assert_eq!(engine.start_step(0.0), None);
+    let (a, b) = (prompt(500, 100), prompt(501, 20));
+    engine.submit(&ask(1, &a, 3), 0.0).unwrap();
+
+    // 64 of A's 100 tokens: 1 + 64 x 0.01 + 64 x 32 x 0.0001
+    let end = engine.start_step(0.0).unwrap();
+    close(end, 1.8448);
+    engine.submit(&ask(2, &b, 2), 1.0).unwrap(); // arrives while the step runs
+    let events = engine.finish_step();
+    assert_eq!((events.prefilled[0].tokens, events.prefilled[0].done, events.tokens.len()), (64, false, 0));
+
+    // The other 36 behind 64, and B's 20: 1 + 56 x 0.01 + (36 x (64 + 18) + 20 x 10) x 0.0001
+    let end2 = engine.start_step(end).unwrap();
+    close(end2 - end, 1.0 + 0.56 + 0.3152);
+    let events = engine.finish_step();
+    assert_eq!(
+        events.tokens.iter().map(|t| (t.id, t.from_prefill, t.last)).collect::<Vec<_>>(),
+        [(1, true, false), (2, true, false)]
+    );
+
+    // Both decode, with 101 and 21 tokens of context: 1 + 2 x 0.1 + 122 x 0.001
+    let end3 = engine.start_step(end2).unwrap();
+    close(end3 - end2, 1.322);
+    assert_eq!(engine.finish_step().finished, [2]);
+
+    // A alone, 102 tokens: 1 + 0.1 + 0.102
+    let end4 = engine.start_step(end3).unwrap();
+    close(end4 - end3, 1.202);
+    assert_eq!(engine.finish_step().finished, [1]);
+    assert_eq!(engine.start_step(end4), None);
+
+    let load = engine.load();
+    assert_eq!((load.running, load.waiting, load.kv_usage), (0, 0, 0.0));
+    let c = load.counters;
+    assert_eq!((c.prompt_tokens, c.generation_tokens, c.finished, c.steps), (120, 5, 2, 4));
+}
+
+#[test]
+fn a_prompt_seen_before_hits_whole_blocks_but_never_its_last_token() {
+    for (tokens, hit) in [(64, 48), (65, 64), (15, 0), (17, 16)] {
+        let mut engine = Engine::new(round(), Settings::default(), Some(words())).unwrap();
+        let prompt = prompt(7, tokens);
+        for (id, expected) in [(1, 0), (2, hit)] {
+            engine.submit(&ask(id, &prompt, 1), 0.0).unwrap();
+            engine.start_step(0.0).unwrap();
+            assert_eq!(engine.finish_step().admitted[0].cached_tokens, expected, "{tokens} tokens");
+            while engine.start_step(0.0).is_some() {
+                engine.finish_step();
+            }
+        }
+        let counters = engine.load().counters;
+        assert_eq!(counters.prefix_cache_queries, u64::from(2 * tokens));
+        assert_eq!(counters.prefix_cache_hits, u64::from(hit));
+    }
+}
+
+#[test]
+fn generated_tokens_are_cached_too_and_the_next_turn_hits_them() {
+    let mut engine = Engine::new(round(), Settings::default(), Some(words())).unwrap();
+    let mut turn = prompt(7, 20);
+    engine.submit(&ask(1, &turn, 30), 0.0).unwrap();
+    while engine.start_step(0.0).is_some() {
+        turn.extend(engine.finish_step().tokens.iter().map(|token| token.token));
+    }
+    // 20 + 30 tokens, the last one not computed: 49, so three full blocks.
+    turn.extend(prompt(9, 10));
+    engine.submit(&ask(2, &turn, 1), 0.0).unwrap();
+    engine.start_step(0.0).unwrap();
+    assert_eq!(engine.finish_step().admitted[0].cached_tokens, 48);
+}
+
+#[test]
+fn salts_share_nothing() {
+    let mut engine = Engine::new(round(), Settings::default(), Some(words())).unwrap();
+    let prompt = prompt(7, 33);
+    for (id, salt, hit) in [(1, None, 0), (2, Some("a"), 0), (3, Some("a"), 32), (4, Some("b"), 0)] {
+        engine.submit(&Request { salt, ..ask(id, &prompt, 1) }, 0.0).unwrap();
+        engine.start_step(0.0).unwrap();
+        assert_eq!(engine.finish_step().admitted[0].cached_tokens, hit, "request {id}");
+    }
+}
+
+#[test]
+fn the_cache_log_names_parents_tokens_and_removals() {
+    let profile = Profile { cache_blocks: 4, ..round() };
+    let settings = Settings { kv_events: true, ..Settings::default() };
+    let mut engine = Engine::new(profile, settings, Some(words())).unwrap();
+    let first = prompt(7, 34);
+    engine.submit(&ask(1, &first, 1), 0.0).unwrap();
+    engine.start_step(0.0).unwrap();
+    engine.finish_step();
+    let log = engine.kv_log();
+    let [KvEvent::Stored { parent: None, hashes, tokens, salt: None }] = &log.events[..] else {
+        panic!("{log:?}")
+    };
+    assert_eq!((hashes.len(), &log.tokens[tokens.clone()]), (2, &first[..32]));
+    let stored = log.hashes[hashes.clone()].to_vec();
+    log.clear();
+
+    // Three of four blocks: the empty ones go first (one never used, one that held two tokens), then the tail.
+    let second = prompt(8, 40);
+    engine.submit(&ask(2, &second, 1), 0.0).unwrap();
+    engine.start_step(0.0).unwrap();
+    engine.finish_step();
+    let log = engine.kv_log();
+    assert_eq!(log.events[0], KvEvent::Removed { hash: stored[1] });
+    assert!(matches!(log.events[1], KvEvent::Stored { parent: None, .. }));
+    log.clear();
+
+    // The next turn of the second: behind its two blocks, so the parent is named.
+    let third = prompt(8, 50);
+    engine.submit(&ask(3, &third, 1), 0.0).unwrap();
+    engine.start_step(0.0).unwrap();
+    assert_eq!(engine.finish_step().admitted[0].cached_tokens, 32);
+    let log = engine.kv_log();
+    let Some(KvEvent::Stored { parent: Some(_), hashes, tokens, .. }) = log.events.last() else {
+        panic!("{log:?}")
+    };
+    assert_eq!((hashes.len(), &log.tokens[tokens.clone()]), (1, &third[32..48]));
+    log.clear();
+    assert!(engine.reset_cache());
+    assert_eq!(engine.kv_log().events, [KvEvent::Cleared]);
+}
+
+#[test]
+fn want_of_blocks_puts_the_latest_back_and_its_text_stays() {
+    let alone = |prompt: &[u32], n| {
+        let mut engine = Engine::new(round(), Settings::default(), Some(words())).unwrap();
+        engine.submit(&ask(1, prompt, n), 0.0).unwrap();
+        let mut text = Vec::new();
+        while engine.start_step(0.0).is_some() {
+            text.extend(engine.finish_step().tokens.iter().map(|t| t.token));
+        }
+        text
+    };
+    // 4 blocks: both fit with 2 blocks each, until the first needs its third one.
+    let mut engine =
+        Engine::new(Profile { cache_blocks: 4, ..round() }, Settings::default(), Some(words())).unwrap();
+    let (a, b) = (prompt(7, 30), prompt(8, 30));
+    engine.submit(&ask(1, &a, 20), 0.0).unwrap();
+    engine.submit(&ask(2, &b, 20), 0.0).unwrap();
+    let (mut texts, mut preempted, mut finished) = ([vec![], vec![]], vec![], vec![]);
+    while engine.start_step(0.0).is_some() {
+        let events = engine.finish_step();
+        preempted.extend(events.preempted.clone());
+        finished.extend(events.finished.clone());
+        events.tokens.iter().for_each(|t| texts[t.id as usize - 1].push(t.token));
+    }
+    assert_eq!((preempted, finished), (vec![2], vec![1, 2]));
+    assert_eq!(texts, [alone(&a, 20), alone(&b, 20)]);
+    let counters = engine.load().counters;
+    assert_eq!((counters.preemptions, counters.prompt_tokens, counters.generation_tokens), (1, 60, 40));
+}
+
+#[test]
+fn reserving_admission_lets_in_what_fits_and_one_always() {
+    let settings = Settings { admission: Admission::Reserve, ..Settings::default() };
+    let profile = Profile { cache_blocks: 4, ..round() }; // 64 tokens
+    let mut engine = Engine::new(profile, settings, None).unwrap();
+    let chain = |id, hashes, tokens, output_tokens| Request {
+        id,
+        prompt: Prompt::Chain { hashes, tokens },
+        output_tokens,
+        priority: 0,
+        salt: None,
+    };
+    engine.submit(&chain(1, &[1, 2], 20, 5), 0.0).unwrap();
+    engine.submit(&chain(2, &[1, 3, 4], 44, 5), 0.0).unwrap(); // 20 + 44 = 64: just fits
+    engine.submit(&chain(3, &[], 200, 2), 0.0).unwrap(); // more than all memory: waits until it is alone
+    let end = engine.start_step(0.0).unwrap();
+    let events = engine.finish_step();
+    assert_eq!(events.admitted.iter().map(|a| (a.id, a.cached_tokens)).collect::<Vec<_>>(), [(1, 0), (2, 0)]);
+    assert_eq!(engine.load().waiting, 1);
+    // All of 20 + 44 prompt tokens in one step of 64; then both decode, four steps at once.
+    let jump = engine.start_steps(end, f64::INFINITY).unwrap();
+    // Step i has 21 + 45 + 2 i tokens of context, i = 0 to 3.
+    close(jump - end, 4.0 * (1.0 + 0.2 + 0.066) + 0.001 * 2.0 * 6.0);
+    let events = engine.finish_step();
+    assert_eq!((events.steps, &events.finished[..]), (4, &[1, 2][..]));
+    assert_eq!(engine.load().counters.generation_tokens, 10);
+    engine.start_step(jump).unwrap();
+    assert_eq!(engine.finish_step().admitted[0].id, 3);
+
+    // Five blocks went into a cache of four. Of [1, 2] (then partial), [1, 3, 4]: the first of a chain is the newest.
+    assert_eq!([engine.hit_tokens(&[1, 2], 20), engine.hit_tokens(&[1, 3, 4], 44)], [19, 43]);
+    assert_eq!(engine.hit_tokens(&[1, 3, 5], 60), 32);
+}
+
+#[test]
+fn priority_reorders_the_queue_only_when_asked_to() {
+    for (order, expected) in [(Order::Fcfs, [1, 2, 3]), (Order::Priority, [1, 3, 2])] {
+        let profile = Profile { max_sequences: 1, ..round() };
+        let mut engine =
+            Engine::new(profile, Settings { order, ..Settings::default() }, Some(words())).unwrap();
+        let prompt = prompt(7, 5);
+        for (id, priority, at) in [(1, 0, 0.0), (2, 0, 0.1), (3, -1, 0.2)] {
+            engine.submit(&Request { priority, ..ask(id, &prompt, 2) }, at).unwrap();
+        }
+        let (mut now, mut finished) = (0.0, vec![]);
+        while let Some(end) = engine.start_step(now) {
+            finished.extend(engine.finish_step().finished.clone());
+            now = end;
+        }
+        assert_eq!(finished, expected);
+    }
+}
+
+#[test]
+fn a_step_does_not_see_what_comes_after_its_start() {
+    let mut engine = Engine::new(round(), Settings::default(), Some(words())).unwrap();
+    let prompt = prompt(7, 5);
+    engine.submit(&ask(1, &prompt, 1), 2.0).unwrap();
+    assert_eq!(engine.start_step(1.0), None);
+    assert!(engine.start_step(2.0).is_some());
+}
+
+#[test]
+fn an_abort_while_a_step_runs_leaves_the_others_alone() {
+    let mut engine = Engine::new(round(), Settings::default(), Some(words())).unwrap();
+    let (a, b) = (prompt(7, 40), prompt(8, 24));
+    engine.submit(&ask(1, &a, 4), 0.0).unwrap();
+    engine.submit(&ask(2, &b, 4), 0.0).unwrap();
+    engine.start_step(0.0).unwrap();
+    assert!(engine.abort(1) && !engine.abort(1) && !engine.abort(9));
+    engine.submit(&ask(3, &a, 4), 0.0).unwrap(); // takes the slot of the aborted one
+    let events = engine.finish_step();
+    assert_eq!(events.tokens.iter().map(|t| t.id).collect::<Vec<_>>(), [2]);
+    engine.start_step(1.0).unwrap();
+    // The aborted prompt was in the batch to the end of its step, so its blocks are there.
+    assert_eq!(engine.finish_step().admitted[0].cached_tokens, 32);
+}
+
+#[test]
+fn what_cannot_be_is_refused_with_reasons() {
+    let mut engine = Engine::new(round(), Settings::default(), Some(words())).unwrap();
+    let p = prompt(7, 20);
+    engine.submit(&ask(1, &p, 1), 0.0).unwrap();
+    let long = vec![1; 512];
+    let hashes = Request { prompt: Prompt::Chain { hashes: &[1], tokens: 16 }, ..ask(2, &p, 1) };
+    for (request, reason) in [
+        (ask(2, &[], 1), "at least one"),
+        (ask(2, &p, 0), "at least 1"),
+        (ask(1, &p, 1), "not in the engine already"),
+        (ask(2, &long, 2), "at most 512"),
+        (ask(2, &[1000], 1), "0 to 999"),
+        (hashes, "token ids"),
+    ] {
+        let message = engine.submit(&request, 0.0).unwrap_err().to_string();
+        assert!(message.contains(reason), "{message}");
+    }
+    engine.submit(&ask(2, &long, 1), 0.0).unwrap(); // the last token needs no place
+    assert_eq!(engine.load().counters.submitted, 2);
+}

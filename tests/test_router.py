@@ -1,0 +1,243 @@
+"""The embedded router: ``lmetric.Router`` without a server."""
+
+import array
+import gc
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import lmetric as lm
+from lmetric import _core
+
+
+def fleet(policy: object = "lmetric", n: int = 4, **settings: object) -> _core.Router:
+    router = _core.Router(policy, **settings)  # type: ignore[arg-type]
+    for i in range(n):
+        router.add_instance(f"e{i}")
+    return router
+
+
+TOKENS = np.arange(8192, dtype=np.uint32)
+
+
+def test_a_request_goes_back_to_its_cache_and_the_receipt_says_why() -> None:
+    router = fleet()
+    first, ticket = router.route(tokens=TOKENS, request_id="r-1")
+    assert first.predicted_hit_tokens == 0
+    ticket.sent()
+    ticket.first_token()
+    ticket.tokens(3)
+    ticket.finished(prompt_tokens=8192, cached_tokens=0, output_tokens=4)
+    second, _held = router.route(tokens=TOKENS)
+    assert second.instance == first.instance
+    assert second.predicted_hit_tokens == 8176  # whole blocks, never the last token
+    assert second.ranking()[0] == second.instance
+    receipt = router.receipt(first.id)
+    assert receipt is not None
+    assert receipt["request_id"] == "r-1"
+    assert receipt["outcome"] == "finished"
+    assert receipt["cached_tokens"] == 0
+    assert set(receipt["best"][0]["terms"]) == {"p_token", "bs"}
+    assert len(receipt["scores"]) == 4
+    assert router.receipt(10**9) is None
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        TOKENS,
+        TOKENS.astype(np.int32),
+        TOKENS.astype(np.int64),
+        array.array("I", TOKENS.tolist()),
+        TOKENS.tobytes(),
+        memoryview(TOKENS),
+    ],
+    ids=["u32", "i32", "i64", "array", "bytes", "memoryview"],
+)
+def test_every_buffer_of_the_same_tokens_is_the_same_prompt(tokens: object) -> None:
+    router = fleet()
+    first, _one = router.route(tokens=TOKENS)
+    again, _two = router.route(tokens=tokens)
+    assert (again.instance, again.predicted_hit_tokens) == (first.instance, 8176)
+
+
+def test_text_and_block_hashes_match_too_and_salts_never() -> None:
+    router = fleet()
+    text = "the quick brown fox " * 500
+    first, _a = router.route(text=text)
+    again, _b = router.route(text=text.encode())
+    assert again.instance == first.instance
+    assert again.predicted_hit_tokens > 2000
+    salted, _c = router.route(text=text, salt="tenant")
+    assert salted.predicted_hit_tokens == 0
+    hashes = np.arange(100, dtype=np.uint64)
+    router.route(block_hashes=hashes)[1].finished()
+    longer, _d = router.route(block_hashes=np.arange(101, dtype=np.uint64))
+    assert longer.predicted_hit_tokens == 1600
+    assert router.route(tokens=hashes)[0].predicted_hit_tokens == 0, "tokens and hashes are different domains"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": [1, 2, 3]}, "not a list"),
+        ({"tokens": np.zeros(3)}, "integers"),
+        ({"tokens": np.array([-1], dtype=np.int64)}, "0 to 2"),
+        ({"tokens": np.zeros((2, 2), dtype=np.uint32)}, "one dimension"),
+        ({"tokens": np.zeros(20, dtype=np.uint32)[::2]}, "C-contiguous"),
+        ({"tokens": b"abc"}, "multiple of 4"),
+        ({}, "exactly one"),
+        ({"tokens": TOKENS, "text": "x"}, "exactly one"),
+    ],
+)
+def test_prompts_of_the_wrong_kind_are_refused(arguments: dict[str, object], message: str) -> None:
+    router = fleet()
+    with pytest.raises(lm.BadValueError, match=message):
+        router.route(**arguments)  # type: ignore[arg-type]
+    assert router.in_flight() == 0
+
+
+def test_wrong_names_offer_the_nearest() -> None:
+    with pytest.raises(lm.UnknownNameError, match="lmetric"):
+        _core.Router("lmetrik")
+    with pytest.raises(lm.ExpressionError, match="p_token"):
+        _core.Router("p_tokn * (bs + 1)")
+    router = fleet()
+    with pytest.raises(lm.UnknownNameError, match="e3"):
+        router.set_health("e_3", False)
+    with pytest.raises(lm.UnknownNameError, match="refused"):
+        router.route(tokens=TOKENS)[1].failed("refussed")
+    with pytest.raises(lm.BadValueError, match="approximate"):
+        _core.Router(index="fuzzy")
+    with pytest.raises(lm.BadValueError, match="no instance"):
+        router.add_instance("e0")
+
+
+def test_nobody_there_is_an_error() -> None:
+    with pytest.raises(lm.NoInstanceError, match="no instances"):
+        _core.Router().route(tokens=TOKENS)
+    router = fleet(n=2)
+    router.set_health("e0", False)
+    router.drain("e1")
+    with pytest.raises(lm.NoInstanceError, match="none of the 2"):
+        router.route(tokens=TOKENS)
+
+
+def test_a_refused_request_moves_on_and_a_closed_ticket_says_so() -> None:
+    router = fleet(n=2)
+    decision, ticket = router.route(tokens=TOKENS)
+    other = ticket.failed("refused")
+    assert other is not None
+    assert other != decision.instance
+    assert ticket.instance == other
+    assert ticket.failed("timeout") is None
+    assert not ticket.open
+    with pytest.raises(lm.TicketError, match="closed"):
+        ticket.first_token()
+
+
+def test_with_and_del_close_the_ticket() -> None:
+    router = fleet()
+    with router.route(tokens=TOKENS)[1]:
+        assert router.in_flight() == 1
+    assert router.in_flight() == 0
+    held = router.route(tokens=TOKENS)
+    del held
+    gc.collect()
+    assert router.in_flight() == 0
+    assert router.stats()["dropped"] == 2
+
+
+def test_load_reports_and_indicators() -> None:
+    router = fleet("4 * q_bs + r_bs", n=2)
+    router.engine_report("e0", waiting=3, running=1, kv_usage=0.5)
+    columns = router.indicators()
+    np.testing.assert_array_equal(columns["bs"], [4, 0])
+    assert columns["kv_usage"][0] == 0.5
+    assert np.isnan(columns["kv_usage"][1])
+    np.testing.assert_array_equal(router.score(tokens=TOKENS), [13, 0])
+    with pytest.raises(lm.BadValueError, match="waiting"):
+        router.engine_report("e0", waiting=-1)
+
+
+def test_batch_scores_equal_single_ones() -> None:
+    router = fleet(n=3)
+    router.route(tokens=TOKENS)[1].finished()
+    prompts = [TOKENS[:100], TOKENS[:0], TOKENS]
+    offsets = np.cumsum([0, *map(len, prompts)])
+    batch = router.score_batch(np.concatenate(prompts), offsets)
+    assert batch.shape == (3, 3)
+    for row, prompt in zip(batch, prompts, strict=True):
+        np.testing.assert_array_equal(row, router.score(tokens=prompt))
+    with pytest.raises(lm.BadValueError, match="offsets"):
+        router.score_batch(TOKENS, np.array([0, 99999]))
+
+
+def test_exact_feed_by_engine_hashes() -> None:
+    router = fleet(index="exact", block_size=16)
+    tokens = TOKENS[:64]
+    assert router.route(tokens=tokens)[0].predicted_hit_tokens == 0
+    hashes = np.array([11, 22, 33], dtype=np.uint64)
+    assert router.blocks_stored("e2", hashes, tokens[:48]) == 0
+    decision, _held = router.route(tokens=tokens)
+    assert (decision.instance, decision.predicted_hit_tokens) == ("e2", 48)
+    router.blocks_removed("e2", hashes[2:])
+    assert router.route(tokens=tokens)[0].predicted_hit_tokens in (0, 32)
+    assert router.blocks_stored("e2", np.array([44], dtype=np.uint64), tokens[48:], parent=99) == 1
+    router.blocks_cleared("e2")
+    assert router.route(tokens=tokens)[0].predicted_hit_tokens == 0
+    with pytest.raises(lm.BadValueError, match="16 a block|a block"):
+        router.blocks_stored("e2", hashes, tokens[:40])
+
+
+def test_a_python_function_decides_and_its_faults_are_told() -> None:
+    calls: list[set[str]] = []
+
+    def last(columns: dict[str, np.ndarray]) -> np.ndarray:
+        calls.append(set(columns))
+        return -np.arange(len(columns["bs"]), dtype=float)
+
+    router = fleet(lm.policy_function(last, reads=[lm.BS, lm.P_TOKEN]), n=3)
+    assert router.route(tokens=TOKENS)[0].instance == "e2"
+    assert calls == [{"bs", "p_token"}]
+
+    wrong = fleet(lm.policy_function(lambda columns: np.zeros(7), reads=[lm.BS]), n=3)
+    with pytest.raises(lm.LmetricError, match="7 scores for 3"):
+        wrong.route(tokens=TOKENS)
+    broken = fleet(lm.policy_function(lambda columns: columns["nope"], reads=[lm.BS]), n=3)
+    with pytest.raises(lm.LmetricError, match="nope"):
+        broken.route(tokens=TOKENS)
+    assert broken.in_flight() == 0
+
+
+def test_equal_instances_share_idle_traffic() -> None:
+    router = fleet(n=4)
+    counts = Counter(router.route(tokens=TOKENS[:10])[0].instance for _ in range(400))
+    assert set(counts) == {"e0", "e1", "e2", "e3"}
+    assert min(counts.values()) > 50
+
+
+def test_threads_share_a_router() -> None:
+    router = fleet("p_token * (bs + 1)", n=8)
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(300):
+            prompt = rng.integers(0, 1000, 256, dtype=np.uint32)
+            _, ticket = router.route(tokens=prompt)
+            ticket.first_token()
+            if rng.random() < 0.5:
+                ticket.finished()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    gc.collect()
+    assert router.in_flight() == 0
+    assert router.stats()["decisions"] == 1200
+    assert all(row["bs"] == 0 for row in router.stats()["instances"].values())
