@@ -53,7 +53,7 @@ def command(
     if as_json:
         print_json({"setting": setting, "reports": reports})
     else:
-        stdout().print(_summary(setting, reports))
+        stdout().print(_summary(setting, reports), soft_wrap=True)
     from lmetric.cli.replay import lag_warning
 
     for name, report in reports.items():
@@ -81,8 +81,7 @@ def _watch(setting: Setting) -> dict[str, Report]:
 
     async def play(live: Live) -> None:
         def show(moment: Moment) -> None:
-            done = [_summary(setting, reports)] if reports else []
-            live.update(Group(Text(describe(setting)), _view(moment), *done), refresh=True)
+            live.update(Group(_summary(setting, reports), _view(moment)), refresh=True)
 
         async for policy, report in demo.run(setting, show):
             reports[policy] = report
@@ -108,6 +107,9 @@ def describe(setting: Setting) -> str:
 
 
 def _view(moment: Moment) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
     from lmetric.cli.show import table
 
     player = moment.player
@@ -115,11 +117,9 @@ def _view(moment: Moment) -> RenderableType:
     scale = moment.clock_speed
     mean = f"mean TTFT {sum(first) / len(first) * scale:.2f} s" if first else "no token yet"
     sent = f"sent {len(player.records)} of {len(player.trace)}, {player.in_flight} in flight"
-    return table(
-        ["engine", "running", "waiting", "KV used", "hit rate"],
-        [_row(index, state) for index, state in enumerate(moment.engines)],
-        title=f"{moment.policy}: {sent}, {mean}",
-    )
+    rows = [_row(index, state) for index, state in enumerate(moment.engines)]
+    columns = ["engine", "running", "waiting", "KV used", "hit rate"]
+    return Group(Text(f"{moment.policy}: {sent}, {mean}"), table(columns, rows))
 
 
 def _row(index: int, state: EngineState | None) -> list[str]:
@@ -130,13 +130,14 @@ def _row(index: int, state: EngineState | None) -> list[str]:
 
 
 def _summary(setting: Setting, reports: dict[str, Report]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
     from lmetric.cli.show import table
 
-    return table(
-        ["policy", "TTFT mean", "p50", "p90", "p99", "TPOT mean", "p99", "hit rate", "failed"],
-        [_figures(name, report) for name, report in reports.items()],
-        title=describe(setting),
-    )
+    columns = ["policy", "TTFT mean", "p50", "p90", "p99", "TPOT mean", "p99", "hit rate", "failed"]
+    rows = [_figures(name, report) for name, report in reports.items()]
+    return Group(Text(describe(setting)), table(columns, rows))
 
 
 def _figures(name: str, report: Report) -> list[str]:
