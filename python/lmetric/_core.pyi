@@ -1,16 +1,22 @@
 """The compiled core. Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=None`` reads it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmetric.policies import Policy, PolicyFunction
+
 # A C-contiguous buffer: numpy array, array.array, bytes, memoryview. Never a list on the fast path.
 Buffer = Any
 
 class LmetricError(Exception): ...
-class ExpressionError(LmetricError): ...
+class ExpressionError(LmetricError):
+    text: str  # the expression
+    start: int  # where the offending part starts, in characters
+    end: int  # where it ends
+    part: str  # score, filter, then[0]: set by lmetric.Policy
 class UnknownNameError(LmetricError): ...
 class BadValueError(LmetricError): ...
 class NoInstanceError(LmetricError): ...
@@ -20,7 +26,7 @@ class TicketError(LmetricError): ...
 class Router:
     def __init__(
         self,
-        policy: str | PolicySource = "lmetric",
+        policy: str | Policy | PolicyFunction | None = "lmetric",
         *,
         knobs: Mapping[str, float] | None = None,
         block_size: int = 16,
@@ -114,11 +120,23 @@ class Ticket:
     def __enter__(self) -> Ticket: ...
     def __exit__(self, *args: object) -> None: ...  # closes as an abort where still open
 
-class PolicySource: ...
+MAX_EXPRESSION_LENGTH: int
+
+@final
+class Program:
+    def __new__(cls, text: str, kind: str = "any", knobs: dict[str, float] | None = None) -> Program: ...
+    @property
+    def reads(self) -> list[str]: ...
+    def evaluate(
+        self, columns: dict[str, NDArray[np.float64]], eligible: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.float64] | NDArray[np.bool_]: ...
 
 def indicator_table() -> list[dict[str, str]]: ...
 def policy_table() -> list[dict[str, Any]]: ...
-def check_expression(text: str, kind: str = "score") -> list[str]: ...  # names of the indicators read; raises ExpressionError
+def check_expression(
+    text: str, kind: str = "score", knobs: dict[str, float] | None = None
+) -> list[str]: ...  # names of the indicators read; raises ExpressionError
+def nearest_name(name: str, known: list[str]) -> str | None: ...
 def bench_decision(**kwargs: Any) -> list[dict[str, Any]]: ...
 
 class WireError(LmetricError): ...

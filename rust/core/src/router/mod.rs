@@ -614,7 +614,7 @@ impl Router {
     fn remember(&mut self, chosen: InstanceId, chain: &[u64]) {
         match self.config.index_feed {
             IndexFeed::Approximate => self.index.record(chosen, chain),
-            IndexFeed::Exact => self.index.touch(chosen, chain, self.hit_blocks[chosen.index()] as usize),
+            IndexFeed::Exact => self.index.touch(chosen, chain, self.hit_blocks[chosen.index()]),
         }
     }
 
