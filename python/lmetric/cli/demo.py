@@ -18,7 +18,7 @@ def command(
         list[str] | None, typer.Option(help="Policy; repeatable [default: round_robin, vllm, lmetric].")
     ] = None,
     engines: Annotated[int, typer.Option(min=1, max=64, help="Emulated engines.")] = 4,
-    requests: Annotated[int, typer.Option(min=1, max=1000, help="Requests of the slice.")] = 600,
+    requests: Annotated[int, typer.Option(min=1, max=1000, help="Requests of the slice.")] = 500,
     speed: Annotated[
         float, typer.Option(help="Arrivals, on the engines' clock, against the trace's.")
     ] = 0.55,
@@ -98,11 +98,11 @@ def _watch(setting: Setting) -> dict[str, Report]:
 
 
 def describe(setting: Setting) -> str:
-    """What is simulated, in a line: nobody should take the figures for a GPU's."""
+    """What is simulated: nobody should take the figures for a GPU's."""
     return (
-        f"{setting.engines} emulated engines ({setting.profile}), no GPU; times on their clock, which runs "
-        f"{setting.clock_speed:g} x the wall's; first {setting.requests} requests of Mooncake's conversation "
-        f"trace at {setting.speed:g} x its rate"
+        f"First {setting.requests} requests of Mooncake's conversation trace at {setting.speed:g} x its rate,\n"
+        f"over {setting.engines} emulated engines ({setting.profile}, no GPU).\n"
+        f"Times are on the engines' clock, which runs {setting.clock_speed:g} x the wall's."
     )
 
 
@@ -137,7 +137,7 @@ def _summary(setting: Setting, reports: dict[str, Report]) -> RenderableType:
 
     columns = ["policy", "TTFT mean", "p50", "p90", "p99", "TPOT mean", "p99", "hit rate", "failed"]
     rows = [_figures(name, report) for name, report in reports.items()]
-    return Group(Text(describe(setting)), table(columns, rows))
+    return Group(Text(describe(setting)), table(columns, rows) if rows else "")
 
 
 def _figures(name: str, report: Report) -> list[str]:

@@ -142,7 +142,7 @@ def lag_warning(report: Report) -> str | None:
     if not report.late_requests or report.lag_seconds is None:
         return None
     return (
-        f"{report.late_requests} of {report.requests} requests left over {LATE_SECONDS * 1e3:g} ms late "
+        f"{report.late_requests} of {report.requests} requests were sent over {LATE_SECONDS * 1e3:g} ms late "
         f"(at most {report.lag_seconds.max:.3f} s): this machine could not send the trace at this speed"
     )
 
