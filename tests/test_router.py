@@ -5,9 +5,10 @@ import gc
 import threading
 from collections import Counter
 
-import lmetric as lm
 import numpy as np
 import pytest
+
+import lmetric as lm
 from lmetric import _core
 
 

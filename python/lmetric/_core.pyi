@@ -1,16 +1,22 @@
 """The compiled core. Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=None`` reads it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmetric.policies import Policy, PolicyFunction
+
 # A C-contiguous buffer: numpy array, array.array, bytes, memoryview. Never a list on the fast path.
 Buffer = Any
 
 class LmetricError(Exception): ...
-class ExpressionError(LmetricError): ...
+class ExpressionError(LmetricError):
+    text: str  # the expression
+    start: int  # where the offending part starts, in characters
+    end: int  # where it ends
+    part: str  # score, filter, then[0]: set by lmetric.Policy
 class UnknownNameError(LmetricError): ...
 class BadValueError(LmetricError): ...
 class NoInstanceError(LmetricError): ...
@@ -20,7 +26,7 @@ class TicketError(LmetricError): ...
 class Router:
     def __init__(
         self,
-        policy: str | PolicySource = "lmetric",
+        policy: str | Policy | PolicyFunction | None = "lmetric",
         *,
         knobs: Mapping[str, float] | None = None,
         block_size: int = 16,
@@ -114,11 +120,23 @@ class Ticket:
     def __enter__(self) -> Ticket: ...
     def __exit__(self, *args: object) -> None: ...  # closes as an abort where still open
 
-class PolicySource: ...
+MAX_EXPRESSION_LENGTH: int
+
+@final
+class Program:
+    def __new__(cls, text: str, kind: str = "any", knobs: dict[str, float] | None = None) -> Program: ...
+    @property
+    def reads(self) -> list[str]: ...
+    def evaluate(
+        self, columns: dict[str, NDArray[np.float64]], eligible: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.float64] | NDArray[np.bool_]: ...
 
 def indicator_table() -> list[dict[str, str]]: ...
 def policy_table() -> list[dict[str, Any]]: ...
-def check_expression(text: str, kind: str = "score") -> list[str]: ...  # names of the indicators read; raises ExpressionError
+def check_expression(
+    text: str, kind: str = "score", knobs: dict[str, float] | None = None
+) -> list[str]: ...  # names of the indicators read; raises ExpressionError
+def nearest_name(name: str, known: list[str]) -> str | None: ...
 def bench_decision(**kwargs: Any) -> list[dict[str, Any]]: ...
 
 class WireError(LmetricError): ...
@@ -164,3 +182,42 @@ class ResponseScanner:
     def tokens(self) -> int: ...  # output tokens counted from events
     @property
     def usage(self) -> tuple[int | None, int | None, int | None]: ...  # prompt, cached, output tokens
+
+# -- engine model (rust/py/src/engine.rs) ------------------------------------------------------------------------
+
+@final
+class Engine:
+    """One emulated engine: queue, batch, KV cache and steps. It has no clock: times (seconds) come in and go out.
+
+    ``profile``: the constants of `lmetric.profiles.Profile`; ``words``: u32 token ids that answers are made of,
+    below ``vocabulary``. Raises ValueError for constants that no engine can have.
+    """
+
+    def __init__(
+        self,
+        profile: Mapping[str, float],
+        words: Buffer,
+        vocabulary: int,
+        *,
+        admission: str = "vllm",  # or "reserve"
+        order: str = "fcfs",  # or "priority"
+        kv_events: bool = False,
+    ) -> None: ...
+    def submit(
+        self, prompt: Buffer, output_tokens: int, now: float, *, priority: int = 0, salt: str | None = None
+    ) -> int: ...  # the request's key; ValueError where the engine could never serve it
+    def abort(self, id: int) -> bool: ...  # False: not in the engine
+    def start_step(self, now: float) -> float | None: ...  # its end; None: nothing to do at `now`
+    def finish_step(
+        self,
+    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, bool]], list[int], int]: ...
+    # tokens (key, token id, flags: 1 the last, 2 out of a prefill), admitted (key, cached tokens, for the first
+    # time), preempted (keys), prompt tokens computed
+    def take_kv_events(self) -> list[tuple[Any, ...]]: ...
+    # ("stored", parent | None, block hashes, token ids, salt | None), ("removed", block hash), ("cleared",)
+    def reset_cache(self) -> bool: ...  # False: a request uses a block
+    def load(self) -> dict[str, Any]: ...  # waiting, running, kv_usage (0..1), counters
+
+def generate(
+    words: Buffer, vocabulary: int, prompt: Buffer, n: int
+) -> list[int]: ...  # what an engine answers

@@ -12,9 +12,10 @@ OK, FAILED, USAGE, PORT_IN_USE, INTERRUPTED = 0, 1, 2, 3, 130
 def main() -> None:
     """Run ``lmetric-router`` and exit. What a user can cause ends in one line, never in a traceback."""
     try:
-        from lmetric.cli.app import app
+        from lmetric.cli.app import build
 
-        app(prog_name="lmetric-router")
+        completing = os.environ.get("COMP_WORDS", "") + os.environ.get("_TYPER_COMPLETE_ARGS", "")
+        build([*sys.argv[1:], *completing.split()])(prog_name="lmetric-router")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
@@ -32,15 +33,21 @@ def main() -> None:
 def exit_code(error: Exception) -> int | None:
     """The exit code of an error that a user can cause; None for one that is ours."""
     from lmetric._core import BadValueError, ExpressionError, LmetricError, UnknownNameError
+    from lmetric.config import ConfigError
+    from lmetric.engines.emulated import EngineStartError
+    from lmetric.profiles import ProfileError
 
-    if isinstance(error, BadValueError | ExpressionError | UnknownNameError):
+    if isinstance(error, BadValueError | ConfigError | ExpressionError | ProfileError | UnknownNameError):
         return USAGE
-    if isinstance(error, LmetricError):
-        return getattr(error, "exit_code", FAILED)
+    if isinstance(error, EngineStartError) and isinstance(error.__cause__, Exception):
+        return exit_code(error.__cause__)
+    if isinstance(error, LmetricError | EngineStartError):
+        return FAILED
     if isinstance(error, OSError):
-        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES) and error.filename is None:
-            return PORT_IN_USE
-        return USAGE if error.filename is not None else FAILED
+        if error.filename is not None:
+            return USAGE
+        unavailable = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
+        return PORT_IN_USE if error.errno in unavailable else FAILED
     return None
 
 

@@ -1,8 +1,153 @@
-"""``lmetric-router demo``: three policies, one trace, engines that need no GPU."""
+"""``lmetric-router demo``: several policies, one trace, engines that need no GPU."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
 
-def command() -> None:
-    """Play a slice of a real trace under three policies over emulated engines."""
-    raise NotImplementedError
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lmetric.demo import EngineState, Moment, Setting
+    from lmetric.replay import Report
+
+
+def command(
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policy; repeatable [default: round_robin, vllm, lmetric].")
+    ] = None,
+    engines: Annotated[int, typer.Option(min=1, max=64, help="Emulated engines.")] = 4,
+    requests: Annotated[int, typer.Option(min=1, max=1000, help="Requests of the slice.")] = 600,
+    speed: Annotated[
+        float, typer.Option(help="Arrivals, on the engines' clock, against the trace's.")
+    ] = 0.55,
+    clock_speed: Annotated[float, typer.Option(help="The engines' clock against the wall's.")] = 10.0,
+    max_input_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Leave out requests with longer prompts.")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="Profile of the engines.")] = "qwen3-30b-a3b-h20",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
+) -> None:
+    """Play a slice of a real trace under several policies over emulated engines, and compare.
+
+    Every policy gets the same arrivals and fresh engines. The engines model a GPU's step times on a clock
+    that runs faster than the wall's; TTFT and TPOT are in seconds of that clock.
+    """
+    from lmetric.cli.show import note, print_json, stdout
+    from lmetric.demo import Setting
+
+    for name, value in (("--speed", speed), ("--clock-speed", clock_speed)):
+        if not value > 0:
+            raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
+    setting = Setting(
+        policies=policy or ["round_robin", "vllm", "lmetric"],
+        engines=engines,
+        profile=profile,
+        clock_speed=clock_speed,
+        speed=speed,
+        requests=requests,
+        max_input_tokens=max_input_tokens,
+    )
+    reports = _watch(setting)
+    if as_json:
+        print_json({"setting": setting, "reports": reports})
+    else:
+        stdout().print(_summary(setting, reports))
+    from lmetric.cli.replay import lag_warning
+
+    for name, report in reports.items():
+        if warning := lag_warning(report):
+            note(f"warning: {name}: {warning}")
+        for kind, error in report.errors.items():
+            note(f"{name}: {error.count} requests failed ({kind}: {error.example})")
+    if any(report.interrupted for report in reports.values()):
+        raise typer.Exit(130)
+    if any(report.failed for report in reports.values()):
+        raise typer.Exit(1)
+
+
+def _watch(setting: Setting) -> dict[str, Report]:
+    import uvloop
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from lmetric import demo
+    from lmetric.cli.show import note, stderr
+
+    reports: dict[str, Report] = {}
+    console = stderr()
+
+    async def play(live: Live) -> None:
+        def show(moment: Moment) -> None:
+            done = [_summary(setting, reports)] if reports else []
+            live.update(Group(Text(describe(setting)), _view(moment), *done), refresh=True)
+
+        async for policy, report in demo.run(setting, show):
+            reports[policy] = report
+            if not console.is_terminal:
+                note(f"{policy}: {report.completed} of {report.requests} requests, {_ttft(report)}")
+
+    with Live(
+        Text("starting engines and router"), console=console, transient=True, auto_refresh=False
+    ) as live:
+        if not console.is_terminal:
+            note(describe(setting))
+        uvloop.run(play(live))
+    return reports
+
+
+def describe(setting: Setting) -> str:
+    """What is simulated, in a line: nobody should take the figures for a GPU's."""
+    return (
+        f"{setting.engines} emulated engines ({setting.profile}), no GPU; times on their clock, which runs "
+        f"{setting.clock_speed:g} x the wall's; first {setting.requests} requests of Mooncake's conversation "
+        f"trace at {setting.speed:g} x its rate"
+    )
+
+
+def _view(moment: Moment) -> RenderableType:
+    from lmetric.cli.show import table
+
+    player = moment.player
+    first = [r.first_token - (r.sent or 0.0) for r in player.records if r.first_token is not None]
+    scale = moment.clock_speed
+    mean = f"mean TTFT {sum(first) / len(first) * scale:.2f} s" if first else "no token yet"
+    sent = f"sent {len(player.records)} of {len(player.trace)}, {player.in_flight} in flight"
+    return table(
+        ["engine", "running", "waiting", "KV used", "hit rate"],
+        [_row(index, state) for index, state in enumerate(moment.engines)],
+        title=f"{moment.policy}: {sent}, {mean}",
+    )
+
+
+def _row(index: int, state: EngineState | None) -> list[str]:
+    if state is None:
+        return [f"engine {index}", "–", "–", "–", "–"]
+    hit = "–" if state.hit_rate is None else f"{state.hit_rate:.0%}"
+    return [f"engine {index}", str(state.running), str(state.waiting), f"{state.kv_usage:.0%}", hit]
+
+
+def _summary(setting: Setting, reports: dict[str, Report]) -> RenderableType:
+    from lmetric.cli.show import table
+
+    return table(
+        ["policy", "TTFT mean", "p50", "p90", "p99", "TPOT mean", "p99", "hit rate", "failed"],
+        [_figures(name, report) for name, report in reports.items()],
+        title=describe(setting),
+    )
+
+
+def _figures(name: str, report: Report) -> list[str]:
+    first, each = report.ttft_seconds, report.tpot_seconds
+    ttft = (
+        [f"{value:.2f} s" for value in (first.mean, first.p50, first.p90, first.p99)] if first else ["–"] * 4
+    )
+    tpot = [f"{value * 1e3:.1f} ms" for value in (each.mean, each.p99)] if each else ["–"] * 2
+    hit = "–" if report.hit_rate is None else f"{report.hit_rate:.1%}"
+    return [name + (" (interrupted)" if report.interrupted else ""), *ttft, *tpot, hit, str(report.failed)]
+
+
+def _ttft(report: Report) -> str:
+    return "no token" if report.ttft_seconds is None else f"mean TTFT {report.ttft_seconds.mean:.2f} s"

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lmetric.engines.emulated import EngineOptions
 
 
 def command() -> None:
     """Run one emulated engine: vLLM's HTTP API, metrics and KV events without a GPU.
 
     Step times come from a profile, on a clock that may run faster than the wall's. Flags take features away
-    or make it fail, for tests of what stands in front of it. SIGTERM and Ctrl-C stop it.
+    or make it fail, for tests of what stands in front of it. When it is ready it prints one JSON line with its
+    address. SIGTERM and Ctrl-C stop it.
     """
 
 
 def build() -> Callable[..., None]:
     """The command with its options, which take a while to import."""
     from lmetric.cli.generated import command_for
-    from lmetric.engines.emulated import EngineOptions
+    from lmetric.engines.emulated import EngineOptions, run_engine
 
-    return command_for(EngineOptions, _run, command.__doc__)
-
-
-def _run(options: EngineOptions) -> None:
-    from lmetric.engines.emulated import run_engine
-
-    run_engine(options)
+    return command_for(EngineOptions, run_engine, command.__doc__)

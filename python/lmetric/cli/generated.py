@@ -1,4 +1,4 @@
-"""Command-line options made from a pydantic model: its fields give the flags, their help, defaults and checks."""
+"""Options made from a pydantic model: its fields give the flags, their help, defaults and checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def command_for(model: type[M], run: Callable[[M], None], doc: str | None) -> Ca
     parameters = []
     for name, field in model.model_fields.items():
         option = typer.Option(help=field.description)
-        annotation = Annotated[field.annotation, option]  # type: ignore[valid-type]
+        annotation = Annotated[field.annotation, option]  # type: ignore[name-defined]
         parameters.append(
             inspect.Parameter(
                 name,

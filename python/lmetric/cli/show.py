@@ -14,7 +14,7 @@ from rich.table import Table
 
 def stdout() -> Console:
     """A console for data. Piped, it does not wrap: a reader of lines gets whole rows."""
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 4096, highlight=False)
 
 
 def stderr() -> Console:

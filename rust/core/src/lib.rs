@@ -9,6 +9,7 @@
 #[cfg(test)]
 extern crate self as lmetric_core;
 
+pub mod docs;
 pub mod error;
 pub mod estimate;
 pub mod expr;
@@ -22,6 +23,7 @@ pub mod policy;
 pub mod receipt;
 pub mod request;
 pub mod router;
+mod wide;
 
 pub use error::CoreError;
 pub use ids::InstanceId;

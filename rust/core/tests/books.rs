@@ -208,11 +208,11 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
         | Op::Tokens(t, _)
         | Op::Finish(t)
         | Op::Fail(t, _)
-        | Op::Drop(t) => {
-            if !model.open.is_empty() {
-                let t = t % model.open.len();
-                on_ticket(op, t, router, model);
-            }
+        | Op::Drop(t)
+            if !model.open.is_empty() =>
+        {
+            let t = t % model.open.len();
+            on_ticket(op, t, router, model);
         }
         _ => {}
     }

@@ -106,7 +106,7 @@ impl Engine {
         self.engine.start_step(now)
     }
 
-    /// `(tokens, admitted, preempted)`.
+    /// `(tokens, admitted, preempted, prompt tokens computed)`.
     fn finish_step<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let events = self.engine.finish_step();
         let tokens = PyList::new(
@@ -119,7 +119,8 @@ impl Engine {
         let admitted =
             PyList::new(py, events.admitted.iter().map(|a| (a.id, a.cached_tokens, a.first_time)))?;
         let preempted = PyList::new(py, &events.preempted)?;
-        PyTuple::new(py, [tokens, admitted, preempted])
+        let prefill_tokens: u32 = events.prefilled.iter().map(|p| p.tokens).sum();
+        (tokens, admitted, preempted, prefill_tokens).into_pyobject(py)
     }
 
     fn take_kv_events<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {

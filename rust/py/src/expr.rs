@@ -1,7 +1,218 @@
-//! The Python face of `expr`.
+//! Score expressions from Python: checking them, and running them over numpy columns.
+use crate::errors::{BadValueError, Result};
+use lmetric_core::CoreError;
+use lmetric_core::error::nearest;
+use lmetric_core::expr::{self, Inputs, Scratch, Type};
+use lmetric_core::indicators::{INDICATORS, Indicator, Scope};
+use numpy::{PyArray1, PyReadonlyArrayDyn, PyUntypedArrayMethods};
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+use std::collections::HashMap;
+
+/// Below this many values, letting the interpreter lock go costs more than it gives.
+const RELEASE_FROM: usize = 1 << 14;
 
 /// Adds its classes and functions to the module.
-pub fn register(_module: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("MAX_EXPRESSION_LENGTH", expr::MAX_LENGTH)?;
+    module.add_class::<Program>()?;
+    module.add_function(wrap_pyfunction!(indicator_table, module)?)?;
+    module.add_function(wrap_pyfunction!(check_expression, module)?)?;
+    module.add_function(wrap_pyfunction!(nearest_name, module)?)
+}
+
+/// The declarations of all indicators, in order: name, unit, scope (`instance`, `pair`, `request`), owner, freshness, what
+/// absence means, what it is.
+#[pyfunction]
+fn indicator_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
+    let table = PyList::empty(py);
+    for decl in INDICATORS {
+        let row = PyDict::new(py);
+        row.set_item("name", decl.name)?;
+        row.set_item("unit", decl.unit)?;
+        row.set_item("scope", format!("{:?}", decl.scope).to_lowercase())?;
+        row.set_item("owner", format!("{:?}", decl.owner).to_lowercase())?;
+        row.set_item("freshness", decl.freshness)?;
+        row.set_item("absent", decl.absent)?;
+        row.set_item("about", decl.about)?;
+        table.append(row)?;
+    }
+    Ok(table)
+}
+
+/// Checks an expression and returns the names of the indicators it reads. `kind`: `score` or `then` (a number), `filter` (a
+/// truth value) or `any`. Raises `ExpressionError`.
+#[pyfunction]
+#[pyo3(signature = (text, kind = "score", knobs = None))]
+fn check_expression(
+    text: &str,
+    kind: &str,
+    knobs: Option<HashMap<String, f64>>,
+) -> Result<Vec<&'static str>> {
+    let program = compile(text, kind, knobs.as_ref())?;
+    Ok(program.reads().iter().map(|id| id.decl().name).collect())
+}
+
+/// The name of `known` nearest to `name`, where one is near enough to be a likely slip.
+#[pyfunction]
+fn nearest_name(name: &str, known: Vec<String>) -> Option<String> {
+    nearest(name, known.iter().map(String::as_str))
+}
+
+fn compile(text: &str, kind: &str, knobs: Option<&HashMap<String, f64>>) -> Result<expr::Program> {
+    let expect = match kind {
+        "score" | "then" => Some(Type::Number),
+        "filter" => Some(Type::Bool),
+        "any" => None,
+        _ => {
+            return Err(CoreError::BadValue {
+                what: "kind of expression".into(),
+                got: format!("{kind:?}"),
+                expected: "\"score\", \"then\", \"filter\" or \"any\"".into(),
+            }
+            .into());
+        }
+    };
+    let knobs: Vec<(&str, f64)> = knobs.into_iter().flatten().map(|(name, x)| (name.as_str(), *x)).collect();
+    Ok(expr::Program::compile(text, expect, &knobs).map_err(CoreError::Expression)?)
+}
+
+/// A checked expression that runs over numpy columns.
+#[pyclass(frozen, module = "lmetric")]
+pub struct Program {
+    program: expr::Program,
+}
+
+#[pymethods]
+impl Program {
+    #[new]
+    #[pyo3(signature = (text, kind = "any", knobs = None))]
+    fn new(text: &str, kind: &str, knobs: Option<HashMap<String, f64>>) -> Result<Program> {
+        Ok(Program { program: compile(text, kind, knobs.as_ref())? })
+    }
+
+    /// Names of the indicators it reads.
+    #[getter]
+    fn reads(&self) -> Vec<&'static str> {
+        self.program.reads().iter().map(|id| id.decl().name).collect()
+    }
+
+    /// Evaluates over C-contiguous float64 columns by indicator name: `(instances,)` or `(requests, instances)` each, `()` or
+    /// `(requests,)` for indicators of the request. `eligible` is bool, `(instances,)` or `(requests, instances)`.
+    /// Returns the values, float64 or bool, as `(requests, instances)` where an operand has requests, else `(instances,)`.
+    #[pyo3(signature = (columns, eligible = None))]
+    fn evaluate<'py>(
+        &self,
+        py: Python<'py>,
+        columns: HashMap<String, PyReadonlyArrayDyn<'py, f64>>,
+        eligible: Option<PyReadonlyArrayDyn<'py, bool>>,
+    ) -> Result<Bound<'py, PyAny>> {
+        let mut shape = Shape::default();
+        let mut operands = Vec::new();
+        for (name, array) in &columns {
+            let id = Indicator::from_name(name).ok_or_else(|| CoreError::UnknownName {
+                kind: "indicator".into(),
+                name: name.clone(),
+                nearest: nearest(name, INDICATORS.iter().map(|d| d.name)),
+            })?;
+            let of_request = id.decl().scope == Scope::Request;
+            let stride = shape.take(name, array.shape(), of_request)?;
+            operands.push((id, stride, array.as_slice().map_err(|_| contiguous(name))?));
+        }
+        for id in self.program.reads().iter() {
+            if !operands.iter().any(|operand| operand.0 == id) {
+                let name = id.decl().name;
+                return Err(BadValueError::new_err(format!(
+                    "columns: {name:?} is missing; the expression reads it"
+                ))
+                .into());
+            }
+        }
+        let mask = match &eligible {
+            Some(mask) => {
+                let stride = shape.take("eligible", mask.shape(), false)?;
+                Some((stride, mask.as_slice().map_err(|_| contiguous("eligible"))?))
+            }
+            None => None,
+        };
+        let Some(slots) = shape.instances else {
+            return Err(BadValueError::new_err(
+                "columns: none is given for each instance, so the number of instances is not known",
+            )
+            .into());
+        };
+        let requests = shape.requests.unwrap_or(1);
+        let everyone = if mask.is_none() { vec![true; slots] } else { Vec::new() };
+        let mut out = vec![0.0; requests * slots];
+        let mut run = || {
+            let mut scratch = Scratch::default();
+            for (request, out) in out.chunks_exact_mut(slots.max(1)).enumerate() {
+                let eligible =
+                    mask.map_or(&everyone[..], |(stride, mask)| &mask[request * stride..][..slots]);
+                let mut inputs = Inputs::new(eligible);
+                for (id, stride, values) in &operands {
+                    let width = if id.decl().scope == Scope::Request { 1 } else { slots };
+                    inputs.set(*id, &values[request * stride..][..width]);
+                }
+                self.program.eval_inputs(&inputs, &mut scratch, out);
+            }
+        };
+        if requests * slots >= RELEASE_FROM {
+            py.detach(run)
+        } else {
+            run()
+        }
+        let values = match self.program.result() {
+            Type::Number => PyArray1::from_vec(py, out).into_any(),
+            Type::Bool => PyArray1::from_iter(py, out.iter().map(|x| *x != 0.0)).into_any(),
+        };
+        match shape.requests {
+            Some(requests) => Ok(values.call_method1("reshape", (requests, slots))?),
+            None => Ok(values),
+        }
+    }
+}
+
+/// What the operands' shapes agree on.
+#[derive(Default)]
+struct Shape {
+    requests: Option<usize>,
+    instances: Option<usize>,
+}
+
+impl Shape {
+    /// Takes one operand's shape in; returns how many values lie between a request and the next.
+    fn take(&mut self, name: &str, shape: &[usize], of_request: bool) -> Result<usize> {
+        let (requests, instances, stride) = match (shape, of_request) {
+            ([], true) => (None, None, 0),
+            ([requests], true) => (Some(*requests), None, 1),
+            ([instances], false) => (None, Some(*instances), 0),
+            ([requests, instances], false) => (Some(*requests), Some(*instances), *instances),
+            _ => {
+                let expected =
+                    if of_request { "() or (requests,)" } else { "(instances,) or (requests, instances)" };
+                return Err(BadValueError::new_err(format!(
+                    "{name}: shape {shape:?} is not valid; expected {expected}"
+                ))
+                .into());
+            }
+        };
+        for (known, given, what) in
+            [(&mut self.requests, requests, "requests"), (&mut self.instances, instances, "instances")]
+        {
+            match (*known, given) {
+                (Some(known), Some(given)) if known != given => {
+                    let message = format!("{name}: {given} {what}, but another column has {known}");
+                    return Err(BadValueError::new_err(message).into());
+                }
+                (None, Some(_)) => *known = given,
+                _ => {}
+            }
+        }
+        Ok(stride)
+    }
+}
+
+fn contiguous(name: &str) -> crate::errors::Error {
+    BadValueError::new_err(format!("{name}: expected a C-contiguous array")).into()
 }

@@ -375,7 +375,7 @@ impl Router {
             }
             Ok::<_, CoreError>((out, router.fleet().live_count()))
         })?;
-        Ok(PyArray1::from_vec(py, values).reshape([offsets.len() - 1, columns]).map_err(PyErr::from)?)
+        Ok(PyArray1::from_vec(py, values).reshape([offsets.len() - 1, columns])?)
     }
 
     #[pyo3(signature = (name, *, waiting=None, running=None, kv_usage=None, now=None))]

@@ -196,13 +196,13 @@ impl Graph {
     }
 }
 
-/// Checks the tree of `text`, which must have type `expect`.
+/// Checks the tree of `text`, which must have type `expect` where one is asked for; returns its type with it.
 pub(super) fn check(
     text: &str,
     nodes: &[Node],
-    expect: Type,
+    expect: Option<Type>,
     knobs: &[(&str, f64)],
-) -> Result<Graph, ExprError> {
+) -> Result<(Graph, Type), ExprError> {
     let mut checker =
         Checker { text, nodes, knobs, graph: Graph::default(), typed: Vec::with_capacity(nodes.len()) };
     for node in nodes {
@@ -213,15 +213,16 @@ pub(super) fn check(
         checker.typed.push(typed);
     }
     let root = nodes.len() - 1;
-    match (checker.typed[root].1, expect) {
-        (Type::Number, Type::Bool) => {
+    let (value, result) = checker.typed[root];
+    match (result, expect) {
+        (Type::Number, Some(Type::Bool)) => {
             Err(checker.error(&nodes[root].span, "a filter is a truth value, this is a number; compare it, as in `bs <= 8`"))
         }
-        (Type::Bool, Type::Number) => Err(checker.error(
+        (Type::Bool, Some(Type::Number)) => Err(checker.error(
             &nodes[root].span,
             "a score is a number, this is a truth value; write `where(condition, 1, 0)`, or make it the filter",
         )),
-        _ => Ok(Graph { root: checker.typed[root].0, ..checker.graph }),
+        _ => Ok((Graph { root: value, ..checker.graph }, result)),
     }
 }
 

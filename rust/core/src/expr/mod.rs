@@ -81,13 +81,19 @@ pub enum Type {
 }
 
 impl Program {
-    /// Parses, checks and compiles `text`, which must have type `expect`. `knobs` are named constants, in any case.
+    /// Parses, checks and compiles `text`, which must have type `expect` (`None`: either). `knobs` are named constants, in
+    /// any case.
     ///
     /// # Errors
     /// Names the place, and the nearest known name.
-    pub fn compile(text: &str, expect: Type, knobs: &[(&str, f64)]) -> Result<Program, ExprError> {
+    pub fn compile(
+        text: &str,
+        expect: impl Into<Option<Type>>,
+        knobs: &[(&str, f64)],
+    ) -> Result<Program, ExprError> {
         let line: String = text.chars().map(|c| if c.is_ascii_whitespace() { ' ' } else { c }).collect();
         let nodes = parse::parse(&line)?;
-        Ok(Program::new(&check::check(&line, &nodes, expect, knobs)?))
+        let (graph, result) = check::check(&line, &nodes, expect.into(), knobs)?;
+        Ok(Program::new(&graph, result))
     }
 }

@@ -3,6 +3,7 @@
 //! Each reduction is a pass of its own, since what follows needs its outcome; the score is the last pass. A pass runs its
 //! steps over one chunk of instances after the other, so that intermediate values stay in the nearest cache. Operands are
 //! read where they lie: columns in place, numbers as numbers.
+use super::Type;
 use super::check::{Binary, Graph, Op, Reduction, Unary};
 use crate::indicators::{Indicator, IndicatorSet};
 
@@ -60,10 +61,11 @@ pub struct Program {
     pub(super) registers: usize,
     /// Indicators that are read.
     pub(super) columns: Vec<Indicator>,
+    result: Type,
 }
 
 impl Program {
-    pub(super) fn new(graph: &Graph) -> Program {
+    pub(super) fn new(graph: &Graph, result: Type) -> Program {
         let mut used = vec![false; graph.ops.len()];
         used[graph.root] = true;
         for id in (0..=graph.root).rev() {
@@ -97,7 +99,19 @@ impl Program {
         if let Some(last) = output.steps.last_mut() {
             last.to = None;
         }
-        Program { scalars, stages, output, registers: builder.registers, columns: reads.iter().collect() }
+        Program {
+            scalars,
+            stages,
+            output,
+            registers: builder.registers,
+            columns: reads.iter().collect(),
+            result,
+        }
+    }
+
+    /// The type of its values.
+    pub fn result(&self) -> Type {
+        self.result
     }
 
     /// Indicators it reads.

@@ -349,9 +349,15 @@ fn is_hot(requests: u32, all: u32, holders: &SlotSet, instances: usize, factor: 
 fn drawn_to(holders: &SlotSet, scores: &Scores, eligible: &[bool]) -> bool {
     let sign = if scores.prefer == Prefer::Min { 1.0 } else { -1.0 };
     let (mut on, mut elsewhere) = (f64::INFINITY, f64::INFINITY);
-    for (i, score) in scores.score.iter().enumerate().filter(|(i, _)| eligible[*i]) {
-        let best = if holders.contains(InstanceId(i as u32)) { &mut on } else { &mut elsewhere };
-        *best = best.min(sign * score);
+    let words = scores.score.chunks(SlotSet::WORD).zip(eligible.chunks(SlotSet::WORD));
+    for (word, (score, eligible)) in words.enumerate() {
+        let held = holders.word(word);
+        for (bit, (score, eligible)) in score.iter().zip(eligible).enumerate() {
+            let score = if *eligible { sign * score } else { f64::INFINITY };
+            let held = held >> bit & 1 == 1;
+            on = if held & (score < on) { score } else { on };
+            elsewhere = if !held & (score < elsewhere) { score } else { elsewhere };
+        }
     }
     on < elsewhere && elsewhere < f64::INFINITY
 }

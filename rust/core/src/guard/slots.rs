@@ -1,7 +1,7 @@
 //! A set of slots: who holds a class's prefix.
 use crate::InstanceId;
 
-const WORD: usize = u64::BITS as usize;
+const WORD: usize = SlotSet::WORD;
 
 /// A set of instances as bits. The last word is never 0, so that equal sets compare equal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -11,6 +11,15 @@ pub struct SlotSet {
 }
 
 impl SlotSet {
+    /// Slots that a word stands for.
+    pub const WORD: usize = u64::BITS as usize;
+
+    /// Slots `WORD * i` to `WORD * i + WORD - 1` as bits, the lowest first.
+    #[inline]
+    pub fn word(&self, i: usize) -> u64 {
+        self.words.get(i).copied().unwrap_or(0)
+    }
+
     /// Number of members.
     pub fn len(&self) -> usize {
         self.len
@@ -24,7 +33,7 @@ impl SlotSet {
     /// Whether `id` is a member.
     #[inline]
     pub fn contains(&self, id: InstanceId) -> bool {
-        self.words.get(id.index() / WORD).is_some_and(|word| word >> (id.index() % WORD) & 1 == 1)
+        self.word(id.index() / WORD) >> (id.index() % WORD) & 1 == 1
     }
 
     /// Adds `id`; whether it is new.

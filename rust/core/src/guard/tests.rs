@@ -181,7 +181,7 @@ fn a_mooncake_like_workload_never_alarms() {
         *turns += 1;
         let chain = prompt(conversation + 1, 1, 8 + 6 * *turns);
         fleet.route(&chain);
-        if fleet.routed.len() % 10 == 0 {
+        if fleet.routed.len().is_multiple_of(10) {
             fleet.tick();
         }
     }

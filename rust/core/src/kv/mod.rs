@@ -2,3 +2,4 @@
 pub mod feeds;
 pub mod hash;
 pub mod index;
+mod table;

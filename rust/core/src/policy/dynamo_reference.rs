@@ -1,4 +1,4 @@
-//! The `dynamo` of the independent simulator that ours is held against: all tokens that the instance has yet to work
+//! The `dynamo` of an independent simulator that ours is held against: all tokens that the instance has yet to work
 //! through or keep, in blocks.
 //!
 //! `tokens` is the context of all requests there, with the prompts of the waiting ones; `remaining_tokens` what they will
@@ -8,7 +8,7 @@ use super::*;
 pub static SPEC: PolicySpec = PolicySpec::new(
     "dynamo_reference",
     "(queued_prefill_tokens + new_tokens + tokens + remaining_tokens) / block_tokens, lowest",
-    "the independent simulator of docs/performance.md",
+    "an independent simulator, written apart from this router",
     &[Knob::float("block_tokens", 1.0, 1e6, 512.0, "tokens a block; scales the score, changes no choice")],
 );
 

@@ -4,7 +4,7 @@ use super::*;
 pub static SPEC: PolicySpec = PolicySpec::new(
     "lmetric",
     "p_token * (bs + bs_offset), lowest; the hot-spot guard filters before it",
-    "LMETRIC (OSDI 2026) section 5, Figures 17 and 18c; bs + 1 as in its authors' code, see docs/architecture.md",
+    "LMETRIC (OSDI 2026) section 5, Figures 17 and 18c; bs + 1 as in its authors' code",
     &[Knob::float(
         "bs_offset",
         0.0,

@@ -44,6 +44,9 @@ impl Policy for PowerOfTwo {
 pub(super) fn draw_two(snapshot: &Snapshot<'_>, rng: &mut PolicyRng, score: &mut [f64]) {
     let bs = snapshot.column(Indicator::Bs);
     let count = snapshot.eligible_count;
+    if count == 0 {
+        return;
+    }
     let first = rng.random_range(0..count);
     // Of the others, so that the two differ; alone, an instance is drawn twice.
     let second = (first + if count > 1 { rng.random_range(1..count) } else { 0 }) % count;

@@ -5,6 +5,7 @@
 use crate::estimate::PrefillRate;
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator};
+use crate::wide::{greater, wide};
 use std::collections::VecDeque;
 
 /// Time constant of the `window_*` indicators, in seconds.
@@ -320,9 +321,11 @@ impl Books {
         let slots = out.len();
         let (head, since) = (&self.head[..slots], &self.since[..slots]);
         let (behind, rate) = (&self.behind[..slots], &self.rate[..slots]);
-        for i in 0..slots {
-            out[i] = behind[i] + (head[i] - rate[i] * (now - since[i])).max(0.0);
-        }
+        wide(|| {
+            for i in 0..slots {
+                out[i] = behind[i] + greater(head[i] - rate[i] * (now - since[i]), 0.0);
+            }
+        });
     }
 
     /// The decayed sums of each slot at `now`: prefill tokens placed, output tokens produced.

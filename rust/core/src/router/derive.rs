@@ -3,6 +3,7 @@ use super::Router;
 use crate::ids::Seconds;
 use crate::indicators::{Indicator, IndicatorSet};
 use crate::request::Request;
+use crate::wide::{greater, lesser, wide};
 
 /// Prompt tokens that `blocks` matched blocks save: whole blocks, and never the last token, which every engine computes.
 #[inline]
@@ -46,22 +47,25 @@ impl Router {
             self.books.queued_prefill(now, columns.get_mut(Indicator::QueuedPrefillTokens));
         }
         let (per_block, most) = (request.tokens_per_block, most_hit_tokens(request));
-        let hit = |blocks: u32| (f64::from(blocks) * per_block).min(most);
+        // Through i32, which processors convert many at a time; an index never holds 2^31 blocks of a prompt.
+        let hit = |blocks: u32| lesser(f64::from(blocks as i32) * per_block, most);
         if reads.contains(Indicator::PToken) {
             let (out, queued) = columns.pair_mut(Indicator::PToken, Indicator::QueuedPrefillTokens);
-            for ((out, queued), blocks) in out.iter_mut().zip(queued).zip(&self.hit_blocks) {
-                *out = (queued + (prompt - hit(*blocks))).max(1.0);
-            }
+            let blocks = &self.hit_blocks[..out.len()];
+            wide(|| {
+                for ((out, queued), blocks) in out.iter_mut().zip(queued).zip(blocks) {
+                    *out = greater(queued + (prompt - hit(*blocks)), 1.0);
+                }
+            });
         }
         if reads.intersects(HITS) {
-            for (out, blocks) in columns.get_mut(Indicator::HitTokens).iter_mut().zip(&self.hit_blocks) {
-                *out = hit(*blocks);
-            }
+            let out = columns.get_mut(Indicator::HitTokens);
+            wide(|| out.iter_mut().zip(&self.hit_blocks).for_each(|(out, blocks)| *out = hit(*blocks)));
             let share = if prompt > 0.0 { 1.0 / prompt } else { 0.0 };
             let (out, hits) = columns.pair_mut(Indicator::KvHit, Indicator::HitTokens);
-            out.iter_mut().zip(hits).for_each(|(out, hit)| *out = hit * share);
+            wide(|| out.iter_mut().zip(hits).for_each(|(out, hit)| *out = hit * share));
             let (out, hits) = columns.pair_mut(Indicator::NewTokens, Indicator::HitTokens);
-            out.iter_mut().zip(hits).for_each(|(out, hit)| *out = prompt - hit);
+            wide(|| out.iter_mut().zip(hits).for_each(|(out, hit)| *out = prompt - hit));
         }
         if reads.intersects(WINDOWS) {
             let [prefill, output] =

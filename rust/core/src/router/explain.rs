@@ -6,6 +6,7 @@ use crate::indicators::{Indicator, Scope};
 use crate::policy::Prefer;
 use crate::receipt::{Candidate, Receipt, TERMS_KEPT};
 use crate::request::Request;
+use crate::wide::{lesser, wide};
 
 impl Router {
     pub(super) fn explain(
@@ -31,25 +32,19 @@ impl Router {
         let eligible = &self.eligible;
         let scores = &self.scores.score;
         let sign = if receipt.prefer == Prefer::Max { -1.0 } else { 1.0 };
-        // The best few by insertion: beyond the first few, hardly any slot gets past the first comparison.
-        let mut best = [(f64::INFINITY, u32::MAX); TERMS_KEPT];
+        let mut best = Best::default();
+        receipt.scores.resize(scores.len(), 0.0);
+        let blocks = scores.chunks(BLOCK).zip(eligible.chunks(BLOCK)).zip(receipt.scores.chunks_mut(BLOCK));
         let mut scored = 0;
-        receipt.scores.extend(scores.iter().zip(eligible).enumerate().map(|(slot, (&score, &eligible))| {
-            if !eligible || !score.is_finite() {
-                return f32::NAN;
+        for (i, ((scores, eligible), kept)) in blocks.enumerate() {
+            let (count, least) = wide(|| keep(sign, scores, eligible, kept));
+            scored += count;
+            // Beyond the first blocks, hardly any has a score among the best few.
+            if least < best.worst() {
+                best.offer(sign, i * BLOCK, scores, eligible);
             }
-            scored += 1;
-            let key = score * sign;
-            if key < best[TERMS_KEPT - 1].0 {
-                let mut place = TERMS_KEPT - 1;
-                while place > 0 && key < best[place - 1].0 {
-                    best[place] = best[place - 1];
-                    place -= 1;
-                }
-                best[place] = (key, slot as u32);
-            }
-            score as f32
-        }));
+        }
+        let Best { kept: mut best } = best;
         receipt.guard_excluded = match self.restriction {
             Restriction::Filtered(out) => out as u32,
             _ => 0,
@@ -83,5 +78,55 @@ impl Router {
     fn term(&self, id: Indicator, slot: usize) -> f64 {
         let slot = if id.decl().scope == Scope::Request { 0 } else { slot };
         self.columns.get(id)[slot]
+    }
+}
+
+/// Slots looked at together.
+const BLOCK: usize = 64;
+
+/// Copies a block of scores into the receipt, NaN where left out; returns how many were not, and the least `sign * score`.
+#[inline(always)]
+fn keep(sign: f64, scores: &[f64], eligible: &[bool], kept: &mut [f32]) -> (usize, f64) {
+    let (mut count, mut least) = (0, f64::INFINITY);
+    for ((score, eligible), kept) in scores.iter().zip(eligible).zip(kept) {
+        let good = *eligible & (score.abs() < f64::INFINITY);
+        *kept = if good { *score as f32 } else { f32::NAN };
+        let key = if good { sign * score } else { f64::INFINITY };
+        least = lesser(key, least);
+        count += usize::from(good);
+    }
+    (count, least)
+}
+
+/// The best few slots, best first, equals in slot order.
+struct Best {
+    kept: [(f64, u32); TERMS_KEPT],
+}
+
+impl Default for Best {
+    fn default() -> Self {
+        Best { kept: [(f64::INFINITY, u32::MAX); TERMS_KEPT] }
+    }
+}
+
+impl Best {
+    fn worst(&self) -> f64 {
+        self.kept[TERMS_KEPT - 1].0
+    }
+
+    fn offer(&mut self, sign: f64, first: usize, scores: &[f64], eligible: &[bool]) {
+        for (i, (score, _)) in
+            scores.iter().zip(eligible).enumerate().filter(|(_, (s, e))| **e && s.is_finite())
+        {
+            let key = sign * score;
+            if key < self.worst() {
+                let mut place = TERMS_KEPT - 1;
+                while place > 0 && key < self.kept[place - 1].0 {
+                    self.kept[place] = self.kept[place - 1];
+                    place -= 1;
+                }
+                self.kept[place] = (key, (first + i) as u32);
+            }
+        }
     }
 }

@@ -612,9 +612,10 @@ impl Router {
 
     /// What the index learns of a placement.
     fn remember(&mut self, chosen: InstanceId, chain: &[u64]) {
+        let hit = self.hit_blocks[chosen.index()];
         match self.config.index_feed {
-            IndexFeed::Approximate => self.index.record(chosen, chain),
-            IndexFeed::Exact => self.index.touch(chosen, chain, self.hit_blocks[chosen.index()] as usize),
+            IndexFeed::Approximate => self.index.record_hit(chosen, chain, hit),
+            IndexFeed::Exact => self.index.touch(chosen, chain, hit),
         }
     }
 

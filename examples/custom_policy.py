@@ -1,0 +1,40 @@
+"""Scores of your own: expressions that run in Rust, or a Python function. Run: python examples/custom_policy.py"""
+
+import numpy as np
+
+import lmetric as lm
+
+# Fewest new tokens among the instances that are not much fuller than the emptiest.
+close = lm.Policy(lm.NEW_TOKENS, filter=lm.BS - lm.min(lm.BS) <= 4, then=[lm.BS], name="close")
+
+# The same weighing as text, as it would stand in YAML or after --policy, with a knob.
+weighed = lm.Policy("lam * (1 - kv_hit) + (1 - lam) * norm(bs)", knobs={"lam": 0.7}, name="weighed")
+
+
+# What expressions cannot say: prefer the instance whose batch is nearest to a multiple of eight.
+def round_batches(columns: lm.policies.Columns) -> np.ndarray:
+    batch = np.asarray(columns["bs"]) + 1
+    return np.asarray(columns["p_token"]) * (1 + np.ceil(batch / 8) * 8 - batch)
+
+
+rounded = lm.policy_function(round_batches, reads=[lm.P_TOKEN, lm.BS])
+
+prompt = np.arange(4_000, dtype=np.uint32)
+for policy in ("lmetric", close, weighed, rounded):
+    router = lm.Router(policy, seed=1)
+    for number in range(4):
+        router.add_instance(f"gpu-{number}")
+        router.engine_report(f"gpu-{number}", waiting=number, running=5)
+    chosen = []
+    tickets = []  # held open: each decision sees those before it
+    for _ in range(6):
+        decision, ticket = router.route(tokens=prompt)
+        chosen.append(decision.instance)
+        tickets.append(ticket)
+    print(f"{policy!r}: {' '.join(chosen)}")
+
+# Mistakes are found when the policy is made, with their place.
+try:
+    lm.Policy("p_tokne * (bs + 1)")
+except lm.ExpressionError as error:
+    print(error)

@@ -1,0 +1,188 @@
+"""The demo: a slice of a real trace, played under several policies over emulated engines with cold caches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from lmetric._core import LmetricError
+from lmetric.engines.embedded import EmbeddedEngines
+from lmetric.engines.emulated import EngineOptions
+from lmetric.replay import Client, Player, Report, Slo, summarize
+from lmetric.sim.prompts import PromptWriter
+from lmetric.sim.traces import Trace, load_trace
+
+SLICE = Path(__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
+_START_SECONDS = 60.0
+_STOP_SECONDS = 20.0
+_POLL_SECONDS = 0.5
+
+
+class DemoError(LmetricError):
+    """A part of the demo did not start or did not stay up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is simulated, the same for every policy."""
+
+    policies: Sequence[str]
+    engines: int
+    profile: str
+    clock_speed: float  # of the engines' clock against the wall's
+    speed: float  # arrivals on the engines' clock against the trace's
+    requests: int
+    max_input_tokens: int | None
+
+    def trace(self) -> Trace:
+        """The arrivals, in wall seconds."""
+        trace = load_trace(SLICE)
+        if self.max_input_tokens is not None:
+            trace = trace.at_most(self.max_input_tokens)
+        return trace.first(self.requests).faster(self.speed * self.clock_speed)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """One engine's own figures at one moment."""
+
+    running: int
+    waiting: int
+    hit_rate: float | None  # of the prompt tokens looked up so far
+    kv_usage: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What the live view shows."""
+
+    policy: str
+    player: Player
+    engines: Sequence[EngineState | None]  # None: it did not answer
+    clock_speed: float
+
+
+async def run(setting: Setting, show: Callable[[Moment], None]) -> AsyncIterator[tuple[str, Report]]:
+    """Play the slice under each policy in turn; yields each policy's report. Fresh engines each time.
+
+    After SIGINT the running policy's report is the last, marked as interrupted.
+    """
+    trace, prompts = setting.trace(), PromptWriter()
+    for policy in setting.policies:
+        report = await _play(policy, setting, trace, prompts, show)
+        yield policy, report
+        if report.interrupted:
+            return
+
+
+async def _play(
+    policy: str, setting: Setting, trace: Trace, prompts: PromptWriter, show: Callable[[Moment], None]
+) -> Report:
+    options = EngineOptions(profile=setting.profile, clock_speed=setting.clock_speed)
+    async with (
+        EmbeddedEngines(setting.engines, options) as engines,
+        _router(policy, engines.urls) as url,
+        Client(url) as client,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
+    ):
+        player = Player(trace, client, prompts)
+        with _on_interrupt(player.stop):
+            running = asyncio.create_task(player.run())
+            while not running.done():
+                states = await asyncio.gather(*(_state(session, engine) for engine in engines.urls))
+                show(Moment(policy, player, states, setting.clock_speed))
+                await asyncio.wait([running], timeout=_POLL_SECONDS)
+            await running
+        return summarize(
+            player.records,
+            player.seconds,
+            slo=Slo(),
+            clock_speed=setting.clock_speed,
+            interrupted=player.interrupted,
+        )
+
+
+@contextlib.contextmanager
+def _on_interrupt(call: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, call)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+@contextlib.asynccontextmanager
+async def _router(policy: str, engines: Sequence[str]) -> AsyncIterator[str]:
+    """`lmetric-router serve` as a process of its own, as a user would run it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "lmetric.cli", "serve", "--port", str(port), "--policy", policy]
+    command += [word for engine in engines for word in ("--engine", engine)]
+    with tempfile.TemporaryFile() as log:
+        # A session of its own: Ctrl-C in the terminal is for the demo to pass on.
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=log, stderr=log, start_new_session=True
+        )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            if not await _ready(url, process):
+                log.seek(0)
+                said = log.read().decode(errors="replace").strip().splitlines()
+                raise DemoError("the router did not become ready: " + " / ".join(said[-3:]))
+            yield url
+        finally:
+            await _stop(process)
+
+
+async def _ready(url: str, process: asyncio.subprocess.Process) -> bool:
+    deadline = time.monotonic() + _START_SECONDS
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+        while process.returncode is None and time.monotonic() < deadline:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with session.get(f"{url}/ready") as answer:
+                    if answer.status == 200:
+                        return True
+            await asyncio.sleep(0.05)
+    return False
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _state(session: aiohttp.ClientSession, engine: str) -> EngineState | None:
+    try:
+        async with session.get(f"{engine}/metrics") as answer:
+            text = await answer.text()
+    except (aiohttp.ClientError, TimeoutError):
+        return None
+    figures: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("vllm:"):
+            name, _, value = line.rpartition(" ")
+            figures[name.partition("{")[0]] = float(value)
+    queries = figures.get("vllm:prefix_cache_queries_total", 0.0)
+    return EngineState(
+        running=int(figures.get("vllm:num_requests_running", 0)),
+        waiting=int(figures.get("vllm:num_requests_waiting", 0)),
+        hit_rate=figures.get("vllm:prefix_cache_hits_total", 0.0) / queries if queries else None,
+        kv_usage=figures.get("vllm:kv_cache_usage_perc", 0.0),
+    )

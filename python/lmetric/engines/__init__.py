@@ -1,0 +1,1 @@
+"""Engines: wiring of real ones, and emulated ones that need no GPU."""

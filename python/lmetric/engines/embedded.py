@@ -1,0 +1,131 @@
+"""Emulated engines as child processes: started together, stopped together, gone when the parent is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from lmetric.engines.emulated import EngineOptions, EngineStartError
+
+_READY_SECONDS = 60.0
+_STOP_SECONDS = 5.0
+
+_log = logging.getLogger("lmetric.engines.embedded")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedEngine:
+    """One running child."""
+
+    url: str
+    kv_events_endpoint: str | None
+    kv_events_replay_endpoint: str | None
+    process: asyncio.subprocess.Process
+
+
+class EmbeddedEngines:
+    """``async with EmbeddedEngines(4) as engines: engines.urls``.
+
+    Args:
+        options: one for all engines (each gets a free port), with their number; or one for each.
+
+    Raises:
+        EngineStartError: an engine did not start; says what it said. The others are stopped.
+    """
+
+    def __init__(
+        self, count: int = 1, options: EngineOptions | Sequence[EngineOptions] | None = None
+    ) -> None:
+        if options is None or isinstance(options, EngineOptions):
+            options = [options or EngineOptions()] * count
+        self._options = [each.model_copy(update={"port": 0, "exit_with_parent": True}) for each in options]
+        self._children: list[asyncio.subprocess.Process] = []
+        self._readers: list[asyncio.Task[None]] = []
+        self.engines: list[EmbeddedEngine] = []
+
+    @property
+    def urls(self) -> list[str]:
+        """Where the engines listen, in order."""
+        return [engine.url for engine in self.engines]
+
+    async def __aenter__(self) -> EmbeddedEngines:
+        try:
+            starts = [self._start(number, options) for number, options in enumerate(self._options)]
+            # All are waited for, so that the ones that did start are known when one did not.
+            results = await asyncio.gather(*starts, return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+                self.engines.append(result)
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stops the engines: SIGTERM, and after a while SIGKILL."""
+        for child in self._children:
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.terminate()
+        for child in self._children:
+            try:
+                await asyncio.wait_for(child.wait(), _STOP_SECONDS)
+            except TimeoutError:
+                _log.warning("engine %d does not stop: killed", child.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
+                await child.wait()
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        self._readers.clear()
+
+    async def _start(self, number: int, options: EngineOptions) -> EmbeddedEngine:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "lmetric.engines.emulated",
+            *options.flags(),
+            stdin=asyncio.subprocess.PIPE,  # ends with this process, however it ends, and the engine with it
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the parent: it drains first, then stops the engines
+        )
+        self._children.append(child)
+        assert child.stdout is not None
+        assert child.stderr is not None
+        said: deque[str] = deque(maxlen=5)
+        reader = asyncio.create_task(self._relay(number, child.stderr, said))
+        self._readers.append(reader)
+        try:
+            line = await asyncio.wait_for(child.stdout.readline(), _READY_SECONDS)
+        except TimeoutError:
+            raise EngineStartError(f"engine {number} was not ready within {_READY_SECONDS:.0f} s") from None
+        if not line:
+            code = await child.wait()
+            await reader
+            why = " / ".join(said) or "it said nothing"
+            raise EngineStartError(f"engine {number} ended with code {code}: {why}")
+        ready = orjson.loads(line)
+        return EmbeddedEngine(
+            ready["url"], ready["kv_events_endpoint"], ready["kv_events_replay_endpoint"], child
+        )
+
+    @staticmethod
+    async def _relay(number: int, stderr: asyncio.StreamReader, said: deque[str]) -> None:
+        """Passes on what an engine logs."""
+        while line := await stderr.readline():
+            text = line.decode(errors="replace").rstrip()
+            said.append(text)
+            _log.info("engine %d: %s", number, text)

@@ -1,0 +1,41 @@
+"""``python -m lmetric.engines.emulated``; flags are `EngineOptions`. Exit codes: 1 no start, 2 bad flags."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from pydantic import ValidationError
+
+from lmetric.engines.emulated import EngineOptions, EngineStartError, run_engine
+
+
+def main() -> int:
+    """Parses the flags and runs the engine."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lmetric.engines.emulated", description="An emulated vLLM engine."
+    )
+    for name, field in EngineOptions.model_fields.items():
+        flag, text = f"--{name.replace('_', '-')}", f"{field.description} Default: {field.default}."
+        if field.annotation is bool:
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, action=action, help=text)
+        else:
+            parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text.replace("%", "%%"))
+    try:
+        options = EngineOptions.model_validate(vars(parser.parse_args()))
+    except ValidationError as error:
+        problems = [
+            f"--{str(p['loc'][0]).replace('_', '-')} {p['input']!r}: {p['msg']}" for p in error.errors()
+        ]
+        parser.error("; ".join(problems))
+    try:
+        run_engine(options)
+    except EngineStartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

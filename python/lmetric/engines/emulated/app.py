@@ -1,0 +1,374 @@
+"""The emulated engine's HTTP face: vLLM's paths, bodies, headers and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from array import array
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any, TypeVar, cast
+
+import orjson
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ValidationError
+
+from lmetric.engines.emulated.driver import Driver
+from lmetric.engines.emulated.errors import ApiError, invalid_body
+from lmetric.engines.emulated.generation import Generation, Stream
+from lmetric.engines.emulated.kv_feed import KvFeed
+from lmetric.engines.emulated.metrics import EngineMetrics
+from lmetric.engines.emulated.options import EngineOptions
+from lmetric.engines.emulated.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Shape,
+    TokenizeChat,
+    TokenizePrompt,
+)
+from lmetric.engines.emulated.text import Text
+
+_BODY = TypeVar("_BODY", bound=BaseModel)
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default of /v1/completions
+_MAX_BODY_BYTES = 256 * 2**20
+_THREAD_FROM_CHARACTERS = 16_384  # a longer text is tokenised in a thread: some ms
+_BUSY = "The engine is currently busy: its queue is full. Please retry later."
+_DIED = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+_log = logging.getLogger("lmetric.engine")
+
+
+class Api:
+    """The handlers of one engine."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        driver: Driver,
+        metrics: EngineMetrics,
+        text: Text,
+        max_model_len: int,
+        kv_feed: KvFeed | None,
+    ) -> None:
+        self._options = options
+        self._driver = driver
+        self._metrics = metrics
+        self._text = text
+        self._max_model_len = max_model_len
+        self._kv_feed = kv_feed
+        self._in_progress = 0
+        self._created = int(time.time())
+
+    def application(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._around])
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/load", self._load)
+        app.router.add_get("/kv_event_sources", self._kv_event_sources)
+        app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
+        if self._options.metrics:
+            app.router.add_get("/metrics", self._show_metrics)
+        if self._options.tokenize:
+            app.router.add_post("/tokenize", self._tokenize)
+            app.router.add_post("/detokenize", self._detokenize)
+        return app
+
+    @web.middleware
+    async def _around(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Errors become JSON objects; the request's id comes back."""
+        if self._options.refuse:
+            if request.transport is not None:
+                request.transport.abort()
+            raise asyncio.CancelledError
+        try:
+            response = await handler(request)
+        except ApiError as error:
+            response = error.response()
+        except web.HTTPException as error:
+            response = ApiError(error.status, f"{request.method} {request.path}: {error.reason}").response()
+        except Exception:
+            _log.exception("%s %s failed", request.method, request.path)
+            response = ApiError(500, "Internal server error").response()
+        if not response.prepared and (request_id := request.headers.get("X-Request-Id")):
+            response.headers["X-Request-Id"] = request_id
+        return response
+
+    # -- generation
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, CompletionBody)
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            tokens = await self._encode(prompt)
+        elif not self._options.token_ids:
+            raise ApiError(400, "prompt: this engine takes text only", "prompt")
+        else:
+            tokens = self._check_ids(prompt, "prompt")
+        return await self._generate(
+            request, body, tokens, body.max_tokens or _COMPLETION_MAX_TOKENS, chat=False
+        )
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, ChatBody)
+        tokens = await self._encode(self._render(body))
+        max_tokens = body.max_completion_tokens or body.max_tokens or self._options.default_max_tokens
+        return await self._generate(request, body, tokens, max_tokens, chat=True)
+
+    async def _generate(
+        self,
+        request: web.Request,
+        body: CompletionBody | ChatBody,
+        prompt: array[int],
+        max_tokens: int,
+        *,
+        chat: bool,
+    ) -> web.StreamResponse:
+        options = self._options
+        if options.fail_status is not None:
+            raise ApiError(options.fail_status, "This engine was told to fail.")
+        body.refuse_unsupported()
+        if body.model not in (None, "", options.model):
+            raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
+        self._check_length(len(prompt), max_tokens, chat)
+        rejected = self._queue_is_full()
+        if rejected and not body.stream:
+            raise ApiError(503, _BUSY)
+        request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
+        shape = Shape(
+            chat=chat,
+            request_id=f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
+            model=options.model,
+            prompt=prompt,
+            pieces=self._text.pieces,
+            token_ids=bool(body.return_token_ids) and options.token_ids,
+            stream_options=body.stream_options if options.stream_usage else None,
+        )
+        priority = self._priority(request, body.priority)
+        self._in_progress += 1
+        try:
+            if not body.stream:
+                generation = Generation(shape, max_tokens, break_after=options.fail_after_tokens)
+                return await self._answer_whole(request, generation, priority, body.cache_salt)
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+            if request.headers.get("X-Request-Id"):
+                response.headers["X-Request-Id"] = request_id
+            chunked = request.version >= (1, 1)
+            if chunked:
+                response.enable_chunked_encoding()
+            await response.prepare(request)
+            stream = Stream(
+                shape,
+                max_tokens,
+                break_after=options.fail_after_tokens,
+                transport=cast(asyncio.WriteTransport, request.transport),
+                chunked=chunked,
+                cached_tokens_reported=options.cached_tokens,
+            )
+            if rejected:
+                stream.write(_event_error(_BUSY, 503))
+            else:
+                await self._run(stream, priority, body.cache_salt)
+                if stream.broken:
+                    await self._break(request, stream)
+            await response.write_eof()
+            return response
+        finally:
+            self._in_progress -= 1
+
+    async def _answer_whole(
+        self, request: web.Request, generation: Generation, priority: int, salt: str | None
+    ) -> web.Response:
+        await self._run(generation, priority, salt)
+        if generation.broken:
+            if self._options.fail_with == "event":
+                raise ApiError(500, _DIED)
+            await self._break(request, None)
+        cached = generation.cached_tokens if self._options.cached_tokens else None
+        body = generation.shape.whole(generation.tokens, generation.finish_reason or "length", cached)
+        response = web.Response(body=body, content_type="application/json")
+        if self._options.load_header:
+            self._add_load_header(request, response)
+        return response
+
+    async def _run(self, generation: Generation, priority: int, salt: str | None) -> None:
+        """Waits until the engine is done with it. A client that leaves cancels this."""
+        if generation.broken:
+            return
+        self._driver.submit(generation, priority=priority, salt=salt)
+        try:
+            await generation.over
+        finally:
+            self._driver.drop(generation)
+
+    async def _break(self, request: web.Request, stream: Stream | None) -> None:
+        """Fails as told."""
+        if self._options.fail_with == "event" and stream is not None:
+            stream.write(_event_error(_DIED, 500))
+        elif self._options.fail_with == "stall":
+            await asyncio.Event().wait()  # until the client has had enough
+        else:
+            if request.transport is not None:
+                request.transport.abort()
+            raise asyncio.CancelledError
+
+    def _queue_is_full(self) -> bool:
+        limit, load = self._options.max_queued_requests, self._driver.engine.load()
+        # A request that would run at once does not queue.
+        full = limit is not None and load["waiting"] >= limit and load["running"] > 0
+        self._metrics.rejected += full
+        return full
+
+    def _check_length(self, prompt_tokens: int, max_tokens: int, chat: bool) -> None:
+        if prompt_tokens == 0:
+            raise ApiError(400, "prompt: at least one token is needed", "prompt")
+        limit = self._max_model_len
+        if prompt_tokens + max_tokens > limit:
+            what = "messages" if chat else "prompt"
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {limit} tokens. However, you requested "
+                f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {what}, {max_tokens} in the "
+                f"completion). Please reduce the length of the {what} or completion.",
+                "input_tokens" if prompt_tokens >= limit else "max_tokens",
+            )
+
+    def _check_ids(self, tokens: list[int], param: str) -> array[int]:
+        vocabulary = self._text.vocabulary
+        if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):
+            bad = next(token for token in tokens if not 0 <= token < vocabulary)
+            raise ApiError(
+                400, f"{param}: token id {bad} is out of vocabulary (0 to {vocabulary - 1})", param
+            )
+        return array("I", tokens)
+
+    @staticmethod
+    def _priority(request: web.Request, priority: int) -> int:
+        header = request.headers.get("X-Vllm-Priority")
+        if header is None:
+            return priority
+        with contextlib.suppress(ValueError):
+            if -(2**63) <= int(header) < 2**63:
+                return int(header)
+        raise ApiError(400, f"header X-Vllm-Priority: {header!r} is not a signed 64-bit integer", "priority")
+
+    def _add_load_header(self, request: web.Request, response: web.Response) -> None:
+        kind = request.headers.get("endpoint-load-metrics-format", "").upper()
+        if kind not in ("TEXT", "JSON"):
+            return
+        load = self._driver.engine.load()
+        named = {
+            "num_requests_waiting": float(load["waiting"]),
+            "kv_cache_usage_perc": float(load["kv_usage"]),
+        }
+        if kind == "JSON":
+            value = orjson.dumps({"named_metrics": named}).decode()
+        else:
+            value = ", ".join(f"named_metrics.{name}={number}" for name, number in named.items())
+        response.headers["endpoint-load-metrics"] = f"{kind} {value}"
+
+    # -- the rest
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        model = {
+            "id": self._options.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "lmetric",
+            "root": self._options.model,
+            "parent": None,
+            "max_model_len": self._max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _version(self, _request: web.Request) -> web.Response:
+        return web.json_response({"version": f"lmetric-{version('lmetric-router')}"})
+
+    async def _load(self, _request: web.Request) -> web.Response:
+        return web.json_response({"server_load": self._in_progress if self._options.server_load else 0})
+
+    async def _show_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _kv_event_sources(self, _request: web.Request) -> web.Response:
+        feed = self._kv_feed
+        if feed is None:
+            return web.json_response({})
+        source = {
+            "publisher": "zmq",
+            "endpoint": feed.endpoint,
+            "replay_endpoint": feed.replay_endpoint,
+            "topic": self._options.kv_events_topic,
+        }
+        return web.json_response({"0": source})
+
+    async def _reset_prefix_cache(self, _request: web.Request) -> web.Response:
+        if not self._driver.engine.reset_cache():
+            raise ApiError(503, "Requests are running: the prefix cache is in use.")
+        return web.Response()
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        body: TokenizeChat | TokenizePrompt
+        if b'"messages"' in raw and b'"prompt"' not in raw:
+            body = _parse(TokenizeChat, raw)
+            text = self._render(body)
+        else:
+            body = _parse(TokenizePrompt, raw)
+            text = body.prompt
+        tokens = (await self._encode(text)).tolist()
+        answer: dict[str, Any] = {
+            "count": len(tokens),
+            "max_model_len": self._max_model_len,
+            "tokens": tokens,
+        }
+        answer["token_strs"] = self._text.token_strings(tokens) if body.return_token_strs else None
+        return web.Response(body=orjson.dumps(answer), content_type="application/json")
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = await self._read(request, DetokenizeBody)
+        tokens = self._check_ids(body.tokens, "tokens").tolist()
+        return web.json_response({"prompt": self._text.decode(tokens)})
+
+    # -- bodies
+
+    async def _read(self, request: web.Request, kind: type[_BODY]) -> _BODY:
+        return _parse(kind, await request.read())
+
+    def _render(self, body: ChatBody | TokenizeChat) -> str:
+        body.check_template()
+        return self._text.render_chat(
+            [message.model_dump() for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+
+    async def _encode(self, text: str) -> array[int]:
+        if len(text) < _THREAD_FROM_CHARACTERS:
+            return self._text.encode(text)
+        return await asyncio.to_thread(self._text.encode, text)
+
+
+def _parse(kind: type[_BODY], raw: bytes) -> _BODY:
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise invalid_body(error) from None
+
+
+def _event_error(message: str, code: int) -> bytes:
+    return b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps({"error": {"message": message, "code": code}})

@@ -1,0 +1,123 @@
+"""What an emulated engine can be told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lmetric.profiles import Profile, load_profile
+
+_COUNT = 2**30
+
+
+class EngineOptions(BaseModel):
+    """Settings of one emulated engine; each is a flag of ``lmetric-router engine`` of the same name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one.")
+    model: str = Field(default="emulated", min_length=1, description="Name of the served model.")
+
+    profile: str = Field(
+        default="qwen3-30b-a3b-h20", description="Shipped profile's name, or path of a YAML file."
+    )
+    block_tokens: int = Field(
+        default=16, gt=0, le=2**20, description="Tokens of a KV block, whatever the profile simulates with."
+    )
+    cache_blocks: int | None = Field(
+        default=None, gt=0, le=_COUNT, description="KV blocks; default: as many tokens as the profile holds."
+    )
+    max_sequences: int | None = Field(default=None, gt=0, le=_COUNT, description="Overrides the profile's.")
+    max_batch_tokens: int | None = Field(
+        default=None, gt=0, le=_COUNT, description="Overrides the profile's."
+    )
+    max_model_len: int | None = Field(
+        default=None, gt=1, description="Most tokens of a request; default: what the KV blocks hold."
+    )
+    default_max_tokens: int = Field(
+        default=128,
+        gt=0,
+        description="Length of a chat answer that asks for none (completions: 16, as vLLM).",
+    )
+    max_queued_requests: int | None = Field(
+        default=None,
+        ge=0,
+        description="Answer 503 while this many requests wait; default: no limit.",
+    )
+    admission: Literal["vllm", "reserve"] = Field(
+        default="vllm",
+        description="vllm: blocks are taken as tokens come, with preemption; reserve: all at once.",
+    )
+    order: Literal["fcfs", "priority"] = Field(default="fcfs", description="What the queue is ordered by.")
+    clock_speed: float = Field(
+        default=1.0, gt=0, le=1000, description="The engine's clock runs this much faster."
+    )
+
+    kv_events_endpoint: str | None = Field(
+        default=None,
+        description="ZMQ endpoint for KV events: bound if it has *, :: or ipc://, else connected.",
+    )
+    kv_events_replay_endpoint: str | None = Field(
+        default=None, description="ZMQ endpoint (bound) where past KV events can be asked for."
+    )
+    kv_events_topic: str = Field(default="", description="Topic frame of the KV events.")
+    kv_events_buffer_steps: int = Field(
+        default=10_000, gt=0, description="Batches of KV events kept for replay."
+    )
+
+    kv_events: bool = Field(default=True, description="Publish KV events (where an endpoint is given).")
+    cached_tokens: bool = Field(default=True, description="Report usage.prompt_tokens_details.cached_tokens.")
+    stream_usage: bool = Field(default=True, description="Honour stream_options.include_usage.")
+    token_ids: bool = Field(
+        default=True, description="Honour return_token_ids, and take prompts as token ids."
+    )
+    load_header: bool = Field(
+        default=True, description="Answer endpoint-load-metrics-format with the load header."
+    )
+    metrics: bool = Field(default=True, description="Serve /metrics.")
+    server_load: bool = Field(default=True, description="Count requests at /load; else it says 0.")
+    tokenize: bool = Field(default=True, description="Serve /tokenize and /detokenize.")
+
+    fail_after_tokens: int | None = Field(
+        default=None, ge=0, description="Every answer breaks off after this many tokens (0: after the head)."
+    )
+    fail_with: Literal["reset", "event", "stall"] = Field(
+        default="reset",
+        description="How: the connection is cut; an error event and [DONE] come; nothing more comes.",
+    )
+    fail_status: int | None = Field(
+        default=None, ge=400, le=599, description="Every completion request is answered with this status."
+    )
+    refuse: bool = Field(default=False, description="Cut every connection before it is answered.")
+
+    exit_with_parent: bool = Field(
+        default=False, description="Stop when standard input ends: the parent is gone."
+    )
+
+    def resolved_profile(self) -> Profile:
+        """The profile with the overrides applied; raises `lmetric.profiles.ProfileError`."""
+        profile = load_profile(self.profile)
+        tokens = profile.cache_blocks * profile.block_tokens
+        changed = {
+            "block_tokens": self.block_tokens,
+            "cache_blocks": self.cache_blocks or max(1, tokens // self.block_tokens),
+            "max_sequences": self.max_sequences or profile.max_sequences,
+            "max_batch_tokens": self.max_batch_tokens or profile.max_batch_tokens,
+        }
+        return Profile.model_validate(profile.model_dump() | changed)
+
+    def flags(self) -> list[str]:
+        """The command line that gives these options: every one that is not the default."""
+        flags = []
+        for name, field in type(self).model_fields.items():
+            value, flag = getattr(self, name), name.replace("_", "-")
+            if value == field.default:
+                continue
+            flags += (
+                [f"--{flag}" if value else f"--no-{flag}"]
+                if isinstance(value, bool)
+                else [f"--{flag}", str(value)]
+            )
+        return flags

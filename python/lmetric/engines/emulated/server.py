@@ -1,0 +1,161 @@
+"""One emulated engine as a server: started, stopped, or run as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+import orjson
+import uvloop
+from aiohttp import web
+
+from lmetric._core import Engine
+from lmetric.engines.emulated.app import Api
+from lmetric.engines.emulated.driver import Clock, Driver
+from lmetric.engines.emulated.errors import EngineStartError
+from lmetric.engines.emulated.kv_feed import KvFeed
+from lmetric.engines.emulated.metrics import EngineMetrics
+from lmetric.engines.emulated.options import EngineOptions
+from lmetric.engines.emulated.text import shared_text
+from lmetric.profiles import ProfileError
+
+_DRAIN_SECONDS = 2.0
+
+
+class EngineServer:
+    """An emulated engine in this event loop: ``async with EngineServer(options) as engine: engine.url``.
+
+    Raises:
+        EngineStartError: the port is in use, an endpoint cannot be bound, the profile does not fit.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+        self._driver: Driver | None = None
+        self._kv_feed: KvFeed | None = None
+
+    async def start(self) -> None:
+        """Binds and serves."""
+        options, text = self.options, shared_text()
+        try:
+            profile = options.resolved_profile()
+        except ProfileError as error:
+            raise EngineStartError(str(error)) from error
+        capacity = profile.cache_blocks * profile.block_tokens
+        max_model_len = options.max_model_len or capacity
+        if max_model_len > capacity and options.admission == "vllm":
+            message = f"max_model_len is {max_model_len} tokens, but the KV blocks hold {capacity}"
+            raise EngineStartError(f"{message}: lower it or raise cache_blocks")
+        if options.kv_events and options.kv_events_endpoint is not None:
+            self._kv_feed = KvFeed(
+                options.kv_events_endpoint,
+                options.kv_events_replay_endpoint,
+                topic=options.kv_events_topic,
+                buffer_steps=options.kv_events_buffer_steps,
+                block_tokens=profile.block_tokens,
+            )
+        engine = Engine(
+            profile.constants(),
+            text.words,
+            text.vocabulary,
+            admission=options.admission,
+            order=options.order,
+            kv_events=self._kv_feed is not None,
+        )
+        cache_config = {"block_size": str(profile.block_tokens), "num_gpu_blocks": str(profile.cache_blocks)}
+        metrics = EngineMetrics(options.model, cache_config, engine.load)
+        publish = self._kv_feed.publish if self._kv_feed else None
+        self._driver = Driver(engine, Clock(options.clock_speed), metrics, publish)
+        api = Api(
+            options,
+            driver=self._driver,
+            metrics=metrics,
+            text=text,
+            max_model_len=max_model_len,
+            kv_feed=self._kv_feed,
+        )
+        self._runner = web.AppRunner(
+            api.application(), access_log=None, handler_cancellation=True, shutdown_timeout=_DRAIN_SECONDS
+        )
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, options.host, options.port, backlog=1024).start()
+        except OSError as error:
+            await self.stop()
+            if error.errno == errno.EADDRINUSE:
+                hint = (
+                    f"port {options.port} on {options.host} is in use; choose another, or 0 for any free one"
+                )
+                raise EngineStartError(hint) from error
+            reason = f"cannot listen on {options.host}:{options.port}: {error.strerror or error}"
+            raise EngineStartError(reason) from error
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        """Ends running requests with finish_reason abort, then the server."""
+        if self._driver is not None:
+            self._driver.stop()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._kv_feed is not None:
+            self._kv_feed.close()
+            self._kv_feed = None
+
+    def description(self) -> dict[str, Any]:
+        """What the line on standard output says once the engine is ready."""
+        feed = self._kv_feed
+        return {
+            "event": "ready",
+            "url": self.url,
+            "model": self.options.model,
+            "pid": os.getpid(),
+            "kv_events_endpoint": feed.endpoint if feed else None,
+            "kv_events_replay_endpoint": feed.replay_endpoint if feed else None,
+        }
+
+    async def __aenter__(self) -> EngineServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+
+async def _serve(options: EngineOptions) -> None:
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, over.set)
+    async with EngineServer(options) as server:
+        # What has been made lives as long as the process: collections need not look at it again.
+        gc.collect()
+        gc.freeze()
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.buffer.write(orjson.dumps(server.description(), option=orjson.OPT_APPEND_NEWLINE))
+            sys.stdout.flush()
+        if options.exit_with_parent:
+            # What comes is ignored; the end of it means that nobody is there to send any more.
+            loop.add_reader(0, lambda: None if os.read(0, 4096) else over.set())
+        await over.wait()
+        if options.exit_with_parent:
+            loop.remove_reader(0)
+
+
+def run_engine(options: EngineOptions) -> None:
+    """Runs an engine until SIGINT or SIGTERM; prints one JSON line (`url`, ...) on standard output when it is
+    ready.
+
+    Raises:
+        EngineStartError: it cannot start; the message is one line.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    uvloop.run(_serve(options))

@@ -1,0 +1,73 @@
+"""The emulated engines' tokenizer, their chat template, and the words they answer with."""
+
+from __future__ import annotations
+
+import functools
+import re
+from array import array
+from pathlib import Path
+from typing import Any
+
+import orjson
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+TOKENIZER_PATH = Path(__file__).parent / "tokenizer.json"
+
+# ChatML. `content` is text by the time it comes here.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\n' + message['content'] -}}"
+    "{%- if not (continue_final_message and loop.last) -%}{{- '<|im_end|>\n' -}}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+
+
+class Text:
+    """Tokenizer, template and vocabulary; one for the whole process, see `shared_text`."""
+
+    def __init__(self, path: Path = TOKENIZER_PATH) -> None:
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self._tokenizer.encode_special_tokens = False
+        self._template = ImmutableSandboxedEnvironment().from_string(CHAT_TEMPLATE)
+        self.vocabulary = self._tokenizer.get_vocab_size()
+        names = {token: name for name, token in self._tokenizer.get_vocab().items()}
+        candidates = [token for token, name in sorted(names.items()) if re.fullmatch("Ġ[a-z]{2,}", name)]
+        # Only words that tokenise back to themselves: so does any text made of them.
+        self.words = array("I", [t for t in candidates if self.encode(" " + names[t][1:]).tolist() == [t]])
+        # What a stream writes for a token, already as the inside of a JSON string.
+        decoded = (self._tokenizer.decode([token]) for token in range(self.vocabulary))
+        self.pieces: list[bytes] = [orjson.dumps(piece)[1:-1] for piece in decoded]
+
+    def encode(self, text: str) -> array[int]:
+        """Token ids of a text. The interpreter lock is free meanwhile, so a thread may do it."""
+        return array("I", self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return str(self._tokenizer.decode(tokens))
+
+    def token_strings(self, tokens: list[int]) -> list[str]:
+        """The vocabulary's name of each token."""
+        return [str(self._tokenizer.id_to_token(token)) for token in tokens]
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt of a conversation: messages with `role` and text `content`."""
+        return self._template.render(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+
+
+@functools.cache
+def shared_text() -> Text:
+    """The process's `Text`."""
+    return Text()

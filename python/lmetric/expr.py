@@ -1,0 +1,289 @@
+"""Score expressions in Python: ``lm.P_TOKEN * (lm.BS + 1)`` renders itself to the text that YAML has.
+
+An expression only holds its text, with all brackets; the core parses and checks it where it is used. What
+the parts mean: see `Expr` and the functions below. Sources: LMETRIC Figures 6, 13 and 17; names of
+functions are numpy's.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lmetric import _core
+
+Operand: TypeAlias = "Expr | float"
+"""What stands in an expression: another one, or a finite number (Python's or numpy's)."""
+
+
+class Expr:
+    """One number, or one truth value, for each instance. Made from the symbols (`BS`, `P_TOKEN`, ...) or
+    from text.
+
+    Numbers combine by ``+ - * / **``, comparisons of numbers make truth values, and these combine by ``&
+    | ~`` (Python's ``and``, ``or``, ``not`` and chained comparisons cannot be taken over). ``==`` builds
+    an expression, too, so that a dictionary finds the same object only (the hash is that of the text).
+
+    Errors: `TypeError` for an operand that is no number, `lmetric.BadValueError` for one that is not
+    finite; everything else is found where the expression is used (`lmetric.ExpressionError`, with the
+    place).
+    """
+
+    __slots__ = ("_atom", "_text")
+    __array_ufunc__ = None  # numpy's numbers leave the operators to us.
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._atom = False
+
+    def __str__(self) -> str:
+        """The text, as it would stand in YAML."""
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"Expr({self._text!r})"
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"`{self._text}` has no truth value yet: it has one for each instance. Write `&`, `|`, `~` for "
+            "and, or, not; `(a < b) & (b < c)` for `a < b < c`; `lm.where(condition, a, b)` for a choice"
+        )
+
+    def __add__(self, other: Operand) -> "Expr":
+        return _infix(self, "+", other)
+
+    def __radd__(self, other: Operand) -> "Expr":
+        return _infix(other, "+", self)
+
+    def __sub__(self, other: Operand) -> "Expr":
+        return _infix(self, "-", other)
+
+    def __rsub__(self, other: Operand) -> "Expr":
+        return _infix(other, "-", self)
+
+    def __mul__(self, other: Operand) -> "Expr":
+        return _infix(self, "*", other)
+
+    def __rmul__(self, other: Operand) -> "Expr":
+        return _infix(other, "*", self)
+
+    def __truediv__(self, other: Operand) -> "Expr":
+        return _infix(self, "/", other)
+
+    def __rtruediv__(self, other: Operand) -> "Expr":
+        return _infix(other, "/", self)
+
+    def __pow__(self, other: Operand) -> "Expr":
+        return _infix(self, "**", other)
+
+    def __rpow__(self, other: Operand) -> "Expr":
+        return _infix(other, "**", self)
+
+    def __lt__(self, other: Operand) -> "Expr":
+        return _infix(self, "<", other)
+
+    def __le__(self, other: Operand) -> "Expr":
+        return _infix(self, "<=", other)
+
+    def __gt__(self, other: Operand) -> "Expr":
+        return _infix(self, ">", other)
+
+    def __ge__(self, other: Operand) -> "Expr":
+        return _infix(self, ">=", other)
+
+    def __eq__(self, other: Operand) -> "Expr":  # type: ignore[override]
+        return _infix(self, "==", other)
+
+    def __ne__(self, other: Operand) -> "Expr":  # type: ignore[override]
+        return _infix(self, "!=", other)
+
+    def __and__(self, other: "Expr") -> "Expr":
+        return _infix(self, "&", other)
+
+    def __or__(self, other: "Expr") -> "Expr":
+        return _infix(self, "|", other)
+
+    def __invert__(self) -> "Expr":
+        return _checked(f"~{_operand(self)}")
+
+    def __neg__(self) -> "Expr":
+        return _checked(f"-{_operand(self)}")
+
+    def __abs__(self) -> "Expr":
+        return abs(self)
+
+
+def _checked(text: str, *, atom: bool = False) -> Expr:
+    """An expression of this text. Refuses what grew too long: ``e = e * e`` doubles it."""
+    if len(text) > _core.MAX_EXPRESSION_LENGTH:
+        limit = _core.MAX_EXPRESSION_LENGTH
+        raise _core.ExpressionError(
+            f"the expression has {len(text)} characters; at most {limit} are read: {text[:60]}…"
+        )
+    expr = Expr(text)
+    expr._atom = atom
+    return expr
+
+
+def _operand(value: Operand) -> str:
+    """The text of an operand, in brackets unless it is one word."""
+    text = _text(value)
+    atom = value._atom if isinstance(value, Expr) else not text.startswith("-")
+    return text if atom else f"({text})"
+
+
+def _text(value: Operand) -> str:
+    if isinstance(value, Expr):
+        return value._text
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{value!r} cannot be a part of an expression; expected an expression or a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = float("inf")
+    if number - number != 0.0:
+        raise _core.BadValueError(f"number in an expression: {value} is not valid; expected a finite number")
+    return str(int(value)) if isinstance(value, int | np.integer) else repr(number)
+
+
+def _infix(left: Operand, sign: str, right: Operand) -> Expr:
+    return _checked(f"{_operand(left)} {sign} {_operand(right)}")
+
+
+def _call(name: str, *arguments: Operand) -> Expr:
+    return _checked(f"{name}({', '.join(_text(a) for a in arguments)})", atom=True)
+
+
+def where(condition: Expr, then: Operand, otherwise: Operand) -> Expr:
+    """``then`` for the instances where ``condition`` holds, else ``otherwise``."""
+    return _call("where", condition, then, otherwise)
+
+
+def minimum(a: Operand, b: Operand) -> Expr:
+    """The smaller of two, instance by instance; NaN where one is."""
+    return _call("minimum", a, b)
+
+
+def maximum(a: Operand, b: Operand) -> Expr:
+    """The larger of two, instance by instance; NaN where one is."""
+    return _call("maximum", a, b)
+
+
+def clip(x: Operand, low: Operand, high: Operand) -> Expr:
+    """``x``, not below ``low`` and not above ``high``."""
+    return _call("clip", x, low, high)
+
+
+def log(x: Operand) -> Expr:
+    """Natural logarithm; an instance with ``x <= 0`` is left out of the decision."""
+    return _call("log", x)
+
+
+def exp(x: Operand) -> Expr:
+    """e to the power of ``x``."""
+    return _call("exp", x)
+
+
+def sqrt(x: Operand) -> Expr:
+    """Square root; an instance with ``x < 0`` is left out of the decision."""
+    return _call("sqrt", x)
+
+
+def abs(x: Operand) -> Expr:
+    """``x`` without its sign."""
+    return _call("abs", x)
+
+
+def min(x: Expr) -> Expr:
+    """The least ``x`` over the eligible instances that have one: the same number for all of them."""
+    return _call("min", x)
+
+
+def max(x: Expr) -> Expr:
+    """The greatest ``x`` over the eligible instances that have one: the same number for all of them."""
+    return _call("max", x)
+
+
+def mean(x: Expr) -> Expr:
+    """The mean of ``x`` over the eligible instances that have one: the same number for all of them."""
+    return _call("mean", x)
+
+
+def std(x: Expr) -> Expr:
+    """The standard deviation of ``x`` over the eligible instances that have one (of the population)."""
+    return _call("std", x)
+
+
+def norm(x: Expr) -> Expr:
+    """``x / max(x)``, and 0 where ``x`` is 0, so 0 if all are 0 (LMETRIC Figure 6)."""
+    return _call("norm", x)
+
+
+def knob(name: str) -> Expr:
+    """A named constant, whose value is given with the policy (``knobs={"lam": 0.7}``)."""
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        raise _core.BadValueError(f"name of a knob: {name!r} is not valid; expected letters, digits and `_`")
+    return _checked(name, atom=True)
+
+
+def evaluate(
+    expr: Expr | str,
+    columns: Mapping[str, ArrayLike],
+    *,
+    eligible: ArrayLike | None = None,
+    knobs: Mapping[str, float] | None = None,
+) -> NDArray[np.float64] | NDArray[np.bool_]:
+    """Evaluates ``expr`` over columns, as the router would: for studies and tests.
+
+    ``columns``: values by indicator name (any case), ``(instances,)`` for one request or ``(requests,
+    instances)`` for a batch; indicators of the request ``()`` or ``(requests,)``. NaN where absent.
+    ``eligible``: which instances may take the request, of the same shapes, all where not given;
+    reductions run over these. Large inputs run without the interpreter lock.
+
+    Returns one value an instance, float64 or bool, ``(instances,)`` or, where an operand has requests,
+    ``(requests, instances)``. Raises `lmetric.ExpressionError` with the place, `lmetric.UnknownNameError`
+    for a column that is no indicator, `lmetric.BadValueError` for shapes that do not fit or a column that
+    is missing.
+    """
+    program = _core.Program(str(expr), "any", None if knobs is None else dict(knobs))
+    arrays = {str(name): np.require(values, np.float64, "C") for name, values in columns.items()}
+    mask = None if eligible is None else np.require(eligible, np.bool_, "C")
+    return program.evaluate(arrays, mask)
+
+
+def _indicator(name: str) -> Expr:
+    return _checked(name, atom=True)
+
+
+# One symbol an indicator, in the order of the core's table (a test holds them together).
+BS: Final = _indicator("bs")
+Q_BS: Final = _indicator("q_bs")
+R_BS: Final = _indicator("r_bs")
+DECODE_BS: Final = _indicator("decode_bs")
+BOUND_BS: Final = _indicator("bound_bs")
+QUEUED_PREFILL_TOKENS: Final = _indicator("queued_prefill_tokens")
+TOKENS: Final = _indicator("tokens")
+DECODE_TOKENS: Final = _indicator("decode_tokens")
+BOUND_TOKENS: Final = _indicator("bound_tokens")
+REMAINING_TOKENS: Final = _indicator("remaining_tokens")
+INDEX_BLOCKS: Final = _indicator("index_blocks")
+PREFILL_TOKENS_PER_SECOND: Final = _indicator("prefill_tokens_per_second")
+WINDOW_PREFILL_TOKENS: Final = _indicator("window_prefill_tokens")
+WINDOW_OUTPUT_TOKENS: Final = _indicator("window_output_tokens")
+KV_USAGE: Final = _indicator("kv_usage")
+REPORTED_WAITING: Final = _indicator("reported_waiting")
+REPORTED_RUNNING: Final = _indicator("reported_running")
+REPORT_AGE_SECONDS: Final = _indicator("report_age_seconds")
+HIT_TOKENS: Final = _indicator("hit_tokens")
+KV_HIT: Final = _indicator("kv_hit")
+NEW_TOKENS: Final = _indicator("new_tokens")
+P_TOKEN: Final = _indicator("p_token")
+PREDICTED_TTFT_SECONDS: Final = _indicator("predicted_ttft_seconds")
+PROMPT_TOKENS: Final = _indicator("prompt_tokens")
+EXPECTED_OUTPUT_TOKENS: Final = _indicator("expected_output_tokens")
+INSTANCES: Final = _indicator("instances")

@@ -1,0 +1,242 @@
+"""Policies of one's own: expressions (`Policy`) or a Python function over columns (`policy_function`)."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lmetric import _core
+from lmetric.expr import Expr
+
+End: TypeAlias = Literal["min", "max"]
+TieBreak: TypeAlias = "Expr | str | tuple[Expr | str, End]"
+Columns: TypeAlias = Mapping[str, NDArray[np.float64] | float]
+
+_KEYS = ("name", "score", "filter", "prefer", "then", "knobs")
+
+
+@final
+class Policy:
+    """A policy written as expressions, checked when it is made.
+
+    ``score``: one number an instance; ``prefer``: whether the lowest or the highest wins. ``filter``: a
+    truth value an instance; only those where it holds are scored, and where it holds for none of the
+    eligible it is waived for that decision. ``then``: tie-breaks in order, each an expression (the lowest
+    wins) or a pair with its end, ``(lm.KV_HIT, "max")``; what is still equal is drawn at random.
+    ``knobs``: values of the names in the texts. ``name``: in logs, metrics and receipts.
+
+    An instance whose score is NaN or infinite (an indicator is absent, a division by zero) is left out of
+    the decision.
+
+    Raises `lmetric.ExpressionError` with the place (and ``part``: ``score``, ``filter``, ``then[0]``),
+    `lmetric.BadValueError` where something else does not fit.
+
+    >>> Policy("p_token * (bs + 1)", filter="bs - min(bs) <= 8", then=["bs"])
+    Policy('p_token * (bs + 1)', filter='bs - min(bs) <= 8', then=[('bs', 'min')])
+    """
+
+    __slots__ = ("filter", "knobs", "name", "prefer", "reads", "score", "then")
+
+    name: str | None
+    score: str
+    filter: str | None
+    prefer: End
+    then: list[tuple[str, End]]
+    knobs: dict[str, float]
+    reads: list[str]
+    """Names of the indicators that it reads, in the table's order."""
+
+    def __init__(
+        self,
+        score: Expr | str,
+        *,
+        filter: Expr | str | None = None,
+        prefer: End = "min",
+        then: Sequence[TieBreak] | Expr | str = (),
+        knobs: Mapping[str, float] | None = None,
+        name: str | None = None,
+    ) -> None:
+        if name is not None and not (isinstance(name, str) and name.strip()):
+            raise _bad("name of a policy", name, "a text that is not empty")
+        self.name = name
+        self.knobs = _knobs(knobs)
+        self.score = _source("score", score)
+        self.filter = None if filter is None else _source("filter", filter)
+        self.prefer = _end("prefer", prefer)
+        breaks = [then] if isinstance(then, Expr | str) else then
+        if not isinstance(breaks, Sequence):
+            raise _bad("then", then, "a list of expressions")
+        self.then = [_tie_break(f"then[{i}]", tie_break) for i, tie_break in enumerate(breaks)]
+        reads = self._check("score", "score", self.score)
+        if self.filter is not None:
+            reads |= self._check("filter", "filter", self.filter)
+        for i, (text, _) in enumerate(self.then):
+            reads |= self._check(f"then[{i}]", "then", text)
+        self.reads = [row["name"] for row in _core.indicator_table() if row["name"] in reads]
+
+    def _check(self, part: str, kind: str, text: str) -> set[str]:
+        try:
+            return set(_core.check_expression(text, kind, self.knobs))
+        except _core.ExpressionError as error:
+            shown = _core.ExpressionError(f"{part}: {error}")
+            shown.__dict__.update(error.__dict__, part=part)
+            raise shown from None
+
+    def __repr__(self) -> str:
+        shown = [repr(self.score)]
+        shown += [f"filter={self.filter!r}"] if self.filter is not None else []
+        shown += [f"prefer={self.prefer!r}"] if self.prefer != "min" else []
+        shown += [f"then={self.then!r}"] if self.then else []
+        shown += [f"knobs={self.knobs!r}"] if self.knobs else []
+        shown += [f"name={self.name!r}"] if self.name is not None else []
+        return f"Policy({', '.join(shown)})"
+
+    @classmethod
+    def from_config(
+        cls,
+        value: str | Mapping[str, Any],
+        *,
+        knobs: Mapping[str, float] | None = None,
+        policies: Collection[str] | None = None,
+    ) -> "Policy | str":
+        """What a configuration or ``--policy`` says: the name of a registered policy (returned as it is), the
+        text of a score expression, or a mapping with ``score`` and, where wanted, ``filter``, ``prefer``,
+        ``then``, ``knobs``, ``name``. In a mapping, an entry of ``then`` is a text or ``{max: text}``.
+
+        ``knobs``: values given beside it, below those of the mapping; a registered policy takes its own.
+        ``policies``: the registered names, those of `lmetric.policy_table` where not given. Raises as
+        `Policy`, and `lmetric.UnknownNameError` for one word that is neither a policy nor an indicator, or
+        for an unknown key, with the nearest.
+        """
+        if isinstance(value, str):
+            return cls._from_text(value, knobs, policies)
+        if not isinstance(value, Mapping):
+            raise _bad("policy", value, "a name, a score expression, or a mapping with `score`")
+        for key in value:
+            if key not in _KEYS:
+                raise _core.UnknownNameError(f"unknown key {key!r} of a policy{_hint(str(key), _KEYS)}")
+        if "score" not in value:
+            raise _bad("policy", dict(value), "a mapping with the key `score`")
+        then: Any = value.get("then")
+        then = () if then is None else [then] if isinstance(then, Mapping) else then
+        return cls(
+            value["score"],
+            filter=value.get("filter"),
+            prefer=value.get("prefer", "min"),
+            then=then,
+            knobs={**_knobs(knobs), **_knobs(value.get("knobs"))},
+            name=value.get("name"),
+        )
+
+    @classmethod
+    def _from_text(
+        cls, text: str, knobs: Mapping[str, float] | None, policies: Collection[str] | None
+    ) -> "Policy | str":
+        word = text.strip()
+        if policies is None:
+            policies = [row["name"] for row in _core.policy_table()]
+        if word in policies:
+            return word
+        indicators = [row["name"] for row in _core.indicator_table()]
+        known = [*indicators, *(knobs or {})]
+        if re.fullmatch(r"[A-Za-z_][\w-]*", word, re.ASCII) and word.lower() not in known:
+            hints = [
+                f"the {what} {near!r}"
+                for what, known in (("policy", sorted(policies)), ("indicator", indicators))
+                if (near := _core.nearest_name(word, known)) is not None
+            ]
+            hint = f"; did you mean {' or '.join(hints)}?" if hints else ""
+            raise _core.UnknownNameError(f"{word!r} is neither a policy nor an indicator{hint}")
+        return cls(text, knobs=knobs)
+
+
+@final
+class PolicyFunction:
+    """A Python function as a policy. Made by `policy_function`; the router calls ``fn``."""
+
+    __slots__ = ("fn", "name", "reads")
+
+    fn: Callable[[Columns], ArrayLike]
+    reads: list[str]
+    name: str
+
+    def __init__(self, fn: Callable[[Columns], ArrayLike], reads: list[str], name: str) -> None:
+        self.fn, self.reads, self.name = fn, reads, name
+
+    def __repr__(self) -> str:
+        return f"policy_function({self.name}, reads={self.reads!r})"
+
+
+def policy_function(
+    fn: Callable[[Columns], ArrayLike], reads: Iterable[Expr | str], *, name: str | None = None
+) -> PolicyFunction:
+    """A policy that asks ``fn``: for what expressions cannot say, at the price of the interpreter in each
+    decision.
+
+    ``reads``: the indicators that it needs (``[lm.P_TOKEN, lm.BS]`` or their names). ``fn`` gets them by
+    name, in small letters: a float64 array with one entry an eligible instance (NaN where absent), or a
+    float for an indicator of the request. It returns one score for each, the lowest wins; NaN or infinity
+    leaves an instance out. It must not keep the arrays.
+
+    Raises `TypeError` where ``fn`` cannot be called, `lmetric.UnknownNameError` for a name that is no
+    indicator.
+
+    >>> policy_function(lambda c: c["p_token"] * (c["bs"] + 1), reads=["p_token", "bs"], name="mine")
+    policy_function(mine, reads=['p_token', 'bs'])
+    """
+    if not callable(fn):
+        raise TypeError(f"{fn!r} cannot be called; expected a function from columns to scores")
+    known = [row["name"] for row in _core.indicator_table()]
+    names = [str(symbol).lower() for symbol in ([reads] if isinstance(reads, Expr | str) else reads)]
+    for one in names:
+        if one not in known:
+            raise _core.UnknownNameError(f"unknown indicator {one!r}{_hint(one, known)}")
+    return PolicyFunction(fn, names, name or str(getattr(fn, "__name__", type(fn).__name__)))
+
+
+def _bad(what: str, got: object, expected: str) -> Exception:
+    return _core.BadValueError(f"{what}: {got!r} is not valid; expected {expected}")
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = _core.nearest_name(name, list(known))
+    return "" if near is None else f"; did you mean {near!r}?"
+
+
+def _source(part: str, value: object) -> str:
+    if not isinstance(value, Expr | str):
+        raise _bad(part, value, "an expression or its text")
+    return str(value)
+
+
+def _end(part: str, value: object) -> End:
+    if value == "min" or value == "max":
+        return value
+    raise _bad(part, value, "'min' or 'max'")
+
+
+def _tie_break(part: str, value: object) -> tuple[str, End]:
+    match value:
+        case Expr() | str():
+            return str(value), "min"
+        case (Expr() | str() as text, end):
+            return str(text), _end(part, end)
+        case Mapping() if len(value) == 1:
+            ((end, text),) = value.items()
+            return _source(part, text), _end(part, end)
+    raise _bad(part, value, "an expression, or a pair such as (expression, 'max')")
+
+
+def _knobs(knobs: Mapping[str, float] | None) -> dict[str, float]:
+    if knobs is None:
+        return {}
+    if not isinstance(knobs, Mapping):
+        raise _bad("knobs", knobs, "a mapping from names to numbers")
+    for name, value in knobs.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise _bad("name of a knob", name, "letters, digits and `_`")
+        if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+            raise _bad(f"knob {name}", value, "a number")
+    return {name: float(value) for name, value in knobs.items()}

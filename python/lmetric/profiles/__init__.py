@@ -1,0 +1,88 @@
+"""Profiles: what a model on a GPU costs, as YAML files with their source. Shipped ones lie in this
+directory."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+_DIRECTORY = Path(__file__).parent
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be found or read: names the file, the field and what would have been right."""
+
+
+class Profile(BaseModel):
+    """One engine's constants.
+
+    A step takes ``fixed_seconds + decode_seconds_per_sequence x sequences + decode_seconds_per_context_token
+    x their context tokens + prefill_seconds_per_token x tokens + prefill_seconds_per_attention_pair x
+    pairs``; a prefill chunk of g tokens behind n tokens of context has g x (n + g / 2) pairs.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    fixed_seconds: float = Field(gt=0, description="Seconds that every step takes.")
+    decode_seconds_per_sequence: float = Field(ge=0, description="Seconds for each sequence that decodes.")
+    decode_seconds_per_context_token: float = Field(
+        ge=0, description="Seconds for each token of their context."
+    )
+    prefill_seconds_per_token: float = Field(ge=0, description="Seconds for each prompt token computed.")
+    prefill_seconds_per_attention_pair: float = Field(
+        ge=0, description="Seconds for each of its attention pairs."
+    )
+    max_batch_tokens: int = Field(gt=0, le=2**30, description="Most tokens of a step, decodes counted first.")
+    max_sequences: int = Field(gt=0, le=2**30, description="Most sequences that run at once.")
+    block_tokens: int = Field(gt=0, le=2**20, description="Tokens of a KV block.")
+    cache_blocks: int = Field(gt=0, le=2**30, description="Blocks that the KV memory holds.")
+    source: str | None = Field(default=None, description="Where the constants come from.")
+    note: str | None = Field(default=None, description="What to know before trusting them.")
+
+    @model_validator(mode="after")
+    def _every_decode_gets_its_token(self) -> Profile:
+        if self.max_batch_tokens < self.max_sequences:
+            raise ValueError(f"max_batch_tokens must be max_sequences ({self.max_sequences}) or more")
+        return self
+
+    def constants(self) -> dict[str, float | int]:
+        """What the engine model takes: everything but source and note."""
+        return self.model_dump(exclude={"source", "note"})
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the shipped profiles, in order."""
+    return sorted(path.stem for path in _DIRECTORY.glob("*.yaml"))
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """The shipped profile of this name, or the one in this YAML file.
+
+    Raises:
+        ProfileError: nothing of that name, not YAML, an unknown or missing field, a value out of range.
+    """
+    names = shipped_profiles()
+    path = _DIRECTORY / f"{name_or_path}.yaml" if name_or_path in names else Path(name_or_path)
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        near = difflib.get_close_matches(name_or_path, names, n=1)
+        hint = (
+            f"; did you mean {near[0]!r}?"
+            if near
+            else f"; shipped: {', '.join(names)}, or a path to a YAML file"
+        )
+        raise ProfileError(f"profile {name_or_path!r}: {error.strerror}{hint}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ProfileError(f"profile {path}: not YAML: {' '.join(str(error).split())}") from error
+    try:
+        return Profile.model_validate(content)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, problem['loc'])) or 'file'}: {problem['msg']}" for problem in error.errors()
+        )
+        raise ProfileError(f"profile {path}: {problems}") from error

@@ -1,0 +1,128 @@
+//! Pages of `docs/` that are made from the declarations: `cargo run -p lmetric-core --example docs -- policies` (or
+//! `indicators`) prints one; a test fails when the stored page differs.
+use crate::indicators::{INDICATORS, Owner, Scope};
+use crate::policy::{Knob, KnobKind, PolicySpec, registry};
+use std::fmt::Write;
+
+/// `docs/policies.md`: each registered policy with its rule, source and knobs.
+pub fn policy_markdown() -> String {
+    let mut page = String::from(
+        "# Policies\n\n\
+         Made from the declarations by `cargo run -p lmetric-core --example docs -- policies`; change those.\n\n\
+         A policy gives each instance a score; the end named wins, and what is still equal is drawn at random. Names in the rules \
+         are [indicators](indicators.md) and knobs. An instance whose score needs an absent indicator is left out of that \
+         decision. Set knobs in the configuration, or write a rule of your own as an expression.\n",
+    );
+    for spec in registry::specs() {
+        policy(&mut page, spec);
+    }
+    page
+}
+
+fn policy(page: &mut String, spec: &PolicySpec) {
+    write!(page, "\n## `{}`\n\n```\n", spec.name).expect("a string");
+    for part in spec.formula.split("; ") {
+        writeln!(page, "{part}").expect("a string");
+    }
+    write!(page, "```\n\nSource: {}.", spec.source).expect("a string");
+    if spec.random {
+        page.push_str(" Draws at random.");
+    }
+    if !spec.symmetric {
+        page.push_str(" Goes by name or turn, not by indicators alone.");
+    }
+    page.push('\n');
+    if !spec.knobs.is_empty() {
+        page.push_str("\n| knob | range | default | |\n| --- | --- | --- | --- |\n");
+        for knob in spec.knobs {
+            let (range, default) = (range(knob), default(knob));
+            writeln!(page, "| `{}` | {range} | {default} | {} |", knob.name, cell(knob.about))
+                .expect("a string");
+        }
+    }
+}
+
+fn range(knob: &Knob) -> String {
+    match knob.kind {
+        KnobKind::Float { min, max } => format!("{} to {}", number(min), number(max)),
+        KnobKind::Int { min, max } => format!("{min} to {max}, whole"),
+        KnobKind::Bool => "true or false".into(),
+    }
+}
+
+fn default(knob: &Knob) -> String {
+    match knob.kind {
+        KnobKind::Bool => (knob.default == 1.0).to_string(),
+        _ => number(knob.default),
+    }
+}
+
+/// As short as it reads well: 1000, and 1e9 for 1000000000.
+fn number(x: f64) -> String {
+    let (plain, scientific) = (x.to_string(), format!("{x:e}"));
+    if scientific.len() + 1 < plain.len() { scientific } else { plain }
+}
+
+/// `docs/indicators.md`: each indicator with unit, owner, freshness and what its absence means.
+pub fn indicator_markdown() -> String {
+    let mut page = String::from(
+        "# Indicators\n\n\
+         Made from the declarations by `cargo run -p lmetric-core --example docs -- indicators`; change those.\n\n\
+         Use these names in score expressions, in any case; Python's symbols are the same in capitals (`lm.P_TOKEN`).\n",
+    );
+    for (scope, title) in [
+        (Scope::Instance, "One value for each instance"),
+        (Scope::Pair, "One value for each instance and request"),
+        (Scope::Request, "One value for each request"),
+    ] {
+        write!(
+            page,
+            "\n## {title}\n\n| name | unit | whose | how fresh | absent | |\n{}\n",
+            "| --- ".repeat(6) + "|"
+        )
+        .expect("a string");
+        for decl in INDICATORS.iter().filter(|d| d.scope == scope) {
+            let owner = match decl.owner {
+                Owner::Router => "router",
+                Owner::Engine => "engine",
+                Owner::Merged => "router and engine",
+                Owner::Request => "request",
+            };
+            let (name, unit) = (decl.name, cell(decl.unit));
+            let (fresh, absent, about) = (cell(decl.freshness), cell(decl.absent), cell(decl.about));
+            writeln!(page, "| `{name}` | {unit} | {owner} | {fresh} | {absent} | {about} |")
+                .expect("a string");
+        }
+    }
+    page
+}
+
+fn cell(text: &str) -> String {
+    text.replace('|', "\\|")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_stored_pages_are_fresh() {
+        let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/");
+        for (name, page) in [("policies", policy_markdown()), ("indicators", indicator_markdown())] {
+            let stored = std::fs::read_to_string(format!("{docs}{name}.md")).unwrap_or_default();
+            let first = stored.lines().zip(page.lines()).position(|(s, p)| s != p).unwrap_or(0) + 1;
+            assert!(
+                stored == page,
+                "docs/{name}.md is stale from line {first}: cargo run -p lmetric-core --example docs -- {name} > docs/{name}.md"
+            );
+        }
+    }
+
+    #[test]
+    fn numbers_are_short() {
+        assert_eq!(
+            [0.7, 1000.0, 1e9, 1e-4, 4194304.0].map(number),
+            ["0.7", "1000", "1e9", "1e-4", "4194304"]
+        );
+    }
+}

@@ -1,0 +1,155 @@
+//! One kind of memory: cells of 32 bytes, named by number, in chunks that never move.
+//!
+//! Nodes, holders of shared nodes and the recency queues are all made of cells, so that what one frees another can take
+//! and the byte bound has one thing to watch. Words of a cell by use (word 4 tells nodes from the rest: a node has a kind
+//! in its two high bits, all others keep them 0):
+//!
+//! | word | node | entries | group |
+//! | --- | --- | --- | --- |
+//! | 0, 1 | hash | first pair | bits of up to 64 holders |
+//! | 2, 3 | parent, child nodes | second pair | - |
+//! | 4 | holder or summary of holders | pairs in use | number of the group: instances 64 n .. 64 n + 63 |
+//! | 5, 6 | its other half; depth | third pair | first cell of entries; - |
+//! | 7 | start of its run | next cell | next cell |
+use crate::kv::table::prefetch;
+
+/// Number of a cell; 0 is none.
+pub(super) type Id = u32;
+
+/// Cells of one allocation (128 KiB).
+pub(super) const CHUNK: usize = 4096;
+
+pub(super) const PARENT: usize = 2;
+pub(super) const CHILDREN: usize = 3;
+pub(super) const WHO: usize = 4;
+pub(super) const DEPTH: usize = 6;
+pub(super) const BORN: usize = 7;
+/// Pairs in use in a cell of entries; number of a group.
+pub(super) const COUNT: usize = 4;
+/// First cell of a group's entries.
+pub(super) const ENTRIES: usize = 5;
+pub(super) const NEXT: usize = 7;
+/// First words of the three pairs in a cell of entries.
+pub(super) const PAIRS: [usize; 3] = [0, 2, 5];
+
+#[derive(Clone, Copy, Default)]
+#[repr(C, align(32))]
+pub(super) struct Cell(pub(super) [u32; 8]);
+
+impl Cell {
+    /// Words 0 and 1: a node's hash, a group's bits.
+    #[inline(always)]
+    pub(super) fn wide(&self) -> u64 {
+        u64::from(self.0[0]) | u64::from(self.0[1]) << 32
+    }
+
+    #[inline(always)]
+    pub(super) fn set_wide(&mut self, value: u64) {
+        self.0[0] = value as u32;
+        self.0[1] = (value >> 32) as u32;
+    }
+}
+
+/// All cells, used and free.
+#[derive(Default)]
+pub(super) struct Cells {
+    chunks: Vec<Box<[Cell; CHUNK]>>,
+    /// First of the freed cells, linked by their `NEXT`.
+    free: Id,
+    freed: usize,
+    /// The first cell never used; cell 0 stands for none.
+    fresh: usize,
+}
+
+impl Cells {
+    /// Bytes taken.
+    pub(super) fn bytes(&self) -> usize {
+        self.capacity() * size_of::<Cell>() + self.chunks.capacity() * size_of::<Box<[Cell; CHUNK]>>()
+    }
+
+    pub(super) fn capacity(&self) -> usize {
+        self.chunks.len() * CHUNK
+    }
+
+    /// Cells that can be taken before the next chunk is needed.
+    pub(super) fn available(&self) -> usize {
+        self.capacity() + self.freed - self.fresh.max(1).min(self.capacity())
+    }
+
+    pub(super) fn add_chunk(&mut self) {
+        let chunk = vec![Cell::default(); CHUNK].into_boxed_slice();
+        self.chunks.push(chunk.try_into().unwrap_or_else(|_| unreachable!("made with that length")));
+    }
+
+    /// A cell of zeros. The caller has made sure that one is available.
+    pub(super) fn take(&mut self) -> Id {
+        if self.free != 0 {
+            let id = self.free;
+            self.free = self[id].0[NEXT];
+            self.freed -= 1;
+            self[id] = Cell::default();
+            return id;
+        }
+        self.fresh = self.fresh.max(1);
+        if self.fresh == self.capacity().max(1) {
+            self.add_chunk();
+        }
+        self.fresh += 1;
+        (self.fresh - 1) as Id
+    }
+
+    pub(super) fn give(&mut self, id: Id) {
+        let mut cell = Cell::default();
+        cell.0[NEXT] = self.free;
+        self[id] = cell;
+        self.free = id;
+        self.freed += 1;
+    }
+
+    #[inline(always)]
+    pub(super) fn prefetch(&self, id: Id) {
+        if let Some(chunk) = self.chunks.get(id as usize / CHUNK) {
+            prefetch(chunk.as_ptr().wrapping_add(id as usize % CHUNK));
+        }
+    }
+}
+
+impl std::ops::Index<Id> for Cells {
+    type Output = Cell;
+
+    #[inline(always)]
+    fn index(&self, id: Id) -> &Cell {
+        &self.chunks[id as usize / CHUNK][id as usize % CHUNK]
+    }
+}
+
+impl std::ops::IndexMut<Id> for Cells {
+    #[inline(always)]
+    fn index_mut(&mut self, id: Id) -> &mut Cell {
+        &mut self.chunks[id as usize / CHUNK][id as usize % CHUNK]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_are_counted_and_used_again() {
+        let mut cells = Cells::default();
+        assert_eq!((cells.available(), cells.bytes()), (0, 0));
+        let first = cells.take();
+        assert_eq!(first, 1);
+        assert_eq!(cells.available(), CHUNK - 2);
+        let more: Vec<Id> = (0..CHUNK).map(|_| cells.take()).collect();
+        assert_eq!(cells.capacity(), 2 * CHUNK);
+        cells[more[7]].set_wide(0x0123_4567_89ab_cdef);
+        assert_eq!(cells[more[7]].wide(), 0x0123_4567_89ab_cdef);
+        let before = cells.available();
+        cells.give(more[7]);
+        assert_eq!(cells.available(), before + 1);
+        assert_eq!(cells.take(), more[7]);
+        assert_eq!(cells[more[7]].0, [0; 8]);
+        assert_eq!(cells.available(), before);
+    }
+}

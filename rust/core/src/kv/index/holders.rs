@@ -1,0 +1,457 @@
+//! Who holds a node: one holder in the node itself, a few in a list of cells, many in groups of 64 with a bit set each.
+//!
+//! An entry exists for each instance that holds the block or holds a child of it. In the second case alone (copies 0) it is a
+//! *hole*: the block itself was evicted there before its children.
+use super::cells::{CHILDREN, COUNT, Cells, DEPTH, ENTRIES, Id, NEXT, PAIRS, PARENT, WHO};
+
+const INSTANCE: u32 = (1 << 12) - 1;
+const COPIES_AT: u32 = 12;
+/// Most physical copies counted of one block on one instance; further ones are not told apart.
+const MOST_COPIES: u32 = u16::MAX as u32;
+/// The instance holds none of the node's children: the second half is a stamp, else it counts those children.
+const END: u32 = 1 << 28;
+/// Matched since it last was an end: spared once.
+const TOUCHED: u32 = 1 << 29;
+const KIND_AT: u32 = 30;
+const SINGLE: u32 = 1;
+const FEW: u32 = 2;
+const MANY: u32 = 3;
+/// In the summary of a node of kind FEW or MANY: entries, above the number of holders.
+const ENTRIES_AT: u32 = 13;
+const HOLDERS: u32 = (1 << ENTRIES_AT) - 1;
+/// Entries in a list before they are put into groups; half of it leads back.
+const FEW_MOST: u32 = 12;
+
+/// The entry of one instance on one node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Holder {
+    who: u32,
+    aux: u32,
+}
+
+impl Holder {
+    /// Holds one copy of the block and none of its children.
+    #[inline(always)]
+    pub(super) fn end(instance: u32) -> Holder {
+        Holder { who: instance | 1 << COPIES_AT | END | SINGLE << KIND_AT, aux: 0 }
+    }
+
+    /// Holds one child, but not the block itself.
+    pub(super) fn hole(instance: u32) -> Holder {
+        Holder { who: instance | SINGLE << KIND_AT, aux: 1 }
+    }
+
+    #[inline(always)]
+    pub(super) fn instance(self) -> u32 {
+        self.who & INSTANCE
+    }
+
+    #[inline(always)]
+    pub(super) fn copies(self) -> u32 {
+        self.who >> COPIES_AT & MOST_COPIES
+    }
+
+    pub(super) fn with_copies(self, copies: u32) -> Holder {
+        let who = self.who & !(MOST_COPIES << COPIES_AT) | copies.min(MOST_COPIES) << COPIES_AT;
+        Holder { who, ..self }
+    }
+
+    #[inline(always)]
+    pub(super) fn is_end(self) -> bool {
+        self.who & END != 0
+    }
+
+    /// The stamp of its last use, where it is an end.
+    pub(super) fn stamp(self) -> Option<u32> {
+        self.is_end().then_some(self.aux)
+    }
+
+    pub(super) fn stamped(self, stamp: u32) -> Holder {
+        Holder { who: (self.who | END) & !TOUCHED, aux: stamp }
+    }
+
+    pub(super) fn is_touched(self) -> bool {
+        self.who & TOUCHED != 0
+    }
+
+    pub(super) fn touched(self) -> Holder {
+        Holder { who: self.who | TOUCHED, ..self }
+    }
+
+    /// Children of the node that the instance holds.
+    pub(super) fn children(self) -> u32 {
+        if self.is_end() { 0 } else { self.aux }
+    }
+
+    pub(super) fn with_children(self, children: u32) -> Holder {
+        if children == 0 {
+            Holder { who: self.who | END, aux: 0 }
+        } else {
+            Holder { who: self.who & !END, aux: children }
+        }
+    }
+}
+
+/// Where an entry lies: cell and word.
+#[derive(Clone, Copy)]
+pub(super) struct At {
+    cell: Id,
+    word: usize,
+}
+
+/// Nodes.
+impl Cells {
+    #[inline(always)]
+    pub(super) fn hash(&self, node: Id) -> u64 {
+        self[node].wide()
+    }
+
+    #[inline(always)]
+    pub(super) fn parent(&self, node: Id) -> Id {
+        self[node].0[PARENT]
+    }
+
+    #[inline(always)]
+    pub(super) fn depth(&self, node: Id) -> usize {
+        self[node].0[DEPTH] as usize
+    }
+
+    /// Neither holder nor hole nor child: nothing keeps the node.
+    pub(super) fn is_bare(&self, node: Id) -> bool {
+        self[node].0[CHILDREN] == 0 && self.kind(node) == 0
+    }
+
+    #[inline(always)]
+    fn kind(&self, node: Id) -> u32 {
+        self[node].0[WHO] >> KIND_AT
+    }
+
+    #[inline(always)]
+    fn pair(&self, at: At) -> Holder {
+        let words = &self[at.cell].0;
+        Holder { who: words[at.word & 7], aux: words[(at.word + 1) & 7] }
+    }
+
+    #[inline(always)]
+    fn set_pair(&mut self, at: At, holder: Holder) {
+        let words = &mut self[at.cell].0;
+        words[at.word & 7] = holder.who;
+        words[(at.word + 1) & 7] = holder.aux;
+    }
+}
+
+/// Holders of a node.
+impl Cells {
+    /// Instances that hold the node's block.
+    #[inline(always)]
+    pub(super) fn holders(&self, node: Id) -> u32 {
+        let who = self[node].0[WHO];
+        match who >> KIND_AT {
+            0 => 0,
+            SINGLE => u32::from(who >> COPIES_AT & MOST_COPIES != 0),
+            _ => who & HOLDERS,
+        }
+    }
+
+    /// The only entry of the node, if there is but one.
+    #[inline(always)]
+    pub(super) fn single(&self, node: Id) -> Option<Holder> {
+        (self.kind(node) == SINGLE).then(|| self.pair(At { cell: node, word: WHO }))
+    }
+
+    /// Calls `each` with the number of a group of 64 instances and the bits of holders in it; a group may come in parts.
+    #[inline(always)]
+    pub(super) fn for_each_group(&self, node: Id, mut each: impl FnMut(usize, u64)) {
+        let mut one = |h: Holder| {
+            if h.copies() > 0 {
+                each(h.instance() as usize / 64, 1 << (h.instance() % 64));
+            }
+        };
+        match self.kind(node) {
+            0 => {}
+            SINGLE => one(self.pair(At { cell: node, word: WHO })),
+            FEW => self.for_each_entry(self[node].0[WHO + 1], |_, h| one(h)),
+            _ => {
+                let mut group = self[node].0[WHO + 1];
+                while group != 0 {
+                    let cell = &self[group];
+                    each(cell.0[COUNT] as usize, cell.wide());
+                    group = cell.0[NEXT];
+                }
+            }
+        }
+    }
+
+    /// Whether the instance holds the node's block.
+    #[inline(always)]
+    pub(super) fn holds(&self, node: Id, instance: u32) -> bool {
+        match self.kind(node) {
+            MANY => self.group(node, instance).is_some_and(|g| self[g].wide() >> (instance % 64) & 1 == 1),
+            _ => self.entry(node, instance).is_some_and(|(_, h)| h.copies() > 0),
+        }
+    }
+
+    /// The instance's entry on the node.
+    #[inline(always)]
+    pub(super) fn entry(&self, node: Id, instance: u32) -> Option<(At, Holder)> {
+        let list = match self.kind(node) {
+            0 => return None,
+            SINGLE => {
+                let at = At { cell: node, word: WHO };
+                let holder = self.pair(at);
+                return (holder.instance() == instance).then_some((at, holder));
+            }
+            FEW => self[node].0[WHO + 1],
+            _ => self[self.group(node, instance)?].0[ENTRIES],
+        };
+        let mut found = None;
+        self.for_each_entry(list, |at, h| {
+            if h.instance() == instance {
+                found = Some((at, h));
+            }
+        });
+        found
+    }
+
+    /// Adds the entry of an instance that has none on the node. May take 32 cells.
+    pub(super) fn add_entry(&mut self, node: Id, holder: Holder) {
+        let (who, aux) = (self[node].0[WHO], self[node].0[WHO + 1]);
+        match who >> KIND_AT {
+            0 => self.set_pair(At { cell: node, word: WHO }, holder),
+            SINGLE => {
+                let list = self.push(0, Holder { who, aux });
+                self.set_pair(At { cell: node, word: WHO }, Holder { who: FEW << KIND_AT, aux: list });
+                self.summarise(node, 1, i32::from(Holder { who, aux }.copies() > 0));
+                self.add_entry(node, holder);
+            }
+            FEW if who >> ENTRIES_AT & HOLDERS == FEW_MOST => {
+                let all = self.drain(aux);
+                self.set_pair(At { cell: node, word: WHO }, Holder { who: MANY << KIND_AT, aux: 0 });
+                all.into_iter().for_each(|h| self.add_entry(node, h));
+                self.add_entry(node, holder);
+            }
+            FEW => {
+                self[node].0[WHO + 1] = self.push(aux, holder);
+                self.summarise(node, 1, i32::from(holder.copies() > 0));
+            }
+            _ => {
+                let group = self.group(node, holder.instance()).unwrap_or_else(|| {
+                    let group = self.take();
+                    self[group].0[COUNT] = holder.instance() / 64;
+                    self[group].0[NEXT] = aux;
+                    self[node].0[WHO + 1] = group;
+                    group
+                });
+                self[group].0[ENTRIES] = self.push(self[group].0[ENTRIES], holder);
+                self.set_bit(group, holder);
+                self.summarise(node, 1, i32::from(holder.copies() > 0));
+            }
+        }
+    }
+
+    /// Overwrites an entry with what the same instance is now.
+    #[inline(always)]
+    pub(super) fn set_entry(&mut self, node: Id, at: At, holder: Holder) {
+        let was_held = self.pair(at).copies() > 0;
+        self.set_pair(at, holder);
+        let held = holder.copies() > 0;
+        if at.cell != node && was_held != held {
+            self.summarise(node, 0, i32::from(held) - i32::from(was_held));
+            if self.kind(node) == MANY {
+                let group = self.group(node, holder.instance()).expect("the group of an entry");
+                self.set_bit(group, holder);
+            }
+        }
+    }
+
+    /// Takes an entry out.
+    pub(super) fn remove_entry(&mut self, node: Id, at: At) {
+        let holder = self.pair(at);
+        let held = -i32::from(holder.copies() > 0);
+        match self.kind(node) {
+            SINGLE => self.set_pair(at, Holder { who: 0, aux: 0 }),
+            FEW => {
+                self[node].0[WHO + 1] = self.pull(self[node].0[WHO + 1], at);
+                if self.summarise(node, -1, held) == 1 {
+                    let last = self.drain(self[node].0[WHO + 1]);
+                    self.set_pair(At { cell: node, word: WHO }, last[0]);
+                }
+            }
+            _ => {
+                let group = self.group(node, holder.instance()).expect("the group of an entry");
+                self.set_bit(group, holder.with_copies(0));
+                self[group].0[ENTRIES] = self.pull(self[group].0[ENTRIES], at);
+                let left = self.summarise(node, -1, held);
+                if self[group].0[ENTRIES] == 0 {
+                    self.unlink(node, group);
+                }
+                if left == FEW_MOST / 2 {
+                    self.to_few(node);
+                }
+            }
+        }
+    }
+
+    fn to_few(&mut self, node: Id) {
+        let (mut group, mut all) = (self[node].0[WHO + 1], Vec::new());
+        while group != 0 {
+            let (entries, next) = (self[group].0[ENTRIES], self[group].0[NEXT]);
+            all.append(&mut self.drain(entries));
+            self.give(group);
+            group = next;
+        }
+        self.set_pair(At { cell: node, word: WHO }, Holder { who: FEW << KIND_AT, aux: 0 });
+        all.into_iter().for_each(|h| self.add_entry(node, h));
+    }
+
+    /// Adds to the counts of a node of kind FEW or MANY; returns its entries.
+    fn summarise(&mut self, node: Id, entries: i32, holders: i32) -> u32 {
+        let who = &mut self[node].0[WHO];
+        *who = who.wrapping_add_signed((entries << ENTRIES_AT) + holders);
+        *who >> ENTRIES_AT & HOLDERS
+    }
+
+    fn group(&self, node: Id, instance: u32) -> Option<Id> {
+        let mut group = self[node].0[WHO + 1];
+        while group != 0 && self[group].0[COUNT] != instance / 64 {
+            group = self[group].0[NEXT];
+        }
+        (group != 0).then_some(group)
+    }
+
+    fn set_bit(&mut self, group: Id, holder: Holder) {
+        let bit = 1u64 << (holder.instance() % 64);
+        let bits = self[group].wide() & !bit;
+        self[group].set_wide(if holder.copies() > 0 { bits | bit } else { bits });
+    }
+
+    fn unlink(&mut self, node: Id, group: Id) {
+        let next = self[group].0[NEXT];
+        if self[node].0[WHO + 1] == group {
+            self[node].0[WHO + 1] = next;
+        } else {
+            let mut before = self[node].0[WHO + 1];
+            while self[before].0[NEXT] != group {
+                before = self[before].0[NEXT];
+            }
+            self[before].0[NEXT] = next;
+        }
+        self.give(group);
+    }
+}
+
+/// Lists of entries: only the first cell may be partly filled.
+impl Cells {
+    #[inline(always)]
+    fn for_each_entry(&self, list: Id, mut each: impl FnMut(At, Holder)) {
+        let mut cell = list;
+        while cell != 0 {
+            for &word in &PAIRS[..self[cell].0[COUNT] as usize & 3] {
+                let at = At { cell, word };
+                each(at, self.pair(at));
+            }
+            cell = self[cell].0[NEXT];
+        }
+    }
+
+    /// Puts an entry into the list; returns its first cell.
+    fn push(&mut self, list: Id, holder: Holder) -> Id {
+        let first = if list == 0 || self[list].0[COUNT] as usize == PAIRS.len() {
+            let cell = self.take();
+            self[cell].0[NEXT] = list;
+            cell
+        } else {
+            list
+        };
+        let count = self[first].0[COUNT];
+        self.set_pair(At { cell: first, word: PAIRS[count as usize] }, holder);
+        self[first].0[COUNT] = count + 1;
+        first
+    }
+
+    /// Takes the entry at `at` out of the list; returns its first cell, 0 if none is left.
+    fn pull(&mut self, list: Id, at: At) -> Id {
+        let count = self[list].0[COUNT] - 1;
+        let last = self.pair(At { cell: list, word: PAIRS[count as usize] });
+        self.set_pair(at, last);
+        self[list].0[COUNT] = count;
+        if count > 0 {
+            return list;
+        }
+        let next = self[list].0[NEXT];
+        self.give(list);
+        next
+    }
+
+    /// Frees the list and returns its entries.
+    fn drain(&mut self, list: Id) -> Vec<Holder> {
+        let mut all = Vec::new();
+        self.for_each_entry(list, |_, h| all.push(h));
+        let mut cell = list;
+        while cell != 0 {
+            let next = self[cell].0[NEXT];
+            self.give(cell);
+            cell = next;
+        }
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    proptest! {
+        /// Entries of one node behave like a map from instance to holder, and free every cell in the end.
+        #[test]
+        fn entries_behave_like_a_map(spread in prop::sample::select(vec![1u32, 40, 130]),
+                                     steps in prop::collection::vec((0u32..3, 0u32..30, 0u32..3), 1..400)) {
+            let mut cells = Cells::default();
+            let node = cells.take();
+            let used = |cells: &Cells| cells.capacity() - cells.available();
+            let empty = used(&cells);
+            let mut model: BTreeMap<u32, (u32, u32)> = BTreeMap::new();
+            for (step, instance, copies) in steps {
+                let instance = instance * spread;
+                match (step, cells.entry(node, instance)) {
+                    (0, None) => {
+                        let holder = Holder::hole(instance).with_copies(copies);
+                        cells.add_entry(node, holder);
+                        model.insert(instance, (copies, 1));
+                    }
+                    (1, Some((at, h))) => {
+                        let children = h.children() + 1;
+                        cells.set_entry(node, at, h.with_copies(copies).with_children(children));
+                        model.insert(instance, (copies, children));
+                    }
+                    (2, Some((at, _))) => {
+                        cells.remove_entry(node, at);
+                        model.remove(&instance);
+                    }
+                    _ => {}
+                }
+                let held: Vec<u32> = model.iter().filter(|(_, v)| v.0 > 0).map(|(i, _)| *i).collect();
+                prop_assert_eq!(cells.holders(node) as usize, held.len());
+                let mut listed = Vec::new();
+                cells.for_each_group(node, |group, bits| {
+                    listed.extend((0..64).filter(|b| bits >> b & 1 == 1).map(|b| group as u32 * 64 + b));
+                });
+                listed.sort_unstable();
+                prop_assert_eq!(&listed, &held);
+                for instance in (0..30).map(|i| i * spread) {
+                    let entry = cells.entry(node, instance).map(|(_, h)| (h.copies(), h.children()));
+                    prop_assert_eq!(entry, model.get(&instance).copied());
+                    prop_assert_eq!(cells.holds(node, instance), held.contains(&instance));
+                }
+            }
+            for instance in model.keys() {
+                let (at, _) = cells.entry(node, *instance).unwrap();
+                cells.remove_entry(node, at);
+            }
+            prop_assert!(cells.is_bare(node));
+            prop_assert_eq!(used(&cells), empty);
+        }
+    }
+}

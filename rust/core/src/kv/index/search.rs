@@ -1,0 +1,197 @@
+//! The search: where along a chain does the set of holders change?
+//!
+//! Without holes, sets only shrink along a chain, so equal counts mean equal sets, and the ends of runs of equal sets are found by
+//! cutting ranges into eighths, all probes of a round prefetched together. A probe reads one cache line of the table, which
+//! keeps small counts beside the node's number. Nodes and sets are read only at the ends of runs. Each node remembers where
+//! its run began when it was made; that guess is checked first and mostly right.
+//!
+//! A hole cuts the chain: sets shrink up to it and again from the block behind it, and an instance's depth is where it first
+//! is missing.
+use super::cells::{BORN, Id};
+use super::{KvIndex, NodeSlot};
+use crate::ids::MAX_INSTANCES;
+use crate::kv::table::Key;
+
+/// Parts that a range is cut into.
+const WAYS: usize = 8;
+const GROUPS: usize = MAX_INSTANCES / 64;
+
+impl KvIndex {
+    pub(super) fn search(&self, chain: &[u64], hit_blocks: &mut [u32]) {
+        hit_blocks.fill(0);
+        if self.holes.as_ref().is_some_and(|h| !h.is_empty()) {
+            return self.search_with_holes(chain, hit_blocks);
+        }
+        let mut known = [0u64; GROUPS];
+        self.runs(chain, 0, chain.len(), |depth, group, bits| {
+            let new = bits & !known[group];
+            known[group] |= bits;
+            write_depth(hit_blocks, group, new, depth as u32);
+        });
+    }
+
+    fn search_with_holes(&self, chain: &[u64], hit_blocks: &mut [u32]) {
+        let holes = self.holes.as_ref().expect("checked");
+        let mut alive = [u64::MAX; GROUPS];
+        let mut from = 0;
+        while from < chain.len() {
+            let cut = (from..chain.len()).find(|&d| holes.may_be(d, chain[d]));
+            let to = cut.map_or(chain.len(), |d| d + 1);
+            let mut known = [0u64; GROUPS];
+            let mut whole = [0u64; GROUPS];
+            self.runs(chain, from, to, |depth, group, bits| {
+                let new = bits & alive[group] & !known[group];
+                known[group] |= bits;
+                for_each_bit(new, |bit| {
+                    if let Some(hit) = hit_blocks.get_mut(group * 64 + bit) {
+                        *hit = depth as u32;
+                    }
+                });
+                if depth == to {
+                    whole[group] |= new;
+                }
+            });
+            if whole == [0; GROUPS] {
+                return;
+            }
+            alive = whole;
+            from = to;
+        }
+    }
+
+    /// Calls `each` with (blocks, group, bits of the holders of the first so many blocks), deepest run first, within a stretch of the
+    /// chain where sets only shrink.
+    fn runs(&self, chain: &[u64], from: usize, to: usize, mut each: impl FnMut(usize, usize, u64)) {
+        let mut end = self.matched(chain, from, to);
+        while end > from {
+            let Some(node) = self.find(chain[end - 1]) else { return };
+            self.cells.for_each_group(node, |group, bits| each(end, group, bits));
+            end = self.run_start(chain, from, end - 1, node);
+        }
+    }
+
+    /// The first position of `from..to` that nobody holds (`to` if there is none).
+    fn matched(&self, chain: &[u64], from: usize, to: usize) -> usize {
+        let end = self
+            .bisect(chain, from, to, |key, _| self.probe(key).is_some_and(|s| s.few_holders() != Some(0)));
+        // Places are 32 bits: an absent block may have been taken for another one, but then for the last of all.
+        if end == from || self.find(chain[end - 1]).is_some() {
+            return end;
+        }
+        self.bisect(chain, from, to, |key, hash| {
+            self.find_at(key, hash).is_some_and(|n| self.cells.holders(n) > 0)
+        })
+    }
+
+    /// The first position of `from..=last` whose block has as many holders as the one at `last`, which is `node`.
+    fn run_start(&self, chain: &[u64], from: usize, last: usize, node: Id) -> usize {
+        let count = self.cells.holders(node);
+        let born = (self.cells[node].0[BORN] as usize).clamp(from, last);
+        let guesses = [from, born, born.saturating_sub(1)].map(|at| self.table.key(chain[at]));
+        guesses.iter().for_each(|k| self.table.prefetch(*k));
+        if self.count_at(guesses[0], chain[from]) == count {
+            return from;
+        }
+        // Not `from`, so there is a block before `born` unless the guess is `from` itself.
+        let (low, high) = if self.count_at(guesses[1], chain[born]) != count {
+            (born + 1, last)
+        } else if self.count_at(guesses[2], chain[born - 1]) != count {
+            return born;
+        } else {
+            (from + 1, born - 1)
+        };
+        self.bisect(chain, low, high, |key, hash| self.count_at(key, hash) != count)
+    }
+
+    /// Blocks at the front of the chain that the instance holds.
+    pub(super) fn held(&self, chain: &[u64], instance: u32) -> usize {
+        let holds = |key, hash| self.find_at(key, hash).is_some_and(|n| self.cells.holds(n, instance));
+        if self.books[instance as usize].holes > 0 {
+            return chain.iter().take_while(|h| holds(self.table.key(**h), **h)).count();
+        }
+        self.bisect(chain, 0, chain.len(), holds)
+    }
+
+    /// The first position of `low..high` for which `before` is false (`high` if there is none), given that it is true up to
+    /// there and false from there.
+    #[inline(always)]
+    fn bisect(
+        &self,
+        chain: &[u64],
+        mut low: usize,
+        mut high: usize,
+        before: impl Fn(Key, u64) -> bool,
+    ) -> usize {
+        while low < high {
+            let probes = (high - low).min(WAYS - 1);
+            let (start, span) = (low, high - low);
+            let at = |i: usize| start + span * (i + 1) / (probes + 1);
+            let mut keys = [Key::default(); WAYS - 1];
+            for (i, key) in keys[..probes].iter_mut().enumerate() {
+                *key = self.table.key(chain[at(i)]);
+                self.table.prefetch(*key);
+            }
+            for (i, key) in keys[..probes].iter().enumerate() {
+                if !before(*key, chain[at(i)]) {
+                    high = at(i);
+                    break;
+                }
+                low = at(i) + 1;
+            }
+        }
+        low
+    }
+
+    #[inline(always)]
+    fn probe(&self, key: Key) -> Option<NodeSlot> {
+        self.table.find(key, |_| true)
+    }
+
+    /// Holders of a block that is in the index.
+    #[inline(always)]
+    fn count_at(&self, key: Key, hash: u64) -> u32 {
+        match self.probe(key) {
+            None => 0,
+            Some(slot) => slot
+                .few_holders()
+                .unwrap_or_else(|| self.find_at(key, hash).map_or(0, |node| self.cells.holders(node))),
+        }
+    }
+}
+
+/// Sets the depth of the instances whose bit is set; theirs must be 0 so far.
+#[inline(always)]
+fn write_depth(hit_blocks: &mut [u32], group: usize, bits: u64, depth: u32) {
+    const BITS: [u32; 32] = {
+        let mut bits = [0; 32];
+        let mut i = 0;
+        while i < 32 {
+            bits[i] = 1 << i;
+            i += 1;
+        }
+        bits
+    };
+    match hit_blocks.get_mut(group * 64..group * 64 + 64) {
+        Some(all) if bits == u64::MAX => all.fill(depth),
+        Some(all) if bits.count_ones() > 16 => {
+            for (half, word) in all.chunks_exact_mut(32).zip([bits as u32, (bits >> 32) as u32]) {
+                for (hit, bit) in half.iter_mut().zip(BITS) {
+                    *hit |= if word & bit != 0 { depth } else { 0 };
+                }
+            }
+        }
+        _ => for_each_bit(bits, |bit| {
+            if let Some(hit) = hit_blocks.get_mut(group * 64 + bit) {
+                *hit = depth;
+            }
+        }),
+    }
+}
+
+#[inline(always)]
+pub(super) fn for_each_bit(mut bits: u64, mut each: impl FnMut(usize)) {
+    while bits != 0 {
+        each(bits.trailing_zeros() as usize);
+        bits &= bits - 1;
+    }
+}

@@ -1,0 +1,195 @@
+"""The command line as a user meets it: exit codes, one-line errors, data on stdout, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from lmetric.cli.app import MODULES
+
+COMMAND = [sys.executable, "-m", "lmetric.cli"]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_lists_every_command_quickly() -> None:
+    run("--help")  # the first run writes byte code
+    begin = time.perf_counter()
+    done = run("--help")
+    assert time.perf_counter() - begin < 2  # about 0.15 s alone; the bound is for a crowded machine
+    assert done.returncode == 0
+    for module in MODULES:
+        assert f"\n  {module.__name__.rpartition('.')[2]} " in done.stdout
+    # What makes a start slow must not be imported for it.
+    loaded = "import sys; sys.argv[1:] = []; import lmetric.cli.app as a; a.build([]); print(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"numpy", "aiohttp", "yaml", "tokenizers", "lmetric._core"} & set(modules)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_every_command_explains_itself_and_its_options(module: object) -> None:
+    name = module.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
+    done = run(name, "--help", COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    options = [line for line in done.stdout.splitlines() if line.startswith("  -")]
+    assert options
+    for line in options:
+        assert len(line.split("  ")) > 2, f"no help: {line}"
+
+
+def test_version() -> None:
+    assert run("--version").stdout.startswith("lmetric-router 0.")
+
+
+REPLAY_NONE = ["replay", "--trace", "none.jsonl", "--target", "http://127.0.0.1:1"]
+WRONG = [
+    (["nope"], 2, "No such command 'nope'"),
+    (["replay"], 2, "Missing option"),
+    (
+        ["replay", "--trace", "none.jsonl", "--target", "http://127.0.0.1:1"],
+        2,
+        "none.jsonl: No such file or directory",
+    ),
+    (
+        ["replay", "--trace", "none.jsonl", "--target", "http://x", "--speed", "0"],
+        2,
+        "--speed: 0 is not above 0",
+    ),
+    (["config", "--config", "none.yaml"], 2, "none.yaml: cannot be read: No such file or directory"),
+    (["config", "--set", "timeouts.conect=3"], 2, "did you mean 'connect'"),
+    (["config", "--knob", "x"], 2, "--knob: expected NAME=VALUE, got 'x'"),
+    (["bench", "--policy", "lmetrik", "--instances", "4", "--prompt-tokens", "1000"], 2, "lmetric"),
+    (["engine", "--port", "99999"], 2, "--port"),
+    (["demo", "--clock-speed", "-1"], 2, "--clock-speed: -1 is not above 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    WRONG,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_usage_is_said_without_a_traceback(arguments: list[str], code: int, message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_half_written_trace_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [1]}\n{"timesta')
+    done = run("replay", "--trace", str(path), "--target", "http://127.0.0.1:1")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"lmetric-router: {path}, line 2: not JSON")
+    assert len(done.stderr.splitlines()) == 1
+    skipped = run("replay", "--trace", str(path), "--target", "http://127.0.0.1:1", "--skip-bad-lines")
+    assert f"skipped {path}, line 2" in skipped.stderr
+    assert "cannot reach http://127.0.0.1:1" in skipped.stderr
+    assert skipped.returncode == 1
+
+
+def test_tables_and_json_of_policies_and_indicators() -> None:
+    names = {row["name"] for row in json.loads(run("policies", "--json").stdout)}
+    assert {"lmetric", "round_robin", "vllm"} <= names
+    table = run("policies").stdout
+    assert all(name in table for name in names)
+    rows = json.loads(run("indicators", "--json").stdout)
+    assert {"bs", "p_token", "kv_hit"} <= {row["name"] for row in rows}
+    assert "p_token" in run("indicators").stdout
+
+
+def test_bench_prints_each_stage() -> None:
+    cell = ["--policy", "lmetric", "--instances", "4", "--prompt-tokens", "1000", "--iterations", "20"]
+    done = run("bench", *cell, "--stored-pairs", "1000", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert [row["stage"] for row in answer["results"]] == ["hash", "match", "score", "commit", "total"]
+    for row in answer["results"]:
+        assert row["policy"] == "lmetric"
+        assert (row["instances"], row["prompt_tokens"]) == (4, 1000)
+        assert 0 <= row["p50_us"] <= row["p99_us"]
+    assert answer["machine"]["cores"] >= 1
+    assert "total" in run("bench", *cell, "--stored-pairs", "1000").stdout
+
+
+class Slow(BaseHTTPRequestHandler):
+    """One model; answers completions with one token, then nothing for a long time."""
+
+    protocol_version = "HTTP/1.0"
+
+    def do_GET(self) -> None:
+        self.answer("application/json", b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.answer("text/event-stream", b'data: {"choices": [{"text": " a", "finish_reason": null}]}\n\n')
+        time.sleep(20)
+
+    def answer(self, kind: str, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def slow_server() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_ctrl_c_prints_what_there_is(tmp_path: Path, slow_server: str) -> None:
+    path = tmp_path / "t.jsonl"
+    row = '{{"timestamp": {}, "input_length": 5, "output_length": 2, "hash_ids": [1]}}\n'
+    path.write_text("".join(row.format(1 + 100 * k) for k in range(1000)))
+    process = subprocess.Popen(
+        [*COMMAND, "replay", "--trace", str(path), "--target", slow_server, "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    report = json.loads(out)["report"]
+    assert report["interrupted"] is True
+    assert report["requests"] == report["unfinished"] > 0
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    done = subprocess.run(
+        f"{' '.join(COMMAND)} policies --json | true", shell=True, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr

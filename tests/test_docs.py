@@ -1,0 +1,65 @@
+"""What the documents show works: command lines parse, links resolve, Python compiles and runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from lmetric.cli.app import MODULES, build
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(
+    [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md"), *ROOT.glob("examples/*.md"),
+     *ROOT.glob("bench/*.md"), *ROOT.glob("python/**/*.md")]
+)  # fmt: skip
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+GROUP = typer.main.get_command(build([module.__name__.rpartition(".")[2] for module in MODULES]))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(path: Path) -> Iterator[str]:
+    for block in blocks(path, "console"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("$ "):
+                yield line[2:]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_shown_commands_parse(path: Path) -> None:
+    for line in commands(path):
+        program, *words = shlex.split(line)
+        if program.startswith("scripts/"):
+            assert (ROOT / program).stat().st_mode & 0o100, f"{line}: not executable"
+        elif program == "lmetric-router" and not words[0].startswith("-"):
+            assert words[0] in GROUP.commands, line
+            # Parses the options without running the command; wrong ones raise.
+            GROUP.commands[words[0]].make_context(words[0], words[1:])
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_links_resolve(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:", target):
+            assert (path.parent / target.partition("#")[0]).exists(), f"{path.name}: {target}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_shown_python_compiles(path: Path) -> None:
+    for block in blocks(path, "python"):
+        compile(block, str(path), "exec")
+
+
+def test_the_readmes_score_expressions_run() -> None:
+    shown = [block for block in blocks(ROOT / "README.md", "python") if "import lmetric as lm" in block]
+    assert shown
+    for block in shown:
+        exec(compile(block, "README.md", "exec"), {})
