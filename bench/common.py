@@ -19,14 +19,19 @@ def about(rivals_python: Path, programs: list[str]) -> dict[str, Any]:
     """Time, machine, and the versions of everything measured."""
     from lmetric.machine import machine
 
-    code = "import json,sys;from importlib.metadata import version;print(json.dumps({n:version(n) for n in sys.argv[1:]}))"
-    asked = subprocess.run([str(rivals_python), "-c", code, *RIVALS], capture_output=True, text=True, check=True)
+    code = "import json, sys; from importlib.metadata import version; "
+    code += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
+    asked = subprocess.run(
+        [str(rivals_python), "-c", code, *RIVALS], capture_output=True, text=True, check=True
+    )
     versions = json.loads(asked.stdout)
     for program in programs:
         told = subprocess.run([program, "-v"], capture_output=True, text=True)
         versions[program] = (told.stdout + told.stderr).splitlines()[0].replace(f"{program} version: ", "")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    dirty = subprocess.run(["git", "status", "--porcelain", "rust", "python"], cwd=ROOT, capture_output=True, text=True)
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "rust", "python"], cwd=ROOT, capture_output=True, text=True
+    )
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {**machine(), "kernel": platform.release(), "cores_total": os.cpu_count()},

@@ -79,10 +79,13 @@ async def main(port: int, engines: list[str]) -> None:
         engine = next(turn)
         place = urlsplit(engine)
         pool = idle[engine]
-        upstream = pool.pop() if pool else (await loop.create_connection(Upstream, place.hostname, place.port))[1]
+        if pool:
+            upstream = pool.pop()
+        else:
+            upstream = (await loop.create_connection(Upstream, place.hostname, place.port))[1]
         head = (
-            f"{request.method} {request.path} HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
+            f"{request.method} {request.path} HTTP/1.1\r\nhost: {place.netloc}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         assert request.transport is not None
         await upstream.ask(request.transport, head.encode() + body)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""A bare aiohttp proxy, as most Python gateways are made: aiohttp server, aiohttp client, round robin, nothing else.
+"""A bare aiohttp proxy, as Python gateways are usually made: aiohttp server, aiohttp client, round robin.
 
-    python bench/http/floor_std.py PORT ENGINE_URL...
+python bench/http/floor_std.py PORT ENGINE_URL...
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ def app(engines: list[str]) -> web.Application:
 
     async def session(app: web.Application) -> None:
         app["session"] = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), auto_decompress=False, timeout=aiohttp.ClientTimeout(total=None)
+            connector=aiohttp.TCPConnector(limit=0),
+            auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(total=None),
         )
 
     async def handle(request: web.Request) -> web.StreamResponse:
         body = await request.read()
         headers = {"content-type": request.headers.get("content-type", "application/json")}
         client = request.app["session"]
-        async with client.request(request.method, next(turn) + request.path, data=body, headers=headers) as upstream:
+        async with client.request(
+            request.method, next(turn) + request.path, data=body, headers=headers
+        ) as upstream:
             kept = {k: v for k, v in upstream.headers.items() if k.lower() not in HOP}
             if "content-length" in upstream.headers:
                 return web.Response(status=upstream.status, headers=kept, body=await upstream.read())
@@ -47,4 +51,6 @@ def app(engines: list[str]) -> web.Application:
 
 if __name__ == "__main__":
     uvloop.install()
-    web.run_app(app(sys.argv[2:]), host="127.0.0.1", port=int(sys.argv[1]), access_log=None, print=lambda *_: None)
+    web.run_app(
+        app(sys.argv[2:]), host="127.0.0.1", port=int(sys.argv[1]), access_log=None, print=lambda *_: None
+    )

@@ -22,6 +22,7 @@ import uvloop
 from proc import cpu_seconds
 
 WARM_SECONDS = 0.5
+FRAMING = re.compile(rb"\r\n[0-9a-fA-F]+\r\n")  # of chunks; routers that cut anew may cut inside an event
 SENT_AT = re.compile(rb'"content":"(\d+)"')
 
 
@@ -29,12 +30,12 @@ def request(size: int, nonce: str, ordinal: int, extra: str = "") -> bytes:
     """A chat request of ``size`` bytes of body; half of it is one of 16 shared beginnings."""
     half = max(0, size - 160) // 2
     shared = random.Random(ordinal % 16).choices(WORDS, k=half // 6 + 1)
-    body = (
-        '{"model":"mock",%s"messages":[{"role":"system","content":"%s"},{"role":"user","content":"%s-%d %s"}]}'
-        % (extra or '"max_tokens":1,', "".join(shared)[:half], nonce, ordinal, TAIL[:half])
-    ).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    return head % len(body) + body
+    system, user = "".join(shared)[:half], f"{nonce}-{ordinal} {TAIL[:half]}"
+    messages = f'[{{"role":"system","content":"{system}"}},{{"role":"user","content":"{user}"}}]'
+    extra = extra or '"max_tokens":1,'
+    body = f'{{"model":"mock",{extra}"messages":{messages}}}'.encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
 WORDS = ["river ", "stone ", "cloud ", "engine ", "garden ", "letter ", "silver ", "winter "]
@@ -42,7 +43,7 @@ TAIL = "".join(random.Random(99).choices(WORDS, k=6000))
 
 
 class Timer:
-    """Calls back at given moments of the monotonic clock. Event loops round to a millisecond; the kernel's timer does not."""
+    """Calls back at given moments of the monotonic clock, which event loops round to a millisecond."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: object) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -100,7 +101,9 @@ class Client(asyncio.Protocol):
             self.done.set_result(b"")
 
 
-async def open_loop(port: int, size: int, rate: float, seconds: float, nonce: str, pids: list[int]) -> dict[str, object]:
+async def open_loop(
+    port: int, size: int, rate: float, seconds: float, nonce: str, pids: list[int]
+) -> dict[str, object]:
     """Poisson arrivals; latency from the moment of sending to the last byte."""
     loop = asyncio.get_running_loop()
     rng = random.Random(nonce)
@@ -185,7 +188,7 @@ class Stream(asyncio.Protocol):
             end = match.end()
         self.rest = buffer[end:]
         if self.rest.endswith(b"0\r\n\r\n") and not self.done.done():
-            self.done.set_result(b"data: [DONE]" in self.rest)
+            self.done.set_result(b"data: [DONE]" in FRAMING.sub(b"", self.rest))
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -204,13 +207,17 @@ async def streams(port: int, count: int, seconds: float, nonce: str, pids: list[
     start = time.monotonic()
     for i in range(count):
         data = request(1024, nonce, i, extra)
-        running.append((await loop.create_connection(lambda data=data: Stream(data, delays), "127.0.0.1", port))[1])
+        running.append(
+            (await loop.create_connection(lambda data=data: Stream(data, delays), "127.0.0.1", port))[1]
+        )
     await asyncio.sleep(max(0.0, start + WARM_SECONDS - time.monotonic()))
     began, first, cpu_start = time.monotonic(), len(delays), cpu_seconds(pids)
     await asyncio.sleep(seconds)
     used, last, took = cpu_seconds(pids) - cpu_start, len(delays), time.monotonic() - began
     whole = await asyncio.wait_for(asyncio.gather(*(stream.done for stream in running)), 20)
-    errors = sum(1 for stream, done in zip(running, whole, strict=True) if not done or stream.tokens != tokens)
+    errors = sum(
+        1 for stream, done in zip(running, whole, strict=True) if not done or stream.tokens != tokens
+    )
     window = sorted(delays[first:last])
     chunks = len(window)
     return {

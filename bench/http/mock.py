@@ -1,7 +1,7 @@
 """Engines that cost almost nothing: OpenAI's answers, plain and streamed, by hand on raw connections.
 
-Plain answers come at once; a streamed token comes every 5 ms and carries the sender's monotonic clock as its text, so
-that the reader on the same machine knows how long it was under way. One process serves all the ports given.
+Plain answers come at once; a streamed token comes every 5 ms and carries the sender's monotonic clock as its
+text, so that a reader on the same machine knows how long it was under way. One process serves all ports given.
 
     python bench/http/mock.py PORT...
 """
@@ -19,24 +19,29 @@ TOKEN_SECONDS = 0.005
 PHASES = 5  # streams are spread over the 5 ms, as engines' steps are
 MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)')
 PLAIN = (
-    b'{"id":"chatcmpl-1","object":"chat.completion","created":1700000000,"model":"mock","choices":[{"index":0,'
-    b'"message":{"role":"assistant","content":"ok"},"logprobs":null,"finish_reason":"stop"}],"usage":{"prompt_tokens":%d,'
-    b'"completion_tokens":1,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":0}}}'
+    b'{"id":"chatcmpl-1","object":"chat.completion","created":1700000000,"model":"mock","choices":'
+    b'[{"index":0,"message":{"role":"assistant","content":"ok"},"logprobs":null,"finish_reason":"stop"}],'
+    b'"usage":{"prompt_tokens":%d,"completion_tokens":1,"total_tokens":%d,'
+    b'"prompt_tokens_details":{"cached_tokens":0}}}'
 )
-CHUNK = (
-    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"mock","choices":'
-    b'[{"index":0,"delta":{"content":"%d"},"logprobs":null,"finish_reason":null}]}\n\n'
+EVENT = (
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"mock",'
+    b'"choices":[{"index":0,'
 )
-LAST = (
-    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"mock","choices":'
-    b'[{"index":0,"delta":{},"logprobs":null,"finish_reason":"length"}]}\n\n'
+CHUNK = EVENT + b'"delta":{"content":"%d"},"logprobs":null,"finish_reason":null}]}\n\n'
+LAST = EVENT + b'"delta":{},"logprobs":null,"finish_reason":"length"}]}\n\n'
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )
-MODELS = b'{"object":"list","data":[{"id":"mock","object":"model","created":1700000000,"owned_by":"mock","max_model_len":131072}]}'
+MODELS = (
+    b'{"object":"list","data":[{"id":"mock","object":"model","created":1700000000,"owned_by":"mock",'
+    b'"max_model_len":131072}]}'
+)
 METRICS = b"".join(
     b'# TYPE vllm:%s gauge\nvllm:%s{model_name="mock"} 0\n' % (name, name)
     for name in (b"num_requests_running", b"num_requests_waiting", b"kv_cache_usage_perc")
 )
-INFO = b'{"model_path":"mock","served_model_name":"mock","tokenizer_path":"","is_generation":true,"version":"0.0.0"}'
+INFO = b'{"model_path":"mock","served_model_name":"mock","is_generation":true,"version":"0.0.0"}'
 PAGES = {
     b"/health": (b"text/plain", b""),
     b"/health_generate": (b"text/plain", b""),
@@ -52,7 +57,12 @@ PAGES = {
 
 def answer(status: bytes, kind: bytes, body: bytes) -> bytes:
     """A whole HTTP answer."""
-    return b"HTTP/1.1 %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s" % (status, kind, len(body), body)
+    return b"HTTP/1.1 %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s" % (
+        status,
+        kind,
+        len(body),
+        body,
+    )
 
 
 class Streams:
@@ -126,9 +136,7 @@ class Engine(asyncio.Protocol):
         if method == b"POST" and path in (b"/v1/chat/completions", b"/v1/completions"):
             if b'"stream":true' in body or b'"stream": true' in body:
                 asked = MAX_TOKENS.search(body)
-                self.transport.write(
-                    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-                )
+                self.transport.write(STREAM_HEAD)
                 phase = min(self.streams.phases, key=len)
                 phase[self] = int(asked[1]) if asked else 16
                 return
@@ -137,7 +145,9 @@ class Engine(asyncio.Protocol):
             return
         page = PAGES.get(path.partition(b"?")[0])
         if page is None:
-            self.transport.write(answer(b"404 Not Found", b"application/json", b'{"error":{"message":"no such path"}}'))
+            self.transport.write(
+                answer(b"404 Not Found", b"application/json", b'{"error":{"message":"no such path"}}')
+            )
         else:
             self.transport.write(answer(b"200 OK", *page))
 
@@ -146,7 +156,9 @@ async def main(ports: list[int]) -> None:
     """Serves until killed."""
     loop = asyncio.get_running_loop()
     streams = Streams(loop)
-    servers = [await loop.create_server(lambda: Engine(streams), "127.0.0.1", port, backlog=1024) for port in ports]
+    servers = [
+        await loop.create_server(lambda: Engine(streams), "127.0.0.1", port, backlog=1024) for port in ports
+    ]
     await asyncio.gather(*(server.serve_forever() for server in servers))
 
 

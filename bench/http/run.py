@@ -1,12 +1,12 @@
-"""HTTP routers side by side: engines and load on core 0, the router alone on core 1, subjects interleaved in rounds.
+"""HTTP routers side by side: engines and load on core 0, the router alone on core 1, interleaved in rounds.
 
     python bench/http/run.py --rivals DIR [--rounds 3] [--seconds 2] [--only NAME...] [--out FILE]
 
-What a request costs is the router's CPU time (all threads and children, /proc) over requests answered, so it does not
-depend on how busy core 0 is. Cells: `c32_1k`, `c32_32k`, `c256_1k` closed loops (connections, bytes of body) by wrk;
-`o500_1k`, `o500_32k` Poisson arrivals at 500/s; `s200` 200 streams with a token each 5 ms. Every prompt is new; half of
-it is one of 16 shared beginnings. Each run notes how much CPU processes that are none of ours took meanwhile; the table
-takes the quiet runs where there are any.
+What a request costs is the router's CPU time (all threads and children, /proc) over requests answered, so that it
+does not depend on how busy core 0 is. Cells: `c32_1k`, `c32_32k`, `c256_1k` closed loops (connections, bytes of
+body) by wrk; `o500_1k`, `o500_32k` Poisson arrivals at 500/s; `s200` 200 streams with a token each 5 ms. Every
+prompt is new; half of it is one of 16 shared beginnings. Each run notes how much CPU other processes of the machine
+took meanwhile; the table takes the quiet runs where there are any.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import proc
 from subjects import HERE, SUBJECTS
 
 sys.path.insert(0, str(HERE.parent))
-from common import about, median_range, write_result  # noqa: E402
+from common import about, median_range, write_result
 
 ENGINES, ENGINE_PORT, ROUTER_PORT = 4, 18100, 18200
 QUIET = 0.3  # of a core, used by others
@@ -95,7 +96,9 @@ class Bench:
             what = ["open", port, OPEN[cell], 500] if cell in OPEN else ["streams", port, 200]
             figures = self._load([*what, self.seconds + 1, self._nonce(), ",".join(map(str, pids)) or "-"])
         took, after = time.monotonic() - began, os.times()
-        waited = after.children_user + after.children_system - children.children_user - children.children_system
+        waited = (
+            after.children_user + after.children_system - children.children_user - children.children_system
+        )
         foreign = (proc.machine_busy_seconds() - busy - (proc.cpu_seconds(ours) - own) - waited) / took
         return {
             "subject": name,
@@ -108,7 +111,17 @@ class Bench:
 
     def _wrk(self, port: int, connections: int, size: int, seconds: int) -> dict[str, Any]:
         flags = ["-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "-s", str(HERE / "closed.lua")]
-        argv = ["taskset", "-c", "0", "wrk", *flags, f"http://127.0.0.1:{port}", "--", str(size), self._nonce()]
+        argv = [
+            "taskset",
+            "-c",
+            "0",
+            "wrk",
+            *flags,
+            f"http://127.0.0.1:{port}",
+            "--",
+            str(size),
+            self._nonce(),
+        ]
         return self._json(argv, seconds + 30)
 
     def _load(self, arguments: list[Any]) -> dict[str, Any]:
@@ -128,7 +141,9 @@ class Bench:
         return f"{os.getpid()}.{self.runs}"
 
     def _start(self, argv: list[str], core: int, out: Any = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["taskset", "-c", str(core), *argv], stdout=out, stderr=out, start_new_session=True)
+        return subprocess.Popen(
+            ["taskset", "-c", str(core), *argv], stdout=out, stderr=out, start_new_session=True
+        )
 
     def _answers(self, port: int, process: subprocess.Popen[bytes]) -> None:
         """Waits for the first good answer to a chat request."""
@@ -151,20 +166,18 @@ class Bench:
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the process and what it started; it leads a session of its own."""
     process.send_signal(signal.SIGTERM)
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(5)
-    except subprocess.TimeoutExpired:
-        pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """subject -> cell -> figure -> [median, min, max, runs], of quiet runs where there are any; latencies also as
-    added over direct's median."""
+    """subject -> cell -> figure -> [median, least, greatest, runs], of quiet runs where there are any.
+
+    Latencies of open loops and streams also as added over the median of direct.
+    """
     table: dict[str, dict[str, dict[str, list[float]]]] = {}
     for name in SUBJECTS:
         for cell in CELLS:
@@ -197,17 +210,25 @@ def show(table: dict[str, dict[str, dict[str, list[float]]]]) -> str:
 
     columns = [(c, "cpu_us") for c in CLOSED] + [(c, "cpu_us") for c in (*OPEN, "s200")]
     columns += [(c, f"added_{p}_us") for c in (*OPEN, "s200") for p in ("p50", "p99")]
-    head = "| | " + " | ".join(f"{c} {k.removesuffix('_us').replace('added_', '+')}" for c, k in columns) + " |"
+    head = (
+        "| | " + " | ".join(f"{c} {k.removesuffix('_us').replace('added_', '+')}" for c, k in columns) + " |"
+    )
     rows = [f"| {name} | " + " | ".join(cell(name, c, k) for c, k in columns) + " |" for name in table]
     return "\n".join([head, "|---" * (len(columns) + 1) + "|", *rows])
 
 
 def main() -> None:
     """Runs the series."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rivals", type=Path, default=HERE.parent / "rivals" / ".venv", help="made by install.sh")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rivals", type=Path, default=HERE.parent / "rivals" / ".venv", help="made by install.sh"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=int, default=2, help="of a closed loop; open loops and streams take 1 more")
+    parser.add_argument(
+        "--seconds", type=int, default=2, help="of a closed loop; open loops and streams take 1 more"
+    )
     parser.add_argument("--only", nargs="+", choices=[*SUBJECTS], default=[*SUBJECTS])
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=CELLS)
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-http.json")
@@ -228,8 +249,12 @@ def main() -> None:
                     failed[name] = str(error)
                     print(f"round {round_ + 1}: {name} FAILED: {error}", file=sys.stderr)
                     continue
-                errors = sum(run["errors"] for run in runs if run["subject"] == name and run["round"] == round_)
-                print(f"round {round_ + 1}: {name}" + (f", {errors} ERRORS" if errors else ""), file=sys.stderr)
+                errors = sum(
+                    run["errors"] for run in runs if run["subject"] == name and run["round"] == round_
+                )
+                print(
+                    f"round {round_ + 1}: {name}" + (f", {errors} ERRORS" if errors else ""), file=sys.stderr
+                )
             loads.append(os.getloadavg())
     finally:
         bench.close()
@@ -237,7 +262,12 @@ def main() -> None:
     result = {
         **about(bench.rivals, ["nginx", "wrk"]),
         "load_average": loads,
-        "setting": {"rounds": options.rounds, "seconds": options.seconds, "engines": ENGINES, "quiet_cores": QUIET},
+        "setting": {
+            "rounds": options.rounds,
+            "seconds": options.seconds,
+            "engines": ENGINES,
+            "quiet_cores": QUIET,
+        },
         "failed": failed,
         "summary": table,
         "runs": runs,

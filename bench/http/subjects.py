@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent
-Command = Callable[[Path, int, list[str], Path], list[str]]  # rivals' python, port, engines, scratch directory
+Command = Callable[
+    [Path, int, list[str], Path], list[str]
+]  # rivals' python, port, engines, scratch directory
 
 
 def _nginx(python: Path, port: int, engines: list[str], scratch: Path) -> list[str]:
@@ -25,7 +27,7 @@ def _floor(script: str) -> Command:
 
 
 def _module(module: str, policy: str, *more: str) -> Command:
-    """sglang-router and its descendants share their flags; each exporter of metrics gets a port of its own."""
+    """sglang-router and its descendants share their flags; their exporters of metrics are on."""
 
     def command(python: Path, port: int, engines: list[str], scratch: Path) -> list[str]:
         flags = ["--host", "127.0.0.1", "--port", str(port), "--policy", policy, "--worker-urls", *engines]
