@@ -7,10 +7,11 @@ Over 256 instances that hold a million (instance, block) pairs (`fleet.py`):
 - `match`: a prompt of 64, 512, 2,048 local block hashes -> what each instance holds. Dynamo:
   `RadixTree.find_matches` on a fresh list; ours on a buffer, chaining included, the answer left in Rust.
 - `hash`: token ids -> block hashes, per 1k tokens. Dynamo: `compute_block_hash_for_seq` on a list.
-- `decide`: token ids of an 8k prompt -> an instance with the request booked on it; the booking's end is timed
-  apart. Dynamo: `SelectionService.select` (nothing booked) and `select_and_reserve`, its index fed over ZMQ
-  in vLLM's format. Ours warm, with the processor's caches flushed (64 MB touched before each call), and while a
-  second thread applies 100k cache events a second (blocks stored or removed, in batches of 64).
+- `decide`: token ids of an 8k prompt -> an instance with the request booked on it; the booking's end is
+  timed apart. Dynamo: `SelectionService.select` (nothing booked) and `select_and_reserve`, its index fed
+  over ZMQ in vLLM's format. Ours warm, with the processor's caches flushed (64 MB touched before each
+  call), and while a second thread applies 100k cache events a second (blocks stored or removed, in
+  batches of 64).
 
 Microseconds of wall clock, around each single call; what the clock itself costs is in the result.
 """

@@ -1,7 +1,8 @@
 """Engines that cost almost nothing: OpenAI's answers, plain and streamed, by hand on raw connections.
 
-Plain answers come at once; a streamed token comes every 5 ms and carries the sender's monotonic clock as its
-text, so that a reader on the same machine knows how long it was under way. One process serves all ports given.
+Plain answers come at once; a streamed token comes every 5 ms and carries the sender's monotonic clock as
+its text, so that a reader on the same machine knows how long it was under way. One process serves all ports
+given.
 
     python bench/http/mock.py PORT...
 """

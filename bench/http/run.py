@@ -2,12 +2,11 @@
 
     python bench/http/run.py --rivals DIR [--rounds 3] [--seconds 2] [--only NAME...] [--out FILE]
 
-What a request costs is the router's CPU time (all threads and children, /proc) over requests answered, so that it
-does not depend on how busy core 0 is. Cells: `c32_1k`, `c32_32k`, `c256_1k` closed loops (connections, bytes of
-body) by wrk; `o500_1k`, `o500_32k` Poisson arrivals at 500/s; `s200` 200 streams with a token each 5 ms. Every
-prompt is new; half of it is one of 16 shared beginnings. Each run notes how much CPU other processes of the machine
-took meanwhile; the table takes the quiet runs where there are any.
-"""
+What a request costs is the router's CPU time (all threads and children, /proc) over requests answered, so
+that it does not depend on how busy core 0 is. Cells: `c32_1k`, `c32_32k`, `c256_1k` closed loops
+(connections, bytes of body) by wrk; `o500_1k`, `o500_32k` Poisson arrivals at 500/s; `s200` 200 streams
+with a token each 5 ms. Every prompt is new; half of it is one of 16 shared beginnings. Each run notes how
+much CPU other processes of the machine took meanwhile; the table takes the quiet runs where there are any."""
 
 from __future__ import annotations
 
