@@ -21,6 +21,7 @@ class UnknownNameError(LmetricError): ...
 class BadValueError(LmetricError): ...
 class NoInstanceError(LmetricError): ...
 class TicketError(LmetricError): ...
+class PolicyError(LmetricError): ...
 
 @final
 class Router:
@@ -39,7 +40,9 @@ class Router:
         guard_window_seconds: float = 60.0,
         seed: int = 0,
     ) -> None: ...
-    def add_instance(self, name: str, *, cache_blocks: int | None = None, role: str = "both", now: float | None = None) -> int: ...
+    def add_instance(
+        self, name: str, *, cache_blocks: int | None = None, role: str = "both", now: float | None = None
+    ) -> int: ...
     def remove_instance(self, name: str, *, now: float | None = None) -> None: ...
     def set_health(self, name: str, healthy: bool) -> None: ...
     def drain(self, name: str, draining: bool = True) -> None: ...
@@ -68,7 +71,13 @@ class Router:
         now: float | None = None,
     ) -> None: ...
     def blocks_stored(
-        self, name: str, block_hashes: Buffer, tokens: Buffer, *, parent: int | None = None, salt: str | None = None
+        self,
+        name: str,
+        block_hashes: Buffer,
+        tokens: Buffer,
+        *,
+        parent: int | None = None,
+        salt: str | None = None,
     ) -> None: ...
     def blocks_removed(self, name: str, block_hashes: Buffer) -> None: ...
     def blocks_cleared(self, name: str) -> None: ...
@@ -100,7 +109,9 @@ class Ticket:
     def instance(self) -> str: ...  # where the open segment is
     def sent(self, now: float | None = None) -> None: ...
     def scheduled(self, now: float | None = None) -> None: ...  # optional: the engine took it off its queue
-    def prefilled(self, tokens: int, now: float | None = None) -> None: ...  # optional: exact prefill progress
+    def prefilled(
+        self, tokens: int, now: float | None = None
+    ) -> None: ...  # optional: exact prefill progress
     def first_token(self, now: float | None = None) -> None: ...
     def tokens(self, n: int, now: float | None = None) -> None: ...  # n further output tokens
     def finished(
@@ -163,7 +174,9 @@ class ResponseScanner:
     def eof(self) -> int: ...  # the connection ended; raises WireError where the message was not whole
     def commit(self, extra: bytes, close: bool) -> bytes: ...  # head with extra lines, and what was held back
     def take(self) -> bytes: ...
-    def end_with(self, event: bytes) -> bytes: ...  # ends a committed stream with this event; empty where not possible
+    def end_with(
+        self, event: bytes
+    ) -> bytes: ...  # ends a committed stream with this event; empty where not possible
     @property
     def status(self) -> int: ...  # 0 before the head
     @property
@@ -190,7 +203,7 @@ class Engine:
     """One emulated engine: queue, batch, KV cache and steps. It has no clock: times (seconds) come in and go out.
 
     ``profile``: the constants of `lmetric.profiles.Profile`; ``words``: u32 token ids that answers are made of,
-    below ``vocabulary``. Raises ValueError for constants that no engine can have.
+    below ``vocabulary``. Raises BadValueError for constants that no engine can have.
     """
 
     def __init__(
@@ -205,7 +218,7 @@ class Engine:
     ) -> None: ...
     def submit(
         self, prompt: Buffer, output_tokens: int, now: float, *, priority: int = 0, salt: str | None = None
-    ) -> int: ...  # the request's key; ValueError where the engine could never serve it
+    ) -> int: ...  # the request's key; BadValueError where the engine could never serve it
     def abort(self, id: int) -> bool: ...  # False: not in the engine
     def start_step(self, now: float) -> float | None: ...  # its end; None: nothing to do at `now`
     def finish_step(

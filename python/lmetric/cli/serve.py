@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 def _run(config: ServerConfig) -> None:
     from lmetric.server import run_server
 
-    run_server(config)
+    if code := run_server(config):
+        raise SystemExit(code)
 
 
 command = command_with_settings(

@@ -1,0 +1,388 @@
+"""The server's configuration: one schema, from a YAML file, the environment and flags.
+
+A flag wins over the environment, the environment over the file, the file over the default. Every error names
+where the value came from, its key path, the value, and the nearest right key.
+"""
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+
+from lmetric._core import LmetricError
+
+ENV_PREFIX = "LMETRIC_"
+
+
+class ConfigError(LmetricError):
+    """A configuration that cannot be used; the message says where, what, and what would have been right."""
+
+
+def _engine_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("an engine's URL looks like http://host:port")
+    if parts.username or parts.query or parts.fragment:
+        raise ValueError("an engine's URL has no user, query or fragment; give a key as api_key")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError("leave out the /v1: the router adds the paths")
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"an engine's URL looks like http://host:port ({error})") from None
+    return url.rstrip("/")
+
+
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Positive = Annotated[int, Field(ge=1)]
+EngineUrl = Annotated[str, AfterValidator(_engine_url)]
+
+
+class Strict(BaseModel):
+    """A section: unknown keys are errors, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class EngineConfig(Strict):
+    """One engine replica."""
+
+    url: EngineUrl = Field(description="where it listens, http://host:port")
+    name: Annotated[str, Field(pattern="^[!-~]{1,200}$")] | None = Field(
+        None, description="its name in metrics, headers and receipts; default host:port"
+    )
+    cache_blocks: Positive | None = Field(
+        None, description="blocks its prefix cache holds; default: the model's cache_blocks"
+    )
+    api_key: SecretStr | None = Field(None, description="sent to it as a bearer token")
+
+    @property
+    def label(self) -> str:
+        """The engine's name, or host:port."""
+        return self.name or urlsplit(self.url).netloc
+
+
+class PoolSettings(Strict):
+    """How requests for a model are routed; at the top level, the default for every model."""
+
+    policy: str | dict[str, Any] = Field(
+        "lmetric",
+        description="a policy's name, a score expression, or a mapping with filter, score, prefer, then",
+    )
+    knobs: dict[str, float] = Field(default_factory=dict, description="the policy's knobs by name")
+    block_size: Positive = Field(16, le=1 << 20, description="tokens a block, for prompts given as token ids")
+    text_block_bytes: Positive = Field(
+        256, le=1 << 20, description="bytes a block, for prompts given as text"
+    )
+    cache_blocks: Positive | None = Field(None, description="blocks an engine's prefix cache holds")
+    index_bytes: int = Field(512 << 20, ge=1 << 20, description="bound on the KV index, bytes")
+    receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="bound on kept receipts, bytes")
+    guard: bool | None = Field(None, description="hot-spot guard; default: on where the policy is lmetric")
+    guard_window_seconds: Seconds = Field(60.0, description="window of the hot-spot guard")
+    seed: int = Field(0, ge=0, description="seed of the tie-breaks")
+
+
+class ModelConfig(PoolSettings):
+    """A model and the engines that serve it."""
+
+    name: str = Field(min_length=1, description="the name clients ask for")
+    engines: list[EngineConfig] = Field(default_factory=list, description="its engines")
+    adapters: list[str] = Field(
+        default_factory=list, description="further names it answers to (LoRA adapters)"
+    )
+
+
+class Timeouts(Strict):
+    """Limits by phase, seconds."""
+
+    connect: Seconds = Field(3.0, description="until an engine accepts the connection")
+    body: Seconds = Field(60.0, description="until a client's request body is whole")
+    first_byte: Seconds = Field(300.0, description="until a stream's first token")
+    answer: Seconds = Field(1800.0, description="until a plain answer, which comes after its last token")
+    between_chunks: Seconds = Field(120.0, description="between two chunks of an answer")
+    slow_client: Seconds = Field(300.0, description="that a client may leave an answer unread")
+    keep_alive: Seconds = Field(75.0, description="that a client's idle connection stays open")
+    drain_grace: float = Field(0.0, ge=0, le=86_400, description="after SIGTERM, still taking new requests")
+    drain: float = Field(30.0, ge=0, le=86_400, description="after that, for running requests to end")
+
+
+class Retries(Strict):
+    """When a request goes down the ranking. Only before its first byte went to the client."""
+
+    attempts: Positive = Field(3, description="engines tried per request, the first included")
+    failures: list[Literal["refused", "reset", "timeout", "status"]] = Field(
+        ["refused", "reset", "timeout", "status"], description="failures after which the next engine is tried"
+    )
+    statuses: list[Annotated[int, Field(ge=400, le=599)]] = Field(
+        [502, 503], description="statuses of an engine that count as a failure of kind status"
+    )
+
+
+class Health(Strict):
+    """Active checks of the engines, and what a failed request means."""
+
+    path: str = Field("/health", pattern="^/", description="asked by GET; any status below 500 is healthy")
+    interval: Seconds = Field(2.0, description="between two checks of an engine, seconds")
+    timeout: Seconds = Field(2.0, description="of one check, seconds")
+    down_after: Positive = Field(
+        3, description="failures in a row that take an engine out; a refusal does at once"
+    )
+    up_after: Positive = Field(1, description="good checks in a row that bring it back")
+
+
+class Load(Strict):
+    """What the engines report of their load."""
+
+    interval: Seconds | None = Field(
+        1.0, description="between two reads of an engine's /metrics; null: never"
+    )
+    from_answers: bool = Field(True, description="ask for the endpoint-load-metrics header on plain answers")
+
+
+class Limits(Strict):
+    """Bounds on what clients may ask for."""
+
+    max_body_bytes: Positive = Field(32 << 20, description="of one request body")
+    max_concurrent_requests: Positive = Field(8192, description="in flight at once; more get a 503")
+    max_connections_per_engine: Positive = Field(2048, description="open at once; more go to the next engine")
+    idle_seconds: Seconds = Field(
+        4.0, description="that an unused engine connection is kept; below the engine's own limit"
+    )
+
+
+class Auth(Strict):
+    """API keys."""
+
+    keys_file: Path | None = Field(
+        None, description="YAML mapping of key, or sha256:HEX of a key, to tenant; null: no keys"
+    )
+
+
+class Log(Strict):
+    """Logs, on stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe level shown"
+    )
+    json_lines: bool = Field(False, alias="json", description="one JSON object a line")
+    access: bool = Field(False, description="a line per request")
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+
+class ServerConfig(PoolSettings):
+    """All settings of `lmetric-router serve`."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8080, ge=0, le=65_535, description="port to listen on; 0: any free one")
+    model: str | None = Field(None, description="model of the engines below; default: the engines are asked")
+    engines: list[EngineConfig] = Field(default_factory=list, description="engines outside `models`")
+    models: list[ModelConfig] = Field(default_factory=list, description="models with their engines")
+    embedded: int | None = Field(
+        None, ge=1, le=1024, description="emulated engines started as child processes"
+    )
+    paths: list[Annotated[str, Field(pattern="^/")]] = Field(
+        default_factory=list, description="further POST paths passed through to the engines"
+    )
+    admin: bool = Field(False, description="allow /admin: add, drain and remove engines, switch the guard")
+    timeouts: Timeouts = Field(default_factory=Timeouts, description="limits by phase")
+    retries: Retries = Field(default_factory=Retries, description="when the next engine is tried")
+    health: Health = Field(default_factory=Health, description="checks of the engines")
+    load: Load = Field(default_factory=Load, description="load reports of the engines")
+    limits: Limits = Field(default_factory=Limits, description="bounds on requests")
+    auth: Auth = Field(default_factory=Auth, description="API keys")
+    log: Log = Field(default_factory=Log, description="logs")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        labels: set[str] = set()
+        for engine in [*self.engines, *(engine for model in self.models for engine in model.engines)]:
+            if engine.label in labels:
+                raise ValueError(f"two engines are named {engine.label!r}; give one another name")
+            labels.add(engine.label)
+        names: set[str] = set()
+        for name in [n for model in self.models for n in (model.name, *model.adapters)]:
+            if name in names:
+                raise ValueError(f"two models are named {name!r}")
+            names.add(name)
+        return self
+
+    def pool_settings(self, model: ModelConfig | None = None) -> PoolSettings:
+        """Settings of a model's pool: its own where given, else the top level's."""
+        values = {name: getattr(self, name) for name in PoolSettings.model_fields}
+        if model is not None:
+            own = model.model_fields_set & PoolSettings.model_fields.keys()
+            values |= {name: getattr(model, name) for name in own}
+            if "policy" in own and "knobs" not in own:
+                values["knobs"] = {}
+        return PoolSettings.model_construct(**values)
+
+
+def load_config(
+    file: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ServerConfig:
+    """The configuration from a YAML file, the environment and flags.
+
+    ``overrides`` maps dotted keys (``timeouts.connect``) to values given by flags; None means not given. In
+    ``environ`` (default: the process's) ``LMETRIC_TIMEOUTS__CONNECT`` sets ``timeouts.connect``; a text that
+    starts with ``[`` or ``{`` is read as YAML. Raises ConfigError.
+    """
+    merged: dict[str, Any] = {}
+    origin: dict[tuple[str, ...], str] = {}
+    if file is not None:
+        _merge(merged, _read_yaml(Path(file)), origin, str(file))
+    for name, value in sorted((os.environ if environ is None else environ).items()):
+        if name.startswith(ENV_PREFIX):
+            path = name.removeprefix(ENV_PREFIX).lower().split("__")
+            _merge(merged, _nested(path, _value(name, value)), origin, name)
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            path = key.split(".")
+            source = f"--{path[-1].replace('_', '-')}"
+            _merge(merged, _nested(path, _value(source, value)), origin, source)
+    try:
+        return ServerConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, merged, origin))) from None
+
+
+def render(config: ServerConfig) -> str:
+    """The whole configuration as YAML, defaults included, secrets masked."""
+    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key.value!r} twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml_mapping(file: Path) -> dict[Any, Any]:
+    """The mapping in a YAML file. Raises ConfigError, which names the file and the line."""
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 at byte {error.start}") from None
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{file}{line}: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: expected keys and values, found {type(content).__name__}")
+    return content
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    content = read_yaml_mapping(file)
+    for key in content:
+        if not isinstance(key, str):
+            raise ConfigError(f"{file}: key {key!r} is not a name")
+    return content
+
+
+def _value(name: str, value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith(("[", "{")):
+        return value
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not readable as YAML: {str(error).splitlines()[0]}") from None
+
+
+def _nested(path: list[str], value: Any) -> dict[str, Any]:
+    for key in reversed(path):
+        value = {key: value}
+    nested: dict[str, Any] = value
+    return nested
+
+
+def _merge(
+    into: dict[str, Any],
+    new: Mapping[str, Any],
+    origin: dict[tuple[str, ...], str],
+    source: str,
+    path: tuple[str, ...] = (),
+) -> None:
+    for key, value in new.items():
+        here = (*path, key)
+        old = into.get(key)
+        # Knobs and policies belong together: they replace, sections merge.
+        if isinstance(value, Mapping) and isinstance(old, dict) and key != "policy":
+            _merge(old, value, origin, source, here)
+        elif isinstance(value, Mapping):
+            into[key] = {}
+            origin[here] = source
+            _merge(into[key], value, origin, source, here)
+        else:
+            into[key] = value
+            origin[here] = source
+
+
+def _explain(error: ValidationError, given: Any, origin: Mapping[tuple[str, ...], str]) -> Iterator[str]:
+    seen = set()
+    for problem in error.errors(include_url=False):
+        # Tags of union members are no keys of the file.
+        loc = [
+            part for part in problem["loc"] if not (isinstance(part, str) and ("[" in part or part == "str"))
+        ]
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+        names = tuple(str(part) for part in loc if isinstance(part, str))
+        source = next((origin[names[:n]] for n in range(len(names), 0, -1) if names[:n] in origin), None)
+        place = f"{source}: " if source else ""
+        value = problem.get("input")
+        if problem["type"] == "extra_forbidden":
+            known = _known_keys(loc[:-1])
+            near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
+            line = f"{place}{path} = {value!r}: unknown key{hint}"
+        elif problem["type"] == "missing":
+            line = f"{place}{path}: missing"
+        elif not loc:
+            line = problem["msg"].removeprefix("Value error, ")
+        else:
+            shown = "'**********'" if str(loc[-1]) == "api_key" else repr(value)
+            line = f"{place}{path} = {shown}: {problem['msg'].removeprefix('Value error, ')}"
+        if line not in seen:
+            seen.add(line)
+            yield line
+
+
+def _known_keys(loc: list[Any]) -> list[str]:
+    section: type[BaseModel] = ServerConfig
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        field = section.model_fields[part]
+        inner: Any = {"engines": EngineConfig, "models": ModelConfig}.get(part, field.annotation)
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        section = inner
+    return [field.alias or name for name, field in section.model_fields.items()]

@@ -1,0 +1,164 @@
+"""The server's life: start, serve, drain, stop."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+
+import structlog
+
+from lmetric.config import ConfigError, EngineConfig, ServerConfig
+from lmetric.server.admin import pages
+from lmetric.server.auth import Keys
+from lmetric.server.fleet import Fleet
+from lmetric.server.front import Front
+from lmetric.server.health import Monitor
+from lmetric.server.logs import configure_logging
+from lmetric.server.metrics import Metrics
+
+log = structlog.get_logger("lmetric.server")
+
+EXIT_DONE = 0
+EXIT_INTERRUPTED = 130
+STOP_SECONDS = 2.0
+
+
+class PortError(OSError):
+    """The address to listen on is not to be had; ``errno`` says why."""
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+class Server:
+    """One router process: `await start()`, then `await stop()`."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.port = 0
+        self.fleet = Fleet(config)
+        self.metrics = Metrics(self.fleet)
+        self.front: Front
+        self._monitor: Monitor
+        self._listener: asyncio.Server
+
+    async def start(self) -> None:
+        """Checks the engines once, then listens.
+
+        Raises LmetricError for the configuration, PortError for the address.
+        """
+        config = self.config
+        keys = Keys.load(config.auth.keys_file)
+        self.fleet.build()
+        if not self.fleet.pools and not self.fleet.unplaced and not config.admin:
+            raise ConfigError(
+                "no engines: give --engine URL, --embedded N, or engines in the configuration file"
+            )
+        self.front = Front(config, self.fleet, keys, self.metrics, pages)
+        self._monitor = Monitor(self.fleet, self.front, self.metrics)
+        await self._monitor.check_all()
+        loop = asyncio.get_running_loop()
+        try:
+            self._listener = await loop.create_server(self.front, config.host, config.port, backlog=2048)
+        except (OSError, OverflowError) as error:
+            number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
+            reason = os.strerror(number) if number > 0 else error
+            raise PortError(number, f"cannot listen on {config.host}:{config.port}: {reason}") from None
+        self.port = self._listener.sockets[0].getsockname()[1]
+        self._monitor.start()
+        engines = list(self.fleet.engines())
+        log.info(
+            "listening",
+            url=f"http://{config.host}:{self.port}",
+            models=[pool.name for pool in self.fleet.pools],
+            engines=len(engines),
+            healthy=sum(engine.healthy for engine in engines),
+        )
+
+    async def drain(self, hurry: asyncio.Event | None = None) -> None:
+        """Stops taking requests and lets the running ones end, up to the deadline or until ``hurry``."""
+        front, timeouts = self.front, self.config.timeouts
+        front.draining = True
+        log.info("draining", running=len(front.relays))
+        hurry = hurry or asyncio.Event()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeouts.drain_grace):
+                await hurry.wait()
+        front.refusing = True
+        self._listener.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeouts.drain):
+                await front.idle_or(hurry)
+        if front.relays:
+            log.warning("cutting off requests that did not end in time", running=len(front.relays))
+
+    async def stop(self) -> None:
+        """Ends what still runs, with an error to its client, and closes everything."""
+        self.front.draining = self.front.refusing = True
+        self._listener.close()
+        for relay in list(self.front.relays):
+            relay.stop()
+        await self.front.shutdown(STOP_SECONDS)
+        await self._monitor.stop()
+        for engine in self.fleet.engines():
+            engine.upstream.close()
+        log.info("stopped")
+
+
+async def serve(config: ServerConfig, started: Callable[[Server], None] | None = None) -> int:
+    """Serves until SIGTERM (returns 0) or Ctrl-C (130), then drains; a second signal hurries it.
+
+    ``started`` is called once the server listens. Raises LmetricError, PortError, or EngineStartError.
+    """
+    async with _with_embedded(config) as config:
+        server = Server(config)
+        await server.start()
+        loop = asyncio.get_running_loop()
+        caught: list[int] = []
+        first, second = asyncio.Event(), asyncio.Event()
+
+        def on_signal(number: int) -> None:
+            (second if caught else first).set()
+            caught.append(number)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            if started is not None:
+                started(server)
+            await first.wait()
+            await server.drain(second)
+        finally:
+            await server.stop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+        return EXIT_INTERRUPTED if caught[0] == signal.SIGINT else EXIT_DONE
+
+
+def run_server(config: ServerConfig) -> int:
+    """`serve` with logs set up, in this thread and under the fastest loop there is; the process's exit code."""
+    configure_logging(config.log)
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(serve(config))
+
+
+@contextlib.asynccontextmanager
+async def _with_embedded(config: ServerConfig) -> AsyncIterator[ServerConfig]:
+    """The configuration with the embedded engines, which live as long as the context."""
+    if config.embedded is None:
+        yield config
+        return
+    from lmetric.engines.embedded import EmbeddedEngines
+
+    async with EmbeddedEngines(config.embedded) as embedded:
+        engines = [
+            EngineConfig(url=url, name=f"embedded-{number}") for number, url in enumerate(embedded.urls)
+        ]
+        yield config.model_copy(update={"engines": [*config.engines, *engines]})

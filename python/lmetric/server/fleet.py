@@ -1,0 +1,235 @@
+"""Models and their engines: one router per model, the engines' health, and who serves what."""
+
+import difflib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import orjson
+import structlog
+
+from lmetric._core import Router
+from lmetric.config import EngineConfig, ModelConfig, PoolSettings, ServerConfig
+from lmetric.server.openai import ApiError
+from lmetric.server.upstream import Upstream, UpstreamError
+
+log = structlog.get_logger("lmetric.fleet")
+
+
+class Engine:
+    """One engine of a pool: its connections and its health."""
+
+    def __init__(self, config: EngineConfig, server: ServerConfig) -> None:
+        self.config = config
+        self.name = config.label
+        self.upstream = Upstream(config, server.timeouts, server.limits)
+        self.health = server.health
+        self.pool: Pool | None = None
+        self.healthy = False
+        self.draining = False
+        self.failures = 0
+        self.successes = 0
+        self.last_error: str | None = None
+
+    def succeeded(self) -> None:
+        """A good check or answer."""
+        self.failures = 0
+        if not self.healthy:
+            self.successes += 1
+            if self.successes >= self.health.up_after:
+                self._turn(True, None)
+
+    def failed(self, kind: str, reason: str) -> None:
+        """A failed check or request. A refusal takes the engine out at once, others when they repeat."""
+        self.successes = 0
+        self.failures += 1
+        self.last_error = reason
+        if self.healthy and (kind == "refused" or self.failures >= self.health.down_after):
+            self._turn(False, reason)
+
+    def _turn(self, healthy: bool, reason: str | None) -> None:
+        self.healthy = healthy
+        self.successes = 0
+        if self.pool is not None:
+            self.pool.router.set_health(self.name, healthy)
+            if healthy:
+                log.info("engine up", model=self.pool.name, engine=self.name)
+            else:
+                log.warning("engine down", model=self.pool.name, engine=self.name, reason=reason)
+
+
+@dataclass(slots=True)
+class BytesPerToken:
+    """Bytes of prompt text a token, learned from the engines' usage reports with a fading memory."""
+
+    bytes: float = 40_000.0
+    tokens: float = 10_000.0
+    KEEP = 0.99
+
+    def learn(self, prompt_bytes: int, prompt_tokens: int) -> None:
+        """Takes in one request's true count."""
+        self.bytes = self.bytes * self.KEEP + prompt_bytes
+        self.tokens = self.tokens * self.KEEP + prompt_tokens
+
+    def tokens_of(self, prompt_bytes: int) -> int:
+        """Estimated tokens of a text."""
+        return int(prompt_bytes * self.tokens / self.bytes) + 1
+
+
+class Pool:
+    """A model: its router and its engines."""
+
+    def __init__(self, index: int, name: str, adapters: list[str], settings: PoolSettings) -> None:
+        self.index = index
+        self.name = name
+        self.adapters = list(adapters)
+        self.settings = settings
+        self.ratio = BytesPerToken()
+        self.engines: dict[str, Engine] = {}
+        self.created = int(time.time())
+        policy = settings.policy
+        if isinstance(policy, dict):
+            from lmetric.expr import Policy
+
+            policy = Policy.from_config(policy)
+        self.router = Router(
+            policy,
+            knobs=settings.knobs or None,
+            block_size=settings.block_size,
+            text_block_bytes=settings.text_block_bytes,
+            domain=[name],
+            index_bytes=settings.index_bytes,
+            receipt_bytes=settings.receipt_bytes,
+            guard=settings.guard,
+            guard_window_seconds=settings.guard_window_seconds,
+            seed=settings.seed,
+        )
+
+    def add(self, engine: Engine) -> None:
+        """Takes in an engine."""
+        self.router.add_instance(
+            engine.name, cache_blocks=engine.config.cache_blocks or self.settings.cache_blocks
+        )
+        self.router.set_health(engine.name, engine.healthy)
+        engine.pool = self
+        self.engines[engine.name] = engine
+
+    def remove(self, name: str) -> None:
+        """Forgets an engine; its running requests end as they end."""
+        engine = self.engines.pop(name)
+        engine.pool = None
+        engine.upstream.close()
+        self.router.remove_instance(name)
+
+    def decision_label(self, decision_id: int) -> str:
+        """A decision's id over all pools: bare in the first, else `POOL-ID`."""
+        return str(decision_id) if self.index == 0 else f"{self.index}-{decision_id}"
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All pools, and the engines whose model is not known yet."""
+
+    config: ServerConfig
+    pools: list[Pool] = field(default_factory=list)
+    names: dict[str, tuple[Pool, str | None]] = field(default_factory=dict)
+    unplaced: list[Engine] = field(default_factory=list)
+
+    def build(self) -> None:
+        """Sets up what the configuration names. Raises LmetricError for an unknown policy or knob."""
+        config = self.config
+        for model in config.models:
+            pool = self.pool(model.name, model)
+            for engine in model.engines:
+                pool.add(Engine(engine, config))
+        for engine in config.engines:
+            self.unplaced.append(Engine(engine, config))
+        if config.model is not None:
+            pool = self.pool(config.model)
+            for waiting in self.unplaced:
+                pool.add(waiting)
+            self.unplaced.clear()
+        elif self.unplaced and not self.pools:
+            # A policy that cannot be built should be told now, not when the first engine answers.
+            Pool(0, "", [], config.pool_settings())
+
+    def pool(self, name: str, model: ModelConfig | None = None) -> Pool:
+        """The pool of a model, made where it is new."""
+        if name in self.names:
+            return self.names[name][0]
+        adapters = model.adapters if model else []
+        pool = Pool(len(self.pools), name, adapters, self.config.pool_settings(model))
+        self.pools.append(pool)
+        self.names[name] = (pool, None)
+        for adapter in adapters:
+            self.names[adapter] = (pool, adapter)
+        return pool
+
+    def engines(self) -> Iterator[Engine]:
+        """All engines, placed or not."""
+        for pool in self.pools:
+            yield from pool.engines.values()
+        yield from self.unplaced
+
+    def find(self, model: str | None) -> tuple[Pool, str | None]:
+        """The pool of a model, and the adapter where the name means one. Raises ApiError (400, 404, 503)."""
+        known = self.names.get(model) if model is not None else None
+        if known is not None:
+            return known
+        if not self.pools:
+            raise ApiError(
+                503, "no engine has told its model yet", code="no_engine", headers={"retry-after": "2"}
+            )
+        if model is None:
+            if len(self.pools) == 1:
+                return self.pools[0], None
+            raise ApiError(400, f"model is missing; served here: {self._list()}", param="model")
+        near = difflib.get_close_matches(model, self.names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"served here: {self._list()}"
+        raise ApiError(404, f"model {model!r} is unknown; {hint}", param="model", code="model_not_found")
+
+    def _list(self) -> str:
+        names = sorted(self.names)
+        return ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
+
+    async def discover(self, engine: Engine) -> None:
+        """Asks an engine for its models and places it. Raises UpstreamError; ValueError: a strange answer."""
+        status, body = await engine.upstream.get("/v1/models", self.config.health.timeout)
+        if status != 200:
+            raise UpstreamError("status", f"GET /v1/models: status {status}")
+        try:
+            cards = orjson.loads(body)["data"]
+            base = next(card["id"] for card in cards if not card.get("parent"))
+            adapters = [card["id"] for card in cards if card.get("parent")]
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, StopIteration):
+            raise ValueError(f"GET /v1/models: not a list of models: {body[:120]!r}") from None
+        pool = self.pool(base)
+        for adapter in adapters:
+            if adapter not in self.names:
+                self.names[adapter] = (pool, adapter)
+                pool.adapters.append(adapter)
+        if engine in self.unplaced:
+            self.unplaced.remove(engine)
+            pool.add(engine)
+            log.info("engine found", engine=engine.name, model=base)
+
+    def ready(self) -> bool:
+        """At least one engine can take requests."""
+        return any(
+            engine.healthy and not engine.draining for p in self.pools for engine in p.engines.values()
+        )
+
+    def models(self) -> bytes:
+        """The answer to GET /v1/models."""
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "created": pool.created,
+                "owned_by": "lmetric-router",
+                "root": pool.name,
+                "parent": pool.name if adapter else None,
+            }
+            for name, (pool, adapter) in self.names.items()
+        ]
+        return orjson.dumps({"object": "list", "data": data})

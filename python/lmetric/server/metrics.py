@@ -1,0 +1,178 @@
+"""Counters of the server and the routers, as Prometheus text."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from lmetric.server.fleet import Fleet, Pool
+
+if TYPE_CHECKING:
+    from lmetric.server.relay import Relay
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0),
+)
+_TOTALS = {
+    "decisions": "requests placed",
+    "no_instance": "requests for which no instance was left",
+    "retries": "moves to the next of the ranking",
+    "filter_waived": "decisions in which the policy's filter left nobody and was waived",
+    "finished": "requests that ended well",
+    "dropped": "tickets closed without an outcome",
+    "prompt_tokens": "prompt tokens routed",
+    "predicted_cached_tokens": "prompt tokens expected in the chosen instance's cache",
+    "cached_tokens": "prompt tokens the engines found in their caches",
+    "output_tokens": "output tokens that came back",
+    "index_evicted_blocks": "blocks that left the KV index to keep its bound",
+}
+
+
+class Histogram:
+    """Counts by bucket; bounds are upper ends."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts by upper bound, as Prometheus wants them."""
+        total = 0
+        rows = []
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            total += count
+            rows.append((bound, float(total)))
+        return rows
+
+
+class _Times:
+    """What is measured per model."""
+
+    __slots__ = ("seconds", "tpot", "ttft")
+
+    def __init__(self) -> None:
+        self.ttft = Histogram(SECONDS)
+        self.tpot = Histogram(SECONDS)
+        self.seconds = Histogram(SECONDS)
+
+
+class Metrics(Collector):
+    """Everything under /metrics."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.requests: Counter[tuple[str, str, int]] = Counter()
+        self.events: Counter[tuple[str, str]] = Counter()
+        self._times: dict[str, _Times] = {}
+        self._running = 0
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def request(
+        self, model: str, tenant: str, status: int, started: float, ended: float, relay: "Relay | None"
+    ) -> None:
+        """A request for an engine ended; times in seconds on the monotonic clock."""
+        self.requests[model, tenant, status] += 1
+        if relay is None or not relay.committed:
+            return
+        times = self._times.get(model)
+        if times is None:
+            times = self._times[model] = _Times()
+        times.seconds.observe(ended - started)
+        first = relay.first_token_at
+        if first:
+            times.ttft.observe(first - started)
+            further = relay.output_tokens - 1
+            if further > 0:
+                times.tpot.observe((ended - first) / further)
+
+    def render(self) -> bytes:
+        """The text of /metrics."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the registry need not ask for values when the collector is added."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics with their values now."""
+        requests = CounterMetricFamily(
+            "lmetric_requests", "Requests for engines, by answer", labels=("model", "tenant", "code")
+        )
+        for (model, tenant, status), count in self.requests.items():
+            requests.add_metric((model, tenant, str(status)), count)
+        yield requests
+        for attribute, name, text in (
+            ("ttft", "lmetric_time_to_first_token_seconds", "From a stream's request to its first token"),
+            ("tpot", "lmetric_time_per_output_token_seconds", "Mean over a stream's tokens after the first"),
+            ("seconds", "lmetric_request_seconds", "From the request to the end of its answer"),
+        ):
+            family = HistogramMetricFamily(name, text, labels=("model",))
+            for model, times in self._times.items():
+                histogram: Histogram = getattr(times, attribute)
+                family.add_metric((model,), histogram.buckets(), histogram.sum)
+            yield family
+        guard = CounterMetricFamily(
+            "lmetric_guard_events", "What the hot-spot guard did", labels=("model", "event")
+        )
+        for (model, event), count in self.events.items():
+            guard.add_metric((model, event), count)
+        yield guard
+        yield from self._routers()
+
+    def _routers(self) -> Iterator[Metric]:
+        stats = [(pool, pool.router.stats()) for pool in self.fleet.pools]
+        for name, text in _TOTALS.items():
+            counter = CounterMetricFamily(f"lmetric_{name}", text.capitalize(), labels=("model",))
+            for pool, values in stats:
+                counter.add_metric((pool.name,), values[name])
+            yield counter
+        failed = CounterMetricFamily("lmetric_failures", "Failures by kind", labels=("model", "kind"))
+        for pool, values in stats:
+            for kind, count in values["failed"].items():
+                failed.add_metric((pool.name, kind), count)
+        yield failed
+        index = GaugeMetricFamily("lmetric_index_bytes", "Memory of the KV index", labels=("model",))
+        for pool, values in stats:
+            index.add_metric((pool.name,), values["index_bytes"])
+        yield index
+        yield from self._instances(stats)
+
+    def _instances(self, stats: list[tuple[Pool, dict[str, object]]]) -> Iterator[Metric]:
+        families: dict[str, GaugeMetricFamily] = {}
+        placed = CounterMetricFamily(
+            "lmetric_instance_decisions", "Requests placed on an instance", labels=("model", "instance")
+        )
+        for pool, values in stats:
+            instances = values["instances"]
+            assert isinstance(instances, dict)
+            for name, row in instances.items():
+                for key, value in row.items():
+                    if key == "decisions":
+                        placed.add_metric((pool.name, name), value)
+                    elif value is not None:
+                        family = families.get(key)
+                        if family is None:
+                            family = families[key] = GaugeMetricFamily(
+                                f"lmetric_instance_{key}",
+                                f"{key} of an instance as the router sees it",
+                                labels=("model", "instance"),
+                            )
+                        family.add_metric((pool.name, name), float(value))
+        yield placed
+        yield from families.values()

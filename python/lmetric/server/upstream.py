@@ -1,0 +1,207 @@
+"""Lean keep-alive connections to one engine: bytes in, bytes out, answers read by the Rust scanner."""
+
+import asyncio
+import ssl
+import time
+from collections import deque
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from lmetric._core import END, PASS, ResponseScanner, WireError
+from lmetric.config import EngineConfig, Limits, Timeouts
+
+
+class Sink(Protocol):
+    """Who gets what a connection reads."""
+
+    def received(self, data: bytes) -> None:
+        """Bytes of the answer."""
+
+    def lost(self) -> None:
+        """The connection is gone before the answer's end."""
+
+
+class UpstreamError(Exception):
+    """No connection, or no answer; ``kind`` is one of a ticket's failures."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Connection(asyncio.Protocol):
+    """One connection. It serves one sink at a time; without one it waits in the engine's pool."""
+
+    __slots__ = ("idle_since", "scanner", "sink", "transport", "upstream")
+
+    transport: asyncio.Transport
+
+    def __init__(self, upstream: "Upstream") -> None:
+        self.upstream = upstream
+        self.scanner = ResponseScanner()
+        self.sink: Sink | None = None
+        self.idle_since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the loop."""
+        self.transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop."""
+        if self.sink is not None:
+            self.sink.received(data)
+        else:
+            # Bytes that nobody asked for: the connection cannot be trusted with another request.
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop."""
+        self.upstream.gone(self)
+        sink, self.sink = self.sink, None
+        if sink is not None:
+            sink.lost()
+
+    def release(self) -> None:
+        """Back to the pool, where the answer's end allows it."""
+        self.sink = None
+        if self.scanner.keep_alive and not self.transport.is_closing():
+            self.upstream.give(self)
+        else:
+            self.transport.close()
+
+    def drop(self) -> None:
+        """Closes at once: that tells the engine to stop working on the request."""
+        self.sink = None
+        self.transport.abort()
+
+
+class Upstream:
+    """All connections to one engine, bounded in number."""
+
+    def __init__(self, config: EngineConfig, timeouts: Timeouts, limits: Limits) -> None:
+        parts = urlsplit(config.url)
+        self.url = config.url
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._address = (parts.hostname or "", parts.port or (443 if self._tls else 80))
+        self._path = parts.path.rstrip("/")
+        key = config.api_key.get_secret_value() if config.api_key else None
+        self._fixed = f"host: {parts.netloc}\r\n" + (f"authorization: Bearer {key}\r\n" if key else "")
+        self.has_key = key is not None
+        self._heads: dict[bytes, bytes] = {}
+        self._connect_seconds = timeouts.connect
+        self._idle_seconds = limits.idle_seconds
+        self._limit = limits.max_connections_per_engine
+        self._idle: deque[Connection] = deque()
+        self._open: set[Connection] = set()
+        self._opening = 0
+
+    def head(self, path: bytes) -> bytes:
+        """Request line, host and the engine's key for a POST."""
+        head = self._heads.get(path)
+        if head is None:
+            head = b"POST %s%s HTTP/1.1\r\n%s" % (self._path.encode(), path, self._fixed.encode())
+            if len(self._heads) < 64:
+                self._heads[path] = head
+        return head
+
+    def take(self) -> Connection | None:
+        """The connection used last, where one waits."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.transport.is_closing():
+                return connection
+        return None
+
+    def give(self, connection: Connection) -> None:
+        """Keeps a connection for the next request."""
+        connection.idle_since = time.monotonic()
+        self._idle.append(connection)
+
+    def gone(self, connection: Connection) -> None:
+        """Forgets a closed connection."""
+        self._open.discard(connection)
+        if connection.sink is None and connection in self._idle:
+            self._idle.remove(connection)
+
+    async def connect(self) -> Connection:
+        """A new connection. Raises UpstreamError: refused, timeout, or status where the bound is reached."""
+        if len(self._open) + self._opening >= self._limit:
+            raise UpstreamError("status", f"all {self._limit} connections to it are in use")
+        loop = asyncio.get_running_loop()
+        self._opening += 1
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self), *self._address, ssl=self._tls
+                )
+        except TimeoutError:
+            raise UpstreamError("timeout", f"no connection within {self._connect_seconds:g} s") from None
+        except OSError as error:
+            raise UpstreamError("refused", f"no connection: {error.strerror or error}") from None
+        finally:
+            self._opening -= 1
+        self._open.add(connection)
+        return connection
+
+    async def get(self, path: str, seconds: float) -> tuple[int, bytes]:
+        """Status and body of a GET. Raises UpstreamError."""
+        fetch = _Fetch(await self.connect())
+        fetch.connection.transport.write(
+            f"GET {self._path}{path} HTTP/1.1\r\n{self._fixed}connection: close\r\n\r\n".encode()
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                return await fetch.done
+        except TimeoutError:
+            raise UpstreamError("timeout", f"no answer to GET {path} within {seconds:g} s") from None
+        finally:
+            fetch.connection.drop()
+
+    def expire(self, now: float) -> None:
+        """Closes connections that waited too long."""
+        while self._idle and now - self._idle[0].idle_since > self._idle_seconds:
+            self._idle.popleft().transport.close()
+
+    def close(self) -> None:
+        """Closes the waiting connections; those in use end with their requests."""
+        while self._idle:
+            self._idle.popleft().transport.close()
+
+
+class _Fetch:
+    """A whole answer, for the router's own questions."""
+
+    LIMIT = 16 << 20
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self._body = bytearray()
+        self._committed = False
+        connection.sink = self
+        connection.scanner.begin(http11=False)
+
+    def received(self, data: bytes) -> None:
+        self._step(data)
+
+    def lost(self) -> None:
+        self._step(None)
+
+    def _step(self, data: bytes | None) -> None:
+        scanner = self.connection.scanner
+        try:
+            flags = scanner.eof() if data is None else scanner.feed(data)
+            if not self._committed and scanner.status:
+                self._committed = True
+                _, _, held = scanner.commit(b"", True).partition(b"\r\n\r\n")
+                self._body += held
+            elif self._committed:
+                self._body += data if data is not None and flags & PASS else scanner.take()
+            if len(self._body) > self.LIMIT:
+                raise WireError(f"answer longer than {self.LIMIT} bytes")
+        except WireError as error:
+            if not self.done.done():
+                self.done.set_exception(UpstreamError("reset", str(error)))
+            return
+        if flags & END and not self.done.done():
+            self.done.set_result((scanner.status, bytes(self._body)))

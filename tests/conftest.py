@@ -1,0 +1,17 @@
+"""Shared by all tests."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import pytest
+import uvloop
+
+
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The server runs under uvloop where it is installed and under asyncio elsewhere: its tests run under both."""
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+    if "test_server" in item.nodeid:
+        loops["uvloop"] = uvloop.new_event_loop
+    return loops

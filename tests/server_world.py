@@ -1,0 +1,262 @@
+"""Engines with faults by order, and a running server in front of them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+from lmetric.config import ServerConfig
+from lmetric.server import Server
+
+HEAD = b"HTTP/1.1 %d X\r\ncontent-type: %s\r\n"
+SSE = b"text/event-stream; charset=utf-8"
+JSON = b"application/json"
+
+
+@dataclass
+class Request:
+    """What an engine was sent."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    raw_head: bytes
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return orjson.loads(self.body)
+
+
+Behaviour = Callable[["FakeEngine", Request, asyncio.StreamWriter], Awaitable[bool]]
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + (value if isinstance(value, bytes) else orjson.dumps(value)) + b"\n\n"
+
+
+def token(text: str, finish: str | None = None) -> bytes:
+    return event({"object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": finish}]})
+
+
+def usage(prompt: int = 10, output: int = 3, cached: int = 0) -> dict[str, Any]:
+    details = {"cached_tokens": cached}
+    return {"prompt_tokens": prompt, "completion_tokens": output, "prompt_tokens_details": details}
+
+
+def plain(status: int, value: Any, extra: bytes = b"") -> bytes:
+    body = value if isinstance(value, bytes) else orjson.dumps(value)
+    return HEAD % (status, JSON) + extra + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+STREAM_HEAD = HEAD % (200, SSE) + b"transfer-encoding: chunked\r\n\r\n"
+STREAM_TAIL = chunk(event({"choices": [], "usage": usage()})) + chunk(event(b"[DONE]")) + b"0\r\n\r\n"
+
+
+async def answer(engine: "FakeEngine", request: Request, writer: asyncio.StreamWriter) -> bool:
+    """As a good engine does. Returns whether the connection stays open."""
+    if request.json.get("stream"):
+        writer.write(STREAM_HEAD)
+        for text in ("a", "b", "c"):
+            writer.write(chunk(token(text, "length" if text == "c" else None)))
+            await writer.drain()
+            await asyncio.sleep(engine.pace)
+        writer.write(STREAM_TAIL)
+    else:
+        text = f"from {engine.name}"
+        choices = [{"index": 0, "text": text, "finish_reason": "length"}]
+        writer.write(plain(200, {"id": "cmpl-1", "choices": choices, "usage": usage(cached=4)}))
+    return True
+
+
+async def reset(_: "FakeEngine", __: Request, writer: asyncio.StreamWriter) -> bool:
+    """Reads the request and breaks the connection."""
+    writer.transport.abort()
+    return False
+
+
+async def hang(engine: "FakeEngine", _: Request, writer: asyncio.StreamWriter) -> bool:
+    """Says nothing until the client leaves."""
+    await engine.until_left(writer)
+    return False
+
+
+def says(*pieces: bytes, then: str = "close") -> Behaviour:
+    """Writes these bytes; then: close, keep, reset or hang."""
+
+    async def behave(engine: "FakeEngine", _: Request, writer: asyncio.StreamWriter) -> bool:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        if then == "hang":
+            await engine.until_left(writer)
+        elif then == "reset":
+            writer.transport.abort()
+        return then == "keep"
+
+    return behave
+
+
+@dataclass
+class FakeEngine:
+    """A small HTTP server by hand: bytes exactly as ordered."""
+
+    name: str = "engine"
+    model: str = "tiny"
+    behave: Behaviour = answer
+    pace: float = 0.0
+    health: int = 200
+    metrics: bytes = b""
+    requests: list[Request] = field(default_factory=list)
+    connections: int = 0
+    left: int = 0
+    port: int = 0
+    _server: asyncio.Server | None = None
+    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    _readers: dict[int, asyncio.StreamReader] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Refuses connections from now on, and breaks those there are."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for writer in list(self._writers):
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    async def until_left(self, writer: asyncio.StreamWriter) -> None:
+        reader = self._readers[id(writer)]
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(65536):
+                pass
+        self.left += 1
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        self._readers[id(writer)] = reader
+        try:
+            while True:
+                raw_head = await reader.readuntil(b"\r\n\r\n")
+                first, *lines = raw_head.decode("latin-1").split("\r\n")
+                method, path, _ = first.split(" ")
+                headers = {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines if line)}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if not await self._answer(Request(method, path, headers, body, raw_head), writer):
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            self._readers.pop(id(writer), None)
+            writer.close()
+
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.method == "GET":
+            pages = {
+                "/health": (self.health, b""),
+                "/metrics": (200, self.metrics),
+                "/v1/models": (200, orjson.dumps({"data": [{"id": self.model, "parent": None}]})),
+            }
+            writer.write(plain(*pages.get(request.path, (404, b"{}"))))
+            return "close" not in request.headers.get("connection", "")
+        if not any(r is not request and id(writer) == r.headers.get("#") for r in self.requests):
+            request.headers["#"] = str(id(writer))
+        self.requests.append(request)
+        return await self.behave(self, request, writer)
+
+    @property
+    def used_connections(self) -> int:
+        """Connections over which requests came."""
+        return len({request.headers["#"] for request in self.requests})
+
+
+class World:
+    """Engines, a server, a client."""
+
+    def __init__(self, server: Server, engines: list[FakeEngine], client: aiohttp.ClientSession) -> None:
+        self.server = server
+        self.engines = engines
+        self.client = client
+        self.url = f"http://127.0.0.1:{server.port}"
+
+    async def post(
+        self, body: Any = None, path: str = "/v1/completions", headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, Any], Any]:
+        """Status, headers (lower case) and the parsed answer; of a stream, its bytes."""
+        if body is None:
+            body = {"model": "tiny", "prompt": "hello"}
+        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        async with self.client.post(
+            self.url + path, data=data, headers={"content-type": "application/json", **(headers or {})}
+        ) as response:
+            got = await response.read()
+            plain_json = response.content_type == "application/json"
+            low = {name.lower(): value for name, value in response.headers.items()}
+            return response.status, low, orjson.loads(got) if plain_json else got
+
+    async def get(self, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+        async with self.client.get(self.url + path, headers=headers) as response:
+            return response.status, await response.read()
+
+    def in_flight(self) -> int:
+        return sum(pool.router.in_flight() for pool in self.server.fleet.pools)
+
+    async def settled(self) -> None:
+        """Waits until nothing is on its way."""
+        for _ in range(300):
+            if not self.in_flight() and not self.server.front.relays:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{self.in_flight()} in flight, {len(self.server.front.relays)} relays")
+
+    async def until(self, true: Callable[[], object]) -> None:
+        for _ in range(500):
+            if true():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("did not come true")
+
+
+@contextlib.asynccontextmanager
+async def world(fakes: int | Sequence[FakeEngine] = 1, /, **config: Any) -> AsyncIterator[World]:
+    """A server before ``fakes`` engines named e0, e1, …; afterwards nothing may be in flight."""
+    engines = [FakeEngine() for _ in range(fakes)] if isinstance(fakes, int) else list(fakes)
+    for number, engine in enumerate(engines):
+        engine.name = f"e{number}"
+        await engine.start()
+    values: dict[str, Any] = {
+        "port": 0,
+        "engines": [{"url": engine.url, "name": engine.name} for engine in engines],
+        "policy": "round_robin",
+        "load": {"interval": None},
+        **config,
+    }
+    server = Server(ServerConfig.model_validate(values))
+    await server.start()
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as client:
+            it = World(server, engines, client)
+            yield it
+            await it.settled()
+    finally:
+        await server.stop()
+        for engine in engines:
+            await engine.stop()
+    assert sum(pool.router.in_flight() for pool in server.fleet.pools) == 0
