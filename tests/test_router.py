@@ -70,6 +70,13 @@ def test_every_buffer_of_the_same_tokens_is_the_same_prompt(tokens: object) -> N
     assert (again.instance, again.predicted_hit_tokens) == (first.instance, 8176)
 
 
+def test_an_empty_prompt_goes_somewhere() -> None:
+    router = fleet()
+    for empty in (TOKENS[:0], b"", array.array("I")):
+        assert placed(router, tokens=empty).predicted_hit_tokens == 0
+    assert placed(router, text="").prompt_tokens == 0
+
+
 def test_text_and_block_hashes_match_too_and_salts_never() -> None:
     router = fleet()
     text = "the quick brown fox " * 500
