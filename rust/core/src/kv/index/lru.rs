@@ -165,6 +165,11 @@ impl KvIndex {
         self.cells.available() >= RESERVE || self.add_chunk()
     }
 
+    /// Blocks that can be placed before [`KvIndex::has_room`] must be asked again, at least one.
+    pub(super) fn room(&self) -> usize {
+        self.cells.available().saturating_sub(RESERVE) + 1
+    }
+
     fn add_chunk(&mut self) -> bool {
         let cells = self.cells.capacity() + CHUNK;
         let table = self.table.bytes().max(self.table_start + cells * TABLE_BYTES_PER_CELL);
