@@ -11,7 +11,7 @@ import pytest
 from lmetric.config import load_config
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SAYS = {"embed_router.py": "turn 3: ", "custom_policy.py": "did you mean 'p_token'"}
+SAYS = {"embed_router.py": "turn 3: ", "custom_policy.py": "did you mean `p_token`?"}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

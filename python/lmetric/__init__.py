@@ -1,69 +1,79 @@
-"""lmetric: the request router for fleets of LLM engines."""
+"""lmetric: the request router for fleets of LLM engines.
 
-from lmetric._core import (
-    BadValueError,
-    Decision,
-    ExpressionError,
-    LmetricError,
-    NoInstanceError,
-    Router,
-    Ticket,
-    TicketError,
-    UnknownNameError,
-    check_expression,
-    indicator_table,
-    policy_table,
-)
-from lmetric.expr import (
-    BOUND_BS,
-    BOUND_TOKENS,
-    BS,
-    DECODE_BS,
-    DECODE_TOKENS,
-    EXPECTED_OUTPUT_TOKENS,
-    HIT_TOKENS,
-    INDEX_BLOCKS,
-    INSTANCES,
-    KV_HIT,
-    KV_USAGE,
-    NEW_TOKENS,
-    P_TOKEN,
-    PREDICTED_TTFT_SECONDS,
-    PREFILL_TOKENS_PER_SECOND,
-    PROMPT_TOKENS,
-    Q_BS,
-    QUEUED_PREFILL_TOKENS,
-    R_BS,
-    REMAINING_TOKENS,
-    REPORT_AGE_SECONDS,
-    REPORTED_RUNNING,
-    REPORTED_WAITING,
-    TOKENS,
-    WINDOW_OUTPUT_TOKENS,
-    WINDOW_PREFILL_TOKENS,
-    Expr,
-    abs,
-    clip,
-    evaluate,
-    exp,
-    knob,
-    log,
-    max,
-    maximum,
-    mean,
-    min,
-    minimum,
-    norm,
-    sqrt,
-    std,
-    where,
-)
-from lmetric.policies import Policy, PolicyFunction, policy_function
+The names below are imported when first used, so that `lmetric-router --help` does not wait for them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmetric._core import (
+        BadValueError,
+        Decision,
+        ExpressionError,
+        LmetricError,
+        NoInstanceError,
+        PolicyError,
+        Router,
+        Ticket,
+        TicketError,
+        UnknownNameError,
+        check_expression,
+        indicator_table,
+        policy_table,
+    )
+    from lmetric.expr import (
+        BOUND_BS,
+        BOUND_TOKENS,
+        BS,
+        CACHE_FREE_TOKENS,
+        DECODE_BS,
+        DECODE_TOKENS,
+        EXPECTED_OUTPUT_TOKENS,
+        HIT_TOKENS,
+        INDEX_BLOCKS,
+        INSTANCES,
+        KV_HIT,
+        KV_USAGE,
+        NEW_TOKENS,
+        P_TOKEN,
+        PREDICTED_TTFT_SECONDS,
+        PREFILL_TOKENS_PER_SECOND,
+        PROMPT_TOKENS,
+        Q_BS,
+        QUEUED_PREFILL_TOKENS,
+        R_BS,
+        REMAINING_TOKENS,
+        REPORT_AGE_SECONDS,
+        REPORTED_RUNNING,
+        REPORTED_WAITING,
+        TOKENS,
+        WINDOW_OUTPUT_TOKENS,
+        WINDOW_PREFILL_TOKENS,
+        Expr,
+        abs,
+        clip,
+        evaluate,
+        exp,
+        knob,
+        log,
+        max,
+        maximum,
+        mean,
+        min,
+        minimum,
+        norm,
+        sqrt,
+        std,
+        where,
+    )
+    from lmetric.policies import Policy, PolicyFunction, policy_function
 
 __all__ = [
     "BOUND_BS",
     "BOUND_TOKENS",
     "BS",
+    "CACHE_FREE_TOKENS",
     "DECODE_BS",
     "DECODE_TOKENS",
     "EXPECTED_OUTPUT_TOKENS",
@@ -94,6 +104,7 @@ __all__ = [
     "LmetricError",
     "NoInstanceError",
     "Policy",
+    "PolicyError",
     "PolicyFunction",
     "Router",
     "Ticket",
@@ -119,3 +130,18 @@ __all__ = [
     "std",
     "where",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("expr", "policies"):
+        return import_module(f"lmetric.{name}")
+    if name in __all__:
+        for home in ("lmetric._core", "lmetric.expr", "lmetric.policies"):
+            if (found := getattr(import_module(home), name, None)) is not None:
+                globals()[name] = found
+                return found
+    raise AttributeError(f"module 'lmetric' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "expr", "policies"]

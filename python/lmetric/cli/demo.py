@@ -18,7 +18,7 @@ def command(
         list[str] | None, typer.Option(help="Policy; repeatable [default: round_robin, vllm, lmetric].")
     ] = None,
     engines: Annotated[int, typer.Option(min=1, max=64, help="Emulated engines.")] = 4,
-    requests: Annotated[int, typer.Option(min=1, max=1000, help="Requests of the slice.")] = 600,
+    requests: Annotated[int, typer.Option(min=1, max=1000, help="Requests of the slice.")] = 500,
     speed: Annotated[
         float, typer.Option(help="Arrivals, on the engines' clock, against the trace's.")
     ] = 0.55,
@@ -53,7 +53,7 @@ def command(
     if as_json:
         print_json({"setting": setting, "reports": reports})
     else:
-        stdout().print(_summary(setting, reports))
+        stdout().print(_summary(setting, reports), soft_wrap=True)
     from lmetric.cli.replay import lag_warning
 
     for name, report in reports.items():
@@ -81,8 +81,7 @@ def _watch(setting: Setting) -> dict[str, Report]:
 
     async def play(live: Live) -> None:
         def show(moment: Moment) -> None:
-            done = [_summary(setting, reports)] if reports else []
-            live.update(Group(Text(describe(setting)), _view(moment), *done), refresh=True)
+            live.update(Group(_summary(setting, reports), _view(moment)), refresh=True)
 
         async for policy, report in demo.run(setting, show):
             reports[policy] = report
@@ -99,15 +98,18 @@ def _watch(setting: Setting) -> dict[str, Report]:
 
 
 def describe(setting: Setting) -> str:
-    """What is simulated, in a line: nobody should take the figures for a GPU's."""
+    """What is simulated: nobody should take the figures for a GPU's."""
     return (
-        f"{setting.engines} emulated engines ({setting.profile}), no GPU; times on their clock, which runs "
-        f"{setting.clock_speed:g} x the wall's; first {setting.requests} requests of Mooncake's conversation "
-        f"trace at {setting.speed:g} x its rate"
+        f"First {setting.requests} requests of Mooncake's conversation trace at {setting.speed:g} x its rate,\n"
+        f"over {setting.engines} emulated engines ({setting.profile}, no GPU).\n"
+        f"Times are on the engines' clock, which runs {setting.clock_speed:g} x the wall's."
     )
 
 
 def _view(moment: Moment) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
     from lmetric.cli.show import table
 
     player = moment.player
@@ -115,11 +117,9 @@ def _view(moment: Moment) -> RenderableType:
     scale = moment.clock_speed
     mean = f"mean TTFT {sum(first) / len(first) * scale:.2f} s" if first else "no token yet"
     sent = f"sent {len(player.records)} of {len(player.trace)}, {player.in_flight} in flight"
-    return table(
-        ["engine", "running", "waiting", "KV used", "hit rate"],
-        [_row(index, state) for index, state in enumerate(moment.engines)],
-        title=f"{moment.policy}: {sent}, {mean}",
-    )
+    rows = [_row(index, state) for index, state in enumerate(moment.engines)]
+    columns = ["engine", "running", "waiting", "KV used", "hit rate"]
+    return Group(Text(f"{moment.policy}: {sent}, {mean}"), table(columns, rows))
 
 
 def _row(index: int, state: EngineState | None) -> list[str]:
@@ -130,13 +130,14 @@ def _row(index: int, state: EngineState | None) -> list[str]:
 
 
 def _summary(setting: Setting, reports: dict[str, Report]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
     from lmetric.cli.show import table
 
-    return table(
-        ["policy", "TTFT mean", "p50", "p90", "p99", "TPOT mean", "p99", "hit rate", "failed"],
-        [_figures(name, report) for name, report in reports.items()],
-        title=describe(setting),
-    )
+    columns = ["policy", "TTFT mean", "p50", "p90", "p99", "TPOT mean", "p99", "hit rate", "failed"]
+    rows = [_figures(name, report) for name, report in reports.items()]
+    return Group(Text(describe(setting)), table(columns, rows) if rows else "")
 
 
 def _figures(name: str, report: Report) -> list[str]:

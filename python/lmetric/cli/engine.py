@@ -9,8 +9,8 @@ def command() -> None:
     """Run one emulated engine: vLLM's HTTP API, metrics and KV events without a GPU.
 
     Step times come from a profile, on a clock that may run faster than the wall's. Flags take features away
-    or make it fail, for tests of what stands in front of it. When it is ready it prints one JSON line with its
-    address. SIGTERM and Ctrl-C stop it.
+    or make it fail, for tests of what stands in front of it. When it is ready it prints one JSON line with
+    its address. SIGTERM and Ctrl-C stop it.
     """
 
 

@@ -49,7 +49,7 @@ def command(
     Each request leaves when the trace says, whatever became of those before it. Prompts are rebuilt from the
     trace's block ids so that equal ids are equal text. Ctrl-C prints what there is so far and exits with 130.
     """
-    from lmetric.cli.show import note, print_json, stdout
+    from lmetric.cli.show import note, print_json
     from lmetric.replay import Client, Slo, summarize
     from lmetric.sim.traces import load_trace
 
@@ -91,7 +91,7 @@ def command(
     if as_json:
         print_json({**setting, "report": report})
     else:
-        _print(report, setting, stdout())
+        _print(report, setting)
     if warning := lag_warning(report):
         note(f"warning: {warning}")
     if player.interrupted:
@@ -142,12 +142,12 @@ def lag_warning(report: Report) -> str | None:
     if not report.late_requests or report.lag_seconds is None:
         return None
     return (
-        f"{report.late_requests} of {report.requests} requests left over {LATE_SECONDS * 1e3:g} ms late "
+        f"{report.late_requests} of {report.requests} requests were sent over {LATE_SECONDS * 1e3:g} ms late "
         f"(at most {report.lag_seconds.max:.3f} s): this machine could not send the trace at this speed"
     )
 
 
-def _print(report: Report, setting: dict[str, object], console: object) -> None:
+def _print(report: Report, setting: dict[str, object]) -> None:
     from lmetric.cli.show import print_table
 
     clock = f", seconds of the engines' clock (x {report.clock_speed:g})" if report.clock_speed != 1 else ""

@@ -22,10 +22,10 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> Table:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A plain table; columns whose cells all begin with a digit, sign or dash stand to the right."""
     rows = [list(row) for row in rows]
-    shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for index, column in enumerate(columns):
         cells = [row[index] for row in rows if row[index]]
         number = bool(cells) and all(cell[0].isdigit() or cell[0] in "+-–" for cell in cells)
@@ -36,8 +36,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
-    """Print a table on stdout."""
-    stdout().print(table(columns, rows, title=title))
+    """Print a table on stdout, under its title."""
+    if title is not None:
+        print(title)
+    stdout().print(table(columns, rows))
 
 
 def print_json(value: Any) -> None:
