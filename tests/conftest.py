@@ -10,7 +10,7 @@ import uvloop
 def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The server runs under uvloop where it is installed and under asyncio elsewhere: its tests run under both."""
+    """The server runs under uvloop where there is one, else under asyncio: its tests run under both."""
     loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
     if "test_server" in item.nodeid:
         loops["uvloop"] = uvloop.new_event_loop

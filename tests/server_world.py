@@ -44,7 +44,9 @@ def event(value: Any) -> bytes:
 
 
 def token(text: str, finish: str | None = None) -> bytes:
-    return event({"object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": finish}]})
+    return event(
+        {"object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": finish}]}
+    )
 
 
 def usage(prompt: int = 10, output: int = 3, cached: int = 0) -> dict[str, Any]:
@@ -141,6 +143,14 @@ class FakeEngine:
             writer.transport.abort()
         await asyncio.sleep(0)
 
+    async def asked(self, times: int) -> None:
+        """Waits until that many requests came."""
+        for _ in range(1000):
+            if len(self.requests) >= times:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{len(self.requests)} requests, not {times}")
+
     async def until_left(self, writer: asyncio.StreamWriter) -> None:
         reader = self._readers[id(writer)]
         with contextlib.suppress(ConnectionError):
@@ -156,7 +166,9 @@ class FakeEngine:
                 raw_head = await reader.readuntil(b"\r\n\r\n")
                 first, *lines = raw_head.decode("latin-1").split("\r\n")
                 method, path, _ = first.split(" ")
-                headers = {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines if line)}
+                headers = {
+                    n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines if line)
+                }
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if not await self._answer(Request(method, path, headers, body, raw_head), writer):
                     break

@@ -6,10 +6,10 @@ import time
 import aiohttp
 import orjson
 import pytest
+
 from server_world import (
     HEAD,
     JSON,
-    SSE,
     STREAM_HEAD,
     STREAM_TAIL,
     FakeEngine,
@@ -64,7 +64,10 @@ async def test_each_chunk_arrives_before_the_next_is_sent() -> None:
         writer.write(chunk(token("b", "stop")) + STREAM_TAIL)
         return True
 
-    async with world([FakeEngine(behave=gated)]) as w, w.client.post(f"{w.url}/v1/completions", json=STREAM) as got:
+    async with (
+        world([FakeEngine(behave=gated)]) as w,
+        w.client.post(f"{w.url}/v1/completions", json=STREAM) as got,
+    ):
         first = await asyncio.wait_for(got.content.readany(), 2)
         assert first == token("a")
         gate.set()
@@ -131,9 +134,11 @@ async def test_faults_before_the_first_byte_go_down_the_ranking(fault: object) -
 @pytest.mark.parametrize(
     "pieces",
     [
-        pytest.param((event({"error": {"message": "busy", "code": 503}}) + event(b"[DONE]"),), id="busy event"),
+        pytest.param(
+            (event({"error": {"message": "busy", "code": 503}}) + event(b"[DONE]"),), id="busy event"
+        ),
         pytest.param((event(b"[DONE]"),), id="done at once"),
-        pytest.param((b"data: {\"choices\":[{\"te",), id="half an event"),
+        pytest.param((b'data: {"choices":[{"te',), id="half an event"),
         pytest.param(
             (event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}),), id="only the role"
         ),
@@ -187,7 +192,7 @@ async def test_the_clients_own_fault_is_not_retried() -> None:
         pytest.param(b"", "close", id="closed"),
         pytest.param(b"", "reset", id="reset"),
         pytest.param(b"", "hang", id="silent"),
-        pytest.param(b"20\r\ndata: {\"choi", "close", id="inside a chunk"),
+        pytest.param(b'20\r\ndata: {"choi', "close", id="inside a chunk"),
         pytest.param(chunk(event(b"[DONE]")) + b"0\r\n\r\n", "keep", id="no finish_reason"),
         pytest.param(b"nonsense\r\n", "keep", id="garbage"),
     ],
@@ -236,7 +241,7 @@ async def test_a_client_that_leaves_stops_the_engine() -> None:
 
 
 async def test_a_slow_reader_holds_the_engine_back() -> None:
-    """100 MB of stream for a client that reads nothing: the engine is stopped early, and memory stays small."""
+    """100 MB for a client that reads nothing: the engine is stopped early, and memory stays small."""
     sent = 0
     piece = chunk(token("x" * 65_000))
 
@@ -253,7 +258,9 @@ async def test_a_slow_reader_holds_the_engine_back() -> None:
     async with world([FakeEngine(behave=flood)]) as w:
         reader, writer = await asyncio.open_connection("127.0.0.1", w.server.port, limit=1024)
         body = orjson.dumps(STREAM)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        )
         await w.until(lambda: sent > 0)
         before = -1
         while sent != before:
@@ -279,7 +286,9 @@ async def test_a_client_that_never_reads_is_cut_off() -> None:
     async with world([FakeEngine(behave=flood)], timeouts={"slow_client": 0.3}) as w:
         _, writer = await asyncio.open_connection("127.0.0.1", w.server.port, limit=1024)
         body = orjson.dumps(STREAM)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        )
         await w.until(lambda: w.in_flight() == 1)
         await w.settled()
         writer.close()
@@ -310,8 +319,8 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         for number in range(3):
             body = orjson.dumps({"prompt": "hi"})
             writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: r%d\r\ncontent-length: %d\r\n\r\n%s"
-                % (number, len(body), body)
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: r%d\r\n"
+                b"content-length: %d\r\n\r\n%s" % (number, len(body), body)
             )
         writer.write(b"HEAD /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         got = await asyncio.wait_for(reader.read(), 5)
@@ -339,7 +348,11 @@ async def test_every_framing_reaches_the_client() -> None:
     head = HEAD % (200, JSON)
     framings = {
         "length": head + b"content-length: %d\r\n\r\n" % len(body) + body,
-        "chunks": head + b"transfer-encoding: chunked\r\n\r\n" + chunk(body[:9]) + chunk(body[9:]) + b"0\r\n\r\n",
+        "chunks": head
+        + b"transfer-encoding: chunked\r\n\r\n"
+        + chunk(body[:9])
+        + chunk(body[9:])
+        + b"0\r\n\r\n",
         "close": head + b"\r\n" + body,
     }
     async with world(1) as w:
@@ -359,7 +372,12 @@ async def test_timing_of_a_retry_is_that_of_the_fault() -> None:
 
 
 async def test_interim_answers_and_comments_are_read_over() -> None:
-    pieces = (b"HTTP/1.1 100 Continue\r\n\r\n", STREAM_HEAD, chunk(b": keep-alive\n\n"), chunk(token("a", "stop")))
+    pieces = (
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        STREAM_HEAD,
+        chunk(b": keep-alive\n\n"),
+        chunk(token("a", "stop")),
+    )
     async with world([FakeEngine(behave=says(*pieces, STREAM_TAIL, then="keep"))]) as w:
         _, _, got = await w.post(STREAM)
         assert got.startswith(b": keep-alive\n\n" + token("a", "stop"))

@@ -12,11 +12,13 @@ from lmetric.policies import Policy, PolicyFunction
 Buffer = Any
 
 class LmetricError(Exception): ...
+
 class ExpressionError(LmetricError):
     text: str  # the expression
     start: int  # where the offending part starts, in characters
     end: int  # where it ends
     part: str  # score, filter, then[0]: set by lmetric.Policy
+
 class UnknownNameError(LmetricError): ...
 class BadValueError(LmetricError): ...
 class NoInstanceError(LmetricError): ...

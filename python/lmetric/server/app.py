@@ -138,7 +138,7 @@ async def serve(config: ServerConfig, started: Callable[[Server], None] | None =
 
 
 def run_server(config: ServerConfig) -> int:
-    """`serve` with logs set up, in this thread and under the fastest loop there is; the process's exit code."""
+    """`serve` with logs set up, under the fastest loop there is; returns the process's exit code."""
     configure_logging(config.log)
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):

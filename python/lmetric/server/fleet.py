@@ -10,6 +10,7 @@ import structlog
 
 from lmetric._core import Router
 from lmetric.config import EngineConfig, ModelConfig, PoolSettings, ServerConfig
+from lmetric.policies import Policy
 from lmetric.server.openai import ApiError
 from lmetric.server.upstream import Upstream, UpstreamError
 
@@ -62,8 +63,8 @@ class Engine:
 class BytesPerToken:
     """Bytes of prompt text a token, learned from the engines' usage reports with a fading memory."""
 
-    bytes: float = 40_000.0
-    tokens: float = 10_000.0
+    bytes: float = 8_000.0
+    tokens: float = 2_000.0
     KEEP = 0.99
 
     def learn(self, prompt_bytes: int, prompt_tokens: int) -> None:
@@ -87,14 +88,10 @@ class Pool:
         self.ratio = BytesPerToken()
         self.engines: dict[str, Engine] = {}
         self.created = int(time.time())
-        policy = settings.policy
-        if isinstance(policy, dict):
-            from lmetric.expr import Policy
-
-            policy = Policy.from_config(policy)
+        policy = Policy.from_config(settings.policy, knobs=settings.knobs)
         self.router = Router(
             policy,
-            knobs=settings.knobs or None,
+            knobs=settings.knobs if isinstance(policy, str) else None,
             block_size=settings.block_size,
             text_block_bytes=settings.text_block_bytes,
             domain=[name],

@@ -17,7 +17,9 @@ log = structlog.get_logger("lmetric.health")
 
 _GAUGE = re.compile(
     rb"^(?:vllm|sglang):(num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_running_reqs"
-    rb"|num_queue_reqs|token_usage)(?:\{[^}]*\})? +([0-9.eE+-]+)",
+    rb"|num_queue_reqs|token_usage)"
+    rb'(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?'
+    rb" +([0-9.eE+-]+)",
     re.MULTILINE,
 )
 _MEANING = {

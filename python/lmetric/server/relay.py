@@ -177,6 +177,9 @@ class Relay:
             connection = None
 
     async def _ask(self, engine: Engine, connection: Connection) -> str:
+        if connection.transport.is_closing():
+            self.reason = "connection closed as soon as it was made"
+            return "reset"
         self._connection = connection
         scanner = self._scanner = connection.scanner
         scanner.begin(self._http11, self._require_finish)

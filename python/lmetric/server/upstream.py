@@ -93,7 +93,6 @@ class Upstream:
         self._limit = limits.max_connections_per_engine
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
-        self._opening = 0
 
     def head(self, path: bytes) -> bytes:
         """Request line, host and the engine's key for a POST."""
@@ -125,27 +124,34 @@ class Upstream:
 
     async def connect(self) -> Connection:
         """A new connection. Raises UpstreamError: refused, timeout, or status where the bound is reached."""
-        if len(self._open) + self._opening >= self._limit:
+        if len(self._open) >= self._limit:
             raise UpstreamError("status", f"all {self._limit} connections to it are in use")
+        connection = Connection(self)
+        self._open.add(connection)
+        try:
+            await self._connect(connection)
+        except BaseException:
+            self._open.discard(connection)
+            raise
+        return connection
+
+    async def _connect(self, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
-        self._opening += 1
         try:
             async with asyncio.timeout(self._connect_seconds):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self), *self._address, ssl=self._tls
-                )
+                await loop.create_connection(lambda: connection, *self._address, ssl=self._tls)
         except TimeoutError:
             raise UpstreamError("timeout", f"no connection within {self._connect_seconds:g} s") from None
         except OSError as error:
             raise UpstreamError("refused", f"no connection: {error.strerror or error}") from None
-        finally:
-            self._opening -= 1
-        self._open.add(connection)
-        return connection
 
     async def get(self, path: str, seconds: float) -> tuple[int, bytes]:
-        """Status and body of a GET. Raises UpstreamError."""
-        fetch = _Fetch(await self.connect())
+        """Status and body of a GET, on a connection beside the bounded ones. Raises UpstreamError."""
+        connection = Connection(self)
+        await self._connect(connection)
+        if connection.transport.is_closing():
+            raise UpstreamError("reset", f"no answer to GET {path}: connection closed at once")
+        fetch = _Fetch(connection)
         fetch.connection.transport.write(
             f"GET {self._path}{path} HTTP/1.1\r\n{self._fixed}connection: close\r\n\r\n".encode()
         )

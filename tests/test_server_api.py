@@ -1,0 +1,400 @@
+"""The API's edges: bad requests, unknown models and paths, limits, keys, the router's own pages."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from lmetric.server.health import parse_load
+from lmetric.server.openai import CHAT, COMPLETIONS, INTERNAL_FIELDS, ApiError, parse
+from server_world import FakeEngine, answer, hang, plain, says, world
+
+CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says_so", "param"),
+    [
+        (CHAT, b"", "not valid JSON", None),
+        (CHAT, b'{"model": "tiny",\n "messages": [}', "line 2, column 15", None),
+        (CHAT, b"[1]", "must be a JSON object, not a list", None),
+        (CHAT, b'"\xff"', "not valid JSON", None),
+        (CHAT, {"model": "tiny"}, "messages must be a list", "messages"),
+        (CHAT, {"messages": []}, "not an empty list", "messages"),
+        (
+            CHAT,
+            {"messages": "hi"},
+            "messages must be a list of at least one message, not a string",
+            "messages",
+        ),
+        (CHAT, {"messages": [3]}, "messages[0] must be an object", "messages[0]"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role must be a string", "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user", "content": 3}]}, "a list of parts", "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [3]}]}, "content[0]", "messages[0].content[0]"),
+        (CHAT, CHAT_BODY | {"model": 3}, "model must be a string, not the number 3", "model"),
+        (CHAT, CHAT_BODY | {"stream": "yes"}, "stream must be true or false", "stream"),
+        (CHAT, CHAT_BODY | {"max_tokens": -1}, "max_tokens must be a whole number", "max_tokens"),
+        (CHAT, CHAT_BODY | {"max_completion_tokens": 1.5}, "whole number", "max_completion_tokens"),
+        (CHAT, CHAT_BODY | {"cache_salt": {}}, "cache_salt must be a string", "cache_salt"),
+        (CHAT, CHAT_BODY | {"vllm_xargs": []}, "vllm_xargs must be an object", "vllm_xargs"),
+        (
+            CHAT,
+            CHAT_BODY | {"vllm_xargs": {"kv_transfer_params": "x"}},
+            "internal",
+            "vllm_xargs.kv_transfer_params",
+        ),
+        (COMPLETIONS, {}, "prompt must be a string or a list of token ids", "prompt"),
+        (COMPLETIONS, {"prompt": 3}, "not the number 3", "prompt"),
+        (COMPLETIONS, {"prompt": [1, -2]}, "prompt[1] must be a token id", "prompt"),
+        (COMPLETIONS, {"prompt": [1, 2**32]}, "prompt[1] must be a token id", "prompt"),
+        (COMPLETIONS, {"prompt": [1, "a"]}, "prompt[1] must be a token id", "prompt"),
+        (COMPLETIONS, {"prompt": [[1], "a"]}, "prompt[1] must be a list of token ids", "prompt"),
+        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt[1] must be a string", "prompt"),
+        (COMPLETIONS, {"prompt": [None]}, "prompt[0] must be", "prompt"),
+        ("/v1/embeddings", {"input": "x", "kv_transfer_params": None}, "internal", "kv_transfer_params"),
+    ],
+)
+async def test_bad_bodies_are_told_apart(path: str, body: Any, says_so: str, param: str | None) -> None:
+    async with world(1) as w:
+        status, headers, got = await w.post(body, path, {"x-request-id": "r1"})
+        error = got["error"]
+        assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+        assert says_so in error["message"]
+        assert headers["x-request-id"] == "r1"
+        assert not w.engines[0].requests
+
+
+@pytest.mark.parametrize("name", sorted(INTERNAL_FIELDS))
+def test_no_internal_field_reaches_an_engine(name: str) -> None:
+    for path in (CHAT, COMPLETIONS, "/v1/responses"):
+        with pytest.raises(ApiError, match=name):
+            parse(
+                path, orjson.dumps({"prompt": "a", "messages": [{"role": "user", "content": ""}], name: {}})
+            )
+
+
+def test_prompt_keys_share_prefixes_exactly_where_prompts_do() -> None:
+    def key(*messages: dict[str, Any], **more: Any) -> str:
+        text = parse(CHAT, orjson.dumps({"messages": messages, **more})).text
+        assert isinstance(text, str)
+        return text
+
+    system, one = {"role": "system", "content": "be"}, {"role": "user", "content": "hello"}
+    reply = {"role": "assistant", "content": "yes"}
+    assert key(system, one, reply, one).startswith(key(system, one))
+    assert key(system, one) != key(system | {"role": "user"}, one)
+    assert key(one, tools=[{"type": "function"}]) != key(one)
+    parts = [
+        {"type": "text", "text": "hello"},
+        {"type": "image_url", "image_url": {"url": "data:" + "A" * 9999}},
+    ]
+    image = key({"role": "user", "content": parts})
+    assert len(image) < 200
+    assert image.startswith(key(one))
+    parts[1]["image_url"] = {"url": "data:" + "B" * 9999}
+    assert key({"role": "user", "content": parts}) != image
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    assert key(call) != key(call | {"tool_calls": [{"id": "2"}]})
+    assert parse(COMPLETIONS, b'{"prompt": [1, 2, 3]}').tokens.tolist() == [1, 2, 3]
+    batch = parse(COMPLETIONS, b'{"prompt": [[1, 2], [3, 4, 5]]}')
+    assert (list(batch.tokens), batch.more_tokens) == ([1, 2], 3)
+
+
+async def test_models() -> None:
+    engines = [FakeEngine(), FakeEngine(model="other")]
+    for number, engine in enumerate(engines):
+        engine.name = f"e{number}"
+        await engine.start()
+    models = [
+        {"name": "tiny", "engines": [{"url": engines[0].url, "name": "e0"}], "adapters": ["sql"]},
+        {"name": "other", "engines": [{"url": engines[1].url, "name": "e1"}], "policy": "bs"},
+    ]
+    async with world([], models=models) as w:
+        cards = orjson.loads((await w.get("/v1/models"))[1])["data"]
+        assert [(card["id"], card["parent"]) for card in cards] == [
+            ("tiny", None),
+            ("sql", "tiny"),
+            ("other", None),
+        ]
+        assert orjson.loads((await w.get("/v1/models/sql"))[1])["root"] == "tiny"
+        for model, instance in (("tiny", "e0"), ("sql", "e0"), ("other", "e1")):
+            _, headers, _ = await w.post({"model": model, "prompt": "x" * 600})
+            assert headers["x-lmetric-instance"] == instance
+        assert headers["x-lmetric-decision"].startswith("1-")
+        receipt = orjson.loads((await w.get("/debug/decisions/" + headers["x-lmetric-decision"]))[1])
+        assert (receipt["model"], receipt["policy"]) == ("other", "expression")
+        status, _, got = await w.post({"model": "othr", "prompt": "x"})
+        assert (status, got["error"]["code"]) == (404, "model_not_found")
+        assert "'other'" in got["error"]["message"]
+        status, _, got = await w.post({"prompt": "x"})
+        assert (status, got["error"]["param"]) == (400, "model")
+    for engine in engines:
+        await engine.stop()
+
+
+async def test_engines_tell_their_models_also_late() -> None:
+    late = FakeEngine(model="late")
+    await late.start()
+    await late.stop()
+    async with world(1, health={"interval": 0.05}, engines=[{"url": late.url, "name": "late"}]) as w:
+        assert (await w.get("/ready"))[0] == 503
+        status, _, got = await w.post()
+        assert (status, got["error"]["code"]) == (503, "no_engine")
+        await late.start()
+        await w.until(w.server.fleet.ready)
+        assert (await w.post({"model": "late", "prompt": "a"}))[0] == 200
+    await late.stop()
+
+
+async def test_adapters_and_salts_never_share_a_prefix() -> None:
+    async with world(1, models=[], policy="lmetric", model="tiny") as w:
+        w.server.fleet.names["sql"] = (w.server.fleet.pools[0], "sql")
+        prompt = "x" * 4096
+        hits = []
+        for body in (
+            {"model": "tiny"},
+            {"model": "tiny"},
+            {"model": "sql"},
+            {"model": "tiny", "cache_salt": "s"},
+        ):
+            _, headers, _ = await w.post(body | {"prompt": prompt})
+            receipt = w.server.fleet.pools[0].router.receipt(int(headers["x-lmetric-decision"]))
+            hits.append(receipt["predicted_cached_tokens"] > 0)
+        assert hits == [False, True, False, False]
+
+
+async def test_paths_and_methods() -> None:
+    async with world(1, paths=["/v1/own"]) as w:
+        for path, body in (
+            ("/v1/embeddings", {"input": ["a", "b"]}),
+            ("/v1/responses", {"input": "a", "instructions": "b"}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "system": "s"}),
+            ("/tokenize", {"prompt": "a"}),
+            ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+            ("/v1/own?x=1", {}),
+        ):
+            status, headers, _ = await w.post({"model": "tiny", **body}, path)
+            assert status == 200, path
+            assert headers["x-lmetric-instance"] == "e0"
+            assert w.engines[0].requests[-1].path == path
+        status, _, got = await w.post(path="/chat/completions")
+        assert (status, got["error"]["code"]) == (404, "unknown_path")
+        assert "/v1/chat/completions" in got["error"]["message"]
+        for method, path, allow in (
+            ("GET", CHAT, "POST"),
+            ("PUT", "/v1/models", "GET"),
+            ("POST", "/health", "GET"),
+        ):
+            async with w.client.request(method, w.url + path) as response:
+                assert (response.status, response.headers["allow"][: len(allow)]) == (405, allow)
+                assert "not allowed" in (await response.json())["error"]["message"]
+        async with w.client.get(w.url + "/nowhere") as response:
+            assert response.status == 404
+
+
+async def test_body_limits() -> None:
+    async with world(1, limits={"max_body_bytes": 1000}, timeouts={"body": 0.3}) as w:
+        status, _, got = await w.post({"prompt": "x" * 1000})
+        assert (status, got["error"]["code"]) == (413, "body_too_large")
+        assert (await w.post({"prompt": "x" * 900}))[0] == 200
+
+        async def pieces() -> Any:
+            for _ in range(50):
+                yield b" " * 100
+
+        async with w.client.post(w.url + COMPLETIONS, data=pieces()) as response:
+            assert response.status == 413
+        import gzip
+
+        bomb = gzip.compress(b" " * 10_000_000)
+        assert (await w.post(bomb[:900], headers={"content-encoding": "gzip"}))[0] in (400, 413)
+        reader, writer = await asyncio.open_connection("127.0.0.1", w.server.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        assert b" 408 " in await reader.readline()
+        writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", w.server.port)
+        body = b'{"prompt":"a"}'
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n"
+            % len(body)
+        )
+        assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 2) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 2)
+        writer.close()
+        assert len(w.engines[0].requests) == 2
+
+
+async def test_concurrency_and_connection_limits() -> None:
+    async with world([FakeEngine(behave=hang)], limits={"max_concurrent_requests": 2}) as w:
+        tasks = [asyncio.create_task(w.post()) for _ in range(2)]
+        await w.until(lambda: w.in_flight() == 2)
+        status, headers, got = await w.post()
+        assert (status, headers["retry-after"], got["error"]["code"]) == (503, "1", "too_many")
+        for task in tasks:
+            task.cancel()
+    async with world(2, limits={"max_connections_per_engine": 1}) as w:
+        w.engines[0].behave = w.engines[1].behave = hang
+        tasks = [asyncio.create_task(w.post()) for _ in range(2)]
+        await w.until(lambda: len(w.engines[0].requests) + len(w.engines[1].requests) == 2)
+        assert [len(engine.requests) for engine in w.engines] == [1, 1]
+        status, _, got = await w.post()
+        assert status == 503
+        assert "all 1 connections" in got["error"]["message"]
+        for task in tasks:
+            task.cancel()
+
+
+async def test_keys_and_tenants(tmp_path: Path) -> None:
+    import hashlib
+
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"sk-a: team-a\nsha256:{hashlib.sha256(b'sk-b').hexdigest()}: team-b\n")
+    async with world(1, auth={"keys_file": str(keys)}, admin=True) as w:
+        for headers in (None, {"authorization": "Bearer sk-c"}, {"authorization": "Basic sk-a"}):
+            status, _, got = await w.post(headers=headers)
+            assert (status, got["error"]["type"]) == (401, "authentication_error")
+        for path in (
+            "/v1/models",
+            "/debug/engines",
+            "/debug/decisions/0",
+            "/debug/indicators",
+            "/admin/engines",
+        ):
+            assert (await w.get(path))[0] == 401, path
+        for path in ("/health", "/ready", "/metrics"):
+            assert (await w.get(path))[0] == 200, path
+        assert (await w.post(headers={"authorization": "Bearer sk-a"}))[0] == 200
+        assert (await w.post(headers={"x-api-key": "sk-b"}))[0] == 200
+        assert not {"authorization", "x-api-key"} & w.engines[0].requests[0].headers.keys()
+        text = (await w.get("/metrics"))[1].decode()
+        assert 'lmetric_requests_total{code="200",model="tiny",tenant="team-a"} 1.0' in text
+        assert 'tenant="team-b"} 1.0' in text
+        assert (await w.get("/v1/models", {"authorization": "bearer sk-a"}))[0] == 200
+    async with world(1) as w:
+        await w.post(headers={"authorization": "Bearer theirs"})
+        assert w.engines[0].requests[0].headers["authorization"] == "Bearer theirs"
+
+
+async def test_own_pages() -> None:
+    async with world(2, policy="lmetric") as w:
+        w.engines[0].behave = w.engines[1].behave = answer
+        await w.post({"prompt": "x" * 3000, "stream": True})
+        await w.post({"prompt": "x" * 3000})
+        text = (await w.get("/metrics"))[1].decode()
+        for line in (
+            'lmetric_requests_total{code="200",model="tiny",tenant=""} 2.0',
+            'lmetric_decisions_total{model="tiny"} 2.0',
+            'lmetric_time_to_first_token_seconds_count{model="tiny"} 1.0',
+            'lmetric_request_seconds_count{model="tiny"} 2.0',
+            'lmetric_instance_healthy{instance="e0",model="tiny"} 1.0',
+        ):
+            assert line in text, line
+        assert "_created" not in text
+        engines = orjson.loads((await w.get("/debug/engines"))[1])
+        assert [(e["name"], e["healthy"], e["model"]) for e in engines] == [
+            ("e0", True, "tiny"),
+            ("e1", True, "tiny"),
+        ]
+        indicators = orjson.loads((await w.get("/debug/indicators"))[1])
+        assert {"bs", "q_bs", "r_bs"} <= indicators["tiny"]["e0"].keys()
+        for bad in ("x", "0-", "-1", "99999999999999999999999", "²"):
+            assert (await w.get(f"/debug/decisions/{bad}"))[0] in (400, 404), bad
+        assert (await w.get("/debug/decisions/12345"))[0] == 404
+
+
+async def test_unhealthy_engines_get_nothing_and_come_back() -> None:
+    async with world(2, health={"interval": 0.03, "down_after": 2}) as w:
+        w.engines[0].health = 503
+        engine = w.server.fleet.pools[0].engines["e0"]
+        await w.until(lambda: not engine.healthy)
+        for _ in range(4):
+            assert (await w.post())[1]["x-lmetric-instance"] == "e1"
+        w.engines[1].health = 500
+        await w.until(lambda: not w.server.fleet.ready())
+        assert (await w.get("/ready"))[0] == 503
+        assert (await w.get("/health"))[0] == 200
+        assert (await w.post())[0] == 503
+        w.engines[0].health = 200
+        await w.until(lambda: engine.healthy)
+        assert (await w.get("/ready"))[0] == 200
+        assert (await w.post())[1]["x-lmetric-instance"] == "e0"
+
+
+async def test_admin(tmp_path: Path) -> None:
+    extra = FakeEngine(name="extra")
+    await extra.start()
+    async with world(1) as w:
+        assert (await w.post({"on": True}, "/admin/guard"))[0] == 403
+    async with world(1, admin=True, health={"interval": 0.03}) as w:
+        status, _, got = await w.post({"url": extra.url, "name": "extra"}, "/admin/engines")
+        assert (status, got["model"]) == (200, None)
+        assert (await w.post({"url": extra.url, "name": "extra"}, "/admin/engines"))[0] == 409
+        assert (await w.post({"url": "ftp://x"}, "/admin/engines"))[0] == 400
+        assert (await w.post({"uri": extra.url}, "/admin/engines"))[2]["error"]["param"] == "uri"
+        await w.until(lambda: "extra" in w.server.fleet.pools[0].engines)
+        assert (await w.post({}, "/admin/engines/e0/drain"))[2]["draining"] is True
+        for _ in range(3):
+            assert (await w.post())[1]["x-lmetric-instance"] == "extra"
+        async with w.client.delete(w.url + "/admin/engines/extra") as response:
+            assert response.status == 200
+        assert (await w.post())[0] == 503
+        assert (await w.post({}, "/admin/engines/e0/undrain"))[0] == 200
+        assert (await w.post())[1]["x-lmetric-instance"] == "e0"
+        assert (await w.post({"on": False}, "/admin/guard"))[2] == {"guard": False}
+        assert (await w.post({}, "/admin/engines/nobody/drain"))[0] == 404
+    await extra.stop()
+
+
+async def test_load_reports_reach_the_indicators() -> None:
+    load = b'# TYPE x gauge\nvllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{a="}"} 2\n'
+    async with world([FakeEngine(metrics=load)], load={"interval": 0.03}, policy="lmetric") as w:
+        pool = w.server.fleet.pools[0]
+        await w.until(lambda: pool.router.indicators()["bs"][0] == 5)
+        gauges = b"named_metrics.num_requests_waiting=7.0, named_metrics.kv_cache_usage_perc=0.5"
+        header = b"endpoint-load-metrics: TEXT %s\r\n" % gauges
+        w.engines[0].behave = says(plain(200, {"choices": []}, header), then="keep")
+        w.engines[0].metrics = b""
+        _, headers, _ = await w.post()
+        assert w.engines[0].requests[0].headers["endpoint-load-metrics-format"] == "TEXT"
+        assert "endpoint-load-metrics" not in headers
+        assert pool.router.indicators()["kv_usage"][0] == 0.5
+
+
+def test_load_is_read_from_either_engines_metrics() -> None:
+    ranks = b'vllm:num_requests_running{engine="0"} 3\nvllm:num_requests_running{engine="1"} 4\n'
+    assert parse_load(ranks + b"vllm:kv_cache_usage_perc 0.25\n") == {"running": 7.0, "kv_usage": 0.25}
+    assert parse_load(
+        b"sglang:num_running_reqs 2\nsglang:num_queue_reqs{} 1e0\nsglang:token_usage NaN\n"
+    ) == {
+        "running": 2.0,
+        "waiting": 1.0,
+    }
+    assert parse_load(b"x vllm:num_requests_running 3\nvllm:num_requests_running_total 9\n\xff") == {}
+
+
+async def test_sessions_stay_together() -> None:
+    async with world(4, policy="session_affinity") as w:
+        for headers, body in (({"x-session-id": "s1"}, {}), ({}, {"user": "u1"})):
+            places = {
+                (await w.post({"prompt": str(n), **body}, headers=headers))[1]["x-lmetric-instance"]
+                for n in range(8)
+            }
+            assert len(places) == 1
+        spread = {
+            (await w.post(headers={"x-session-id": f"s{n}"}))[1]["x-lmetric-instance"] for n in range(40)
+        }
+        assert len(spread) > 1
+
+
+async def test_the_ratio_of_bytes_to_tokens_is_learned() -> None:
+    body = {"choices": [], "usage": {"prompt_tokens": 1000, "completion_tokens": 1}}
+    async with world([FakeEngine(behave=says(plain(200, body), then="keep"))]) as w:
+        pool = w.server.fleet.pools[0]
+        before = pool.ratio.tokens_of(8000)
+        for _ in range(30):
+            await w.post({"prompt": "x" * 8000})
+        assert before == 2001
+        assert pool.ratio.tokens_of(8000) == pytest.approx(1000, rel=0.1)

@@ -1,0 +1,149 @@
+"""One schema, four sources, and errors that name the place."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from lmetric.config import ConfigError, ServerConfig, load_config, render
+from lmetric.server.auth import Keys
+
+
+def load(text: str, tmp_path: Path, overrides: Any = None, environ: Any = None) -> ServerConfig:
+    file = tmp_path / "router.yaml"
+    file.write_text(text)
+    return load_config(file, overrides, environ or {})
+
+
+def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    environ = {"LMETRIC_PORT": "2", "LMETRIC_TIMEOUTS__CONNECT": "7", "LMETRIC_HOST": "::1", "HOME": "/"}
+    config = load("port: 1\nhost: a\ntimeouts: {drain: 9}", tmp_path, {"port": 3, "model": None}, environ)
+    assert (config.port, config.host, config.timeouts.connect, config.timeouts.drain) == (3, "::1", 7.0, 9.0)
+    assert config.timeouts.between_chunks == ServerConfig().timeouts.between_chunks
+    engines = load("", tmp_path, None, {"LMETRIC_ENGINES": "[{url: 'http://h:1'}]"}).engines
+    assert [engine.label for engine in engines] == ["h:1"]
+    assert load("log: {json: true}", tmp_path, {"log.json": False}).log.json_lines is False
+    mixed = load("policy: {score: bs}\nknobs: {a: 1}", tmp_path, {"policy": "linear", "knobs": {"lam": 0.5}})
+    assert (mixed.policy, mixed.knobs) == ("linear", {"a": 1, "lam": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "environ", "says"),
+    [
+        ("prot: 1", {}, {}, "router.yaml: prot = 1: unknown key; did you mean 'port'?"),
+        (
+            "timeouts: {conect: 3}",
+            {},
+            {},
+            "router.yaml: timeouts.conect = 3: unknown key; did you mean 'connect'?",
+        ),
+        (
+            "models: [{name: a, engins: []}]",
+            {},
+            {},
+            "models[0].engins = []: unknown key; did you mean 'engines'?",
+        ),
+        ("engines: [{uri: 'http://h'}]", {}, {}, "engines[0].url: missing"),
+        ("port: x", {}, {}, "router.yaml: port = 'x': Input should be a valid integer"),
+        ("", {"port": 99999}, {}, "--port: port = 99999: Input should be less than or equal to 65535"),
+        (
+            "",
+            {"timeouts.connect": "-1"},
+            {},
+            "--connect: timeouts.connect = '-1': Input should be greater than 0",
+        ),
+        ("", {}, {"LMETRIC_PRT": "1"}, "LMETRIC_PRT: prt = '1': unknown key; did you mean 'port'?"),
+        ("", {}, {"LMETRIC_ENGINES": "[{"}, "LMETRIC_ENGINES: not readable as YAML"),
+        ("engines: [{url: 'http://h/v1'}]", {}, {}, "leave out the /v1"),
+        ("engines: [{url: 'h:8000'}]", {}, {}, "an engine's URL looks like http://host:port"),
+        ("engines: [{url: 'http://h', name: 'a b'}]", {}, {}, "engines[0].name = 'a b'"),
+        ("engines: [{url: 'http://h'}, {url: 'http://h'}]", {}, {}, "two engines are named 'h'"),
+        ("models: [{name: a}, {name: b, adapters: [a]}]", {}, {}, "two models are named 'a'"),
+        ("port: 1\nport: 2", {}, {}, "router.yaml:2: key 'port' twice"),
+        ("port: [", {}, {}, "router.yaml:1: "),
+        ("- 1", {}, {}, "expected keys and values, found list"),
+        ("1: 2", {}, {}, "key 1 is not a name"),
+        ("retries: {failures: [crash]}", {}, {}, "retries.failures[0] = 'crash'"),
+    ],
+)
+def test_errors_name_the_place(text: str, overrides: Any, environ: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(text, tmp_path, overrides, environ)
+    assert says in str(caught.value)
+
+
+def test_missing_file_and_all_errors_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "none.yaml", environ={})
+    with pytest.raises(ConfigError) as caught:
+        load("prot: 1\nlog: {level: loud}", tmp_path)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
+    config = load("engines: [{url: 'http://h:1', api_key: sekret}]", tmp_path)
+    assert "sekret" not in render(config) + repr(config)
+    with pytest.raises(ConfigError) as caught:
+        load("engines: [{url: 'http://h:1', api_key: [sekret]}]", tmp_path)
+    assert "sekret" not in str(caught.value)
+
+
+def test_the_rendered_configuration_is_one(tmp_path: Path) -> None:
+    config = load("models: [{name: a, policy: {score: bs}, engines: [{url: 'http://h:1'}]}]", tmp_path)
+    assert load(render(config), tmp_path) == config
+
+
+def test_every_setting_is_described() -> None:
+    def walk(section: type[BaseModel], path: str) -> None:
+        for name, field in section.model_fields.items():
+            assert field.description, f"{path}{name}"
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                walk(field.annotation, f"{path}{name}.")
+
+    walk(ServerConfig, "")
+    from lmetric.config import EngineConfig, ModelConfig
+
+    walk(EngineConfig, "engines.")
+    walk(ModelConfig, "models.")
+
+
+def test_pool_settings_fall_back_to_the_top_level(tmp_path: Path) -> None:
+    config = load(
+        "policy: linear\nknobs: {lam: 1}\nblock_size: 32\nmodels: [{name: a, policy: bs}, {name: b}]",
+        tmp_path,
+    )
+    own, other = (config.pool_settings(model) for model in config.models)
+    assert (own.policy, own.knobs, own.block_size) == ("bs", {}, 32)
+    assert (other.policy, other.knobs) == ("linear", {"lam": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no keys in it"),
+        ("sk-secret: 3", "entry 1: expected a key and a tenant"),
+        ("sha256:abc: t", "entry 1: sha256: takes 64"),
+        ("[1]", "expected keys and values"),
+    ],
+)
+def test_key_files(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        Keys.load(file)
+    assert "sk-" not in str(caught.value).removeprefix(str(file))
+
+
+def test_documented_yaml_keys_are_not_words_that_yaml_reads_otherwise() -> None:
+    """`on`, `yes`, `no`: YAML reads them as booleans."""
+
+    def keys(value: Any) -> Any:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield key
+                yield from keys(inner)
+
+    for key in keys(ServerConfig().model_dump(mode="json", by_alias=True)):
+        assert yaml.safe_load(key) == key

@@ -1,0 +1,46 @@
+"""`serve --embedded`: the official client against emulated engines, through the router."""
+
+import openai
+import orjson
+import pytest
+
+from test_server_process import router
+
+
+async def test_the_official_client_gets_plain_and_streamed_answers() -> None:
+    async with router("--embedded", "2") as r:
+        await r.listening()
+        async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
+            model = (await client.models.list()).data[0].id
+            messages = [{"role": "user", "content": "Tell me of routers. " * 40}]
+            chat = await client.chat.completions.create(model=model, messages=messages, max_tokens=8)
+            assert chat.usage is not None
+            assert chat.usage.completion_tokens == 8
+            stream = await client.chat.completions.create(
+                model=model,
+                messages=messages,
+                max_tokens=8,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            chunks = [chunk async for chunk in stream]
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            assert text == chat.choices[0].message.content
+            assert chunks[-1].usage is not None
+            assert chunks[-1].usage.completion_tokens == 8
+            plain = await client.completions.with_raw_response.create(
+                model=model, prompt=[5, 6, 7], max_tokens=3
+            )
+            assert plain.headers["x-lmetric-instance"].startswith("embedded-")
+            decision = plain.headers["x-lmetric-decision"]
+            receipt = await client.get(f"{r.url}/debug/decisions/{decision}", cast_to=str)
+            receipt = orjson.loads(receipt)
+            assert (receipt["outcome"], receipt["output_tokens"], receipt["prompt_tokens"]) == (
+                "finished",
+                3,
+                3,
+            )
+            with pytest.raises(openai.NotFoundError, match=model):
+                await client.chat.completions.create(model="nope", messages=messages)
+        r.process.terminate()
+        assert await r.ended() == 0

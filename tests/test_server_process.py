@@ -1,0 +1,188 @@
+"""The server as a process: start, drain on SIGTERM, exit codes."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import orjson
+
+from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, chunk, hang, says, token
+
+RUN = (
+    "import sys; from lmetric.cli import main; sys.argv = ['lmetric-router', 'serve', *sys.argv[1:]]; main()"
+)
+
+
+class Process:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.log: list[str] = []
+        self.url = ""
+
+    async def listening(self) -> None:
+        assert self.process.stderr is not None
+        async with asyncio.timeout(30):
+            while line := (await self.process.stderr.readline()).decode():
+                self.log.append(line)
+                if '"listening"' in line:
+                    self.url = orjson.loads(line)["url"]
+                    return
+        raise AssertionError("".join(self.log))
+
+    async def ended(self) -> int:
+        assert self.process.stderr is not None
+        async with asyncio.timeout(30):
+            self.log.append((await self.process.stderr.read()).decode())
+            return await self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def router(*flags: str) -> AsyncIterator[Process]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC_")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", RUN, "--log-json", "--port", "0", *flags),
+        stderr=asyncio.subprocess.PIPE,
+        env=environ,
+    )
+    try:
+        yield Process(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def engine(**values: Any) -> AsyncIterator[FakeEngine]:
+    fake = FakeEngine(**values)
+    await fake.start()
+    try:
+        yield fake
+    finally:
+        await fake.stop()
+
+
+BODY = {"model": "tiny", "prompt": "a", "stream": True}
+
+
+async def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
+    gate = asyncio.Event()
+
+    async def gated(_: FakeEngine, __: object, writer: asyncio.StreamWriter) -> bool:
+        writer.write(STREAM_HEAD + chunk(token("a")))
+        await gate.wait()
+        writer.write(chunk(token("b", "stop")) + STREAM_TAIL)
+        return True
+
+    async with (
+        engine(behave=gated) as fake,
+        router("--engine", fake.url) as r,
+        aiohttp.ClientSession() as client,
+    ):
+        await r.listening()
+        async with client.get(r.url + "/ready") as idle:
+            assert idle.status == 200
+        stream = await client.post(r.url + "/v1/completions", json=BODY)
+        assert await stream.content.readany() == token("a")
+        # Connections that stay open, for what comes after the signal.
+        port = int(r.url.rsplit(":", 1)[1])
+        kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for reader, writer in kept:
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        r.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        body = orjson.dumps(BODY)
+        post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        for (reader, writer), request in zip(
+            kept, (b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n", post), strict=True
+        ):
+            writer.write(request)
+            answer = (await reader.read()).lower()
+            assert b" 503 " in answer
+            assert b"connection: close" in answer
+            assert b"retry-after: " in answer
+            assert b"shutting down" in answer
+            writer.close()
+        try:
+            await asyncio.open_connection("127.0.0.1", port)
+            raise AssertionError("still listening")
+        except ConnectionRefusedError:
+            pass
+        gate.set()
+        rest = await stream.read()
+        assert rest.endswith(b"[DONE]\n\n")
+        assert b"error" not in rest
+        assert await r.ended() == 0
+
+
+async def test_streams_that_outlast_the_deadline_end_with_an_error() -> None:
+    behave = says(STREAM_HEAD, chunk(token("a")), then="hang")
+    flags = ("--set", "timeouts.drain=0.3")
+    async with (
+        engine(behave=behave) as fake,
+        router("--engine", fake.url, *flags) as r,
+        aiohttp.ClientSession() as client,
+    ):
+        await r.listening()
+        stream = await client.post(r.url + "/v1/completions", json=BODY)
+        plain = asyncio.create_task(client.post(r.url + "/v1/completions", json=BODY | {"stream": False}))
+        assert await stream.content.readany() == token("a")
+        await fake.asked(2)
+        r.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        rest = await stream.read()
+        assert b"shutting down" in rest
+        assert rest.endswith(b"data: [DONE]\n\n")
+        assert (await plain).status in (200, 503)
+        assert await r.ended() == 0
+        assert time.monotonic() - began < 4
+
+
+async def test_ctrl_c_twice_hurries() -> None:
+    async with (
+        engine(behave=hang) as fake,
+        router("--engine", fake.url) as r,
+        aiohttp.ClientSession() as client,
+    ):
+        await r.listening()
+        waiting = asyncio.create_task(client.post(r.url + "/v1/completions", json=BODY))
+        await fake.asked(1)
+        r.process.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.3)
+        assert r.process.returncode is None, "drains"
+        r.process.send_signal(signal.SIGINT)
+        assert (await waiting).status == 503
+        assert await r.ended() == 130
+        assert "Traceback" not in "".join(r.log)
+
+
+async def test_a_port_in_use() -> None:
+    async with engine() as fake, router("--engine", fake.url, "--port", str(fake.port)) as r:
+        assert await r.ended() == 3
+        said = "".join(r.log)
+        assert re.search(rf"cannot listen on 127\.0\.0\.1:{fake.port}: Address already in use", said)
+        assert "Traceback" not in said
+
+
+async def test_wrong_configurations() -> None:
+    for flags, says_so in (
+        ((), "no engines: give --engine URL"),
+        (("--engine", "http://127.0.0.1:1", "--policy", "lmetrik"), "lmetric"),
+        (("--engine", "http://127.0.0.1:1", "--policy", "p_token * (bsx + 1)"), "bsx"),
+        (("--engine", "http://127.0.0.1:1/v1"), "leave out the /v1"),
+        (("--config", "/nowhere.yaml"), "/nowhere.yaml: cannot be read"),
+    ):
+        async with router(*flags) as r:
+            code = await r.ended()
+            said = "".join(r.log)
+            assert code == 2, said
+            assert says_so in said
+            assert "Traceback" not in said
