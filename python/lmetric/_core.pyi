@@ -21,6 +21,7 @@ class UnknownNameError(LmetricError): ...
 class BadValueError(LmetricError): ...
 class NoInstanceError(LmetricError): ...
 class TicketError(LmetricError): ...
+class PolicyError(LmetricError): ...
 
 @final
 class Router:
@@ -202,7 +203,7 @@ class Engine:
     """One emulated engine: queue, batch, KV cache and steps. It has no clock: times (seconds) come in and go out.
 
     ``profile``: the constants of `lmetric.profiles.Profile`; ``words``: u32 token ids that answers are made of,
-    below ``vocabulary``. Raises ValueError for constants that no engine can have.
+    below ``vocabulary``. Raises BadValueError for constants that no engine can have.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class Engine:
     ) -> None: ...
     def submit(
         self, prompt: Buffer, output_tokens: int, now: float, *, priority: int = 0, salt: str | None = None
-    ) -> int: ...  # the request's key; ValueError where the engine could never serve it
+    ) -> int: ...  # the request's key; BadValueError where the engine could never serve it
     def abort(self, id: int) -> bool: ...  # False: not in the engine
     def start_step(self, now: float) -> float | None: ...  # its end; None: nothing to do at `now`
     def finish_step(

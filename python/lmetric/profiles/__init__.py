@@ -79,10 +79,16 @@ def load_profile(name_or_path: str) -> Profile:
         raise ProfileError(f"profile {name_or_path!r}: {error.strerror}{hint}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ProfileError(f"profile {path}: not YAML: {' '.join(str(error).split())}") from error
+    return check_profile(content, str(path))
+
+
+def check_profile(content: Any, where: str) -> Profile:
+    """The profile with these fields; raises `ProfileError` naming `where`."""
     try:
         return Profile.model_validate(content)
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(map(str, problem['loc'])) or 'file'}: {problem['msg']}" for problem in error.errors()
+            ": ".join(filter(None, (".".join(map(str, problem["loc"])), problem["msg"])))
+            for problem in error.errors()
         )
-        raise ProfileError(f"profile {path}: {problems}") from error
+        raise ProfileError(f"profile {where}: {problems}") from error

@@ -1,9 +1,10 @@
 //! The Python face of the engine model, for the emulated engines.
+use crate::errors::to_python;
 use lmetric_core::CoreError;
 use lmetric_sim::text::Rolling;
 use lmetric_sim::{Admission, Generator, KvEvent, Order, Profile, Prompt, Request, Settings};
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
@@ -11,16 +12,19 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 const LAST: u8 = 1;
 const FROM_PREFILL: u8 = 2;
 
-fn refuse(error: CoreError) -> PyErr {
-    PyValueError::new_err(error.to_string())
-}
-
 fn unknown(what: &str, got: &str, expected: &str) -> PyErr {
-    refuse(CoreError::BadValue { what: what.into(), got: format!("{got:?}"), expected: expected.into() })
+    to_python(CoreError::BadValue { what: what.into(), got: format!("{got:?}"), expected: expected.into() })
 }
 
 fn tokens(buffer: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    PyBuffer::<u32>::get(buffer)?.to_vec(buffer.py())
+    match PyBuffer::<u32>::get(buffer) {
+        Ok(tokens) => tokens.to_vec(buffer.py()),
+        // An empty buffer may point anywhere, which counts as misaligned.
+        Err(error) if error.is_instance_of::<PyBufferError>(buffer.py()) && buffer.len()? == 0 => {
+            Ok(Vec::new())
+        }
+        Err(error) => Err(error),
+    }
 }
 
 fn profile(constants: &Bound<'_, PyAny>) -> PyResult<Profile> {
@@ -31,7 +35,7 @@ fn profile(constants: &Bound<'_, PyAny>) -> PyResult<Profile> {
     ) -> PyResult<T> {
         match constants.get_item(name)? {
             Some(value) => value.extract(),
-            None => Err(PyValueError::new_err(format!("profile field {name} is missing"))),
+            None => Err(unknown(&format!("profile field {name}"), "nothing", "a number")),
         }
     }
     Ok(Profile {
@@ -76,9 +80,9 @@ impl Engine {
             "priority" => Order::Priority,
             other => return Err(unknown("order", other, "fcfs or priority")),
         };
-        let generator = Generator::new(words, vocabulary).map_err(refuse)?;
+        let generator = Generator::new(words, vocabulary).map_err(to_python)?;
         let settings = Settings { admission, order, kv_events };
-        let engine = lmetric_sim::Engine::new(profile, settings, Some(generator)).map_err(refuse)?;
+        let engine = lmetric_sim::Engine::new(profile, settings, Some(generator)).map_err(to_python)?;
         Ok(Engine { engine, submitted: 0 })
     }
 
@@ -93,7 +97,7 @@ impl Engine {
     ) -> PyResult<u64> {
         let id = self.submitted;
         let prompt = Prompt::Tokens(&prompt);
-        self.engine.submit(&Request { id, prompt, output_tokens, priority, salt }, now).map_err(refuse)?;
+        self.engine.submit(&Request { id, prompt, output_tokens, priority, salt }, now).map_err(to_python)?;
         self.submitted += 1;
         Ok(id)
     }
@@ -178,7 +182,7 @@ fn generate(
     #[pyo3(from_py_with = tokens)] prompt: Vec<u32>,
     n: usize,
 ) -> PyResult<Vec<u32>> {
-    let generator = Generator::new(words, vocabulary).map_err(refuse)?;
+    let generator = Generator::new(words, vocabulary).map_err(to_python)?;
     let mut read = Rolling::default();
     read.read_all(&prompt);
     Ok((0..n)

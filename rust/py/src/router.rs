@@ -181,6 +181,9 @@ impl Router {
             parts.push(Some(kind));
             parts
         };
+        // One bound for both: blocks take about two thirds, the map from engines' hashes one.
+        let feed_bytes = if index_feed == IndexFeed::Exact { index_bytes / 3 } else { 0 };
+        let index_bytes = index_bytes - feed_bytes;
         let config = RouterConfig {
             index_feed,
             index_bytes,
@@ -203,7 +206,7 @@ impl Router {
             text_domain: Domain::new(&parts("text"), text_block_bytes),
             hash_domain: Domain::new(&parts("hashes"), block_size),
             chain: Mutex::default(),
-            feed: Mutex::new(ExactFeed::default()),
+            feed: Mutex::new(ExactFeed::new(feed_bytes)),
         })
     }
 
@@ -234,7 +237,7 @@ impl Router {
     fn remove_instance(&self, py: Python<'_>, name: &str) -> Result<()> {
         let mut router = self.lock(py);
         let id = router.fleet().find(name)?;
-        self.feed.lock().forget(id);
+        self.feed.lock().cleared(router.index_mut(), id);
         Ok(router.remove_instance(name)?)
     }
 

@@ -107,6 +107,21 @@ fn generated_tokens_are_cached_too_and_the_next_turn_hits_them() {
 }
 
 #[test]
+fn a_decode_takes_a_block_when_it_crosses_an_edge_and_the_full_one_is_stored_then() {
+    let settings = Settings { kv_events: true, ..Settings::default() };
+    let mut engine = Engine::new(round(), settings, Some(words())).unwrap();
+    engine.submit(&ask(1, &prompt(7, 30), 6), 0.0).unwrap();
+    let mut seen = vec![];
+    while engine.start_step(0.0).is_some() {
+        let blocks = engine.load().kv_usage * 32.0;
+        engine.finish_step();
+        seen.push((blocks, engine.kv_log().hashes.len()));
+    }
+    // The prefill computes positions 0 to 29, each further step the next one: position 32 opens the third block.
+    assert_eq!(seen, [(2.0, 1), (2.0, 1), (2.0, 1), (3.0, 2), (3.0, 2), (3.0, 2)]);
+}
+
+#[test]
 fn salts_share_nothing() {
     let mut engine = Engine::new(round(), Settings::default(), Some(words())).unwrap();
     let prompt = prompt(7, 33);

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 
 from lmetric.engines.emulated import EngineOptions, EngineStartError, run_engine
 
 
-def main() -> int:
-    """Parses the flags and runs the engine."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the flags (of the process, where none are given) and runs the engine; gives the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m lmetric.engines.emulated", description="An emulated vLLM engine."
     )
@@ -23,7 +24,7 @@ def main() -> int:
         else:
             parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text.replace("%", "%%"))
     try:
-        options = EngineOptions.model_validate(vars(parser.parse_args()))
+        options = EngineOptions.model_validate(vars(parser.parse_args(arguments)))
     except ValidationError as error:
         problems = [
             f"--{str(p['loc'][0]).replace('_', '-')} {p['input']!r}: {p['msg']}" for p in error.errors()

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lmetric.profiles import Profile, load_profile
+from lmetric.profiles import Profile, check_profile, load_profile
 
 _COUNT = 2**30
 
@@ -106,7 +106,7 @@ class EngineOptions(BaseModel):
             "max_sequences": self.max_sequences or profile.max_sequences,
             "max_batch_tokens": self.max_batch_tokens or profile.max_batch_tokens,
         }
-        return Profile.model_validate(profile.model_dump() | changed)
+        return check_profile(profile.model_dump() | changed, f"{self.profile} with overrides")
 
     def flags(self) -> list[str]:
         """The command line that gives these options: every one that is not the default."""

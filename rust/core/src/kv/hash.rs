@@ -38,18 +38,10 @@ impl Domain {
         Domain { seed: xxh3_64_with_seed(part.as_bytes(), self.seed ^ 0x9e6c_63d0_676a_9a99) }
     }
 
-    /// The seed of one kind of input, so that equal bytes of another kind never meet.
-    fn kind(self, kind: Kind) -> u64 {
-        mix(self.seed ^ kind as u64)
+    /// Where chains of one kind of blocks start, so that equal bytes of another kind never meet.
+    fn kind(self, kind: &str) -> u64 {
+        mix(self.with(kind).seed)
     }
-}
-
-/// What the blocks of a chain are made of.
-#[derive(Clone, Copy)]
-enum Kind {
-    Tokens = 0x746f_6b65_6e73,
-    Text = 0x7465_7874,
-    Local = 0x6c6f_6361_6c,
 }
 
 /// Appends the chained hashes of all full blocks of `tokens` to `out`. A `block_size` of 0 has no full blocks.
@@ -65,7 +57,7 @@ pub fn hash_tokens_after(
     tokens: &[u32],
     out: &mut Vec<u64>,
 ) {
-    let seed = domain.kind(Kind::Tokens);
+    let seed = domain.kind("tokens");
     let mut h = last.unwrap_or(seed);
     if block_size == LINE_TOKENS {
         let keys = line_keys(seed);
@@ -91,7 +83,7 @@ pub fn hash_text_after(
     text: &[u8],
     out: &mut Vec<u64>,
 ) {
-    let seed = domain.kind(Kind::Text);
+    let seed = domain.kind("text");
     hash_bytes(seed, last.unwrap_or(seed), block_bytes, text, out);
 }
 
@@ -103,7 +95,7 @@ pub fn chain(domain: Domain, local: &[u64], out: &mut Vec<u64>) {
 
 /// As [`chain`], for blocks that follow the one whose chained hash is `last` (`None`: they start the prompt).
 pub fn chain_after(domain: Domain, last: Option<u64>, local: &[u64], out: &mut Vec<u64>) {
-    let seed = domain.kind(Kind::Local);
+    let seed = domain.kind("local");
     let mut h = last.unwrap_or(seed);
     out.extend(local.iter().map(|l| {
         h = step(h, mix(l ^ seed));

@@ -29,6 +29,13 @@ pub(crate) struct Key {
 }
 
 impl Key {
+    /// The key of `hash` in a table of 2^`bits` segments.
+    #[inline(always)]
+    pub(crate) fn new(hash: u64, bits: u32) -> Key {
+        let mixed = (hash ^ (hash >> 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        Key { segment: ((mixed >> 1) >> (63 - bits)) as u32, place: ((mixed << bits) >> 32) as u32 }
+    }
+
     /// The bits that a slot of this key must return as its place.
     #[inline]
     pub(crate) fn place(self) -> u32 {
@@ -80,8 +87,7 @@ impl<S: Slot> Table<S> {
     /// Where `hash` belongs. Any hash will do, small numbers as well: its bits are mixed first, one to one.
     #[inline(always)]
     pub(crate) fn key(&self, hash: u64) -> Key {
-        let mixed = (hash ^ (hash >> 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        Key { segment: ((mixed >> 1) >> (63 - self.bits)) as u32, place: ((mixed << self.bits) >> 32) as u32 }
+        Key::new(hash, self.bits)
     }
 
     /// Asks for the cache line where a look-up of `key` starts.
@@ -134,8 +140,9 @@ impl<S: Slot> Table<S> {
             let before = segment.bytes();
             let grown = segment.grow(before + spare_bytes);
             self.bytes = self.bytes + segment.bytes() - before;
-            // Refused growth leaves the slots between load 0.85 and 1.
-            if !(grown || full) || !segment.insert(slot) {
+            // Refused growth leaves the slots between load 0.85 and 0.95.
+            let usable = grown || full && u64::from(segment.used) * 20 < u64::from(segment.homes) * 19;
+            if !usable || !segment.insert(slot) {
                 return false;
             }
         }

@@ -5,7 +5,7 @@
 use crate::estimate::PrefillRate;
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator};
-use crate::wide::{greater, wide};
+use crate::wide::{greater, wide_fn};
 use std::collections::VecDeque;
 
 /// Time constant of the `window_*` indicators, in seconds.
@@ -318,14 +318,7 @@ impl Books {
     /// an engine that has not finished it cannot be far into the next.
     #[inline]
     pub fn queued_prefill(&self, now: Seconds, out: &mut [f64]) {
-        let slots = out.len();
-        let (head, since) = (&self.head[..slots], &self.since[..slots]);
-        let (behind, rate) = (&self.behind[..slots], &self.rate[..slots]);
-        wide(|| {
-            for i in 0..slots {
-                out[i] = behind[i] + greater(head[i] - rate[i] * (now - since[i]), 0.0);
-            }
-        });
+        drained(&self.head, &self.since, &self.behind, &self.rate, now, out);
     }
 
     /// The decayed sums of each slot at `now`: prefill tokens placed, output tokens produced.
@@ -352,6 +345,16 @@ impl Books {
             (Indicator::RemainingTokens, c.remaining_tokens),
         ] {
             columns.get_mut(id)[slot] = value;
+        }
+    }
+}
+
+wide_fn! {
+    fn drained(head: &[f64], since: &[f64], behind: &[f64], rate: &[f64], now: Seconds, out: &mut [f64]) {
+        let slots = out.len();
+        let (head, since, behind, rate) = (&head[..slots], &since[..slots], &behind[..slots], &rate[..slots]);
+        for i in 0..slots {
+            out[i] = behind[i] + greater(head[i] - rate[i] * (now - since[i]), 0.0);
         }
     }
 }

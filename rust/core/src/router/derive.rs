@@ -3,7 +3,7 @@ use super::Router;
 use crate::ids::Seconds;
 use crate::indicators::{Indicator, IndicatorSet};
 use crate::request::Request;
-use crate::wide::{greater, lesser, wide};
+use crate::wide::{greater, lesser, wide_fn};
 
 /// Prompt tokens that `blocks` matched blocks save: whole blocks, and never the last token, which every engine computes.
 #[inline]
@@ -47,25 +47,17 @@ impl Router {
             self.books.queued_prefill(now, columns.get_mut(Indicator::QueuedPrefillTokens));
         }
         let (per_block, most) = (request.tokens_per_block, most_hit_tokens(request));
-        // Through i32, which processors convert many at a time; an index never holds 2^31 blocks of a prompt.
-        let hit = |blocks: u32| lesser(f64::from(blocks as i32) * per_block, most);
         if reads.contains(Indicator::PToken) {
             let (out, queued) = columns.pair_mut(Indicator::PToken, Indicator::QueuedPrefillTokens);
-            let blocks = &self.hit_blocks[..out.len()];
-            wide(|| {
-                for ((out, queued), blocks) in out.iter_mut().zip(queued).zip(blocks) {
-                    *out = greater(queued + (prompt - hit(*blocks)), 1.0);
-                }
-            });
+            p_token(queued, &self.hit_blocks, per_block, most, prompt, out);
         }
         if reads.intersects(HITS) {
-            let out = columns.get_mut(Indicator::HitTokens);
-            wide(|| out.iter_mut().zip(&self.hit_blocks).for_each(|(out, blocks)| *out = hit(*blocks)));
+            hits(&self.hit_blocks, per_block, most, columns.get_mut(Indicator::HitTokens));
             let share = if prompt > 0.0 { 1.0 / prompt } else { 0.0 };
             let (out, hits) = columns.pair_mut(Indicator::KvHit, Indicator::HitTokens);
-            wide(|| out.iter_mut().zip(hits).for_each(|(out, hit)| *out = hit * share));
+            scaled(hits, share, 0.0, out);
             let (out, hits) = columns.pair_mut(Indicator::NewTokens, Indicator::HitTokens);
-            wide(|| out.iter_mut().zip(hits).for_each(|(out, hit)| *out = prompt - hit));
+            scaled(hits, -1.0, prompt, out);
         }
         if reads.intersects(WINDOWS) {
             let [prefill, output] =
@@ -119,5 +111,35 @@ impl Router {
         }
         self.columns.get_mut(Indicator::PredictedTtftSeconds).copy_from_slice(&predicted);
         self.ttft = predicted;
+    }
+}
+
+/// Through i32, which processors convert many at a time; an index never holds 2^31 blocks of a prompt.
+#[inline(always)]
+fn hit(blocks: u32, per_block: f64, most: f64) -> f64 {
+    lesser(f64::from(blocks as i32) * per_block, most)
+}
+
+wide_fn! {
+    fn hits(blocks: &[u32], per_block: f64, most: f64, out: &mut [f64]) {
+        for (out, blocks) in out.iter_mut().zip(blocks) {
+            *out = hit(*blocks, per_block, most);
+        }
+    }
+}
+
+wide_fn! {
+    fn scaled(values: &[f64], factor: f64, offset: f64, out: &mut [f64]) {
+        for (out, value) in out.iter_mut().zip(values) {
+            *out = value * factor + offset;
+        }
+    }
+}
+
+wide_fn! {
+    fn p_token(queued: &[f64], blocks: &[u32], per_block: f64, most: f64, prompt: f64, out: &mut [f64]) {
+        for ((out, queued), blocks) in out.iter_mut().zip(queued).zip(blocks) {
+            *out = greater(queued + (prompt - hit(*blocks, per_block, most)), 1.0);
+        }
     }
 }

@@ -6,7 +6,7 @@ use crate::indicators::{Indicator, Scope};
 use crate::policy::Prefer;
 use crate::receipt::{Candidate, Receipt, TERMS_KEPT};
 use crate::request::Request;
-use crate::wide::{lesser, wide};
+use crate::wide::{lesser, wide_fn};
 
 impl Router {
     pub(super) fn explain(
@@ -34,14 +34,14 @@ impl Router {
         let sign = if receipt.prefer == Prefer::Max { -1.0 } else { 1.0 };
         let mut best = Best::default();
         receipt.scores.resize(scores.len(), 0.0);
-        let blocks = scores.chunks(BLOCK).zip(eligible.chunks(BLOCK)).zip(receipt.scores.chunks_mut(BLOCK));
+        let blocks = scores.chunks(BLOCK).zip(receipt.scores.chunks_mut(BLOCK));
         let mut scored = 0;
-        for (i, ((scores, eligible), kept)) in blocks.enumerate() {
-            let (count, least) = wide(|| keep(sign, scores, eligible, kept));
+        for (i, (scores, kept)) in blocks.enumerate() {
+            let (count, least) = keep(sign, scores, kept);
             scored += count;
             // Beyond the first blocks, hardly any has a score among the best few.
             if least < best.worst() {
-                best.offer(sign, i * BLOCK, scores, eligible);
+                best.offer(sign, i * BLOCK, scores);
             }
         }
         let Best { kept: mut best } = best;
@@ -83,19 +83,26 @@ impl Router {
 
 /// Slots looked at together.
 const BLOCK: usize = 64;
+/// Running minima kept apart, so that none waits for the other.
+const LANES: usize = 8;
 
-/// Copies a block of scores into the receipt, NaN where left out; returns how many were not, and the least `sign * score`.
-#[inline(always)]
-fn keep(sign: f64, scores: &[f64], eligible: &[bool], kept: &mut [f32]) -> (usize, f64) {
-    let (mut count, mut least) = (0, f64::INFINITY);
-    for ((score, eligible), kept) in scores.iter().zip(eligible).zip(kept) {
-        let good = *eligible & (score.abs() < f64::INFINITY);
-        *kept = if good { *score as f32 } else { f32::NAN };
-        let key = if good { sign * score } else { f64::INFINITY };
-        least = lesser(key, least);
-        count += usize::from(good);
+wide_fn! {
+    /// Copies a block of scores into the receipt, NaN for infinities; returns how many are finite, and the least `sign * score`.
+    fn keep(sign: f64, scores: &[f64], kept: &mut [f32]) -> (usize, f64) {
+        // x - x is 0 for finite numbers and NaN for all others, without a branch.
+        let finite = |x: f64| x + (x - x);
+        scores.iter().zip(&mut *kept).for_each(|(score, kept)| *kept = finite(*score) as f32);
+        let count = kept.iter().map(|k| u32::from(!k.is_nan())).sum::<u32>();
+        let mut least = [f64::INFINITY; LANES];
+        let (lanes, rest) = scores.as_chunks::<LANES>();
+        for scores in lanes {
+            for lane in 0..LANES {
+                least[lane] = lesser(sign * finite(scores[lane]), least[lane]);
+            }
+        }
+        let least = least.into_iter().chain(rest.iter().map(|s| sign * finite(*s)));
+        (count as usize, least.fold(f64::INFINITY, |least, key| lesser(key, least)))
     }
-    (count, least)
 }
 
 /// The best few slots, best first, equals in slot order.
@@ -114,10 +121,8 @@ impl Best {
         self.kept[TERMS_KEPT - 1].0
     }
 
-    fn offer(&mut self, sign: f64, first: usize, scores: &[f64], eligible: &[bool]) {
-        for (i, (score, _)) in
-            scores.iter().zip(eligible).enumerate().filter(|(_, (s, e))| **e && s.is_finite())
-        {
+    fn offer(&mut self, sign: f64, first: usize, scores: &[f64]) {
+        for (i, score) in scores.iter().enumerate().filter(|(_, s)| s.is_finite()) {
             let key = sign * score;
             if key < self.worst() {
                 let mut place = TERMS_KEPT - 1;

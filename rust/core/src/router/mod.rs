@@ -339,6 +339,12 @@ impl Router {
         } else {
             self.policy.score(&snapshot, &mut self.rng, &mut self.scores)?;
         }
+        if snapshot.eligible_count < slots {
+            // From here on a score that is a number belongs to an instance that may take the request.
+            for (score, _) in self.scores.score.iter_mut().zip(&self.eligible).filter(|(_, e)| !**e) {
+                *score = f64::NAN;
+            }
+        }
         let best = select::best(&self.scores, snapshot.eligible, &mut self.rng).ok_or_else(|| {
             CoreError::NoInstance(format!(
                 "policy {} scores none of the {} eligible instances: an indicator it reads ({}) is absent, or the score is \

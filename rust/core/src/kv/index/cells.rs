@@ -11,8 +11,6 @@
 //! | 4 | holder or summary of holders | pairs in use | number of the group: instances 64 n .. 64 n + 63 |
 //! | 5, 6 | its other half; depth | third pair | first cell of entries; - |
 //! | 7 | start of its run | next cell | next cell |
-use crate::kv::table::prefetch;
-
 /// Number of a cell; 0 is none.
 pub(super) type Id = u32;
 
@@ -104,13 +102,6 @@ impl Cells {
         self[id] = cell;
         self.free = id;
         self.freed += 1;
-    }
-
-    #[inline(always)]
-    pub(super) fn prefetch(&self, id: Id) {
-        if let Some(chunk) = self.chunks.get(id as usize / CHUNK) {
-            prefetch(chunk.as_ptr().wrapping_add(id as usize % CHUNK));
-        }
     }
 }
 

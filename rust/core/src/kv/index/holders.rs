@@ -286,13 +286,13 @@ impl Cells {
                     self.unlink(node, group);
                 }
                 if left == FEW_MOST / 2 {
-                    self.to_few(node);
+                    self.ungroup(node);
                 }
             }
         }
     }
 
-    fn to_few(&mut self, node: Id) {
+    fn ungroup(&mut self, node: Id) {
         let (mut group, mut all) = (self[node].0[WHO + 1], Vec::new());
         while group != 0 {
             let (entries, next) = (self[group].0[ENTRIES], self[group].0[NEXT]);

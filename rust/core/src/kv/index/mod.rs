@@ -166,6 +166,11 @@ impl KvIndex {
         }
     }
 
+    /// Whether books of the instance are kept.
+    pub fn is_open(&self, instance: InstanceId) -> bool {
+        self.books.get(instance.index()).is_some_and(|b| b.open)
+    }
+
     /// For each instance, how many leading blocks of `chain` it holds: `hit_blocks[slot]`. Entries of unknown slots are 0.
     pub fn match_prefix(&self, chain: &[u64], hit_blocks: &mut [u32]) {
         self.search(chain, hit_blocks);
@@ -174,7 +179,7 @@ impl KvIndex {
     /// Approximate feed: this prompt was placed on `instance`, so its blocks will be there. Of a chain longer than the
     /// instance's capacity the front is kept.
     pub fn record(&mut self, instance: InstanceId, chain: &[u64]) {
-        if self.open_book(instance).is_some() {
+        if self.is_open(instance) {
             let held = self.held(chain, instance.0);
             self.record_behind(instance.0, chain, held);
         }
@@ -185,11 +190,7 @@ impl KvIndex {
     pub fn record_hit(&mut self, instance: InstanceId, chain: &[u64], hit_blocks: u32) {
         let hit = hit_blocks as usize;
         let holds = |at: usize| chain.get(at).is_some_and(|h| self.holds(instance, *h));
-        if hit <= chain.len()
-            && (hit == 0 || holds(hit - 1))
-            && !holds(hit)
-            && self.open_book(instance).is_some()
-        {
+        if hit <= chain.len() && (hit == 0 || holds(hit - 1)) && !holds(hit) && self.is_open(instance) {
             self.record_behind(instance.0, chain, hit);
         } else {
             self.record(instance, chain);
@@ -200,10 +201,11 @@ impl KvIndex {
     pub fn touch(&mut self, instance: InstanceId, chain: &[u64], blocks: u32) {
         let last = (blocks as usize).min(chain.len()).checked_sub(1);
         let node = last.and_then(|at| self.find(chain[at]));
-        if let (Some(node), Some(_)) = (node, self.open_book(instance)) {
-            if self.make_room(node, instance.0) {
-                self.touch_node(node, instance.0);
-            }
+        if let Some(node) = node
+            && self.is_open(instance)
+            && self.make_room(node, instance.0)
+        {
+            self.touch_node(node, instance.0);
         }
     }
 
@@ -225,8 +227,8 @@ impl KvIndex {
             None => Some(0),
             Some(hash) => self.find(hash),
         };
-        match (parent, self.open_book(instance)) {
-            (Some(parent), Some(_)) => self.place(instance.0, parent, chain, copies),
+        match parent {
+            Some(parent) if self.is_open(instance) => self.place(instance.0, parent, chain, copies),
             _ => 0,
         }
     }
@@ -250,7 +252,7 @@ impl KvIndex {
 
     /// Exact feed: the whole cache of `instance` was cleared.
     pub fn cleared(&mut self, instance: InstanceId) {
-        if self.open_book(instance).is_some() {
+        if self.is_open(instance) {
             self.evict(instance.0, u32::MAX, true);
             debug_assert_eq!(self.books[instance.index()].blocks, 0);
         }
@@ -258,7 +260,7 @@ impl KvIndex {
 
     /// Evicts up to `blocks` blocks of the instance, least recently used leaves first; returns how many went.
     pub fn evict_from(&mut self, instance: InstanceId, blocks: u32) -> u32 {
-        let gone = if self.open_book(instance).is_some() { self.evict(instance.0, blocks, false) } else { 0 };
+        let gone = if self.is_open(instance) { self.evict(instance.0, blocks, false) } else { 0 };
         self.evicted += u64::from(gone);
         gone
     }
@@ -336,10 +338,6 @@ impl KvIndex {
 
 /// Blocks come.
 impl KvIndex {
-    fn open_book(&self, instance: InstanceId) -> Option<&Book> {
-        self.books.get(instance.index()).filter(|b| b.open)
-    }
-
     #[inline(always)]
     fn find(&self, hash: u64) -> Option<Id> {
         self.find_at(self.table.key(hash), hash)

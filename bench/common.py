@@ -1,0 +1,59 @@
+"""What the benchmarks share: what a figure was measured on, medians with their spread, raw result files."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RIVALS = ("ai-dynamo-runtime", "sglang-router", "smg", "vllm-router", "aiohttp", "uvloop")
+
+
+def about(rivals_python: Path, programs: list[str]) -> dict[str, Any]:
+    """Time, machine, and the versions of everything measured."""
+    from lmetric.machine import machine
+
+    code = "import json, sys; from importlib.metadata import version; "
+    code += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
+    asked = subprocess.run(
+        [str(rivals_python), "-c", code, *RIVALS], capture_output=True, text=True, check=True
+    )
+    versions = json.loads(asked.stdout)
+    for program in programs:
+        told = subprocess.run([program, "-v"], capture_output=True, text=True)
+        versions[program] = (told.stdout + told.stderr).splitlines()[0].replace(f"{program} version: ", "")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "rust", "python"], cwd=ROOT, capture_output=True, text=True
+    )
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {**machine(), "kernel": platform.release(), "cores_total": os.cpu_count()},
+        "commit": commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else ""),
+        "versions": versions,
+    }
+
+
+def median_range(values: list[float]) -> list[float]:
+    """[median, least, greatest, how many]."""
+    return [median(values), min(values), max(values), len(values)]
+
+
+def percentile(ordered: list[float], share: float) -> float:
+    """The value below which ``share`` of the ordered values lie."""
+    return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
+
+
+def write_result(result: dict[str, Any], what: str, path: Path | None = None) -> Path:
+    """Writes the raw file, ``bench/results/DATE-what.json`` where no path is given."""
+    if path is None:
+        path = ROOT / "bench" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-{what}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

@@ -1,0 +1,81 @@
+"""The fleet that decisions are timed over: instances with a million cached blocks, and prompts that hit.
+
+As in real traffic, all prompts share a beginning that every instance holds, go on with a part that one or two
+instances hold, and end with a tenth that is new. Token ids only; hashes are made by whom they belong to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmetric._core import Router
+
+BLOCK = 16
+INSTANCES = 256
+SHARED_BLOCKS = 32
+# Blocks of a prompt -> how many such prompts; nine tenths of each are stored. Together about a million pairs.
+PROMPTS = {64: 1500, 512: 500, 2048: 400}
+SECOND_COPY = 10  # every so many-th prompt is held by two instances
+
+
+@dataclass
+class Prompt:
+    """A prompt and who holds its first nine tenths."""
+
+    tokens: NDArray[np.uint32]
+    hashes: NDArray[np.uint64]  # engine's names of its stored blocks, the shared ones first
+    holders: list[int]
+
+
+class Fleet:
+    """Prompts by length in blocks, and which instance holds what."""
+
+    def __init__(self, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        ids = lambda count: rng.integers(0, 150_000, count, dtype=np.uint32)  # noqa: E731
+        names = lambda count: rng.integers(1, 2**63, count, dtype=np.uint64)  # noqa: E731
+        self.rng = rng
+        self.names = [f"engine-{i}" for i in range(INSTANCES)]
+        self.shared = ids(SHARED_BLOCKS * BLOCK)
+        self.shared_hashes = names(SHARED_BLOCKS)
+        self.prompts: dict[int, list[Prompt]] = {}
+        turn = 0
+        for blocks, count in PROMPTS.items():
+            for i in range(count):
+                tokens = np.concatenate([self.shared, ids((blocks - SHARED_BLOCKS) * BLOCK)])
+                hashes = np.concatenate([self.shared_hashes, names(blocks * 9 // 10 - SHARED_BLOCKS)])
+                holders = [turn % INSTANCES]
+                if i % SECOND_COPY == 0:
+                    holders.append((turn + 101) % INSTANCES)
+                turn += 1
+                self.prompts.setdefault(blocks, []).append(Prompt(tokens, hashes, holders))
+
+    def stored(self) -> list[tuple[int, int | None, NDArray[np.uint64], NDArray[np.uint32]]]:
+        """What the engines would report: instance, parent block, names of the blocks, their tokens."""
+        events: list[tuple[int, int | None, NDArray[np.uint64], NDArray[np.uint32]]] = []
+        for instance in range(INSTANCES):
+            events.append((instance, None, self.shared_hashes, self.shared))
+        parent = int(self.shared_hashes[-1])
+        for prompts in self.prompts.values():
+            for prompt in prompts:
+                own = prompt.hashes[SHARED_BLOCKS:]
+                tokens = prompt.tokens[SHARED_BLOCKS * BLOCK : len(prompt.hashes) * BLOCK]
+                events += [(instance, parent, own, tokens) for instance in prompt.holders]
+        return events
+
+    def pairs(self) -> int:
+        """(instance, block) pairs stored."""
+        return sum(len(hashes) for _, _, hashes, _ in self.stored())
+
+    def router(self, policy: str = "lmetric", **options: object) -> Router:
+        """Our router over the fleet, fed by the engines' reports."""
+        router = Router(policy, block_size=BLOCK, index="exact", index_bytes=1 << 30, **options)  # type: ignore[arg-type]
+        for i, name in enumerate(self.names):
+            router.add_instance(name)
+            router.engine_report(name, waiting=float(i % 3), running=float(i % 17), kv_usage=i % 10 / 10)
+        for instance, parent, hashes, tokens in self.stored():
+            router.blocks_stored(self.names[instance], hashes, tokens, parent=parent)
+        return router

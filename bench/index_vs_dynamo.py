@@ -1,0 +1,483 @@
+"""Decisions in process, ours beside Dynamo's Python binding, in one run and call by call in turn.
+
+    python bench/index_vs_dynamo.py --rivals DIR [--calls 1000] [--json] [--out FILE]
+
+Over 256 instances that hold a million (instance, block) pairs (`fleet.py`):
+
+- `match`: a prompt of 64, 512, 2,048 local block hashes -> what each instance holds. Dynamo:
+  `RadixTree.find_matches` on a fresh list; ours on a buffer, chaining included, the answer left in Rust.
+- `hash`: token ids -> block hashes, per 1k tokens. Dynamo: `compute_block_hash_for_seq` on a list.
+- `decide`: token ids of an 8k prompt -> an instance with the request booked on it; the booking's end is
+  timed apart. Dynamo: `SelectionService.select` (nothing booked) and `select_and_reserve`, its index fed
+  over ZMQ in vLLM's format. Ours warm, with the processor's caches flushed (64 MB touched before each
+  call), and while a second thread applies 100k cache events a second (blocks stored or removed, in
+  batches of 64).
+
+Microseconds of wall clock, around each single call; what the clock itself costs is in the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import struct
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common import ROOT, about, percentile, write_result
+from fleet import BLOCK, INSTANCES, SHARED_BLOCKS, Fleet, Prompt
+from lmetric._core import Router
+
+EVENTS_PER_SECOND = 100_000
+EVENT_BLOCKS = 64
+FLUSH_BYTES = 64 << 20
+clock = time.perf_counter_ns
+
+
+def figures(samples: list[int]) -> dict[str, float]:
+    """Median, 99th percentile, mean and number of the nanosecond samples, in us."""
+    ordered = sorted(samples)
+    return {
+        "p50_us": percentile(ordered, 0.5) / 1e3,
+        "p99_us": percentile(ordered, 0.99) / 1e3,
+        "mean_us": sum(ordered) / len(ordered) / 1e3,
+        "calls": len(ordered),
+    }
+
+
+def clock_cost() -> dict[str, float]:
+    """What an empty measurement shows."""
+    samples: list[int] = []
+    for _ in range(10_000):
+        start = clock()
+        samples.append(clock() - start)
+    return figures(samples)
+
+
+# --- match
+
+
+def local_hashes(prompt: Prompt) -> list[int]:
+    """Dynamo's local block hashes of the prompt, as Python ints."""
+    from dynamo._core import compute_block_hash_for_seq
+
+    return list(compute_block_hash_for_seq(prompt.tokens.tolist(), BLOCK))
+
+
+def radix_tree(fleet: Fleet, hashes: dict[int, list[int]]) -> Any:
+    """Dynamo's tree over the fleet, fed by its JSON events."""
+    from dynamo._core import RadixTree
+
+    tree = RadixTree()
+
+    def store(instance: int, parent: int | None, names: list[int], local: list[int]) -> None:
+        blocks = [{"block_hash": n, "tokens_hash": h} for n, h in zip(names, local, strict=True)]
+        event = {"event_id": 1, "dp_rank": 0, "data": {"stored": {"parent_hash": parent, "blocks": blocks}}}
+        tree.apply_event(instance, json.dumps(event).encode())
+
+    any_prompt = next(iter(fleet.prompts.values()))[0]
+    shared = hashes[id(any_prompt)][:SHARED_BLOCKS]
+    for instance in range(INSTANCES):
+        store(instance, None, fleet.shared_hashes.tolist(), shared)
+    for prompts in fleet.prompts.values():
+        for prompt in prompts:
+            names = prompt.hashes.tolist()
+            local = hashes[id(prompt)][SHARED_BLOCKS : len(names)]
+            for instance in prompt.holders:
+                store(instance, names[SHARED_BLOCKS - 1], names[SHARED_BLOCKS:], local)
+    return tree
+
+
+def by_hashes(fleet: Fleet, hashes: dict[int, list[int]]) -> tuple[Router, dict[int, str]]:
+    """Our router over the same caches, named by the same local hashes: it learns them from its own decisions.
+
+    Also the session that leads to each instance.
+    """
+    router = Router("session_affinity", block_size=BLOCK, index="approximate", index_bytes=1 << 30)
+    sessions: dict[int, str] = {}
+    for name in fleet.names:
+        router.add_instance(name)
+    # Which instance a session sticks to is the policy's affair: try sessions until each instance has one.
+    for i in range(100 * INSTANCES):
+        decision, ticket = router.route(prompt_tokens=1, session=str(i))
+        ticket.failed("cancelled")
+        sessions.setdefault(decision.index, str(i))
+        if len(sessions) == INSTANCES:
+            break
+    else:
+        sys.exit("index_vs_dynamo.py: no session for some instance")
+
+    def store(local: list[int], instance: int) -> None:
+        router.route(block_hashes=np.array(local, dtype=np.uint64), session=sessions[instance])[1].finished()
+
+    any_prompt = next(iter(fleet.prompts.values()))[0]
+    for instance in range(INSTANCES):
+        store(hashes[id(any_prompt)][:SHARED_BLOCKS], instance)
+    for prompts in fleet.prompts.values():
+        for prompt in prompts:
+            for instance in prompt.holders:
+                store(hashes[id(prompt)][: len(prompt.hashes)], instance)
+    return router, sessions
+
+
+def match(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
+    """Rows of the match."""
+    hashes = {id(p): local_hashes(p) for prompts in fleet.prompts.values() for p in prompts}
+    tree, (router, sessions) = radix_tree(fleet, hashes), by_hashes(fleet, hashes)
+    how = "match" if hasattr(router, "match") else "score"
+    ask = getattr(router, how)
+    rows = []
+    for blocks, prompts in fleet.prompts.items():
+        theirs: list[int] = []
+        ours: list[int] = []
+        for i in range(calls):
+            prompt = prompts[i * 7919 % len(prompts)]
+            stored = len(prompt.hashes)
+            # Fresh ints in a fresh list for them, a fresh buffer for us; nobody holds the last tenth.
+            new = fleet.rng.integers(1, 2**63, blocks - stored).tolist()
+            array = np.array(hashes[id(prompt)][:stored] + new, np.uint64)
+            as_list = array.tolist()
+            start = clock()
+            found = tree.find_matches(as_list)
+            theirs.append(clock() - start)
+            start = clock()
+            kept = ask(block_hashes=array)  # the answer's end is no part of the call, as with theirs
+            ours.append(clock() - start)
+            del kept
+            if i < 5:
+                check("Dynamo", max(found.scores.values()), stored)
+                decision, ticket = router.route(block_hashes=array, session=sessions[prompt.holders[0]])
+                ticket.failed("cancelled")
+                check("ours", decision.predicted_hit_tokens, stored * BLOCK)
+        rows.append(row("match", f"{blocks} blocks", figures(theirs), figures(ours), f"Router.{how}"))
+    return rows
+
+
+def check(whose: str, found: int, stored: int) -> None:
+    """Figures of an index that finds something else are worth nothing."""
+    if found != stored:
+        sys.exit(f"index_vs_dynamo.py: {whose} index found {found}, stored were {stored}")
+
+
+def row(
+    stage: str, case: str, theirs: dict[str, float] | None, ours: dict[str, float], call: str
+) -> dict[str, Any]:
+    """One line of the table."""
+    ratio = theirs["p50_us"] / ours["p50_us"] if theirs else None
+    return {
+        "stage": stage,
+        "case": case,
+        "ours": ours,
+        "dynamo": theirs,
+        "ratio_p50": ratio,
+        "our_call": call,
+    }
+
+
+# --- hash
+
+
+def hashing(calls: int) -> list[dict[str, Any]]:
+    """Rows of token hashing, per 1k tokens."""
+    from dynamo._core import compute_block_hash_for_seq
+
+    rng = np.random.default_rng(1)
+    router = Router("round_robin", block_size=BLOCK)
+    router.add_instance("engine")
+    ask = getattr(router, "match", router.score)
+    rows = []
+    for thousands in (8, 100):
+        theirs: list[int] = []
+        ours: list[int] = []
+        least: list[int] = []
+        for _ in range(max(calls // 4, 20)):
+            tokens = rng.integers(0, 150_000, thousands * 1000, dtype=np.uint32)
+            as_list, first = tokens.tolist(), tokens[:BLOCK]
+            start = clock()
+            compute_block_hash_for_seq(as_list, BLOCK)
+            theirs.append(clock() - start)
+            ask(tokens=first)
+            start = clock()
+            ask(tokens=first)
+            middle = clock()
+            ask(tokens=tokens)
+            ours.append(clock() - middle)
+            least.append(middle - start)
+        # Nothing is stored: what a long prompt takes beyond one block is its hashing.
+        base = figures(least)["p50_us"]
+        per = [figures(theirs), figures(ours)]
+        for whose, extra in zip(per, (0.0, base), strict=True):
+            for key in ("p50_us", "p99_us", "mean_us"):
+                whose[key] = (whose[key] - extra) / thousands
+        call = f"Router.{ask.__name__}, less one of {BLOCK} tokens"
+        rows.append(row("hash, per 1k tokens", f"{thousands}k tokens", *per, call))
+    return rows
+
+
+# --- decide
+
+
+class Selection:
+    """Dynamo's selection service over the fleet, its index fed over ZMQ in vLLM's format."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        import zmq
+        from dynamo._core import SelectionService
+
+        self.fleet, self.service = fleet, SelectionService()
+        context = zmq.Context.instance()
+        context.set(zmq.MAX_SOCKETS, 4 * INSTANCES)
+        self.sockets = [context.socket(zmq.PUB) for _ in range(INSTANCES)]
+        for socket in self.sockets:
+            socket.sndhwm = 0
+
+    async def feed(self) -> None:
+        """Registers the instances and waits until the deepest prompt of the last event is found."""
+        import msgpack
+
+        for worker, socket in enumerate(self.sockets):
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            record = {"worker_id": worker, "model_name": "bench", "endpoint": f"http://127.0.0.1:{port}"}
+            await self.service.upsert_worker(
+                {**record, "block_size": BLOCK, "kv_events_endpoints": {0: f"tcp://127.0.0.1:{port}"}}
+            )
+        await asyncio.sleep(2.0)  # subscriptions; what is published before is lost
+        counts = [0] * INSTANCES
+        for instance, parent, names, tokens in self.fleet.stored():
+            event = ["BlockStored", names.tolist(), parent, tokens.tolist(), BLOCK, None]
+            payload = msgpack.packb([time.time(), [event], 0])
+            self.sockets[instance].send_multipart([b"", struct.pack(">Q", counts[instance]), payload])
+            counts[instance] += 1
+        for prompts in self.fleet.prompts.values():
+            for prompt in prompts[:: max(len(prompts) // 20, 1)]:
+                await self._arrived(prompt)
+
+    async def _arrived(self, prompt: Prompt) -> None:
+        stored, found = len(prompt.hashes), 0
+        for _ in range(300):
+            answer = await self.service.overlap_scores(request(prompt.tokens))
+            found = max(worker["device_blocks"] for worker in answer["workers"])
+            if found == stored:
+                return
+            await asyncio.sleep(0.1)
+        check("Dynamo's selection", found, stored)
+
+    def close(self) -> None:
+        """Ends the service and the feeds."""
+        self.service.shutdown()
+        for socket in self.sockets:
+            socket.close(0)
+
+
+def request(tokens: Any) -> dict[str, Any]:
+    """A selection request; its list of tokens is what the binding takes."""
+    return {"model_name": "bench", "token_ids": tokens.tolist()}
+
+
+async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
+    """Rows of the whole decision."""
+    router = fleet.router()
+    selection = Selection(fleet)
+    await selection.feed()
+    prompts = fleet.prompts[512]
+    prompt = prompts[3]
+    decision, ticket = router.route(tokens=prompt.tokens)
+    ticket.failed("cancelled")
+    check("ours", decision.predicted_hit_tokens, len(prompt.hashes) * BLOCK)
+
+    async def theirs(
+        call: Callable[[dict[str, Any]], Awaitable[Any]], count: int
+    ) -> tuple[list[int], list[int]]:
+        samples: list[int] = []
+        freeing: list[int] = []
+        for i in range(count):
+            ask = request(prompts[i * 7919 % len(prompts)].tokens)
+            start = clock()
+            answer = await call(ask)
+            samples.append(clock() - start)
+            if "selection_id" in answer:
+                start = clock()
+                await selection.service.free_reservation(answer["selection_id"])
+                freeing.append(clock() - start)
+        return samples, freeing
+
+    def ours(count: int, spread: int, flush: Any = None, pause: float = 0.0) -> tuple[list[int], list[int]]:
+        samples: list[int] = []
+        closing: list[int] = []
+        for i in range(count):
+            tokens = prompts[i * 7919 % spread].tokens
+            if flush is not None:
+                np.add(flush, 1, out=flush)
+            if pause:
+                time.sleep(pause)
+            start = clock()
+            _, ticket = router.route(tokens=tokens)
+            middle = clock()
+            ticket.finished()
+            closing.append(clock() - middle)
+            samples.append(middle - start)
+        return samples, closing
+
+    everyone = len(prompts)
+    select: list[int] = []
+    reserve: list[int] = []
+    free: list[int] = []
+    warm: list[int] = []
+    wide: list[int] = []
+    close: list[int] = []
+    ours(200, 16)
+    few = max(calls // 10, 20)
+    for _ in range(5):  # in turn
+        select += (await theirs(selection.service.select, few))[0]
+        both = await theirs(selection.service.select_and_reserve, few)
+        reserve, free = reserve + both[0], free + both[1]
+        both = ours(calls, 16)
+        warm, close = warm + both[0], close + both[1]
+        wide += ours(calls, everyone)[0]
+    cold = ours(few * 3, everyone, np.zeros(FLUSH_BYTES // 8, np.uint64))[0]
+    selection.close()
+    paced = ours(calls, everyone, pause=250e-6)[0]
+    with Events(fleet, router) as events:
+        beside = ours(calls * 10, everyone, pause=250e-6)[0]
+    at_rest = figures(select)
+    call = "Router.route"
+    beside_row = row("decide 8k, 100k events/s beside", "all prompts in turn", None, figures(beside), call)
+    beside_row["events_per_second"] = events.rate
+    return [
+        row("decide 8k, warm", "16 prompts in turn; theirs: all", at_rest, figures(warm), call + " / select"),
+        row("decide 8k, warm", "all prompts in turn", at_rest, figures(wide), call + " / select"),
+        row(
+            "decide 8k, booked",
+            "all prompts in turn",
+            figures(reserve),
+            figures(wide),
+            call + " / select_and_reserve",
+        ),
+        row(
+            "end of a booking",
+            "all prompts in turn",
+            figures(free),
+            figures(close),
+            "Ticket.finished / free_reservation",
+        ),
+        row("decide 8k, caches flushed", "all prompts in turn", None, figures(cold), call),
+        row("decide 8k, a call each 250 us", "all prompts in turn", None, figures(paced), call),
+        beside_row,
+    ]
+
+
+class Events:
+    """A thread that stores and removes blocks at a fixed rate, on all instances in turn."""
+
+    def __init__(self, fleet: Fleet, router: Router) -> None:
+        self.router, self.names = router, fleet.names
+        self.batches = [
+            (
+                fleet.rng.integers(1, 2**63, EVENT_BLOCKS, dtype=np.uint64),
+                fleet.rng.integers(0, 150_000, EVENT_BLOCKS * BLOCK, dtype=np.uint32),
+            )
+            for _ in range(2 * INSTANCES)
+        ]
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+        self.rate = 0.0
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        done = 0
+        while not self.over.is_set():
+            instance, turn = done % INSTANCES, done // INSTANCES
+            hashes, tokens = self.batches[(instance + turn // 2 * 7) % len(self.batches)]
+            if turn % 2 == 0:
+                self.router.blocks_stored(self.names[instance], hashes, tokens)
+            else:
+                self.router.blocks_removed(self.names[instance], hashes)
+            done += 1
+            wait = began + done * EVENT_BLOCKS / EVENTS_PER_SECOND - time.monotonic()
+            if wait > 0:
+                time.sleep(wait)
+        self.rate = done * EVENT_BLOCKS / (time.monotonic() - began)
+
+    def __enter__(self) -> Events:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
+
+
+def show(rows: list[dict[str, Any]]) -> str:
+    """The rows in Markdown."""
+
+    def pair(figures: dict[str, float] | None) -> str:
+        return f"{figures['p50_us']:.2f} / {figures['p99_us']:.2f}" if figures else "-"
+
+    lines = [
+        "| stage | case | ours p50 / p99 us | Dynamo p50 / p99 us | ratio p50 |",
+        "|---|---|---|---|---|",
+    ]
+    for line in rows:
+        ratio = f"{line['ratio_p50']:.1f}" if line["dynamo"] else "-"
+        cells = [line["stage"], line["case"], pair(line["ours"]), pair(line["dynamo"]), ratio]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs all three and writes the raw file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rivals", type=Path, default=ROOT / "bench" / "rivals" / ".venv", help="made by install.sh"
+    )
+    parser.add_argument("--calls", type=int, default=1000, help="calls a row")
+    parser.add_argument(
+        "--only", nargs="+", choices=["match", "hash", "decide"], default=["match", "hash", "decide"]
+    )
+    parser.add_argument("--json", action="store_true", help="print the raw result instead of the table")
+    parser.add_argument("--out", type=Path, help="default: bench/results/DATE-decision.json")
+    options = parser.parse_args()
+    packages = sorted(options.rivals.glob("lib/python3*/site-packages"))
+    if not packages:
+        sys.exit(
+            f"index_vs_dynamo.py: no virtual environment at {options.rivals}: run bench/rivals/install.sh"
+        )
+    sys.path.append(str(packages[0]))  # behind our own packages
+    os.environ.setdefault("DYN_LOG", "error")
+    load = [os.getloadavg()]
+    fleet = Fleet()
+    rows: list[dict[str, Any]] = []
+    if "match" in options.only:
+        rows += match(fleet, options.calls)
+    if "hash" in options.only:
+        rows += hashing(options.calls)
+    if "decide" in options.only:
+        rows += asyncio.run(decide(fleet, options.calls))
+    result = {
+        **about(options.rivals / "bin" / "python", []),
+        "load_average": [*load, os.getloadavg()],
+        "setting": {
+            "instances": INSTANCES,
+            "pairs": fleet.pairs(),
+            "block_size": BLOCK,
+            "calls": options.calls,
+        },
+        "clock": clock_cost(),
+        "rows": rows,
+    }
+    path = write_result(result, "decision", options.out)
+    print(json.dumps(result) if options.json else f"{show(rows)}\n\nraw figures: {path}")
+
+
+if __name__ == "__main__":
+    main()

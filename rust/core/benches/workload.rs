@@ -1,0 +1,48 @@
+//! The workload of the index figures: 256 instances, about 1M (instance, block) pairs, the first 32 blocks of every prompt
+//! shared by all, the rest of each prompt on one instance.
+use lmetric_core::InstanceId;
+use lmetric_core::kv::hash::{Domain, chain};
+use lmetric_core::kv::index::KvIndex;
+
+pub const INSTANCES: usize = 256;
+const SHARED: u64 = 32;
+const PROMPTS: u64 = 512;
+
+pub fn domain() -> Domain {
+    Domain::new(&[Some("model"), Some("tokenizer")], 16)
+}
+
+/// Local block hashes of prompt `p`.
+pub fn prompt(p: u64, blocks: u64) -> Vec<u64> {
+    (0..blocks).map(|b| if b < SHARED { b } else { (p + 1) << 24 | b }).collect()
+}
+
+pub fn chained(local: &[u64]) -> Vec<u64> {
+    let mut out = Vec::new();
+    chain(domain(), local, &mut out);
+    out
+}
+
+/// The index, filled as a router would: each prompt recorded once, turn by turn.
+pub fn filled(byte_bound: usize) -> KvIndex {
+    let mut index = KvIndex::new(byte_bound);
+    (0..INSTANCES as u32).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+    for p in 0..PROMPTS {
+        let chain = chained(&prompt(p, 1985));
+        for end in [600, 1300, 1985] {
+            index.record(InstanceId((p % INSTANCES as u64) as u32), &chain[..end]);
+        }
+    }
+    index
+}
+
+/// Queries of so many local hashes; the last tenth of each is unseen.
+pub fn queries(blocks: u64) -> Vec<Vec<u64>> {
+    let seen = blocks * 9 / 10;
+    let query = |p: u64| {
+        let mut local = prompt(p, seen);
+        local.extend((seen..blocks).map(|b| 1 << 60 | p << 24 | b));
+        local
+    };
+    (0..PROMPTS).map(|n| query(n * 197 % PROMPTS)).collect()
+}

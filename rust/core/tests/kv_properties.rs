@@ -1,0 +1,330 @@
+//! The index against a naive model: per instance a count of physical copies of each block, and depths by linear scan.
+use lmetric_core::InstanceId;
+use lmetric_core::kv::hash::{Domain, chain};
+use lmetric_core::kv::index::{Copies, KvIndex};
+use proptest::prelude::*;
+use std::collections::{HashMap, HashSet};
+
+/// Slots far apart, more of them than a node keeps in a list.
+fn instance(i: usize) -> InstanceId {
+    InstanceId((i * 37) as u32)
+}
+
+const INSTANCES: usize = 20;
+const SLOTS: usize = INSTANCES * 37;
+
+fn chain_of(symbols: &[u64]) -> Vec<u64> {
+    let mut out = Vec::new();
+    chain(Domain::new(&[], 16), symbols, &mut out);
+    out
+}
+
+struct Model {
+    copies: Vec<HashMap<u64, u32>>,
+    /// What any block stands behind, as far as seen.
+    parents: HashMap<u64, Option<u64>>,
+}
+
+impl Model {
+    fn new() -> Model {
+        Model { copies: vec![HashMap::new(); INSTANCES], parents: HashMap::new() }
+    }
+
+    /// Blocks someone holds, and all before them.
+    fn known(&self) -> HashSet<u64> {
+        let mut known = HashSet::new();
+        for hash in self.copies.iter().flat_map(HashMap::keys) {
+            let mut at = Some(*hash);
+            while let Some(hash) = at.filter(|h| known.insert(*h)) {
+                at = self.parents[&hash];
+            }
+        }
+        known
+    }
+
+    fn store(&mut self, i: usize, chain: &[u64], from: usize, copies: Copies) -> usize {
+        if from > 0 && !self.known().contains(&chain[from - 1]) {
+            return 0;
+        }
+        for at in from..chain.len() {
+            self.parents.insert(chain[at], at.checked_sub(1).map(|p| chain[p]));
+            let count = self.copies[i].entry(chain[at]).or_default();
+            *count = match copies {
+                Copies::Add => *count + 1,
+                Copies::Reset => 1,
+                Copies::Keep => (*count).max(1),
+            };
+        }
+        chain.len() - from
+    }
+
+    fn remove(&mut self, i: usize, hash: u64) -> bool {
+        let Some(count) = self.copies[i].get_mut(&hash) else { return false };
+        *count -= 1;
+        if *count == 0 {
+            self.copies[i].remove(&hash);
+        }
+        true
+    }
+
+    fn depth(&self, i: usize, chain: &[u64]) -> u32 {
+        chain.iter().take_while(|h| self.copies[i].contains_key(h)).count() as u32
+    }
+}
+
+fn check(index: &KvIndex, model: &Model, query: &[u64]) -> Result<(), TestCaseError> {
+    let mut hits = vec![77; SLOTS];
+    index.match_prefix(query, &mut hits);
+    let expected: Vec<u32> =
+        (0..SLOTS).map(|s| if s % 37 == 0 { model.depth(s / 37, query) } else { 0 }).collect();
+    prop_assert_eq!(&hits, &expected);
+    // A window that ends within a group of slots.
+    let mut few = vec![77; 70];
+    index.match_prefix(query, &mut few);
+    prop_assert_eq!(&few[..], &expected[..70]);
+    for at in [0, query.len() / 2, query.len() - 1] {
+        let mut holders = Vec::new();
+        index.holders(query[at], &mut holders);
+        let expected: Vec<_> =
+            (0..INSTANCES).filter(|i| model.depth(*i, query) as usize > at).map(instance).collect();
+        prop_assert_eq!(index.holders_count(query[at]), expected.len());
+        prop_assert_eq!(holders, expected);
+    }
+    Ok(())
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Store {
+        i: usize,
+        path: Vec<u64>,
+        from: usize,
+        reset: bool,
+    },
+    Record {
+        i: usize,
+        path: Vec<u64>,
+    },
+    /// Removes a block of those the instance holds, or of a path that it may not hold.
+    Remove {
+        i: usize,
+        pick: usize,
+        path: Vec<u64>,
+    },
+    Clear {
+        i: usize,
+        forget: bool,
+    },
+}
+
+/// A few symbols give much sharing, a tail of one symbol gives long runs.
+fn paths(longest: usize) -> impl Strategy<Value = Vec<u64>> {
+    (prop::collection::vec(0u64..2, 1..6), 0..longest).prop_map(|(mut path, tail)| {
+        path.extend(std::iter::repeat_n(2, tail));
+        path
+    })
+}
+
+fn steps(longest: usize) -> impl Strategy<Value = Vec<Step>> {
+    let i = 0..INSTANCES;
+    let step = prop_oneof![
+        6 => (i.clone(), paths(longest), 0usize..longest, prop::bool::weighted(0.25))
+            .prop_map(|(i, path, from, reset)| Step::Store { i, from: from % path.len(), path, reset }),
+        4 => (i.clone(), paths(longest)).prop_map(|(i, path)| Step::Record { i, path }),
+        12 => (i.clone(), any::<usize>(), paths(longest)).prop_map(|(i, pick, path)| Step::Remove { i, pick, path }),
+        1 => (i, any::<bool>()).prop_map(|(i, forget)| Step::Clear { i, forget }),
+    ];
+    prop::collection::vec(step, 1..120)
+}
+
+fn run(all: Vec<Step>, queries: Vec<Vec<u64>>) -> Result<(), TestCaseError> {
+    let mut index = KvIndex::new(1 << 26);
+    let mut model = Model::new();
+    (0..INSTANCES).for_each(|i| assert!(index.add_instance(instance(i), None)));
+    for step in all {
+        match step {
+            Step::Store { i, path, from, reset } => {
+                let copies = if reset { Copies::Reset } else { Copies::Add };
+                let chain = chain_of(&path);
+                let parent = from.checked_sub(1).map(|p| chain[p]);
+                let placed = index.store(instance(i), parent, &chain[from..], copies);
+                prop_assert_eq!(placed, model.store(i, &chain, from, copies));
+            }
+            Step::Record { i, path } => {
+                index.record(instance(i), &chain_of(&path));
+                model.store(i, &chain_of(&path), 0, Copies::Keep);
+            }
+            Step::Remove { i, pick, path } => {
+                let mut held: Vec<u64> = model.copies[i].keys().copied().collect();
+                held.sort_unstable();
+                let other = *chain_of(&path).last().unwrap();
+                let hash = if held.is_empty() || pick % 8 == 0 { other } else { held[pick % held.len()] };
+                prop_assert_eq!(index.removed(instance(i), hash), model.remove(i, hash));
+            }
+            Step::Clear { i, forget } => {
+                if forget {
+                    index.remove_instance(instance(i));
+                    index.add_instance(instance(i), None);
+                } else {
+                    index.cleared(instance(i));
+                }
+                model.copies[i].clear();
+            }
+        }
+        for query in &queries {
+            check(&index, &model, &chain_of(query))?;
+        }
+        for i in 0..INSTANCES {
+            prop_assert_eq!(index.blocks(instance(i)) as usize, model.copies[i].len());
+        }
+        prop_assert_eq!(index.nodes(), model.known().len());
+    }
+    (0..INSTANCES).for_each(|i| index.remove_instance(instance(i)));
+    prop_assert_eq!((index.nodes(), index.pairs()), (0, 0));
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn short_chains_equal_the_naive_model(all in steps(6), queries in prop::collection::vec(paths(6), 1..5)) {
+        run(all, queries)?;
+    }
+
+    #[test]
+    fn long_chains_equal_the_naive_model(all in steps(300), queries in prop::collection::vec(paths(300), 1..3)) {
+        run(all, queries)?;
+    }
+
+    /// Approximate feed with capacities: bounded, prefix-closed, and what was recorded last is there.
+    #[test]
+    fn records_stay_within_capacity_and_prefix_closed(
+        capacities in prop::collection::vec(1u32..60, 3),
+        prompts in prop::collection::vec((0usize..3, paths(30), any::<bool>()), 1..150),
+    ) {
+        let mut index = KvIndex::new(1 << 26);
+        for (i, capacity) in capacities.iter().enumerate() {
+            index.add_instance(instance(i), Some(*capacity));
+        }
+        let mut seen: HashSet<u64> = HashSet::new();
+        let mut recent: Vec<Vec<u64>> = Vec::new();
+        for (i, path, hinted) in prompts {
+            let chain = chain_of(&path);
+            let mut hits = vec![0; SLOTS];
+            index.match_prefix(&chain, &mut hits);
+            if hinted {
+                index.record_hit(instance(i), &chain, hits[instance(i).index()]);
+            } else {
+                index.touch(instance(i), &chain, hits[instance(i).index()]);
+                index.record(instance(i), &chain);
+            }
+            index.match_prefix(&chain, &mut hits);
+            prop_assert_eq!(hits[instance(i).index()] as usize, chain.len().min(capacities[i] as usize));
+            seen.extend(&chain);
+            recent.push(chain);
+            for (i, capacity) in capacities.iter().enumerate() {
+                prop_assert!(index.blocks(instance(i)) <= *capacity);
+                let held = seen.iter().filter(|h| index.holds(instance(i), **h)).count();
+                prop_assert_eq!(held, index.blocks(instance(i)) as usize);
+            }
+            for chain in recent.iter().rev().take(20) {
+                index.match_prefix(chain, &mut hits);
+                for i in 0..capacities.len() {
+                    let linear = chain.iter().take_while(|h| index.holds(instance(i), **h)).count();
+                    prop_assert_eq!(hits[instance(i).index()] as usize, linear);
+                    let held = chain.iter().filter(|h| index.holds(instance(i), **h)).count();
+                    prop_assert_eq!(linear, held, "an inner block went before a leaf");
+                }
+            }
+        }
+    }
+}
+
+/// What is pushed out is the least recently used chain, from its end; a touch counts as use.
+#[test]
+fn eviction_takes_the_least_recently_used_chain_from_its_end() {
+    let mut index = KvIndex::new(1 << 24);
+    let a = instance(0);
+    index.add_instance(a, Some(30));
+    let prompts: Vec<Vec<u64>> = (0..4).map(|p| chain_of(&[p; 10])).collect();
+    prompts[..3].iter().for_each(|p| index.record(a, p));
+    index.touch(a, &prompts[0], 10);
+    index.record(a, &prompts[3][..4]);
+    let depth = |index: &KvIndex, p: usize| {
+        let mut hits = [0];
+        index.match_prefix(&prompts[p], &mut hits);
+        hits[0]
+    };
+    assert_eq!([0, 1, 2, 3].map(|p| depth(&index, p)), [10, 6, 10, 4]);
+    index.record(a, &prompts[3]);
+    assert_eq!([0, 1, 2, 3].map(|p| depth(&index, p)), [10, 0, 10, 10]);
+    assert_eq!(index.evicted_blocks(), 10);
+}
+
+/// A prefix used on its own outlives the older chain that goes on behind it.
+#[test]
+fn a_touched_prefix_outlives_what_stands_behind_it() {
+    let mut index = KvIndex::new(1 << 24);
+    let a = instance(0);
+    index.add_instance(a, Some(20));
+    let (long, other, third) = (chain_of(&[1; 10]), chain_of(&[2; 10]), chain_of(&[3; 8]));
+    index.record(a, &long);
+    index.record(a, &other);
+    index.touch(a, &long, 4);
+    index.record(a, &third);
+    let mut hits = [0];
+    index.match_prefix(&long, &mut hits);
+    assert_eq!(hits, [4]);
+    index.match_prefix(&other, &mut hits);
+    assert_eq!(hits, [8]);
+}
+
+/// The bound in bytes holds after every call, in both feeds, with shared prefixes, holes and long queues.
+#[test]
+fn bytes_never_pass_the_bound() {
+    let bound = 2 << 20;
+    let mut index = KvIndex::new(bound);
+    (0..INSTANCES).for_each(|i| assert!(index.add_instance(instance(i), None)));
+    let mut hits = vec![0; SLOTS];
+    for prompt in 0..20_000u64 {
+        let i = (prompt * 7 % INSTANCES as u64) as usize;
+        let symbols: Vec<u64> = (0..20).map(|b| if b < 8 { b } else { prompt / 3 * 100 + b }).collect();
+        let chain = chain_of(&symbols);
+        match prompt % 3 {
+            0 => index.record(instance(i), &chain),
+            1 => {
+                assert_eq!(index.stored(instance(i), None, &chain), 20);
+                index.removed(instance(i), chain[12]);
+            }
+            _ => (0..INSTANCES).for_each(|i| index.record(instance(i), &chain[..9])),
+        }
+        assert!(index.bytes() <= bound, "{} after {prompt}", index.bytes());
+        if prompt % 3 == 0 {
+            index.match_prefix(&chain, &mut hits);
+            assert_eq!(hits[instance(i).index()], 20);
+        }
+    }
+    assert!(index.evicted_blocks() > 100_000);
+    assert_eq!(index.dropped_blocks(), 0);
+    assert!(index.pairs() > 20_000, "{}", index.pairs());
+    (0..INSTANCES).for_each(|i| index.remove_instance(instance(i)));
+    assert_eq!((index.nodes(), index.pairs()), (0, 0));
+}
+
+#[test]
+fn slots_out_of_range_and_unopened_are_left_alone() {
+    let mut index = KvIndex::new(1 << 22);
+    assert!(!index.add_instance(InstanceId(4096), None));
+    assert!(index.add_instance(InstanceId(4095), None));
+    let chain = chain_of(&[1, 2, 3]);
+    index.record(InstanceId(4096), &chain);
+    assert_eq!(index.stored(InstanceId(3), None, &chain), 0);
+    index.record(InstanceId(4095), &chain);
+    let mut hits = vec![9; 4096];
+    index.match_prefix(&chain, &mut hits);
+    assert_eq!(hits[4095], 3);
+    assert_eq!(hits.iter().sum::<u32>(), 3);
+    index.match_prefix(&[], &mut hits);
+    assert_eq!(hits.iter().sum::<u32>(), 0);
+}

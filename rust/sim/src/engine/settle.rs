@@ -1,0 +1,208 @@
+//! What a step has done, and the books.
+use super::{Admission, Chunk, Engine};
+use crate::events::{Prefilled, Token};
+use crate::hash;
+use crate::sequence::State;
+use std::cmp::Reverse;
+
+impl Engine {
+    pub(super) fn finish_decodes(&mut self, steps: u32) {
+        let made = self.decoding.len() as u64 * u64::from(steps);
+        self.tick += u64::from(steps);
+        self.context_tokens += made;
+        self.counters.generation_tokens += made;
+        if let Some(generator) = &self.generator {
+            for &slot in &self.decoding {
+                let sequence = &mut self.sequences[slot];
+                let token = generator.next(sequence.read);
+                sequence.read.read(token);
+                sequence.tokens.push(token);
+                let last = sequence.end == self.tick;
+                self.events.tokens.push(Token { id: sequence.id, token, from_prefill: false, last });
+            }
+        }
+        while let Some(&Reverse((end, slot))) = self.ends.peek().filter(|Reverse((end, _))| *end <= self.tick)
+        {
+            self.ends.pop();
+            if self.sequences[slot].state == State::Decode && self.sequences[slot].end == end {
+                self.finish(slot);
+            }
+        }
+    }
+
+    pub(super) fn finish_prefills(&mut self) {
+        for i in 0..self.chunks.len() {
+            let Chunk { slot, order, tokens, .. } = self.chunks[i];
+            let sequence = &mut self.sequences[slot];
+            if (sequence.state, sequence.order) != (State::Prefill, order) {
+                continue; // aborted while the step ran
+            }
+            sequence.computed += tokens;
+            let done = sequence.computed == sequence.total;
+            self.events.prefilled.push(Prefilled { id: sequence.id, tokens, done });
+            if done {
+                self.finish_prefill(slot);
+            }
+        }
+        self.chunks.clear();
+    }
+
+    /// The prefill is complete: the prompt's blocks are there, and so is an output token.
+    pub(super) fn finish_prefill(&mut self, slot: u32) {
+        if self.settings.admission == Admission::Reserve {
+            self.cache_prompt(slot);
+        }
+        self.prefilling.retain(|&other| other != slot);
+        let sequence = &mut self.sequences[slot];
+        self.prefilling_tokens -= u64::from(sequence.total);
+        if sequence.total == sequence.prompt_tokens {
+            self.counters.prompt_tokens += u64::from(sequence.prompt_tokens);
+            self.counters.cached_prompt_tokens += u64::from(sequence.cached.unwrap_or(0));
+        }
+        sequence.total += 1;
+        let left = sequence.prompt_tokens + sequence.output_tokens - sequence.total;
+        (sequence.state, sequence.since, sequence.end) =
+            (State::Decode, self.tick, self.tick + u64::from(left));
+        self.counters.generation_tokens += 1;
+        if let Some(generator) = &self.generator {
+            let token = generator.next(sequence.read);
+            sequence.read.read(token);
+            sequence.tokens.push(token);
+            self.events.tokens.push(Token { id: sequence.id, token, from_prefill: true, last: left == 0 });
+        }
+        let (total, end) = (sequence.total, sequence.end);
+        sequence.at = self.decoding.len() as u32;
+        self.decoding.push(slot);
+        self.context_tokens += u64::from(total);
+        let phase = self.crossing_phase(slot);
+        self.sequences[slot].crossing_at = self.crossings[phase].len() as u32;
+        self.crossings[phase].push(slot);
+        if left == 0 {
+            self.finish(slot);
+        } else {
+            self.ends.push(Reverse((end, slot)));
+        }
+    }
+
+    /// Reserving admission: all blocks of the prompt enter the cache, the first as the most recently used.
+    pub(super) fn cache_prompt(&mut self, slot: u32) {
+        let sequence = &self.sequences[slot];
+        let most = sequence.prompt_tokens.div_ceil(self.profile.block_tokens) as usize;
+        let chain = &sequence.chain[..sequence.chain.len().min(most)];
+        self.found.clear();
+        self.found.extend(chain.iter().map_while(|&hash| self.pool.find(hash)));
+        // First those that are there, so that they do not make room for the others.
+        self.found.iter().rev().for_each(|&block| self.pool.touch(block));
+        let (parents, new) = chain.split_at(self.found.len());
+        for &hash in new.iter().rev() {
+            match self.pool.find(hash) {
+                Some(block) => self.pool.touch(block),
+                None => {
+                    if let Some(block) = self.pool.take(&mut self.kv) {
+                        self.pool.name(block, hash);
+                        self.pool.release(block);
+                    }
+                }
+            }
+        }
+        self.found.iter().rev().for_each(|&block| self.pool.touch(block));
+        if !new.is_empty() {
+            let block = self.profile.block_tokens as usize;
+            let tokens = sequence.tokens.get(parents.len() * block..chain.len() * block).unwrap_or_default();
+            self.kv.stored(parents.last().copied(), new, tokens, sequence.salt.as_ref());
+        }
+    }
+
+    /// A request has its last token.
+    pub(super) fn finish(&mut self, slot: u32) {
+        self.events.finished.push(self.sequences[slot].id);
+        self.name_blocks(slot, self.sequences[slot].total_at(self.tick) - 1);
+        self.unplace(slot);
+        self.forget(slot);
+        self.counters.finished += 1;
+    }
+
+    pub(super) fn running(&self) -> u32 {
+        (self.prefilling.len() + self.decoding.len()) as u32
+    }
+
+    pub(super) fn running_tokens(&self) -> u64 {
+        self.prefilling_tokens + self.context_tokens
+    }
+
+    /// Tokens that this step's decodes and chunks so far leave.
+    pub(super) fn budget(&self) -> u32 {
+        let planned: u32 = self.chunks.iter().map(|chunk| chunk.tokens).sum();
+        self.profile.max_batch_tokens - self.decoding.len() as u32 - planned
+    }
+
+    pub(super) fn crossing_phase(&self, slot: u32) -> usize {
+        let (sequence, block) = (&self.sequences[slot], u64::from(self.profile.block_tokens));
+        let ahead = (block - u64::from(sequence.total - 1) % block) % block;
+        ((sequence.since + ahead) % block) as usize
+    }
+
+    /// The full blocks among the first `computed` tokens can be found from now on.
+    pub(super) fn name_blocks(&mut self, slot: u32, computed: u32) {
+        if self.settings.admission == Admission::Reserve {
+            return;
+        }
+        let block = self.profile.block_tokens as usize;
+        let sequence = &mut self.sequences[slot];
+        if !sequence.tokens.is_empty() {
+            let computed = &sequence.tokens[..sequence.tokens.len().min(computed as usize)];
+            hash::extend(sequence.root, block, computed, &mut self.bytes, &mut sequence.chain);
+        }
+        let full = (computed as usize / block).min(sequence.chain.len());
+        let named = sequence.named;
+        if full <= named {
+            return;
+        }
+        for i in named..full {
+            self.pool.name(sequence.blocks[i], sequence.chain[i]);
+        }
+        let parent = named.checked_sub(1).map(|i| sequence.chain[i]);
+        let tokens = sequence.tokens.get(named * block..full * block).unwrap_or_default();
+        self.kv.stored(parent, &sequence.chain[named..full], tokens, sequence.salt.as_ref());
+        sequence.named = full;
+    }
+
+    /// Takes a running sequence out of the batch and gives its blocks back, the last first.
+    pub(super) fn unplace(&mut self, slot: u32) {
+        let (state, total) = (self.sequences[slot].state, self.sequences[slot].total_at(self.tick));
+        if state == State::Decode {
+            self.context_tokens -= u64::from(total);
+            let phase = self.crossing_phase(slot);
+            let (at, crossing_at) = (self.sequences[slot].at, self.sequences[slot].crossing_at);
+            self.decoding.swap_remove(at as usize);
+            if let Some(&moved) = self.decoding.get(at as usize) {
+                self.sequences[moved].at = at;
+            }
+            self.crossings[phase].swap_remove(crossing_at as usize);
+            if let Some(&moved) = self.crossings[phase].get(crossing_at as usize) {
+                self.sequences[moved].crossing_at = crossing_at;
+            }
+        } else {
+            self.prefilling.retain(|&other| other != slot);
+            self.prefilling_tokens -= u64::from(total);
+        }
+        let sequence = &mut self.sequences[slot];
+        (sequence.total, sequence.named) = (total, 0);
+        sequence.blocks.drain(..).rev().for_each(|block| self.pool.release(block));
+    }
+
+    pub(super) fn forget(&mut self, slot: u32) {
+        self.by_id.remove(&self.sequences[slot].id);
+        self.sequences.remove(slot);
+    }
+
+    pub(super) fn clear_events(&mut self) {
+        let events = &mut self.events;
+        events.admitted.clear();
+        events.preempted.clear();
+        events.prefilled.clear();
+        events.tokens.clear();
+        events.finished.clear();
+        (events.steps, events.start, events.end) = (0, 0.0, 0.0);
+    }
+}
