@@ -25,7 +25,9 @@ for turn in range(4):
         ticket.sent()
         ticket.first_token()
         ticket.tokens(199)
-        ticket.finished(prompt_tokens=len(prompt), cached_tokens=decision.predicted_hit_tokens, output_tokens=200)
+        ticket.finished(
+            prompt_tokens=len(prompt), cached_tokens=decision.predicted_hit_tokens, output_tokens=200
+        )
 
 assert router.in_flight() == 0
 
