@@ -2,8 +2,8 @@
 
     python bench/report.py
 
-A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; the words around it are written by hand. The budgets
-are the project's; each is met or MISSED by the figure in the raw file, nothing is rounded in our favour.
+A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; the words around it are written by hand. The
+budgets are the project's; each is met or MISSED by the figure in the raw file, nothing is rounded in our favour.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def http(result: Figures) -> str:
         [
             "Router CPU, us a request, closed loop:",
             part({text: (c, "cpu_us") for c, text in closed.items()}),
-            "Open loop, Poisson arrivals, 500/s: latency added over direct, us, and router CPU, us a request. "
+            "Open loop, Poisson arrivals, 500/s: latency added over direct and router CPU a request, us. "
             f"Direct itself, p50 / p99 us: {base}.",
             part({**added, **{f"CPU {text}": (c, "cpu_us") for c, text in opened.items()}}),
             "200 streams, a token each 5 ms: router CPU, us a chunk; one-way delay added a chunk, us:",

@@ -61,6 +61,5 @@ def test_score(benchmark: Benchmark, fleet: Fleet, router: Router, blocks: int) 
     """Scores of all instances as an array, nothing booked."""
     prompt = fleet.prompts[blocks][0]
     scores = benchmark(router.score, tokens=prompt.tokens)
-    # The score is new tokens x (batch size + 1): only where the batches are equal does the cache alone decide.
     assert scores.shape == (INSTANCES,)
     assert np.isfinite(scores).all()
