@@ -2,6 +2,7 @@
 
 import array
 import gc
+import inspect
 import threading
 from collections import Counter
 
@@ -266,7 +267,7 @@ def public_things() -> list[tuple[str, object]]:
             things += [
                 (f"{name}.{member}", value)
                 for member, value in vars(thing).items()
-                if not member.startswith("_") and (callable(value) or hasattr(value, "__get__"))
+                if not member.startswith("_") and not inspect.ismemberdescriptor(value)
             ]
     return things
 
