@@ -22,7 +22,7 @@ def command(
     speed: Annotated[
         float, typer.Option(help="Arrivals, on the engines' clock, against the trace's.")
     ] = 0.55,
-    clock_speed: Annotated[float, typer.Option(help="The engines' clock against the wall's.")] = 10.0,
+    clock_speed: Annotated[float, typer.Option(help="The engines' clock against the wall's.")] = 8.0,
     max_input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Leave out requests with longer prompts.")
     ] = None,
