@@ -6,7 +6,8 @@ What a request costs is the router's CPU time (all threads and children, /proc) 
 that it does not depend on how busy core 0 is. Cells: `c32_1k`, `c32_32k`, `c256_1k` closed loops
 (connections, bytes of body) by wrk; `o500_1k`, `o500_32k` Poisson arrivals at 500/s; `s200` 200 streams
 with a token each 5 ms. Every prompt is new; half of it is one of 16 shared beginnings. Each run notes how
-much CPU other processes of the machine took meanwhile; the table takes the quiet runs where there are any."""
+much CPU other processes of the machine took meanwhile; the table takes the quiet runs where there are any.
+"""
 
 from __future__ import annotations
 

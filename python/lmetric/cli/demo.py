@@ -21,7 +21,7 @@ def command(
     requests: Annotated[int, typer.Option(min=1, max=1000, help="Requests of the slice.")] = 500,
     speed: Annotated[
         float, typer.Option(help="Arrivals, on the engines' clock, against the trace's.")
-    ] = 0.55,
+    ] = 0.65,
     clock_speed: Annotated[float, typer.Option(help="The engines' clock against the wall's.")] = 8.0,
     max_input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Leave out requests with longer prompts.")
