@@ -3,7 +3,8 @@
     python bench/report.py
 
 A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; the words around it are written by hand. The
-budgets are the project's; each is met or MISSED by the figure in the raw file, nothing is rounded in our favour.
+budgets are the project's; each is met or MISSED by the figure in the raw file, and nothing is rounded in our
+favour.
 """
 
 from __future__ import annotations
