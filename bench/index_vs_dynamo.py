@@ -295,12 +295,15 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
     check("ours", decision.predicted_hit_tokens, len(prompt.hashes) * BLOCK)
 
     async def theirs(
-        call: Callable[[dict[str, Any]], Awaitable[Any]], count: int
+        call: Callable[[dict[str, Any]], Awaitable[Any]], count: int, flush: Any = None
     ) -> tuple[list[int], list[int]]:
         samples: list[int] = []
         freeing: list[int] = []
         for i in range(count):
-            ask = request(prompts[i * 7919 % len(prompts)].tokens)
+            tokens = prompts[i * 7919 % len(prompts)].tokens
+            if flush is not None:
+                np.add(flush, 1, out=flush)
+            ask = request(tokens)  # after the flush: their list was just written, too
             start = clock()
             answer = await call(ask)
             samples.append(clock() - start)
@@ -348,6 +351,7 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
         warm, close = warm + both[0], close + both[1]
         wide += ours(calls, everyone)[0]
     flushed = np.zeros(FLUSH_BYTES // 8, np.uint64)
+    cold_select = figures((await theirs(selection.service.select, few * 3, flushed))[0])
     cold = ours(few * 3, everyone, flush=flushed)[0]
     cold_new = ours(few * 3, everyone, flush=flushed, new=True)[0]
     selection.close()
@@ -364,7 +368,7 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
         row("decide 8k, warm", "500 prompts in turn; select", select_figures, figures(wide), call),
         row("decide 8k, warm", "500 prompts in turn; reserve", figures(reserve), figures(wide), call),
         row("end of a booking", "500 prompts in turn", figures(free), figures(close), "Ticket.finished"),
-        row("decide 8k, caches flushed", "prompt just written", None, figures(cold_new), call),
+        row("decide 8k, caches flushed", "prompt just written; select", cold_select, figures(cold_new), call),
         row("decide 8k, caches flushed", "prompt flushed, too", None, figures(cold), call),
         row("decide 8k, nothing beside", "a new prompt each 250 us", None, figures(paced), call),
         last,

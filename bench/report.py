@@ -3,7 +3,7 @@
     python bench/report.py
 
 A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; the words around it are written by hand. The
-budgets are the project's; each is met or MISSED by the figure in the raw file, nothing is rounded in our
+budgets are the project's; each is met or MISSED by the figure in the raw file, and nothing is rounded in our
 favour.
 """
 

@@ -94,7 +94,8 @@ class Bench:
                 figures["cpu_us"] = (proc.cpu_seconds(pids) - used) / max(figures["requests"], 1) * 1e6
         else:
             what = ["open", port, OPEN[cell], 500] if cell in OPEN else ["streams", port, 200]
-            figures = self._load([*what, self.seconds + 1, self._nonce(), ",".join(map(str, pids)) or "-"])
+            seconds = self.seconds + (cell in OPEN)
+            figures = self._load([*what, seconds, self._nonce(), ",".join(map(str, pids)) or "-"])
         took, after = time.monotonic() - began, os.times()
         waited = (
             after.children_user + after.children_system - children.children_user - children.children_system
@@ -226,9 +227,7 @@ def main() -> None:
         "--rivals", type=Path, default=HERE.parent / "rivals" / ".venv", help="made by install.sh"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--seconds", type=int, default=2, help="of a closed loop; open loops and streams take 1 more"
-    )
+    parser.add_argument("--seconds", type=int, default=2, help="of a run; open loops take 1 more")
     parser.add_argument("--only", nargs="+", choices=[*SUBJECTS], default=[*SUBJECTS])
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=CELLS)
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-http.json")
