@@ -15,18 +15,18 @@ ROOT = Path(__file__).parent.parent
 RIVALS = ("ai-dynamo-runtime", "sglang-router", "smg", "vllm-router", "aiohttp", "uvloop")
 
 
-def about(rivals_python: Path, programs: list[str]) -> dict[str, Any]:
+def about(rivals_python: Path | None, programs: list[str]) -> dict[str, Any]:
     """Time, machine, and the versions of everything measured."""
     from lmetric.machine import machine
 
-    code = "import json, sys; from importlib.metadata import version; "
-    code += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
-    asked = subprocess.run(
-        [str(rivals_python), "-c", code, *RIVALS], capture_output=True, text=True, check=True
-    )
-    versions = json.loads(asked.stdout)
+    versions = {}
+    if rivals_python is not None:
+        code = "import json, sys; from importlib.metadata import version; "
+        code += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
+        argv = [str(rivals_python), "-c", code, *RIVALS]
+        versions = json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
     for program in programs:
-        told = subprocess.run([program, "-v"], capture_output=True, text=True)
+        told = subprocess.run([program, "-V" if program == "rustc" else "-v"], capture_output=True, text=True)
         versions[program] = (told.stdout + told.stderr).splitlines()[0].replace(f"{program} version: ", "")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     dirty = subprocess.run(

@@ -39,6 +39,7 @@ from lmetric._core import Router
 EVENTS_PER_SECOND = 100_000
 EVENT_BLOCKS = 64
 FLUSH_BYTES = 64 << 20
+PAUSE = 250e-6
 clock = time.perf_counter_ns
 
 
@@ -294,12 +295,15 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
     check("ours", decision.predicted_hit_tokens, len(prompt.hashes) * BLOCK)
 
     async def theirs(
-        call: Callable[[dict[str, Any]], Awaitable[Any]], count: int
+        call: Callable[[dict[str, Any]], Awaitable[Any]], count: int, flush: Any = None
     ) -> tuple[list[int], list[int]]:
         samples: list[int] = []
         freeing: list[int] = []
         for i in range(count):
-            ask = request(prompts[i * 7919 % len(prompts)].tokens)
+            tokens = prompts[i * 7919 % len(prompts)].tokens
+            if flush is not None:
+                np.add(flush, 1, out=flush)
+            ask = request(tokens)  # after the flush: their list was just written, too
             start = clock()
             answer = await call(ask)
             samples.append(clock() - start)
@@ -309,7 +313,9 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
                 freeing.append(clock() - start)
         return samples, freeing
 
-    def ours(count: int, spread: int, flush: Any = None, pause: float = 0.0) -> tuple[list[int], list[int]]:
+    def ours(
+        count: int, spread: int, *, flush: Any = None, pause: float = 0.0, new: bool = False
+    ) -> tuple[list[int], list[int]]:
         samples: list[int] = []
         closing: list[int] = []
         for i in range(count):
@@ -318,6 +324,8 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
                 np.add(flush, 1, out=flush)
             if pause:
                 time.sleep(pause)
+            if new:
+                tokens = tokens.copy()  # as from a tokenizer: what was just written is in the cache
             start = clock()
             _, ticket = router.route(tokens=tokens)
             middle = clock()
@@ -342,35 +350,28 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
         both = ours(calls, 16)
         warm, close = warm + both[0], close + both[1]
         wide += ours(calls, everyone)[0]
-    cold = ours(few * 3, everyone, np.zeros(FLUSH_BYTES // 8, np.uint64))[0]
+    flushed = np.zeros(FLUSH_BYTES // 8, np.uint64)
+    cold_select = figures((await theirs(selection.service.select, few * 3, flushed))[0])
+    cold = ours(few * 3, everyone, flush=flushed)[0]
+    cold_new = ours(few * 3, everyone, flush=flushed, new=True)[0]
     selection.close()
-    paced = ours(calls, everyone, pause=250e-6)[0]
+    paced = ours(calls * 4, everyone, pause=PAUSE, new=True)[0]
     with Events(fleet, router) as events:
-        beside = ours(calls * 10, everyone, pause=250e-6)[0]
-    at_rest = figures(select)
-    call = "Router.route"
-    beside_row = row("decide 8k, 100k events/s beside", "all prompts in turn", None, figures(beside), call)
-    beside_row["events_per_second"] = events.rate
+        beside = ours(calls * 10, everyone, pause=PAUSE, new=True)[0]
+    select_figures, call = figures(select), "Router.route"
+    last = row(
+        "decide 8k, 100k cache events/s beside", "a new prompt each 250 us", None, figures(beside), call
+    )
+    last["events_per_second"] = events.rate
     return [
-        row("decide 8k, warm", "16 prompts in turn; theirs: all", at_rest, figures(warm), call + " / select"),
-        row("decide 8k, warm", "all prompts in turn", at_rest, figures(wide), call + " / select"),
-        row(
-            "decide 8k, booked",
-            "all prompts in turn",
-            figures(reserve),
-            figures(wide),
-            call + " / select_and_reserve",
-        ),
-        row(
-            "end of a booking",
-            "all prompts in turn",
-            figures(free),
-            figures(close),
-            "Ticket.finished / free_reservation",
-        ),
-        row("decide 8k, caches flushed", "all prompts in turn", None, figures(cold), call),
-        row("decide 8k, a call each 250 us", "all prompts in turn", None, figures(paced), call),
-        beside_row,
+        row("decide 8k, warm", "16 prompts in turn; select: 500", select_figures, figures(warm), call),
+        row("decide 8k, warm", "500 prompts in turn; select", select_figures, figures(wide), call),
+        row("decide 8k, warm", "500 prompts in turn; reserve", figures(reserve), figures(wide), call),
+        row("end of a booking", "500 prompts in turn", figures(free), figures(close), "Ticket.finished"),
+        row("decide 8k, caches flushed", "prompt just written; select", cold_select, figures(cold_new), call),
+        row("decide 8k, caches flushed", "prompt flushed, too", None, figures(cold), call),
+        row("decide 8k, nothing beside", "a new prompt each 250 us", None, figures(paced), call),
+        last,
     ]
 
 

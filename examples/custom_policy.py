@@ -1,4 +1,7 @@
-"""Scores of your own: expressions that run in Rust, or a Python function. Run: python examples/custom_policy.py"""
+"""Scores of your own: expressions that run in Rust, or a Python function.
+
+Run: python examples/custom_policy.py
+"""
 
 import numpy as np
 
@@ -27,7 +30,7 @@ for policy in ("lmetric", close, weighed, rounded):
         router.engine_report(f"gpu-{number}", waiting=number, running=5)
     chosen = []
     tickets = []  # held open: each decision sees those before it
-    for _ in range(6):
+    for _ in range(8):
         decision, ticket = router.route(tokens=prompt)
         chosen.append(decision.instance)
         tickets.append(ticket)

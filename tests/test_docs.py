@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer
+import yaml
 
 from lmetric.cli.app import MODULES, build
+from lmetric.config import load_config
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -63,3 +67,29 @@ def test_the_readmes_score_expressions_run() -> None:
     assert shown
     for block in shown:
         exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_configuration_page_is_what_the_declarations_make() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "make_config_page"))["page"]()
+    assert (ROOT / "docs" / "configuration.md").read_text() == made, "run scripts/make_config_page"
+
+
+def test_deployment_files_run_commands_that_exist_with_settings_that_load(tmp_path: Path) -> None:
+    unit = (ROOT / "deploy" / "lmetric-router.service").read_text()
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    manifest = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text()))
+    by_kind = {document["kind"]: document for document in manifest}
+    container = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+    for words in (
+        shlex.split(next(line for line in unit.splitlines() if line.startswith("ExecStart=")))[1:],
+        json.loads(next(line for line in dockerfile.splitlines() if line.startswith("CMD "))[4:]),
+        container["args"],
+    ):
+        GROUP.commands[words[0]].make_context(words[0], words[1:])
+    (tmp_path / "router.yaml").write_text(by_kind["ConfigMap"]["data"]["router.yaml"])
+    config = load_config(tmp_path / "router.yaml", environ={})
+    assert len(config.engines) == 2
+    names = {by_kind["ConfigMap"]["metadata"]["name"], container["volumeMounts"][0]["name"]}
+    volume = by_kind["Deployment"]["spec"]["template"]["spec"]["volumes"][0]
+    assert names == {volume["configMap"]["name"], volume["name"]}
+    assert by_kind["Service"]["spec"]["selector"] == by_kind["Deployment"]["spec"]["selector"]["matchLabels"]

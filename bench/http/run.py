@@ -6,7 +6,8 @@ What a request costs is the router's CPU time (all threads and children, /proc) 
 that it does not depend on how busy core 0 is. Cells: `c32_1k`, `c32_32k`, `c256_1k` closed loops
 (connections, bytes of body) by wrk; `o500_1k`, `o500_32k` Poisson arrivals at 500/s; `s200` 200 streams
 with a token each 5 ms. Every prompt is new; half of it is one of 16 shared beginnings. Each run notes how
-much CPU other processes of the machine took meanwhile; the table takes the quiet runs where there are any."""
+much CPU other processes of the machine took meanwhile; the table takes the quiet runs where there are any.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ class Bench:
                 figures["cpu_us"] = (proc.cpu_seconds(pids) - used) / max(figures["requests"], 1) * 1e6
         else:
             what = ["open", port, OPEN[cell], 500] if cell in OPEN else ["streams", port, 200]
-            figures = self._load([*what, self.seconds + 1, self._nonce(), ",".join(map(str, pids)) or "-"])
+            seconds = self.seconds + (cell in OPEN)
+            figures = self._load([*what, seconds, self._nonce(), ",".join(map(str, pids)) or "-"])
         took, after = time.monotonic() - began, os.times()
         waited = (
             after.children_user + after.children_system - children.children_user - children.children_system
@@ -225,9 +227,7 @@ def main() -> None:
         "--rivals", type=Path, default=HERE.parent / "rivals" / ".venv", help="made by install.sh"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--seconds", type=int, default=2, help="of a closed loop; open loops and streams take 1 more"
-    )
+    parser.add_argument("--seconds", type=int, default=2, help="of a run; open loops take 1 more")
     parser.add_argument("--only", nargs="+", choices=[*SUBJECTS], default=[*SUBJECTS])
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=CELLS)
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-http.json")

@@ -3,6 +3,7 @@ use crate::errors::{BadValueError, Result};
 use lmetric_core::CoreError;
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 use std::borrow::Cow;
 
 /// A C-contiguous buffer of integers, held as long as this lives.
@@ -17,6 +18,8 @@ pub enum Ints {
     Wide(PyBuffer<u64>),
     /// Signed 64-bit integers.
     SignedWide(PyBuffer<i64>),
+    /// An empty buffer of whatever kind: its pointer may be anything.
+    Empty,
 }
 
 impl Ints {
@@ -29,6 +32,9 @@ impl Ints {
             .or_else(|_| PyBuffer::<i32>::get(value).map(Ints::Signed))
             .or_else(|_| PyBuffer::<u8>::get(value).map(Ints::Bytes));
         let Ok(taken) = taken else {
+            if value.len().is_ok_and(|n| n == 0) && !value.is_instance_of::<PyList>() {
+                return Ok(Ints::Empty);
+            }
             return Err(bad(
                 value,
                 what,
@@ -41,6 +47,7 @@ impl Ints {
             Ints::Signed(b) => b.is_c_contiguous() && b.dimensions() == 1,
             Ints::Wide(b) => b.is_c_contiguous() && b.dimensions() == 1,
             Ints::SignedWide(b) => b.is_c_contiguous() && b.dimensions() == 1,
+            Ints::Empty => true,
         };
         if !contiguous {
             return Err(bad(value, what, "a C-contiguous buffer of one dimension"));
@@ -59,6 +66,7 @@ impl Ints {
             .into()
         };
         Ok(match self {
+            Ints::Empty => Cow::Borrowed(&[]),
             Ints::Narrow(b) => Cow::Borrowed(in_place(py, b)),
             Ints::Bytes(b) => {
                 let bytes = in_place(py, b);
@@ -92,6 +100,7 @@ impl Ints {
     /// As 64-bit hashes: in place where they are 64 bits wide.
     pub fn hashes<'a>(&'a self, py: Python<'a>, what: &str) -> Result<Cow<'a, [u64]>> {
         Ok(match self {
+            Ints::Empty => Cow::Borrowed(&[]),
             Ints::Wide(b) => Cow::Borrowed(in_place(py, b)),
             Ints::SignedWide(b) => Cow::Owned(in_place(py, b).iter().map(|h| *h as u64).collect()),
             Ints::Narrow(b) => Cow::Owned(in_place(py, b).iter().map(|h| u64::from(*h)).collect()),

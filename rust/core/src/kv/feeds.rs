@@ -5,7 +5,7 @@
 //! entry, in tables that grow in small steps, one per instance.
 use super::hash::{Domain, hash_tokens_after};
 use super::index::{Copies, KvIndex};
-use super::table::{Key, Slot, Table};
+use super::table::{Inserted, Key, Slot, Table};
 use crate::ids::InstanceId;
 
 /// Segments of an instance's table, as a power of two.
@@ -184,7 +184,7 @@ impl ExactFeed {
         if !index.is_open(instance) || !self.open_table(instance.index()) {
             return false;
         }
-        let spare = self.byte_bound.saturating_sub(self.bytes());
+        let others = self.bytes() - self.table_bytes;
         let Some(Some(table)) = self.names.get_mut(instance.index()) else { return false };
         let key = table.key(engine);
         // A name whose block the index does not hold (any more) says nothing about copies.
@@ -194,7 +194,8 @@ impl ExactFeed {
             while table.remove(key, |e| e.engine == engine).is_some() {}
         }
         let before = table.bytes();
-        let mut room = table.insert(key, Entry { engine, chain }, spare);
+        let limit = self.byte_bound.saturating_sub(others + self.table_bytes - before);
+        let mut room = table.insert(key, Entry { engine, chain }, limit) != Inserted::No;
         for share in [0, EVICTED_SHARE] {
             if !room {
                 index.evict_from(
@@ -202,7 +203,7 @@ impl ExactFeed {
                     index.blocks(instance).checked_div(share).map_or(0, |blocks| blocks + 1),
                 );
                 table.retain_near(key, |e| index.holds(instance, e.chain));
-                room = table.insert(key, Entry { engine, chain }, spare);
+                room = table.insert(key, Entry { engine, chain }, limit) != Inserted::No;
             }
         }
         self.table_bytes = self.table_bytes + table.bytes() - before;

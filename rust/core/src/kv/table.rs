@@ -22,7 +22,7 @@ pub(crate) trait Slot: Copy {
 }
 
 /// Where a hash belongs.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, PartialEq)]
 pub(crate) struct Key {
     segment: u32,
     place: u32,
@@ -41,6 +41,17 @@ impl Key {
     pub(crate) fn place(self) -> u32 {
         self.place
     }
+}
+
+/// What came of an insertion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Inserted {
+    /// There was no room.
+    No,
+    /// The entry has its place to itself.
+    Alone,
+    /// There are other entries of the same place.
+    Shared,
 }
 
 struct Segment<S> {
@@ -131,23 +142,22 @@ impl<S: Slot> Table<S> {
         }
     }
 
-    /// Stores `slot` at `key`, growing by at most `spare_bytes`. False: there was no room.
-    pub(crate) fn insert(&mut self, key: Key, slot: S, spare_bytes: usize) -> bool {
+    /// Stores `slot` at `key`; the table grows to `byte_limit` at most.
+    #[inline]
+    pub(crate) fn insert(&mut self, key: Key, slot: S, byte_limit: usize) -> Inserted {
         debug_assert_eq!(slot.place(), key.place);
         let segment = &mut self.segments[key.segment as usize];
-        let full = u64::from(segment.used) * 20 >= u64::from(segment.homes) * 17;
-        if full || !segment.insert(slot) {
+        if !segment.has_room(17) {
             let before = segment.bytes();
-            let grown = segment.grow(before + spare_bytes);
+            let grown = segment.grow((before + byte_limit).saturating_sub(self.bytes));
             self.bytes = self.bytes + segment.bytes() - before;
-            // Refused growth leaves the slots between load 0.85 and 0.95.
-            let usable = grown || full && u64::from(segment.used) * 20 < u64::from(segment.homes) * 19;
-            if !usable || !segment.insert(slot) {
-                return false;
+            // Where it may not grow, it is filled further.
+            if !grown && !segment.has_room(19) {
+                return Inserted::No;
             }
         }
         self.entries += 1;
-        true
+        if segment.insert(slot) { Inserted::Shared } else { Inserted::Alone }
     }
 
     /// Takes out the first entry at the key's place that `is` the one.
@@ -203,27 +213,44 @@ impl<S: Slot> Segment<S> {
         }
     }
 
-    /// False, and nothing changed, if the slots behind the home are full to the end.
-    fn insert(&mut self, slot: S) -> bool {
-        let tail = home(slot.place(), self.homes);
-        let behind = |s: &S| s.is_empty() || s.place() > slot.place();
-        let Some(at) = self.slots[tail..].iter().position(behind).map(|n| n + tail) else { return false };
-        let Some(gap) = self.slots[at..].iter().position(|s| s.is_empty()).map(|n| n + at) else {
-            return false;
-        };
-        self.slots.copy_within(at..gap, at + 1);
-        self.slots[at] = slot;
-        self.used += 1;
-        true
+    /// Whether one more entry leaves at most so many twentieths of the home slots used, and the last slot, which ends every
+    /// shift, free.
+    #[inline(always)]
+    fn has_room(&self, twentieths: u32) -> bool {
+        u64::from(self.used) * 20 < u64::from(self.homes) * u64::from(twentieths)
+            && self.slots.last().is_some_and(|s| s.is_empty())
     }
 
+    /// Returns whether its place was taken before. There must be room.
+    #[inline(always)]
+    fn insert(&mut self, slot: S) -> bool {
+        let mut at = home(slot.place(), self.homes);
+        let mut shared = false;
+        while !self.slots[at].is_empty() && self.slots[at].place() <= slot.place() {
+            shared |= self.slots[at].place() == slot.place();
+            at += 1;
+        }
+        let mut moved = slot;
+        while !moved.is_empty() {
+            std::mem::swap(&mut self.slots[at], &mut moved);
+            at += 1;
+        }
+        self.used += 1;
+        shared
+    }
+
+    #[inline(always)]
     fn remove(&mut self, at: usize) {
         let homes = self.homes;
-        let stays = |(n, s): (usize, &S)| s.is_empty() || home(s.place(), homes) == at + 1 + n;
-        let rest =
-            self.slots[at + 1..].iter().enumerate().position(stays).unwrap_or(self.slots.len() - at - 1);
-        self.slots.copy_within(at + 1..at + 1 + rest, at);
-        self.slots[at + rest] = S::EMPTY;
+        let mut at = at;
+        while let Some(&next) = self.slots.get(at + 1)
+            && !next.is_empty()
+            && home(next.place(), homes) <= at
+        {
+            self.slots[at] = next;
+            at += 1;
+        }
+        self.slots[at] = S::EMPTY;
         self.used -= 1;
     }
 
@@ -232,22 +259,20 @@ impl<S: Slot> Segment<S> {
         let mut homes = self.homes;
         loop {
             homes = (homes / 4 * 5).max(homes + 16);
-            let mut next = Segment {
-                slots: vec![S::EMPTY; homes as usize + PAD].into_boxed_slice(),
-                homes,
-                used: self.used,
-            };
+            let slots = homes as usize + PAD;
             // Nearly empty and yet no room: the keys are not mixed, and more slots would not help.
-            if next.bytes() > byte_limit || homes > 64 * (self.used + 1) {
+            if slots * size_of::<S>() + MALLOC_OVERHEAD > byte_limit || homes > 64 * (self.used + 1) {
                 return false;
             }
+            let mut next =
+                Segment { slots: vec![S::EMPTY; slots].into_boxed_slice(), homes, used: self.used };
             let mut free = 0;
             let fits = self.slots.iter().filter(|s| !s.is_empty()).all(|s| {
                 let at = home(s.place(), homes).max(free);
                 free = at + 1;
                 next.slots.get_mut(at).map(|to| *to = *s).is_some()
             });
-            if fits {
+            if fits && next.has_room(19) {
                 *self = next;
                 return true;
             }
@@ -301,7 +326,9 @@ mod tests {
             for (insert, hash) in steps {
                 let at = key(&table, hash);
                 if insert && !model.contains_key(&hash) {
-                    prop_assert!(table.insert(at, Pair(hash, at.place), usize::MAX / 2));
+                    let shared = model.keys().any(|h| key(&table, *h) == at);
+                    let expected = if shared { Inserted::Shared } else { Inserted::Alone };
+                    prop_assert_eq!(table.insert(at, Pair(hash, at.place), usize::MAX / 4), expected);
                     model.insert(hash, ());
                 } else if !insert {
                     let gone = table.remove(at, |s| s.0 == hash).is_some();
@@ -336,7 +363,8 @@ mod tests {
         let mut stored = 0;
         for hash in 1..10_000 {
             let key = table.key(hash);
-            stored += usize::from(table.insert(key, Pair(hash, key.place), limit - table.bytes()));
+            let inserted = table.insert(key, Pair(hash, key.place), limit);
+            stored += usize::from(inserted != Inserted::No);
             assert!(table.bytes() <= limit);
         }
         assert_eq!(table.len(), stored);
@@ -353,7 +381,7 @@ mod tests {
         let mut worst: f64 = 0.0;
         for hash in 1..200_000u64 {
             let key = table.key(hash.wrapping_mul(0x2545_f491_4f6c_dd1d));
-            table.insert(key, Pair(hash, key.place), usize::MAX / 2);
+            table.insert(key, Pair(hash, key.place), usize::MAX / 4);
             if hash > 20_000 {
                 worst = worst.max(table.bytes() as f64 / table.len() as f64);
             }

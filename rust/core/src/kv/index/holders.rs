@@ -2,7 +2,7 @@
 //!
 //! An entry exists for each instance that holds the block or holds a child of it. In the second case alone (copies 0) it is a
 //! *hole*: the block itself was evicted there before its children.
-use super::cells::{CHILDREN, COUNT, Cells, DEPTH, ENTRIES, Id, NEXT, PAIRS, PARENT, WHO};
+use super::cells::{CHILDREN, COUNT, Cell, Cells, DEPTH, ENTRIES, Id, NEXT, PAIRS, PARENT, WHO};
 
 const INSTANCE: u32 = (1 << 12) - 1;
 const COPIES_AT: u32 = 12;
@@ -39,6 +39,12 @@ impl Holder {
     /// Holds one child, but not the block itself.
     pub(super) fn hole(instance: u32) -> Holder {
         Holder { who: instance | SINGLE << KIND_AT, aux: 1 }
+    }
+
+    /// Makes it the only entry of a node.
+    #[inline(always)]
+    pub(super) fn write(self, node: &mut Cell) {
+        (node.0[WHO], node.0[WHO + 1]) = (self.who, self.aux);
     }
 
     #[inline(always)]

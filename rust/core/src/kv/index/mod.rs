@@ -18,14 +18,14 @@ mod lru;
 mod search;
 
 use crate::ids::{InstanceId, MAX_INSTANCES};
-use crate::kv::table::{Key, Slot, Table};
+use crate::kv::table::{Inserted, Key, Slot, Table};
 use cells::{BORN, CHILDREN, CHUNK, Cell, Cells, DEPTH, Id, PARENT};
 use holders::Holder;
 use holes::Holes;
 use lru::Queue;
 use std::fmt;
 
-/// Blocks whose table lines are asked for ahead of placing them.
+/// Blocks whose table lines are asked for ahead of placing or evicting them.
 const AHEAD: usize = 8;
 
 /// Who holds how much of a prefix, bounded in bytes by construction.
@@ -57,15 +57,17 @@ struct Book {
     queue: Queue,
 }
 
-/// 32 bits of the hash, the number of holders up to 14 (15: ask the node), 28 bits of the node.
+/// 32 bits of the hash, the number of holders (14: that many or more; 15: the place is not the node's alone, so nothing is
+/// said), 28 bits of the node.
 #[derive(Clone, Copy, PartialEq)]
 struct NodeSlot(u64);
 
 impl NodeSlot {
-    const MANY: u32 = 15;
+    const MANY: u32 = 14;
+    const UNSAID: u32 = 15;
 
     fn new(key: Key, holders: u32, node: Id) -> NodeSlot {
-        NodeSlot(u64::from(key.place()) << 32 | u64::from(holders.min(Self::MANY)) << 28 | u64::from(node))
+        NodeSlot(u64::from(key.place()) << 32 | u64::from(holders) << 28 | u64::from(node))
     }
 
     #[inline(always)]
@@ -73,11 +75,9 @@ impl NodeSlot {
         self.0 as u32 & ((1 << 28) - 1)
     }
 
-    /// The number of holders, where it is known and the slot is the only one of its place.
     #[inline(always)]
-    fn few_holders(self) -> Option<u32> {
-        let holders = self.0 as u32 >> 28;
-        (holders != Self::MANY).then_some(holders)
+    fn holders(self) -> u32 {
+        self.0 as u32 >> 28
     }
 }
 
@@ -374,30 +374,34 @@ impl KvIndex {
     /// Places consecutive blocks behind `prev`; returns how many found room.
     fn place(&mut self, instance: u32, mut prev: Id, chain: &[u64], copies: Copies) -> usize {
         let mut placed = 0;
-        for (i, &hash) in chain.iter().enumerate() {
-            if let Some(ahead) = chain.get(i + AHEAD) {
+        while placed < chain.len() {
+            if let Some(ahead) = chain.get(placed + AHEAD) {
                 self.table.prefetch(self.table.key(*ahead));
             }
-            if !self.has_room() && !self.make_room(prev, instance) {
+            if !self.make_room(prev, instance) {
                 break;
             }
-            let known = self.find(hash);
-            let node = match known {
+            let node = match self.find(chain[placed]) {
                 Some(node) => {
                     self.gain(node, instance, copies);
+                    placed += 1;
                     node
                 }
-                None => match self.grow(hash, prev, instance) {
-                    Some(node) => node,
-                    None => break,
-                },
+                None => {
+                    let (last, made) = self.grow(&chain[placed..], prev, instance);
+                    if made == 0 {
+                        break;
+                    }
+                    placed += made;
+                    prev = last;
+                    continue;
+                }
             };
             if self.cells.parent(node) != prev {
                 // A feed that says so is wrong; the blocks stay where they first were.
                 self.touch_open(prev, instance);
             }
             prev = node;
-            placed += 1;
         }
         self.touch_open(prev, instance);
         self.prune(prev);
@@ -412,31 +416,64 @@ impl KvIndex {
         }
     }
 
-    /// Makes the node of a block that is not known yet, held by the instance.
-    fn grow(&mut self, hash: u64, prev: Id, instance: u32) -> Option<Id> {
-        let node = self.cells.take();
-        let key = self.table.key(hash);
-        let spare = self.byte_bound.saturating_sub(self.bytes());
-        if !self.table.insert(key, NodeSlot::new(key, 1, node), spare) {
-            self.cells.give(node);
-            return None;
-        }
-        if self.table.is_shared(key) {
-            self.table.for_each_at(key, |s| *s = NodeSlot::new(key, NodeSlot::MANY, s.node()));
-        }
+    /// Makes nodes for blocks that are not known yet, each behind the other, held by the instance: as many as there is room for
+    /// right now. Returns the last of them and their number. Only the first is known to be new; that the others are follows,
+    /// as a block is known only if all before it are.
+    fn grow(&mut self, hashes: &[u64], prev: Id, instance: u32) -> (Id, usize) {
+        let hashes = &hashes[..hashes.len().min(self.room())];
         let (mut depth, mut born) = (0, 0);
         if prev != 0 {
             depth = self.cells.depth(prev) as u32 + 1;
             let extends = self.cells[prev].0[CHILDREN] == 0
                 && self.cells.single(prev).is_some_and(|h| h.instance() == instance && h.copies() > 0);
             born = if extends { self.cells[prev].0[BORN] } else { depth };
-            self.cells[prev].0[CHILDREN] += 1;
         }
-        let cell = &mut self.cells[node];
-        cell.set_wide(hash);
-        (cell.0[PARENT], cell.0[DEPTH], cell.0[BORN]) = (prev, depth, born);
-        self.hold_end(node, instance);
-        Some(node)
+        let table_limit = self.byte_bound.saturating_sub(self.bytes() - self.table.bytes());
+        let (mut last, mut made) = (prev, 0);
+        for (i, &hash) in hashes.iter().enumerate() {
+            if let Some(ahead) = hashes.get(i + AHEAD) {
+                self.table.prefetch(self.table.key(*ahead));
+            }
+            let key = self.table.key(hash);
+            let node = self.cells.take();
+            let inserted = self.table.insert(key, NodeSlot::new(key, 1, node), table_limit);
+            let known = |n: Id| n != node && self.cells.hash(n) == hash;
+            if inserted == Inserted::Shared && self.table.find(key, |s| known(s.node())).is_some() {
+                // A feed that says so is wrong; the caller takes the block for the known one it is.
+                self.table.remove(key, |s| s.node() == node);
+                self.cells.give(node);
+                break;
+            }
+            match inserted {
+                Inserted::No => {
+                    self.cells.give(node);
+                    break;
+                }
+                Inserted::Alone => {}
+                Inserted::Shared => {
+                    self.table.for_each_at(key, |s| *s = NodeSlot::new(key, NodeSlot::UNSAID, s.node()));
+                }
+            }
+            let cell = &mut self.cells[node];
+            cell.set_wide(hash);
+            (cell.0[PARENT], cell.0[CHILDREN], cell.0[DEPTH], cell.0[BORN]) = (last, 1, depth, born);
+            Holder::end(instance).with_children(1).write(cell);
+            (last, made, depth) = (node, made + 1, depth + 1);
+        }
+        if made > 0 {
+            let cell = &mut self.cells[last];
+            cell.0[CHILDREN] = 0;
+            Holder::end(instance).write(cell);
+            let book = &mut self.books[instance as usize];
+            book.blocks += made as u32;
+            book.ends += 1;
+            self.pairs += made;
+            if prev != 0 {
+                self.cells[prev].0[CHILDREN] += 1;
+                self.child_gained(prev, instance);
+            }
+        }
+        (last, made)
     }
 
     /// The instance stores a block that is known.
@@ -490,7 +527,10 @@ impl KvIndex {
     /// Repeats the node's number of holders in its slot.
     fn count_holders(&mut self, node: Id) {
         let key = self.table.key(self.cells.hash(node));
-        let holders = if self.table.is_shared(key) { NodeSlot::MANY } else { self.cells.holders(node) };
+        let holders = match self.table.is_shared(key) {
+            true => NodeSlot::UNSAID,
+            false => self.cells.holders(node).min(NodeSlot::MANY),
+        };
         if let Some(slot) = self.table.find_mut(key, |s| s.node() == node) {
             *slot = NodeSlot::new(key, holders, node);
         }

@@ -19,6 +19,9 @@ const GROUPS: usize = MAX_INSTANCES / 64;
 impl KvIndex {
     pub(super) fn search(&self, chain: &[u64], hit_blocks: &mut [u32]) {
         hit_blocks.fill(0);
+        if chain.is_empty() {
+            return;
+        }
         if self.holes.as_ref().is_some_and(|h| !h.is_empty()) {
             return self.search_with_holes(chain, hit_blocks);
         }
@@ -62,6 +65,8 @@ impl KvIndex {
     /// Calls `each` with (blocks, group, bits of the holders of the first so many blocks), deepest run first, within a stretch of the
     /// chain where sets only shrink.
     fn runs(&self, chain: &[u64], from: usize, to: usize, mut each: impl FnMut(usize, usize, u64)) {
+        // Needed later in any case, so ask for it now.
+        self.table.prefetch(self.table.key(chain[from]));
         let mut end = self.matched(chain, from, to);
         while end > from {
             let Some(node) = self.find(chain[end - 1]) else { return };
@@ -72,8 +77,7 @@ impl KvIndex {
 
     /// The first position of `from..to` that nobody holds (`to` if there is none).
     fn matched(&self, chain: &[u64], from: usize, to: usize) -> usize {
-        let end = self
-            .bisect(chain, from, to, |key, _| self.probe(key).is_some_and(|s| s.few_holders() != Some(0)));
+        let end = self.bisect(chain, from, to, |key, _| self.probe(key).is_some_and(|s| s.holders() != 0));
         // Places are 32 bits: an absent block may have been taken for another one, but then for the last of all.
         if end == from || self.find(chain[end - 1]).is_some() {
             return end;
@@ -89,18 +93,18 @@ impl KvIndex {
         let born = (self.cells[node].0[BORN] as usize).clamp(from, last);
         let guesses = [from, born, born.saturating_sub(1)].map(|at| self.table.key(chain[at]));
         guesses.iter().for_each(|k| self.table.prefetch(*k));
-        if self.count_at(guesses[0], chain[from]) == count {
+        if self.has_count(guesses[0], chain[from], count) {
             return from;
         }
         // Not `from`, so there is a block before `born` unless the guess is `from` itself.
-        let (low, high) = if self.count_at(guesses[1], chain[born]) != count {
+        let (low, high) = if !self.has_count(guesses[1], chain[born], count) {
             (born + 1, last)
-        } else if self.count_at(guesses[2], chain[born - 1]) != count {
+        } else if !self.has_count(guesses[2], chain[born - 1], count) {
             return born;
         } else {
             (from + 1, born - 1)
         };
-        self.bisect(chain, low, high, |key, hash| self.count_at(key, hash) != count)
+        self.bisect(chain, low, high, |key, hash| !self.has_count(key, hash, count))
     }
 
     /// Blocks at the front of the chain that the instance holds.
@@ -147,14 +151,13 @@ impl KvIndex {
         self.table.find(key, |_| true)
     }
 
-    /// Holders of a block that is in the index.
+    /// Whether a block that is in the index has `count` holders. Asks the node only where the slot does not tell.
     #[inline(always)]
-    fn count_at(&self, key: Key, hash: u64) -> u32 {
-        match self.probe(key) {
-            None => 0,
-            Some(slot) => slot
-                .few_holders()
-                .unwrap_or_else(|| self.find_at(key, hash).map_or(0, |node| self.cells.holders(node))),
+    fn has_count(&self, key: Key, hash: u64, count: u32) -> bool {
+        match self.probe(key).map_or(0, NodeSlot::holders) {
+            few if few < NodeSlot::MANY => few == count,
+            NodeSlot::MANY if count < NodeSlot::MANY => false,
+            _ => self.find_at(key, hash).is_some_and(|node| self.cells.holders(node) == count),
         }
     }
 }

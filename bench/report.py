@@ -1,0 +1,233 @@
+"""Renders the newest raw files of `bench/results` into the tables of `docs/performance.md`.
+
+    python bench/report.py
+
+A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; the words around it are written by hand. The
+budgets are the project's; each is met or MISSED by the figure in the raw file, and nothing is rounded in our
+favour.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from common import ROOT
+
+PAGE = ROOT / "docs" / "performance.md"
+Figures = dict[str, Any]
+
+
+def newest(what: str) -> tuple[str, Figures]:
+    """Name and content of the newest raw file of a kind."""
+    found = sorted((ROOT / "bench" / "results").glob(f"*-{what}.json"))
+    if not found:
+        sys.exit(f"report.py: no bench/results/*-{what}.json: run bench/run_all.sh")
+    return found[-1].name, json.loads(found[-1].read_text())
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
+
+
+def machine(results: dict[str, tuple[str, Figures]]) -> str:
+    """Raw files, machine, versions."""
+    lines = []
+    for what, (name, result) in results.items():
+        loads = [load[0] for load in result["load_average"]]
+        lines.append(
+            [
+                f"[{what}](../bench/results/{name})",
+                result["date"],
+                result["commit"],
+                f"{min(loads):.1f}-{max(loads):.1f}",
+                ", ".join(f"{k} {v}" for k, v in result["versions"].items()),
+            ]
+        )
+    about = next(iter(results.values()))[1]["machine"]
+    where = f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}"
+    return f"{where}, Python {about['python']}.\n\n" + table(
+        ["raw file", "when (UTC)", "commit", "load average", "versions"], lines
+    )
+
+
+def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
+    """Every budget with the figure it is held against."""
+
+    def line(what: str, figure: float, budget: float, unit: str, at_least: bool = False) -> list[str]:
+        met = figure >= budget if at_least else figure <= budget
+        sign = "at least" if at_least else "at most"
+        return [what, f"{sign} {budget:g} {unit}", f"{figure:.3g} {unit}", "met" if met else "**MISSED**"]
+
+    core, decision, http = (results[what][1] for what in ("core", "decision", "http"))
+    latency = core["index_latency"]
+    for blocks, budget in ((64, 0.5), (512, 1.6), (2048, 4.0)):
+        figure = latency[f"chain + match {blocks} blocks"]["p50_us"]
+        yield line(f"match + chaining, {blocks} blocks, Rust, p50", figure, budget, "us")
+    rows = {(row["stage"], row["case"]): row for row in decision["rows"]}
+    for blocks in (64, 512, 2048):
+        ratio = rows["match", f"{blocks} blocks"]["ratio_p50"]
+        yield line(
+            f"match, {blocks} blocks, from Python, times Dynamo's binding", ratio, 10, "x", at_least=True
+        )
+    for (stage, case), row in rows.items():
+        if stage.startswith("hash"):
+            yield line(f"{stage}, {case}, from Python, p50", row["ours"]["p50_us"], 0.2, "us")
+        elif stage == "decide 8k, warm" and "reserve" not in case:
+            yield line(f"{stage}, {case}, p50", row["ours"]["p50_us"], 5, "us")
+            yield line(f"{stage}, {case}, times Dynamo's", row["ratio_p50"], 60, "x", at_least=True)
+        elif stage == "decide 8k, caches flushed":
+            yield line(f"{stage}, {case}, p50", row["ours"]["p50_us"], 10, "us")
+        elif "beside" in stage and "events" in stage:
+            rate = row["events_per_second"] / 1e3
+            yield line(f"{stage} ({rate:.0f}k/s applied), p99", row["ours"]["p99_us"], 15, "us")
+    yield line("score 1,024 instances, Rust (criterion), p50", core["score_1024"]["p50_us"], 0.6, "us")
+    alone, mapped = (core["index_memory"][feed][-1] for feed in ("approximate", "exact"))
+    yield line("index memory a pair, at its bound", alone["index_bytes"] / alone["pairs"], 50, "bytes")
+    both = (mapped["index_bytes"] + mapped["feed_bytes"]) / mapped["pairs"]
+    yield line("the same with the map from engines' hashes", both, 75, "bytes")
+    ours, floor = http["summary"].get("lmetric"), http["summary"]["aio-raw"]
+    if ours is None:
+        yield ["proxy", "", "not measured", "**MISSED**"]
+        return
+    yield line("router CPU a request, 1 KB, 32 connections", ours["c32_1k"]["cpu_us"][0], 45, "us")
+    yield line("router CPU a request, 32 KB, 32 connections", ours["c32_32k"]["cpu_us"][0], 75, "us")
+    chunk, bare = ours["s200"]["cpu_us"][0], floor["s200"]["cpu_us"][0]
+    yield line(f"router CPU a streamed chunk ({chunk:.1f} us), times a bare relay's", chunk / bare, 1.15, "x")
+    yield line("latency added at 500 requests/s, 1 KB, p50", ours["o500_1k"]["added_p50_us"][0], 200, "us")
+
+
+def decision(result: Figures) -> str:
+    """Ours beside Dynamo's."""
+
+    def pair(figures: dict[str, float] | None) -> str:
+        return f"{figures['p50_us']:.2f} / {figures['p99_us']:.2f}" if figures else "-"
+
+    rows = [
+        [
+            row["stage"],
+            row["case"],
+            pair(row["ours"]),
+            pair(row["dynamo"]),
+            f"{row['ratio_p50']:.0f}x" if row["dynamo"] else "-",
+            row["our_call"],
+        ]
+        for row in result["rows"]
+    ]
+    return table(["stage", "case", "ours, us", "Dynamo, us", "ratio", "our call"], rows)
+
+
+def core(result: Figures) -> str:
+    """What the examples printed, and the stages."""
+    rows = []
+    for at in range(0, len(result["stages"]), 5):
+        cell = result["stages"][at : at + 5]
+        name = [f"{cell[0]['instances']}", f"{cell[0]['prompt_tokens']:,}"]
+        rows.append(name + [f"{stage['p50_us']:.2f} / {stage['p99_us']:.2f}" for stage in cell])
+    head = ["instances", "prompt tokens", *(stage["stage"] for stage in result["stages"][:5])]
+    score = result["score_1024"]
+    curve = [
+        [
+            feed,
+            *(f"{row[key]:,.0f}" for key in ("prompts", "pairs", "index_bytes", "feed_bytes")),
+            f"{(row['index_bytes'] + row['feed_bytes']) / row['pairs']:.1f}",
+            f"{row['resident'] / 2**20:.0f}",
+            f"{row['evicted']:,.0f}",
+        ]
+        for feed, rows in result["index_memory"].items()
+        for row in rows
+    ]
+    names = [
+        "feed",
+        "distinct prompts",
+        "pairs",
+        "index bytes",
+        "map bytes",
+        "bytes a pair",
+        "resident MiB",
+        "evicted",
+    ]
+    return "\n\n".join(
+        [
+            "`lmetric-router bench`: LMETRIC, a million pairs, p50 / p99 in us:",
+            table(head, rows),
+            f"Score and choice over 1,024 instances (criterion): {score['p50_us']:.3f} us "
+            f"[{score['low_us']:.3f}-{score['high_us']:.3f}].",
+            "The index by itself:",
+            "\n".join(["```", *result["index_latency_printed"], "```"]),
+            "Its memory, 64 instances, bounds of 64 MiB (index) and 32 MiB (map from engines' hashes):",
+            table(names, curve),
+        ]
+    )
+
+
+def http(result: Figures) -> str:
+    """Routers side by side."""
+
+    def cell(name: str, where: str, key: str) -> str:
+        figure = result["summary"][name].get(where, {}).get(key)
+        if figure is None or (name == "direct" and key == "cpu_us"):
+            return "-"
+        middle, low, high, count = figure
+        digits = 0 if abs(middle) >= 100 else 1
+        spread = f"[{low:.{digits}f}-{high:.{digits}f}]" if count > 1 else "(1)"
+        return f"{middle:.{digits}f} {spread}"
+
+    def part(columns: dict[str, tuple[str, str]]) -> str:
+        names = [name for name in result["summary"] if any(cell(name, *c) != "-" for c in columns.values())]
+        return table(["", *columns], [[n, *(cell(n, *c) for c in columns.values())] for n in names])
+
+    closed = {"c32_1k": "32 conn., 1 KB", "c32_32k": "32 conn., 32 KB", "c256_1k": "256 conn., 1 KB"}
+    opened = {"o500_1k": "1 KB", "o500_32k": "32 KB"}
+    added = {f"{t} +{p}": (c, f"added_{p}_us") for c, t in opened.items() for p in ("p50", "p99")}
+    direct = result["summary"]["direct"]
+    base = ", ".join(
+        f"{what} {direct[c]['p50_us'][0]:.0f} / {direct[c]['p99_us'][0]:.0f}"
+        for c, what in {**opened, "s200": "streams, one way"}.items()
+    )
+    return "\n\n".join(
+        [
+            "Router CPU, us a request, closed loop:",
+            part({text: (c, "cpu_us") for c, text in closed.items()}),
+            "Open loop, Poisson arrivals, 500/s: latency added over direct and router CPU a request, us. "
+            f"Direct itself, p50 / p99 us: {base}.",
+            part({**added, **{f"CPU {text}": (c, "cpu_us") for c, text in opened.items()}}),
+            "200 streams, a token each 5 ms: router CPU, us a chunk; one-way delay added a chunk, us:",
+            part(
+                {
+                    "us/chunk": ("s200", "cpu_us"),
+                    "+p50": ("s200", "added_p50_us"),
+                    "+p99": ("s200", "added_p99_us"),
+                }
+            ),
+        ]
+    )
+
+
+def main() -> None:
+    """Renders the page."""
+    results = {what: newest(what) for what in ("core", "decision", "http")}
+    parts = {
+        "machine": machine(results),
+        "budgets": table(["what", "budget", "measured", ""], list(budgets(results))),
+        "core": core(results["core"][1]),
+        "decision": decision(results["decision"][1]),
+        "http": http(results["http"][1]),
+    }
+    page = PAGE.read_text()
+    for name, text in parts.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
+        page, count = pattern.subn(lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", page)
+        if count != 1:
+            sys.exit(
+                f"report.py: {PAGE.relative_to(ROOT)} needs one pair of <!-- {name} --> marks, has {count}"
+            )
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The commands together: the README's quickstart, a replay through the router, the demo, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SLICE = ROOT / "python/lmetric/data/mooncake_conversation_slice.jsonl.gz"
+COMMAND = [sys.executable, "-m", "lmetric.cli"]
+README = (ROOT / "README.md").read_text()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def children(pid: int) -> list[int]:
+    """The processes started by `pid`."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[str]) -> None:
+    for _ in range(600):
+        try:
+            with urllib.request.urlopen(f"{url}/ready", timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        assert process.poll() is None, "serve ended"
+        time.sleep(0.1)
+    raise AssertionError("not ready after a minute")
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The README's `serve --embedded 4`, on a free port."""
+    port = free_port()
+    shown = next(
+        line[2:] for line in README.splitlines() if line.startswith("$ lmetric-router serve --embedded")
+    )
+    words = shlex.split(shown.replace("8000", str(port)))
+    with (tmp_path_factory.mktemp("serve") / "log").open("w") as log:
+        process = subprocess.Popen([*COMMAND, *words[1:]], stdout=log, stderr=log, text=True)
+        try:
+            wait_until_ready(f"http://127.0.0.1:{port}", process)
+            started = children(process.pid)
+            assert len(started) >= 4
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGINT)
+            code = process.wait(timeout=45)
+    assert code in (0, 130)
+    assert not any(alive(pid) for pid in started), "engines outlive the router"
+
+
+def test_the_readmes_curl_lines_get_answers(router: str) -> None:
+    text = README.replace("\\\n", " ")
+    lines = [line[2:] for line in text.splitlines() if line.startswith("$ curl ")]
+    assert len(lines) >= 2
+    for line in lines:
+        command = line.replace("http://127.0.0.1:8000", router).replace("curl ", "curl -sSf ", 1)
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        if '"stream": true' in line:
+            events = [event for event in done.stdout.split("\n\n") if event]
+            assert events[-1] == "data: [DONE]"
+            texts = [json.loads(event[6:])["choices"][0]["text"] for event in events[:-1]]
+            assert len(texts) == 16
+            assert all(texts)
+        else:
+            assert json.loads(done.stdout)["data"]
+
+
+def test_the_readmes_openai_client_gets_an_answer(router: str, capsys: pytest.CaptureFixture[str]) -> None:
+    block = next(b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "openai" in b)
+    exec(compile(block.replace("http://127.0.0.1:8000", router), "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.split()) >= 10
+
+
+def test_replay_through_the_router(router: str) -> None:
+    arguments = ["--trace", str(SLICE), "--target", router, "--requests", "12", "--speed", "20", "--json"]
+    done = subprocess.run(
+        [*COMMAND, "replay", *arguments, "--max-input-tokens", "3000", "--slo-ttft", "60"],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    report = answer["report"]
+    assert answer["model"] == "emulated"
+    assert report["completed"] == report["requests"] == answer["chosen_requests"] == 12
+    assert report["errors"] == {}
+    assert report["goodput"]["share"] == 1
+    # The trace's lengths arrive as they are: a word is a token, and answers end at the length asked for.
+    with subprocess.Popen(["gzip", "-dc", str(SLICE)], stdout=subprocess.PIPE, text=True) as lines:
+        assert lines.stdout is not None
+        rows = [json.loads(line) for line in lines.stdout]
+    rows = [row for row in rows if row["input_length"] <= 3000][:12]
+    assert report["prompt_tokens"] == sum(row["input_length"] for row in rows)
+    assert report["output_tokens"] == sum(row["output_length"] for row in rows)
+    assert 0 <= report["hit_rate"] <= 1
+    again = subprocess.run(
+        [*COMMAND, "replay", *arguments, "--max-input-tokens", "3000"],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert json.loads(again.stdout)["report"]["hit_rate"] > 0.5, "the same prompts a second time are cached"
+
+
+@pytest.mark.parametrize("command", [["serve", "--engine", "http://127.0.0.1:1"], ["engine"]])
+def test_a_port_in_use_has_its_exit_code(command: list[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [*COMMAND, *command, "--port", port], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 3, done.stderr
+    assert port in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+SHORT = ["demo", "--requests", "10", "--engines", "2", "--max-input-tokens", "2000", "--clock-speed", "50"]
+
+
+def test_a_short_demo() -> None:
+    done = subprocess.run(
+        [*COMMAND, *SHORT, "--policy", "round_robin", "--policy", "lmetric", "--json"],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert list(answer["reports"]) == ["round_robin", "lmetric"]
+    for report in answer["reports"].values():
+        assert report["completed"] == 10
+        assert report["clock_speed"] == 50
+    assert "which runs 50 x the wall's" in done.stderr
+
+
+def test_ctrl_c_ends_the_demo_and_all_it_started() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "demo", "--policy", "lmetric", "--engines", "2"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "120"},
+    )  # fmt: skip
+    started: list[int] = []
+    for _ in range(300):
+        started = children(process.pid)
+        if len(started) >= 3:  # two engines and the router
+            break
+        time.sleep(0.1)
+    time.sleep(4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=40)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "lmetric (interrupted)" in out
+    assert not any(alive(pid) for pid in started)
