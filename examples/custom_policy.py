@@ -1,4 +1,7 @@
-"""Scores of your own: expressions that run in Rust, or a Python function. Run: python examples/custom_policy.py"""
+"""Scores of your own: expressions that run in Rust, or a Python function.
+
+Run: python examples/custom_policy.py
+"""
 
 import numpy as np
 

@@ -17,15 +17,17 @@ for turn in range(4):
     prompt = np.concatenate([system_prompt, question])
     decision, ticket = router.route(tokens=prompt, expected_output_tokens=200, request_id=f"turn-{turn}")
     print(
-        f"turn {turn}: {decision.instance}, {decision.predicted_hit_tokens} of {decision.prompt_tokens} tokens "
-        f"cached, scores {decision.scores().round().tolist()}"
+        f"turn {turn}: {decision.instance}, {decision.predicted_hit_tokens} of {decision.prompt_tokens} "
+        f"tokens cached, scores {decision.scores().round().tolist()}"
     )
     # The ticket keeps the books; leaving the block closes it, whatever happened inside.
     with ticket:
         ticket.sent()
         ticket.first_token()
         ticket.tokens(199)
-        ticket.finished(prompt_tokens=len(prompt), cached_tokens=decision.predicted_hit_tokens, output_tokens=200)
+        ticket.finished(
+            prompt_tokens=len(prompt), cached_tokens=decision.predicted_hit_tokens, output_tokens=200
+        )
 
 assert router.in_flight() == 0
 

@@ -8,8 +8,39 @@ from numpy.typing import NDArray
 
 from lmetric.policies import Policy, PolicyFunction
 
+__all__ = [
+    "END",
+    "ENGINE_ERROR",
+    "INCOMPLETE",
+    "MAX_EXPRESSION_LENGTH",
+    "OUT",
+    "PASS",
+    "READY",
+    "TOKEN_SHIFT",
+    "BadValueError",
+    "Decision",
+    "Engine",
+    "ExpressionError",
+    "LmetricError",
+    "NoInstanceError",
+    "PolicyError",
+    "Program",
+    "ResponseScanner",
+    "Router",
+    "Ticket",
+    "TicketError",
+    "UnknownNameError",
+    "WireError",
+    "bench_decision",
+    "check_expression",
+    "generate",
+    "indicator_table",
+    "nearest_name",
+    "policy_table",
+]
+
 # A C-contiguous buffer: numpy array, array.array, bytes, memoryview. Never a list on the fast path.
-Buffer = Any
+_Buffer = Any
 
 class LmetricError(Exception): ...
 
@@ -27,25 +58,24 @@ class PolicyError(LmetricError): ...
 
 @final
 class Router:
-    def __init__(
-        self,
-        policy: str | Policy | PolicyFunction | None = "lmetric",
+    def __new__(
+        cls,
+        policy: str | Policy | PolicyFunction | None = None,  # lmetric
         *,
         knobs: Mapping[str, float] | None = None,
         block_size: int = 16,
         text_block_bytes: int = 256,
-        domain: Sequence[str | None] = (),
+        domain: Sequence[str | None] | None = None,
         index: str = "approximate",  # or "exact"
         index_bytes: int = 512 * 1024 * 1024,
         receipt_bytes: int = 16 * 1024 * 1024,
         guard: bool | None = None,  # None: on where the policy is lmetric
         guard_window_seconds: float = 60.0,
+        drain: bool = True,
         seed: int = 0,
-    ) -> None: ...
-    def add_instance(
-        self, name: str, *, cache_blocks: int | None = None, role: str = "both", now: float | None = None
-    ) -> int: ...
-    def remove_instance(self, name: str, *, now: float | None = None) -> None: ...
+    ) -> Router: ...
+    def add_instance(self, name: str, *, cache_blocks: int | None = None, role: str = "both") -> int: ...
+    def remove_instance(self, name: str) -> None: ...
     def set_health(self, name: str, healthy: bool) -> None: ...
     def drain(self, name: str, draining: bool = True) -> None: ...
     def instances(self) -> list[str]: ...
@@ -53,9 +83,9 @@ class Router:
     def route(
         self,
         *,
-        tokens: Buffer | None = None,  # u32 token ids
+        tokens: _Buffer | None = None,  # u32 token ids
         text: str | bytes | None = None,
-        block_hashes: Buffer | None = None,  # u64 local block hashes, chained by the router
+        block_hashes: _Buffer | None = None,  # u64 local block hashes, chained by the router
         prompt_tokens: int | None = None,
         expected_output_tokens: int | None = None,
         session: str | None = None,
@@ -75,17 +105,31 @@ class Router:
     def blocks_stored(
         self,
         name: str,
-        block_hashes: Buffer,
-        tokens: Buffer,
+        block_hashes: _Buffer,
+        tokens: _Buffer,
         *,
         parent: int | None = None,
         salt: str | None = None,
     ) -> None: ...
-    def blocks_removed(self, name: str, block_hashes: Buffer) -> None: ...
+    def blocks_removed(self, name: str, block_hashes: _Buffer) -> None: ...
     def blocks_cleared(self, name: str) -> None: ...
     def tick(self, now: float | None = None) -> tuple[list[dict[str, Any]], float]: ...
     def set_guard(self, on: bool) -> None: ...
-    def score(self, **request: Any) -> NDArray[np.float64]: ...  # scores of all instances, nothing booked
+    def score(  # of all instances; nothing is booked
+        self,
+        *,
+        tokens: _Buffer | None = None,
+        text: str | bytes | None = None,
+        block_hashes: _Buffer | None = None,
+        prompt_tokens: int | None = None,
+        expected_output_tokens: int | None = None,
+        session: str | None = None,
+        salt: str | None = None,
+        now: float | None = None,
+    ) -> NDArray[np.float64]: ...
+    def score_batch(  # (prompts, instances)
+        self, tokens: _Buffer, offsets: _Buffer, *, now: float | None = None
+    ) -> NDArray[np.float64]: ...
     def indicators(self, now: float | None = None) -> dict[str, NDArray[np.float64]]: ...
     def receipt(self, decision_id: int) -> dict[str, Any] | None: ...
     def stats(self) -> dict[str, Any]: ...  # counters and gauges, see `lmetric.server.metrics`
@@ -150,7 +194,16 @@ def check_expression(
     text: str, kind: str = "score", knobs: dict[str, float] | None = None
 ) -> list[str]: ...  # names of the indicators read; raises ExpressionError
 def nearest_name(name: str, known: list[str]) -> str | None: ...
-def bench_decision(**kwargs: Any) -> list[dict[str, Any]]: ...
+def bench_decision(
+    *,
+    policies: Sequence[str],
+    instances: Sequence[int],
+    prompt_tokens: Sequence[int],
+    iterations: int = 1000,
+    block_size: int = 16,
+    stored_pairs: int = 200_000,
+    index: str = "approximate",
+) -> list[dict[str, Any]]: ...
 
 class WireError(LmetricError): ...
 
@@ -208,18 +261,18 @@ class Engine:
     below ``vocabulary``. Raises BadValueError for constants that no engine can have.
     """
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         profile: Mapping[str, float],
-        words: Buffer,
+        words: _Buffer,
         vocabulary: int,
         *,
         admission: str = "vllm",  # or "reserve"
         order: str = "fcfs",  # or "priority"
         kv_events: bool = False,
-    ) -> None: ...
+    ) -> Engine: ...
     def submit(
-        self, prompt: Buffer, output_tokens: int, now: float, *, priority: int = 0, salt: str | None = None
+        self, prompt: _Buffer, output_tokens: int, now: float, *, priority: int = 0, salt: str | None = None
     ) -> int: ...  # the request's key; BadValueError where the engine could never serve it
     def abort(self, id: int) -> bool: ...  # False: not in the engine
     def start_step(self, now: float) -> float | None: ...  # its end; None: nothing to do at `now`
@@ -234,5 +287,5 @@ class Engine:
     def load(self) -> dict[str, Any]: ...  # waiting, running, kv_usage (0..1), counters
 
 def generate(
-    words: Buffer, vocabulary: int, prompt: Buffer, n: int
+    words: _Buffer, vocabulary: int, prompt: _Buffer, n: int
 ) -> list[int]: ...  # what an engine answers

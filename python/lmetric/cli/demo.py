@@ -100,8 +100,8 @@ def _watch(setting: Setting) -> dict[str, Report]:
 def describe(setting: Setting) -> str:
     """What is simulated: nobody should take the figures for a GPU's."""
     return (
-        f"First {setting.requests} requests of Mooncake's conversation trace at {setting.speed:g} x its rate,\n"
-        f"over {setting.engines} emulated engines ({setting.profile}, no GPU).\n"
+        f"First {setting.requests} requests of Mooncake's conversation trace at {setting.speed:g} x its "
+        f"rate,\nover {setting.engines} emulated engines ({setting.profile}, no GPU).\n"
         f"Times are on the engines' clock, which runs {setting.clock_speed:g} x the wall's."
     )
 

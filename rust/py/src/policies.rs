@@ -179,7 +179,8 @@ impl Policy for Callable {
     }
 }
 
-/// What the registered policies declare of themselves.
+/// What the registered policies declare of themselves: dictionaries of `name`, `formula`, `source`, `knobs` (name, type, min, max,
+/// default, about) and `reads` (indicators).
 #[pyfunction]
 pub fn policy_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let table = PyList::empty(py);

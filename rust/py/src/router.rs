@@ -47,6 +47,15 @@ impl Clock {
 }
 
 /// Routes the requests of one pool: the instances of one model.
+///
+/// `policy`: a registered name, the text of a score expression, an `lmetric.Policy` or an `lmetric.policy_function`; default
+/// `"lmetric"`. `knobs`: its settings. `block_size`: tokens a block. `text_block_bytes`: bytes a block where prompts are text.
+/// `domain`: whatever prompts must share to match (model, tokenizer). `index`: `"approximate"` (what was placed somewhere is
+/// believed to be cached there) or `"exact"` (`blocks_stored`, `blocks_removed`, `blocks_cleared` tell). `index_bytes`,
+/// `receipt_bytes`: hard bounds. `guard`: the hot-spot guard; None: on where the policy is `lmetric`. `drain`: whether queued
+/// prefill tokens drain between events at the learned rate. `seed`: of every random choice.
+///
+/// Raises `UnknownNameError`, `ExpressionError`, `BadValueError`. Threads may share a router.
 #[pyclass(frozen, module = "lmetric")]
 pub struct Router {
     shared: SharedRouter,
@@ -134,7 +143,7 @@ pub fn lock<'a>(shared: &'a SharedRouter, py: Python<'_>) -> MutexGuard<'a, Core
 #[pymethods]
 impl Router {
     #[new]
-    #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=Vec::new(),
+    #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None,
         index="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, guard_window_seconds=60.0,
         drain=true, seed=0))]
     fn new(
@@ -143,7 +152,7 @@ impl Router {
         knobs: Option<&Bound<'_, PyDict>>,
         block_size: usize,
         text_block_bytes: usize,
-        domain: Vec<Option<String>>,
+        domain: Option<Vec<Option<String>>>,
         index: &str,
         index_bytes: usize,
         receipt_bytes: usize,
@@ -177,7 +186,7 @@ impl Router {
         let policy = policies::build(policy, knobs)?;
         let guard_on = guard.unwrap_or(policy.spec().name == "lmetric");
         let parts = |kind| {
-            let mut parts: Vec<Option<&str>> = domain.iter().map(Option::as_deref).collect();
+            let mut parts: Vec<Option<&str>> = domain.iter().flatten().map(Option::as_deref).collect();
             parts.push(Some(kind));
             parts
         };
@@ -210,6 +219,10 @@ impl Router {
         })
     }
 
+    /// Adds an instance under a name of its own; returns its slot, an index into `Decision.scores()`.
+    ///
+    /// `cache_blocks`: blocks its KV cache holds, where known (bounds what the index remembers of it). `role`: `"both"`,
+    /// `"prefill"` or `"decode"`; whole requests go to `"both"` only. Raises `BadValueError` (name taken, empty; fleet full).
     #[pyo3(signature = (name, *, cache_blocks=None, role="both"))]
     fn add_instance(
         &self,
@@ -234,6 +247,7 @@ impl Router {
         Ok(self.lock(py).add_instance(name, role, cache_blocks)?.index())
     }
 
+    /// Removes an instance. Tickets open on it stay valid and touch no books any more. Raises `UnknownNameError`.
     fn remove_instance(&self, py: Python<'_>, name: &str) -> Result<()> {
         let mut router = self.lock(py);
         let id = router.fleet().find(name)?;
@@ -241,6 +255,7 @@ impl Router {
         Ok(router.remove_instance(name)?)
     }
 
+    /// Says whether an instance answers; one that does not gets no requests. Raises `UnknownNameError`.
     fn set_health(&self, py: Python<'_>, name: &str, healthy: bool) -> Result<()> {
         let mut router = self.lock(py);
         let id = router.fleet().find(name)?;
@@ -248,6 +263,7 @@ impl Router {
         Ok(())
     }
 
+    /// Stops (or resumes) placing requests on an instance; what runs there runs on. Raises `UnknownNameError`.
     #[pyo3(signature = (name, draining=true))]
     fn drain(&self, py: Python<'_>, name: &str, draining: bool) -> Result<()> {
         let mut router = self.lock(py);
@@ -256,14 +272,27 @@ impl Router {
         Ok(())
     }
 
+    /// Names of the instances, in slot order.
     fn instances(&self, py: Python<'_>) -> Vec<String> {
         self.lock(py).fleet().live_names().map(str::to_string).collect()
     }
 
+    /// Requests in flight: tickets that are open.
     fn in_flight(&self, py: Python<'_>) -> usize {
         self.lock(py).in_flight()
     }
 
+    /// Decides where a request goes, books it there at once, and opens its ticket.
+    ///
+    /// Exactly one of `tokens` (buffer of token ids), `text` (str or UTF-8 bytes) and `block_hashes` (buffer of 64-bit hashes, one a
+    /// block of `block_size` tokens, chained here); or `prompt_tokens` alone, where nothing can match. `prompt_tokens`: prompt
+    /// length in tokens, where the caller knows better (text is taken for 4 bytes a token). `expected_output_tokens`: output
+    /// length, where known. `session`: key of session affinity. `salt`: cache salt or adapter; prompts with different salts never
+    /// match. `request_id`: for the receipt. `now`: seconds on the monotonic clock.
+    ///
+    /// Returns the decision and the ticket; a ticket that is dropped while open is an abort. Raises `NoInstanceError` (nothing is
+    /// booked), `BadValueError` (a prompt of the wrong kind), `PolicyError` (a policy function failed).
+    /// Source: LMETRIC, Figure 4 and section 5.
     #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
         session=None, salt=None, request_id=None, now=None))]
     fn route<'py>(
@@ -381,6 +410,9 @@ impl Router {
         Ok(PyArray1::from_vec(py, values).reshape([offsets.len() - 1, columns])?)
     }
 
+    /// Takes in an engine's load report: requests `waiting` and `running`, `kv_usage` from 0 to 1; absent ones are kept.
+    ///
+    /// Others' load is what is reported beyond the router's own requests in flight. Raises `UnknownNameError`, `BadValueError`.
     #[pyo3(signature = (name, *, waiting=None, running=None, kv_usage=None, now=None))]
     fn engine_report(
         &self,
@@ -423,6 +455,8 @@ impl Router {
         Ok(feed.stored(router.index_mut(), id, parent, &hashes, &ids, self.block_size, domain))
     }
 
+    /// The engine evicted one physical copy of each of these blocks (its own 64-bit hashes, a buffer).
+    /// Raises `UnknownNameError`, `BadValueError`.
     fn blocks_removed(&self, py: Python<'_>, name: &str, block_hashes: Bound<'_, PyAny>) -> Result<()> {
         let hashes = Ints::take(&block_hashes, "block_hashes")?;
         let hashes = hashes.hashes(py, "block_hashes")?;
@@ -432,6 +466,7 @@ impl Router {
         Ok(())
     }
 
+    /// The engine's whole cache was cleared, or the engine restarted. Raises `UnknownNameError`.
     fn blocks_cleared(&self, py: Python<'_>, name: &str) -> Result<()> {
         let mut router = self.lock(py);
         let id = router.fleet().find(name)?;
@@ -452,12 +487,18 @@ impl Router {
         Ok(dict)
     }
 
+    /// Why a decision was made and what came of it, as a dictionary; None where the receipt is gone (the ring is bounded in bytes).
+    ///
+    /// Keys: `scores` of all instances, `best` (up to 8, with the `terms` the policy read), `margin_to_runner_up`,
+    /// `load_report_age_seconds`, `predicted_cached_tokens` and later `cached_tokens`, `ttft_seconds`, `outcome`, and more.
     fn receipt<'py>(&self, py: Python<'py>, decision_id: u64) -> Result<Option<Bound<'py, PyDict>>> {
         let receipt = self.lock(py).receipt(decision_id).cloned();
         let policy = self.lock(py).policy().spec().name.to_string();
         receipt.map(|r| crate::ticket::receipt_dict(py, &r, &policy)).transpose()
     }
 
+    /// Everything periodic: call it about once a second. Returns what the hot-spot guard did since the last call (dictionaries:
+    /// `event` is `"suspected"`, `"filtering"` or `"released"`) and when to call again. Source: LMETRIC, section 5.2.
     #[pyo3(signature = (now=None))]
     fn tick<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<(Vec<Bound<'py, PyDict>>, f64)> {
         let (events, next) = self.lock(py).tick(self.clock.now(now));
@@ -466,10 +507,12 @@ impl Router {
         Ok((events, next))
     }
 
+    /// Switches the hot-spot guard on or off. Off, it forgets what it saw.
     fn set_guard(&self, py: Python<'_>, on: bool) {
         self.lock(py).set_guard(on);
     }
 
+    /// Counters since the start, gauges, and for each instance its state and indicators.
     fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
         let mut router = self.lock(py);
         router.derive_all(self.clock.now(None));

@@ -16,12 +16,16 @@ use std::sync::Arc;
 /// Where a request goes, and why. The answer stays in Rust until asked for.
 #[pyclass(frozen, module = "lmetric")]
 pub struct Decision {
+    /// Number of the decision and of its receipt.
     #[pyo3(get)]
     id: u64,
+    /// Slot of the chosen instance.
     #[pyo3(get)]
     index: u32,
+    /// Leading prompt tokens that the instance is believed to hold.
     #[pyo3(get)]
     predicted_hit_tokens: u32,
+    /// Prompt length in tokens, as given or estimated.
     #[pyo3(get)]
     prompt_tokens: u32,
     name: Arc<str>,
@@ -58,15 +62,18 @@ impl Decision {
 
 #[pymethods]
 impl Decision {
+    /// Name of the chosen instance.
     #[getter]
     fn instance(&self) -> &str {
         &self.name
     }
 
+    /// One score a slot, float32; NaN where the slot was left out. Raises `TicketError` where the receipt is gone.
     fn scores<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyArray1<f32>>> {
         self.receipt(py, |r| PyArray1::from_slice(py, &r.scores))
     }
 
+    /// Names, best first; the chosen one leads its equals. Raises `TicketError` where the receipt is gone.
     fn ranking(&self, py: Python<'_>) -> Result<Vec<String>> {
         self.receipt(py, |r| {
             let sign = if r.prefer == Prefer::Max { -1.0 } else { 1.0 };
@@ -88,7 +95,7 @@ impl Decision {
     }
 }
 
-/// A request in flight.
+/// A request in flight: tell it what happens. Dropped while open, it is an abort: its counts are gone, whatever happened.
 #[pyclass(frozen, module = "lmetric")]
 pub struct Ticket {
     /// Where the open segment is: changes when the request moves.
@@ -113,41 +120,49 @@ impl Ticket {
 
 #[pymethods]
 impl Ticket {
+    /// Name of the instance that the request is on; changes when it moves.
     #[getter]
     fn instance(&self) -> String {
         self.name.lock().to_string()
     }
 
+    /// Whether the ticket is open.
     #[getter]
     fn open(&self, py: Python<'_>) -> bool {
         lock(self.ticket.router(), py).is_open(self.ticket.id())
     }
 
+    /// The request was written to its instance. Raises `TicketError` on a closed ticket, as all events do.
     #[pyo3(signature = (now=None))]
     fn sent(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::Sent, now).map(drop)
     }
 
+    /// The engine took the request off its queue (optional; where the engine tells).
     #[pyo3(signature = (now=None))]
     fn scheduled(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::Scheduled, now).map(drop)
     }
 
+    /// The engine computed this many more of its prefill tokens (optional; where the engine tells).
     #[pyo3(signature = (tokens, now=None))]
     fn prefilled(&self, py: Python<'_>, tokens: u32, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::Prefilled(tokens), now).map(drop)
     }
 
+    /// The first output token came back.
     #[pyo3(signature = (now=None))]
     fn first_token(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::FirstToken, now).map(drop)
     }
 
+    /// `n` further output tokens came back.
     #[pyo3(signature = (n, now=None))]
     fn tokens(&self, py: Python<'_>, n: u32, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::Tokens(n), now).map(drop)
     }
 
+    /// The request ended well; what the engine says it did, in tokens. Closes the ticket.
     #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, now=None))]
     fn finished(
         &self,
@@ -161,6 +176,11 @@ impl Ticket {
         self.advance(py, Event::Finished(usage), now).map(drop)
     }
 
+    /// The request failed: `"refused"`, `"reset"`, `"timeout"`, `"status"`, `"cancelled"` or `"engine_error"`.
+    ///
+    /// Before its first token the first four move it to the next of its ranking, whose name is returned (then call `sent` again).
+    /// None: the ranking is used up, a token was seen, or the failure allows no move; the ticket is closed.
+    /// Raises `UnknownNameError`, `TicketError`.
     #[pyo3(signature = (kind, now=None))]
     fn failed(&self, py: Python<'_>, kind: &str, now: Option<f64>) -> Result<Option<String>> {
         let failure = Failure::NAMES.iter().find(|(name, _)| *name == kind).map(|(_, f)| *f);
@@ -176,6 +196,7 @@ impl Ticket {
         Ok(next.map(|name| name.to_string()))
     }
 
+    /// Closes the ticket at the end of the block, as an abort where it is still open.
     fn __enter__(this: PyRef<'_, Self>) -> PyRef<'_, Self> {
         this
     }

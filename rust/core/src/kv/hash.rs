@@ -96,9 +96,10 @@ pub fn chain(domain: Domain, local: &[u64], out: &mut Vec<u64>) {
 /// As [`chain`], for blocks that follow the one whose chained hash is `last` (`None`: they start the prompt).
 pub fn chain_after(domain: Domain, last: Option<u64>, local: &[u64], out: &mut Vec<u64>) {
     let seed = domain.kind("local");
+    let keys = [mix(seed ^ 1), mix(seed ^ 2)];
     let mut h = last.unwrap_or(seed);
     out.extend(local.iter().map(|l| {
-        h = step(h, mix(l ^ seed));
+        h = step(h, mix_local(*l, keys));
         h
     }));
 }
@@ -148,13 +149,19 @@ fn step(h: u64, local: u64) -> u64 {
     h.wrapping_mul(5).wrapping_add(local)
 }
 
-/// A bijection of 64-bit numbers whose every output bit depends on (nearly) every input bit. The byte swap carries the
-/// well-mixed high byte down, and keeps the compiler from "vectorising" the 64-bit products, which SSE2 lacks.
+/// Spreads an id, small or not, over all bits: a folded product of two keyed copies of it. The chain is linear in what this
+/// returns, so what keeps swapped and shifted ids apart is that the fold is not.
 #[inline(always)]
+fn mix_local(local: u64, keys: [u64; 2]) -> u64 {
+    let product = u128::from(local ^ keys[0]) * u128::from(local.rotate_left(32) ^ keys[1]);
+    product as u64 ^ (product >> 64) as u64
+}
+
+/// A bijection whose every output bit depends on every input bit (the finaliser of splitmix64).
 fn mix(x: u64) -> u64 {
-    let x = x.wrapping_mul(0xbf58_476d_1ce4_e5b9).swap_bytes();
-    let x = (x ^ (x >> 32)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 29)
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
 }
 
 fn hash_bytes(seed: u64, mut h: u64, block_bytes: usize, bytes: &[u8], out: &mut Vec<u64>) {
@@ -297,16 +304,17 @@ mod tests {
         }
     }
 
-    /// Small ids in every order: neither swaps nor small linear relations between neighbours may meet.
+    /// Small ids, multiples and ids high up, in every order: neither swaps nor small linear relations between neighbours meet.
     #[test]
-    fn small_ids_do_not_collide() {
-        let mut seen = HashSet::new();
-        let mut out = Vec::new();
-        for a in 0..200 {
-            for b in 0..200 {
+    fn structured_ids_do_not_collide() {
+        for (scale, offset) in [(1, 0), (512, 0), (1 << 32, 7), (1 << 57, 0), (0x0101_0101, u64::MAX - 9)] {
+            let mut seen = HashSet::new();
+            let mut out = Vec::new();
+            for n in 0..64 * 64 * 64u64 {
                 out.clear();
-                chain(domain(), &[a, b, 7], &mut out);
-                assert!(seen.insert(out[2]), "{a} {b}");
+                let id = |n: u64| offset.wrapping_add(n % 64 * scale);
+                chain(domain(), &[id(n), id(n / 64), id(n / 4096)], &mut out);
+                assert!(seen.insert(out[2]), "{n} at scale {scale}");
             }
         }
     }

@@ -259,15 +259,13 @@ impl<S: Slot> Segment<S> {
         let mut homes = self.homes;
         loop {
             homes = (homes / 4 * 5).max(homes + 16);
-            let mut next = Segment {
-                slots: vec![S::EMPTY; homes as usize + PAD].into_boxed_slice(),
-                homes,
-                used: self.used,
-            };
+            let slots = homes as usize + PAD;
             // Nearly empty and yet no room: the keys are not mixed, and more slots would not help.
-            if next.bytes() > byte_limit || homes > 64 * (self.used + 1) {
+            if slots * size_of::<S>() + MALLOC_OVERHEAD > byte_limit || homes > 64 * (self.used + 1) {
                 return false;
             }
+            let mut next =
+                Segment { slots: vec![S::EMPTY; slots].into_boxed_slice(), homes, used: self.used };
             let mut free = 0;
             let fits = self.slots.iter().filter(|s| !s.is_empty()).all(|s| {
                 let at = home(s.place(), homes).max(free);

@@ -90,6 +90,7 @@ wide_fn! {
     /// Copies a block of scores into the receipt, NaN for infinities; returns how many are finite, and the least `sign * score`.
     fn keep(sign: f64, scores: &[f64], kept: &mut [f32]) -> (usize, f64) {
         // x - x is 0 for finite numbers and NaN for all others, without a branch.
+        #[allow(clippy::eq_op)]
         let finite = |x: f64| x + (x - x);
         scores.iter().zip(&mut *kept).for_each(|(score, kept)| *kept = finite(*score) as f32);
         let count = kept.iter().map(|k| u32::from(!k.is_nan())).sum::<u32>();

@@ -4,8 +4,8 @@
 //! where they differ the queue's entry is stale and skipped. Touching a chain thus costs one stamp and one entry, whatever its
 //! length. Eviction takes the oldest end and goes on towards the root while no other chain of the instance passes, so
 //! leaves always go first. A queue holds at most twice as many entries as there are ends (plus a few).
-use super::KvIndex;
 use super::cells::{CHILDREN, CHUNK, Cell, Cells, Id, NEXT, PAIRS};
+use super::{AHEAD, KvIndex};
 use crate::ids::MAX_INSTANCES;
 
 /// Cells that must be available before a block is placed: more than one block can take.
@@ -143,7 +143,9 @@ impl KvIndex {
                 continue;
             }
             let mut node = entry.0;
+            let mut ahead = (0..AHEAD).fold(node, |ahead, _| self.prefetch_parent(ahead));
             while node != 0 && gone < quota {
+                ahead = self.prefetch_parent(ahead);
                 node = self.lose(node, instance);
                 gone += 1;
                 if node != 0 && !all && self.cells.entry(node, instance).is_some_and(|(_, h)| h.is_touched())
@@ -157,6 +159,15 @@ impl KvIndex {
             }
         }
         gone
+    }
+
+    /// Asks for the table line of the node's parent; returns the parent.
+    fn prefetch_parent(&self, node: Id) -> Id {
+        let parent = if node == 0 { 0 } else { self.cells.parent(node) };
+        if parent != 0 {
+            self.table.prefetch(self.table.key(self.cells.hash(parent)));
+        }
+        parent
     }
 
     /// Whether a block can be placed as things are; takes a further chunk of cells where the bound allows it.

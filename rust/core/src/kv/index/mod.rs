@@ -25,7 +25,7 @@ use holes::Holes;
 use lru::Queue;
 use std::fmt;
 
-/// Blocks whose table lines are asked for ahead of placing them.
+/// Blocks whose table lines are asked for ahead of placing or evicting them.
 const AHEAD: usize = 8;
 
 /// Who holds how much of a prefix, bounded in bytes by construction.
