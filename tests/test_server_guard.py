@@ -3,6 +3,7 @@
 from collections import Counter
 
 import structlog
+
 from server_world import World, world
 
 HOT = {"model": "tiny", "prompt": "the same long prefix of everybody " * 200}
