@@ -1,6 +1,6 @@
 //! Memory of the index under many distinct prompts: it rises to its bound and stays there.
 //!
-//! `cargo run --release -p lmetric-core --example index_memory -- [prompts] [index MiB] [feed MiB]` (10,000,000, 64 and 48). 64
+//! `cargo run --release -p lmetric-core --example index_memory -- [prompts] [index MiB] [feed MiB]` (10,000,000, 64 and 32). 64
 //! instances; each prompt has 24 blocks of 16 tokens, of which it shares the first 8 with a tenth of the others. "exact" also
 //! keeps the map from engine hashes, and every eighth block is removed again by its engine.
 use lmetric_core::InstanceId;
@@ -35,7 +35,7 @@ fn resident_bytes() -> u64 {
 fn main() {
     let numbers: Vec<u64> = std::env::args().skip(1).map(|a| a.parse().expect("a number")).collect();
     let given = |n: usize, default: u64| numbers.get(n).copied().unwrap_or(default);
-    let (prompts, index_bytes, feed_bytes) = (given(0, 10_000_000), given(1, 64) << 20, given(2, 48) << 20);
+    let (prompts, index_bytes, feed_bytes) = (given(0, 10_000_000), given(1, 64) << 20, given(2, 32) << 20);
     for exact in [false, true] {
         let mut index = KvIndex::new(index_bytes as usize);
         let mut feed = ExactFeed::new(feed_bytes as usize);

@@ -10,6 +10,8 @@ use crate::ids::InstanceId;
 
 /// Segments of an instance's table, as a power of two.
 const SEGMENT_BITS: u32 = 4;
+/// Where fewer names than this share are of evicted blocks, more blocks are evicted.
+const SWEPT_SHARE: f64 = 0.0625;
 /// What goes at once, as a share of an instance's blocks, when the map is full.
 const EVICTED_SHARE: u32 = 8;
 
@@ -55,7 +57,8 @@ pub struct ExactFeed {
 
 impl ExactFeed {
     /// An empty map that never takes more than `byte_bound` bytes. When it is full, what the index has evicted is
-    /// forgotten here as well, and if that is too little, the index evicts the instance's least recently used blocks.
+    /// forgotten here as well, and if that is too little, the index evicts the instance's least recently used blocks. A
+    /// name takes about 20 bytes, a pair in the index about 44: half of the index's bound is the right size.
     pub fn new(byte_bound: usize) -> ExactFeed {
         ExactFeed {
             names: Vec::new(),
@@ -196,15 +199,12 @@ impl ExactFeed {
         let before = table.bytes();
         let limit = self.byte_bound.saturating_sub(others + self.table_bytes - before);
         let mut room = table.insert(key, Entry { engine, chain }, limit) != Inserted::No;
-        for share in [0, EVICTED_SHARE] {
-            if !room {
-                index.evict_from(
-                    instance,
-                    index.blocks(instance).checked_div(share).map_or(0, |blocks| blocks + 1),
-                );
+        if !room {
+            if table.retain_near(key, |e| index.holds(instance, e.chain)) < SWEPT_SHARE {
+                index.evict_from(instance, index.blocks(instance) / EVICTED_SHARE + 1);
                 table.retain_near(key, |e| index.holds(instance, e.chain));
-                room = table.insert(key, Entry { engine, chain }, limit) != Inserted::No;
             }
+            room = table.insert(key, Entry { engine, chain }, limit) != Inserted::No;
         }
         self.table_bytes = self.table_bytes + table.bytes() - before;
         room

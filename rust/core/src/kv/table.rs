@@ -153,18 +153,23 @@ impl<S: Slot> Table<S> {
     #[inline]
     pub(crate) fn insert(&mut self, key: Key, slot: S, byte_limit: usize) -> Inserted {
         debug_assert_eq!(slot.place(), key.place);
+        // Where it may not grow, it is filled further.
+        let full = !self.segments[key.segment as usize].has_room(17) && !self.grow(key, byte_limit);
         let segment = &mut self.segments[key.segment as usize];
-        if !segment.has_room(17) {
-            let before = segment.bytes();
-            let grown = segment.grow((before + byte_limit).saturating_sub(self.bytes));
-            self.bytes = self.bytes + segment.bytes() - before;
-            // Where it may not grow, it is filled further.
-            if !grown && !segment.has_room(19) {
-                return Inserted::No;
-            }
+        if full && !segment.has_room(19) {
+            return Inserted::No;
         }
         self.entries += 1;
         if segment.insert(slot) { Inserted::Shared } else { Inserted::Alone }
+    }
+
+    /// Grows where `key` belongs, unless the table would pass `byte_limit`.
+    fn grow(&mut self, key: Key, byte_limit: usize) -> bool {
+        let segment = &mut self.segments[key.segment as usize];
+        let before = segment.bytes();
+        let grown = segment.grow((before + byte_limit).saturating_sub(self.bytes));
+        self.bytes = self.bytes + segment.bytes() - before;
+        grown
     }
 
     /// Takes out the first entry at the key's place that `is` the one.
@@ -177,8 +182,8 @@ impl<S: Slot> Table<S> {
         Some(slot)
     }
 
-    /// Keeps the entries of the key's segment for which `keep` is true; returns how many went.
-    pub(crate) fn retain_near(&mut self, key: Key, mut keep: impl FnMut(S) -> bool) -> usize {
+    /// Keeps the entries of the key's segment for which `keep` is true; returns the share that went.
+    pub(crate) fn retain_near(&mut self, key: Key, mut keep: impl FnMut(S) -> bool) -> f64 {
         let segment = &mut self.segments[key.segment as usize];
         let before = segment.used as usize;
         let mut at = 0;
@@ -191,7 +196,7 @@ impl<S: Slot> Table<S> {
             }
         }
         self.entries -= before - segment.used as usize;
-        before - segment.used as usize
+        1.0 - f64::from(segment.used) / (before.max(1) as f64)
     }
 }
 
@@ -351,10 +356,11 @@ mod tests {
             prop_assert_eq!(table.bytes(), known + (size_of::<Segment<Pair>>() << bits) + MALLOC_OVERHEAD);
             let odd = |s: Pair| s.0 % 2 == 1;
             let all = table.len();
-            let gone: usize = (0..1u32 << bits)
-                .map(|segment| table.retain_near(Key { segment, place: 0 }, odd))
-                .sum();
-            prop_assert_eq!(gone, model.keys().filter(|h| *h % 2 == 0).count());
+            for segment in 0..1u32 << bits {
+                let share = table.retain_near(Key { segment, place: 0 }, odd);
+                prop_assert!((0.0..=1.0).contains(&share));
+            }
+            let gone = model.keys().filter(|h| *h % 2 == 0).count();
             prop_assert_eq!(table.len(), all - gone);
             for hash in 1..400 {
                 let found = table.find(key(&table, hash), |s| s.0 == hash);
