@@ -1,0 +1,48 @@
+"""The house: what the scripts say where something is missing, and what the lock files hold."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("script", ["demo", "test", "gate"])
+def test_without_rust_one_line_says_what_to_install(script: str, tmp_path: Path) -> None:
+    for tool in ("bash", "env", "dirname"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or tool)
+    done = subprocess.run(
+        [ROOT / "scripts" / script],
+        env={"PATH": str(tmp_path), "VENV": str(tmp_path / "venv")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "install Rust 1.88 or newer" in last
+    assert len([line for line in done.stderr.splitlines() if not line.startswith("gate:")]) == 1
+    assert not (tmp_path / "venv").exists()
+
+
+def test_every_dependency_is_locked_with_hashes_and_names_no_registry() -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = project["project"]["dependencies"] + project["dependency-groups"]["dev"]
+    names = {re.split(r"[<>=!~;\[ ]", name)[0].lower().replace("_", "-") for name in wanted}
+    locked = dict(re.findall(r"^([a-z0-9.-]+)==[^\n]*\\\n((?:    --hash[^\n]*\n?)+)", lock, re.MULTILINE))
+    assert names <= set(locked), f"run scripts/lock: {names - set(locked)}"
+    assert "://" not in lock
+
+
+def test_the_oldest_rust_is_the_same_everywhere() -> None:
+    oldest = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["rust-version"]
+    assert f"Rust {oldest}" in (ROOT / "README.md").read_text()
+    assert f"Rust {oldest} or newer" in (ROOT / "scripts" / "setup").read_text()
