@@ -63,7 +63,7 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
         sign = "at least" if at_least else "at most"
         return [what, f"{sign} {budget:g} {unit}", f"{figure:.3g} {unit}", "met" if met else "**MISSED**"]
 
-    core, decision, http = (results[what][1] for what in ("core", "decision", "http"))
+    core, memory, decision, http = (results[what][1] for what in ("core", "memory", "decision", "http"))
     latency = core["index_latency"]
     for blocks, budget in ((64, 0.5), (512, 1.6), (2048, 4.0)):
         figure = latency[f"chain + match {blocks} blocks"]["p50_us"]
@@ -86,7 +86,7 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
             rate = row["events_per_second"] / 1e3
             yield line(f"{stage} ({rate:.0f}k/s applied), p99", row["ours"]["p99_us"], 15, "us")
     yield line("score 1,024 instances, Rust (criterion), p50", core["score_1024"]["p50_us"], 0.6, "us")
-    alone, mapped = (core["index_memory"][feed][-1] for feed in ("approximate", "exact"))
+    alone, mapped = (memory["index_memory"][feed][-1] for feed in ("approximate", "exact"))
     yield line("index memory a pair, at its bound", alone["index_bytes"] / alone["pairs"], 50, "bytes")
     both = (mapped["index_bytes"] + mapped["feed_bytes"]) / mapped["pairs"]
     yield line("the same with the map from engines' hashes", both, 75, "bytes")
@@ -121,7 +121,7 @@ def decision(result: Figures) -> str:
     return table(["stage", "case", "ours, us", "Dynamo, us", "ratio", "our call"], rows)
 
 
-def core(result: Figures) -> str:
+def core(result: Figures, memory: Figures) -> str:
     """What the examples printed, and the stages."""
     rows = []
     for at in range(0, len(result["stages"]), 5):
@@ -138,7 +138,7 @@ def core(result: Figures) -> str:
             f"{row['resident'] / 2**20:.0f}",
             f"{row['evicted']:,.0f}",
         ]
-        for feed, rows in result["index_memory"].items()
+        for feed, rows in memory["index_memory"].items()
         for row in rows
     ]
     names = [
@@ -210,11 +210,11 @@ def http(result: Figures) -> str:
 
 def main() -> None:
     """Renders the page."""
-    results = {what: newest(what) for what in ("core", "decision", "http")}
+    results = {what: newest(what) for what in ("core", "memory", "decision", "http")}
     parts = {
         "machine": machine(results),
         "budgets": table(["what", "budget", "measured", ""], list(budgets(results))),
-        "core": core(results["core"][1]),
+        "core": core(results["core"][1], results["memory"][1]),
         "decision": decision(results["decision"][1]),
         "http": http(results["http"][1]),
     }
