@@ -30,7 +30,7 @@ for policy in ("lmetric", close, weighed, rounded):
         router.engine_report(f"gpu-{number}", waiting=number, running=5)
     chosen = []
     tickets = []  # held open: each decision sees those before it
-    for _ in range(6):
+    for _ in range(8):
         decision, ticket = router.route(tokens=prompt)
         chosen.append(decision.instance)
         tickets.append(ticket)

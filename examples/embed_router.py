@@ -16,18 +16,14 @@ for turn in range(4):
     question = np.arange(10_000 * (turn + 1), 10_000 * (turn + 1) + 300, dtype=np.uint32)
     prompt = np.concatenate([system_prompt, question])
     decision, ticket = router.route(tokens=prompt, expected_output_tokens=200, request_id=f"turn-{turn}")
-    print(
-        f"turn {turn}: {decision.instance}, {decision.predicted_hit_tokens} of {decision.prompt_tokens} "
-        f"tokens cached, scores {decision.scores().round().tolist()}"
-    )
+    hit = f"{decision.predicted_hit_tokens} of {decision.prompt_tokens} tokens cached"
+    print(f"turn {turn}: {decision.instance}, {hit}, scores {decision.scores().round().tolist()}")
     # The ticket keeps the books; leaving the block closes it, whatever happened inside.
     with ticket:
         ticket.sent()
         ticket.first_token()
         ticket.tokens(199)
-        ticket.finished(
-            prompt_tokens=len(prompt), cached_tokens=decision.predicted_hit_tokens, output_tokens=200
-        )
+        ticket.finished(prompt_tokens=len(prompt), output_tokens=200)
 
 assert router.in_flight() == 0
 

@@ -25,7 +25,7 @@ class Request:
     path: str
     headers: dict[str, str]
     body: bytes
-    raw_head: bytes
+    connection: int  # number of the connection it came on
 
     @property
     def json(self) -> dict[str, Any]:
@@ -160,6 +160,8 @@ class FakeEngine:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        self.connections += 1
+        number = self.connections
         self._readers[id(writer)] = reader
         try:
             while True:
@@ -170,7 +172,7 @@ class FakeEngine:
                     n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines if line)
                 }
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
-                if not await self._answer(Request(method, path, headers, body, raw_head), writer):
+                if not await self._answer(Request(method, path, headers, body, number), writer):
                     break
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -188,15 +190,13 @@ class FakeEngine:
             }
             writer.write(plain(*pages.get(request.path, (404, b"{}"))))
             return "close" not in request.headers.get("connection", "")
-        if not any(r is not request and id(writer) == r.headers.get("#") for r in self.requests):
-            request.headers["#"] = str(id(writer))
         self.requests.append(request)
         return await self.behave(self, request, writer)
 
     @property
     def used_connections(self) -> int:
         """Connections over which requests came."""
-        return len({request.headers["#"] for request in self.requests})
+        return len({request.connection for request in self.requests})
 
 
 class World:

@@ -16,9 +16,8 @@ SAYS = {"embed_router.py": "turn 3: ", "custom_policy.py": "did you mean `p_toke
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_program_runs(path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=False
-    )
+    words = [sys.executable, str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert SAYS[path.name] in done.stdout

@@ -13,6 +13,7 @@ from server_world import (
     STREAM_HEAD,
     STREAM_TAIL,
     FakeEngine,
+    Request,
     answer,
     chunk,
     event,
@@ -237,7 +238,9 @@ async def test_a_client_that_leaves_stops_the_engine() -> None:
             await w.until(lambda w=w: w.engines[0].left == 1)
             await w.settled()
             failed = w.server.fleet.pools[0].router.stats()["failed"]
-            assert failed["cancelled"] == 1
+            assert failed == {kind: int(kind == "cancelled") for kind in failed}
+            assert list(w.server.metrics.requests) == [("tiny", "", 200 if body else 499)]
+            assert w.server.fleet.pools[0].engines["e0"].failures == 0
 
 
 async def test_a_slow_reader_holds_the_engine_back() -> None:
@@ -303,14 +306,57 @@ async def test_connections_are_kept_on_both_sides() -> None:
         assert len(w.server.front.connections) == 1
 
 
-async def test_a_kept_connection_that_the_engine_closed_is_no_failure() -> None:
-    async with world(1) as w:
-        await w.post()
-        for writer in list(w.engines[0]._writers):
-            # Half-closed without telling: the next request meets a reset.
-            writer.transport.abort()
-        assert (await w.post())[0] == 200
+async def test_a_kept_connection_that_the_engine_closes_is_no_failure() -> None:
+    """An engine may close an idle connection just when the next request is on its way."""
+
+    async def once(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if sum(r.connection == request.connection for r in engine.requests) > 1:
+            return await reset(engine, request, writer)
+        return await answer(engine, request, writer)
+
+    async with world([FakeEngine(behave=once)]) as w:
+        for _ in range(3):
+            assert (await w.post())[0] == 200
+        assert len(w.engines[0].requests) == 5
         assert w.server.fleet.pools[0].router.stats()["retries"] == 0
+
+
+async def test_bytes_that_nobody_asked_for_cost_the_connection() -> None:
+    async def talkative(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        await answer(engine, request, writer)
+        await asyncio.sleep(0.05)
+        writer.write(plain(200, {"choices": [], "from": "somebody else"}))
+        return True
+
+    async with world([FakeEngine(behave=talkative)]) as w:
+        for _ in range(2):
+            assert (await w.post())[2]["choices"]
+            await asyncio.sleep(0.1)
+        assert w.engines[0].used_connections == 2
+
+
+async def test_an_answer_to_a_stalled_client_leaves_its_connection_usable() -> None:
+    big = plain(200, {"choices": [{"text": "x" * 200_000, "finish_reason": "stop"}]})
+    async with world([FakeEngine(behave=says(big, then="keep"))]) as w:
+        _, writer = await asyncio.open_connection("127.0.0.1", w.server.port, limit=1024)
+        front = w.server.front
+        body = b'{"prompt": "a"}'
+        for _ in range(200):
+            if any(connection.writing_paused for connection in front.connections):
+                break
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s"
+                % (len(body), body)
+            )
+            asked = len(w.engines[0].requests) + 1
+            await w.engines[0].asked(asked)
+            await w.settled()
+        else:
+            raise AssertionError("never stalled")
+        status, _, _ = await asyncio.wait_for(w.post(), 5)
+        assert status == 200
+        assert w.engines[0].used_connections == 1
+        writer.close()
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:

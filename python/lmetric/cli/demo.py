@@ -21,8 +21,8 @@ def command(
     requests: Annotated[int, typer.Option(min=1, max=1000, help="Requests of the slice.")] = 500,
     speed: Annotated[
         float, typer.Option(help="Arrivals, on the engines' clock, against the trace's.")
-    ] = 0.55,
-    clock_speed: Annotated[float, typer.Option(help="The engines' clock against the wall's.")] = 10.0,
+    ] = 0.65,
+    clock_speed: Annotated[float, typer.Option(help="The engines' clock against the wall's.")] = 8.0,
     max_input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Leave out requests with longer prompts.")
     ] = None,
@@ -100,8 +100,8 @@ def _watch(setting: Setting) -> dict[str, Report]:
 def describe(setting: Setting) -> str:
     """What is simulated: nobody should take the figures for a GPU's."""
     return (
-        f"First {setting.requests} requests of Mooncake's conversation trace at {setting.speed:g} x its "
-        f"rate,\nover {setting.engines} emulated engines ({setting.profile}, no GPU).\n"
+        f"First {setting.requests} requests of Mooncake's conversation trace, {setting.speed:g} x as fast,\n"
+        f"over {setting.engines} emulated engines ({setting.profile}, no GPU).\n"
         f"Times are on the engines' clock, which runs {setting.clock_speed:g} x the wall's."
     )
 

@@ -130,6 +130,8 @@ class Front(web.Server):
         self._ids = count(1)
         self._id_prefix = token_hex(6)
         self._access = config.log.access
+        self._body_limit = config.limits.max_body_bytes
+        self._request_limit = config.limits.max_concurrent_requests
         self._ask_load = b"endpoint-load-metrics-format: TEXT\r\n" if config.load.from_answers else b""
 
     def __call__(self) -> RequestHandler:
@@ -183,13 +185,13 @@ class Front(web.Server):
 
     async def _route(self, request: web.BaseRequest, path: str, engine_path: bytes) -> web.StreamResponse:
         started = time.monotonic()
-        headers = request.headers
-        tenant = (
-            self.keys.tenant(headers.get("authorization"), headers.get("x-api-key")) if self.keys.on else ""
-        )
+        tenant = ""
+        if self.keys.on:
+            headers = request.headers
+            tenant = self.keys.tenant(headers.get("authorization"), headers.get("x-api-key"))
         if self.refusing:
             raise ApiError(503, "the router is shutting down", headers={"retry-after": "5"})
-        if len(self.relays) >= self.config.limits.max_concurrent_requests:
+        if len(self.relays) >= self._request_limit:
             raise ApiError(503, "too many requests at once", code="too_many", headers={"retry-after": "1"})
         model = ""
         relay: Relay | None = None
@@ -271,7 +273,13 @@ class Front(web.Server):
                 )
 
     async def _body(self, request: web.BaseRequest) -> bytes:
-        limit = self.config.limits.max_body_bytes
+        limit = self._body_limit
+        content = request.content
+        if content.is_eof() and content.exception() is None:
+            body = content.read_nowait()
+            if len(body) > limit:
+                raise _too_long(limit)
+            return body
         headers = request.headers
         try:
             length = int(headers.get("content-length", 0))
@@ -279,12 +287,6 @@ class Front(web.Server):
             length = 0
         if length > limit:
             raise _too_long(limit)
-        content = request.content
-        if content.is_eof() and content.exception() is None:
-            body = content.read_nowait()
-            if len(body) > limit:
-                raise _too_long(limit)
-            return body
         if headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         parts = []

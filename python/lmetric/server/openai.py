@@ -1,8 +1,8 @@
 """The OpenAI API as far as a router needs it: what a request asks for, and error objects.
 
 Bodies are parsed once and passed on as they came. Only what routing needs is checked; the rest is the
-engine's to judge. Fields with which engines talk among themselves are refused: from a client they could
-stop one.
+engine's to judge. Fields with which engines talk among themselves are refused:
+from a client they could stop one.
 """
 
 import array

@@ -40,36 +40,20 @@ _STATUS = {"refused": 502, "reset": 502, "timeout": 504, "status": 503}
 class Relay:
     """One routed request."""
 
-    __slots__ = (
-        "_body",
-        "_config",
-        "_connection",
-        "_done",
-        "_engine",
-        "_extra",
-        "_head",
-        "_http11",
-        "_keep_alive",
-        "_path",
-        "_pool",
-        "_require_finish",
-        "_scanner",
-        "_stalled_at",
-        "_stream",
-        "_transport",
-        "broken",
-        "close_client",
-        "committed",
-        "deadline_from",
-        "error",
-        "first_token_at",
-        "got_bytes",
-        "output_tokens",
-        "reason",
-        "status",
-        "ticket",
-        "usage",
-    )
+    # Most requests change few of these; what they do not change is not set for each of them.
+    committed = False
+    close_client = False
+    broken: str | None = None  # why the run ends although an answer may have begun
+    error = False  # the engine reported an error inside its answer
+    reason = ""
+    status = 0
+    output_tokens = 0
+    first_token_at = 0.0
+    got_bytes = False
+    deadline_from = 0.0
+    usage: tuple[int | None, int | None, int | None] = (None, None, None)
+    _connection: Connection | None = None
+    _stalled_at = 0.0
 
     def __init__(
         self,
@@ -97,20 +81,6 @@ class Relay:
         self._require_finish = require_finish
         self._http11 = http11
         self._keep_alive = keep_alive
-        self._extra = b""
-        self._connection: Connection | None = None
-        self._stalled_at = 0.0
-        self.committed = False
-        self.got_bytes = False
-        self.deadline_from = 0.0
-        self.first_token_at = 0.0
-        self.close_client = False
-        self.broken: str | None = None  # why the run ends although an answer may have begun
-        self.error = False  # the engine reported an error inside its answer
-        self.reason = ""
-        self.status = 0
-        self.output_tokens = 0
-        self.usage: tuple[int | None, int | None, int | None] = (None, None, None)
 
     async def run(self, decision: Decision, request_id: bytes) -> None:
         """Relays the request; returns when the client has its answer, or left.

@@ -4,10 +4,12 @@ use lmetric_core::InstanceId;
 use lmetric_core::kv::hash::{Domain, chain};
 use lmetric_core::kv::index::KvIndex;
 
+/// Instances in the fleet.
 pub const INSTANCES: usize = 256;
 const SHARED: u64 = 32;
 const PROMPTS: u64 = 512;
 
+/// The domain of all its hashes.
 pub fn domain() -> Domain {
     Domain::new(&[Some("model"), Some("tokenizer")], 16)
 }
@@ -17,6 +19,7 @@ pub fn prompt(p: u64, blocks: u64) -> Vec<u64> {
     (0..blocks).map(|b| if b < SHARED { b } else { (p + 1) << 24 | b }).collect()
 }
 
+/// The chain over local block hashes.
 pub fn chained(local: &[u64]) -> Vec<u64> {
     let mut out = Vec::new();
     chain(domain(), local, &mut out);

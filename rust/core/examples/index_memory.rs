@@ -68,8 +68,11 @@ fn main() {
             prompt(n, &mut tokens);
             if exact {
                 let engine: [u64; BLOCKS as usize] = std::array::from_fn(|b| {
-                    let id =
-                        if (b as u64) < SHARED { n % 10 << 8 | b as u64 } else { (n + 10) << 8 | b as u64 };
+                    let id = if (b as u64) < SHARED {
+                        ((n % 10) << 8) | b as u64
+                    } else {
+                        ((n + 10) << 8) | b as u64
+                    };
                     id.wrapping_mul(0x2545_f491_4f6c_dd1d)
                 });
                 let domain = Domain::new(&[Some("model")], BLOCK);

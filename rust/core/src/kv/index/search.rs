@@ -71,7 +71,8 @@ impl KvIndex {
         while end > from {
             let Some(node) = self.find(chain[end - 1]) else { return };
             self.cells.for_each_group(node, |group, bits| each(end, group, bits));
-            end = self.run_start(chain, from, end - 1, node);
+            // `min`: whatever the counts, each round must get shorter.
+            end = self.run_start(chain, from, end - 1, node).min(end - 1);
         }
     }
 
