@@ -3,7 +3,7 @@
     python bench/core.py latency [--out FILE]
     python bench/core.py memory [--prompts 10000000] [--out FILE]    # minutes; the same figures each time
 
-Runs what the repository ships for that, one after the other: `lmetric-router bench --json`, the example
+Runs what the repository ships for that: `lmetric-router bench --json`, the example
 `index_latency` of `lmetric-core` and criterion's `score` bench for LMETRIC over 1,024 instances; or the example
 `index_memory`.
 """
