@@ -3,9 +3,8 @@
     python bench/core.py latency [--out FILE]
     python bench/core.py memory [--prompts 10000000] [--out FILE]    # minutes; the same figures each time
 
-Runs what the repository ships for that: `lmetric-router bench --json`, the example
-`index_latency` of `lmetric-core` and criterion's `score` bench for LMETRIC over 1,024 instances; or the example
-`index_memory`.
+Runs what the repository ships for that: `lmetric-router bench --json`, the example `index_latency` of
+`lmetric-core` and criterion's `score` bench for LMETRIC over 1,024 instances; or the example `index_memory`.
 """
 
 from __future__ import annotations
