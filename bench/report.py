@@ -48,9 +48,14 @@ def machine(results: dict[str, tuple[str, Figures]]) -> str:
                 ", ".join(f"{k} {v}" for k, v in result["versions"].items()),
             ]
         )
+    worst = max(load[0] for _, result in results.values() for load in result["load_average"])
+    busy = (
+        "\n\n**Other work ran on the machine meanwhile** (load average up to "
+        f"{worst:.1f}): times are upper bounds, p99 above all; ratios are of calls and runs taken in turn."
+    )
     about = next(iter(results.values()))[1]["machine"]
     where = f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}"
-    return f"{where}, Python {about['python']}.\n\n" + table(
+    return f"{where}, Python {about['python']}.{busy if worst > 2.5 else ''}\n\n" + table(
         ["raw file", "when (UTC)", "commit", "load average", "versions"], lines
     )
 
@@ -61,7 +66,12 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
     def line(what: str, figure: float, budget: float, unit: str, at_least: bool = False) -> list[str]:
         met = figure >= budget if at_least else figure <= budget
         sign = "at least" if at_least else "at most"
-        return [what, f"{sign} {budget:g} {unit}", f"{figure:.3g} {unit}", "met" if met else "**MISSED**"]
+        return [
+            what,
+            f"{sign} {budget:g} {unit}",
+            f"{figure:.{2 if figure < 10 else 1}f} {unit}",
+            "met" if met else "**MISSED**",
+        ]
 
     core, memory, decision, http = (results[what][1] for what in ("core", "memory", "decision", "http"))
     latency = core["index_latency"]
@@ -85,7 +95,8 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
         elif "beside" in stage and "events" in stage:
             rate = row["events_per_second"] / 1e3
             yield line(f"{stage} ({rate:.0f}k/s applied), p99", row["ours"]["p99_us"], 15, "us")
-    yield line("score 1,024 instances, Rust (criterion), p50", core["score_1024"]["p50_us"], 0.6, "us")
+    for what, score in core["score_1024"].items():
+        yield line(f"{what}, 1,024 instances, Rust, p50", score["p50_us"], 0.6, "us")
     alone, mapped = (memory["index_memory"][feed][-1] for feed in ("approximate", "exact"))
     yield line("index memory a pair, at its bound", alone["index_bytes"] / alone["pairs"], 50, "bytes")
     both = mapped["a_pair"] + mapped["a_name"]
@@ -129,7 +140,10 @@ def core(result: Figures, memory: Figures) -> str:
         name = [f"{cell[0]['instances']}", f"{cell[0]['prompt_tokens']:,}"]
         rows.append(name + [f"{stage['p50_us']:.2f} / {stage['p99_us']:.2f}" for stage in cell])
     head = ["instances", "prompt tokens", *(stage["stage"] for stage in result["stages"][:5])]
-    score = result["score_1024"]
+    scores = ", ".join(
+        f"{what} {score['p50_us']:.3f} us [{score['low_us']:.3f}-{score['high_us']:.3f}]"
+        for what, score in result["score_1024"].items()
+    )
     curve = [
         [
             feed,
@@ -157,8 +171,7 @@ def core(result: Figures, memory: Figures) -> str:
         [
             "`lmetric-router bench`: LMETRIC, a million pairs, p50 / p99 in us:",
             table(head, rows),
-            f"Score and choice over 1,024 instances (criterion): {score['p50_us']:.3f} us "
-            f"[{score['low_us']:.3f}-{score['high_us']:.3f}].",
+            f"Over 1,024 instances (criterion, median and its 95 % interval): {scores}.",
             "The index by itself:",
             "\n".join(["```", *result["index_latency_printed"], "```"]),
             "Its memory, 64 instances, bounds of 64 MiB (index) and 48 MiB (map from engines' hashes):",
