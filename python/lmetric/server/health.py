@@ -125,9 +125,9 @@ class Monitor:
                     continue
                 following = min(following, deadline)
                 for event in events:
-                    kind = str(event.get("kind", event.get("event", "event")))
+                    kind = str(event["event"])
                     self.metrics.events[pool.name, kind] += 1
-                    details = {k: v for k, v in event.items() if k not in ("kind", "event")}
+                    details = {k: v for k, v in event.items() if k != "event"}
                     log.warning("hot-spot guard", model=pool.name, what=kind, **details)
             await asyncio.sleep(min(max(following - time.monotonic(), 0.05), 5.0))
 

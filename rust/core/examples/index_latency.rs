@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::hint::black_box;
 use std::time::Instant;
 
-#[path = "../benches/workload.rs"]
+#[path = "../benches/workload/mod.rs"]
 mod workload;
 use workload::{INSTANCES, chained, domain, filled, prompt, queries};
 

@@ -71,7 +71,7 @@ fn main() {
                     let id = if (b as u64) < SHARED {
                         ((n % 10) << 8) | b as u64
                     } else {
-                        ((n + 10) << 8) | b as u64
+                        (n + 10) << 8 | b as u64
                     };
                     id.wrapping_mul(0x2545_f491_4f6c_dd1d)
                 });

@@ -36,6 +36,13 @@ impl Key {
         Key { segment: ((mixed >> 1) >> (63 - bits)) as u32, place: ((mixed << bits) >> 32) as u32 }
     }
 
+    /// The hash whose mixed bits are these.
+    #[cfg(test)]
+    pub(crate) fn unmixed(mixed: u64) -> u64 {
+        let hash = mixed.wrapping_mul(0xf1de_83e1_9937_733d);
+        hash ^ (hash >> 32)
+    }
+
     /// The bits that a slot of this key must return as its place.
     #[inline]
     pub(crate) fn place(self) -> u32 {

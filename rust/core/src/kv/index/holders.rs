@@ -159,6 +159,16 @@ impl Cells {
         }
     }
 
+    /// Whether some instance holds a child of the node, but not the node's block.
+    pub(super) fn has_hole(&self, node: Id) -> bool {
+        let who = self[node].0[WHO];
+        match who >> KIND_AT {
+            0 => false,
+            SINGLE => who >> COPIES_AT & MOST_COPIES == 0,
+            _ => who & HOLDERS != who >> ENTRIES_AT & HOLDERS,
+        }
+    }
+
     /// The only entry of the node, if there is but one.
     #[inline(always)]
     pub(super) fn single(&self, node: Id) -> Option<Holder> {

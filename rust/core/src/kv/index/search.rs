@@ -38,8 +38,8 @@ impl KvIndex {
         let mut alive = [u64::MAX; GROUPS];
         let mut from = 0;
         while from < chain.len() {
-            let cut = (from..chain.len()).find(|&d| holes.may_be(d, chain[d]));
-            let to = cut.map_or(chain.len(), |d| d + 1);
+            let candidate = |&d: &usize| holes.may_be(d, chain[d]) && self.is_hole_or_end(chain[d]);
+            let to = (from..chain.len()).find(candidate).map_or(chain.len(), |d| d + 1);
             let mut known = [0u64; GROUPS];
             let mut whole = [0u64; GROUPS];
             self.runs(chain, from, to, |depth, group, bits| {
@@ -60,6 +60,11 @@ impl KvIndex {
             alive = whole;
             from = to;
         }
+    }
+
+    /// Whether the block is a hole on some instance, or is not there, so that nothing behind it is.
+    fn is_hole_or_end(&self, hash: u64) -> bool {
+        self.find(hash).is_none_or(|node| self.cells.has_hole(node))
     }
 
     /// Calls `each` with (blocks, group, bits of the holders of the first so many blocks), deepest run first, within a stretch of the

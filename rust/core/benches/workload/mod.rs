@@ -4,30 +4,27 @@ use lmetric_core::InstanceId;
 use lmetric_core::kv::hash::{Domain, chain};
 use lmetric_core::kv::index::KvIndex;
 
-/// Instances in the fleet.
-pub const INSTANCES: usize = 256;
+pub(crate) const INSTANCES: usize = 256;
 const SHARED: u64 = 32;
 const PROMPTS: u64 = 512;
 
-/// The domain of all its hashes.
-pub fn domain() -> Domain {
+pub(crate) fn domain() -> Domain {
     Domain::new(&[Some("model"), Some("tokenizer")], 16)
 }
 
 /// Local block hashes of prompt `p`.
-pub fn prompt(p: u64, blocks: u64) -> Vec<u64> {
+pub(crate) fn prompt(p: u64, blocks: u64) -> Vec<u64> {
     (0..blocks).map(|b| if b < SHARED { b } else { (p + 1) << 24 | b }).collect()
 }
 
-/// The chain over local block hashes.
-pub fn chained(local: &[u64]) -> Vec<u64> {
+pub(crate) fn chained(local: &[u64]) -> Vec<u64> {
     let mut out = Vec::new();
     chain(domain(), local, &mut out);
     out
 }
 
 /// The index, filled as a router would: each prompt recorded once, turn by turn.
-pub fn filled(byte_bound: usize) -> KvIndex {
+pub(crate) fn filled(byte_bound: usize) -> KvIndex {
     let mut index = KvIndex::new(byte_bound);
     (0..INSTANCES as u32).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
     for p in 0..PROMPTS {
@@ -40,7 +37,7 @@ pub fn filled(byte_bound: usize) -> KvIndex {
 }
 
 /// Queries of so many local hashes; the last tenth of each is unseen.
-pub fn queries(blocks: u64) -> Vec<Vec<u64>> {
+pub(crate) fn queries(blocks: u64) -> Vec<Vec<u64>> {
     let seen = blocks * 9 / 10;
     let query = |p: u64| {
         let mut local = prompt(p, seen);
