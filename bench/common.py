@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
 RIVALS = ("ai-dynamo-runtime", "sglang-router", "smg", "vllm-router", "aiohttp", "uvloop")
 
 
@@ -27,7 +29,8 @@ def about(rivals_python: Path | None, programs: list[str]) -> dict[str, Any]:
         versions = json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
     for program in programs:
         told = subprocess.run([program, "-V" if program == "rustc" else "-v"], capture_output=True, text=True)
-        versions[program] = (told.stdout + told.stderr).splitlines()[0].replace(f"{program} version: ", "")
+        found = VERSION.search(told.stdout + told.stderr)
+        versions[program] = found[0] if found else "unknown"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     dirty = subprocess.run(
         ["git", "status", "--porcelain", "rust", "python"], cwd=ROOT, capture_output=True, text=True

@@ -1,10 +1,10 @@
 """The core's own figures: stages of a decision, percentiles of the index and its memory, as a raw file.
 
-    python bench/core.py [--out FILE]
+    python bench/core.py latency [--out FILE]
+    python bench/core.py memory [--prompts 10000000] [--out FILE]    # minutes; the same figures each time
 
-Runs what the repository ships for that, one after the other, and keeps what each printed:
-`lmetric-router bench --json`, the examples `index_latency` and `index_memory` of `lmetric-core`, and
-criterion's `score` bench for LMETRIC over 1,024 instances.
+Runs what the repository ships for that: `lmetric-router bench --json`, the example `index_latency` of
+`lmetric-core` and criterion's `score` bench for LMETRIC over 1,024 instances; or the example `index_memory`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 
 from common import ROOT, about, write_result
 
+Figures = dict[str, Any]
 LATENCY = re.compile(r"^(\S.*?)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)$")
 
 
-def run(*argv: str, timeout: float = 600) -> str:
+def run(*argv: str, timeout: float = 3600) -> str:
     """Standard output of a command in the repository; its failure ends the run."""
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     if done.returncode:
@@ -31,9 +32,10 @@ def run(*argv: str, timeout: float = 600) -> str:
     return done.stdout
 
 
-def example(name: str) -> str:
+def example(name: str, *arguments: str) -> str:
     """What an example of the core prints."""
-    return run("cargo", "run", "--release", "--locked", "-q", "-p", "lmetric-core", "--example", name)
+    what = ["-p", "lmetric-core", "--example", name, "--", *arguments]
+    return run("cargo", "run", "--release", "--locked", "-q", *what)
 
 
 def stages() -> list[dict[str, Any]]:
@@ -75,40 +77,55 @@ def memory(printed: str) -> dict[str, list[dict[str, float]]]:
     return curves
 
 
-def score_1024() -> dict[str, float]:
-    """Criterion's median and its 95 % interval, us."""
-    what = ["--bench", "score", "--", "--warm-up-time", "1", "--measurement-time", "2", "lmetric/1024"]
+def score_1024() -> dict[str, dict[str, float]]:
+    """Criterion's medians and their 95 % intervals, us: the scores, and the scores with the choice."""
+    what = ["--bench", "score", "--", "--warm-up-time", "1", "--measurement-time", "2", "lmetric.*/1024"]
     run("cargo", "bench", "--locked", "-q", "-p", "lmetric-core", *what)
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    found = sorted(target.glob("criterion/score+best/lmetric/1024/new/estimates.json"))
-    if not found:
-        sys.exit("core.py: criterion left no estimates of score+best/lmetric/1024")
-    median = json.loads(found[0].read_text())["median"]
-    interval = median["confidence_interval"]
-    bounds = {"low_us": interval["lower_bound"] / 1e3, "high_us": interval["upper_bound"] / 1e3}
-    return {"p50_us": median["point_estimate"] / 1e3, **bounds}
+    answer = {}
+    for what_is, name in {"score": "lmetric_score", "score and choice": "lmetric"}.items():
+        path = target / "criterion" / "score+best" / name / "1024" / "new" / "estimates.json"
+        if not path.is_file():
+            sys.exit(f"core.py: criterion left no {path}")
+        median = json.loads(path.read_text())["median"]
+        interval = median["confidence_interval"]
+        bounds = {"low_us": interval["lower_bound"] / 1e3, "high_us": interval["upper_bound"] / 1e3}
+        answer[what_is] = {"p50_us": median["point_estimate"] / 1e3, **bounds}
+    return answer
+
+
+def latency() -> Figures:
+    """Stages, scores, and the index by itself."""
+    printed = example("index_latency").splitlines()
+    rows = [match.groups() for line in printed if (match := LATENCY.match(line))]
+    return {
+        "index_latency": {name: {"p50_us": float(p50), "p99_us": float(p99)} for name, _, p50, p99 in rows},
+        "index_latency_printed": printed,
+        "score_1024": score_1024(),
+        "stages": stages(),
+    }
 
 
 def main() -> None:
-    """Runs all and writes the raw file."""
+    """Runs one kind and writes its raw file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="default: bench/results/DATE-core.json")
+    parser.add_argument("what", choices=["latency", "memory"])
+    parser.add_argument(
+        "--prompts", type=int, default=10_000_000, help="distinct prompts of the memory curve"
+    )
+    parser.add_argument("--out", type=Path, help="default: bench/results/DATE-core.json or DATE-memory.json")
     options = parser.parse_args()
+    result = about(None, ["rustc"])
     load = [os.getloadavg()]
-    latency = example("index_latency")
-    rows = [match.groups() for line in latency.splitlines() if (match := LATENCY.match(line))]
-    result = {
-        **about(None, ["rustc"]),
-        "index_latency": {name: {"p50_us": float(p50), "p99_us": float(p99)} for name, _, p50, p99 in rows},
-        "index_latency_printed": latency.splitlines(),
-        "index_memory": memory(example("index_memory")),
-        "score_1024": score_1024(),
-        "stages": stages(),
-        "load_average": [*load, os.getloadavg()],
-    }
-    print(f"raw figures: {write_result(result, 'core', options.out)}")
+    if options.what == "memory":
+        result["index_memory"] = memory(example("index_memory", str(options.prompts)))
+    else:
+        result |= latency()
+    result["load_average"] = [*load, os.getloadavg()]
+    kind = "memory" if options.what == "memory" else "core"
+    print(f"raw figures: {write_result(result, kind, options.out)}")
 
 
 if __name__ == "__main__":

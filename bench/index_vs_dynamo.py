@@ -149,6 +149,7 @@ def match(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
             start = clock()
             found = tree.find_matches(as_list)
             theirs.append(clock() - start)
+            array = array.copy()  # just written, as their list was
             start = clock()
             kept = ask(block_hashes=array)  # the answer's end is no part of the call, as with theirs
             ours.append(clock() - start)
@@ -206,6 +207,7 @@ def hashing(calls: int) -> list[dict[str, Any]]:
             compute_block_hash_for_seq(as_list, BLOCK)
             theirs.append(clock() - start)
             ask(tokens=first)
+            tokens = tokens.copy()  # just written, as their list was
             start = clock()
             ask(tokens=first)
             middle = clock()

@@ -48,9 +48,14 @@ def machine(results: dict[str, tuple[str, Figures]]) -> str:
                 ", ".join(f"{k} {v}" for k, v in result["versions"].items()),
             ]
         )
+    worst = max(load[0] for _, result in results.values() for load in result["load_average"])
+    busy = (
+        "\n\n**Other work ran on the machine meanwhile** (load average up to "
+        f"{worst:.1f}): times are upper bounds, p99 above all; ratios are of calls and runs taken in turn."
+    )
     about = next(iter(results.values()))[1]["machine"]
     where = f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}"
-    return f"{where}, Python {about['python']}.\n\n" + table(
+    return f"{where}, Python {about['python']}.{busy if worst > 2.5 else ''}\n\n" + table(
         ["raw file", "when (UTC)", "commit", "load average", "versions"], lines
     )
 
@@ -61,9 +66,14 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
     def line(what: str, figure: float, budget: float, unit: str, at_least: bool = False) -> list[str]:
         met = figure >= budget if at_least else figure <= budget
         sign = "at least" if at_least else "at most"
-        return [what, f"{sign} {budget:g} {unit}", f"{figure:.3g} {unit}", "met" if met else "**MISSED**"]
+        return [
+            what,
+            f"{sign} {budget:g} {unit}",
+            f"{figure:.{2 if figure < 10 else 1}f} {unit}",
+            "met" if met else "**MISSED**",
+        ]
 
-    core, decision, http = (results[what][1] for what in ("core", "decision", "http"))
+    core, memory, decision, http = (results[what][1] for what in ("core", "memory", "decision", "http"))
     latency = core["index_latency"]
     for blocks, budget in ((64, 0.5), (512, 1.6), (2048, 4.0)):
         figure = latency[f"chain + match {blocks} blocks"]["p50_us"]
@@ -85,11 +95,12 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
         elif "beside" in stage and "events" in stage:
             rate = row["events_per_second"] / 1e3
             yield line(f"{stage} ({rate:.0f}k/s applied), p99", row["ours"]["p99_us"], 15, "us")
-    yield line("score 1,024 instances, Rust (criterion), p50", core["score_1024"]["p50_us"], 0.6, "us")
-    alone, mapped = (core["index_memory"][feed][-1] for feed in ("approximate", "exact"))
+    for what, score in core["score_1024"].items():
+        yield line(f"{what}, 1,024 instances, Rust, p50", score["p50_us"], 0.6, "us")
+    alone, mapped = (memory["index_memory"][feed][-1] for feed in ("approximate", "exact"))
     yield line("index memory a pair, at its bound", alone["index_bytes"] / alone["pairs"], 50, "bytes")
-    both = (mapped["index_bytes"] + mapped["feed_bytes"]) / mapped["pairs"]
-    yield line("the same with the map from engines' hashes", both, 75, "bytes")
+    both = mapped["a_pair"] + mapped["a_name"]
+    yield line("the same and an entry of the map from engines' hashes", both, 75, "bytes")
     ours, floor = http["summary"].get("lmetric"), http["summary"]["aio-raw"]
     if ours is None:
         yield ["proxy", "", "not measured", "**MISSED**"]
@@ -121,7 +132,7 @@ def decision(result: Figures) -> str:
     return table(["stage", "case", "ours, us", "Dynamo, us", "ratio", "our call"], rows)
 
 
-def core(result: Figures) -> str:
+def core(result: Figures, memory: Figures) -> str:
     """What the examples printed, and the stages."""
     rows = []
     for at in range(0, len(result["stages"]), 5):
@@ -129,16 +140,20 @@ def core(result: Figures) -> str:
         name = [f"{cell[0]['instances']}", f"{cell[0]['prompt_tokens']:,}"]
         rows.append(name + [f"{stage['p50_us']:.2f} / {stage['p99_us']:.2f}" for stage in cell])
     head = ["instances", "prompt tokens", *(stage["stage"] for stage in result["stages"][:5])]
-    score = result["score_1024"]
+    scores = ", ".join(
+        f"{what} {score['p50_us']:.3f} us [{score['low_us']:.3f}-{score['high_us']:.3f}]"
+        for what, score in result["score_1024"].items()
+    )
     curve = [
         [
             feed,
             *(f"{row[key]:,.0f}" for key in ("prompts", "pairs", "index_bytes", "feed_bytes")),
-            f"{(row['index_bytes'] + row['feed_bytes']) / row['pairs']:.1f}",
+            f"{row['a_pair']:.1f}",
+            f"{row['a_name']:.1f}" if feed == "exact" else "-",
             f"{row['resident'] / 2**20:.0f}",
             f"{row['evicted']:,.0f}",
         ]
-        for feed, rows in result["index_memory"].items()
+        for feed, rows in memory["index_memory"].items()
         for row in rows
     ]
     names = [
@@ -147,7 +162,8 @@ def core(result: Figures) -> str:
         "pairs",
         "index bytes",
         "map bytes",
-        "bytes a pair",
+        "a pair",
+        "a map entry",
         "resident MiB",
         "evicted",
     ]
@@ -155,11 +171,10 @@ def core(result: Figures) -> str:
         [
             "`lmetric-router bench`: LMETRIC, a million pairs, p50 / p99 in us:",
             table(head, rows),
-            f"Score and choice over 1,024 instances (criterion): {score['p50_us']:.3f} us "
-            f"[{score['low_us']:.3f}-{score['high_us']:.3f}].",
+            f"Over 1,024 instances (criterion, median and its 95 % interval): {scores}.",
             "The index by itself:",
             "\n".join(["```", *result["index_latency_printed"], "```"]),
-            "Its memory, 64 instances, bounds of 64 MiB (index) and 32 MiB (map from engines' hashes):",
+            "Its memory, 64 instances, bounds of 64 MiB (index) and 48 MiB (map from engines' hashes):",
             table(names, curve),
         ]
     )
@@ -210,11 +225,11 @@ def http(result: Figures) -> str:
 
 def main() -> None:
     """Renders the page."""
-    results = {what: newest(what) for what in ("core", "decision", "http")}
+    results = {what: newest(what) for what in ("core", "memory", "decision", "http")}
     parts = {
         "machine": machine(results),
         "budgets": table(["what", "budget", "measured", ""], list(budgets(results))),
-        "core": core(results["core"][1]),
+        "core": core(results["core"][1], results["memory"][1]),
         "decision": decision(results["decision"][1]),
         "http": http(results["http"][1]),
     }

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # All figures of docs/performance.md anew, in about twelve minutes: bench/run_all.sh [DIR of the rivals]. The machine
-# should have nothing else to do; the raw files note its load.
+# should have nothing else to do; the raw files note its load. The memory curve does not change with the machine and
+# takes minutes more: bench/core.py memory.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rivals=${1:-bench/rivals/.venv}
 VENV=${VENV:-.venv}
 [ -x "$rivals/bin/python" ] || bench/rivals/install.sh "$rivals"
-"$VENV/bin/python" bench/core.py
+"$VENV/bin/python" bench/core.py latency
 "$VENV/bin/python" bench/index_vs_dynamo.py --rivals "$rivals"
 "$VENV/bin/python" bench/http/run.py --rivals "$rivals"
 "$VENV/bin/python" bench/report.py
