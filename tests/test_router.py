@@ -188,6 +188,15 @@ def test_batch_scores_equal_single_ones() -> None:
         router.score_batch(TOKENS, np.array([0, 99999]))
 
 
+def test_hit_tokens_of_every_live_instance() -> None:
+    router = fleet(n=3)
+    held = placed(router, tokens=TOKENS).instance
+    router.remove_instance(next(name for name in router.instances() if name != held))
+    hits = dict(zip(router.instances(), router.hit_tokens(tokens=TOKENS).tolist(), strict=True))
+    assert hits == {name: 8176 if name == held else 0 for name in router.instances()}
+    assert router.in_flight() == 0
+
+
 def test_exact_feed_by_engine_hashes() -> None:
     router = fleet(index="exact", block_size=16)
     tokens = TOKENS[:64]

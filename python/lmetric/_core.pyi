@@ -115,6 +115,15 @@ class Router:
     def blocks_cleared(self, name: str) -> None: ...
     def tick(self, now: float | None = None) -> tuple[list[dict[str, Any]], float]: ...
     def set_guard(self, on: bool) -> None: ...
+    def hit_tokens(
+        self,
+        *,
+        tokens: _Buffer | None = None,
+        text: str | bytes | None = None,
+        block_hashes: _Buffer | None = None,
+        prompt_tokens: int | None = None,
+        salt: str | None = None,
+    ) -> NDArray[np.uint32]: ...
     def score(  # of all instances; nothing is booked
         self,
         *,

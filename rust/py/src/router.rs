@@ -332,6 +332,32 @@ impl Router {
         ))
     }
 
+    /// How many leading prompt tokens each instance holds, by the KV index: uint32, in the order of `instances()`.
+    ///
+    /// The prompt as for `route`. The last token never counts: every engine computes it. Nothing is booked or touched.
+    /// Raises `BadValueError`.
+    #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, salt=None))]
+    fn hit_tokens<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: Option<Bound<'py, PyAny>>,
+        text: Option<Bound<'py, PyAny>>,
+        block_hashes: Option<Bound<'py, PyAny>>,
+        prompt_tokens: Option<u32>,
+        salt: Option<&'py str>,
+    ) -> Result<Bound<'py, PyArray1<u32>>> {
+        let prompt = Prompt { tokens, text, block_hashes, prompt_tokens, salt };
+        let mut own = Vec::new();
+        let mut scratch = self.chain.try_lock();
+        let chain = scratch.as_deref_mut().unwrap_or(&mut own);
+        let (prompt_tokens, tokens_per_block) = self.hash(py, &prompt, chain)?;
+        let request = Request { chain, prompt_tokens, tokens_per_block, ..Request::default() };
+        let mut router = self.lock(py);
+        let hits = router.hit_tokens(&request);
+        drop(router);
+        Ok(PyArray1::from_slice(py, &hits))
+    }
+
     /// Scores of the live instances, in the order of `instances()`; nothing is booked.
     #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
         session=None, salt=None, now=None))]

@@ -311,6 +311,20 @@ impl Router {
         self.index.match_prefix(chain, &mut self.hit_blocks);
     }
 
+    /// How many leading prompt tokens each live instance holds, in slot order. Nothing is booked or touched.
+    pub fn hit_tokens(&mut self, request: &Request<'_>) -> Vec<u32> {
+        self.match_prefix(request.chain);
+        let hits = self.hit_blocks.iter().map(|&blocks| derive::hit_tokens(request, blocks) as u32);
+        if self.fleet.live_count() == self.hit_blocks.len() {
+            return hits.collect();
+        }
+        let fleet = &self.fleet;
+        hits.enumerate()
+            .filter(|(slot, _)| fleet.is_live(InstanceId(*slot as u32)))
+            .map(|(_, hit)| hit)
+            .collect()
+    }
+
     /// Second stage: scores every instance, and chooses. Nothing is booked.
     ///
     /// # Errors
