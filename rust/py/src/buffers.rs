@@ -1,13 +1,18 @@
 //! Buffers in: numpy arrays, `array.array`, bytes, memoryviews, read in place.
 use crate::errors::{BadValueError, Result};
 use lmetric_core::CoreError;
+use numpy::{Element, PyArray1, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 use std::borrow::Cow;
 
 /// A C-contiguous buffer of integers, held as long as this lives.
-pub enum Ints {
+pub enum Ints<'py> {
+    /// A numpy array of token ids: asked directly, which is several times as fast as the buffer protocol.
+    Tokens(Bound<'py, PyArray1<u32>>),
+    /// A numpy array of 64-bit hashes.
+    Hashes(Bound<'py, PyArray1<u64>>),
     /// Of 32-bit integers (or raw bytes, read as such).
     Narrow(PyBuffer<u32>),
     /// Raw bytes.
@@ -22,9 +27,23 @@ pub enum Ints {
     Empty,
 }
 
-impl Ints {
+impl<'py> Ints<'py> {
     /// Takes `value`'s buffer. `what` names the argument in errors.
-    pub fn take(value: &Bound<'_, PyAny>, what: &str) -> Result<Ints> {
+    pub fn take(value: &Bound<'py, PyAny>, what: &str) -> Result<Ints<'py>> {
+        if let Ok(array) = value.cast::<PyArray1<u32>>() {
+            return if array.is_c_contiguous() {
+                Ok(Ints::Tokens(array.clone()))
+            } else {
+                Err(bad(value, what, CONTIGUOUS))
+            };
+        }
+        if let Ok(array) = value.cast::<PyArray1<u64>>() {
+            return if array.is_c_contiguous() {
+                Ok(Ints::Hashes(array.clone()))
+            } else {
+                Err(bad(value, what, CONTIGUOUS))
+            };
+        }
         let taken = PyBuffer::<u32>::get(value)
             .map(Ints::Narrow)
             .or_else(|_| PyBuffer::<u64>::get(value).map(Ints::Wide))
@@ -47,10 +66,10 @@ impl Ints {
             Ints::Signed(b) => b.is_c_contiguous() && b.dimensions() == 1,
             Ints::Wide(b) => b.is_c_contiguous() && b.dimensions() == 1,
             Ints::SignedWide(b) => b.is_c_contiguous() && b.dimensions() == 1,
-            Ints::Empty => true,
+            Ints::Empty | Ints::Tokens(_) | Ints::Hashes(_) => true,
         };
         if !contiguous {
-            return Err(bad(value, what, "a C-contiguous buffer of one dimension"));
+            return Err(bad(value, what, CONTIGUOUS));
         }
         Ok(taken)
     }
@@ -67,6 +86,11 @@ impl Ints {
         };
         Ok(match self {
             Ints::Empty => Cow::Borrowed(&[]),
+            Ints::Tokens(array) => Cow::Borrowed(slice(array)),
+            Ints::Hashes(array) => {
+                let all: Option<Vec<u32>> = slice(array).iter().map(|t| u32::try_from(*t).ok()).collect();
+                Cow::Owned(all.ok_or_else(too_big)?)
+            }
             Ints::Narrow(b) => Cow::Borrowed(in_place(py, b)),
             Ints::Bytes(b) => {
                 let bytes = in_place(py, b);
@@ -101,6 +125,8 @@ impl Ints {
     pub fn hashes<'a>(&'a self, py: Python<'a>, what: &str) -> Result<Cow<'a, [u64]>> {
         Ok(match self {
             Ints::Empty => Cow::Borrowed(&[]),
+            Ints::Hashes(array) => Cow::Borrowed(slice(array)),
+            Ints::Tokens(array) => Cow::Owned(slice(array).iter().map(|h| u64::from(*h)).collect()),
             Ints::Wide(b) => Cow::Borrowed(in_place(py, b)),
             Ints::SignedWide(b) => Cow::Owned(in_place(py, b).iter().map(|h| *h as u64).collect()),
             Ints::Narrow(b) => Cow::Owned(in_place(py, b).iter().map(|h| u64::from(*h)).collect()),
@@ -136,4 +162,12 @@ fn in_place<'a, T: pyo3::buffer::Element>(_py: Python<'a>, buffer: &'a PyBuffer<
     // SAFETY: the buffer is C-contiguous (checked in `take`), its format matches `T` (checked by `get`), and it stays exported
     // for the slice's lifetime. The interpreter lock is held throughout, so no Python code changes it meanwhile.
     unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<T>(), count) }
+}
+
+const CONTIGUOUS: &str = "a C-contiguous buffer of one dimension";
+
+/// The array's elements, in place.
+fn slice<'a, T: Element>(array: &'a Bound<'_, PyArray1<T>>) -> &'a [T] {
+    // SAFETY: contiguous (checked in `take`); the interpreter lock is held as long as the slice lives, so no Python code changes it.
+    unsafe { array.as_slice() }.unwrap_or(&[])
 }
