@@ -2,12 +2,12 @@
 //!
 //! A trie of blocks, without the trie's walk. Each distinct block is one 32-byte node, found by the chained hash of
 //! its prefix in a table of 8-byte slots; it knows its parent, who holds it, and how many of its children each holder holds.
-//! All memory is cells of one kind ([`cells`]) plus the table, so the byte bound is exact and nothing fragments.
+//! All memory is cells of one kind (`cells`) plus the table, so the byte bound is exact and nothing fragments.
 //!
-//! - [`search`]: sets of holders only shrink along a chain, so a query probes a few dozen positions of it, not all.
-//! - [`holes`]: an engine may evict an inner block first. What stands behind is kept, does not count, and counts again when the
+//! - `search`: sets of holders only shrink along a chain, so a query probes a few dozen positions of it, not all.
+//! - `holes`: an engine may evict an inner block first. What stands behind is kept, does not count, and counts again when the
 //!   block is back; queries whose chain crosses no hole pay nothing.
-//! - [`lru`]: what goes first when an instance's capacity (approximate feed) or the byte bound (both feeds) is reached:
+//! - `lru`: what goes first when an instance's capacity (approximate feed) or the byte bound (both feeds) is reached:
 //!   the least recently used chain, from its end.
 //!
 //! Nodes that nobody holds and nothing stands behind are freed at once.
