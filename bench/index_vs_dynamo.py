@@ -5,7 +5,8 @@
 Over 256 instances that hold a million (instance, block) pairs (`fleet.py`):
 
 - `match`: a prompt of 64, 512, 2,048 local block hashes -> what each instance holds. Dynamo:
-  `RadixTree.find_matches` on a fresh list; ours on a buffer, chaining included, the answer left in Rust.
+  `RadixTree.find_matches` on a fresh list; ours on a buffer, chaining included, the answer as an array
+  (Dynamo's takes `.scores` besides, not timed).
 - `hash`: token ids -> block hashes, per 1k tokens. Dynamo: `compute_block_hash_for_seq` on a list.
 - `decide`: token ids of an 8k prompt -> an instance with the request booked on it; the booking's end is
   timed apart. Dynamo: `SelectionService.select` (nothing booked) and `select_and_reserve`, its index fed
@@ -133,8 +134,7 @@ def match(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
     """Rows of the match."""
     hashes = {id(p): local_hashes(p) for prompts in fleet.prompts.values() for p in prompts}
     tree, (router, sessions) = radix_tree(fleet, hashes), by_hashes(fleet, hashes)
-    how = "match" if hasattr(router, "match") else "score"
-    ask = getattr(router, how)
+    ask = router.hit_tokens
     rows = []
     for blocks, prompts in fleet.prompts.items():
         theirs: list[int] = []
@@ -159,7 +159,7 @@ def match(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
                 decision, ticket = router.route(block_hashes=array, session=sessions[prompt.holders[0]])
                 ticket.failed("cancelled")
                 check("ours", decision.predicted_hit_tokens, stored * BLOCK)
-        rows.append(row("match", f"{blocks} blocks", figures(theirs), figures(ours), f"Router.{how}"))
+        rows.append(row("match", f"{blocks} blocks", figures(theirs), figures(ours), "Router.hit_tokens"))
     return rows
 
 
@@ -194,7 +194,7 @@ def hashing(calls: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(1)
     router = Router("round_robin", block_size=BLOCK)
     router.add_instance("engine")
-    ask = getattr(router, "match", router.score)
+    ask = router.hit_tokens
     rows = []
     for thousands in (8, 100):
         theirs: list[int] = []

@@ -18,7 +18,7 @@ pub struct Segment {
 /// What happened to the open segment of a ticket.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Event {
-    /// The request was written to the instance.
+    /// The request was written to the instance; an approximate index learns of it now.
     Sent,
     /// The engine took it off its queue (optional; known from a simulator or a talkative engine).
     Scheduled,

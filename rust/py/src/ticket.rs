@@ -132,7 +132,7 @@ impl Ticket {
         lock(self.ticket.router(), py).is_open(self.ticket.id())
     }
 
-    /// The request was written to its instance. Raises `TicketError` on a closed ticket, as all events do.
+    /// The request was written to its instance; an approximate index learns of it now (or at the next event). Raises `TicketError` on a closed ticket, as all events do.
     #[pyo3(signature = (now=None))]
     fn sent(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::Sent, now).map(drop)

@@ -19,6 +19,12 @@ fn most_hit_tokens(request: &Request<'_>) -> f64 {
     (f64::from(request.prompt_tokens - 1) / request.tokens_per_block).floor() * request.tokens_per_block
 }
 
+/// Turns matched blocks into hit tokens, rounded down.
+pub(super) fn whole_hits(request: &Request<'_>, blocks: &mut [u32]) {
+    let most = most_hit_tokens(request);
+    blocks_to_tokens(blocks, request.tokens_per_block, most);
+}
+
 const BLOCKS: IndicatorSet = IndicatorSet::of(&[Indicator::IndexBlocks]);
 const WINDOWS: IndicatorSet =
     IndicatorSet::of(&[Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens]);
@@ -140,6 +146,14 @@ wide_fn! {
     fn p_token(queued: &[f64], blocks: &[u32], per_block: f64, most: f64, prompt: f64, out: &mut [f64]) {
         for ((out, queued), blocks) in out.iter_mut().zip(queued).zip(blocks) {
             *out = greater(queued + (prompt - hit(*blocks, per_block, most)), 1.0);
+        }
+    }
+}
+
+wide_fn! {
+    fn blocks_to_tokens(blocks: &mut [u32], per_block: f64, most: f64) {
+        for blocks in blocks {
+            *blocks = hit(*blocks, per_block, most) as i32 as u32;
         }
     }
 }

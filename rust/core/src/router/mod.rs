@@ -314,15 +314,13 @@ impl Router {
     /// How many leading prompt tokens each live instance holds, in slot order. Nothing is booked or touched.
     pub fn hit_tokens(&mut self, request: &Request<'_>) -> Vec<u32> {
         self.match_prefix(request.chain);
-        let hits = self.hit_blocks.iter().map(|&blocks| derive::hit_tokens(request, blocks) as u32);
-        if self.fleet.live_count() == self.hit_blocks.len() {
-            return hits.collect();
+        let mut hits = self.hit_blocks.clone();
+        derive::whole_hits(request, &mut hits);
+        if self.fleet.live_count() < hits.len() {
+            let mut slots = (0..).map(InstanceId);
+            hits.retain(|_| slots.next().is_some_and(|id| self.fleet.is_live(id)));
         }
-        let fleet = &self.fleet;
-        hits.enumerate()
-            .filter(|(slot, _)| fleet.is_live(InstanceId(*slot as u32)))
-            .map(|(_, hit)| hit)
-            .collect()
+        hits
     }
 
     /// Second stage: scores every instance, and chooses. Nothing is booked.
@@ -402,9 +400,10 @@ impl Router {
             decided_at: now,
             tokens_per_block: request.tokens_per_block,
             chain,
+            hit_blocks: self.hit_blocks[slot],
+            told: false,
         });
         self.books.open(slot, tickets::slot(ticket), &entry, now, &mut self.columns);
-        self.remember(chosen, request.chain);
         self.totals.decisions += 1;
         self.placed[slot] += 1;
         Decision { id, ticket, segment, predicted_hit_tokens: hit as u32 }
@@ -425,6 +424,19 @@ impl Router {
         let state = self.tickets.get(ticket)?;
         let slot = state.segment.instance.index();
         let current = self.fleet.is_current(state.segment.instance, state.instance_generation);
+        if current && !state.told && !matches!(event, Event::Failed(_)) {
+            // The request is on its way, so its blocks will be there. Not told at the decision: many new blocks take tens of
+            // microseconds, and an instance that refuses the request never holds them.
+            state.told = true;
+            match self.config.index_feed {
+                IndexFeed::Approximate => {
+                    self.index.record_hit(state.segment.instance, &state.chain, state.hit_blocks);
+                }
+                IndexFeed::Exact => {
+                    self.index.touch(state.segment.instance, &state.chain, state.hit_blocks);
+                }
+            }
+        }
         match event {
             Event::Sent => {}
             Event::Scheduled if current => {
@@ -607,11 +619,12 @@ impl Router {
         state.entry = entry(&request, hit);
         state.segment = Segment { instance: next, from_token: 0, to_token: None };
         state.instance_generation = self.fleet.generation(next);
+        state.hit_blocks = self.hit_blocks[next.index()];
+        state.told = false;
         let segment = state.segment;
         self.books.open(next.index(), tickets::slot(ticket), &state.entry, now, &mut self.columns);
         let decision = state.decision;
-        self.remember(next, &chain);
-        self.tickets.get(ticket).expect("an open ticket").chain = chain;
+        state.chain = chain;
         self.totals.retries += 1;
         self.receipts.update(decision, |r| {
             r.tried.push(next.0);
@@ -628,15 +641,6 @@ impl Router {
         }
         self.tickets.spare_chain(std::mem::take(&mut state.chain));
         Some(state)
-    }
-
-    /// What the index learns of a placement.
-    fn remember(&mut self, chosen: InstanceId, chain: &[u64]) {
-        let hit = self.hit_blocks[chosen.index()];
-        match self.config.index_feed {
-            IndexFeed::Approximate => self.index.record_hit(chosen, chain, hit),
-            IndexFeed::Exact => self.index.touch(chosen, chain, hit),
-        }
     }
 
     fn nobody(&self) -> CoreError {

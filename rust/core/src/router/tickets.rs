@@ -23,8 +23,12 @@ pub struct TicketState {
     pub decided_at: Seconds,
     /// Tokens that one block of `chain` stands for.
     pub tokens_per_block: f64,
-    /// Its prompt's chain, kept for a retry elsewhere.
+    /// Its prompt's chain, kept for the index and for a retry elsewhere.
     pub chain: Vec<u64>,
+    /// Blocks of the chain that the instance was believed to hold.
+    pub hit_blocks: u32,
+    /// Whether the index was told that the prompt is on its way there.
+    pub told: bool,
 }
 
 /// All open tickets.
