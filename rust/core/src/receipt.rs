@@ -9,15 +9,13 @@ use std::sync::Arc;
 /// Terms are kept for this many of the best instances.
 pub const TERMS_KEPT: usize = 8;
 
-/// One instance of the best few, with the indicators that the policy read.
-#[derive(Clone, Debug, Default)]
+/// One instance of the best few.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Candidate {
     /// Its slot.
     pub slot: u32,
     /// Its score.
     pub score: f64,
-    /// Values of the indicators read, in the order of [`Receipt::reads`]; NaN where absent.
-    pub terms: Vec<f64>,
 }
 
 /// How a request ended.
@@ -56,6 +54,9 @@ pub struct Receipt {
     pub reads: Vec<Indicator>,
     /// The best few, best first (ties in slot order).
     pub best: Vec<Candidate>,
+    /// Values of the indicators read (in the order of `reads`) for the first of `best`, then for the second, and so on; NaN where
+    /// absent. See [`Receipt::explained`].
+    pub terms: Vec<f64>,
     /// Score of the best not chosen minus score of the chosen one; `None` with one candidate.
     pub margin: Option<f64>,
     /// Slots tried, in order; the last one is where the request is or was.
@@ -84,7 +85,7 @@ impl Receipt {
             + self.reads.capacity()
             + self.tried.capacity() * size_of::<u32>()
             + self.best.capacity() * size_of::<Candidate>()
-            + self.best.iter().map(|c| c.terms.capacity() * size_of::<f64>()).sum::<usize>()
+            + self.terms.capacity() * size_of::<f64>()
     }
 
     /// The instance that the request is or was on.
@@ -92,10 +93,18 @@ impl Receipt {
         InstanceId(*self.tried.last().expect("a receipt names an instance"))
     }
 
+    /// The best few, each with the values of the indicators in `reads`.
+    pub fn explained(&self) -> impl Iterator<Item = (Candidate, &[f64])> {
+        let width = self.reads.len();
+        self.best.iter().enumerate().map(move |(i, c)| (*c, &self.terms[i * width..(i + 1) * width]))
+    }
+
     fn clear(&mut self) {
-        let Receipt { scores, reads, best, tried, .. } = std::mem::take(self);
-        *self = Receipt { scores, reads, best, tried, ..Receipt::default() };
+        let Receipt { scores, reads, best, terms, tried, .. } = std::mem::take(self);
+        *self = Receipt { scores, reads, best, terms, tried, ..Receipt::default() };
         self.scores.clear();
+        self.best.clear();
+        self.terms.clear();
         self.reads.clear();
         self.tried.clear();
     }

@@ -230,12 +230,12 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     }
     dict.set_item("scores", scores)?;
     let best = PyList::empty(py);
-    for candidate in &receipt.best {
+    for (candidate, values) in receipt.explained() {
         let row = PyDict::new(py);
         row.set_item("instance", name(candidate.slot))?;
         row.set_item("score", number(candidate.score))?;
         let terms = PyDict::new(py);
-        for (indicator, value) in receipt.reads.iter().zip(&candidate.terms) {
+        for (indicator, value) in receipt.reads.iter().zip(values) {
             terms.set_item(indicator.decl().name, number(*value))?;
         }
         row.set_item("terms", terms)?;

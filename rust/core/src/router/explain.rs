@@ -65,12 +65,9 @@ impl Router {
         if !best[..live].iter().any(|(_, slot)| *slot == chosen.0) {
             best[live - 1] = (chosen_key, chosen.0);
         }
-        receipt.best.resize_with(live, Candidate::default);
-        for (candidate, (key, slot)) in receipt.best.iter_mut().zip(best) {
-            candidate.slot = slot;
-            candidate.score = key * sign;
-            candidate.terms.clear();
-            candidate.terms.extend(receipt.reads.iter().map(|&id| self.term(id, slot as usize)));
+        for &(key, slot) in &best[..live] {
+            receipt.best.push(Candidate { slot, score: key * sign });
+            receipt.terms.extend(receipt.reads.iter().map(|&id| self.term(id, slot as usize)));
         }
         receipt
     }
