@@ -30,8 +30,10 @@ pub enum Event {
     Tokens(u32),
     /// The request ended well.
     Finished(Usage),
-    /// It did not.
+    /// It did not; another instance may take it.
     Failed(Failure),
+    /// It did not, and no other instance shall be tried.
+    GaveUp(Failure),
 }
 
 /// What the engine says it did, where it says so.

@@ -1,5 +1,5 @@
 //! Receipts: why a request went where it went, later joined with what happened.
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::Seconds;
 use crate::indicators::Indicator;
 use crate::plan::{Failure, Usage};
 use crate::policy::Prefer;
@@ -59,8 +59,10 @@ pub struct Receipt {
     pub terms: Vec<f64>,
     /// Score of the best not chosen minus score of the chosen one; `None` with one candidate.
     pub margin: Option<f64>,
-    /// Slots tried, in order; the last one is where the request is or was.
-    pub tried: Vec<u32>,
+    /// Slot of the chosen instance.
+    pub chosen: u32,
+    /// Instances that the request moved to before its first token, in order: slot and name.
+    pub moved: Vec<(u32, Arc<str>)>,
     /// Leading prompt tokens that the chosen instance was believed to hold.
     pub predicted_hit_tokens: u32,
     /// Age of the chosen instance's load report, where it sends any.
@@ -83,14 +85,14 @@ impl Receipt {
             + self.request_id.as_ref().map_or(0, |r| r.len())
             + self.scores.capacity() * size_of::<f32>()
             + self.reads.capacity()
-            + self.tried.capacity() * size_of::<u32>()
+            + self.moved.capacity() * size_of::<(u32, Arc<str>)>()
             + self.best.capacity() * size_of::<Candidate>()
             + self.terms.capacity() * size_of::<f64>()
     }
 
-    /// The instance that the request is or was on.
-    pub fn instance(&self) -> InstanceId {
-        InstanceId(*self.tried.last().expect("a receipt names an instance"))
+    /// Names of the instances tried, in order; the last is where the request is or was.
+    pub fn tried(&self) -> impl Iterator<Item = &Arc<str>> {
+        std::iter::once(&self.names[self.chosen as usize]).chain(self.moved.iter().map(|(_, name)| name))
     }
 
     /// The best few, each with the values of the indicators in `reads`.
@@ -100,13 +102,13 @@ impl Receipt {
     }
 
     fn clear(&mut self) {
-        let Receipt { scores, reads, best, terms, tried, .. } = std::mem::take(self);
-        *self = Receipt { scores, reads, best, terms, tried, ..Receipt::default() };
+        let Receipt { scores, reads, best, terms, moved, .. } = std::mem::take(self);
+        *self = Receipt { scores, reads, best, terms, moved, ..Receipt::default() };
         self.scores.clear();
         self.best.clear();
         self.terms.clear();
         self.reads.clear();
-        self.tried.clear();
+        self.moved.clear();
     }
 }
 

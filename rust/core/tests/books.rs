@@ -91,6 +91,8 @@ struct Open {
     ticket: TicketId,
     /// Instance by name and by how often that name was added: a new life owes nothing to the old one.
     home: (u8, u32),
+    /// When it was placed there, as a turn: engines begin prefills in this order.
+    turn: u64,
     stage: Stage,
     prompt: f64,
     prefill_left: f64,
@@ -102,6 +104,7 @@ struct Open {
 struct Model {
     lives: [u32; 6],
     live: [bool; 6],
+    turn: u64,
     open: Vec<Open>,
 }
 
@@ -191,9 +194,11 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
                 assert_eq!(router.fleet().eligible_count(), 0);
                 return;
             };
+            model.turn += 1;
             model.open.push(Open {
                 ticket: decision.ticket,
                 home: home(router, decision.segment.instance, model),
+                turn: model.turn,
                 stage: Stage::Queued,
                 prompt: f64::from(prompt),
                 prefill_left: f64::from(prompt),
@@ -244,8 +249,11 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
             advance(Event::FirstToken);
             if open.stage != Stage::Decoding {
                 open.stage = Stage::Decoding;
-                open.prefill_left = 0.0;
                 open.output += 1.0;
+                let (home, turn) = (open.home, open.turn);
+                for earlier in model.open.iter_mut().filter(|o| o.home == home && o.turn <= turn) {
+                    earlier.prefill_left = 0.0;
+                }
             }
         }
         Op::Tokens(_, k) => {
@@ -269,9 +277,11 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
                 Some(next) => {
                     assert!(failure.may_move() && before != Stage::Decoding);
                     let home = home(router, next.instance, model);
+                    model.turn += 1;
+                    let turn = model.turn;
                     let open = &mut model.open[t];
                     assert!(!at_home || home != open.home, "never back to the one that failed");
-                    open.home = home;
+                    (open.home, open.turn) = (home, turn);
                     open.stage = Stage::Queued;
                     open.prefill_left = open.prompt;
                     open.output = 0.0;

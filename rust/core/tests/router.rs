@@ -73,7 +73,7 @@ fn a_failed_request_walks_its_ranking_and_then_closes() {
     assert_eq!(router.in_flight(), 0);
     assert_eq!(router.totals().retries, 2);
     let receipt = router.receipt(decision.id).unwrap();
-    assert_eq!(receipt.tried.len(), 3);
+    assert_eq!(receipt.tried().count(), 3);
     assert_eq!(receipt.outcome.ended, Some(Some(Failure::Refused)));
 }
 
@@ -87,18 +87,45 @@ fn after_the_first_token_nothing_moves() {
 }
 
 #[test]
-fn a_retry_skips_instances_that_turned_unhealthy_and_survives_a_lost_receipt() {
+fn a_retry_survives_a_lost_receipt_and_may_go_to_an_instance_that_is_new() {
     let config = RouterConfig { receipt_bytes: 1, ..RouterConfig::default() };
     let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
-    for i in 0..3 {
-        router.add_instance(&format!("e{i}"), Role::Both, None).unwrap();
-    }
+    router.add_instance("e0", Role::Both, None).unwrap();
     let first = router.route(&request(&[]), 0.0).unwrap();
-    let _second = router.route(&request(&[]), 0.0).unwrap();
+    let second = router.route(&request(&[]), 0.0).unwrap();
     assert!(router.receipt(first.id).is_none());
-    let next = router.advance(first.ticket, Event::Failed(Failure::Reset), 0.1).unwrap().unwrap();
-    assert_ne!(next.instance, first.segment.instance);
-    assert_eq!(router.totals().retries_without_receipt, 1);
+    let new = router.add_instance("new", Role::Both, None).unwrap();
+    for decision in [first, second] {
+        let next = router.advance(decision.ticket, Event::Failed(Failure::Reset), 0.1).unwrap().unwrap();
+        assert_eq!(next.instance, new);
+    }
+    let tried: Vec<_> = router.receipt(second.id).unwrap().tried().map(|name| name.to_string()).collect();
+    assert_eq!(tried, ["e0", "new"]);
+}
+
+#[test]
+fn what_a_dead_instance_leaves_is_spread() {
+    let mut router = router("lmetric", 5);
+    let decisions: Vec<_> = (0..40).map(|_| router.route(&request(&[]), 0.0).unwrap()).collect();
+    let dead = router.fleet().find("e0").unwrap();
+    let orphans: Vec<_> = decisions.iter().filter(|d| d.segment.instance == dead).collect();
+    assert_eq!(orphans.len(), 8);
+    let mut next = std::collections::BTreeMap::new();
+    for decision in orphans {
+        let segment = router.advance(decision.ticket, Event::Failed(Failure::Reset), 0.1).unwrap().unwrap();
+        *next.entry(segment.instance).or_insert(0) += 1;
+    }
+    assert_eq!(next.into_values().collect::<Vec<_>>(), [2, 2, 2, 2]);
+}
+
+#[test]
+fn giving_up_closes_with_the_true_failure() {
+    let mut router = router("lmetric", 3);
+    let decision = router.route(&request(&[]), 0.0).unwrap();
+    assert_eq!(router.advance(decision.ticket, Event::GaveUp(Failure::Status), 0.1).unwrap(), None);
+    assert_eq!((router.in_flight(), router.totals().retries), (0, 0));
+    let receipt = router.receipt(decision.id).unwrap();
+    assert_eq!((receipt.outcome.ended, receipt.tried().count()), (Some(Some(Failure::Status)), 1));
 }
 
 #[test]
@@ -116,24 +143,51 @@ fn foreign_load_is_what_the_engine_reports_beyond_our_own() {
     router.engine_report(&name, report(3.0, 2.0)).unwrap();
     assert_eq!(router.columns().get(Indicator::Bs)[slot], 5.0);
     assert_eq!(router.columns().get(Indicator::QBs)[slot], 1.0 + 2.0);
+    // A header that tells of waiting requests alone leaves the others' load as it was.
+    let waiting = Report { at: 0.2, waiting: Some(0.0), running: None, kv_usage: None };
+    router.engine_report(&name, waiting).unwrap();
+    assert_eq!(router.columns().get(Indicator::Bs)[slot], 5.0);
+    assert_eq!(router.columns().get(Indicator::QBs)[slot], 2.0, "ours has left its queue");
     assert!(router.engine_report(&name, report(f64::NAN, 0.0)).is_err());
 }
 
 #[test]
-fn queued_prefill_drains_at_the_learned_rate_and_only_at_the_head() {
+fn queued_prefill_drains_at_the_learned_rate() {
     let mut router = router("least_prefill", 1);
     let queued = |router: &mut Router, now| {
         router.derive_all(now);
         router.columns().get(Indicator::QueuedPrefillTokens)[0]
     };
     let first = router.route(&request(&chain(1, 100)), 0.0).unwrap();
-    assert_eq!(queued(&mut router, 5.0), 1601.0, "nothing drains before a rate was learned");
+    assert_eq!(queued(&mut router, 0.1), 801.0, "until a rate was learned, at the assumed 8,000 tokens/s");
     router.advance(first.ticket, Event::FirstToken, 1.601).unwrap(); // 1,000 tokens/s
     assert_eq!(queued(&mut router, 1.7), 0.0);
-    router.route(&request(&chain(1000, 100)), 2.0).unwrap();
-    router.route(&request(&chain(2000, 100)), 2.0).unwrap();
+    let plain = router.route(&request(&chain(1000, 100)), 2.0).unwrap();
+    let second = router.route(&request(&chain(2000, 100)), 2.0).unwrap();
     assert!((queued(&mut router, 3.0) - 2202.0).abs() < 1e-6);
-    assert_eq!(queued(&mut router, 30.0), 1601.0, "the second has not begun");
+    assert_eq!(queued(&mut router, 30.0), 0.0, "a plain answer that decodes for long is no backlog");
+    // Idle time is no credit for the next: 1,601 tokens from 30 s on.
+    router.route(&request(&chain(3000, 100)), 30.0).unwrap();
+    assert!((queued(&mut router, 31.0) - 601.0).abs() < 1e-6);
+    // A first token ends the prefills placed before it as well, and the rate is learned from them all.
+    router.advance(second.ticket, Event::FirstToken, 31.0).unwrap();
+    assert!((queued(&mut router, 31.0) - 601.0).abs() < 1e-6);
+    router.advance(plain.ticket, Event::Finished(Usage::default()), 32.0).unwrap();
+    assert!(queued(&mut router, 31.0) > 0.0);
+}
+
+#[test]
+fn time_does_not_run_back() {
+    let mut router = router("lmetric", 1);
+    let first = router.route(&request(&chain(1, 100)), 10.0).unwrap();
+    router.advance(first.ticket, Event::FirstToken, 11.0).unwrap();
+    router.advance(first.ticket, Event::Finished(Usage::default()), 11.0).unwrap();
+    let late = router.route(&request(&chain(1, 100)), 2.0).unwrap();
+    assert_eq!(router.receipt(late.id).unwrap().at, 11.0);
+    assert_eq!(router.receipt(late.id).unwrap().scores[0], 1.0, "one uncached token, nothing queued");
+    router.route(&request(&[]), f64::NAN).unwrap();
+    router.route(&request(&[]), f64::INFINITY).unwrap();
+    assert!(router.tick(f64::INFINITY).1.is_finite());
 }
 
 #[test]

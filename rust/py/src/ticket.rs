@@ -221,8 +221,9 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("policy", policy)?;
     dict.set_item("request_id", receipt.request_id.as_deref())?;
     dict.set_item("prompt_tokens", receipt.prompt_tokens)?;
-    dict.set_item("instance", name(receipt.instance().0))?;
-    dict.set_item("tried", receipt.tried.iter().map(|s| name(*s)).collect::<Vec<_>>())?;
+    let tried: Vec<&str> = receipt.tried().map(|name| &**name).collect();
+    dict.set_item("instance", tried.last())?;
+    dict.set_item("tried", tried)?;
     dict.set_item("prefer", if receipt.prefer == Prefer::Max { "max" } else { "min" })?;
     let scores = PyDict::new(py);
     for (name, score) in receipt.names.iter().zip(&receipt.scores) {
@@ -292,7 +293,6 @@ pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, 
         ("decisions", totals.decisions),
         ("no_instance", totals.no_instance),
         ("retries", totals.retries),
-        ("retries_without_receipt", totals.retries_without_receipt),
         ("left_out", totals.left_out),
         ("filter_waived", totals.filter_waived),
         ("finished", totals.finished),

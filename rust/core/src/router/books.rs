@@ -1,7 +1,8 @@
 //! The router's own books: what it placed on each instance and has not seen end.
 //!
 //! Counts live beside the indicator columns and are written through to them at each event, so that a decision reads plain
-//! columns. Everything here is integers in `f64`, so adding and taking away leaves no residue.
+//! columns. Everything here is integers in `f64`, so adding and taking away leaves no residue
+//! (but for what drains between events, which is set to 0 with the last prefill).
 use crate::estimate::PrefillRate;
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator};
@@ -20,18 +21,32 @@ struct Counts {
     scheduled: f64,
     /// Ours past their first token.
     decoding: f64,
+    /// Of `queued`, those that have left the engine's queue by its last report (the oldest leave first).
+    unqueued: f64,
     /// Others' waiting and running, from the last report.
     foreign_waiting: f64,
     foreign_running: f64,
     decode_tokens: f64,
     bound_tokens: f64,
     remaining_tokens: f64,
-    /// Tickets without a first token with their prefill tokens left, in the order of placement.
-    prefills: VecDeque<(u32, f64)>,
+    /// Prefills not known to be over, in the order of placement.
+    prefills: VecDeque<Prefill>,
+    /// When the first of them became the first.
+    head_since: Seconds,
     window_prefill: Decayed,
     window_output: Decayed,
     rate: PrefillRate,
     report: Option<Report>,
+}
+
+/// A prefill not known to be over.
+#[derive(Clone, Copy, Debug)]
+struct Prefill {
+    ticket: u32,
+    /// Tokens to compute, as booked.
+    tokens: f64,
+    /// Of these, still to compute when the backlog was last settled.
+    left: f64,
 }
 
 /// What an engine last said.
@@ -62,6 +77,14 @@ impl Decayed {
     fn add(&mut self, amount: f64, now: Seconds) {
         self.value = self.now(now) + amount;
         self.at = now;
+    }
+}
+
+impl Counts {
+    /// One of the queued is known to have left: the oldest, so one of those already taken for gone.
+    fn leave_queue(&mut self) {
+        self.queued -= 1.0;
+        self.unqueued = (self.unqueued - 1.0).max(0.0);
     }
 }
 
@@ -105,26 +128,25 @@ pub enum Stage {
 #[derive(Clone, Debug, Default)]
 pub struct Books {
     counts: Vec<Counts>,
-    /// Backlog of prefill tokens by slot, in columns of their own for the decision's one pass: the head prefill's tokens
-    /// left when it became head, when that was, the sum of all behind it, and the learned rate (0 until learned).
-    head: Vec<f64>,
+    /// Backlog of prefill tokens by slot, in columns of their own for the decision's one pass: tokens left when it was last
+    /// settled, when that was, and the rate at which it drains since.
+    left: Vec<f64>,
     since: Vec<f64>,
-    behind: Vec<f64>,
     rate: Vec<f64>,
-    /// Whether the backlog drains between events at the learned rate. Off where exact progress is reported.
-    drain: bool,
+    /// The rate until one was learned, tokens/s; 0 where exact progress is reported and nothing drains by itself.
+    prior_rate: f64,
 }
 
 impl Books {
-    /// Empty books. `drain`: see [`super::RouterConfig::drain`].
-    pub fn new(drain: bool) -> Books {
-        Books { drain, ..Books::default() }
+    /// Empty books. `prior_rate`: tokens/s at which prefills drain until a rate was learned; 0: they do not drain by themselves.
+    pub fn new(prior_rate: f64) -> Books {
+        Books { prior_rate, ..Books::default() }
     }
 
     /// Opens books for `slots` slots.
     pub fn resize(&mut self, slots: usize) {
         self.counts.resize_with(slots, Counts::default);
-        for column in [&mut self.head, &mut self.since, &mut self.behind, &mut self.rate] {
+        for column in [&mut self.left, &mut self.since, &mut self.rate] {
             column.resize(slots, 0.0);
         }
     }
@@ -132,9 +154,7 @@ impl Books {
     /// Clears the books of a slot, for its next instance.
     pub fn clear(&mut self, slot: usize, columns: &mut Columns) {
         self.counts[slot] = Counts::default();
-        for column in [&mut self.head, &mut self.since, &mut self.behind, &mut self.rate] {
-            column[slot] = 0.0;
-        }
+        (self.left[slot], self.since[slot], self.rate[slot]) = (0.0, 0.0, self.prior_rate);
         self.write(slot, columns);
         for id in [
             Indicator::KvUsage,
@@ -155,12 +175,12 @@ impl Books {
         c.bound_tokens += entry.prompt_tokens;
         c.window_prefill.add(entry.new_tokens, now);
         if c.prefills.is_empty() {
-            self.head[slot] = entry.new_tokens;
-            self.since[slot] = now;
-        } else {
-            self.behind[slot] += entry.new_tokens;
+            c.head_since = now;
         }
-        c.prefills.push_back((ticket, entry.new_tokens));
+        self.settle(slot, now);
+        self.left[slot] += entry.new_tokens;
+        let prefill = Prefill { ticket, tokens: entry.new_tokens, left: entry.new_tokens };
+        self.counts[slot].prefills.push_back(prefill);
         self.write(slot, columns);
     }
 
@@ -169,7 +189,7 @@ impl Books {
         if entry.stage == Stage::Bound {
             entry.stage = Stage::Scheduled;
             let c = &mut self.counts[slot];
-            c.queued -= 1.0;
+            c.leave_queue();
             c.scheduled += 1.0;
             c.remaining_tokens += entry.remaining();
             self.write(slot, columns);
@@ -177,13 +197,12 @@ impl Books {
     }
 
     /// The engine computed `tokens` more of its prefill.
-    pub fn prefilled(&mut self, slot: usize, ticket: u32, tokens: f64) {
-        let c = &mut self.counts[slot];
-        if let Some(i) = c.prefills.iter().position(|(t, _)| *t == ticket) {
-            let done = tokens.min(c.prefills[i].1);
-            c.prefills[i].1 -= done;
-            let left = if i == 0 { &mut self.head[slot] } else { &mut self.behind[slot] };
-            *left -= done;
+    pub fn prefilled(&mut self, slot: usize, ticket: u32, tokens: f64, now: Seconds) {
+        self.settle(slot, now);
+        if let Some(prefill) = self.counts[slot].prefills.iter_mut().find(|p| p.ticket == ticket) {
+            let done = tokens.min(prefill.left);
+            prefill.left -= done;
+            self.left[slot] -= done;
         }
     }
 
@@ -199,18 +218,18 @@ impl Books {
         if entry.stage == Stage::Decoding {
             return;
         }
-        if let Some(seconds) = self.end_prefill(slot, ticket, now) {
+        if let Some((tokens, seconds)) = self.end_prefills_to(slot, ticket, now) {
             let c = &mut self.counts[slot];
-            c.rate.observe(entry.new_tokens, seconds);
+            c.rate.observe(tokens, seconds);
             if let Some(rate) = c.rate.tokens_per_second() {
-                self.rate[slot] = if self.drain { rate } else { 0.0 };
+                self.rate[slot] = if self.prior_rate > 0.0 { rate } else { 0.0 };
                 columns.get_mut(Indicator::PrefillTokensPerSecond)[slot] = rate;
             }
         }
         let c = &mut self.counts[slot];
         match entry.stage {
             Stage::Bound => {
-                c.queued -= 1.0;
+                c.leave_queue();
                 c.remaining_tokens += entry.remaining();
             }
             _ => c.scheduled -= 1.0,
@@ -243,7 +262,7 @@ impl Books {
         }
         let c = &mut self.counts[slot];
         match entry.stage {
-            Stage::Bound => c.queued -= 1.0,
+            Stage::Bound => c.leave_queue(),
             Stage::Scheduled => {
                 c.scheduled -= 1.0;
                 c.remaining_tokens -= entry.remaining();
@@ -261,32 +280,60 @@ impl Books {
         self.write(slot, columns);
     }
 
-    /// Ends a prefill; seconds since it became the head, if it was.
-    fn end_prefill(&mut self, slot: usize, ticket: u32, now: Seconds) -> Option<Seconds> {
-        let prefills = &mut self.counts[slot].prefills;
-        let i = prefills.iter().position(|(t, _)| *t == ticket)?;
-        let (_, left) = prefills.remove(i).expect("just found");
-        if i > 0 {
-            self.behind[slot] -= left;
-            return None;
-        }
-        let seconds = now - self.since[slot];
-        let next = prefills.front().map_or(0.0, |(_, tokens)| *tokens);
-        self.behind[slot] -= next;
-        self.head[slot] = next;
+    /// Takes what drained since the backlog was last settled off the prefills, in their order.
+    fn settle(&mut self, slot: usize, now: Seconds) {
+        let mut done = (self.rate[slot] * (now - self.since[slot])).clamp(0.0, self.left[slot]);
         self.since[slot] = now;
-        Some(seconds)
+        self.left[slot] -= done;
+        for prefill in &mut self.counts[slot].prefills {
+            if done <= 0.0 {
+                break;
+            }
+            let part = done.min(prefill.left);
+            prefill.left -= part;
+            done -= part;
+        }
     }
 
-    /// Takes in an engine's report. What it counts beyond our own is others' load: `max(0, report - own)`.
+    /// Ends a prefill that will have no first token.
+    fn end_prefill(&mut self, slot: usize, ticket: u32, now: Seconds) {
+        self.settle(slot, now);
+        let c = &mut self.counts[slot];
+        let Some(i) = c.prefills.iter().position(|p| p.ticket == ticket) else { return };
+        let gone = c.prefills.remove(i).expect("just found");
+        if i == 0 {
+            c.head_since = now;
+        }
+        self.left[slot] = if c.prefills.is_empty() { 0.0 } else { self.left[slot] - gone.left };
+    }
+
+    /// Ends a prefill whose first token came, and with it all that were placed before: engines begin prefills in order, and
+    /// requests that do not stream never tell. Returns the tokens computed and the seconds since the first of them began.
+    fn end_prefills_to(&mut self, slot: usize, ticket: u32, now: Seconds) -> Option<(f64, Seconds)> {
+        self.settle(slot, now);
+        let c = &mut self.counts[slot];
+        let last = c.prefills.iter().position(|p| p.ticket == ticket)?;
+        let (mut tokens, mut left) = (0.0, 0.0);
+        for gone in c.prefills.drain(..=last) {
+            tokens += gone.tokens;
+            left += gone.left;
+        }
+        let seconds = now - c.head_since;
+        c.head_since = now;
+        self.left[slot] = if c.prefills.is_empty() { 0.0 } else { self.left[slot] - left };
+        Some((tokens, seconds))
+    }
+
+    /// Takes in an engine's report. What it counts beyond our own is others' load: `max(0, report - own)`, where it reports both
+    /// waiting and running; of our own, those beyond its waiting ones have left its queue.
     pub fn report(&mut self, slot: usize, report: Report, columns: &mut Columns) {
         let c = &mut self.counts[slot];
-        let own = c.queued + c.scheduled + c.decoding;
-        if report.waiting.is_some() || report.running.is_some() {
-            let (waiting, running) = (report.waiting.unwrap_or(0.0), report.running.unwrap_or(0.0));
-            // Engines count a prefill in progress as running, we count it as queued until its first token: only the totals
-            // can be compared; the waiting part of the rest is what their queue holds beyond ours.
-            let foreign = (waiting + running - own).max(0.0);
+        if let Some(waiting) = report.waiting {
+            c.unqueued = (c.queued - waiting).max(0.0);
+        }
+        if let (Some(waiting), Some(running)) = (report.waiting, report.running) {
+            // Only totals can be compared: what is ours of the engine's running requests depends on how far it is.
+            let foreign = (waiting + running - (c.queued + c.scheduled + c.decoding)).max(0.0);
             c.foreign_waiting = foreign.min((waiting - c.queued).max(0.0));
             c.foreign_running = foreign - c.foreign_waiting;
         }
@@ -314,11 +361,10 @@ impl Books {
         c.queued + c.scheduled + c.decoding
     }
 
-    /// Queued prefill tokens of each slot at `now`, in one pass over four columns. Only the head prefill drains between events:
-    /// an engine that has not finished it cannot be far into the next.
+    /// Queued prefill tokens of each slot at `now`, in one pass over three columns.
     #[inline]
     pub fn queued_prefill(&self, now: Seconds, out: &mut [f64]) {
-        drained(&self.head, &self.since, &self.behind, &self.rate, now, out);
+        drained(&self.left, &self.since, &self.rate, now, out);
     }
 
     /// The decayed sums of each slot at `now`: prefill tokens placed, output tokens produced.
@@ -331,8 +377,8 @@ impl Books {
 
     fn write(&self, slot: usize, columns: &mut Columns) {
         let c = &self.counts[slot];
-        let waiting = c.queued + c.foreign_waiting;
-        let running = c.scheduled + c.decoding + c.foreign_running;
+        let waiting = c.queued - c.unqueued + c.foreign_waiting;
+        let running = c.unqueued + c.scheduled + c.decoding + c.foreign_running;
         for (id, value) in [
             (Indicator::QBs, waiting),
             (Indicator::RBs, running),
@@ -350,11 +396,11 @@ impl Books {
 }
 
 wide_fn! {
-    fn drained(head: &[f64], since: &[f64], behind: &[f64], rate: &[f64], now: Seconds, out: &mut [f64]) {
+    fn drained(left: &[f64], since: &[f64], rate: &[f64], now: Seconds, out: &mut [f64]) {
         let slots = out.len();
-        let (head, since, behind, rate) = (&head[..slots], &since[..slots], &behind[..slots], &rate[..slots]);
+        let (left, since, rate) = (&left[..slots], &since[..slots], &rate[..slots]);
         for i in 0..slots {
-            out[i] = behind[i] + greater(head[i] - rate[i] * (now - since[i]), 0.0);
+            out[i] = greater(left[i] - rate[i] * greater(now - since[i], 0.0), 0.0);
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::wide::{greater, lesser, wide_fn};
 /// Prompt tokens that `blocks` matched blocks save: whole blocks, and never the last token, which every engine computes.
 #[inline]
 pub(super) fn hit_tokens(request: &Request<'_>, blocks: u32) -> f64 {
-    (f64::from(blocks) * request.tokens_per_block).min(most_hit_tokens(request))
+    hit(blocks, request.tokens_per_block, most_hit_tokens(request))
 }
 
 #[inline]
@@ -120,10 +120,10 @@ impl Router {
     }
 }
 
-/// Through i32, which processors convert many at a time; an index never holds 2^31 blocks of a prompt.
+/// Whole tokens, so that the books stay whole. Through i32, which processors convert many at a time; an index never holds 2^31 blocks of a prompt.
 #[inline(always)]
 fn hit(blocks: u32, per_block: f64, most: f64) -> f64 {
-    lesser(f64::from(blocks as i32) * per_block, most)
+    lesser(f64::from(blocks as i32) * per_block, most).floor()
 }
 
 wide_fn! {

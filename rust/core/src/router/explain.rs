@@ -27,7 +27,7 @@ impl Router {
         receipt.report_age_seconds = self.books.reported_at(chosen.index()).map(|at| now - at);
         receipt.filter_waived = self.scores.filter_waived;
         receipt.reads.extend(self.reads.iter());
-        receipt.tried.push(chosen.0);
+        receipt.chosen = chosen.0;
 
         let eligible = &self.eligible;
         let scores = &self.scores.score;

@@ -52,7 +52,7 @@ pub struct RouterConfig {
     pub guard: GuardConfig,
     /// Step-time model behind `predicted_ttft_seconds`; without one the learned prefill rate serves.
     pub step_time: Option<StepTime>,
-    /// Prefill rate assumed until any instance's was learned, in tokens/s (only `predicted_ttft_seconds` uses it).
+    /// Prefill rate assumed until one was learned, in tokens/s.
     pub prior_prefill_tokens_per_second: f64,
 }
 
@@ -70,6 +70,9 @@ impl Default for RouterConfig {
         }
     }
 }
+
+/// No clock shows as many seconds: what is beyond is a mistake, and not a number still less.
+const FAR: Seconds = 1e12;
 
 /// How often [`Router::tick`] wants to be called.
 const TICK_SECONDS: Seconds = 1.0;
@@ -96,8 +99,6 @@ pub struct Totals {
     pub no_instance: u64,
     /// Requests moved to the next of the ranking before their first token.
     pub retries: u64,
-    /// Retries whose receipt was gone, so that the least loaded untried instance was taken.
-    pub retries_without_receipt: u64,
     /// Instances left out of a decision because an indicator was absent or the score was not a number.
     pub left_out: u64,
     /// Decisions whose filter left nothing and was waived.
@@ -157,7 +158,7 @@ impl Router {
         Ok(Router {
             fleet: Fleet::default(),
             columns,
-            books: Books::new(config.drain),
+            books: Books::new(if config.drain { config.prior_prefill_tokens_per_second } else { 0.0 }),
             tickets: Tickets::default(),
             index: KvIndex::new(config.index_bytes),
             reads: policy.reads(),
@@ -277,8 +278,8 @@ impl Router {
                 });
             }
         }
-        self.latest = self.latest.max(report.at);
-        self.books.report(id.index(), report, &mut self.columns);
+        let at = self.clock(report.at);
+        self.books.report(id.index(), Report { at, ..report }, &mut self.columns);
         Ok(())
     }
 
@@ -300,10 +301,18 @@ impl Router {
         request_id: Option<&str>,
         now: Seconds,
     ) -> Result<Decision, CoreError> {
-        self.latest = self.latest.max(now);
+        let now = self.clock(now);
         self.match_prefix(request.chain);
         let chosen = self.score(request, now).inspect_err(|_| self.totals.no_instance += 1)?;
         Ok(self.commit(request, request_id, chosen, now))
+    }
+
+    /// Time never runs back here, whatever callers say: a request may be timed before its body was read.
+    fn clock(&mut self, now: Seconds) -> Seconds {
+        if now.abs() < FAR {
+            self.latest = self.latest.max(now);
+        }
+        self.latest
     }
 
     /// First stage of a decision: how much of the prompt each instance holds.
@@ -328,19 +337,34 @@ impl Router {
     /// # Errors
     /// As [`Router::route`].
     pub fn score(&mut self, request: &Request<'_>, now: Seconds) -> Result<InstanceId, CoreError> {
+        self.choose(request, &[], now)
+    }
+
+    /// [`Router::score`] without the slots in `failed`.
+    fn choose(
+        &mut self,
+        request: &Request<'_>,
+        failed: &[u32],
+        now: Seconds,
+    ) -> Result<InstanceId, CoreError> {
         let slots = self.fleet.slots();
-        if self.fleet.eligible_count() == 0 {
-            return Err(self.nobody());
-        }
         self.eligible.clear();
         self.eligible.extend_from_slice(self.fleet.eligible());
+        failed.iter().for_each(|slot| self.eligible[*slot as usize] = false);
+        let eligible_count = match failed {
+            [] => self.fleet.eligible_count(),
+            _ => self.eligible.iter().filter(|e| **e).count(),
+        };
+        if eligible_count == 0 {
+            return Err(self.nobody());
+        }
         self.restriction = self.guard.restrict(request.chain, &mut self.eligible);
         let excluded = if let Restriction::Filtered(out) = self.restriction { out } else { 0 };
         self.derive(request, self.reads, now);
         let snapshot = Snapshot {
             columns: &self.columns,
             eligible: &self.eligible,
-            eligible_count: self.fleet.eligible_count() - excluded,
+            eligible_count: eligible_count - excluded,
             name_hashes: self.fleet.name_hashes(),
             ordinal: self.totals.decisions,
             session: request.session,
@@ -359,9 +383,10 @@ impl Router {
         }
         let best = select::best(&self.scores, snapshot.eligible, &mut self.rng).ok_or_else(|| {
             CoreError::NoInstance(format!(
-                "policy {} scores none of the {} eligible instances: an indicator it reads ({}) is absent, or the score is \
-                 not a finite number",
+                "policy {} (`{}`) scores none of the {} eligible instances: an indicator it reads ({}) is absent, or it divides \
+                 by zero",
                 self.policy.spec().name,
+                self.policy.spec().formula,
                 snapshot.eligible_count,
                 self.reads.iter().map(|i| i.decl().name).collect::<Vec<_>>().join(", "),
             ))
@@ -400,6 +425,8 @@ impl Router {
             decided_at: now,
             tokens_per_block: request.tokens_per_block,
             chain,
+            session: request.session,
+            failed: Vec::new(),
             hit_blocks: self.hit_blocks[slot],
             told: false,
         });
@@ -420,11 +447,11 @@ impl Router {
         event: Event,
         now: Seconds,
     ) -> Result<Option<Segment>, CoreError> {
-        self.latest = self.latest.max(now);
+        let now = self.clock(now);
         let state = self.tickets.get(ticket)?;
         let slot = state.segment.instance.index();
         let current = self.fleet.is_current(state.segment.instance, state.instance_generation);
-        if current && !state.told && !matches!(event, Event::Failed(_)) {
+        if current && !state.told && !matches!(event, Event::Failed(_) | Event::GaveUp(_)) {
             // The request is on its way, so its blocks will be there. Not told at the decision: many new blocks take tens of
             // microseconds, and an instance that refuses the request never holds them.
             state.told = true;
@@ -443,7 +470,7 @@ impl Router {
                 self.books.scheduled(slot, &mut state.entry, &mut self.columns);
             }
             Event::Prefilled(tokens) if current => {
-                self.books.prefilled(slot, tickets::slot(ticket), f64::from(tokens));
+                self.books.prefilled(slot, tickets::slot(ticket), f64::from(tokens), now);
             }
             Event::FirstToken => {
                 let (decision, ttft) = (state.decision, now - state.decided_at);
@@ -470,7 +497,8 @@ impl Router {
                 }
             }
             Event::Finished(usage) => self.finish(ticket, usage, now),
-            Event::Failed(failure) => return Ok(self.fail(ticket, failure, now)),
+            Event::Failed(failure) => return Ok(self.fail(ticket, failure, true, now)),
+            Event::GaveUp(failure) => return Ok(self.fail(ticket, failure, false, now)),
             Event::Scheduled | Event::Prefilled(_) => {}
         }
         Ok(None)
@@ -478,7 +506,7 @@ impl Router {
 
     /// Everything periodic. Returns what the guard did, and when to call again.
     pub fn tick(&mut self, now: Seconds) -> (Vec<GuardEvent>, Seconds) {
-        self.latest = self.latest.max(now);
+        let now = self.clock(now);
         let (index, eligible) = (&self.index, self.fleet.eligible());
         let events = self.guard.tick(now, self.fleet.eligible_count(), |hash, out| {
             let before = out.len();
@@ -557,12 +585,13 @@ impl Router {
         });
     }
 
-    fn fail(&mut self, ticket: TicketId, failure: Failure, now: Seconds) -> Option<Segment> {
+    fn fail(&mut self, ticket: TicketId, failure: Failure, retry: bool, now: Seconds) -> Option<Segment> {
         let state = self.tickets.get(ticket).ok()?;
-        let may_move = failure.may_move() && state.entry.stage != Stage::Decoding;
-        let decision = state.decision;
-        if may_move && let Some(next) = self.next_of_ranking(decision, ticket) {
-            return Some(self.move_to(ticket, next, now));
+        if retry && failure.may_move() && state.entry.stage != Stage::Decoding {
+            let moved = self.move_on(ticket, now);
+            if moved.is_some() {
+                return moved;
+            }
         }
         let state = self.close(ticket, now)?;
         let place = Failure::NAMES.iter().position(|(_, f)| *f == failure).expect("named");
@@ -575,62 +604,47 @@ impl Router {
         None
     }
 
-    /// The best eligible instance of a decision's scores that was not tried yet.
-    fn next_of_ranking(&mut self, decision: u64, ticket: TicketId) -> Option<InstanceId> {
-        let eligible = self.fleet.eligible();
-        let Some(receipt) = self.receipts.get(decision) else {
-            // The receipt fell out of its ring: take the least loaded, never the one that just failed.
-            let failed = self.tickets.get(ticket).ok()?.segment.instance.index();
-            let bs = self.columns.get(Indicator::Bs);
-            let least = (0..eligible.len())
-                .filter(|&i| eligible[i] && i != failed)
-                .min_by(|&a, &b| bs[a].total_cmp(&bs[b]))?;
-            self.totals.retries_without_receipt += 1;
-            return Some(InstanceId(least as u32));
-        };
-        let sign = if receipt.prefer == crate::policy::Prefer::Max { -1.0 } else { 1.0 };
-        let score = |i: usize| receipt.scores.get(i).copied().unwrap_or(f32::NAN) * sign;
-        (0..eligible.len())
-            .filter(|&i| eligible[i] && !receipt.tried.contains(&(i as u32)))
-            // Unscored instances (new since, or left out) come last, but before an error.
-            .min_by(|&a, &b| {
-                let (a, b) = (score(a), score(b));
-                a.is_nan().cmp(&b.is_nan()).then(a.total_cmp(&b))
-            })
-            .map(|i| InstanceId(i as u32))
-    }
-
-    fn move_to(&mut self, ticket: TicketId, next: InstanceId, now: Seconds) -> Segment {
-        let state = self.tickets.get(ticket).expect("an open ticket");
+    /// Places a request that failed on the best of the instances that have not: the ranking as it is by now, so that what one
+    /// dead instance leaves behind does not all go to the same next one. `None`: nobody is left.
+    fn move_on(&mut self, ticket: TicketId, now: Seconds) -> Option<Segment> {
+        let state = self.tickets.get(ticket).ok()?;
         let old = state.segment.instance;
         if self.fleet.is_current(old, state.instance_generation) {
             self.books.close(old.index(), tickets::slot(ticket), &state.entry, now, &mut self.columns);
+            state.instance_generation = 0; // off the books, whatever comes
         }
-        let chain = std::mem::take(&mut state.chain);
-        self.index.match_prefix(&chain, &mut self.hit_blocks);
+        state.failed.push(old.0);
+        let (chain, failed) = (std::mem::take(&mut state.chain), std::mem::take(&mut state.failed));
         let request = Request {
             chain: &chain,
             prompt_tokens: state.entry.prompt_tokens as u32,
             tokens_per_block: state.tokens_per_block,
             expected_output_tokens: state.entry.expected_output_tokens.map(|t| t as u32),
-            session: None,
+            session: state.session,
         };
-        let hit = derive::hit_tokens(&request, self.hit_blocks[next.index()]);
-        state.entry = entry(&request, hit);
+        self.match_prefix(&chain);
+        let next = self.choose(&request, &failed, now).ok();
+        let hit_blocks = next.map_or(0, |next| self.hit_blocks[next.index()]);
+        let hit = derive::hit_tokens(&request, hit_blocks);
+        let entry = entry(&request, hit);
+        let state = self.tickets.get(ticket).expect("an open ticket");
+        (state.chain, state.failed) = (chain, failed);
+        let next = next?;
+        state.entry = entry;
         state.segment = Segment { instance: next, from_token: 0, to_token: None };
         state.instance_generation = self.fleet.generation(next);
-        state.hit_blocks = self.hit_blocks[next.index()];
+        state.hit_blocks = hit_blocks;
         state.told = false;
-        let segment = state.segment;
-        self.books.open(next.index(), tickets::slot(ticket), &state.entry, now, &mut self.columns);
-        let decision = state.decision;
-        state.chain = chain;
+        let (segment, decision) = (state.segment, state.decision);
+        self.books.open(next.index(), tickets::slot(ticket), &entry, now, &mut self.columns);
+        self.placed[next.index()] += 1;
         self.totals.retries += 1;
+        let name = self.fleet.name(next).clone();
         self.receipts.update(decision, |r| {
-            r.tried.push(next.0);
+            r.moved.push((next.0, name));
             r.predicted_hit_tokens = hit as u32;
         });
-        segment
+        Some(segment)
     }
 
     fn close(&mut self, ticket: TicketId, now: Seconds) -> Option<TicketState> {

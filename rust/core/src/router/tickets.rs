@@ -25,6 +25,10 @@ pub struct TicketState {
     pub tokens_per_block: f64,
     /// Its prompt's chain, kept for the index and for a retry elsewhere.
     pub chain: Vec<u64>,
+    /// Hash of its session key, where it has one.
+    pub session: Option<u64>,
+    /// Slots that failed it.
+    pub failed: Vec<u32>,
     /// Blocks of the chain that the instance was believed to hold.
     pub hit_blocks: u32,
     /// Whether the index was told that the prompt is on its way there.
