@@ -234,6 +234,68 @@ def test_a_python_function_decides_and_its_faults_are_told() -> None:
     assert broken.in_flight() == 0
 
 
+def test_the_papers_expressions_run_as_written() -> None:
+    lam = 0.7
+    for score in (
+        lm.P_TOKEN * (lm.BS + 1),
+        4 * lm.Q_BS + lm.R_BS,
+        lam * (1 - lm.KV_HIT) + (1 - lam) * lm.norm(lm.BS),
+        lm.Policy(lm.KV_HIT, prefer="max", filter=lm.BS - lm.min(lm.BS) <= 8, then=[lm.BS]),
+    ):
+        router = lm.Router(score)
+        router.add_instance("a")
+        assert router.route(tokens=TOKENS)[0].instance == "a"
+    with pytest.raises(AttributeError, match="did you mean 'P_TOKEN'"):
+        _ = lm.P_TOKN  # type: ignore[attr-defined]
+
+
+def test_a_division_by_zero_names_the_policy() -> None:
+    router = fleet("p_token / bs")
+    with pytest.raises(lm.NoInstanceError, match=r"p_token / bs.*divides by zero"):
+        router.route(tokens=TOKENS)
+
+
+def test_a_policy_function_may_not_call_its_router() -> None:
+    routers: list[_core.Router] = []
+
+    def nosy(columns: dict[str, np.ndarray]) -> np.ndarray:
+        return columns["bs"] + routers[0].in_flight()
+
+    routers.append(fleet(lm.policy_function(nosy, reads=[lm.BS])))
+    with pytest.raises(lm.PolicyError, match="its own router"):
+        routers[0].route(tokens=TOKENS)
+    assert routers[0].in_flight() == 0
+
+
+def test_a_profile_predicts_the_first_token() -> None:
+    constants = {
+        "fixed_seconds": 0.01,
+        "decode_seconds_per_sequence": 0.0,
+        "decode_seconds_per_context_token": 0.0,
+        "prefill_seconds_per_token": 1e-4,
+        "prefill_seconds_per_attention_pair": 0.0,
+        "max_batch_tokens": 4096,
+    }
+    router = fleet("simulation", step_time=constants)
+    np.testing.assert_allclose(router.score(tokens=TOKENS), 2 * 0.01 + 8192e-4)
+    with pytest.raises(lm.BadValueError, match="fixed_seconds"):
+        fleet(step_time={**constants, "fixed_seconds": -1})
+    with pytest.raises(lm.BadValueError, match="now"):
+        router.route(tokens=TOKENS, now=float("inf"))
+
+
+def test_a_request_may_move_to_an_instance_newer_than_its_decision() -> None:
+    router = fleet(n=1)
+    decision, ticket = router.route(tokens=TOKENS)
+    router.add_instance("new")
+    assert ticket.failed("refused") == "new"
+    receipt = router.receipt(decision.id)
+    assert receipt is not None
+    assert receipt["tried"] == ["e0", "new"]
+    assert ticket.failed("status", retry=False) is None
+    assert router.receipt(decision.id)["outcome"] == "status"  # type: ignore[index]
+
+
 def test_equal_instances_share_idle_traffic() -> None:
     router = fleet(n=4)
     counts = Counter(router.route(tokens=TOKENS[:10])[0].instance for _ in range(400))

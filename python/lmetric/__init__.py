@@ -3,6 +3,7 @@
 The names below are imported when first used, so that `lmetric-router --help` does not wait for them.
 """
 
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,9 @@ def __getattr__(name: str) -> Any:
             if (found := getattr(import_module(home), name, None)) is not None:
                 globals()[name] = found
                 return found
-    raise AttributeError(f"module 'lmetric' has no attribute {name!r}")
+    near = get_close_matches(name, __all__, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise AttributeError(f"module 'lmetric' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

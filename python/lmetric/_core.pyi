@@ -6,6 +6,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from lmetric.expr import Expr
 from lmetric.policies import Policy, PolicyFunction
 
 __all__ = [
@@ -60,7 +61,7 @@ class PolicyError(LmetricError): ...
 class Router:
     def __new__(
         cls,
-        policy: str | Policy | PolicyFunction | None = None,  # lmetric
+        policy: str | Expr | Policy | PolicyFunction | None = None,  # lmetric
         *,
         knobs: Mapping[str, float] | None = None,
         block_size: int = 16,
@@ -71,6 +72,8 @@ class Router:
         receipt_bytes: int = 16 * 1024 * 1024,
         guard: bool | None = None,  # None: on where the policy is lmetric
         guard_window_seconds: float = 60.0,
+        guard_period_seconds: float = 1.0,
+        step_time: Mapping[str, float] | None = None,  # a profile's constants
         drain: bool = True,
         seed: int = 0,
     ) -> Router: ...
@@ -177,7 +180,7 @@ class Ticket:
         output_tokens: int | None = None,
         now: float | None = None,
     ) -> None: ...
-    def failed(self, kind: str, now: float | None = None) -> str | None: ...
+    def failed(self, kind: str, now: float | None = None, *, retry: bool = True) -> str | None: ...
     # kind: "refused" | "reset" | "timeout" | "status" -> before the first token the ticket moves to the next of the
     # ranking and its name is returned (call sent() again); None: the ranking is used up, or a token was seen: closed.
     # kind: "cancelled" | "engine_error" -> always closed, None.

@@ -92,6 +92,11 @@ class PoolSettings(Strict):
     receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="bound on kept receipts, bytes")
     guard: bool | None = Field(None, description="hot-spot guard; default: on where the policy is lmetric")
     guard_window_seconds: Seconds = Field(60.0, description="window of the hot-spot guard")
+    guard_period_seconds: Seconds = Field(1.0, description="how often the hot-spot guard looks")
+    profile: str | None = Field(
+        None,
+        description="engine profile (shipped name or file) behind predicted_ttft_seconds; default: learned rate",
+    )
     seed: int = Field(0, ge=0, description="seed of the tie-breaks")
 
 

@@ -11,6 +11,7 @@ import structlog
 from lmetric._core import Router
 from lmetric.config import EngineConfig, ModelConfig, PoolSettings, ServerConfig
 from lmetric.policies import Policy
+from lmetric.profiles import load_profile
 from lmetric.server.openai import ApiError
 from lmetric.server.upstream import Upstream, UpstreamError
 
@@ -46,13 +47,16 @@ class Engine:
         self.failures += 1
         self.last_error = reason
         if self.healthy and (kind == "refused" or self.failures >= self.health.down_after):
-            self._turn(False, reason)
+            self._turn(False, reason, gone=kind == "refused")
 
-    def _turn(self, healthy: bool, reason: str | None) -> None:
+    def _turn(self, healthy: bool, reason: str | None, *, gone: bool = False) -> None:
         self.healthy = healthy
         self.successes = 0
         if self.pool is not None:
             self.pool.router.set_health(self.name, healthy)
+            if gone:
+                # Nobody listens there: the process is gone, and its cache with it.
+                self.pool.router.blocks_cleared(self.name)
             if healthy:
                 log.info("engine up", model=self.pool.name, engine=self.name)
             else:
@@ -99,6 +103,8 @@ class Pool:
             receipt_bytes=settings.receipt_bytes,
             guard=settings.guard,
             guard_window_seconds=settings.guard_window_seconds,
+            guard_period_seconds=settings.guard_period_seconds,
+            step_time=_step_time(settings.profile),
             seed=settings.seed,
         )
 
@@ -121,6 +127,11 @@ class Pool:
     def decision_label(self, decision_id: int) -> str:
         """A decision's id over all pools: bare in the first, else `POOL-ID`."""
         return str(decision_id) if self.index == 0 else f"{self.index}-{decision_id}"
+
+
+def _step_time(profile: str | None) -> dict[str, float] | None:
+    """A profile's constants. Raises ProfileError."""
+    return None if profile is None else load_profile(profile).constants()
 
 
 @dataclass(slots=True)

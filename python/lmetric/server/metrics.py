@@ -24,6 +24,7 @@ _TOTALS = {
     "decisions": "requests placed",
     "no_instance": "requests for which no instance was left",
     "retries": "moves to the next of the ranking",
+    "left_out": "instances left out of a decision: an indicator was absent, or the score no number",
     "filter_waived": "decisions in which the policy's filter left nobody and was waived",
     "finished": "requests that ended well",
     "dropped": "tickets closed without an outcome",
@@ -32,6 +33,14 @@ _TOTALS = {
     "cached_tokens": "prompt tokens the engines found in their caches",
     "output_tokens": "output tokens that came back",
     "index_evicted_blocks": "blocks that left the KV index to keep its bound",
+}
+
+
+_GAUGES = {
+    "index_bytes": "Memory of the KV index",
+    "guard_on": "Whether the hot-spot guard works",
+    "guard_suspected": "Prefixes that the hot-spot guard suspects",
+    "guard_filtering": "Prefixes that the hot-spot guard keeps off their holders",
 }
 
 
@@ -147,10 +156,11 @@ class Metrics(Collector):
             for kind, count in values["failed"].items():
                 failed.add_metric((pool.name, kind), count)
         yield failed
-        index = GaugeMetricFamily("lmetric_index_bytes", "Memory of the KV index", labels=("model",))
-        for pool, values in stats:
-            index.add_metric((pool.name,), values["index_bytes"])
-        yield index
+        for name, text in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"lmetric_{name}", text, labels=("model",))
+            for pool, values in stats:
+                gauge.add_metric((pool.name,), float(values[name]))
+            yield gauge
         yield from self._instances(stats)
 
     def _instances(self, stats: list[tuple[Pool, dict[str, object]]]) -> Iterator[Metric]:

@@ -4,6 +4,7 @@ use crate::errors::Result;
 use crate::policies;
 use crate::ticket::{Decision, Ticket};
 use lmetric_core::CoreError;
+use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::indicators::{INDICATORS, Scope};
@@ -41,8 +42,17 @@ impl Clock {
     }
 
     /// `now` where given, else the clock's.
-    pub fn now(&self, now: Option<f64>) -> f64 {
-        now.unwrap_or_else(|| self.base + self.origin.elapsed().as_secs_f64())
+    pub fn now(&self, now: Option<f64>) -> Result<f64> {
+        match now {
+            None => Ok(self.base + self.origin.elapsed().as_secs_f64()),
+            Some(now) if now.is_finite() => Ok(now),
+            Some(now) => Err(CoreError::BadValue {
+                what: "now".into(),
+                got: now.to_string(),
+                expected: "seconds on a monotonic clock".into(),
+            }
+            .into()),
+        }
     }
 }
 
@@ -52,7 +62,9 @@ impl Clock {
 /// `"lmetric"`. `knobs`: its settings. `block_size`: tokens a block. `text_block_bytes`: bytes a block where prompts are text.
 /// `domain`: whatever prompts must share to match (model, tokenizer). `index`: `"approximate"` (what was placed somewhere is
 /// believed to be cached there) or `"exact"` (`blocks_stored`, `blocks_removed`, `blocks_cleared` tell). `index_bytes`,
-/// `receipt_bytes`: hard bounds. `guard`: the hot-spot guard; None: on where the policy is `lmetric`. `drain`: whether queued
+/// `receipt_bytes`: hard bounds. `guard`: the hot-spot guard; None: on where the policy is `lmetric`; it looks at shares over
+/// `guard_window_seconds` every `guard_period_seconds`. `step_time`: a profile's constants (`fixed_seconds`, ...,
+/// `max_batch_tokens`), from which `predicted_ttft_seconds` is made instead of from the learned prefill rate. `drain`: whether queued
 /// prefill tokens drain between events at the learned rate. `seed`: of every random choice.
 ///
 /// Raises `UnknownNameError`, `ExpressionError`, `BadValueError`. Threads may share a router.
@@ -82,7 +94,7 @@ struct Prompt<'py> {
 
 impl Router {
     /// The router, taken without holding the interpreter lock while waiting.
-    fn lock(&self, py: Python<'_>) -> MutexGuard<'_, CoreRouter> {
+    fn lock(&self, py: Python<'_>) -> Result<MutexGuard<'_, CoreRouter>> {
         lock(&self.shared, py)
     }
 
@@ -131,11 +143,15 @@ impl Router {
 }
 
 /// Takes a shared router; lets the interpreter lock go while it has to wait, since the holder may need it.
-pub fn lock<'a>(shared: &'a SharedRouter, py: Python<'_>) -> MutexGuard<'a, CoreRouter> {
+///
+/// # Errors
+/// `Policy` inside a policy function, which runs while its router is taken.
+pub fn lock<'a>(shared: &'a SharedRouter, py: Python<'_>) -> Result<MutexGuard<'a, CoreRouter>> {
     loop {
         if let Some(router) = shared.try_lock() {
-            return router;
+            return Ok(router);
         }
+        policies::refuse_reentry()?;
         py.detach(|| drop(shared.lock()));
     }
 }
@@ -145,7 +161,7 @@ impl Router {
     #[new]
     #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None,
         index="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, guard_window_seconds=60.0,
-        drain=true, seed=0))]
+        guard_period_seconds=1.0, step_time=None, drain=true, seed=0))]
     fn new(
         py: Python<'_>,
         policy: Option<&Bound<'_, PyAny>>,
@@ -158,6 +174,8 @@ impl Router {
         receipt_bytes: usize,
         guard: Option<bool>,
         guard_window_seconds: f64,
+        guard_period_seconds: f64,
+        step_time: Option<&Bound<'_, PyDict>>,
         drain: bool,
         seed: u64,
     ) -> Result<Router> {
@@ -202,8 +220,10 @@ impl Router {
             guard: GuardConfig {
                 on: guard_on,
                 window_seconds: guard_window_seconds,
+                period_seconds: guard_period_seconds,
                 ..GuardConfig::default()
             },
+            step_time: step_time.map(step_time_of).transpose()?,
             ..RouterConfig::default()
         };
         Ok(Router {
@@ -244,12 +264,12 @@ impl Router {
                 .into());
             }
         };
-        Ok(self.lock(py).add_instance(name, role, cache_blocks)?.index())
+        Ok(self.lock(py)?.add_instance(name, role, cache_blocks)?.index())
     }
 
     /// Removes an instance. Tickets open on it stay valid and touch no books any more. Raises `UnknownNameError`.
     fn remove_instance(&self, py: Python<'_>, name: &str) -> Result<()> {
-        let mut router = self.lock(py);
+        let mut router = self.lock(py)?;
         let id = router.fleet().find(name)?;
         self.feed.lock().cleared(router.index_mut(), id);
         Ok(router.remove_instance(name)?)
@@ -257,7 +277,7 @@ impl Router {
 
     /// Says whether an instance answers; one that does not gets no requests. Raises `UnknownNameError`.
     fn set_health(&self, py: Python<'_>, name: &str, healthy: bool) -> Result<()> {
-        let mut router = self.lock(py);
+        let mut router = self.lock(py)?;
         let id = router.fleet().find(name)?;
         router.fleet_mut().set_healthy(id, healthy);
         Ok(())
@@ -266,20 +286,20 @@ impl Router {
     /// Stops (or resumes) placing requests on an instance; what runs there runs on. Raises `UnknownNameError`.
     #[pyo3(signature = (name, draining=true))]
     fn drain(&self, py: Python<'_>, name: &str, draining: bool) -> Result<()> {
-        let mut router = self.lock(py);
+        let mut router = self.lock(py)?;
         let id = router.fleet().find(name)?;
         router.fleet_mut().set_draining(id, draining);
         Ok(())
     }
 
     /// Names of the instances, in slot order.
-    fn instances(&self, py: Python<'_>) -> Vec<String> {
-        self.lock(py).fleet().live_names().map(str::to_string).collect()
+    fn instances(&self, py: Python<'_>) -> Result<Vec<String>> {
+        Ok(self.lock(py)?.fleet().live_names().map(str::to_string).collect())
     }
 
     /// Requests in flight: tickets that are open.
-    fn in_flight(&self, py: Python<'_>) -> usize {
-        self.lock(py).in_flight()
+    fn in_flight(&self, py: Python<'_>) -> Result<usize> {
+        Ok(self.lock(py)?.in_flight())
     }
 
     /// Decides where a request goes, books it there at once, and opens its ticket.
@@ -321,8 +341,8 @@ impl Router {
             expected_output_tokens,
             session: session.map(|s| xxh3_64(s.as_bytes())),
         };
-        let now = self.clock.now(now);
-        let mut router = self.lock(py);
+        let now = self.clock.now(now)?;
+        let mut router = self.lock(py)?;
         let decision = router.route_labelled(&request, request_id, now)?;
         let name = router.fleet().name(decision.segment.instance).clone();
         drop(router);
@@ -352,7 +372,7 @@ impl Router {
         let chain = scratch.as_deref_mut().unwrap_or(&mut own);
         let (prompt_tokens, tokens_per_block) = self.hash(py, &prompt, chain)?;
         let request = Request { chain, prompt_tokens, tokens_per_block, ..Request::default() };
-        let mut router = self.lock(py);
+        let mut router = self.lock(py)?;
         let hits = router.hit_tokens(&request);
         drop(router);
         Ok(PyArray1::from_slice(py, &hits))
@@ -383,8 +403,8 @@ impl Router {
             expected_output_tokens,
             session: session.map(|s| xxh3_64(s.as_bytes())),
         };
-        let now = self.clock.now(now);
-        let mut router = self.lock(py);
+        let now = self.clock.now(now)?;
+        let mut router = self.lock(py)?;
         let mut out = Vec::new();
         scores_of(&mut router, &request, now, &mut out)?;
         Ok(PyArray1::from_vec(py, out))
@@ -414,7 +434,7 @@ impl Router {
             }
             .into());
         }
-        let now = self.clock.now(now);
+        let now = self.clock.now(now)?;
         let (values, columns) = py.detach(|| {
             let mut out = Vec::new();
             let mut chain = Vec::new();
@@ -449,8 +469,8 @@ impl Router {
         kv_usage: Option<f64>,
         now: Option<f64>,
     ) -> Result<()> {
-        let report = Report { at: self.clock.now(now), waiting, running, kv_usage };
-        Ok(self.lock(py).engine_report(name, report)?)
+        let report = Report { at: self.clock.now(now)?, waiting, running, kv_usage };
+        Ok(self.lock(py)?.engine_report(name, report)?)
     }
 
     /// The engine stored blocks; returns how many could not be placed because their parent is unknown.
@@ -475,7 +495,7 @@ impl Router {
             .into());
         }
         let domain = salt.map_or(self.token_domain, |s| self.token_domain.with(s));
-        let mut router = self.lock(py);
+        let mut router = self.lock(py)?;
         let id = router.fleet().find(name)?;
         let mut feed = self.feed.lock();
         Ok(feed.stored(router.index_mut(), id, parent, &hashes, &ids, self.block_size, domain))
@@ -486,7 +506,7 @@ impl Router {
     fn blocks_removed(&self, py: Python<'_>, name: &str, block_hashes: Bound<'_, PyAny>) -> Result<()> {
         let hashes = Ints::take(&block_hashes, "block_hashes")?;
         let hashes = hashes.hashes(py, "block_hashes")?;
-        let mut router = self.lock(py);
+        let mut router = self.lock(py)?;
         let id = router.fleet().find(name)?;
         self.feed.lock().removed(router.index_mut(), id, &hashes);
         Ok(())
@@ -494,7 +514,7 @@ impl Router {
 
     /// The engine's whole cache was cleared, or the engine restarted. Raises `UnknownNameError`.
     fn blocks_cleared(&self, py: Python<'_>, name: &str) -> Result<()> {
-        let mut router = self.lock(py);
+        let mut router = self.lock(py)?;
         let id = router.fleet().find(name)?;
         self.feed.lock().cleared(router.index_mut(), id);
         Ok(())
@@ -503,8 +523,8 @@ impl Router {
     /// Indicator columns of the live instances, in the order of `instances()`.
     #[pyo3(signature = (now=None))]
     fn indicators<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<Bound<'py, PyDict>> {
-        let mut router = self.lock(py);
-        router.derive_all(self.clock.now(now));
+        let mut router = self.lock(py)?;
+        router.derive_all(self.clock.now(now)?);
         let dict = PyDict::new(py);
         for decl in INDICATORS.iter().filter(|d| d.scope == Scope::Instance) {
             let column = live(&router, router.columns().get(decl.id)).collect::<Vec<_>>();
@@ -518,8 +538,8 @@ impl Router {
     /// Keys: `scores` of all instances, `best` (up to 8, with the `terms` the policy read), `margin_to_runner_up`,
     /// `load_report_age_seconds`, `predicted_cached_tokens` and later `cached_tokens`, `ttft_seconds`, `outcome`, and more.
     fn receipt<'py>(&self, py: Python<'py>, decision_id: u64) -> Result<Option<Bound<'py, PyDict>>> {
-        let receipt = self.lock(py).receipt(decision_id).cloned();
-        let policy = self.lock(py).policy().spec().name.to_string();
+        let receipt = self.lock(py)?.receipt(decision_id).cloned();
+        let policy = self.lock(py)?.policy().spec().name.to_string();
         receipt.map(|r| crate::ticket::receipt_dict(py, &r, &policy)).transpose()
     }
 
@@ -527,23 +547,46 @@ impl Router {
     /// `event` is `"suspected"`, `"filtering"` or `"released"`) and when to call again. Source: LMETRIC, section 5.2.
     #[pyo3(signature = (now=None))]
     fn tick<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<(Vec<Bound<'py, PyDict>>, f64)> {
-        let (events, next) = self.lock(py).tick(self.clock.now(now));
+        let (events, next) = self.lock(py)?.tick(self.clock.now(now)?);
         let events =
             events.iter().map(|e| crate::ticket::guard_event_dict(py, e)).collect::<PyResult<_>>()?;
         Ok((events, next))
     }
 
     /// Switches the hot-spot guard on or off. Off, it forgets what it saw.
-    fn set_guard(&self, py: Python<'_>, on: bool) {
-        self.lock(py).set_guard(on);
+    fn set_guard(&self, py: Python<'_>, on: bool) -> Result<()> {
+        self.lock(py)?.set_guard(on);
+        Ok(())
     }
 
     /// Counters since the start, gauges, and for each instance its state and indicators.
     fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
-        let mut router = self.lock(py);
-        router.derive_all(self.clock.now(None));
+        let mut router = self.lock(py)?;
+        router.derive_all(self.clock.now(None)?);
         Ok(crate::ticket::stats_dict(py, &router)?)
     }
+}
+
+/// The step-time model of a profile's constants.
+fn step_time_of(constants: &Bound<'_, PyDict>) -> Result<StepTime> {
+    let constant = |name: &str| -> Result<f64> {
+        let what = format!("step_time: {name}");
+        let expected = "a number of at least 0".to_string();
+        let given = constants.get_item(name)?;
+        let number = given.as_ref().and_then(|value| value.extract::<f64>().ok());
+        number.filter(|n| n.is_finite() && *n >= 0.0).ok_or_else(|| {
+            let got = given.map_or_else(|| "nothing".into(), |value| value.to_string());
+            CoreError::BadValue { what, got, expected }.into()
+        })
+    };
+    Ok(StepTime {
+        fixed_seconds: constant("fixed_seconds")?,
+        decode_seconds_per_sequence: constant("decode_seconds_per_sequence")?,
+        decode_seconds_per_context_token: constant("decode_seconds_per_context_token")?,
+        prefill_seconds_per_token: constant("prefill_seconds_per_token")?,
+        prefill_seconds_per_attention_pair: constant("prefill_seconds_per_attention_pair")?,
+        max_batch_tokens: constant("max_batch_tokens")?,
+    })
 }
 
 /// The values of a column's live slots.

@@ -51,7 +51,7 @@ impl Decision {
     }
 
     fn receipt<T>(&self, py: Python<'_>, read: impl FnOnce(&Receipt) -> T) -> Result<T> {
-        let router = lock(&self.shared, py);
+        let router = lock(&self.shared, py)?;
         let receipt = router.receipt(self.id).ok_or_else(|| CoreError::Ticket {
             ticket: self.id,
             problem: "its receipt is gone; a larger receipt_bytes= keeps receipts longer".into(),
@@ -111,8 +111,8 @@ impl Ticket {
     }
 
     fn advance(&self, py: Python<'_>, event: Event, now: Option<f64>) -> Result<Option<Arc<str>>> {
-        let now = self.clock.now(now);
-        let mut router = lock(self.ticket.router(), py);
+        let now = self.clock.now(now)?;
+        let mut router = lock(self.ticket.router(), py)?;
         let next = router.advance(self.ticket.id(), event, now)?;
         Ok(next.map(|segment| router.fleet().name(segment.instance).clone()))
     }
@@ -128,8 +128,8 @@ impl Ticket {
 
     /// Whether the ticket is open.
     #[getter]
-    fn open(&self, py: Python<'_>) -> bool {
-        lock(self.ticket.router(), py).is_open(self.ticket.id())
+    fn open(&self, py: Python<'_>) -> Result<bool> {
+        Ok(lock(self.ticket.router(), py)?.is_open(self.ticket.id()))
     }
 
     /// The request was written to its instance; an approximate index learns of it now (or at the next event). Raises `TicketError` on a closed ticket, as all events do.
@@ -179,17 +179,18 @@ impl Ticket {
     /// The request failed: `"refused"`, `"reset"`, `"timeout"`, `"status"`, `"cancelled"` or `"engine_error"`.
     ///
     /// Before its first token the first four move it to the next of its ranking, whose name is returned (then call `sent` again).
-    /// None: the ranking is used up, a token was seen, or the failure allows no move; the ticket is closed.
+    /// None: the ranking is used up, a token was seen, the failure allows no move, or `retry` is false; the ticket is closed.
     /// Raises `UnknownNameError`, `TicketError`.
-    #[pyo3(signature = (kind, now=None))]
-    fn failed(&self, py: Python<'_>, kind: &str, now: Option<f64>) -> Result<Option<String>> {
+    #[pyo3(signature = (kind, now=None, *, retry=true))]
+    fn failed(&self, py: Python<'_>, kind: &str, now: Option<f64>, retry: bool) -> Result<Option<String>> {
         let failure = Failure::NAMES.iter().find(|(name, _)| *name == kind).map(|(_, f)| *f);
         let failure = failure.ok_or_else(|| CoreError::UnknownName {
             kind: "failure".into(),
             name: kind.into(),
             nearest: lmetric_core::error::nearest(kind, Failure::NAMES.iter().map(|(n, _)| *n)),
         })?;
-        let next = self.advance(py, Event::Failed(failure), now)?;
+        let event = if retry { Event::Failed(failure) } else { Event::GaveUp(failure) };
+        let next = self.advance(py, event, now)?;
         if let Some(name) = &next {
             *self.name.lock() = name.clone();
         }
@@ -202,8 +203,9 @@ impl Ticket {
     }
 
     #[pyo3(signature = (*_args))]
-    fn __exit__(&self, py: Python<'_>, _args: &Bound<'_, pyo3::types::PyTuple>) {
-        lock(self.ticket.router(), py).drop_ticket(self.ticket.id());
+    fn __exit__(&self, py: Python<'_>, _args: &Bound<'_, pyo3::types::PyTuple>) -> Result<()> {
+        lock(self.ticket.router(), py)?.drop_ticket(self.ticket.id());
+        Ok(())
     }
 
     fn __repr__(&self) -> String {

@@ -39,6 +39,8 @@ pub struct GuardConfig {
     pub on: bool,
     /// The sliding window over which shares are taken, seconds (the paper: 1 minute).
     pub window_seconds: Seconds,
+    /// How often phase 1 is looked at, seconds. Ours.
+    pub period_seconds: Seconds,
     /// Classes counted at a time, 1 to 65,535.
     pub classes: usize,
     /// Requests of a class in the window below which it is never suspected: a share of a handful means nothing. Ours.
@@ -54,6 +56,7 @@ impl Default for GuardConfig {
         GuardConfig {
             on: true,
             window_seconds: 60.0,
+            period_seconds: 1.0,
             classes: 64,
             min_requests: 16,
             phase2_factor: 2.0,
@@ -73,6 +76,9 @@ impl GuardConfig {
         };
         if !(self.window_seconds > 0.0 && self.window_seconds.is_finite()) {
             return refuse("window_seconds", self.window_seconds, "seconds above 0");
+        }
+        if !(self.period_seconds >= 0.01 && self.period_seconds.is_finite()) {
+            return refuse("period_seconds", self.period_seconds, "seconds, at least 0.01");
         }
         if !(1..=usize::from(u16::MAX)).contains(&self.classes) {
             return refuse("classes", self.classes as f64, "a whole number from 1 to 65535");

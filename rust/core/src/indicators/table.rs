@@ -64,9 +64,9 @@ indicators! {
     Bs "bs", "requests", Instance, Merged, "at once; foreign part as old as the last report", "never",
         "Batch size: requests on the instance, queued and running (`q_bs + r_bs`).";
     QBs "q_bs", "requests", Instance, Merged, "at once; foreign part as old as the last report", "never",
-        "Requests that the instance has not begun to decode: placed here without a first token yet, unless the engine says that they left its queue.";
+        "Requests waiting: placed here without a first token, less those that have left the engine's queue by its last report, and others' as it reports them.";
     RBs "r_bs", "requests", Instance, Merged, "at once; foreign part as old as the last report", "never",
-        "Requests running: past their first token, or known to have left the engine's queue.";
+        "Requests running: past their first token, or gone from the engine's queue by its last report, and others' as it reports them.";
     DecodeBs "decode_bs", "requests", Instance, Router, "at once", "never",
         "Requests of ours past their first token.";
     BoundBs "bound_bs", "requests", Instance, Router, "at once", "never",
@@ -107,8 +107,8 @@ indicators! {
         "Prompt tokens that miss the instance's cache.";
     PToken "p_token", "tokens", Pair, Router, "at once", "never",
         "LMETRIC's P-token: `queued_prefill_tokens + new_tokens`, at least 1 (LMETRIC section 5.1, Figure 18c).";
-    PredictedTtftSeconds "predicted_ttft_seconds", "s", Pair, Router, "at once", "until a prefill rate was learned or a profile is set",
-        "Time to first token if placed here: `p_token` at the step-time model's or the learned rate.";
+    PredictedTtftSeconds "predicted_ttft_seconds", "s", Pair, Router, "at once", "never: until a prefill rate was learned, the pool's mean or an assumed 8,000 tokens/s serves",
+        "Time to first token if placed here: by the step-time model where a profile is set, else `p_token` at the learned rate.";
     PromptTokens "prompt_tokens", "tokens", Request, Request, "at once", "never",
         "Prompt length; estimated where the prompt is text and no tokenizer is known.";
     ExpectedOutputTokens "expected_output_tokens", "tokens", Request, Request, "at once", "where the request does not say",

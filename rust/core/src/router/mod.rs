@@ -74,9 +74,6 @@ impl Default for RouterConfig {
 /// No clock shows as many seconds: what is beyond is a mistake, and not a number still less.
 const FAR: Seconds = 1e12;
 
-/// How often [`Router::tick`] wants to be called.
-const TICK_SECONDS: Seconds = 1.0;
-
 /// Where a request goes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Decision {
@@ -520,7 +517,7 @@ impl Router {
             }
             out.truncate(place);
         });
-        (events, now + TICK_SECONDS)
+        (events, now + self.guard.config().period_seconds)
     }
 
     /// Switches the guard.
