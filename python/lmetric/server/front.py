@@ -115,6 +115,7 @@ class Front(web.Server):
             try:
                 body = await self._body(request)
             except ApiError as error:
+                asked.keep_alive = False  # for what follows of the body
                 self._ended(asked, None, error)
             else:
                 self._serve(asked, body)
@@ -266,7 +267,7 @@ class Front(web.Server):
                 asked.pool.ratio.learn(asked.prompt_bytes, relay.prompt_tokens)
         if error is not None:
             status = error.status
-            goes_on = goes_on and status != 413 and asked.http11
+            goes_on = goes_on and asked.http11
             asked.transport.write(_answer(error, asked.head.request_id, goes_on))
         now = time.monotonic()
         model = asked.pool.name if asked.pool is not None else ""
