@@ -18,8 +18,10 @@ from lmetric._core import RequestHead, RequestReader, WireError
 if TYPE_CHECKING:
     from lmetric.server.relay import Relay
 
-# Of requests that come before the answer to the one before, so much is read before reading stops.
+# Of requests that come before the answer to the one before, so much is read before reading stops, and so much
+# costs the connection (aiohttp, too, may have it read on).
 HOLD_BYTES = 64 * 1024
+HOLD_LIMIT = 64 * HOLD_BYTES
 # aiohttp closes idle connections by timers of its own, which know nothing of the short way.
 NEVER_SECONDS = 365.0 * 86_400
 
@@ -119,9 +121,7 @@ class ClientConnection(RequestHandler):
                 if data:
                     self._begin(data)
             elif data:
-                self._hold(data)
-                if self._size > HOLD_BYTES and self.transport is not None:
-                    self.transport.pause_reading()
+                self._hold_back(data)
 
     def _begin(self, data: bytes) -> None:
         """Reads the request at the start of ``data``."""
@@ -143,7 +143,7 @@ class ClientConnection(RequestHandler):
             self._state = ASKED
             self.answering = True
             if len(data) > end:
-                self._hold(data[end:])
+                self._hold_back(data[end:])
             self._front.ask(self, head, data[start:end])
         elif head.framed:
             self._give(data, end)
@@ -155,7 +155,7 @@ class ClientConnection(RequestHandler):
         self._state = ASKED
         self._left = end
         if len(data) > end:
-            self._hold(data[end:])
+            self._hold_back(data[end:])
         self._feed(data[:end])
 
     def _feed(self, data: bytes) -> None:
@@ -175,6 +175,14 @@ class ClientConnection(RequestHandler):
     def _hold(self, data: bytes) -> None:
         self._held.append(data)
         self._size += len(data)
+
+    def _hold_back(self, data: bytes) -> None:
+        """Holds what came behind a request that is not answered."""
+        self._hold(data)
+        if self._size > HOLD_BYTES and self.transport is not None:
+            self.transport.pause_reading()
+            if self._size > HOLD_LIMIT:
+                self.force_close()
 
     def _take_held(self) -> bytes:
         data = b"".join(self._held)

@@ -69,7 +69,10 @@ class Front(web.Server):
     def check(self, now: float) -> None:
         """Called now and then: ends what takes too long; ``now`` on the monotonic clock."""
         for relay in list(self.relays):
-            relay.check(now)
+            try:
+                relay.check(now)
+            except Exception:
+                relay.fail()
         for client in self.connections:
             if isinstance(client, ClientConnection):
                 client.check(now, self.config.timeouts.keep_alive)

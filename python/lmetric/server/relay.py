@@ -145,8 +145,10 @@ class Relay:
 
     def _connected(self, task: asyncio.Task[Connection]) -> None:
         self._connecting = None
-        if task.cancelled():
-            return  # by `_leave`, which settled the request
+        if self.ended or task.cancelled():
+            if not task.cancelled() and task.exception() is None:
+                self._engine.upstream.give(task.result())
+            return
         try:
             self._ask(task.result(), time.monotonic())
         except UpstreamError as error:
