@@ -17,7 +17,6 @@ __all__ = [
     "OUT",
     "PASS",
     "READY",
-    "TOKEN_SHIFT",
     "BadValueError",
     "Decision",
     "Engine",
@@ -26,6 +25,8 @@ __all__ = [
     "NoInstanceError",
     "PolicyError",
     "Program",
+    "RequestHead",
+    "RequestReader",
     "ResponseScanner",
     "Router",
     "Ticket",
@@ -225,21 +226,73 @@ PASS: int  # the bytes fed are what the client should get, unchanged
 OUT: int  # take() has bytes for the client
 ENGINE_ERROR: int  # the engine reported an error inside the body
 INCOMPLETE: int  # a stream's end came before any finish_reason; it was withheld
-TOKEN_SHIFT: int  # the answer of feed() shifted right by this: output tokens that came
+
+@final
+class RequestHead:
+    """A client's request as far as its head tells. Of fields that come twice the first counts."""
+
+    @property
+    def plain(
+        self,
+    ) -> bool: ...  # a POST over HTTP/1.1 with one content-length that asks for no more than an answer
+    @property
+    def framed(self) -> bool: ...  # a request over HTTP/1.1 whose length is known; so is every plain one
+    @property
+    def start(self) -> int: ...  # bytes of the head
+    @property
+    def length(self) -> int: ...  # bytes of the body
+    @property
+    def keep_alive(self) -> bool: ...  # the client did not ask for the connection's end
+    @property
+    def target(self) -> bytes: ...
+    @property
+    def path(self) -> str: ...  # the target without its query
+    @property
+    def request_id(self) -> str: ...  # of at most 256 bytes, as latin-1; a new one where the client sent none
+    @property
+    def session(self) -> str | None: ...  # x-session-id, as latin-1
+    @property
+    def authorization(self) -> bytes | None: ...
+    @property
+    def api_key(self) -> bytes | None: ...  # x-api-key
+    def for_engine(self, first: bytes, length: int) -> bytes: ...
+    # the whole head for an engine: `first` (request line and fields of the router's own), the client's fields but those
+    # of its connection, x-request-id, content-length
+
+@final
+class RequestReader:
+    """Reads heads of requests (see `rust/wire`).
+
+    ``own_keys``: `authorization` is meant for the router and stays here. ``id_prefix``: begins the ids of requests that
+    come without one.
+    """
+
+    def __new__(cls, own_keys: bool, id_prefix: str) -> RequestReader: ...
+    def read(self, data: bytes) -> RequestHead | None: ...  # None: incomplete; raises WireError
+    def sort(
+        self, target: bytes, fields: Sequence[tuple[bytes, bytes]]
+    ) -> RequestHead: ...  # read by somebody else
 
 @final
 class ResponseScanner:
     """Reads an engine's HTTP/1.1 responses as they come and frames them for the client (see `rust/wire`).
 
-    An answer is held back until it is worth committing to: a plain JSON answer until whole, an event stream until its
+    The ticket is told of the output tokens as the client gets them. An answer is held back until it is worth committing to: a plain JSON answer until whole, an event stream until its
     first token, error or comment. After ``commit`` the client only ever gets whole events.
     """
 
     def __new__(cls) -> ResponseScanner: ...
-    def begin(self, http11: bool = True, require_finish: bool = False, bodiless: bool = False) -> None: ...
+    def begin(
+        self,
+        ticket: Ticket | None = None,
+        http11: bool = True,
+        require_finish: bool = False,
+        bodiless: bool = False,
+    ) -> None: ...
     def feed(self, data: bytes) -> int: ...  # flags; raises WireError
     def eof(self) -> int: ...  # the connection ended; raises WireError where the message was not whole
     def commit(self, extra: bytes, close: bool) -> bytes: ...  # head with extra lines, and what was held back
+    def finished(self) -> None: ...  # closes the ticket as finished, with the usage that the answer tells of
     def take(self) -> bytes: ...
     def end_with(
         self, event: bytes
@@ -261,7 +314,9 @@ class ResponseScanner:
     @property
     def tokens(self) -> int: ...  # output tokens counted from events
     @property
-    def usage(self) -> tuple[int | None, int | None, int | None]: ...  # prompt, cached, output tokens
+    def first_token_at(self) -> float | None: ...  # seconds on the monotonic clock
+    @property
+    def prompt_tokens(self) -> int | None: ...  # of the usage in the answer
 
 # -- engine model (rust/py/src/engine.rs) ------------------------------------------------------------------------
 

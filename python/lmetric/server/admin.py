@@ -62,7 +62,7 @@ def _only(request: web.BaseRequest, path: str, *methods: str) -> None:
 
 def _unknown(front: Front, path: str) -> ApiError:
     hint = "; leave out the second /v1" if path.startswith("/v1/v1/") else ""
-    for known in front.paths:
+    for known in sorted(front.paths):
         if known.endswith(path) or path.rstrip("/") == known:
             hint = f"; did you mean {known}?"
     return ApiError(404, f"unknown path {path}{hint}", code="unknown_path")

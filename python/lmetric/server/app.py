@@ -100,6 +100,7 @@ class Server:
         self._listener.close()
         for relay in list(self.front.relays):
             relay.stop()
+        self.front.close_idle()
         await self.front.shutdown(STOP_SECONDS)
         await self._monitor.stop()
         for engine in self.fleet.engines():

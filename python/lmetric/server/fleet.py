@@ -24,7 +24,7 @@ class Engine:
     def __init__(self, config: EngineConfig, server: ServerConfig) -> None:
         self.config = config
         self.name = config.label
-        self.upstream = Upstream(config, server.timeouts, server.limits)
+        self.upstream = Upstream(config, server)
         self.health = server.health
         self.pool: Pool | None = None
         self.healthy = False

@@ -1,101 +1,25 @@
-"""The client's side: aiohttp reads requests; relayed answers go past its response machinery as bytes."""
+"""Requests, whichever way they came: checked, routed, handed to a relay, and counted when they end."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from itertools import count
+from http import HTTPStatus
 from secrets import token_hex
-from typing import Any
 from urllib.parse import unquote
 
 import structlog
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.web_protocol import RequestHandler
 
-from lmetric._core import NoInstanceError
+from lmetric._core import NoInstanceError, RequestHead, RequestReader
 from lmetric.config import ServerConfig
 from lmetric.server.auth import Keys
+from lmetric.server.client import ClientConnection, Relayed
 from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
 from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, parse
-from lmetric.server.relay import Relay
+from lmetric.server.relay import FAILED, Asked, Relay
 
 log = structlog.get_logger("lmetric.access")
-
-# Request headers that belong to one connection, that the router sets itself, or that only a router may send.
-_DROPPED = frozenset(
-    {
-        b"accept-encoding",
-        b"connection",
-        b"content-encoding",
-        b"content-length",
-        b"endpoint-load-metrics-format",
-        b"expect",
-        b"host",
-        b"keep-alive",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"x-api-key",
-        b"x-data-parallel-rank",
-        b"x-prefiller-host-port",
-        b"x-request-id",
-    }
-)
-_PLAIN_CONNECTION = frozenset({b"keep-alive", b"close"})
-REQUEST_ID_LIMIT = 256
-
-
-class Relayed(web.StreamResponse):
-    """An answer that is already on the wire; tells aiohttp only whether the connection goes on."""
-
-    def __init__(self, keep_alive: bool) -> None:
-        super().__init__()
-        self._goes_on = keep_alive
-
-    @property
-    def keep_alive(self) -> bool:
-        """Whether the connection may carry another request."""
-        return self._goes_on
-
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        """Nothing to do: the head was relayed."""
-        return None
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        """Nothing to do: the body was relayed."""
-
-
-class ClientConnection(RequestHandler):
-    """A client's connection; tells the relay in progress of back pressure and of the client's leaving."""
-
-    __slots__ = ("relay",)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.relay: Relay | None = None
-
-    def pause_writing(self) -> None:
-        """Called by the loop."""
-        super().pause_writing()
-        if self.relay is not None:
-            self.relay.client_slow()
-
-    def resume_writing(self) -> None:
-        """Called by the loop."""
-        super().resume_writing()
-        if self.relay is not None:
-            self.relay.client_ready()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        """Called by the loop."""
-        super().connection_lost(exc)
-        if self.relay is not None:
-            self.relay.client_gone()
 
 
 class Front(web.Server):
@@ -109,11 +33,6 @@ class Front(web.Server):
         metrics: Metrics,
         pages: Callable[["Front", web.BaseRequest, str, str], Awaitable[web.StreamResponse]],
     ) -> None:
-        self._options: dict[str, Any] = {
-            "keepalive_timeout": config.timeouts.keep_alive,
-            "access_log": None,
-            "lingering_time": 1.0,
-        }
         super().__init__(self.handle)
         self.config = config
         self.fleet = fleet
@@ -126,17 +45,15 @@ class Front(web.Server):
         self.refusing = False
         self._goes_on = Relayed(True)
         self._ends = Relayed(False)
-        self._paths = {path: path.encode() for path in (CHAT, COMPLETIONS, *PASSED_PATHS, *config.paths)}
-        self._ids = count(1)
-        self._id_prefix = token_hex(6)
+        self.paths = frozenset((CHAT, COMPLETIONS, *PASSED_PATHS, *config.paths))
+        self.requests = RequestReader(keys.on, token_hex(6))
         self._access = config.log.access
         self._body_limit = config.limits.max_body_bytes
         self._request_limit = config.limits.max_concurrent_requests
-        self._ask_load = b"endpoint-load-metrics-format: TEXT\r\n" if config.load.from_answers else b""
 
-    def __call__(self) -> RequestHandler:
+    def __call__(self) -> ClientConnection:
         """A new client's protocol."""
-        return ClientConnection(self, loop=self._loop, **self._options)
+        return ClientConnection(self, self, loop=self._loop, access_log=None, lingering_time=1.0)
 
     async def idle_or(self, hurry: asyncio.Event) -> None:
         """Waits until no request is on its way, or for ``hurry``."""
@@ -149,128 +66,79 @@ class Front(web.Server):
                 for wait in waits:
                     wait.cancel()
 
-    @property
-    def paths(self) -> list[str]:
-        """Paths passed to the engines."""
-        return list(self._paths)
+    def check(self, now: float) -> None:
+        """Called now and then: ends what takes too long; ``now`` on the monotonic clock."""
+        for relay in list(self.relays):
+            try:
+                relay.check(now)
+            except Exception:
+                relay.fail()
+        for client in self.connections:
+            if isinstance(client, ClientConnection):
+                client.check(now, self.config.timeouts.keep_alive)
+
+    def close_idle(self) -> None:
+        """Closes the connections on which no request is on its way."""
+        for client in self.connections:
+            if isinstance(client, ClientConnection) and not client.answering:
+                client.force_close()
+
+    # The way through aiohttp.
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers one request."""
+        """Answers one request that aiohttp has read."""
+        client = request.protocol
+        if not isinstance(client, ClientConnection) or request.transport is None:
+            return self._ends
+        client.answering = True
         path, _, query = request.raw_path.partition("?")
-        engine_path = self._paths.get(path)
         try:
-            if engine_path is None:
+            if path not in self.paths:
                 return await self.pages(self, request, unquote(path), query)
             if request.method != "POST":
                 raise ApiError(
                     405, f"{request.method} is not allowed on {path}; use POST", headers={"allow": "POST"}
                 )
-            return await self._route(request, path, f"{path}?{query}".encode() if query else engine_path)
         except ApiError as error:
             return self._refuse(request, error)
         except Exception:
             log.exception("a request could not be handled", path=path)
-            return self._refuse(request, ApiError(500, "the router failed; its log says why"))
+            return self._refuse(request, ApiError(500, FAILED))
+        ended: asyncio.Future[bool] = self._loop.create_future()
+        target = request.raw_path.encode("utf-8", "surrogateescape")
+        asked = Asked(
+            client,
+            request.transport,
+            self.requests.sort(target, request.raw_headers),
+            request.version >= (1, 1),
+            request.keep_alive,
+            lambda goes_on: None if ended.done() else ended.set_result(goes_on),
+        )
+        if self._admits(asked):
+            try:
+                body = await self._body(request)
+            except ApiError as error:
+                asked.keep_alive = False  # for what follows of the body
+                self._ended(asked, None, error)
+            else:
+                self._serve(asked, body)
+        try:
+            return self._goes_on if await ended else self._ends
+        except asyncio.CancelledError:
+            if client.relay is not None:
+                client.relay.client_gone()
+            raise
 
     def _refuse(self, request: web.BaseRequest, error: ApiError) -> web.Response:
         request_id = request.headers.get("x-request-id")
         if request_id:
-            error.headers.setdefault("x-request-id", request_id[:REQUEST_ID_LIMIT])
+            error.headers.setdefault("x-request-id", request_id[:256])
         response = web.Response(
             status=error.status, body=error.body(), content_type="application/json", headers=error.headers
         )
-        if error.status == 413 or self.draining:
+        if self.draining:
             response.force_close()
         return response
-
-    async def _route(self, request: web.BaseRequest, path: str, engine_path: bytes) -> web.StreamResponse:
-        started = time.monotonic()
-        tenant = ""
-        if self.keys.on:
-            headers = request.headers
-            tenant = self.keys.tenant(headers.get("authorization"), headers.get("x-api-key"))
-        if self.refusing:
-            raise ApiError(503, "the router is shutting down", headers={"retry-after": "5"})
-        if len(self.relays) >= self._request_limit:
-            raise ApiError(503, "too many requests at once", code="too_many", headers={"retry-after": "1"})
-        model = ""
-        relay: Relay | None = None
-        status = 500
-        try:
-            body = await self._body(request)
-            call = parse(path, body)
-            pool, adapter = self.fleet.find(call.model)
-            model = pool.name
-            connection = request.protocol
-            transport = request.transport
-            if transport is None or not isinstance(connection, ClientConnection):
-                return self._ends
-            lines, request_id, session = self._lines(request, len(body), call.stream)
-            salt = call.salt if adapter is None else f"{adapter}\0{call.salt or ''}"
-            prompt_bytes, prompt_tokens = _size(pool, call)
-            try:
-                decision, ticket = pool.router.route(
-                    tokens=call.tokens,
-                    text=call.text,
-                    prompt_tokens=prompt_tokens,
-                    expected_output_tokens=call.max_tokens,
-                    session=session or call.session,
-                    salt=salt,
-                    request_id=request_id.decode("latin-1"),
-                    now=started,
-                )
-            except NoInstanceError as error:
-                raise ApiError(
-                    503, f"{model}: {error}", code="no_engine", headers={"retry-after": "2"}
-                ) from None
-            relay = Relay(
-                self.config,
-                pool,
-                ticket,
-                transport,
-                engine_path,
-                lines,
-                body,
-                stream=call.stream,
-                require_finish=path in (CHAT, COMPLETIONS),
-                http11=request.version >= (1, 1),
-                keep_alive=request.keep_alive and not self.draining,
-            )
-            del body
-            connection.relay = relay
-            self.relays.add(relay)
-            if connection.writing_paused:
-                relay.client_slow()
-            with ticket:
-                try:
-                    await relay.run(decision, request_id)
-                finally:
-                    self.relays.discard(relay)
-                    if self.refusing and not self.relays:
-                        self._idle.set()
-                    connection.relay = None
-            status = relay.status if relay.committed else 499
-            if prompt_bytes and relay.usage[0]:
-                pool.ratio.learn(prompt_bytes, relay.usage[0])
-            goes_on = request.keep_alive and not relay.close_client and not self.draining
-            return self._goes_on if goes_on and relay.broken is None else self._ends
-        except ApiError as error:
-            status = error.status
-            raise
-        finally:
-            ended = time.monotonic()
-            self.metrics.request(model, tenant, status, started, ended, relay)
-            if self._access:
-                log.info(
-                    "request",
-                    path=path,
-                    model=model,
-                    tenant=tenant or None,
-                    status=status,
-                    seconds=round(ended - started, 6),
-                    output_tokens=relay.output_tokens if relay else 0,
-                    note=relay.reason or None if relay else None,
-                )
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         limit = self._body_limit
@@ -309,33 +177,137 @@ class Front(web.Server):
             raise ApiError(400, f"the body could not be read: {error}") from None
         return b"".join(parts)
 
-    def _lines(self, request: web.BaseRequest, length: int, stream: bool) -> tuple[bytes, bytes, str | None]:
-        """Header lines for the engine with the end of the head, the request id, and the session."""
-        lines = []
-        request_id = b""
-        session = None
-        named: list[bytes] = []
-        own_key = self.keys.on
-        for name, value in request.raw_headers:
-            lower = name.lower()
-            if lower in _DROPPED:
-                if lower == b"x-request-id":
-                    request_id = value[:REQUEST_ID_LIMIT]
-                elif lower == b"connection" and value.lower() not in _PLAIN_CONNECTION:
-                    named += [token.strip().lower() for token in value.split(b",")]
-            elif lower == b"authorization" and own_key:
-                continue
+    # The short way.
+
+    def takes(self, head: RequestHead) -> bool:
+        """Whether a plain request is for an engine, and within the limit."""
+        return head.path in self.paths and head.length <= self._body_limit
+
+    def ask(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+        """Has a plain request answered, then calls ``client.answered``."""
+        transport = client.transport
+        if transport is not None:
+            asked = Asked(client, transport, head, True, head.keep_alive, client.answered)
+            if self._admits(asked):
+                self._serve(asked, body)
+
+    # Both ways.
+
+    def _admits(self, asked: Asked) -> bool:
+        """Whether the request may be served; else it is answered."""
+        try:
+            if self.keys.on:
+                authorization, key = asked.head.authorization, asked.head.api_key
+                asked.tenant = self.keys.tenant(_text(authorization), _text(key))
+            if self.refusing:
+                raise ApiError(503, "the router is shutting down", headers={"retry-after": "5"})
+            if len(self.relays) >= self._request_limit:
+                raise ApiError(
+                    503, "too many requests at once", code="too_many", headers={"retry-after": "1"}
+                )
+        except ApiError as error:
+            self._ended(asked, None, error)
+            return False
+        return True
+
+    def _serve(self, asked: Asked, body: bytes) -> None:
+        """Sends the request on its way; when its answer ended, `_ended` is called."""
+        relay: Relay | None = None
+        try:
+            call = parse(asked.path, body)
+            pool, adapter = self.fleet.find(call.model)
+            asked.pool = pool
+            salt = call.salt if adapter is None else f"{adapter}\0{call.salt or ''}"
+            asked.prompt_bytes, prompt_tokens = _size(pool, call)
+            head = asked.head
+            try:
+                decision, ticket = pool.router.route(
+                    tokens=call.tokens,
+                    text=call.text,
+                    prompt_tokens=prompt_tokens,
+                    expected_output_tokens=call.max_tokens,
+                    session=head.session or call.session,
+                    salt=salt,
+                    request_id=head.request_id,
+                    now=asked.started,
+                )
+            except NoInstanceError as error:
+                raise ApiError(
+                    503, f"{pool.name}: {error}", code="no_engine", headers={"retry-after": "2"}
+                ) from None
+            asked.keep_alive &= not self.draining
+            require_finish = asked.path in (CHAT, COMPLETIONS)
+            relay = Relay(
+                self.config, asked, pool, decision, ticket, body, call.stream, require_finish, self._ended
+            )
+            asked.client.relay = relay
+            self.relays.add(relay)
+            if asked.client.writing_paused:
+                relay.client_slow()
+            relay.start()
+        except ApiError as error:
+            self._ended(asked, None, error)
+        except Exception:
+            if relay is not None:
+                relay.fail()
             else:
-                if lower == b"x-session-id":
-                    session = value.decode("latin-1")
-                lines.append(b"%s: %s\r\n" % (name, value))
-        if named:
-            lines = [line for line in lines if line.partition(b":")[0].lower() not in named]
-        if not request_id:
-            request_id = b"%s-%x" % (self._id_prefix.encode(), next(self._ids))
-        load = b"" if stream else self._ask_load
-        lines.append(b"%sx-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (load, request_id, length))
-        return b"".join(lines), request_id, session
+                log.exception("a request could not be handled", path=asked.path)
+                self._ended(asked, None, ApiError(500, FAILED))
+
+    def _ended(self, asked: Asked, relay: Relay | None, error: ApiError | None) -> None:
+        """The request is over; an error is what its client has still to get."""
+        goes_on = asked.keep_alive and not self.draining
+        status = 499
+        if relay is not None:
+            asked.client.relay = None
+            self.relays.discard(relay)
+            if self.refusing and not self.relays:
+                self._idle.set()
+            goes_on = goes_on and not relay.close_client
+            if relay.committed:
+                status = relay.status
+            if relay.prompt_tokens and asked.prompt_bytes and asked.pool is not None:
+                asked.pool.ratio.learn(asked.prompt_bytes, relay.prompt_tokens)
+        if error is not None:
+            status = error.status
+            goes_on = goes_on and asked.http11
+            asked.transport.write(_answer(error, asked.head.request_id, goes_on))
+        now = time.monotonic()
+        model = asked.pool.name if asked.pool is not None else ""
+        self.metrics.request(model, asked.tenant, status, asked.started, now, relay)
+        if self._access:
+            log.info(
+                "request",
+                path=asked.path,
+                model=model,
+                tenant=asked.tenant or None,
+                status=status,
+                seconds=round(now - asked.started, 6),
+                output_tokens=relay.output_tokens if relay else 0,
+                note=relay.reason or None if relay else None,
+            )
+        asked.done(goes_on)
+
+
+def _answer(error: ApiError, request_id: str, goes_on: bool) -> bytes:
+    """An error as a whole HTTP answer."""
+    body = error.body()
+    fields = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "x-request-id": request_id,
+        **error.headers,
+    }
+    if not goes_on:
+        fields["connection"] = "close"
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode("latin-1") + body
+    )
+
+
+def _text(field: bytes | None) -> str | None:
+    return None if field is None else field.decode("utf-8", "surrogateescape")
 
 
 def _too_long(limit: int) -> ApiError:

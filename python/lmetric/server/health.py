@@ -49,7 +49,10 @@ class Monitor:
     def start(self) -> None:
         """Starts the periodic tasks."""
         timeouts = self.config.timeouts
-        shortest = min(timeouts.first_byte, timeouts.answer, timeouts.between_chunks, timeouts.slow_client)
+        shortest = min(
+            *(timeouts.first_byte, timeouts.answer, timeouts.between_chunks),
+            *(timeouts.slow_client, timeouts.body, timeouts.keep_alive),
+        )
         sweep = min(max(shortest / 4, 0.02), 0.5)
         self._spawn("checks", self.config.health.interval, self.check_all)
         self._spawn("time limits", sweep, self._sweep)
@@ -108,8 +111,7 @@ class Monitor:
 
     async def _sweep(self) -> None:
         now = time.monotonic()
-        for relay in list(self.front.relays):
-            relay.check(now)
+        self.front.check(now)
         for engine in self.fleet.engines():
             engine.upstream.expire(now)
 

@@ -6,6 +6,9 @@ the ranking. After that the client learns of a failure by an event in its stream
 
 import asyncio
 import time
+from collections.abc import Callable
+
+import structlog
 
 from lmetric._core import (
     END,
@@ -14,189 +17,197 @@ from lmetric._core import (
     OUT,
     PASS,
     READY,
-    TOKEN_SHIFT,
     Decision,
+    RequestHead,
     ResponseScanner,
     Ticket,
     WireError,
 )
 from lmetric.config import ServerConfig
-from lmetric.server.fleet import Engine, Pool
+from lmetric.server.client import ClientConnection
+from lmetric.server.fleet import Pool
 from lmetric.server.openai import ApiError
 from lmetric.server.upstream import Connection, UpstreamError
 
-ONE_TOKEN = 1 << TOKEN_SHIFT
 # Bodies up to this size go out in one write with the head.
 JOIN_BYTES = 64 * 1024
 
-# What ends an attempt besides a ticket's failures.
-ANSWERED = ""
-CANCELLED = "cancelled"
-STOPPED = "stopped"
-
+FAILED = "the router failed; its log says why"
 _STATUS = {"refused": 502, "reset": 502, "timeout": 504, "status": 503}
+
+log = structlog.get_logger("lmetric.relay")
+
+
+class Asked:
+    """A request for an engine as its client sent it; ``done`` is told whether the connection goes on."""
+
+    __slots__ = (
+        "client",
+        "done",
+        "head",
+        "http11",
+        "keep_alive",
+        "path",
+        "pool",
+        "prompt_bytes",
+        "started",
+        "tenant",
+        "transport",
+    )
+
+    def __init__(
+        self,
+        client: ClientConnection,
+        transport: asyncio.Transport,
+        head: RequestHead,
+        http11: bool,
+        keep_alive: bool,
+        done: Callable[[bool], None],
+    ) -> None:
+        self.client = client
+        self.transport = transport
+        self.head = head
+        self.path = head.path
+        self.http11 = http11
+        self.keep_alive = keep_alive
+        self.done = done
+        self.started = time.monotonic()
+        self.tenant = ""
+        self.pool: Pool | None = None
+        self.prompt_bytes = 0  # 0 where the prompt was given as tokens
 
 
 class Relay:
-    """One routed request."""
+    """One routed request: `start()`, then callbacks move it on until it tells ``on_end``, once.
+
+    ``on_end`` gets the request, the relay, and an ApiError where the client has nothing yet. By then the
+    ticket is closed.
+    """
 
     # Most requests change few of these; what they do not change is not set for each of them.
     committed = False
     close_client = False
-    broken: str | None = None  # why the run ends although an answer may have begun
     error = False  # the engine reported an error inside its answer
+    ended = False
     reason = ""
     status = 0
     output_tokens = 0
-    first_token_at = 0.0
-    got_bytes = False
-    deadline_from = 0.0
-    usage: tuple[int | None, int | None, int | None] = (None, None, None)
+    first_token_at: float | None = None
+    prompt_tokens: int | None = None  # as the engine counted them
+    _got_bytes = False
+    _heard = False  # bytes came since the last check
+    _deadline_from = 0.0
     _connection: Connection | None = None
+    _connecting: asyncio.Task[Connection] | None = None
+    _tried: tuple[str, ...] = ()
     _stalled_at = 0.0
 
     def __init__(
         self,
         config: ServerConfig,
+        asked: Asked,
         pool: Pool,
+        decision: Decision,
         ticket: Ticket,
-        transport: asyncio.Transport,
-        path: bytes,
-        head: bytes,
         body: bytes,
-        *,
         stream: bool,
         require_finish: bool,
-        http11: bool,
-        keep_alive: bool,
+        on_end: Callable[[Asked, "Relay", ApiError | None], None],
     ) -> None:
         self._config = config
+        self._asked = asked
+        self._transport = asked.transport
         self._pool = pool
-        self.ticket = ticket
-        self._transport = transport
-        self._path = path
-        self._head = head
+        self._decision = decision
+        self._ticket = ticket
         self._body = body
         self._stream = stream
         self._require_finish = require_finish
-        self._http11 = http11
-        self._keep_alive = keep_alive
+        self._on_end = on_end
 
-    async def run(self, decision: Decision, request_id: bytes) -> None:
-        """Relays the request; returns when the client has its answer, or left.
+    def start(self) -> None:
+        """Sends the request to the engine of the decision."""
+        self._go(self._decision.instance, self._asked.started)
 
-        Raises ApiError where the client has nothing yet.
-        """
-        retries = self._config.retries
-        name = decision.instance
-        label = self._pool.decision_label(decision.id)
-        tried = []
-        while True:
-            engine = self._engine = self._pool.engines[name]
-            self._extra = b"x-lmetric-instance: %s\r\nx-lmetric-decision: %s\r\nx-request-id: %s\r\n" % (
-                name.encode(),
-                label.encode(),
-                request_id,
-            )
-            kind = await self._attempt(engine)
-            if kind == ANSWERED:
-                return
-            if kind in (CANCELLED, STOPPED):
-                self._fail_ticket("cancelled")
-                if kind == STOPPED and not self.committed:
-                    raise ApiError(503, "the router is shutting down", headers={"retry-after": "5"})
-                return
-            if kind != "status":
-                engine.failed(kind, self.reason)
-            tried.append(f"{name}: {self.reason}")
-            if kind not in retries.failures or len(tried) >= retries.attempts:
-                self._fail_ticket(kind)
-                break
-            following = self.ticket.failed(kind)
-            while following is not None and following not in self._pool.engines:
-                following = self.ticket.failed("refused")  # removed since the decision
-            if following is None:
-                break
-            name = following
-        headers = {"x-lmetric-decision": label}
-        if kind == "status":
-            headers["retry-after"] = "1"
-        raise ApiError(
-            _STATUS[kind], f"no engine could answer ({'; '.join(tried)})", code=kind, headers=headers
-        )
-
-    async def _attempt(self, engine: Engine) -> str:
+    def _go(self, name: str, now: float) -> None:
+        engine = self._engine = self._pool.engines[name]
         connection = engine.upstream.take()
-        while True:
-            fresh = connection is None
-            if connection is None:
-                try:
-                    connection = await engine.upstream.connect()
-                except UpstreamError as error:
-                    if self.broken is not None:
-                        return self.broken
-                    self.reason = str(error)
-                    return error.kind
-                if self.broken is not None:
-                    engine.upstream.give(connection)
-                    return self.broken
-            kind = await self._ask(engine, connection)
-            # An engine may close a kept connection just when the next request is on its way: no failure.
-            if kind != "reset" or fresh or self.got_bytes:
-                return kind
-            connection = None
+        if connection is None:
+            self._connect()
+        else:
+            self._fresh = False
+            self._ask(connection, now)
 
-    async def _ask(self, engine: Engine, connection: Connection) -> str:
-        if connection.transport.is_closing():
-            self.reason = "connection closed as soon as it was made"
-            return "reset"
+    def _connect(self) -> None:
+        self._fresh = True
+        self._connecting = asyncio.create_task(self._engine.upstream.connect())
+        self._connecting.add_done_callback(self._connected)
+
+    def _connected(self, task: asyncio.Task[Connection]) -> None:
+        self._connecting = None
+        if self.ended or task.cancelled():
+            if not task.cancelled() and task.exception() is None:
+                self._engine.upstream.give(task.result())
+            return
+        try:
+            self._ask(task.result(), time.monotonic())
+        except UpstreamError as error:
+            self._settle(error.kind, str(error))
+        except Exception:
+            self.fail()
+
+    def _ask(self, connection: Connection, now: float) -> None:
         self._connection = connection
+        if connection.transport.is_closing():
+            self._settle("reset", "connection closed as soon as it was made")
+            return
         scanner = self._scanner = connection.scanner
-        scanner.begin(self._http11, self._require_finish)
-        self.got_bytes = False
-        self._done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        scanner.begin(self._ticket, self._asked.http11, self._require_finish)
+        self._got_bytes = False
         connection.sink = self
-        now = self.deadline_from = time.monotonic()
-        self.ticket.sent(now)
-        head = engine.upstream.head(self._path) + self._head
-        if len(self._body) <= JOIN_BYTES:
-            connection.transport.write(head + self._body)
+        self._deadline_from = now
+        self._ticket.sent(now)
+        body = self._body
+        head = self._asked.head.for_engine(
+            self._engine.upstream.head(self._asked.head.target, self._stream), len(body)
+        )
+        if len(body) <= JOIN_BYTES:
+            connection.transport.write(head + body)
         else:
             connection.transport.write(head)
-            connection.transport.write(self._body)
+            connection.transport.write(body)
         if self._stalled_at:
             connection.transport.pause_reading()
-        try:
-            return await self._done
-        finally:
-            self._drop()
 
     # What the engine's connection calls.
 
     def received(self, data: bytes) -> None:
         """Bytes from the engine."""
-        now = time.monotonic()
-        if self.committed:
-            self.deadline_from = now
-        self.got_bytes = True
+        self._heard = True
         try:
             flags = self._scanner.feed(data)
+            if flags == PASS:
+                self._transport.write(data)
+            else:
+                self._step(flags, data)
         except WireError as error:
+            self._got_bytes = True
             self._fault("reset", str(error))
-            return
-        self._step(flags, data, now)
+        except Exception:
+            self.fail()
 
     def lost(self) -> None:
         """The engine's connection closed."""
         self._connection = None
         try:
-            flags = self._scanner.eof()
+            self._step(self._scanner.eof(), b"")
         except WireError as error:
             self._fault("reset", str(error))
-            return
-        self._step(flags, b"", time.monotonic())
+        except Exception:
+            self.fail()
 
-    def _step(self, flags: int, data: bytes, now: float) -> None:
+    def _step(self, flags: int, data: bytes) -> None:
+        self._got_bytes = True
         scanner = self._scanner
         if flags & PASS:
             self._transport.write(data)
@@ -204,10 +215,8 @@ class Relay:
             self._transport.write(scanner.take())
         elif flags & READY and not self._commit(flags, scanner):
             return
-        if flags >= ONE_TOKEN:
-            self._count(flags >> TOKEN_SHIFT, now)
         if flags & (END | INCOMPLETE | ENGINE_ERROR):
-            self._ending(flags, scanner, now)
+            self._ending(flags, scanner)
 
     def _commit(self, flags: int, scanner: ResponseScanner) -> bool:
         status = scanner.status
@@ -224,98 +233,132 @@ class Relay:
                 self._settle("reset", "the stream ended without a token")
                 return False
         self.committed = True
-        self.deadline_from = time.monotonic()
         self.status = status
         self._body = b""
-        self._transport.write(scanner.commit(self._extra, not self._keep_alive))
+        extra = b"x-lmetric-instance: %s\r\nx-lmetric-decision: %s\r\nx-request-id: %s\r\n" % (
+            self._engine.name.encode(),
+            self._label.encode(),
+            self._asked.head.request_id.encode("latin-1"),
+        )
+        self._transport.write(scanner.commit(extra, not self._asked.keep_alive))
         return True
 
-    def _count(self, tokens: int, now: float) -> None:
-        if not self.output_tokens:
-            self.first_token_at = now
-            self.ticket.first_token(now)
-            if tokens > 1:
-                self.ticket.tokens(tokens - 1, now)
-        else:
-            self.ticket.tokens(tokens, now)
-        self.output_tokens += tokens
+    @property
+    def _label(self) -> str:
+        return self._pool.decision_label(self._decision.id)
 
-    def _ending(self, flags: int, scanner: ResponseScanner, now: float) -> None:
+    def _ending(self, flags: int, scanner: ResponseScanner) -> None:
         if flags & ENGINE_ERROR:
             self.error = True
         if flags & INCOMPLETE:
             self._fault("engine_error", "the engine's stream ended without a finish_reason")
         elif flags & END:
-            self._finish(scanner, now)
+            self._finish(scanner)
 
-    def _finish(self, scanner: ResponseScanner, now: float) -> None:
-        prompt, cached, output = self.usage = scanner.usage
-        self.close_client |= scanner.closes_client
-        if self.error or scanner.aborted or self.status >= 400:
+    def _finish(self, scanner: ResponseScanner) -> None:
+        if self.error or self.status >= 400 or scanner.aborted:
             self._fail_ticket("engine_error")
         else:
-            self.ticket.finished(
-                prompt_tokens=prompt,
-                cached_tokens=cached,
-                output_tokens=self.output_tokens or None if output is None else output,
-                now=now,
-            )
+            scanner.finished()
         self._engine.failures = 0
         load = scanner.load
         if load is not None:
             report(self._pool, self._engine.name, load)
-        if self._connection is not None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
             if self._stalled_at:
-                self._connection.transport.resume_reading()
-            self._connection.release()
-            self._connection = None
-        self._done.set_result(ANSWERED)
+                connection.transport.resume_reading()
+            connection.release()
+        self._end()
 
     def _fault(self, kind: str, reason: str) -> None:
         """The answer cannot go on: to the next engine if nothing was sent, else an error in the stream."""
         if not self.committed:
             self._settle("reset" if kind == "engine_error" else kind, reason)
             return
-        error = ApiError(502, f"the answer of engine {self._engine.name} broke off: {reason}", code=kind)
-        self._cut(error)
+        self._cut(ApiError(502, f"the answer of engine {self._engine.name} broke off: {reason}", code=kind))
         self._engine.failed(kind, reason)
         self._fail_ticket(kind)
         self.reason = reason
-        self.error = True
-        self._done.set_result(ANSWERED)
+        self._end()
 
     def _cut(self, error: ApiError) -> None:
+        self.error = True
         tail = self._scanner.end_with(error.body())
         if tail:
             self._transport.write(tail)
-            self.close_client |= self._scanner.closes_client
         else:
             self.close_client = True
         self._drop()
 
     def _settle(self, kind: str, reason: str) -> None:
-        self.reason = reason
+        """An attempt failed: to the next engine, where one is left."""
         self._drop()
-        if not self._done.done():
-            self._done.set_result(kind)
+        # An engine may close a kept connection just when the next request is on its way: no failure.
+        if kind == "reset" and not self._fresh and not self._got_bytes:
+            self._connect()
+            return
+        self.reason = reason
+        engine = self._engine
+        if kind != "status":
+            engine.failed(kind, reason)
+        self._tried += (f"{engine.name}: {reason}",)
+        retries = self._config.retries
+        if kind in retries.failures and len(self._tried) < retries.attempts:
+            following = self._ticket.failed(kind)
+            while following is not None and following not in self._pool.engines:
+                following = self._ticket.failed("refused")  # removed since the decision
+            if following is not None:
+                self._go(following, time.monotonic())
+                return
+        self._fail_ticket(kind)
+        headers = {"x-lmetric-decision": self._label}
+        if kind == "status":
+            headers["retry-after"] = "1"
+        tried = "; ".join(self._tried)
+        self._end(ApiError(_STATUS[kind], f"no engine could answer ({tried})", code=kind, headers=headers))
+
+    def _end(self, error: ApiError | None = None) -> None:
+        self.ended = True
+        if self.committed:
+            self.close_client |= self._scanner.closes_client
+            self.output_tokens = self._scanner.tokens
+            self.first_token_at = self._scanner.first_token_at
+            self.prompt_tokens = self._scanner.prompt_tokens
+        self._on_end(self._asked, self, error)
 
     def _drop(self) -> None:
-        if self._connection is not None:
-            self._connection.drop()
-            self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.drop()
 
     def _fail_ticket(self, kind: str) -> None:
         """Closes the ticket as failed, even where it could move on."""
-        if self.ticket.open and self.ticket.failed(kind) is not None:
-            self.ticket.failed("engine_error")
+        if self._ticket.open and self._ticket.failed(kind) is not None:
+            self._ticket.failed("engine_error")
 
     # What the client's connection and the server call.
 
+    def _leave(self, reason: str, error: ApiError | None = None) -> None:
+        """Ends the request in the middle; the engine's connection closes, which stops its work."""
+        if self.ended:
+            return
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._drop()
+        self.reason = reason
+        self.close_client = True
+        self._fail_ticket("cancelled")
+        self._end(error)
+
+    def fail(self) -> None:
+        """To be called where an exception was caught that nobody foresaw."""
+        log.exception("a request could not be relayed", engine=self._engine.name)
+        self._leave("internal error", None if self.committed else ApiError(500, FAILED))
+
     def client_gone(self) -> None:
-        """The client left: the engine's connection closes, which stops its work."""
-        self.broken = CANCELLED
-        if self._connection is not None:
-            self._settle(CANCELLED, "the client left")
+        """The client left."""
+        self._leave("the client left")
 
     def client_slow(self) -> None:
         """The client does not keep up: stop reading from the engine."""
@@ -326,19 +369,16 @@ class Relay:
     def client_ready(self) -> None:
         """The client caught up."""
         self._stalled_at = 0.0
-        self.deadline_from = time.monotonic()
+        self._deadline_from = time.monotonic()
         if self._connection is not None:
             self._connection.transport.resume_reading()
 
     def stop(self) -> None:
         """The server stops: ends the answer with an error."""
-        self.broken = STOPPED
-        if self._connection is None:
-            return
-        if self.committed:
-            self._cut(ApiError(503, "the router is shutting down", code="shutting_down"))
-            self.error = True
-        self._settle(STOPPED, "the router is shutting down")
+        why = "the router is shutting down"
+        if self.committed and self._connection is not None:
+            self._cut(ApiError(503, why, code="shutting_down"))
+        self._leave(why, None if self.committed else ApiError(503, why, headers={"retry-after": "5"}))
 
     def check(self, now: float) -> None:
         """Called now and then: ends what takes too long."""
@@ -347,15 +387,17 @@ class Relay:
         limits = self._config.timeouts
         if self._stalled_at:
             if now - self._stalled_at > limits.slow_client:
-                self.broken = CANCELLED
-                self._settle(CANCELLED, "the client does not read")
+                self._leave("the client does not read")
                 self._transport.abort()
         elif self.committed:
-            if now - self.deadline_from > limits.between_chunks:
+            if self._heard:
+                self._heard = False
+                self._deadline_from = now
+            elif now - self._deadline_from > limits.between_chunks:
                 self._fault("timeout", f"nothing for {limits.between_chunks:g} s")
         else:
             limit = limits.first_byte if self._stream else limits.answer
-            if now - self.deadline_from > limit:
+            if now - self._deadline_from > limit:
                 self._settle("timeout", f"no answer within {limit:g} s")
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from lmetric._core import END, PASS, ResponseScanner, WireError
-from lmetric.config import EngineConfig, Limits, Timeouts
+from lmetric.config import EngineConfig, ServerConfig
 
 
 class Sink(Protocol):
@@ -78,7 +78,7 @@ class Connection(asyncio.Protocol):
 class Upstream:
     """All connections to one engine, bounded in number."""
 
-    def __init__(self, config: EngineConfig, timeouts: Timeouts, limits: Limits) -> None:
+    def __init__(self, config: EngineConfig, server: ServerConfig) -> None:
         parts = urlsplit(config.url)
         self.url = config.url
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -87,21 +87,23 @@ class Upstream:
         key = config.api_key.get_secret_value() if config.api_key else None
         self._fixed = f"host: {parts.netloc}\r\n" + (f"authorization: Bearer {key}\r\n" if key else "")
         self.has_key = key is not None
-        self._heads: dict[bytes, bytes] = {}
-        self._connect_seconds = timeouts.connect
-        self._idle_seconds = limits.idle_seconds
-        self._limit = limits.max_connections_per_engine
+        self._ask_load = "endpoint-load-metrics-format: TEXT\r\n" if server.load.from_answers else ""
+        self._heads: dict[bytes, tuple[bytes, bytes]] = {}
+        self._connect_seconds = server.timeouts.connect
+        self._idle_seconds = server.limits.idle_seconds
+        self._limit = server.limits.max_connections_per_engine
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
 
-    def head(self, path: bytes) -> bytes:
-        """Request line, host and the engine's key for a POST."""
-        head = self._heads.get(path)
-        if head is None:
-            head = b"POST %s%s HTTP/1.1\r\n%s" % (self._path.encode(), path, self._fixed.encode())
+    def head(self, target: bytes, stream: bool) -> bytes:
+        """Request line, host, the engine's key, and for plain answers the wish for its load, for a POST."""
+        heads = self._heads.get(target)
+        if heads is None:
+            line = b"POST %s%s HTTP/1.1\r\n" % (self._path.encode(), target)
+            heads = (line + (self._fixed + self._ask_load).encode(), line + self._fixed.encode())
             if len(self._heads) < 64:
-                self._heads[path] = head
-        return head
+                self._heads[target] = heads
+        return heads[stream]
 
     def take(self) -> Connection | None:
         """The connection used last, where one waits."""

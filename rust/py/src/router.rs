@@ -41,10 +41,18 @@ impl Clock {
         Ok(Clock { base, origin: Instant::now() })
     }
 
+    /// What it shows.
+    pub fn read(&self) -> f64 {
+        self.base + self.origin.elapsed().as_secs_f64()
+    }
+
     /// `now` where given, else the clock's.
+    ///
+    /// # Errors
+    /// `BadValue` where it is not finite.
     pub fn now(&self, now: Option<f64>) -> Result<f64> {
         match now {
-            None => Ok(self.base + self.origin.elapsed().as_secs_f64()),
+            None => Ok(self.read()),
             Some(now) if now.is_finite() => Ok(now),
             Some(now) => Err(CoreError::BadValue {
                 what: "now".into(),

@@ -110,7 +110,13 @@ impl Ticket {
         Ticket { name: Mutex::new(name), ticket, clock }
     }
 
-    fn advance(&self, py: Python<'_>, event: Event, now: Option<f64>) -> Result<Option<Arc<str>>> {
+    /// The time on the router's clock, seconds.
+    pub fn now(&self) -> f64 {
+        self.clock.read()
+    }
+
+    /// Tells the router of an event; the name of the instance that the request moved to.
+    pub fn advance(&self, py: Python<'_>, event: Event, now: Option<f64>) -> Result<Option<Arc<str>>> {
         let now = self.clock.now(now)?;
         let mut router = lock(self.ticket.router(), py)?;
         let next = router.advance(self.ticket.id(), event, now)?;

@@ -1,36 +1,75 @@
 //! The Python face of `wire`.
-use crate::errors::LmetricError;
-use lmetric_wire::{Finish, Scanner, Step, WireError as CoreWireError};
+use crate::errors::{LmetricError, Result};
+use crate::ticket::Ticket;
+use lmetric_core::plan::{Event, Usage};
+use lmetric_wire::{Fields, Finish, Kind, Request, Scanner, Step, WireError as CoreWireError};
 use pyo3::create_exception;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use std::borrow::Cow;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 create_exception!(
     lmetric,
     WireError,
     LmetricError,
-    "An engine's bytes are not the HTTP/1.1 response they should be, or end too early."
+    "Bytes are not the HTTP/1.1 message they should be, or end too early."
 );
 
-/// Bits of [`ResponseScanner::feed`]'s answer; the output tokens that came are above them.
+/// Bits of [`ResponseScanner::feed`]'s answer.
 const FLAGS: [(&str, u64); 6] =
     [("READY", 1), ("END", 2), ("PASS", 4), ("OUT", 8), ("ENGINE_ERROR", 16), ("INCOMPLETE", 32)];
-const TOKEN_SHIFT: u32 = 8;
 
 fn flags(step: Step) -> u64 {
     let bits = [step.ready, step.end, step.pass, step.out, step.error, step.incomplete];
-    let low: u64 = bits.iter().zip(FLAGS).map(|(set, (_, bit))| if *set { bit } else { 0 }).sum();
-    low | u64::from(step.tokens) << TOKEN_SHIFT
+    bits.iter().zip(FLAGS).map(|(set, (_, bit))| if *set { bit } else { 0 }).sum()
 }
 
 fn error(error: CoreWireError) -> PyErr {
     WireError::new_err(error.to_string())
 }
 
-/// Reads an engine's responses, one after the other, and frames them for the client.
+/// Reads an engine's responses, one after the other, frames them for the client, and tells the ticket of the tokens.
 #[pyclass(module = "lmetric._core")]
 #[derive(Default)]
-struct ResponseScanner(Scanner);
+struct ResponseScanner {
+    scanner: Scanner,
+    ticket: Option<Py<Ticket>>,
+    /// Output tokens that the ticket knows of.
+    told: u64,
+    first_token_at: Option<f64>,
+}
+
+impl ResponseScanner {
+    fn stepped(&mut self, py: Python<'_>, step: std::result::Result<Step, CoreWireError>) -> Result<u64> {
+        let step = step.map_err(error)?;
+        if step.pass || step.out {
+            self.tell(py)?;
+        }
+        Ok(flags(step))
+    }
+
+    /// Tells of tokens that the client is about to get.
+    fn tell(&mut self, py: Python<'_>) -> Result<()> {
+        let Some(ticket) = &self.ticket else { return Ok(()) };
+        let mut new = self.scanner.tokens() - self.told;
+        if new == 0 {
+            return Ok(());
+        }
+        let now = ticket.get().now();
+        if self.told == 0 {
+            self.first_token_at = Some(now);
+            ticket.get().advance(py, Event::FirstToken, Some(now))?;
+            new -= 1;
+        }
+        if new > 0 {
+            let new = u32::try_from(new).unwrap_or(u32::MAX);
+            ticket.get().advance(py, Event::Tokens(new), Some(now))?;
+        }
+        self.told = self.scanner.tokens();
+        Ok(())
+    }
+}
 
 #[pymethods]
 impl ResponseScanner {
@@ -39,75 +78,224 @@ impl ResponseScanner {
         Self::default()
     }
 
-    #[pyo3(signature = (http11=true, require_finish=false, bodiless=false))]
-    fn begin(&mut self, http11: bool, require_finish: bool, bodiless: bool) {
-        self.0.begin(http11, require_finish, bodiless);
+    #[pyo3(signature = (ticket=None, http11=true, require_finish=false, bodiless=false))]
+    fn begin(&mut self, ticket: Option<Py<Ticket>>, http11: bool, require_finish: bool, bodiless: bool) {
+        self.scanner.begin(http11, require_finish, bodiless);
+        (self.ticket, self.told, self.first_token_at) = (ticket, 0, None);
     }
 
-    fn feed(&mut self, data: &[u8]) -> PyResult<u64> {
-        self.0.feed(data).map(flags).map_err(error)
+    fn feed(&mut self, py: Python<'_>, data: &[u8]) -> Result<u64> {
+        let step = self.scanner.feed(data);
+        self.stepped(py, step)
     }
 
-    fn eof(&mut self) -> PyResult<u64> {
-        self.0.eof().map(flags).map_err(error)
+    fn eof(&mut self, py: Python<'_>) -> Result<u64> {
+        let step = self.scanner.eof();
+        self.stepped(py, step)
     }
 
-    fn commit<'py>(&mut self, py: Python<'py>, extra: &[u8], close: bool) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, self.0.commit(extra, close))
+    fn commit<'py>(&mut self, py: Python<'py>, extra: &[u8], close: bool) -> Result<Bound<'py, PyBytes>> {
+        self.tell(py)?;
+        Ok(PyBytes::new(py, self.scanner.commit(extra, close)))
+    }
+
+    /// Closes the ticket as finished, with the usage that the answer tells of, and lets go of it.
+    fn finished(&mut self, py: Python<'_>) -> Result<()> {
+        if let Some(ticket) = self.ticket.take() {
+            let usage = self.scanner.usage();
+            let narrow = |n: Option<u64>| n.map(|n| u32::try_from(n).unwrap_or(u32::MAX));
+            let counted = Some(self.scanner.tokens()).filter(|n| *n > 0);
+            let usage = Usage {
+                prompt_tokens: narrow(usage.prompt),
+                cached_tokens: narrow(usage.cached),
+                output_tokens: narrow(usage.output.or(counted)),
+            };
+            ticket.get().advance(py, Event::Finished(usage), None)?;
+        }
+        Ok(())
     }
 
     fn take<'py>(&mut self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, self.0.take())
+        PyBytes::new(py, self.scanner.take())
     }
 
     fn end_with<'py>(&mut self, py: Python<'py>, event: &[u8]) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, self.0.end_with(event))
+        PyBytes::new(py, self.scanner.end_with(event))
     }
 
     #[getter]
     fn status(&self) -> u16 {
-        self.0.status()
+        self.scanner.status()
     }
 
     #[getter]
     fn keep_alive(&self) -> bool {
-        self.0.keep_alive()
+        self.scanner.keep_alive()
     }
 
     #[getter]
     fn event_stream(&self) -> bool {
-        self.0.event_stream()
+        self.scanner.event_stream()
     }
 
     #[getter]
     fn closes_client(&self) -> bool {
-        self.0.closes_client()
+        self.scanner.closes_client()
     }
 
     #[getter]
     fn load(&self) -> Option<&str> {
-        self.0.load()
+        self.scanner.load()
     }
 
     #[getter]
     fn aborted(&self) -> bool {
-        self.0.finish() == Finish::Aborted
+        self.scanner.finish() == Finish::Aborted
     }
 
     #[getter]
     fn error_code(&self) -> Option<u64> {
-        self.0.error_code()
+        self.scanner.error_code()
+    }
+
+    #[getter]
+    fn first_token_at(&self) -> Option<f64> {
+        self.first_token_at
     }
 
     #[getter]
     fn tokens(&self) -> u64 {
-        self.0.tokens()
+        self.scanner.tokens()
     }
 
     #[getter]
-    fn usage(&self) -> (Option<u64>, Option<u64>, Option<u64>) {
-        let usage = self.0.usage();
-        (usage.prompt, usage.cached, usage.output)
+    fn prompt_tokens(&self) -> Option<u64> {
+        self.scanner.usage().prompt
+    }
+}
+
+/// A request's head: what it asks for, and what of it goes to an engine.
+#[pyclass(frozen, module = "lmetric._core")]
+struct RequestHead {
+    #[pyo3(get)]
+    plain: bool,
+    #[pyo3(get)]
+    framed: bool,
+    #[pyo3(get)]
+    start: usize,
+    #[pyo3(get)]
+    length: u64,
+    #[pyo3(get)]
+    keep_alive: bool,
+    #[pyo3(get)]
+    request_id: String,
+    target: Vec<u8>,
+    fields: Fields,
+}
+
+fn latin1(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| char::from(*byte)).collect()
+}
+
+#[pymethods]
+impl RequestHead {
+    /// The target without its query.
+    #[getter]
+    fn path(&self) -> Cow<'_, str> {
+        String::from_utf8_lossy(lmetric_wire::path(&self.target))
+    }
+
+    #[getter]
+    fn target(&self) -> &[u8] {
+        &self.target
+    }
+
+    #[getter]
+    fn session(&self) -> Option<String> {
+        self.fields.session.as_deref().map(latin1)
+    }
+
+    #[getter]
+    fn authorization(&self) -> Option<&[u8]> {
+        self.fields.authorization.as_deref()
+    }
+
+    #[getter]
+    fn api_key(&self) -> Option<&[u8]> {
+        self.fields.api_key.as_deref()
+    }
+
+    /// The head for an engine: `first` (request line and fields of the router's own), the client's fields, the end.
+    fn for_engine<'py>(&self, py: Python<'py>, first: &[u8], length: usize) -> PyResult<Bound<'py, PyBytes>> {
+        let id: Vec<u8> = self.request_id.chars().map(|c| c as u8).collect();
+        let length = length.to_string();
+        let parts: [&[u8]; 7] = [
+            first,
+            &self.fields.lines,
+            b"x-request-id: ",
+            &id,
+            b"\r\ncontent-length: ",
+            length.as_bytes(),
+            b"\r\n\r\n",
+        ];
+        PyBytes::new_with(py, parts.iter().map(|part| part.len()).sum(), |mut out| {
+            for part in parts {
+                let (here, rest) = out.split_at_mut(part.len());
+                here.copy_from_slice(part);
+                out = rest;
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Reads heads of requests. `own_keys`: `authorization` is meant for the router; `id_prefix`: of the ids of requests that
+/// come without one.
+#[pyclass(frozen, module = "lmetric._core")]
+struct RequestReader {
+    own_keys: bool,
+    id_prefix: String,
+    count: AtomicU64,
+}
+
+impl RequestReader {
+    fn head(&self, request: Request) -> RequestHead {
+        let request_id = request.fields.request_id.as_deref().map_or_else(
+            || format!("{}-{:x}", self.id_prefix, self.count.fetch_add(1, Ordering::Relaxed)),
+            latin1,
+        );
+        RequestHead {
+            plain: request.kind == Kind::Plain,
+            framed: request.kind != Kind::Other,
+            start: request.start,
+            length: request.length,
+            keep_alive: request.keep_alive,
+            request_id,
+            target: request.target,
+            fields: request.fields,
+        }
+    }
+}
+
+#[pymethods]
+impl RequestReader {
+    #[new]
+    fn new(own_keys: bool, id_prefix: String) -> Self {
+        Self { own_keys, id_prefix, count: AtomicU64::new(1) }
+    }
+
+    /// The head at the start of `data`; None while it is incomplete.
+    fn read(&self, data: &[u8]) -> PyResult<Option<RequestHead>> {
+        let request = Request::read(data, self.own_keys).map_err(error)?;
+        Ok(request.map(|request| self.head(request)))
+    }
+
+    /// A head that somebody else read.
+    fn sort(&self, target: &[u8], fields: Vec<(Vec<u8>, Vec<u8>)>) -> RequestHead {
+        let pairs = fields.iter().map(|(name, value)| (name.as_slice(), value.as_slice()));
+        let fields = Fields::sort(pairs, self.own_keys);
+        let target = target.to_vec();
+        self.head(Request { kind: Kind::Other, start: 0, length: 0, target, keep_alive: false, fields })
     }
 }
 
@@ -117,6 +305,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     for (name, bit) in FLAGS {
         module.add(name, bit)?;
     }
-    module.add("TOKEN_SHIFT", TOKEN_SHIFT)?;
+    module.add_class::<RequestHead>()?;
+    module.add_class::<RequestReader>()?;
     module.add_class::<ResponseScanner>()
 }

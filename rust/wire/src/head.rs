@@ -127,7 +127,7 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
     Ok(Some((head, length)))
 }
 
-fn length_value(value: &[u8]) -> Result<u64, WireError> {
+pub(crate) fn length_value(value: &[u8]) -> Result<u64, WireError> {
     // Digits only: `str::parse` alone would take a sign.
     let digits = !value.is_empty() && value.iter().all(u8::is_ascii_digit);
     let parsed = std::str::from_utf8(value).ok().filter(|_| digits).and_then(|text| text.parse().ok());

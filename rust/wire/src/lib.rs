@@ -1,20 +1,22 @@
-//! Reads HTTP/1.1 response bytes as they come: heads, body framing, SSE events, and of the JSON inside only what a
-//! router needs (errors, tokens, usage). No I/O; memory is bounded whatever arrives; every result is independent of how
+//! Reads HTTP/1.1 bytes as they come: heads of requests; of responses heads, body framing, SSE events, and of the JSON
+//! inside only what a router needs (errors, tokens, usage). No I/O; memory is bounded whatever arrives; every result is independent of how
 //! the bytes were cut into pieces.
 mod body;
 mod head;
 mod json;
+mod request;
 mod scanner;
 mod sse;
 
 pub use json::{Finish, Found, Usage};
+pub use request::{Fields, Kind, Request, path};
 pub use scanner::{HEAD_LIMIT, HOLD_LIMIT, Scanner, Step};
 
-/// What makes a response unusable.
+/// What makes a message unusable.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum WireError {
-    /// The bytes are not the HTTP/1.1 response they should be.
-    #[error("malformed response: {0}")]
+    /// The bytes are not the HTTP/1.1 message they should be.
+    #[error("malformed: {0}")]
     Malformed(String),
     /// The connection ended before the message did.
     #[error("response cut off: {0}")]

@@ -1,0 +1,256 @@
+"""A client's connection: plain requests for engines go a short way, all others through aiohttp.
+
+A request goes the short way when the Rust reader finds it plain (`rust/wire/src/request.rs`): it needs no
+task and no future unless an engine must first be connected to. Whatever else comes is given to aiohttp
+unchanged, one request at a time where its end is known, else with all that follows.
+"""
+
+import time as clock
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.web_protocol import RequestHandler
+
+from lmetric._core import RequestHead, RequestReader, WireError
+
+if TYPE_CHECKING:
+    from lmetric.server.relay import Relay
+
+# Of requests that come before the answer to the one before, so much is read before reading stops, and so much
+# costs the connection (aiohttp, too, may have it read on).
+HOLD_BYTES = 64 * 1024
+HOLD_LIMIT = 64 * HOLD_BYTES
+# aiohttp closes idle connections by timers of its own, which know nothing of the short way.
+NEVER_SECONDS = 365.0 * 86_400
+
+
+class Relayed(web.StreamResponse):
+    """An answer that is already on the wire; tells aiohttp only whether the connection goes on."""
+
+    def __init__(self, keep_alive: bool) -> None:
+        super().__init__()
+        self._goes_on = keep_alive
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection may carry another request."""
+        return self._goes_on
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """Nothing to do: the head was relayed."""
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Nothing to do: the body was relayed."""
+
+
+class State(IntEnum):
+    """Where the next bytes belong."""
+
+    FREE = 0  # to a new request
+    COLLECTING = 1  # to a request that is not whole
+    ASKED = 2  # behind a request that is not answered
+    SKIPPING = 3  # to the body of a request that aiohttp has answered
+    HANDED_OVER = 4  # to aiohttp, for good
+
+
+FREE, COLLECTING, ASKED, SKIPPING, HANDED_OVER = State
+
+
+class Server(Protocol):
+    """What a connection needs of the server."""
+
+    requests: RequestReader
+
+    def takes(self, head: RequestHead) -> bool:
+        """Whether the request can go the short way."""
+
+    def ask(self, client: "ClientConnection", head: RequestHead, body: bytes) -> None:
+        """Has a request answered, then calls ``client.answered``."""
+
+
+class ClientConnection(RequestHandler):
+    """One client's connection."""
+
+    __slots__ = (
+        "_front",
+        "_head",
+        "_held",
+        "_left",
+        "_need",
+        "_size",
+        "_state",
+        "answering",
+        "idle_since",
+        "relay",
+    )
+
+    def __init__(self, front: Server, manager: web.Server, **options: Any) -> None:
+        super().__init__(manager, keepalive_timeout=NEVER_SECONDS, **options)
+        self._front = front
+        self.relay: Relay | None = None
+        self.answering = False
+        self.idle_since = clock.monotonic()
+        self._state = FREE
+        self._head: RequestHead | None = None  # of the request that is collected
+        self._held: list[bytes] = []
+        self._size = 0  # bytes held
+        self._need = 0  # bytes held that are worth another look
+        self._left = 0  # bytes still to come of a request that aiohttp has
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop."""
+        state = self._state
+        if state == FREE:
+            self._begin(data)
+        elif state == HANDED_OVER:
+            super().data_received(data)
+        elif state == COLLECTING:
+            self._hold(data)
+            if self._size >= self._need:
+                self._begin(self._take_held())
+        else:
+            if self._left:
+                rest = data[self._left :]
+                self._feed(data[: self._left])
+                data = rest
+            if self._state == SKIPPING and not self._left:
+                self._state = FREE
+                if data:
+                    self._begin(data)
+            elif data:
+                self._hold_back(data)
+
+    def _begin(self, data: bytes) -> None:
+        """Reads the request at the start of ``data``."""
+        head, self._head = self._head, None
+        try:
+            head = head or self._front.requests.read(data)
+        except WireError:
+            self._hand_over(data)
+            return
+        if head is None:
+            self._collect(data, None, len(data) + 1)
+            return
+        start = head.start
+        end = start + head.length
+        if head.plain and self._front.takes(head):
+            if len(data) < end:
+                self._collect(data, head, end)
+                return
+            self._state = ASKED
+            self.answering = True
+            if len(data) > end:
+                self._hold_back(data[end:])
+            self._front.ask(self, head, data[start:end])
+        elif head.framed:
+            self._give(data, end)
+        else:
+            self._hand_over(data)
+
+    def _give(self, data: bytes, end: int) -> None:
+        """Gives aiohttp one request, of ``end`` bytes."""
+        self._state = ASKED
+        self._left = end
+        if len(data) > end:
+            self._hold_back(data[end:])
+        self._feed(data[:end])
+
+    def _feed(self, data: bytes) -> None:
+        self._left -= len(data)
+        super().data_received(data)
+
+    def _hand_over(self, data: bytes) -> None:
+        self._state = HANDED_OVER
+        super().data_received(data)
+
+    def _collect(self, data: bytes, head: RequestHead | None, need: int) -> None:
+        self._state = COLLECTING
+        self._head = head
+        self._need = need
+        self._hold(data)
+
+    def _hold(self, data: bytes) -> None:
+        self._held.append(data)
+        self._size += len(data)
+
+    def _hold_back(self, data: bytes) -> None:
+        """Holds what came behind a request that is not answered."""
+        self._hold(data)
+        if self._size > HOLD_BYTES and self.transport is not None:
+            self.transport.pause_reading()
+            if self._size > HOLD_LIMIT:
+                self.force_close()
+
+    def _take_held(self) -> bytes:
+        data = b"".join(self._held)
+        self._held.clear()
+        self._size = 0
+        return data
+
+    def answered(self, goes_on: bool) -> None:
+        """The request's answer ended; ``goes_on``: the connection may carry another one."""
+        self._rest()
+        if goes_on:
+            self._go_on()
+        else:
+            self.force_close()
+
+    def log_access(self, request: web.BaseRequest, response: web.StreamResponse, time: float | None) -> None:
+        """Called by aiohttp as the last thing when it has answered a request."""
+        self._rest()
+        # Else aiohttp closes the connection, and what was held has nobody to answer it.
+        if self._state == ASKED and response.keep_alive:
+            self._go_on()
+
+    def _rest(self) -> None:
+        self.answering = False
+        self.idle_since = clock.monotonic()
+
+    def _go_on(self) -> None:
+        if self._left:
+            self._state = SKIPPING
+        elif self._held:
+            self._loop.call_soon(self._next)
+        else:
+            self._state = FREE
+
+    def _next(self) -> None:
+        if self.transport is None or self.transport.is_closing():
+            return
+        if self._size > HOLD_BYTES:
+            self.transport.resume_reading()
+        self._begin(self._take_held())
+
+    def check(self, now: float, idle_seconds: float) -> None:
+        """Called now and then: requests that stay incomplete become aiohttp's, idle connections close."""
+        if self._state == COLLECTING:
+            head, self._head = self._head, None
+            data = self._take_held()
+            if head is None:
+                self._hand_over(data)
+            else:
+                self._give(data, head.start + head.length)
+        elif not self.answering and now - self.idle_since > idle_seconds:
+            self.force_close()
+
+    def pause_writing(self) -> None:
+        """Called by the loop."""
+        super().pause_writing()
+        if self.relay is not None:
+            self.relay.client_slow()
+
+    def resume_writing(self) -> None:
+        """Called by the loop."""
+        super().resume_writing()
+        if self.relay is not None:
+            self.relay.client_ready()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Called by the loop."""
+        super().connection_lost(exc)
+        self._take_held()
+        if self.relay is not None:
+            self.relay.client_gone()

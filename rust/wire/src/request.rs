@@ -1,0 +1,350 @@
+//! Request heads of clients: what they say, and what of them goes to an engine.
+use crate::WireError;
+use memchr::{memchr, memchr_iter};
+
+/// Longest head that is read here; aiohttp refuses longer lines, and judges longer heads.
+pub const REQUEST_HEAD_LIMIT: usize = 8190;
+/// Longest request id that is passed on, bytes.
+pub const REQUEST_ID_LIMIT: usize = 256;
+const MAX_HEADERS: usize = 128;
+
+/// Header fields that belong to one connection, that the router sets itself, or that only a router may send.
+const DROPPED: [&[u8]; 18] = [
+    b"accept-encoding",
+    b"connection",
+    b"content-encoding",
+    b"content-length",
+    b"endpoint-load-metrics-format",
+    b"expect",
+    b"host",
+    b"keep-alive",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+    b"x-api-key",
+    b"x-data-parallel-rank",
+    b"x-prefiller-host-port",
+    b"x-request-id",
+];
+
+/// The fields of a request. Of fields that come twice the first counts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Fields {
+    /// What goes on to the engine, each field with its line end.
+    pub lines: Vec<u8>,
+    /// `x-request-id`, at most [`REQUEST_ID_LIMIT`] bytes.
+    pub request_id: Option<Vec<u8>>,
+    /// `x-session-id`, which also goes on.
+    pub session: Option<Vec<u8>>,
+    /// `authorization`, which goes on unless the router has keys of its own.
+    pub authorization: Option<Vec<u8>>,
+    /// `x-api-key`.
+    pub api_key: Option<Vec<u8>>,
+}
+
+impl Fields {
+    /// Sorts fields given as name and trimmed value. `own_keys`: `authorization` is meant for the router, not the engine.
+    pub fn sort<'a>(fields: impl Iterator<Item = (&'a [u8], &'a [u8])> + Clone, own_keys: bool) -> Self {
+        let mut found = Self::default();
+        let mut named: Vec<&[u8]> = Vec::new();
+        for (name, value) in fields.clone() {
+            let slot = match name.len() {
+                9 if name.eq_ignore_ascii_case(b"x-api-key") => &mut found.api_key,
+                10 if name.eq_ignore_ascii_case(b"connection") => {
+                    named.extend(tokens(value).filter(|token| !plain(token)));
+                    continue;
+                }
+                12 if name.eq_ignore_ascii_case(b"x-request-id") => &mut found.request_id,
+                12 if name.eq_ignore_ascii_case(b"x-session-id") => &mut found.session,
+                13 if name.eq_ignore_ascii_case(b"authorization") => &mut found.authorization,
+                _ => continue,
+            };
+            slot.get_or_insert_with(|| value.to_vec());
+        }
+        if let Some(id) = &mut found.request_id {
+            id.truncate(REQUEST_ID_LIMIT);
+        }
+        found.request_id.take_if(|id| id.is_empty());
+        let among = |list: &[&[u8]], name: &[u8]| list.iter().any(|other| other.eq_ignore_ascii_case(name));
+        for (name, value) in fields {
+            let ours = own_keys && name.eq_ignore_ascii_case(b"authorization");
+            if !ours && !among(&DROPPED, name) && !among(&named, name) {
+                for part in [name, b": ", value, b"\r\n"] {
+                    found.lines.extend_from_slice(part);
+                }
+            }
+        }
+        found
+    }
+}
+
+/// How a request's end is found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A POST over HTTP/1.1 with one `content-length`, and nothing that asks for more than an answer.
+    Plain,
+    /// Another request over HTTP/1.1 whose length is known.
+    Framed,
+    /// Any other; [`Request::length`] is 0.
+    Other,
+}
+
+/// The head of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// How its end is found.
+    pub kind: Kind,
+    /// Bytes of the head.
+    pub start: usize,
+    /// Bytes of the body.
+    pub length: u64,
+    /// The request target.
+    pub target: Vec<u8>,
+    /// The client did not ask for the connection's end.
+    pub keep_alive: bool,
+    /// The header fields.
+    pub fields: Fields,
+}
+
+impl Request {
+    /// Reads the head at the start of `input`: `None` while incomplete.
+    ///
+    /// # Errors
+    /// [`WireError::Malformed`] where it is none, or longer than [`REQUEST_HEAD_LIMIT`].
+    pub fn read(input: &[u8], own_keys: bool) -> Result<Option<Self>, WireError> {
+        let mut fields = [httparse::EMPTY_HEADER; MAX_HEADERS];
+        let mut request = httparse::Request::new(&mut fields);
+        let start = match request.parse(&input[..input.len().min(REQUEST_HEAD_LIMIT)]) {
+            Ok(httparse::Status::Partial) if input.len() < REQUEST_HEAD_LIMIT => return Ok(None),
+            Ok(httparse::Status::Partial) => {
+                return Err(WireError::malformed(format!("head longer than {REQUEST_HEAD_LIMIT} bytes")));
+            }
+            Ok(httparse::Status::Complete(n)) => n,
+            Err(error) => return Err(WireError::malformed(format!("head: {error}"))),
+        };
+        // httparse takes a bare line feed as a line's end; others may not, and see another request.
+        let head = &input[..start];
+        if memchr_iter(b'\n', head).any(|at| at == 0 || head[at - 1] != b'\r') {
+            return Err(WireError::malformed("head: a line feed without carriage return"));
+        }
+        let method = request.method.unwrap_or("");
+        let (mut kind, mut length, mut keep_alive) = (Kind::Framed, None, true);
+        if request.version != Some(1) || method == "CONNECT" {
+            kind = Kind::Other;
+        } else if method == "POST" {
+            kind = Kind::Plain;
+        }
+        for field in request.headers.iter() {
+            let (name, value) = (field.name, field.value.trim_ascii());
+            match name.len() {
+                6 | 16
+                    if name.eq_ignore_ascii_case("expect")
+                        || name.eq_ignore_ascii_case("content-encoding") =>
+                {
+                    kind = if kind == Kind::Plain { Kind::Framed } else { kind };
+                }
+                7 | 17
+                    if name.eq_ignore_ascii_case("upgrade")
+                        || name.eq_ignore_ascii_case("transfer-encoding") =>
+                {
+                    kind = Kind::Other;
+                }
+                10 if name.eq_ignore_ascii_case("connection") => {
+                    keep_alive &= !tokens(value).any(|token| token.eq_ignore_ascii_case(b"close"));
+                }
+                14 if name.eq_ignore_ascii_case("content-length") => {
+                    match crate::head::length_value(value).ok().filter(|_| length.is_none()) {
+                        Some(n) => length = Some(n),
+                        None => kind = Kind::Other,
+                    }
+                }
+                _ => {}
+            }
+        }
+        if kind == Kind::Plain && length.is_none() {
+            kind = Kind::Framed;
+        }
+        let pairs = request.headers.iter().map(|field| (field.name.as_bytes(), field.value.trim_ascii()));
+        Ok(Some(Self {
+            kind,
+            start,
+            length: if kind == Kind::Other { 0 } else { length.unwrap_or(0) },
+            target: request.path.unwrap_or("").as_bytes().to_vec(),
+            keep_alive,
+            fields: Fields::sort(pairs, own_keys),
+        }))
+    }
+}
+
+/// The target without its query.
+pub fn path(target: &[u8]) -> &[u8] {
+    &target[..memchr(b'?', target).unwrap_or(target.len())]
+}
+
+fn tokens(value: &[u8]) -> impl Iterator<Item = &[u8]> {
+    value.split(|byte| *byte == b',').map(<[u8]>::trim_ascii)
+}
+
+fn plain(token: &[u8]) -> bool {
+    token.eq_ignore_ascii_case(b"keep-alive") || token.eq_ignore_ascii_case(b"close")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn read(text: &str) -> Request {
+        Request::read(text.as_bytes(), false).unwrap().expect("complete")
+    }
+
+    fn kind(first: &str, fields: &str) -> (Kind, u64) {
+        let request = read(&format!("{first}\r\nhost: x\r\n{fields}\r\n"));
+        (request.kind, request.length)
+    }
+
+    #[test]
+    fn only_plain_posts_are_plain() {
+        let post = "POST /v1/completions?a=1 HTTP/1.1";
+        assert_eq!(kind(post, "Content-Length: 12\r\nConnection: keep-alive\r\n"), (Kind::Plain, 12));
+        assert_eq!(kind(post, "content-length: 0\r\n"), (Kind::Plain, 0));
+        assert_eq!(kind(post, ""), (Kind::Framed, 0));
+        assert_eq!(kind(post, "content-length: 12\r\nexpect: 100-continue\r\n"), (Kind::Framed, 12));
+        assert_eq!(kind(post, "content-length: 12\r\ncontent-encoding: gzip\r\n"), (Kind::Framed, 12));
+        assert_eq!(kind("PUT / HTTP/1.1", "content-length: 12\r\n"), (Kind::Framed, 12));
+        assert_eq!(kind("GET / HTTP/1.1", ""), (Kind::Framed, 0));
+        for (first, fields) in [
+            (post, "content-length: 12\r\ncontent-length: 12\r\n"),
+            (post, "content-length: +1\r\n"),
+            (post, "content-length: 1\r\ntransfer-encoding: chunked\r\n"),
+            (post, "transfer-encoding: chunked\r\nexpect: 100-continue\r\n"),
+            (post, "content-length: 1\r\nupgrade: h2c\r\n"),
+            ("POST / HTTP/1.0", "content-length: 1\r\n"),
+            ("CONNECT x:1 HTTP/1.1", ""),
+        ] {
+            assert_eq!(kind(first, fields), (Kind::Other, 0), "{first} {fields:?}");
+        }
+    }
+
+    #[test]
+    fn what_two_readers_could_read_differently_is_refused() {
+        for bad in [
+            "POST / HTTP/1.1\nhost: x\r\n\r\n",
+            "POST / HTTP/1.1\r\nhost: x\n\r\n",
+            "POST / HTTP/1.1\r\nhost : x\r\n\r\n",
+            "POST / HTTP/1.1\r\na: b\r\n c\r\n\r\n",
+            "POST  / HTTP/1.1\r\n\r\n",
+            "POST / HTTP/1.1\r\na: b\0\r\n\r\n",
+            "SSH-2.0-OpenSSH\r\n\r\n",
+        ] {
+            assert!(Request::read(bad.as_bytes(), false).is_err(), "{bad:?}");
+        }
+        let long = format!("POST / HTTP/1.1\r\na: {}\r\n\r\n", "x".repeat(REQUEST_HEAD_LIMIT));
+        assert!(Request::read(long.as_bytes(), false).is_err());
+    }
+
+    #[test]
+    fn closing_is_heard_and_named_fields_are_the_connections() {
+        let request =
+            read("POST /a?b HTTP/1.1\r\nConnection: Close, X-Hop\r\nx-hop: 1\r\nX-Own:  2 \r\n\r\nbody");
+        assert!(!request.keep_alive);
+        assert_eq!(request.fields.lines, b"X-Own: 2\r\n");
+        assert_eq!(
+            (request.target.as_slice(), path(&request.target)),
+            (b"/a?b".as_slice(), b"/a".as_slice())
+        );
+    }
+
+    /// The rules again, one at a time and without regard for speed.
+    fn naive(fields: &[(String, String)], own_keys: bool) -> Fields {
+        let lower: Vec<(String, String)> =
+            fields.iter().map(|(n, v)| (n.to_ascii_lowercase(), v.trim().to_string())).collect();
+        let first =
+            |name: &str| lower.iter().find(|(n, _)| n == name).map(|(_, value)| value.clone().into_bytes());
+        let connection: Vec<String> = lower
+            .iter()
+            .filter(|(n, _)| n == "connection")
+            .flat_map(|(_, v)| {
+                v.split(',').map(|token| token.trim().to_ascii_lowercase()).collect::<Vec<_>>()
+            })
+            .filter(|token| token != "close" && token != "keep-alive")
+            .collect();
+        let mut lines = String::new();
+        for ((name, _), (low, value)) in fields.iter().zip(&lower) {
+            if DROPPED.contains(&low.as_bytes())
+                || connection.contains(low)
+                || own_keys && low == "authorization"
+            {
+                continue;
+            }
+            lines += &format!("{name}: {value}\r\n");
+        }
+        Fields {
+            lines: lines.into_bytes(),
+            request_id: first("x-request-id")
+                .map(|id| id[..id.len().min(256)].to_vec())
+                .filter(|id| !id.is_empty()),
+            session: first("x-session-id"),
+            authorization: first("authorization"),
+            api_key: first("x-api-key"),
+        }
+    }
+
+    fn field() -> impl Strategy<Value = (String, String)> {
+        let known = prop::sample::select(
+            DROPPED
+                .iter()
+                .map(|name| String::from_utf8_lossy(name).into_owned())
+                .chain(["authorization", "x-session-id", "x-own", "content-type"].map(String::from))
+                .filter(|name| name != "content-length")
+                .collect::<Vec<_>>(),
+        );
+        let cased =
+            (known, any::<bool>()).prop_map(|(name, up)| if up { name.to_ascii_uppercase() } else { name });
+        let value = prop_oneof![
+            "[ -~]{0,20}",
+            "(close|keep-alive|x-own|X-Own|te)(, ?(x-own|Close|a)){0,2}",
+            "a{250,260}"
+        ];
+        (prop_oneof![cased, "[a-zA-Z-]{1,12}"], value)
+    }
+
+    proptest! {
+        #[test]
+        fn fields_are_sorted_as_the_rules_say(fields in prop::collection::vec(field(), 0..12), own_keys: bool) {
+            let mut text = "POST /x HTTP/1.1\r\n".to_string();
+            for (name, value) in &fields {
+                text += &format!("{name}: {value}\r\n");
+            }
+            text += "\r\n";
+            let request = Request::read(text.as_bytes(), own_keys).unwrap().expect("complete");
+            prop_assert_eq!(request.fields, naive(&fields, own_keys));
+        }
+
+        #[test]
+        fn a_head_is_read_when_it_is_whole_and_no_sooner(
+            fields in prop::collection::vec(field(), 0..6), body in "[ -~]{0,30}", cut in 0.0..1.0f64,
+        ) {
+            let mut head = format!("POST /x HTTP/1.1\r\ncontent-length: {}\r\n", body.len());
+            for (name, value) in &fields {
+                head += &format!("{name}: {value}\r\n");
+            }
+            head += "\r\n";
+            let whole = format!("{head}{body}");
+            let once = Request::read(whole.as_bytes(), false).unwrap().expect("complete");
+            prop_assert_eq!(once.start, head.len());
+            let cut = (cut * whole.len() as f64) as usize;
+            let part = Request::read(&whole.as_bytes()[..cut], false).unwrap();
+            prop_assert_eq!(part, (cut >= head.len()).then_some(once));
+        }
+
+        #[test]
+        fn no_bytes_bring_it_down(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = Request::read(&bytes, true);
+            let _ = Request::read(&[b"POST /x HTTP/1.1\r\n".as_slice(), &bytes].concat(), true);
+        }
+    }
+}

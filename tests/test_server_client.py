@@ -1,0 +1,378 @@
+"""Clients' connections: the short way, aiohttp's way, and the change from one to the other."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+import pytest
+
+from lmetric.server import front as front_module
+from lmetric.server.upstream import Connection, Upstream
+from server_world import (
+    STREAM_HEAD,
+    STREAM_TAIL,
+    FakeEngine,
+    Request,
+    World,
+    answer,
+    chunk,
+    hang,
+    token,
+    world,
+)
+
+BODY = b'{"prompt":"hello"}'
+
+
+def post(body: bytes = BODY, path: str = "/v1/completions", fields: str = "") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\n{fields}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+class Client:
+    """A connection by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, *pieces: bytes, pause: float = 0.002) -> None:
+        """Sends each piece in a packet of its own."""
+        for piece in pieces:
+            self.writer.write(piece)
+            await asyncio.sleep(pause)
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """Status, fields and body of the next answer, which has a length."""
+        async with asyncio.timeout(5):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            first, *lines = head.strip().split("\r\n")
+            fields = {
+                name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+            }
+            body = await self.reader.readexactly(int(fields.get("content-length", 0)))
+            return int(first.split()[1]), fields, body
+
+    async def closed(self) -> bytes:
+        """What comes until the server closes."""
+        async with asyncio.timeout(5):
+            return await self.reader.read()
+
+
+@contextlib.asynccontextmanager
+async def client(w: World) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", w.server.port)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.close()
+
+
+def through_aiohttp(w: World) -> int:
+    """Requests that went through aiohttp."""
+    return w.server.front.requests_count
+
+
+async def test_a_request_cut_anywhere_is_the_same_request() -> None:
+    whole = post(fields="x-request-id: r1\r\n")
+    async with world(1) as w, client(w) as c:
+        for cut in range(1, len(whole)):
+            await c.send(whole[:cut], whole[cut:])
+            status, fields, _ = await c.answer()
+            assert (status, fields["x-request-id"]) == (200, "r1"), cut
+        seen = {(r.path, r.body, tuple(sorted(r.headers.items()))) for r in w.engines[0].requests}
+        assert len(seen) == 1
+        assert len(w.engines[0].requests) == len(whole) - 1
+        # A check that comes at the wrong moment hands a request over; the rest went the short way.
+        assert through_aiohttp(w) < 5
+
+
+async def test_a_request_in_single_bytes() -> None:
+    async with world(1) as w, client(w) as c:
+        await c.send(*(bytes([byte]) for byte in post()))
+        assert (await c.answer())[0] == 200
+        assert w.engines[0].requests[0].body == BODY
+
+
+async def test_plain_requests_take_the_short_way_and_get_an_id() -> None:
+    async with world(1) as w, client(w) as c:
+        ids = set()
+        for path in ("/v1/completions", "/v1/completions?a=1", "/tokenize"):
+            await c.send(post(path=path))
+            status, fields, _ = await c.answer()
+            sent = w.engines[0].requests[-1]
+            assert (status, sent.path, sent.body) == (200, path, BODY)
+            assert sent.headers["x-request-id"] == fields["x-request-id"]
+            ids.add(fields["x-request-id"])
+        big = orjson.dumps({"prompt": "x" * 3_000_000})
+        await c.send(post(big))
+        assert (await c.answer())[0] == 200
+        assert w.engines[0].requests[-1].body == big
+        assert (len(ids), through_aiohttp(w)) == (3, 0)
+        await c.send(post(fields="connection: close\r\n"))
+        assert (await c.answer())[1]["connection"] == "close"
+        assert await c.closed() == b""
+
+
+async def test_refusals_keep_the_connection() -> None:
+    async with world(1) as w, client(w) as c:
+        for body, path, expected in (
+            (b"{", "/v1/completions", 400),
+            (b'{"model":"nobody","prompt":"a"}', "/v1/completions", 404),
+            (BODY, "/nowhere", 404),
+            (BODY, "/health", 405),
+            (BODY, "/v1/completions", 200),
+        ):
+            await c.send(post(body, path, "x-request-id: r2\r\n"))
+            status, fields, got = await c.answer()
+            assert (status, fields["x-request-id"]) == (expected, "r2")
+            assert "connection" not in fields
+            assert expected == 200 or orjson.loads(got)["error"]["message"]
+        assert through_aiohttp(w) == 2, "the unknown path and the wrong method"
+        codes = {code: count for (_, _, code), count in w.server.metrics.requests.items()}
+        assert codes == {400: 1, 404: 1, 200: 1}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pytest.param(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            + chunk(BODY[:5])
+            + chunk(BODY[5:])
+            + b"0\r\n\r\n",
+            id="chunked",
+        ),
+        pytest.param(post(fields="expect: 100-continue\r\n"), id="expect"),
+        pytest.param(post(fields="connection: upgrade\r\nupgrade: h2c\r\n"), id="upgrade"),
+    ],
+)
+async def test_unusual_requests_go_through_aiohttp(request_: bytes) -> None:
+    async with world(1) as w, client(w) as c:
+        for cut in (1, 40, len(request_) - 3, len(request_)):
+            asked = through_aiohttp(w)
+            await c.send(request_[:cut], request_[cut:])
+            status, _, got = await c.answer()
+            if status == 100:
+                status, _, got = await c.answer()
+            assert (status, orjson.loads(got)["id"]) == (200, "cmpl-1")
+            assert w.engines[0].requests[-1].body == BODY
+            assert through_aiohttp(w) == asked + 1
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "status"),
+    [
+        (b"POST /v1/completions HTTP/1.1\nhost: x\ncontent-length: 18\n\n" + BODY, 400),
+        (post(fields="content-length: 3\r\n"), 400),
+        (post(fields="transfer-encoding: chunked\r\n"), 400),
+        (post(fields="a: " + "b" * 9000 + "\r\n"), 400),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n", 413),
+    ],
+)
+async def test_what_is_malformed_or_too_long_never_reaches_an_engine(bytes_: bytes, status: int) -> None:
+    async with world(1, limits={"max_body_bytes": 1000}) as w, client(w) as c:
+        await c.send(bytes_)
+        assert (await c.closed()).startswith(b"HTTP/1.%d %d " % (status == 413, status))
+        assert not w.engines[0].requests
+
+
+async def test_pipelined_requests_of_both_ways_are_answered_in_order() -> None:
+    get = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    encoded = post(fields="transfer-encoding: chunked\r\n").split(b"content-length")[0]
+    requests = [
+        *(post(fields="x-request-id: 0\r\n"), get, post(fields="x-request-id: 2\r\n")),
+        *(post(b"{", fields="x-request-id: 3\r\n"), post(BODY, "/nowhere"), get),
+        post(fields="x-request-id: 6\r\n"),
+        encoded + b"x-request-id: 7\r\n\r\n" + chunk(BODY) + b"0\r\n\r\n",
+        *(post(fields="x-request-id: 8\r\n"), get),
+    ]
+    whole = b"".join(requests)
+    expected = [200, 200, 200, 400, 404, 200, 200, 200, 200, 200]
+    async with world([FakeEngine(pace=0.001)]) as w:
+        for size in (len(whole), 7, 64, 200):
+            async with client(w) as c:
+                await c.send(*(whole[at : at + size] for at in range(0, len(whole), size)), pause=0.001)
+                answers = [await c.answer() for _ in requests]
+                assert [status for status, _, _ in answers] == expected
+                for number in (0, 2, 3, 6, 7, 8):
+                    assert answers[number][1]["x-request-id"] == str(number)
+
+
+async def test_what_is_pipelined_is_bounded_and_all_answered() -> None:
+    gate = asyncio.Event()
+
+    async def gated(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        await gate.wait()
+        return await answer(engine, request, writer)
+
+    async with world([FakeEngine(behave=gated)]) as w, client(w) as c:
+        for size, count in ((50_000, 200), (10, 10_000)):
+            gate.clear()
+            one = post(orjson.dumps({"prompt": "x" * size}))
+            c.writer.write(one * count)
+            await w.engines[0].asked(1)
+            await asyncio.sleep(0.3)
+            (connection,) = w.server.front.connections
+            assert 0 < connection._size < 1_000_000
+            gate.set()
+            for number in range(count):
+                assert (await c.answer())[0] == 200
+                assert connection._size < 1_000_000, number
+        assert through_aiohttp(w) == 0
+
+
+async def test_the_body_of_a_refused_request_is_skipped() -> None:
+    rest = b"y" * 3000
+    async with world(1) as w, client(w) as c:
+        await c.send(post(b"x" * 100 + rest, "/nowhere").removesuffix(rest))
+        assert (await c.answer())[0] == 404
+        await c.send(rest[:1000], rest[1000:] + post())
+        assert (await c.answer())[0] == 200
+        assert through_aiohttp(w) == 1
+
+
+async def test_a_slow_request_becomes_aiohttps_and_the_next_one_is_not() -> None:
+    whole = post()
+    async with world(1, timeouts={"body": 0.4}) as w:
+        async with client(w) as c:
+            await c.send(whole[:-5], whole[-5:], pause=0.25)
+            assert (await c.answer())[0] == 200
+            await c.send(whole)
+            assert (await c.answer())[0] == 200
+            assert through_aiohttp(w) == 1
+        async with client(w) as c:
+            await c.send(whole[:20], whole[20:], pause=0.25)
+            assert (await c.answer())[0] == 200
+        async with client(w) as c:
+            await c.send(whole[:-5])
+            status, fields, got = await c.answer()
+            assert (status, fields["connection"]) == (408, "close")
+            assert b"not whole within 0.4 s" in got
+
+
+async def test_idle_connections_are_closed_and_busy_ones_are_not() -> None:
+    async with world([FakeEngine(pace=0.2)], timeouts={"keep_alive": 0.3}) as w:
+        async with (
+            client(w) as unused,
+            client(w) as half,
+            client(w) as used,
+            client(w) as busy,
+            client(w) as page,
+        ):
+            await half.send(b"POST /v1/comp")
+            await page.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await page.answer())[0] == 200
+            await used.send(post())
+            assert (await used.answer())[0] == 200
+            await busy.send(post(b'{"prompt":"a","stream":true}'))
+            began = time.monotonic()
+            for idle in (unused, half, used, page):
+                assert await idle.closed() == b""
+            assert time.monotonic() - began < 1.0
+            async with asyncio.timeout(5):
+                assert (await busy.reader.readuntil(b"0\r\n\r\n")).endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+            assert time.monotonic() - began > 0.5
+        await w.until(lambda: not w.server.front.connections)
+
+
+async def test_stopping_closes_idle_connections_at_once_and_tells_the_others() -> None:
+    async with (
+        world([FakeEngine(behave=hang)]) as w,
+        client(w) as idle,
+        client(w) as used,
+        client(w) as busy,
+    ):
+        await used.send(post(b"{"))
+        await used.answer()
+        await busy.send(post())
+        await w.engines[0].asked(1)
+        await w.until(lambda: len(w.server.front.connections) == 3)
+        w.server.front.draining = True
+        began = time.monotonic()
+        await w.server.stop()
+        assert time.monotonic() - began < 1.0
+        assert await idle.closed() == await used.closed() == b""
+        got = await busy.closed()
+        assert got.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert b"connection: close\r\n" in got
+        assert b"shutting down" in got
+        assert w.in_flight() == 0
+
+
+async def test_a_client_that_leaves_while_its_engine_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = asyncio.Event()
+
+    async def never(self: Upstream) -> Connection:
+        started.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with world(1) as w:
+        monkeypatch.setattr(Upstream, "connect", never)
+        async with client(w) as c:
+            await c.send(post())
+            await asyncio.wait_for(started.wait(), 2)
+            assert w.in_flight() == 1
+        await w.settled()
+        assert list(w.server.metrics.requests) == [("tiny", "", 499)]
+        assert w.server.fleet.pools[0].router.stats()["failed"]["cancelled"] == 1
+
+
+async def test_pipelined_requests_behind_a_client_that_left_are_forgotten() -> None:
+    async with world([FakeEngine(behave=hang)]) as w:
+        async with client(w) as c:
+            await c.send(post() + post())
+            await w.engines[0].asked(1)
+        await w.settled()
+        assert len(w.engines[0].requests) == 1
+
+
+@pytest.mark.parametrize("place", ["front.parse", "upstream.head", "connect"])
+async def test_a_fault_of_the_router_is_a_500_and_leaves_nothing(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    async def fail_later(*_: Any) -> Any:
+        fail()
+
+    async with world(1) as w, client(w) as c:
+        if place == "front.parse":
+            monkeypatch.setattr(front_module, "parse", fail)
+        else:
+            name = place.removeprefix("upstream.")
+            monkeypatch.setattr(Upstream, name, fail_later if name == "connect" else fail)
+        await c.send(post())
+        status, _, got = await c.answer()
+        assert (status, orjson.loads(got)["error"]["message"]) == (
+            500,
+            "the router failed; its log says why",
+        )
+        await w.settled()
+        assert w.in_flight() == 0
+
+
+async def test_tokens_reach_the_indicators_while_the_stream_goes_on() -> None:
+    steps = [asyncio.Event() for _ in range(3)]
+
+    async def stepwise(_: FakeEngine, __: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(STREAM_HEAD + chunk(token("a")))
+        for step in steps:
+            await step.wait()
+            writer.write(chunk(token("b")) + chunk(token("c")))
+        writer.write(chunk(token("", "stop")) + STREAM_TAIL)
+        return True
+
+    async with world([FakeEngine(behave=stepwise)], policy="lmetric") as w, client(w) as c:
+        pool = w.server.fleet.pools[0]
+        await c.send(post(b'{"prompt":"a","stream":true}'))
+        await c.reader.readuntil(token("a"))
+        assert pool.router.stats()["output_tokens"] == 1
+        for done, step in enumerate(steps, 1):
+            step.set()
+            await w.until(lambda done=done: pool.router.stats()["output_tokens"] == 1 + 2 * done)
+        await c.reader.readuntil(b"0\r\n\r\n")
