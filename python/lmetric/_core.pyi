@@ -92,6 +92,7 @@ class Router:
         block_hashes: _Buffer | None = None,  # u64 local block hashes, chained by the router
         prompt_tokens: int | None = None,
         expected_output_tokens: int | None = None,
+        extra_tokens: int = 0,
         session: str | None = None,
         salt: str | None = None,  # cache salt or adapter: prompts with different salts never match
         request_id: str | None = None,

@@ -218,7 +218,7 @@ class Front(web.Server):
             pool, adapter = self.fleet.find(call.model)
             asked.pool = pool
             salt = call.salt if adapter is None else f"{adapter}\0{call.salt or ''}"
-            asked.prompt_bytes, prompt_tokens = _size(pool, call)
+            asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
             head = asked.head
             try:
                 decision, ticket = pool.router.route(
@@ -226,6 +226,7 @@ class Front(web.Server):
                     text=call.text,
                     prompt_tokens=prompt_tokens,
                     expected_output_tokens=call.max_tokens,
+                    extra_tokens=extra_tokens,
                     session=head.session or call.session,
                     salt=salt,
                     request_id=head.request_id,
@@ -314,13 +315,16 @@ def _too_long(limit: int) -> ApiError:
     return ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
 
 
-def _size(pool: Pool, call: Call) -> tuple[int, int]:
-    """The prompt's length in bytes (0 where given as tokens) and in tokens, estimated where given as text."""
+def _size(pool: Pool, call: Call) -> tuple[int, int, int]:
+    """The prompt's bytes to learn their tokens from (0: nothing to learn), its tokens (estimated where it is
+    text), and those of the request's further prompts."""
     if call.tokens is not None:
-        return 0, len(call.tokens) + call.more_tokens
+        return 0, len(call.tokens), call.more_tokens
     text = call.text
     if text is None:
-        return 0, 1
+        return 0, 1, 0
     if isinstance(text, str) and not text.isascii():
         text = call.text = text.encode()
-    return len(text), pool.ratio.tokens_of(len(text) + call.more_bytes)
+    if call.more_bytes:
+        return 0, pool.ratio.tokens_of(len(text)), pool.ratio.tokens_of(call.more_bytes)
+    return len(text), pool.ratio.tokens_of(len(text)), 0

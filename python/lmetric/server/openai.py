@@ -249,6 +249,7 @@ def _loose_prompt(call: Call, request: JSON) -> None:
         return
     prompt = request.get("prompt", request.get("input"))
     if type(prompt) is list and prompt and type(prompt[0]) is str:
+        call.more_bytes = sum(len(text) for text in prompt[1:] if type(text) is str)
         prompt = prompt[0]
     if type(prompt) is str:
         instructions = request.get("instructions")

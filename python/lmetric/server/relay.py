@@ -5,6 +5,8 @@ the ranking. After that the client learns of a failure by an event in its stream
 """
 
 import asyncio
+import contextlib
+import math
 import time
 from collections.abc import Callable
 
@@ -166,7 +168,6 @@ class Relay:
         self._got_bytes = False
         connection.sink = self
         self._deadline_from = now
-        self._ticket.sent(now)
         body = self._body
         head = self._asked.head.for_engine(
             self._engine.upstream.head(self._asked.head.target, self._stream), len(body)
@@ -176,6 +177,8 @@ class Relay:
         else:
             connection.transport.write(head)
             connection.transport.write(body)
+        # After the write: the index learns of the request now, which takes a while where much of it is new.
+        self._ticket.sent(now)
         if self._stalled_at:
             connection.transport.pause_reading()
 
@@ -260,7 +263,10 @@ class Relay:
             self._fail_ticket("engine_error")
         else:
             scanner.finished()
-        self._engine.failures = 0
+        if self.status >= 500:
+            self._engine.failed("status", f"status {self.status}")
+        else:
+            self._engine.failures = 0
         load = scanner.load
         if load is not None:
             report(self._pool, self._engine.name, load)
@@ -334,8 +340,8 @@ class Relay:
 
     def _fail_ticket(self, kind: str) -> None:
         """Closes the ticket as failed, even where it could move on."""
-        if self._ticket.open and self._ticket.failed(kind) is not None:
-            self._ticket.failed("engine_error")
+        if self._ticket.open:
+            self._ticket.failed(kind, retry=False)
 
     # What the client's connection and the server call.
 
@@ -402,14 +408,16 @@ class Relay:
 
 
 def report(pool: Pool, engine: str, header: str) -> None:
-    """Takes in an `endpoint-load-metrics` header of the TEXT form; what is no number is passed over."""
+    """Takes in an `endpoint-load-metrics` header of the TEXT form; what is no load is passed over."""
+    if engine not in pool.engines:
+        return  # removed while it answered
     values: dict[str, float] = {}
     for item in header.removeprefix("TEXT ").split(","):
         name, _, value = item.partition("=")
-        try:
-            values[name.strip()] = float(value)
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError):
+            number = float(value)
+            if math.isfinite(number) and number >= 0:
+                values[name.strip()] = number
     waiting = values.get("named_metrics.num_requests_waiting")
     usage = values.get("named_metrics.kv_cache_usage_perc")
     if waiting is not None or usage is not None:

@@ -315,14 +315,14 @@ impl Router {
     /// Exactly one of `tokens` (buffer of token ids), `text` (str or UTF-8 bytes) and `block_hashes` (buffer of 64-bit hashes, one a
     /// block of `block_size` tokens, chained here); or `prompt_tokens` alone, where nothing can match. `prompt_tokens`: prompt
     /// length in tokens, where the caller knows better (text is taken for 4 bytes a token). `expected_output_tokens`: output
-    /// length, where known. `session`: key of session affinity. `salt`: cache salt or adapter; prompts with different salts never
+    /// length, where known. `extra_tokens`: of further prompts in the same request, which count as load and match nothing. `session`: key of session affinity. `salt`: cache salt or adapter; prompts with different salts never
     /// match. `request_id`: for the receipt. `now`: seconds on the monotonic clock.
     ///
     /// Returns the decision and the ticket; a ticket that is dropped while open is an abort. Raises `NoInstanceError` (nothing is
     /// booked), `BadValueError` (a prompt of the wrong kind), `PolicyError` (a policy function failed).
     /// Source: LMETRIC, Figure 4 and section 5.
     #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
-        session=None, salt=None, request_id=None, now=None))]
+        extra_tokens=0, session=None, salt=None, request_id=None, now=None))]
     fn route<'py>(
         &self,
         py: Python<'py>,
@@ -331,6 +331,7 @@ impl Router {
         block_hashes: Option<Bound<'py, PyAny>>,
         prompt_tokens: Option<u32>,
         expected_output_tokens: Option<u32>,
+        extra_tokens: u32,
         session: Option<&str>,
         salt: Option<&'py str>,
         request_id: Option<&str>,
@@ -342,6 +343,7 @@ impl Router {
         let mut scratch = self.chain.try_lock();
         let chain = scratch.as_deref_mut().unwrap_or(&mut own);
         let (prompt_tokens, tokens_per_block) = self.hash(py, &prompt, chain)?;
+        let prompt_tokens = prompt_tokens.saturating_add(extra_tokens);
         let request = Request {
             chain,
             prompt_tokens,

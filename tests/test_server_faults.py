@@ -1,0 +1,97 @@
+"""Faults that once left something behind: a relay, a wrong count, a cache that is gone."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from server_world import FakeEngine, Request, plain, says, usage, world
+
+GOOD: dict[str, Any] = {
+    "id": "cmpl-1",
+    "choices": [{"index": 0, "text": "x", "finish_reason": "length"}],
+    "usage": usage(),
+}
+
+
+@pytest.mark.parametrize("value", ["nan", "-1", "inf", "much", "1e999"])
+async def test_a_load_header_that_cannot_be_is_passed_over(value: str) -> None:
+    header = b"endpoint-load-metrics: TEXT named_metrics.kv_cache_usage_perc=%s\r\n" % value.encode()
+    async with world([FakeEngine(behave=says(plain(200, GOOD, header), then="keep"))]) as it:
+        for _ in range(2):
+            assert (await it.post())[0] == 200
+        await it.settled()
+        assert it.server.fleet.pools[0].router.stats()["finished"] == 2
+
+
+async def test_an_engine_may_be_removed_while_it_answers() -> None:
+    go = asyncio.Event()
+
+    async def wait(_: FakeEngine, __: Request, writer: asyncio.StreamWriter) -> bool:
+        await go.wait()
+        header = b"endpoint-load-metrics: TEXT named_metrics.num_requests_waiting=1\r\n"
+        writer.write(plain(200, GOOD, header))
+        return True
+
+    async with world([FakeEngine(behave=wait)], admin=True) as it:
+        request = asyncio.create_task(it.post())
+        await it.engines[0].asked(1)
+        async with it.client.delete(it.url + "/admin/engines/e0") as response:
+            assert response.status == 200
+        go.set()
+        assert (await request)[0] == 200
+        await it.settled()
+
+
+async def test_used_up_attempts_are_booked_as_what_they_were() -> None:
+    busy = says(plain(503, {"error": {"message": "busy"}}), then="keep")
+    async with world([FakeEngine(behave=busy) for _ in range(4)]) as it:
+        status, headers, _ = await it.post()
+        assert status == 503
+        router = it.server.fleet.pools[0].router
+        receipt = router.receipt(int(headers["x-lmetric-decision"]))
+        assert receipt is not None
+        assert (len(receipt["tried"]), receipt["outcome"]) == (3, "status")
+        stats = router.stats()
+        assert (stats["retries"], stats["failed"]["status"]) == (2, 1)
+
+
+async def test_an_engine_that_only_fails_is_taken_out() -> None:
+    broken = FakeEngine(behave=says(plain(500, {"error": {"message": "no"}}), then="keep"))
+    async with world([broken, FakeEngine()], policy="lmetric", health={"interval": 60}) as it:
+        statuses = [(await it.post())[0] for _ in range(40)]
+        assert statuses.count(500) <= 3
+        assert set(statuses[-20:]) == {200}
+
+
+async def test_a_refused_connection_ends_what_is_believed_of_the_cache() -> None:
+    prompt = "a long prompt that will be cached " * 100
+    async with world(2, policy="lmetric") as it:
+        _, headers, _ = await it.post({"model": "tiny", "prompt": prompt})
+        holder = next(e for e in it.engines if e.name == headers["x-lmetric-instance"])
+        router = it.server.fleet.pools[0].router
+        hits = dict(zip(router.instances(), router.hit_tokens(text=prompt), strict=True))
+        assert hits[holder.name] > 500
+        await holder.stop()
+        assert (await it.post({"model": "tiny", "prompt": prompt}))[0] == 200
+        await it.until(lambda: not it.server.fleet.pools[0].engines[holder.name].healthy)
+        hits = dict(zip(router.instances(), router.hit_tokens(text=prompt), strict=True))
+        assert hits[holder.name] == 0
+
+
+async def test_several_prompts_teach_no_ratio_and_count_as_load() -> None:
+    seen: list[int] = []
+
+    async def behave(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
+        router = it.server.fleet.pools[0].router
+        seen.append(int(router.stats()["instances"][engine.name]["tokens"]))
+        writer.write(plain(200, {**GOOD, "usage": usage(prompt=9000)}))
+        return True
+
+    async with world([FakeEngine(behave=behave)]) as it:
+        ratio = it.server.fleet.pools[0].ratio
+        before = ratio.tokens_of(1000)
+        await it.post({"model": "tiny", "prompt": ["a" * 4000, "b" * 4000]})
+        await it.post({"model": "tiny", "input": ["a" * 4000, "b" * 4000]}, path="/v1/embeddings")
+        assert ratio.tokens_of(1000) == before
+        assert min(seen) > 1900
