@@ -3,6 +3,7 @@
 import array
 import gc
 import inspect
+import random
 import threading
 from collections import Counter
 
@@ -301,6 +302,27 @@ def test_equal_instances_share_idle_traffic() -> None:
     counts = Counter(router.route(tokens=TOKENS[:10])[0].instance for _ in range(400))
     assert set(counts) == {"e0", "e1", "e2", "e3"}
     assert min(counts.values()) > 50
+
+
+def test_what_is_left_of_prefills_never_falls_below_zero() -> None:
+    """Parts and their sum are rounded apart, at times and rates that are no round numbers."""
+    rng = random.Random(7)
+    router = fleet(n=2)
+    now = 0.0
+    tickets: list[_core.Ticket] = []
+    for _ in range(20_000):
+        now += rng.random() * 0.01
+        if len(tickets) < 6 or rng.random() < 0.4:
+            _, ticket = router.route(text="x", prompt_tokens=rng.randrange(1, 3000), now=now)
+            ticket.sent(now)
+            tickets.append(ticket)
+        else:
+            ticket = tickets.pop(rng.randrange(len(tickets)))
+            if rng.random() < 0.5:
+                ticket.first_token(now)
+                ticket.finished(now=now)
+            else:
+                ticket.failed("cancelled", now)
 
 
 def test_threads_share_a_router() -> None:

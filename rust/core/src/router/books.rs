@@ -202,7 +202,7 @@ impl Books {
         if let Some(prefill) = self.counts[slot].prefills.iter_mut().find(|p| p.ticket == ticket) {
             let done = tokens.min(prefill.left);
             prefill.left -= done;
-            self.left[slot] -= done;
+            self.left[slot] = (self.left[slot] - done).max(0.0);
         }
     }
 
@@ -295,7 +295,7 @@ impl Books {
         }
     }
 
-    /// Ends a prefill that will have no first token.
+    /// Ends a prefill that will have no first token. (The sum and its parts are rounded apart: a sum may end below zero.)
     fn end_prefill(&mut self, slot: usize, ticket: u32, now: Seconds) {
         self.settle(slot, now);
         let c = &mut self.counts[slot];
@@ -304,7 +304,7 @@ impl Books {
         if i == 0 {
             c.head_since = now;
         }
-        self.left[slot] = if c.prefills.is_empty() { 0.0 } else { self.left[slot] - gone.left };
+        self.left[slot] = if c.prefills.is_empty() { 0.0 } else { (self.left[slot] - gone.left).max(0.0) };
     }
 
     /// Ends a prefill whose first token came, and with it all that were placed before: engines begin prefills in order, and
@@ -320,7 +320,7 @@ impl Books {
         }
         let seconds = now - c.head_since;
         c.head_since = now;
-        self.left[slot] = if c.prefills.is_empty() { 0.0 } else { self.left[slot] - left };
+        self.left[slot] = if c.prefills.is_empty() { 0.0 } else { (self.left[slot] - left).max(0.0) };
         Some((tokens, seconds))
     }
 
