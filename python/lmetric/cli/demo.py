@@ -46,8 +46,8 @@ def command(
     try:
         for each in policy or ():
             Router(Policy.from_config(each))
-    except LmetricError as error:
-        raise typer.BadParameter(str(error), param_hint="--policy") from None
+    except LmetricError as refused:
+        raise typer.BadParameter(str(refused), param_hint="--policy") from None
     setting = Setting(
         policies=policy or ["round_robin", "vllm", "lmetric"],
         engines=engines,
