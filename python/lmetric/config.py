@@ -258,7 +258,7 @@ def load_config(
     for key, value in (overrides or {}).items():
         if value is not None:
             path = key.split(".")
-            source = f"--{path[-1].replace('_', '-')}"
+            source = "command line"
             _merge(merged, _nested(path, _value(source, value)), origin, source)
     try:
         return ServerConfig.model_validate(merged)

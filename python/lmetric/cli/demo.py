@@ -22,7 +22,9 @@ def command(
     speed: Annotated[
         float, typer.Option(help="Arrivals, on the engines' clock, against the trace's.")
     ] = 0.65,
-    clock_speed: Annotated[float, typer.Option(help="The engines' clock against the wall's.")] = 8.0,
+    clock_speed: Annotated[
+        float, typer.Option(max=1000, help="The engines' clock against the wall's.")
+    ] = 8.0,
     max_input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Leave out requests with longer prompts.")
     ] = None,
@@ -34,12 +36,18 @@ def command(
     Every policy gets the same arrivals and fresh engines. The engines model a GPU's step times on a clock
     that runs faster than the wall's; TTFT and TPOT are in seconds of that clock.
     """
+    from lmetric import LmetricError, Policy, Router
     from lmetric.cli.show import note, print_json, stdout
     from lmetric.demo import Setting
 
     for name, value in (("--speed", speed), ("--clock-speed", clock_speed)):
         if not value > 0:
             raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
+    try:
+        for each in policy or ():
+            Router(Policy.from_config(each))
+    except LmetricError as refused:
+        raise typer.BadParameter(str(refused), param_hint="--policy") from None
     setting = Setting(
         policies=policy or ["round_robin", "vllm", "lmetric"],
         engines=engines,

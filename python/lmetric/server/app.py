@@ -86,11 +86,12 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeouts.drain_grace):
                 await hurry.wait()
+        # The pages go on, so that /ready can be seen red and /metrics read to the end; requests get a 503.
         front.refusing = True
-        self._listener.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeouts.drain):
                 await front.idle_or(hurry)
+        self._listener.close()
         if front.relays:
             log.warning("cutting off requests that did not end in time", running=len(front.relays))
 
