@@ -105,6 +105,7 @@ struct Model {
     lives: [u32; 6],
     live: [bool; 6],
     turn: u64,
+    now: f64,
     open: Vec<Open>,
 }
 
@@ -175,7 +176,7 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
         }
         Op::Report(i, waiting, running) if config_instance(i, model) => {
             let report = Report {
-                at: 0.0,
+                at: model.now,
                 waiting: Some(f64::from(waiting)),
                 running: Some(f64::from(running)),
                 kv_usage: None,
@@ -190,7 +191,7 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
                 expected_output_tokens: expected.map(u32::from),
                 ..Request::default()
             };
-            let Ok(decision) = router.route(&request, 0.0) else {
+            let Ok(decision) = router.route(&request, model.now) else {
                 assert_eq!(router.fleet().eligible_count(), 0);
                 return;
             };
@@ -229,10 +230,11 @@ fn home(router: &Router, instance: lmetric_core::InstanceId, model: &Model) -> (
 }
 
 fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
+    let now = model.now;
     let open = &mut model.open[t];
     let ticket = open.ticket;
     let at_home = model.live[open.home.0 as usize] && model.lives[open.home.0 as usize] == open.home.1;
-    let mut advance = |event| router.advance(ticket, event, 0.0).unwrap();
+    let mut advance = |event| router.advance(ticket, event, now).unwrap();
     match *op {
         Op::Sent(_) => assert!(advance(Event::Sent).is_none()),
         Op::Scheduled(_) => {
@@ -269,9 +271,9 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
         Op::Fail(_, kind) => {
             let failure = Failure::NAMES[kind as usize].1;
             let before = model.open[t].stage;
-            match router.advance(ticket, Event::Failed(failure), 0.0).unwrap() {
+            match router.advance(ticket, Event::Failed(failure), now).unwrap() {
                 None => {
-                    assert!(router.advance(ticket, Event::Sent, 0.0).is_err(), "a closed ticket says so");
+                    assert!(router.advance(ticket, Event::Sent, now).is_err(), "a closed ticket says so");
                     model.open.remove(t);
                 }
                 Some(next) => {
@@ -313,5 +315,26 @@ proptest! {
             router.drop_ticket(open.ticket);
         }
         model.check(&mut router);
+    }
+
+    #[test]
+    fn what_drains_stays_within_what_was_booked(
+        ops in prop::collection::vec((op(), 0..400u32), 1..120),
+    ) {
+        let mut router = Router::new(LeastRequests::boxed(), RouterConfig::default()).unwrap();
+        let mut model = Model::default();
+        for (op, pause) in &ops {
+            model.now += f64::from(*pause) / 333.0;
+            apply(op, &mut router, &mut model);
+            router.derive_all(model.now);
+            for i in (0..6u8).filter(|i| model.live[*i as usize]) {
+                let slot = router.fleet().find(&name(i)).unwrap().index();
+                let home = (i, model.lives[i as usize]);
+                let booked: f64 =
+                    model.open.iter().filter(|o| o.home == home).map(|o| o.prefill_left).sum();
+                let queued = router.columns().get(Indicator::QueuedPrefillTokens)[slot];
+                prop_assert!((0.0..=booked + 1e-6).contains(&queued), "{queued} of {booked} booked");
+            }
+        }
     }
 }
