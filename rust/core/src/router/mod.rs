@@ -1,9 +1,14 @@
 //! The router: the only one that commits. It decides from a snapshot, books the placement at once, follows each ticket to its
 //! end and keeps the receipts. One router serves one pool: the instances of one model.
+//!
+//! `decide` places a request, `follow` what becomes of it, `derive` the indicators of the moment, `explain` its receipt, `books`
+//! what is placed where, `tickets` who is in flight, `shared` the lock.
 
 pub mod books;
+mod decide;
 mod derive;
 mod explain;
+mod follow;
 pub mod shared;
 pub mod tickets;
 
@@ -15,15 +20,15 @@ use crate::estimate::StepTime;
 use crate::fleet::{Fleet, Role};
 use crate::guard::{Guard, GuardConfig, GuardEvent, Restriction};
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{Columns, Indicator, IndicatorSet, Snapshot};
+use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::kv::index::KvIndex;
-use crate::plan::{Event, Failure, Segment, Usage};
-use crate::policy::{Policy, PolicyRng, Scores, select};
+use crate::plan::{Failure, Segment};
+use crate::policy::{Policy, PolicyRng, Scores};
 use crate::receipt::{Receipt, ReceiptRing};
 use crate::request::Request;
-use books::{Books, Entry, Report, Stage};
+use books::{Books, Report};
 use rand::SeedableRng;
-use tickets::{TicketState, Tickets};
+use tickets::Tickets;
 
 /// Who feeds the KV index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -280,225 +285,12 @@ impl Router {
         Ok(())
     }
 
-    /// Decides where `request` goes, books it there and opens its ticket.
-    ///
-    /// # Errors
-    /// `NoInstance` where none is eligible or none can be scored; nothing is booked then.
-    pub fn route(&mut self, request: &Request<'_>, now: Seconds) -> Result<Decision, CoreError> {
-        self.route_labelled(request, None, now)
-    }
-
-    /// [`Router::route`] with the request's own id, for the receipt.
-    ///
-    /// # Errors
-    /// As [`Router::route`].
-    pub fn route_labelled(
-        &mut self,
-        request: &Request<'_>,
-        request_id: Option<&str>,
-        now: Seconds,
-    ) -> Result<Decision, CoreError> {
-        let now = self.clock(now);
-        self.match_prefix(request.chain);
-        let chosen = self.score(request, now).inspect_err(|_| self.totals.no_instance += 1)?;
-        Ok(self.commit(request, request_id, chosen, now))
-    }
-
     /// Time never runs back here, whatever callers say: a request may be timed before its body was read.
     fn clock(&mut self, now: Seconds) -> Seconds {
         if now.abs() < FAR {
             self.latest = self.latest.max(now);
         }
         self.latest
-    }
-
-    /// First stage of a decision: how much of the prompt each instance holds.
-    pub fn match_prefix(&mut self, chain: &[u64]) {
-        self.index.match_prefix(chain, &mut self.hit_blocks);
-    }
-
-    /// How many leading prompt tokens each live instance holds, in slot order. Nothing is booked or touched.
-    pub fn hit_tokens(&mut self, request: &Request<'_>) -> Vec<u32> {
-        self.match_prefix(request.chain);
-        let mut hits = self.hit_blocks.clone();
-        derive::whole_hits(request, &mut hits);
-        if self.fleet.live_count() < hits.len() {
-            let mut slots = (0..).map(InstanceId);
-            hits.retain(|_| slots.next().is_some_and(|id| self.fleet.is_live(id)));
-        }
-        hits
-    }
-
-    /// Second stage: scores every instance, and chooses. Nothing is booked.
-    ///
-    /// # Errors
-    /// As [`Router::route`].
-    pub fn score(&mut self, request: &Request<'_>, now: Seconds) -> Result<InstanceId, CoreError> {
-        self.choose(request, &[], now)
-    }
-
-    /// [`Router::score`] without the slots in `failed`.
-    fn choose(
-        &mut self,
-        request: &Request<'_>,
-        failed: &[u32],
-        now: Seconds,
-    ) -> Result<InstanceId, CoreError> {
-        let slots = self.fleet.slots();
-        self.eligible.clear();
-        self.eligible.extend_from_slice(self.fleet.eligible());
-        failed.iter().for_each(|slot| self.eligible[*slot as usize] = false);
-        let eligible_count = match failed {
-            [] => self.fleet.eligible_count(),
-            _ => self.eligible.iter().filter(|e| **e).count(),
-        };
-        if eligible_count == 0 {
-            return Err(self.nobody());
-        }
-        self.restriction = self.guard.restrict(request.chain, &mut self.eligible);
-        let excluded = if let Restriction::Filtered(out) = self.restriction { out } else { 0 };
-        self.derive(request, self.reads, now);
-        let snapshot = Snapshot {
-            columns: &self.columns,
-            eligible: &self.eligible,
-            eligible_count: eligible_count - excluded,
-            name_hashes: self.fleet.name_hashes(),
-            ordinal: self.totals.decisions,
-            session: request.session,
-        };
-        self.scores.reset(slots);
-        if self.restriction == Restriction::BalanceOnly {
-            self.scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
-        } else {
-            self.policy.score(&snapshot, &mut self.rng, &mut self.scores)?;
-        }
-        if snapshot.eligible_count < slots {
-            // From here on a score that is a number belongs to an instance that may take the request.
-            for (score, _) in self.scores.score.iter_mut().zip(&self.eligible).filter(|(_, e)| !**e) {
-                *score = f64::NAN;
-            }
-        }
-        let best = select::best(&self.scores, snapshot.eligible, &mut self.rng).ok_or_else(|| {
-            CoreError::NoInstance(format!(
-                "policy {} (`{}`) scores none of the {} eligible instances: an indicator it reads ({}) is absent, or it divides \
-                 by zero",
-                self.policy.spec().name,
-                self.policy.spec().formula,
-                snapshot.eligible_count,
-                self.reads.iter().map(|i| i.decl().name).collect::<Vec<_>>().join(", "),
-            ))
-        })?;
-        Ok(InstanceId(best as u32))
-    }
-
-    /// The scores of the last [`Router::score`], one a slot.
-    pub fn last_scores(&self) -> &Scores {
-        &self.scores
-    }
-
-    /// Third stage: books the request on `chosen`, writes the receipt, opens the ticket.
-    pub fn commit(
-        &mut self,
-        request: &Request<'_>,
-        request_id: Option<&str>,
-        chosen: InstanceId,
-        now: Seconds,
-    ) -> Decision {
-        let slot = chosen.index();
-        let hit = derive::hit_tokens(request, self.hit_blocks[slot]);
-        let entry = entry(request, hit);
-        let segment = Segment { instance: chosen, from_token: 0, to_token: None };
-        let matched = self.hit_blocks.iter().copied().max().unwrap_or(0);
-        self.guard.observe(now, request.chain, matched, &self.scores, &self.eligible, chosen);
-        let receipt = self.explain(request, request_id, chosen, hit as u32, now);
-        let id = receipt.id;
-        self.receipts.push(receipt);
-        let chain = self.tickets.keep_chain(request.chain);
-        let ticket = self.tickets.open(TicketState {
-            segment,
-            instance_generation: self.fleet.generation(chosen),
-            entry,
-            decision: id,
-            decided_at: now,
-            tokens_per_block: request.tokens_per_block,
-            chain,
-            session: request.session,
-            failed: Vec::new(),
-            hit_blocks: self.hit_blocks[slot],
-            told: false,
-        });
-        self.books.open(slot, tickets::slot(ticket), &entry, now, &mut self.columns);
-        self.totals.decisions += 1;
-        self.placed[slot] += 1;
-        Decision { id, ticket, segment, predicted_hit_tokens: hit as u32 }
-    }
-
-    /// Tells what happened to a ticket's open segment. Returns the next segment where there is one: a request that failed before
-    /// its first token moves to the next of its ranking.
-    ///
-    /// # Errors
-    /// `Ticket` where the ticket is closed.
-    pub fn advance(
-        &mut self,
-        ticket: TicketId,
-        event: Event,
-        now: Seconds,
-    ) -> Result<Option<Segment>, CoreError> {
-        let now = self.clock(now);
-        let state = self.tickets.get(ticket)?;
-        let slot = state.segment.instance.index();
-        let current = self.fleet.is_current(state.segment.instance, state.instance_generation);
-        if current && !state.told && !matches!(event, Event::Failed(_) | Event::GaveUp(_)) {
-            // The request is on its way, so its blocks will be there. Not told at the decision: many new blocks take tens of
-            // microseconds, and an instance that refuses the request never holds them.
-            state.told = true;
-            match self.config.index_feed {
-                IndexFeed::Approximate => {
-                    self.index.record_hit(state.segment.instance, &state.chain, state.hit_blocks);
-                }
-                IndexFeed::Exact => {
-                    self.index.touch(state.segment.instance, &state.chain, state.hit_blocks);
-                }
-            }
-        }
-        match event {
-            Event::Sent => {}
-            Event::Scheduled if current => {
-                self.books.scheduled(slot, &mut state.entry, &mut self.columns);
-            }
-            Event::Prefilled(tokens) if current => {
-                self.books.prefilled(slot, tickets::slot(ticket), f64::from(tokens), now);
-            }
-            Event::FirstToken => {
-                let (decision, ttft) = (state.decision, now - state.decided_at);
-                if current {
-                    self.books.first_token(
-                        slot,
-                        tickets::slot(ticket),
-                        &mut state.entry,
-                        now,
-                        &mut self.columns,
-                    );
-                } else {
-                    state.entry.stage = Stage::Decoding;
-                }
-                self.totals.output_tokens += 1;
-                self.receipts.update(decision, |r| {
-                    r.outcome.ttft_seconds.get_or_insert(ttft);
-                });
-            }
-            Event::Tokens(n) => {
-                self.totals.output_tokens += u64::from(n);
-                if current && state.entry.stage == Stage::Decoding {
-                    self.books.tokens(slot, &mut state.entry, f64::from(n), now, &mut self.columns);
-                }
-            }
-            Event::Finished(usage) => self.finish(ticket, usage, now),
-            Event::Failed(failure) => return Ok(self.fail(ticket, failure, true, now)),
-            Event::GaveUp(failure) => return Ok(self.fail(ticket, failure, false, now)),
-            Event::Scheduled | Event::Prefilled(_) => {}
-        }
-        Ok(None)
     }
 
     /// Everything periodic. Returns what the guard did, and when to call again.
@@ -550,126 +342,5 @@ impl Router {
     /// Requests placed on an instance since it was added.
     pub fn decisions_on(&self, id: InstanceId) -> u64 {
         self.placed[id.index()]
-    }
-
-    /// Closes a ticket that nobody holds any more. Does nothing where it is closed.
-    pub fn drop_ticket(&mut self, ticket: TicketId) {
-        if let Some(state) = self.close(ticket, self.latest) {
-            self.totals.dropped += 1;
-            let seconds = self.latest - state.decided_at;
-            self.receipts.update(state.decision, |r| {
-                r.outcome.dropped = true;
-                r.outcome.e2e_seconds = Some(seconds);
-            });
-        }
-    }
-
-    fn finish(&mut self, ticket: TicketId, usage: Usage, now: Seconds) {
-        let Some(state) = self.close(ticket, now) else { return };
-        let totals = &mut self.totals;
-        totals.finished += 1;
-        let prompt = usage.prompt_tokens.unwrap_or(state.entry.prompt_tokens as u32);
-        totals.prompt_tokens += u64::from(prompt);
-        if let Some(cached) = usage.cached_tokens {
-            totals.cached_tokens += u64::from(cached);
-            totals.predicted_cached_tokens += (state.entry.prompt_tokens - state.entry.new_tokens) as u64;
-        }
-        let seconds = now - state.decided_at;
-        self.receipts.update(state.decision, |r| {
-            r.outcome.ended = Some(None);
-            r.outcome.usage = usage;
-            r.outcome.e2e_seconds = Some(seconds);
-        });
-    }
-
-    fn fail(&mut self, ticket: TicketId, failure: Failure, retry: bool, now: Seconds) -> Option<Segment> {
-        let state = self.tickets.get(ticket).ok()?;
-        if retry && failure.may_move() && state.entry.stage != Stage::Decoding {
-            let moved = self.move_on(ticket, now);
-            if moved.is_some() {
-                return moved;
-            }
-        }
-        let state = self.close(ticket, now)?;
-        let place = Failure::NAMES.iter().position(|(_, f)| *f == failure).expect("named");
-        self.totals.failed[place] += 1;
-        let seconds = now - state.decided_at;
-        self.receipts.update(state.decision, |r| {
-            r.outcome.ended = Some(Some(failure));
-            r.outcome.e2e_seconds = Some(seconds);
-        });
-        None
-    }
-
-    /// Places a request that failed on the best of the instances that have not: the ranking as it is by now, so that what one
-    /// dead instance leaves behind does not all go to the same next one. `None`: nobody is left.
-    fn move_on(&mut self, ticket: TicketId, now: Seconds) -> Option<Segment> {
-        let state = self.tickets.get(ticket).ok()?;
-        let old = state.segment.instance;
-        if self.fleet.is_current(old, state.instance_generation) {
-            self.books.close(old.index(), tickets::slot(ticket), &state.entry, now, &mut self.columns);
-            state.instance_generation = 0; // off the books, whatever comes
-        }
-        state.failed.push(old.0);
-        let (chain, failed) = (std::mem::take(&mut state.chain), std::mem::take(&mut state.failed));
-        let request = Request {
-            chain: &chain,
-            prompt_tokens: state.entry.prompt_tokens as u32,
-            tokens_per_block: state.tokens_per_block,
-            expected_output_tokens: state.entry.expected_output_tokens.map(|t| t as u32),
-            session: state.session,
-        };
-        self.match_prefix(&chain);
-        let next = self.choose(&request, &failed, now).ok();
-        let hit_blocks = next.map_or(0, |next| self.hit_blocks[next.index()]);
-        let hit = derive::hit_tokens(&request, hit_blocks);
-        let entry = entry(&request, hit);
-        let state = self.tickets.get(ticket).expect("an open ticket");
-        (state.chain, state.failed) = (chain, failed);
-        let next = next?;
-        state.entry = entry;
-        state.segment = Segment { instance: next, from_token: 0, to_token: None };
-        state.instance_generation = self.fleet.generation(next);
-        state.hit_blocks = hit_blocks;
-        state.told = false;
-        let (segment, decision) = (state.segment, state.decision);
-        self.books.open(next.index(), tickets::slot(ticket), &entry, now, &mut self.columns);
-        self.placed[next.index()] += 1;
-        self.totals.retries += 1;
-        let name = self.fleet.name(next).clone();
-        self.receipts.update(decision, |r| {
-            r.moved.push((next.0, name));
-            r.predicted_hit_tokens = hit as u32;
-        });
-        Some(segment)
-    }
-
-    fn close(&mut self, ticket: TicketId, now: Seconds) -> Option<TicketState> {
-        let mut state = self.tickets.close(ticket)?;
-        if self.fleet.is_current(state.segment.instance, state.instance_generation) {
-            let slot = state.segment.instance.index();
-            self.books.close(slot, tickets::slot(ticket), &state.entry, now, &mut self.columns);
-        }
-        self.tickets.spare_chain(std::mem::take(&mut state.chain));
-        Some(state)
-    }
-
-    fn nobody(&self) -> CoreError {
-        let live = self.fleet.live_count();
-        CoreError::NoInstance(match live {
-            0 => "the router has no instances".into(),
-            _ => format!("none of the {live} instances is healthy, of a fitting role and not draining"),
-        })
-    }
-}
-
-fn entry(request: &Request<'_>, hit_tokens: f64) -> Entry {
-    let prompt_tokens = f64::from(request.prompt_tokens);
-    Entry {
-        prompt_tokens,
-        new_tokens: prompt_tokens - hit_tokens,
-        output_tokens: 0.0,
-        expected_output_tokens: request.expected_output_tokens.map(f64::from),
-        stage: Stage::Bound,
     }
 }
