@@ -97,6 +97,9 @@ struct Prompt<'py> {
     text: Option<Bound<'py, PyAny>>,
     block_hashes: Option<Bound<'py, PyAny>>,
     prompt_tokens: Option<u32>,
+    extra_tokens: u32,
+    expected_output_tokens: Option<u32>,
+    session: Option<&'py str>,
     salt: Option<&'py str>,
 }
 
@@ -104,6 +107,27 @@ impl Router {
     /// The router, taken without holding the interpreter lock while waiting.
     fn lock(&self, py: Python<'_>) -> Result<MutexGuard<'_, CoreRouter>> {
         lock(&self.shared, py)
+    }
+
+    /// Calls `with` with the request that the prompt makes.
+    fn with_request<T>(
+        &self,
+        py: Python<'_>,
+        prompt: &Prompt<'_>,
+        with: impl FnOnce(&Request<'_>) -> Result<T>,
+    ) -> Result<T> {
+        // Another thread may be hashing: then a buffer of our own, rather than a wait under the interpreter lock.
+        let mut own = Vec::new();
+        let mut scratch = self.chain.try_lock();
+        let chain = scratch.as_deref_mut().unwrap_or(&mut own);
+        let (prompt_tokens, tokens_per_block) = self.hash(py, prompt, chain)?;
+        with(&Request {
+            chain,
+            prompt_tokens: prompt_tokens.saturating_add(prompt.extra_tokens),
+            tokens_per_block,
+            expected_output_tokens: prompt.expected_output_tokens,
+            session: prompt.session.map(|s| xxh3_64(s.as_bytes())),
+        })
     }
 
     /// Hashes the prompt into `chain`; returns its tokens and the tokens a block stands for.
@@ -332,34 +356,32 @@ impl Router {
         prompt_tokens: Option<u32>,
         expected_output_tokens: Option<u32>,
         extra_tokens: u32,
-        session: Option<&str>,
+        session: Option<&'py str>,
         salt: Option<&'py str>,
         request_id: Option<&str>,
         now: Option<f64>,
     ) -> Result<(Decision, Ticket)> {
-        let prompt = Prompt { tokens, text, block_hashes, prompt_tokens, salt };
-        // Another thread may be hashing: then a buffer of our own, rather than a wait under the interpreter lock.
-        let mut own = Vec::new();
-        let mut scratch = self.chain.try_lock();
-        let chain = scratch.as_deref_mut().unwrap_or(&mut own);
-        let (prompt_tokens, tokens_per_block) = self.hash(py, &prompt, chain)?;
-        let prompt_tokens = prompt_tokens.saturating_add(extra_tokens);
-        let request = Request {
-            chain,
+        let prompt = Prompt {
+            tokens,
+            text,
+            block_hashes,
             prompt_tokens,
-            tokens_per_block,
+            extra_tokens,
             expected_output_tokens,
-            session: session.map(|s| xxh3_64(s.as_bytes())),
+            session,
+            salt,
         };
         let now = self.clock.now(now)?;
-        let mut router = self.lock(py)?;
-        let decision = router.route_labelled(&request, request_id, now)?;
-        let name = router.fleet().name(decision.segment.instance).clone();
-        drop(router);
-        Ok((
-            Decision::new(&decision, prompt_tokens, name.clone(), self.shared.clone()),
-            Ticket::new(self.shared.ticket(&decision), name, self.clock),
-        ))
+        self.with_request(py, &prompt, |request| {
+            let mut router = self.lock(py)?;
+            let decision = router.route_labelled(request, request_id, now)?;
+            let name = router.fleet().name(decision.segment.instance).clone();
+            drop(router);
+            Ok((
+                Decision::new(&decision, request.prompt_tokens, name.clone(), self.shared.clone()),
+                Ticket::new(self.shared.ticket(&decision), name, self.clock),
+            ))
+        })
     }
 
     /// How many leading prompt tokens each instance holds, by the KV index: uint32, in the order of `instances()`.
@@ -376,15 +398,17 @@ impl Router {
         prompt_tokens: Option<u32>,
         salt: Option<&'py str>,
     ) -> Result<Bound<'py, PyArray1<u32>>> {
-        let prompt = Prompt { tokens, text, block_hashes, prompt_tokens, salt };
-        let mut own = Vec::new();
-        let mut scratch = self.chain.try_lock();
-        let chain = scratch.as_deref_mut().unwrap_or(&mut own);
-        let (prompt_tokens, tokens_per_block) = self.hash(py, &prompt, chain)?;
-        let request = Request { chain, prompt_tokens, tokens_per_block, ..Request::default() };
-        let mut router = self.lock(py)?;
-        let hits = router.hit_tokens(&request);
-        drop(router);
+        let prompt = Prompt {
+            tokens,
+            text,
+            block_hashes,
+            prompt_tokens,
+            extra_tokens: 0,
+            expected_output_tokens: None,
+            session: None,
+            salt,
+        };
+        let hits = self.with_request(py, &prompt, |request| Ok(self.lock(py)?.hit_tokens(request)))?;
         Ok(PyArray1::from_slice(py, &hits))
     }
 
@@ -399,24 +423,25 @@ impl Router {
         block_hashes: Option<Bound<'py, PyAny>>,
         prompt_tokens: Option<u32>,
         expected_output_tokens: Option<u32>,
-        session: Option<&str>,
+        session: Option<&'py str>,
         salt: Option<&'py str>,
         now: Option<f64>,
     ) -> Result<Bound<'py, PyArray1<f64>>> {
-        let prompt = Prompt { tokens, text, block_hashes, prompt_tokens, salt };
-        let mut chain = Vec::new();
-        let (prompt_tokens, tokens_per_block) = self.hash(py, &prompt, &mut chain)?;
-        let request = Request {
-            chain: &chain,
+        let prompt = Prompt {
+            tokens,
+            text,
+            block_hashes,
             prompt_tokens,
-            tokens_per_block,
+            extra_tokens: 0,
             expected_output_tokens,
-            session: session.map(|s| xxh3_64(s.as_bytes())),
+            session,
+            salt,
         };
         let now = self.clock.now(now)?;
-        let mut router = self.lock(py)?;
         let mut out = Vec::new();
-        scores_of(&mut router, &request, now, &mut out)?;
+        self.with_request(py, &prompt, |request| {
+            Ok(scores_of(&mut *self.lock(py)?, request, now, &mut out)?)
+        })?;
         Ok(PyArray1::from_vec(py, out))
     }
 

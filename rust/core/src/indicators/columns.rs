@@ -46,11 +46,4 @@ impl Columns {
         let [a, b] = self.data.get_disjoint_mut([a as usize, b as usize]).expect("two different indicators");
         [a, b]
     }
-
-    /// Two columns at once, one to write. They must differ.
-    pub fn pair_mut(&mut self, write: Indicator, read: Indicator) -> (&mut [f64], &[f64]) {
-        let [w, r] =
-            self.data.get_disjoint_mut([write as usize, read as usize]).expect("two different indicators");
-        (w, r)
-    }
 }

@@ -54,15 +54,15 @@ impl Router {
         }
         let (per_block, most) = (request.tokens_per_block, most_hit_tokens(request));
         if reads.contains(Indicator::PToken) {
-            let (out, queued) = columns.pair_mut(Indicator::PToken, Indicator::QueuedPrefillTokens);
+            let [out, queued] = columns.two_mut(Indicator::PToken, Indicator::QueuedPrefillTokens);
             p_token(queued, &self.hit_blocks, per_block, most, prompt, out);
         }
         if reads.intersects(HITS) {
             hits(&self.hit_blocks, per_block, most, columns.get_mut(Indicator::HitTokens));
             let share = if prompt > 0.0 { 1.0 / prompt } else { 0.0 };
-            let (out, hits) = columns.pair_mut(Indicator::KvHit, Indicator::HitTokens);
+            let [out, hits] = columns.two_mut(Indicator::KvHit, Indicator::HitTokens);
             scaled(hits, share, 0.0, out);
-            let (out, hits) = columns.pair_mut(Indicator::NewTokens, Indicator::HitTokens);
+            let [out, hits] = columns.two_mut(Indicator::NewTokens, Indicator::HitTokens);
             scaled(hits, -1.0, prompt, out);
         }
         if reads.intersects(WINDOWS) {
