@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 import typer
 
-from lmetric.cli import bench, config, demo, engine, indicators, policies, replay, serve
+from lmetric.cli import bench, config, demo, engine, indicators, policies, replay, serve, simulate, study
 
-MODULES = (serve, engine, demo, replay, policies, indicators, config, bench)
+MODULES = (serve, engine, demo, replay, simulate, study, policies, indicators, config, bench)
 
 
 def build(words: Collection[str]) -> typer.Typer:
