@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         where,
     )
     from lmetric.policies import Policy, PolicyFunction, policy_function
+    from lmetric.sim.run import Run, simulate
 
 __all__ = [
     "BOUND_BS",
@@ -108,6 +109,7 @@ __all__ = [
     "PolicyError",
     "PolicyFunction",
     "Router",
+    "Run",
     "Ticket",
     "TicketError",
     "UnknownNameError",
@@ -127,6 +129,7 @@ __all__ = [
     "norm",
     "policy_function",
     "policy_table",
+    "simulate",
     "sqrt",
     "std",
     "where",
@@ -137,7 +140,10 @@ def __getattr__(name: str) -> Any:
     if name in ("expr", "policies"):
         return import_module(f"lmetric.{name}")
     if name in __all__:
-        for home in ("lmetric._core", "lmetric.expr", "lmetric.policies"):
+        simulator = name in ("Run", "simulate")
+        for home in (
+            ("lmetric.sim.run",) if simulator else ("lmetric._core", "lmetric.expr", "lmetric.policies")
+        ):
             if (found := getattr(import_module(home), name, None)) is not None:
                 globals()[name] = found
                 return found

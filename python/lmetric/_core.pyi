@@ -33,12 +33,14 @@ __all__ = [
     "TicketError",
     "UnknownNameError",
     "WireError",
+    "Workload",
     "bench_decision",
     "check_expression",
     "generate",
     "indicator_table",
     "nearest_name",
     "policy_table",
+    "simulate",
 ]
 
 # A C-contiguous buffer: numpy array, array.array, bytes, memoryview. Never a list on the fast path.
@@ -357,3 +359,51 @@ class Engine:
 def generate(
     words: _Buffer, vocabulary: int, prompt: _Buffer, n: int
 ) -> list[int]: ...  # what an engine answers
+
+# -- simulator (rust/py/src/simulate.rs) -------------------------------------------------------------------------
+
+@final
+class Workload:
+    """A trace made ready for engines with blocks of ``block_tokens`` tokens: its block hashes are chained once and
+    shared by all runs. Raises BadValueError, which names column and request."""
+
+    def __new__(
+        cls,
+        arrival_seconds: NDArray[np.float64],
+        input_tokens: NDArray[np.int64],
+        output_tokens: NDArray[np.int64],
+        hash_offsets: NDArray[np.int64],
+        hash_ids: NDArray[np.uint64],
+        *,
+        trace_block_tokens: int,
+        block_tokens: int,
+        previous: NDArray[np.int64] | None = None,
+        think_seconds: NDArray[np.float64] | None = None,
+        sessions: NDArray[np.int64] | None = None,
+    ) -> Workload: ...
+    def arriving_at(self, arrival_seconds: NDArray[np.float64]) -> Workload: ...
+    @property
+    def block_tokens(self) -> int: ...
+    def __len__(self) -> int: ...
+
+def simulate(
+    workload: Workload,
+    *,
+    policy: str | Expr | Policy | PolicyFunction | None = None,
+    knobs: Mapping[str, float] | None = None,
+    profiles: Sequence[Mapping[str, float]],  # one for each instance
+    seed: int = 0,
+    signals: str = "exact",
+    admission: str = "reserve",
+    order: str = "fcfs",
+    index: str = "exact",
+    index_bytes: int = 512 * 1024 * 1024,
+    guard: bool | None = None,
+    guard_window_seconds: float = 60.0,
+    guard_period_seconds: float = 1.0,
+    event_delay_seconds: float = 0.0,
+    report_period_seconds: float = 1.0,
+    step_time: Mapping[str, float] | None = None,
+    output_known: bool = True,
+    timeline_seconds: float = 10.0,
+) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; the interpreter lock is released

@@ -20,8 +20,9 @@ pub struct Segment {
 pub enum Event {
     /// The request was written to the instance; an approximate index learns of it now.
     Sent,
-    /// The engine took it off its queue (optional; known from a simulator or a talkative engine).
-    Scheduled,
+    /// The engine took it off its queue (optional; known from a simulator or a talkative engine) and found this many tokens of its
+    /// prompt in its cache, where it says so: the rest is what it has to compute, whatever was booked.
+    Scheduled(Option<u32>),
     /// The engine computed this many more of its prefill tokens (optional; exact).
     Prefilled(u32),
     /// The first output token came back.

@@ -3,7 +3,8 @@
 /// A request to be placed. Borrowed: nothing is copied on the way to the decision.
 #[derive(Clone, Debug, Default)]
 pub struct Request<'a> {
-    /// Chained hashes of the prompt's full blocks (see [`crate::kv::hash`]), in order. Empty: nothing can match.
+    /// Chained hashes of the prompt's full blocks (see [`crate::kv::hash`]), in order; its partial last block's too, where engines
+    /// keep that one. Empty: nothing can match.
     pub chain: &'a [u64],
     /// Prompt length in tokens; where the prompt is text, the caller's estimate.
     pub prompt_tokens: u32,

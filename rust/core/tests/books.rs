@@ -238,7 +238,7 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
     match *op {
         Op::Sent(_) => assert!(advance(Event::Sent).is_none()),
         Op::Scheduled(_) => {
-            advance(Event::Scheduled);
+            advance(Event::Scheduled(None));
             if open.stage == Stage::Queued {
                 open.stage = Stage::Scheduled;
             }

@@ -12,7 +12,7 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 const LAST: u8 = 1;
 const FROM_PREFILL: u8 = 2;
 
-fn unknown(what: &str, got: &str, expected: &str) -> PyErr {
+pub fn unknown(what: &str, got: &str, expected: &str) -> PyErr {
     to_python(CoreError::BadValue { what: what.into(), got: format!("{got:?}"), expected: expected.into() })
 }
 
@@ -27,7 +27,7 @@ fn tokens(buffer: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     }
 }
 
-fn profile(constants: &Bound<'_, PyAny>) -> PyResult<Profile> {
+pub fn profile(constants: &Bound<'_, PyAny>) -> PyResult<Profile> {
     let constants = constants.cast::<PyDict>()?;
     fn field<'py, T: for<'a> FromPyObject<'a, 'py, Error = PyErr>>(
         constants: &Bound<'py, PyDict>,

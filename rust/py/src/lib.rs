@@ -8,6 +8,7 @@ mod errors;
 mod expr;
 mod policies;
 mod router;
+mod simulate;
 mod ticket;
 mod wire;
 
@@ -18,5 +19,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     expr::register(module)?;
     engine::register(module)?;
     wire::register(module)?;
+    simulate::register(module)?;
     bench::register(module)
 }

@@ -603,7 +603,7 @@ impl Router {
 }
 
 /// The step-time model of a profile's constants.
-fn step_time_of(constants: &Bound<'_, PyDict>) -> Result<StepTime> {
+pub fn step_time_of(constants: &Bound<'_, PyDict>) -> Result<StepTime> {
     let constant = |name: &str| -> Result<f64> {
         let what = format!("step_time: {name}");
         let expected = "a number of at least 0".to_string();

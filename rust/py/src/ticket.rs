@@ -147,7 +147,7 @@ impl Ticket {
     /// The engine took the request off its queue (optional; where the engine tells).
     #[pyo3(signature = (now=None))]
     fn scheduled(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
-        self.advance(py, Event::Scheduled, now).map(drop)
+        self.advance(py, Event::Scheduled(None), now).map(drop)
     }
 
     /// The engine computed this many more of its prefill tokens (optional; where the engine tells).

@@ -6,7 +6,7 @@ use crate::events::{Counters, KvEvent, KvLog, Load, StepEvents};
 use crate::hash;
 use crate::pool::BlockPool;
 use crate::profile::{Profile, StepWork};
-use crate::sequence::{Sequences, State};
+use crate::sequence::{Sequence, Sequences, State};
 use crate::text::Generator;
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
@@ -100,6 +100,22 @@ struct Step {
     start: Seconds,
     end: Seconds,
     steps: u32,
+    /// Seconds of the first of them, and what each further one takes more than the one before.
+    first: Seconds,
+    more: Seconds,
+}
+
+impl Step {
+    /// Seconds that the first `steps` steps take.
+    fn lasting(&self, steps: u32) -> Seconds {
+        let n = f64::from(steps);
+        n * self.first + self.more * n * (n - 1.0) / 2.0
+    }
+
+    /// The most steps, 1 to `most`, of which the last begins before `at`.
+    fn begun(&self, at: Seconds, most: u32) -> u32 {
+        plan::steps_within(at - self.start, self.first, self.more, most, |n| self.lasting(n))
+    }
 }
 
 /// One engine. It has no clock: `now` comes in, never goes back, and a step's end comes out.
@@ -215,7 +231,8 @@ impl Engine {
         Ok(())
     }
 
-    fn check(&self, request: &Request<'_>) -> Result<(), CoreError> {
+    /// Refuses what [`Engine::submit`] would refuse.
+    pub fn check(&self, request: &Request<'_>) -> Result<(), CoreError> {
         let bad = |what: &str, got: String, expected: String| {
             Err(CoreError::BadValue { what: format!("{what} of request {}", request.id), got, expected })
         };
@@ -304,21 +321,58 @@ impl Engine {
         };
         self.chunks.iter().for_each(|chunk| work.add_prefill(chunk.before, chunk.tokens));
         let first = self.profile.step_seconds(&work);
-        let (mut steps, mut seconds) = (1, first);
+        let mut step = Step { start: now, end: now + first, steps: 1, first, more: 0.0 };
         // After a preemption the queue is looked at again in the next step.
         if self.prefilling.is_empty() && self.events.preempted.is_empty() && self.generator.is_none() {
             // Each further step has one more token of context for each sequence.
-            let more = self.profile.decode_seconds_per_context_token * self.decoding.len() as f64;
-            let lasting = |steps: u32| {
-                let n = f64::from(steps);
-                n * first + more * n * (n - 1.0) / 2.0
-            };
-            let horizon = self.incoming.front().map_or(until, |(arrival, ..)| arrival.min(until)) - now;
-            steps = plan::steps_within(horizon, first, more, self.alike_steps(), lasting);
-            seconds = lasting(steps);
+            step.more = self.profile.decode_seconds_per_context_token * self.decoding.len() as f64;
+            let horizon = self.incoming.front().map_or(until, |(arrival, ..)| arrival.min(until));
+            step.steps = step.begun(horizon, self.alike_steps());
+            step.end = now + step.lasting(step.steps);
         }
-        self.step = Some(Step { start: now, end: now + seconds, steps });
-        Some(now + seconds)
+        self.step = Some(step);
+        Some(step.end)
+    }
+
+    /// Of the steps under way, leaves out those that begin at `at` or later (the first stays), so that one which begins
+    /// then can take in what came; gives the new end. None: nothing changes.
+    pub fn interrupt(&mut self, at: Seconds) -> Option<Seconds> {
+        let step = self.step.as_mut()?;
+        let steps = step.begun(at, step.steps);
+        if steps == step.steps {
+            return None;
+        }
+        (step.steps, step.end) = (steps, step.start + step.lasting(steps));
+        Some(step.end)
+    }
+
+    /// When the last of the steps under way begins.
+    pub fn last_step_start(&self) -> Option<Seconds> {
+        self.step
+            .map(|step| if step.steps > 1 { step.start + step.lasting(step.steps - 1) } else { step.start })
+    }
+
+    /// Of the steps under way, how many have begun before `at` and how many have ended by then.
+    pub fn progress(&self, at: Seconds) -> (u32, u32) {
+        let Some(step) = &self.step else { return (0, 0) };
+        let begun = step.begun(at, step.steps);
+        (begun, if step.start + step.lasting(begun) <= at { begun } else { begun - 1 })
+    }
+
+    /// The decoding requests, and the output tokens each had when the steps under way began.
+    pub fn decoding(&self) -> impl Iterator<Item = (u64, u32)> {
+        let made = |s: &Sequence, tick| (s.id, s.total_at(tick) - s.prompt_tokens);
+        self.decoding.iter().map(move |&slot| made(&self.sequences[slot], self.tick))
+    }
+
+    /// Requests in the batch.
+    pub fn running(&self) -> u32 {
+        (self.prefilling.len() + self.decoding.len()) as u32
+    }
+
+    /// Requests in the queue.
+    pub fn waiting(&self) -> u32 {
+        self.waiting_requests
     }
 
     /// Ends the step: gives what happened in it. Its time is the one that `start_step` gave.
@@ -331,6 +385,11 @@ impl Engine {
         self.counters.steps += u64::from(step.steps);
         self.finish_decodes(step.steps);
         self.finish_prefills();
+        &self.events
+    }
+
+    /// What the step under way has done so far (admissions, preemptions), or the last one did.
+    pub fn events(&self) -> &StepEvents {
         &self.events
     }
 

@@ -1,17 +1,26 @@
-//! The engine model: continuous batching, chunked prefill under a token budget, a block prefix cache, preemption.
+//! Plays: the engine model (continuous batching, chunked prefill under a token budget, a block prefix cache, preemption),
+//! and whole clusters of it around the real router.
 //!
 //! [`Engine`] is one instance, without a clock: the caller says what time it is, so that the simulator's event loop and
 //! the emulated engine's real time play the same model. [`Generator`] gives the text of the emulated engines.
 
+pub mod cluster;
 pub mod engine;
 pub mod events;
 pub mod hash;
 pub mod pool;
 pub mod profile;
+pub mod record;
 mod sequence;
+pub mod signals;
 pub mod text;
+pub mod workload;
 
+pub use cluster::{ClusterConfig, Outcome, simulate};
 pub use engine::{Admission, Engine, Order, Prompt, Request, Settings};
 pub use events::{Counters, KvEvent, KvLog, Load, StepEvents};
 pub use profile::{Profile, StepWork};
+pub use record::{Quantity, Records, Timeline};
+pub use signals::Signals;
 pub use text::Generator;
+pub use workload::{Trace, Workload};

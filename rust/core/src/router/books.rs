@@ -196,6 +196,15 @@ impl Books {
         }
     }
 
+    /// The engine says that `left` tokens of its prefill are still to compute.
+    pub fn rebook(&mut self, slot: usize, ticket: u32, left: f64, now: Seconds) {
+        self.settle(slot, now);
+        if let Some(prefill) = self.counts[slot].prefills.iter_mut().find(|p| p.ticket == ticket) {
+            self.left[slot] = (self.left[slot] - prefill.left + left).max(0.0);
+            prefill.left = left;
+        }
+    }
+
     /// The engine computed `tokens` more of its prefill.
     pub fn prefilled(&mut self, slot: usize, ticket: u32, tokens: f64, now: Seconds) {
         self.settle(slot, now);

@@ -5,7 +5,8 @@ use crate::indicators::{Indicator, IndicatorSet};
 use crate::request::Request;
 use crate::wide::{greater, lesser, wide_fn};
 
-/// Prompt tokens that `blocks` matched blocks save: whole blocks, and never the last token, which every engine computes.
+/// Prompt tokens that `blocks` matched blocks save: never the last token, which every engine computes, and whole blocks, unless
+/// the chain reaches past the prompt's end: then engines keep partial last blocks.
 #[inline]
 pub(super) fn hit_tokens(request: &Request<'_>, blocks: u32) -> f64 {
     hit(blocks, request.tokens_per_block, most_hit_tokens(request))
@@ -16,7 +17,11 @@ fn most_hit_tokens(request: &Request<'_>) -> f64 {
     if request.tokens_per_block <= 0.0 || request.prompt_tokens == 0 {
         return 0.0;
     }
-    (f64::from(request.prompt_tokens - 1) / request.tokens_per_block).floor() * request.tokens_per_block
+    let most = f64::from(request.prompt_tokens - 1);
+    if request.chain.len() as f64 * request.tokens_per_block > most + 1.5 {
+        return most;
+    }
+    (most / request.tokens_per_block).floor() * request.tokens_per_block
 }
 
 /// Turns matched blocks into hit tokens, rounded down.

@@ -39,8 +39,12 @@ impl Router {
         }
         match event {
             Event::Sent => {}
-            Event::Scheduled if current => {
+            Event::Scheduled(cached) if current => {
                 self.books.scheduled(slot, &mut state.entry, &mut self.columns);
+                if let Some(cached) = cached {
+                    let left = (state.entry.prompt_tokens - f64::from(cached)).max(0.0);
+                    self.books.rebook(slot, tickets::slot(ticket), left, now);
+                }
             }
             Event::Prefilled(tokens) if current => {
                 self.books.prefilled(slot, tickets::slot(ticket), f64::from(tokens), now);
@@ -72,7 +76,7 @@ impl Router {
             Event::Finished(usage) => self.finish(ticket, usage, now),
             Event::Failed(failure) => return Ok(self.fail(ticket, failure, true, now)),
             Event::GaveUp(failure) => return Ok(self.fail(ticket, failure, false, now)),
-            Event::Scheduled | Event::Prefilled(_) => {}
+            Event::Scheduled(_) | Event::Prefilled(_) => {}
         }
         Ok(None)
     }

@@ -122,10 +122,6 @@ impl Engine {
         self.counters.finished += 1;
     }
 
-    pub(super) fn running(&self) -> u32 {
-        (self.prefilling.len() + self.decoding.len()) as u32
-    }
-
     pub(super) fn running_tokens(&self) -> u64 {
         self.prefilling_tokens + self.context_tokens
     }

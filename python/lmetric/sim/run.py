@@ -1,0 +1,255 @@
+"""Whole clusters played on a simulated clock: the engine model around the very router that serves.
+
+`simulate` plays a trace once. A study that plays one trace many times makes it ready once with `prepare`,
+whose block hashes all runs share, also across threads::
+
+    workload = prepare(trace, profile)
+    runs = [simulate(workload, policy=p, instances=16, profile=profile) for p in ("lmetric", "vllm")]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmetric import _core
+from lmetric.expr import Expr
+from lmetric.policies import Policy, PolicyFunction
+from lmetric.profiles import Profile, load_profile
+from lmetric.sim.traces import Trace
+
+Signals = Literal["exact", "step_end", "delayed"]
+Admission = Literal["reserve", "vllm"]
+Order = Literal["fcfs", "priority"]
+Index = Literal["exact", "approximate"]
+PolicyLike = str | Expr | Policy | PolicyFunction | None
+ProfileLike = str | Profile | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Load over time: each array has the shape (instances, buckets) of `bucket_seconds` each."""
+
+    bucket_seconds: float
+    running: NDArray[np.float64]  # mean batch size
+    queued: NDArray[np.float64]  # mean length of the engine's queue
+    prefill_tokens: NDArray[np.float64]  # prompt tokens computed
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of one run: columns with one entry a request, in the trace's order; times on its clock."""
+
+    policy: str
+    seed: int
+    arrival_seconds: NDArray[np.float64]  # later than the trace's where a request waited for its predecessor
+    instance: NDArray[np.int64]
+    input_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]  # at least 1: the prefill makes one in any case
+    hit_tokens: NDArray[np.int64]  # prompt tokens found in the cache when first admitted
+    hit_blocks: NDArray[np.int64]
+    prompt_blocks: NDArray[np.int64]
+    predicted_hit_tokens: NDArray[np.int64]  # what the router believed when it decided
+    scheduled_seconds: NDArray[np.float64]  # when it first left the engine's queue
+    first_token_seconds: NDArray[np.float64]
+    finished_seconds: NDArray[np.float64]
+    preemptions: NDArray[np.int64]
+    timeline: Timeline
+    guard_alarms: int  # prefixes that the hot-spot guard suspected
+    guard_filters: int  # and for which it then took instances out
+    steps: int  # of all engines
+    wall_seconds: float
+
+    def __len__(self) -> int:
+        return len(self.arrival_seconds)
+
+    @property
+    def instances(self) -> int:
+        """How many engines there were."""
+        return len(self.timeline.running)
+
+    @property
+    def ttft_seconds(self) -> NDArray[np.float64]:
+        """From arrival to the first output token."""
+        return self.first_token_seconds - self.arrival_seconds
+
+    @property
+    def tpot_seconds(self) -> NDArray[np.float64]:
+        """Mean time between output tokens; NaN where there is but one."""
+        gaps = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
+        return np.asarray((self.finished_seconds - self.first_token_seconds) / gaps)
+
+    @property
+    def e2e_seconds(self) -> NDArray[np.float64]:
+        """From arrival to the last output token."""
+        return self.finished_seconds - self.arrival_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A trace made ready for engines of one block size."""
+
+    trace: Trace
+    core: _core.Workload
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of an engine's block."""
+        return self.core.block_tokens
+
+    def __len__(self) -> int:
+        return len(self.trace)
+
+    def faster(self, speed: float) -> Workload:
+        """The same requests arriving `speed` times as fast; the block hashes are shared."""
+        trace = self.trace.faster(speed)
+        return Workload(trace, self.core.arriving_at(np.ascontiguousarray(trace.arrival_seconds)))
+
+
+def resolve_profile(profile: ProfileLike) -> Profile:
+    """A profile from its shipped name, the path of a YAML file, a mapping of its fields, or itself."""
+    if isinstance(profile, Profile):
+        return profile
+    return load_profile(profile) if isinstance(profile, str) else Profile.model_validate(dict(profile))
+
+
+def prepare(trace: Trace, profile: ProfileLike = "qwen3-30b-a3b-h20") -> Workload:
+    """Chain the hashes of a trace's prompt blocks for engines with the profile's block size.
+
+    Raises:
+        BadValueError: a column that cannot be, with the request; block sizes of which none divides the other.
+    """
+    block_tokens = resolve_profile(profile).block_tokens
+    columns = {
+        name: np.ascontiguousarray(column)
+        for name in ("previous", "think_seconds", "sessions")
+        if (column := getattr(trace, name, None)) is not None
+    }
+    core = _core.Workload(
+        np.ascontiguousarray(trace.arrival_seconds, np.float64),
+        np.ascontiguousarray(trace.input_tokens, np.int64),
+        np.ascontiguousarray(trace.output_tokens, np.int64),
+        np.ascontiguousarray(trace.hash_offsets, np.int64),
+        np.ascontiguousarray(trace.hash_ids, np.uint64),
+        trace_block_tokens=trace.block_tokens,
+        block_tokens=block_tokens,
+        **columns,
+    )
+    return Workload(trace, core)
+
+
+def simulate(
+    trace: Trace | Workload,
+    *,
+    policy: PolicyLike = "lmetric",
+    knobs: Mapping[str, float] | None = None,
+    instances: int = 16,
+    profile: ProfileLike = "qwen3-30b-a3b-h20",
+    seed: int = 0,
+    signals: Signals = "exact",
+    admission: Admission = "reserve",
+    order: Order = "fcfs",
+    index: Index = "exact",
+    index_bytes: int = 512 * 1024 * 1024,
+    guard: bool | None = None,
+    guard_window_seconds: float = 60.0,
+    guard_period_seconds: float = 1.0,
+    event_delay_seconds: float = 0.02,
+    report_period_seconds: float = 1.0,
+    predictor: ProfileLike | None = None,
+    output_known: bool = True,
+    timeline_seconds: float = 10.0,
+) -> Run:
+    """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
+
+    Args:
+        trace: what arrives; from `prepare` where it is played more than once.
+        policy: what `lmetric.Router` takes (name, expression, `Policy`, `policy_function`), with `knobs`.
+        profile: a shipped name, a path, a mapping, or a `Profile`.
+        seed: of every random choice (ties, policies that draw).
+        signals: ``"exact"``, the router learns of everything as it happens; ``"step_end"``, it sees every
+            engine as at the end of the step that runs; ``"delayed"``, as a live server: cache events come
+            `event_delay_seconds` late, loads are reported every `report_period_seconds`, and of its own
+            requests it sees what their responses show.
+        admission: ``"reserve"``, a request enters where all that run and its prompt fit, and is never put
+            back; ``"vllm"``, blocks are taken as tokens come, and where none is left the last goes back.
+        order: of the engines' queues.
+        index: ``"exact"``, fed by the engines' cache events; ``"approximate"``, by what was placed where.
+        guard: the hot-spot guard; None: on where the policy is lmetric.
+        predictor: the profile that `predicted_ttft_seconds` is computed from (None: the engines' own).
+        output_known: whether the router knows how long each answer will be.
+        timeline_seconds: length of the timeline's buckets.
+
+    Raises:
+        LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
+        ProfileError: an unknown or bad profile.
+    """
+    chosen = resolve_profile(profile)
+    workload = trace if isinstance(trace, Workload) else prepare(trace, chosen)
+    if instances < 1:
+        raise _core.BadValueError(f"instances: {instances} is not valid; expected at least 1")
+    believed = chosen if predictor is None else resolve_profile(predictor)
+    step_time = believed.constants()
+    started = time.perf_counter()
+    columns = _core.simulate(
+        workload.core,
+        policy=policy,
+        knobs=knobs,
+        profiles=[chosen.constants()] * instances,
+        seed=seed,
+        signals=signals,
+        admission=admission,
+        order=order,
+        index=index,
+        index_bytes=index_bytes,
+        guard=guard,
+        guard_window_seconds=guard_window_seconds,
+        guard_period_seconds=guard_period_seconds,
+        event_delay_seconds=event_delay_seconds,
+        report_period_seconds=report_period_seconds,
+        step_time=step_time,
+        output_known=output_known,
+        timeline_seconds=timeline_seconds,
+    )
+    wall_seconds = time.perf_counter() - started
+    block = chosen.block_tokens
+    timeline = Timeline(
+        timeline_seconds,
+        **{name: columns.pop(f"timeline_{name}") for name in ("running", "queued", "prefill_tokens")},
+    )
+    return Run(
+        policy=policy_name(policy),
+        seed=seed,
+        input_tokens=workload.trace.input_tokens,
+        output_tokens=np.maximum(workload.trace.output_tokens, 1),
+        hit_blocks=-(-columns["hit_tokens"] // block),
+        prompt_blocks=-(-workload.trace.input_tokens // block),
+        timeline=timeline,
+        wall_seconds=wall_seconds,
+        **columns,
+    )
+
+
+def policy_name(policy: PolicyLike) -> str:
+    """What a run calls its policy: the name, or the text of the expression."""
+    if policy is None:
+        return "lmetric"
+    if isinstance(policy, str | Expr):
+        return str(policy)
+    return policy.name or getattr(policy, "score", None) or "policy"
+
+
+__all__ = [
+    "Run",
+    "Timeline",
+    "Workload",
+    "policy_name",
+    "prepare",
+    "resolve_profile",
+    "simulate",
+]

@@ -1,0 +1,196 @@
+//! The Python face of the simulator: columns in, columns out, the interpreter lock let go in between.
+use crate::engine::{profile, unknown};
+use crate::errors::Result;
+use crate::{policies, router};
+use lmetric_core::CoreError;
+use lmetric_core::guard::GuardConfig;
+use lmetric_core::router::{IndexFeed, RouterConfig};
+use lmetric_sim::{Admission, ClusterConfig, Order, Outcome, Profile, Quantity, Signals, Trace};
+use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// Receipts are not read after a run: the latest few are kept.
+const RECEIPT_BYTES: usize = 64 << 10;
+
+/// A trace, made ready for engines with blocks of `block_tokens` tokens: prompts' block hashes are chained once, and shared by all runs
+/// over it, in whatever threads, at whatever arrival times. Raises `BadValueError`, which names column and request.
+#[pyclass(frozen, module = "lmetric._core")]
+pub struct Workload {
+    inner: lmetric_sim::Workload,
+}
+
+#[pymethods]
+impl Workload {
+    #[new]
+    #[pyo3(signature = (arrival_seconds, input_tokens, output_tokens, hash_offsets, hash_ids, *, trace_block_tokens,
+        block_tokens, previous=None, think_seconds=None, sessions=None))]
+    fn new(
+        py: Python<'_>,
+        arrival_seconds: PyReadonlyArray1<'_, f64>,
+        input_tokens: PyReadonlyArray1<'_, i64>,
+        output_tokens: PyReadonlyArray1<'_, i64>,
+        hash_offsets: PyReadonlyArray1<'_, i64>,
+        hash_ids: PyReadonlyArray1<'_, u64>,
+        trace_block_tokens: u32,
+        block_tokens: u32,
+        previous: Option<PyReadonlyArray1<'_, i64>>,
+        think_seconds: Option<PyReadonlyArray1<'_, f64>>,
+        sessions: Option<PyReadonlyArray1<'_, i64>>,
+    ) -> Result<Workload> {
+        let trace = Trace {
+            arrival_seconds: column(&arrival_seconds)?,
+            input_tokens: column(&input_tokens)?,
+            output_tokens: column(&output_tokens)?,
+            hash_offsets: column(&hash_offsets)?,
+            hash_ids: column(&hash_ids)?,
+            block_tokens: trace_block_tokens,
+            previous: optional(previous.as_ref())?,
+            think_seconds: optional(think_seconds.as_ref())?,
+            sessions: optional(sessions.as_ref())?,
+        };
+        Ok(Workload { inner: py.detach(|| lmetric_sim::Workload::new(&trace, block_tokens))? })
+    }
+
+    /// The same requests at other times.
+    fn arriving_at(&self, arrival_seconds: PyReadonlyArray1<'_, f64>) -> Result<Workload> {
+        Ok(Workload { inner: self.inner.arriving_at(column(&arrival_seconds)?)? })
+    }
+
+    #[getter]
+    fn block_tokens(&self) -> u32 {
+        self.inner.block_tokens()
+    }
+
+    fn __len__(&self) -> usize {
+        self.inner.len()
+    }
+}
+
+fn column<'a, T: numpy::Element>(array: &'a PyReadonlyArray1<'_, T>) -> Result<&'a [T]> {
+    array.as_slice().map_err(|_| {
+        let got = "a strided array".to_string();
+        CoreError::BadValue { what: "column of a trace".into(), got, expected: "a contiguous one".into() }
+            .into()
+    })
+}
+
+fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -> Result<&'a [T]> {
+    array.map_or(Ok(&[]), column)
+}
+
+/// Plays a workload over a cluster; see `lmetric.simulate`. Returns the columns by name.
+#[pyfunction]
+#[pyo3(signature = (workload, *, policy=None, knobs=None, profiles, seed=0, signals="exact", admission="reserve",
+    order="fcfs", index="exact", index_bytes=512 << 20, guard=None, guard_window_seconds=60.0, guard_period_seconds=1.0,
+    event_delay_seconds=0.0, report_period_seconds=1.0, step_time=None, output_known=true, timeline_seconds=10.0))]
+fn simulate<'py>(
+    py: Python<'py>,
+    workload: &Bound<'py, Workload>,
+    policy: Option<&Bound<'py, PyAny>>,
+    knobs: Option<&Bound<'py, PyDict>>,
+    profiles: Vec<Bound<'py, PyAny>>,
+    seed: u64,
+    signals: &str,
+    admission: &str,
+    order: &str,
+    index: &str,
+    index_bytes: usize,
+    guard: Option<bool>,
+    guard_window_seconds: f64,
+    guard_period_seconds: f64,
+    event_delay_seconds: f64,
+    report_period_seconds: f64,
+    step_time: Option<&Bound<'py, PyDict>>,
+    output_known: bool,
+    timeline_seconds: f64,
+) -> Result<Bound<'py, PyDict>> {
+    let policy = policies::build(policy, knobs)?;
+    let config = ClusterConfig {
+        profiles: profiles.iter().map(profile).collect::<PyResult<Vec<Profile>>>()?,
+        admission: match admission {
+            "reserve" => Admission::Reserve,
+            "vllm" => Admission::Vllm,
+            other => return Err(unknown("admission", other, "reserve or vllm").into()),
+        },
+        order: match order {
+            "fcfs" => Order::Fcfs,
+            "priority" => Order::Priority,
+            other => return Err(unknown("order", other, "fcfs or priority").into()),
+        },
+        signals: match signals {
+            "exact" => Signals::EXACT,
+            "step_end" => Signals::STEP_END,
+            "delayed" => Signals::delayed(event_delay_seconds, report_period_seconds),
+            other => return Err(unknown("signals", other, "exact, step_end or delayed").into()),
+        },
+        router: RouterConfig {
+            index_feed: match index {
+                "exact" => IndexFeed::Exact,
+                "approximate" => IndexFeed::Approximate,
+                other => return Err(unknown("index", other, "exact or approximate").into()),
+            },
+            index_bytes,
+            receipt_bytes: RECEIPT_BYTES,
+            seed,
+            guard: GuardConfig {
+                on: guard.unwrap_or(policy.spec().name == "lmetric"),
+                window_seconds: guard_window_seconds,
+                period_seconds: guard_period_seconds,
+                ..GuardConfig::default()
+            },
+            step_time: step_time.map(router::step_time_of).transpose()?,
+            ..RouterConfig::default()
+        },
+        output_known,
+        timeline_seconds,
+    };
+    let workload = &workload.get().inner;
+    let outcome = py.detach(|| {
+        lmetric_sim::simulate(workload, policy, &config, || {
+            Python::attach(|py| py.check_signals()).map_err(crate::errors::Error::from)
+        })
+    })?;
+    Ok(columns(py, outcome, config.profiles.len())?)
+}
+
+/// The outcome as a dictionary of numpy columns; nothing is copied.
+fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound<'_, PyDict>> {
+    let (records, timeline) = (outcome.records, outcome.timeline);
+    let dict = PyDict::new(py);
+    for (name, times) in [
+        ("arrival_seconds", records.arrival_seconds),
+        ("scheduled_seconds", records.scheduled_seconds),
+        ("first_token_seconds", records.first_token_seconds),
+        ("finished_seconds", records.finished_seconds),
+    ] {
+        dict.set_item(name, times.into_pyarray(py))?;
+    }
+    for (name, counts) in [
+        ("instance", records.instance),
+        ("predicted_hit_tokens", records.predicted_hit_tokens),
+        ("hit_tokens", records.hit_tokens),
+        ("preemptions", records.preemptions),
+    ] {
+        dict.set_item(name, counts.into_pyarray(py))?;
+    }
+    let shape = [instances, timeline.buckets()];
+    for (name, quantity) in [
+        ("timeline_running", Quantity::Running),
+        ("timeline_queued", Quantity::Waiting),
+        ("timeline_prefill_tokens", Quantity::PrefillTokens),
+    ] {
+        let table: Bound<'_, PyArray2<f64>> = timeline.column(quantity).into_pyarray(py).reshape(shape)?;
+        dict.set_item(name, table)?;
+    }
+    dict.set_item("guard_alarms", outcome.guard_alarms)?;
+    dict.set_item("guard_filters", outcome.guard_filters)?;
+    dict.set_item("steps", outcome.steps)?;
+    Ok(dict)
+}
+
+/// Adds its class and function to the module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Workload>()?;
+    module.add_function(wrap_pyfunction!(simulate, module)?)
+}

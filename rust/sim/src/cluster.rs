@@ -1,0 +1,431 @@
+//! The event loop: requests arrive, the router places them, engines step, and the router learns of it.
+//!
+//! Time moves from one event to the next; at each moment everything that happens then is taken first, then what arrives is
+//! placed, and last the engines that are free begin a step, so that it takes in what came at that very moment.
+//!
+//! An engine whose batch only decodes runs through as many steps as nothing changes in, and is an event only when they end.
+//! A request that comes in between cuts them short. What a decision must know of their progress is worked out then.
+//!
+//! Whatever is to happen later is an [`Event`] in one queue: hand-overs, migrations and failures are further kinds of it, not further
+//! loops. A request's way through the cluster begins in `arrive` and is one segment of its plan at a time.
+use crate::engine::{Admission, Engine, Order, Prompt, Request, Settings};
+use crate::profile::Profile;
+use crate::record::{Quantity, Records, Timeline};
+use crate::signals::{Observer, Signals};
+use crate::workload::Workload;
+use lmetric_core::CoreError;
+use lmetric_core::fleet::Role;
+use lmetric_core::guard::Phase;
+use lmetric_core::ids::Seconds;
+use lmetric_core::plan::Usage;
+use lmetric_core::policy::Policy;
+use lmetric_core::request::Request as RouterRequest;
+use lmetric_core::router::{IndexFeed, Router, RouterConfig};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// A cluster: its engines, what the router sees of them, and what is recorded.
+#[derive(Clone, Debug)]
+pub struct ClusterConfig {
+    /// One for each instance; all of the workload's block size.
+    pub profiles: Vec<Profile>,
+    /// How requests get memory.
+    pub admission: Admission,
+    /// What the engines' queues are ordered by.
+    pub order: Order,
+    /// What the router learns, and when.
+    pub signals: Signals,
+    /// The router's settings; whether its backlog drains by itself follows from the signals.
+    pub router: RouterConfig,
+    /// Whether the router is told of each request how long its answer will be.
+    pub output_known: bool,
+    /// Length of the timeline's buckets.
+    pub timeline_seconds: Seconds,
+}
+
+/// What came of a run.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// One row a request.
+    pub records: Records,
+    /// Load over time.
+    pub timeline: Timeline,
+    /// Times that the guard suspected a prefix, and times that it filtered instances.
+    pub guard_alarms: u64,
+    /// See above.
+    pub guard_filters: u64,
+    /// Steps that all engines ran.
+    pub steps: u64,
+}
+
+/// What happens, in the order in which things of one moment are taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    /// The step of an instance is over, or is seen to be, if this is still the `version`th thing known of it.
+    Step { instance: u32, version: u32 },
+    /// An instance whose last step was seen before its end may begin the next one.
+    Free { instance: u32 },
+    /// An instance reports its load.
+    Report { instance: u32 },
+    /// The router looks at what it does periodically.
+    Tick,
+    /// A request arrives.
+    Arrival { request: u32 },
+}
+
+/// Where an instance stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Idle,
+    /// Steps are under way.
+    Stepping,
+    /// Its last step was seen as ended, and runs on.
+    Seen,
+}
+
+struct Instance {
+    state: State,
+    version: u32,
+    /// Whether it is among those that begin a step once this moment's events are over.
+    ready: bool,
+    /// Since when its queue is as long as it is.
+    queue_since: Seconds,
+    queued: u32,
+}
+
+/// A run under way.
+struct Cluster<'a> {
+    config: &'a ClusterConfig,
+    workload: &'a Workload,
+    engines: Vec<Engine>,
+    instances: Vec<Instance>,
+    observer: Observer,
+    records: Records,
+    timeline: Timeline,
+    events: BinaryHeap<Reverse<(u64, Event)>>,
+    ready: Vec<u32>,
+    now: Seconds,
+    /// Requests that have not ended; events that lead to something (reports and ticks go on for ever).
+    left: usize,
+    moving: usize,
+    guard_alarms: u64,
+    guard_filters: u64,
+}
+
+/// Plays `workload` over a cluster under `policy`. `go_on` is asked now and then; its error ends the run.
+///
+/// Same workload, policy, configuration: same outcome, bit for bit.
+///
+/// # Errors
+/// Settings out of range, a request that no engine could ever hold, a policy that cannot score.
+pub fn simulate<E: From<CoreError>>(
+    workload: &Workload,
+    policy: Box<dyn Policy>,
+    config: &ClusterConfig,
+    mut go_on: impl FnMut() -> Result<(), E>,
+) -> Result<Outcome, E> {
+    let mut cluster = Cluster::new(workload, policy, config)?;
+    let mut events = 0u64;
+    while cluster.step()? {
+        events += 1;
+        if events.is_multiple_of(1 << 14) {
+            go_on()?;
+        }
+    }
+    Ok(Outcome {
+        records: cluster.records,
+        timeline: cluster.timeline,
+        guard_alarms: cluster.guard_alarms,
+        guard_filters: cluster.guard_filters,
+        steps: cluster.engines.iter().map(|engine| engine.load().counters.steps).sum(),
+    })
+}
+
+fn bad<T>(what: &str, got: impl ToString, expected: impl Into<String>) -> Result<T, CoreError> {
+    Err(CoreError::BadValue { what: what.into(), got: got.to_string(), expected: expected.into() })
+}
+
+impl<'a> Cluster<'a> {
+    fn new(
+        workload: &'a Workload,
+        policy: Box<dyn Policy>,
+        config: &'a ClusterConfig,
+    ) -> Result<Cluster<'a>, CoreError> {
+        config.signals.check()?;
+        if config.profiles.is_empty() {
+            return bad("instances", 0, "at least 1");
+        }
+        if !(config.timeline_seconds >= 1e-3 && config.timeline_seconds <= 1e9) {
+            return bad("timeline_seconds", config.timeline_seconds, "0.001 to 1e9 seconds");
+        }
+        let exact = config.router.index_feed == IndexFeed::Exact;
+        let router = RouterConfig { drain: !config.signals.progress, ..config.router.clone() };
+        let mut router = Router::new(policy, router)?;
+        let settings = Settings { admission: config.admission, order: config.order, kv_events: exact };
+        let mut engines = Vec::with_capacity(config.profiles.len());
+        for (i, profile) in config.profiles.iter().enumerate() {
+            if profile.block_tokens != workload.block_tokens() {
+                let expected = format!("{}, which the workload was cut into", workload.block_tokens());
+                return bad("block_tokens of the profile", profile.block_tokens, expected);
+            }
+            router.add_instance(&format!("engine-{i}"), Role::Both, Some(profile.cache_blocks))?;
+            engines.push(Engine::new(profile.clone(), settings, None)?);
+        }
+        let instance =
+            || Instance { state: State::Idle, version: 0, ready: false, queue_since: 0.0, queued: 0 };
+        let mut cluster = Cluster {
+            observer: Observer::new(router, config.signals, workload.len()),
+            records: Records::new(workload.len()),
+            timeline: Timeline::new(engines.len(), config.timeline_seconds),
+            instances: engines.iter().map(|_| instance()).collect(),
+            events: BinaryHeap::new(),
+            ready: Vec::new(),
+            now: 0.0,
+            left: workload.len(),
+            moving: 0,
+            guard_alarms: 0,
+            guard_filters: 0,
+            config,
+            workload,
+            engines,
+        };
+        for request in 0..workload.len() {
+            cluster
+                .engines
+                .iter()
+                .try_for_each(|engine| engine.check(&engine_request(workload, config, request)))?;
+        }
+        cluster.schedule_first_events();
+        Ok(cluster)
+    }
+
+    fn schedule_first_events(&mut self) {
+        for request in 0..self.workload.len() {
+            if !self.workload.shape.waits[request] {
+                let at = self.workload.arrival_seconds[request];
+                self.at(at, Event::Arrival { request: request as u32 });
+            }
+        }
+        if let Some(period) = self.config.signals.report_period_seconds {
+            // Nobody scrapes all engines at one moment.
+            let instances = self.engines.len() as u32;
+            for instance in 0..instances {
+                self.at(period * f64::from(instance) / f64::from(instances), Event::Report { instance });
+            }
+        }
+        if self.config.router.guard.on {
+            self.at(0.0, Event::Tick);
+        }
+    }
+
+    /// Puts an event into the queue. Times are never negative, so their bits are in the order of the numbers.
+    fn at(&mut self, time: Seconds, event: Event) {
+        self.moving += usize::from(!matches!(event, Event::Report { .. } | Event::Tick));
+        self.events.push(Reverse((time.max(0.0).to_bits(), event)));
+    }
+
+    /// Takes the next event. False: all requests have ended.
+    fn step(&mut self) -> Result<bool, CoreError> {
+        let next = self.events.peek().map(|Reverse((time, _))| f64::from_bits(*time));
+        if next.is_none_or(|next| next > self.now) && !self.ready.is_empty() {
+            self.start_ready()?;
+            return Ok(true);
+        }
+        if self.left == 0 {
+            return Ok(false);
+        }
+        let Some(Reverse((time, event))) = self.events.pop().filter(|_| self.moving > 0) else {
+            return bad(
+                "simulation",
+                format!("{} requests that never end", self.left),
+                "engines that serve them",
+            );
+        };
+        self.now = f64::from_bits(time);
+        self.moving -= usize::from(!matches!(event, Event::Report { .. } | Event::Tick));
+        match event {
+            Event::Step { instance, version } if self.instances[instance as usize].version == version => {
+                self.see(instance as usize)?;
+            }
+            Event::Step { .. } => {}
+            Event::Free { instance } => self.free(instance as usize),
+            Event::Arrival { request } => self.arrive(request as usize)?,
+            Event::Report { instance } => {
+                self.observer.report(instance as usize, &self.engines[instance as usize], self.now)?;
+                let period = self.config.signals.report_period_seconds.unwrap_or(1.0);
+                self.at(self.now + period, event);
+            }
+            Event::Tick => self.tick()?,
+        }
+        Ok(true)
+    }
+
+    fn tick(&mut self) -> Result<(), CoreError> {
+        self.observer.catch_up(&self.engines, self.now)?;
+        let (events, next) = self.observer.router.tick(self.now);
+        for event in events.iter().filter(|event| !event.released) {
+            match event.phase {
+                Phase::Suspected => self.guard_alarms += 1,
+                Phase::Filtering => self.guard_filters += 1,
+            }
+        }
+        self.at(next, Event::Tick);
+        Ok(())
+    }
+
+    /// A request arrives: the router places it, and the engine's queue takes it.
+    fn arrive(&mut self, request: usize) -> Result<(), CoreError> {
+        self.observer.catch_up(&self.engines, self.now)?;
+        let shape = &self.workload.shape;
+        let decision = self.observer.router.route(
+            &RouterRequest {
+                chain: chain(self.workload, self.config, request),
+                prompt_tokens: shape.input_tokens[request],
+                tokens_per_block: f64::from(shape.block_tokens),
+                expected_output_tokens: self.config.output_known.then(|| shape.output_tokens[request]),
+                session: shape.sessions[request],
+            },
+            self.now,
+        )?;
+        self.observer.sent(request as u64, decision.ticket, self.now)?;
+        let instance = decision.segment.instance.index();
+        self.records.arrival_seconds[request] = self.now;
+        self.records.instance[request] = instance as i64;
+        self.records.predicted_hit_tokens[request] = i64::from(decision.predicted_hit_tokens);
+        self.engines[instance].submit(&engine_request(self.workload, self.config, request), self.now)?;
+        self.count_queue(instance);
+        match self.instances[instance].state {
+            State::Idle => self.free(instance),
+            State::Seen => {}
+            State::Stepping => {
+                if let Some(end) = self.engines[instance].interrupt(self.now) {
+                    self.expect(instance, end);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The instance may begin a step once this moment's events are over.
+    fn free(&mut self, instance: usize) {
+        self.instances[instance].state = State::Idle;
+        if !std::mem::replace(&mut self.instances[instance].ready, true) {
+            self.ready.push(instance as u32);
+        }
+    }
+
+    /// Begins the steps of this moment.
+    fn start_ready(&mut self) -> Result<(), CoreError> {
+        let mut ready = std::mem::take(&mut self.ready);
+        ready.sort_unstable();
+        for &instance in &ready {
+            let instance = instance as usize;
+            self.instances[instance].ready = false;
+            let end = self.engines[instance].start_steps(self.now, f64::INFINITY);
+            let events = self.engines[instance].events();
+            for admitted in events.admitted.iter().filter(|admitted| admitted.first_time) {
+                let request = admitted.id as usize;
+                self.records.scheduled_seconds[request] = self.now;
+                self.records.hit_tokens[request] = i64::from(admitted.cached_tokens);
+            }
+            events.preempted.iter().for_each(|&id| self.records.preemptions[id as usize] += 1);
+            self.observer.started(events, self.now)?;
+            self.count_queue(instance);
+            self.observer.cache_changed(instance, self.engines[instance].kv_log(), self.now);
+            if let Some(end) = end {
+                self.instances[instance].state = State::Stepping;
+                self.expect(instance, end);
+            }
+        }
+        ready.clear();
+        self.ready = ready;
+        Ok(())
+    }
+
+    /// Steps under way end at `end`: when will that be seen?
+    fn expect(&mut self, instance: usize, end: Seconds) {
+        let seen = match self.config.signals.step_end {
+            false => end,
+            true => self.engines[instance].last_step_start().unwrap_or(end).max(self.now),
+        };
+        self.instances[instance].version += 1;
+        let version = self.instances[instance].version;
+        self.at(seen, Event::Step { instance: instance as u32, version });
+    }
+
+    /// What the steps under way do is seen.
+    fn see(&mut self, instance: usize) -> Result<(), CoreError> {
+        let running = f64::from(self.engines[instance].running());
+        let events = self.engines[instance].finish_step();
+        let (start, end) = (events.start, events.end);
+        self.timeline.add(instance, Quantity::Running, start, end, running);
+        let computed: u32 = events.prefilled.iter().map(|chunk| chunk.tokens).sum();
+        self.timeline.add(instance, Quantity::PrefillTokens, start, end, f64::from(computed) / (end - start));
+        for chunk in &events.prefilled {
+            let at = &mut self.records.first_token_seconds[chunk.id as usize];
+            let first = chunk.done && at.is_nan();
+            if first {
+                *at = end;
+            }
+            self.observer.prefilled(chunk, first, self.now)?;
+        }
+        let mut arrivals = Vec::new();
+        for &id in &events.finished {
+            let request = id as usize;
+            self.left -= 1;
+            self.records.finished_seconds[request] = end;
+            let shape = &self.workload.shape;
+            let usage = Usage {
+                prompt_tokens: Some(shape.input_tokens[request]),
+                cached_tokens: Some(self.records.hit_tokens[request] as u32),
+                output_tokens: Some(shape.output_tokens[request]),
+            };
+            self.observer.finished(id, usage, self.now)?;
+            arrivals.extend(shape.followers(request).map(|next| {
+                let earliest = self.workload.arrival_seconds[next];
+                (earliest.max(end + shape.think_seconds[next]), next as u32)
+            }));
+        }
+        arrivals.into_iter().for_each(|(at, request)| self.at(at, Event::Arrival { request }));
+        self.observer.cache_changed(instance, self.engines[instance].kv_log(), self.now);
+        if end > self.now {
+            self.instances[instance].state = State::Seen;
+            self.at(end, Event::Free { instance: instance as u32 });
+        } else {
+            self.free(instance);
+        }
+        Ok(())
+    }
+
+    /// The length of an instance's queue has changed.
+    fn count_queue(&mut self, instance: usize) {
+        let (state, waiting) = (&mut self.instances[instance], self.engines[instance].waiting());
+        let (since, queued) = (state.queue_since, state.queued);
+        (state.queue_since, state.queued) = (self.now, waiting);
+        self.timeline.add(instance, Quantity::Waiting, since, self.now, f64::from(queued));
+    }
+}
+
+/// The chain of a request's prompt, as far as an engine's cache can hold it: vLLM's keeps full blocks only.
+fn chain<'w>(workload: &'w Workload, config: &ClusterConfig, request: usize) -> &'w [u64] {
+    let (shape, chain) = (&workload.shape, workload.shape.chain(request));
+    match config.admission {
+        Admission::Reserve => chain,
+        Admission::Vllm => {
+            &chain[..chain.len().min((shape.input_tokens[request] / shape.block_tokens) as usize)]
+        }
+    }
+}
+
+fn engine_request<'w>(workload: &'w Workload, config: &ClusterConfig, request: usize) -> Request<'w> {
+    Request {
+        id: request as u64,
+        prompt: Prompt::Chain {
+            hashes: chain(workload, config, request),
+            tokens: workload.shape.input_tokens[request],
+        },
+        output_tokens: workload.shape.output_tokens[request],
+        priority: 0,
+        salt: None,
+    }
+}

@@ -1,0 +1,118 @@
+//! What is kept of a run: one row a request, and a timeline for each instance.
+use lmetric_core::ids::Seconds;
+
+/// One column a quantity, one row a request, in the workload's order. Times are simulated seconds.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Records {
+    /// When it arrived and was placed.
+    pub arrival_seconds: Vec<Seconds>,
+    /// Where it ran.
+    pub instance: Vec<i64>,
+    /// Prompt tokens that the router believed were cached there.
+    pub predicted_hit_tokens: Vec<i64>,
+    /// Prompt tokens that were, when it was first admitted.
+    pub hit_tokens: Vec<i64>,
+    /// When it was first admitted.
+    pub scheduled_seconds: Vec<Seconds>,
+    /// When its first output token was there.
+    pub first_token_seconds: Vec<Seconds>,
+    /// When its last one was.
+    pub finished_seconds: Vec<Seconds>,
+    /// Times it was put back into the queue for want of memory.
+    pub preemptions: Vec<i64>,
+}
+
+impl Records {
+    pub(crate) fn new(requests: usize) -> Records {
+        let (times, counts) = (vec![f64::NAN; requests], vec![0; requests]);
+        Records {
+            arrival_seconds: times.clone(),
+            instance: vec![-1; requests],
+            predicted_hit_tokens: counts.clone(),
+            hit_tokens: counts.clone(),
+            scheduled_seconds: times.clone(),
+            first_token_seconds: times.clone(),
+            finished_seconds: times,
+            preemptions: counts,
+        }
+    }
+}
+
+/// Means over buckets of equal length, for each instance.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timeline {
+    /// Length of a bucket.
+    pub bucket_seconds: Seconds,
+    /// Rows of [`Timeline::column`].
+    pub instances: usize,
+    /// By instance, then bucket: integrals of the requests running and waiting, and prompt tokens computed.
+    sums: Vec<Vec<[f64; 3]>>,
+}
+
+/// A quantity of the timeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Quantity {
+    /// Mean number of requests in the batch.
+    Running,
+    /// Mean number of requests in the queue.
+    Waiting,
+    /// Prompt tokens computed.
+    PrefillTokens,
+}
+
+impl Timeline {
+    pub(crate) fn new(instances: usize, bucket_seconds: Seconds) -> Timeline {
+        Timeline { bucket_seconds, instances, sums: vec![Vec::new(); instances] }
+    }
+
+    /// Spreads `rate` a second over the buckets between two times.
+    pub(crate) fn add(&mut self, instance: usize, quantity: Quantity, from: Seconds, to: Seconds, rate: f64) {
+        if rate == 0.0 || to <= from {
+            return;
+        }
+        let (sums, length) = (&mut self.sums[instance], self.bucket_seconds);
+        let last = (to / length) as usize;
+        if sums.len() <= last {
+            sums.resize(last + 1, [0.0; 3]);
+        }
+        let (first, mut at) = ((from / length) as usize, from);
+        for (sums, bucket) in sums[first..=last].iter_mut().zip(first + 1..) {
+            let end = to.min(bucket as f64 * length);
+            sums[quantity as usize] += rate * (end - at).max(0.0);
+            at = end;
+        }
+    }
+
+    /// Buckets up to the last event of the run.
+    pub fn buckets(&self) -> usize {
+        self.sums.iter().map(Vec::len).max().unwrap_or(0)
+    }
+
+    /// A quantity by instance, then bucket.
+    pub fn column(&self, quantity: Quantity) -> Vec<f64> {
+        let scale = if quantity == Quantity::PrefillTokens { 1.0 } else { 1.0 / self.bucket_seconds };
+        let buckets = self.buckets();
+        let row = |sums: &Vec<[f64; 3]>| {
+            let mut row: Vec<f64> = sums.iter().map(|s| s[quantity as usize] * scale).collect();
+            row.resize(buckets, 0.0);
+            row
+        };
+        self.sums.iter().flat_map(row).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_lasts_over_several_buckets_is_shared_among_them() {
+        let mut timeline = Timeline::new(2, 10.0);
+        timeline.add(1, Quantity::Running, 5.0, 25.0, 3.0);
+        timeline.add(1, Quantity::PrefillTokens, 8.0, 12.0, 100.0);
+        timeline.add(0, Quantity::Waiting, 0.0, 5.0, 1.0);
+        assert_eq!(timeline.column(Quantity::Running), [0.0, 0.0, 0.0, 1.5, 3.0, 1.5]);
+        assert_eq!(timeline.column(Quantity::PrefillTokens), [0.0, 0.0, 0.0, 200.0, 200.0, 0.0]);
+        assert_eq!(timeline.column(Quantity::Waiting), [0.5, 0.0, 0.0, 0.0, 0.0, 0.0]);
+    }
+}

@@ -1,0 +1,240 @@
+//! What the router learns of the engines, and when: one way with settings, from perfect to what a live server sees.
+use crate::engine::Engine;
+use crate::events::{KvEvent, KvLog, Prefilled, StepEvents};
+use lmetric_core::ids::Seconds;
+use lmetric_core::indicators::{Indicator, IndicatorSet};
+use lmetric_core::plan::{Event, Usage};
+use lmetric_core::router::books::Report;
+use lmetric_core::router::{Router, TicketId};
+use lmetric_core::{CoreError, InstanceId};
+use std::collections::VecDeque;
+
+/// When the router learns what.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Signals {
+    /// What a step does is known once it runs, as if it had ended; else when it has ended.
+    pub step_end: bool,
+    /// Engines tell what they take off their queues, and each prompt chunk computed; else the router infers its backlog
+    /// from first tokens, as it does live.
+    pub progress: bool,
+    /// Seconds that changes of the caches take to the router.
+    pub event_delay_seconds: Seconds,
+    /// Seconds between an engine's load reports. None: whenever the router decides.
+    pub report_period_seconds: Option<Seconds>,
+}
+
+impl Signals {
+    /// Everything, at the moment it happens.
+    pub const EXACT: Signals =
+        Signals { step_end: false, progress: true, event_delay_seconds: 0.0, report_period_seconds: None };
+    /// Every engine as at the end of the step that runs.
+    pub const STEP_END: Signals = Signals { step_end: true, ..Signals::EXACT };
+
+    /// As a live server: late cache events, sampled reports, and of its requests what their responses show.
+    pub fn delayed(event_delay_seconds: Seconds, report_period_seconds: Seconds) -> Signals {
+        Signals {
+            step_end: false,
+            progress: false,
+            event_delay_seconds,
+            report_period_seconds: Some(report_period_seconds),
+        }
+    }
+
+    pub(crate) fn check(&self) -> Result<(), CoreError> {
+        let period = self.report_period_seconds.unwrap_or(1.0);
+        for (what, value, least) in
+            [("event_delay_seconds", self.event_delay_seconds, 0.0), ("report_period_seconds", period, 1e-3)]
+        {
+            if !(value >= least && value <= 1e9) {
+                return Err(CoreError::BadValue {
+                    what: what.into(),
+                    got: value.to_string(),
+                    expected: format!("{least} to 1e9 seconds"),
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Indicators that move with every output token, or that engines report.
+const BY_TOKEN: IndicatorSet = IndicatorSet::of(&[
+    Indicator::Tokens,
+    Indicator::DecodeTokens,
+    Indicator::RemainingTokens,
+    Indicator::WindowOutputTokens,
+    Indicator::PredictedTtftSeconds,
+]);
+const REPORTED: IndicatorSet = IndicatorSet::of(&[
+    Indicator::KvUsage,
+    Indicator::ReportedWaiting,
+    Indicator::ReportedRunning,
+    Indicator::ReportAgeSeconds,
+]);
+
+/// A request in flight, as the router knows it.
+#[derive(Clone, Copy, Debug)]
+struct Flight {
+    ticket: TicketId,
+    /// Output tokens that the router was told of.
+    told: u32,
+}
+
+/// Changes of a cache on their way.
+#[derive(Debug)]
+struct Late {
+    due: Seconds,
+    instance: u32,
+    log: KvLog,
+}
+
+/// The router with its view of the engines.
+pub(crate) struct Observer {
+    pub router: Router,
+    signals: Signals,
+    flights: Vec<Option<Flight>>,
+    late: VecDeque<Late>,
+    spare: Vec<KvLog>,
+    by_token: bool,
+    reported: bool,
+    names: Vec<String>,
+}
+
+impl Observer {
+    pub fn new(router: Router, signals: Signals, requests: usize) -> Observer {
+        let reads = router.policy().reads();
+        Observer {
+            by_token: reads.intersects(BY_TOKEN),
+            reported: reads.intersects(REPORTED) && signals.report_period_seconds.is_none(),
+            names: router.fleet().live_names().map(str::to_owned).collect(),
+            router,
+            signals,
+            flights: vec![None; requests],
+            late: VecDeque::new(),
+            spare: Vec::new(),
+        }
+    }
+
+    /// A request was placed and goes out.
+    pub fn sent(&mut self, request: u64, ticket: TicketId, now: Seconds) -> Result<(), CoreError> {
+        self.flights[request as usize] = Some(Flight { ticket, told: 0 });
+        self.tell(request, Event::Sent, now)
+    }
+
+    /// Before a decision or a tick: what is due by now, and what only a decision asks for.
+    pub fn catch_up(&mut self, engines: &[Engine], now: Seconds) -> Result<(), CoreError> {
+        while self.late.front().is_some_and(|late| late.due <= now) {
+            let Some(mut late) = self.late.pop_front() else { break };
+            self.apply(late.instance, &late.log);
+            late.log.clear();
+            self.spare.push(late.log);
+        }
+        if self.by_token {
+            for engine in engines {
+                let (begun, ended) = engine.progress(now);
+                let steps = if self.signals.step_end { begun } else { ended };
+                for (request, made) in engine.decoding() {
+                    self.made(request, made + steps, now)?;
+                }
+            }
+        }
+        if self.reported {
+            for (instance, engine) in engines.iter().enumerate() {
+                self.report(instance, engine, now)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// An engine's load report.
+    pub fn report(&mut self, instance: usize, engine: &Engine, now: Seconds) -> Result<(), CoreError> {
+        let load = engine.load();
+        let report = Report {
+            at: now,
+            waiting: Some(f64::from(load.waiting)),
+            running: Some(f64::from(load.running)),
+            kv_usage: Some(load.kv_usage),
+        };
+        self.router.engine_report(&self.names[instance], report)
+    }
+
+    /// Requests were taken off a queue.
+    pub fn started(&mut self, events: &StepEvents, now: Seconds) -> Result<(), CoreError> {
+        if self.signals.progress {
+            for admitted in &events.admitted {
+                self.tell(admitted.id, Event::Scheduled(Some(admitted.cached_tokens)), now)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A prompt chunk was computed. `first`: the request's first output token came with it.
+    pub fn prefilled(&mut self, chunk: &Prefilled, first: bool, now: Seconds) -> Result<(), CoreError> {
+        if self.signals.progress {
+            self.tell(chunk.id, Event::Prefilled(chunk.tokens), now)?;
+        }
+        if first {
+            self.tell(chunk.id, Event::FirstToken, now)?;
+            if let Some(flight) = &mut self.flights[chunk.id as usize] {
+                flight.told = 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// A request has all its output tokens.
+    pub fn finished(&mut self, request: u64, usage: Usage, now: Seconds) -> Result<(), CoreError> {
+        self.made(request, usage.output_tokens.unwrap_or(0), now)?;
+        self.tell(request, Event::Finished(usage), now)?;
+        self.flights[request as usize] = None;
+        Ok(())
+    }
+
+    /// The changes of an instance's cache since the last call.
+    pub fn cache_changed(&mut self, instance: usize, log: &mut KvLog, now: Seconds) {
+        if log.events.is_empty() {
+            return;
+        }
+        if self.signals.event_delay_seconds == 0.0 {
+            self.apply(instance as u32, log);
+            log.clear();
+        } else {
+            let empty = self.spare.pop().unwrap_or_else(|| KvLog { on: true, ..KvLog::default() });
+            let due = now + self.signals.event_delay_seconds;
+            self.late.push_back(Late { due, instance: instance as u32, log: std::mem::replace(log, empty) });
+        }
+    }
+
+    fn apply(&mut self, instance: u32, log: &KvLog) {
+        let (id, index) = (InstanceId(instance), self.router.index_mut());
+        for event in &log.events {
+            match event {
+                KvEvent::Stored { parent, hashes, .. } => {
+                    index.stored(id, *parent, &log.hashes[hashes.clone()]);
+                }
+                KvEvent::Removed { hash } => {
+                    index.removed(id, *hash);
+                }
+                KvEvent::Cleared => index.cleared(id),
+            }
+        }
+    }
+
+    /// The request has `made` output tokens by now; the first one is told of apart.
+    fn made(&mut self, request: u64, made: u32, now: Seconds) -> Result<(), CoreError> {
+        if let Some(flight) = &mut self.flights[request as usize]
+            && (1..made).contains(&flight.told)
+        {
+            let new = made - std::mem::replace(&mut flight.told, made);
+            self.tell(request, Event::Tokens(new), now)?;
+        }
+        Ok(())
+    }
+
+    fn tell(&mut self, request: u64, event: Event, now: Seconds) -> Result<(), CoreError> {
+        match &self.flights[request as usize] {
+            Some(flight) => self.router.advance(flight.ticket, event, now).map(drop),
+            None => Ok(()),
+        }
+    }
+}

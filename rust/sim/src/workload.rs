@@ -1,0 +1,329 @@
+//! What is played: requests, and the chained hashes of their prompts' blocks, made once and shared by all runs of a study.
+use crate::hash;
+use lmetric_core::CoreError;
+use lmetric_core::ids::Seconds;
+use std::sync::Arc;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// A trace's requests as columns. `previous`, `think_seconds` and `sessions` are empty or of the others' length.
+#[derive(Clone, Debug, Default)]
+pub struct Trace<'a> {
+    /// When each request arrives, seconds from the trace's start.
+    pub arrival_seconds: &'a [Seconds],
+    /// Prompt tokens, at least 1.
+    pub input_tokens: &'a [i64],
+    /// Output tokens. The prefill makes one in any case: 0 counts as 1.
+    pub output_tokens: &'a [i64],
+    /// Request `i` owns `hash_ids[hash_offsets[i]..hash_offsets[i + 1]]`.
+    pub hash_offsets: &'a [i64],
+    /// Names of blocks of `block_tokens` prompt tokens. Prompts share a block where it and all before it are equal.
+    pub hash_ids: &'a [u64],
+    /// Prompt tokens under one id (the last of a prompt may stand for fewer).
+    pub block_tokens: u32,
+    /// The request whose end each one waits for, -1: none.
+    pub previous: &'a [i64],
+    /// Seconds from that end to the arrival, which is never earlier than `arrival_seconds`.
+    pub think_seconds: &'a [Seconds],
+    /// The conversation of each request, -1: none.
+    pub sessions: &'a [i64],
+}
+
+/// Requests ready to be played on engines of one block size. Cloning shares everything but the arrivals.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    pub(crate) arrival_seconds: Vec<Seconds>,
+    pub(crate) shape: Arc<Shape>,
+}
+
+/// All of a workload but its arrivals.
+#[derive(Debug, Default)]
+pub(crate) struct Shape {
+    pub block_tokens: u32,
+    pub input_tokens: Vec<u32>,
+    pub output_tokens: Vec<u32>,
+    pub sessions: Vec<Option<u64>>,
+    /// For requests that others wait for: the first of these, and for each of them the next (index + 1; 0: none).
+    pub first_follower: Vec<u32>,
+    pub next_follower: Vec<u32>,
+    pub waits: Vec<bool>,
+    pub think_seconds: Vec<Seconds>,
+    offsets: Vec<usize>,
+    chain: Vec<u64>,
+}
+
+impl Shape {
+    /// Chained hashes of the blocks of a prompt, its partial last one included.
+    pub fn chain(&self, request: usize) -> &[u64] {
+        &self.chain[self.offsets[request]..self.offsets[request + 1]]
+    }
+}
+
+fn bad<T>(what: String, got: impl ToString, expected: impl Into<String>) -> Result<T, CoreError> {
+    Err(CoreError::BadValue { what, got: got.to_string(), expected: expected.into() })
+}
+
+impl Workload {
+    /// Reads a trace for engines with blocks of `block_tokens` tokens, of which one must divide the other's.
+    ///
+    /// # Errors
+    /// `BadValue` names the column, the request and what would have been right.
+    pub fn new(trace: &Trace<'_>, block_tokens: u32) -> Result<Workload, CoreError> {
+        let n = trace.arrival_seconds.len();
+        if n == 0 || n >= u32::MAX as usize {
+            return bad("requests of the trace".into(), n, "at least one, below 2^32");
+        }
+        for (name, length, optional) in [
+            ("input_tokens", trace.input_tokens.len(), false),
+            ("output_tokens", trace.output_tokens.len(), false),
+            ("hash_offsets", trace.hash_offsets.len().wrapping_sub(1), false),
+            ("previous", trace.previous.len(), true),
+            ("think_seconds", trace.think_seconds.len(), true),
+            ("sessions", trace.sessions.len(), true),
+        ] {
+            if length != n && !(optional && length == 0) {
+                return bad(format!("length of {name}"), length, format!("{n}, as arrival_seconds"));
+            }
+        }
+        let (trace_block, engine_block) = (trace.block_tokens, block_tokens);
+        if trace_block == 0
+            || engine_block == 0
+            || trace_block.max(engine_block) % trace_block.min(engine_block) != 0
+        {
+            return bad(
+                "block_tokens".into(),
+                format!("{engine_block} of the engine over {trace_block} of the trace"),
+                "one that divides the other",
+            );
+        }
+        check_arrivals(trace.arrival_seconds)?;
+        let mut shape = Shape { block_tokens, ..Shape::default() };
+        for (name, tokens, column) in [
+            ("input_tokens", trace.input_tokens, &mut shape.input_tokens),
+            ("output_tokens", trace.output_tokens, &mut shape.output_tokens),
+        ] {
+            let least = i64::from(name == "input_tokens");
+            column.reserve_exact(n);
+            for (i, &count) in tokens.iter().enumerate() {
+                if count < least || count > 1 << 30 {
+                    return bad(format!("{name} of request {i}"), count, format!("{least} to 2^30"));
+                }
+                column.push(count.max(1) as u32);
+            }
+        }
+        shape.sessions = trace
+            .sessions
+            .iter()
+            .map(|&s| u64::try_from(s).ok().map(|s| xxh3_64(&s.to_le_bytes())))
+            .collect();
+        shape.sessions.resize(n, None);
+        shape.follow(trace)?;
+        shape.hash(trace)?;
+        Ok(Workload { arrival_seconds: trace.arrival_seconds.to_vec(), shape: Arc::new(shape) })
+    }
+
+    /// The same requests at other times.
+    ///
+    /// # Errors
+    /// `BadValue` for another number of them, or a time that cannot be.
+    pub fn arriving_at(&self, arrival_seconds: &[Seconds]) -> Result<Workload, CoreError> {
+        if arrival_seconds.len() != self.len() {
+            let expected = format!("{}, one for each request", self.len());
+            return bad("number of arrival_seconds".into(), arrival_seconds.len(), expected);
+        }
+        check_arrivals(arrival_seconds)?;
+        Ok(Workload { arrival_seconds: arrival_seconds.to_vec(), shape: self.shape.clone() })
+    }
+
+    /// Requests.
+    pub fn len(&self) -> usize {
+        self.arrival_seconds.len()
+    }
+
+    /// Never: a workload has a request.
+    pub fn is_empty(&self) -> bool {
+        self.arrival_seconds.is_empty()
+    }
+
+    /// Tokens of the engines' blocks that its prompts are cut into.
+    pub fn block_tokens(&self) -> u32 {
+        self.shape.block_tokens
+    }
+
+    /// Blocks of all prompts that have a name.
+    pub fn blocks(&self) -> usize {
+        self.shape.chain.len()
+    }
+}
+
+fn check_arrivals(arrivals: &[Seconds]) -> Result<(), CoreError> {
+    match arrivals.iter().position(|at| !(0.0..1e11).contains(at)) {
+        Some(i) => bad(
+            format!("arrival_seconds of request {i}"),
+            arrivals[i],
+            "seconds from the trace's start, 0 to 1e11",
+        ),
+        None => Ok(()),
+    }
+}
+
+impl Shape {
+    /// Who waits for whom.
+    fn follow(&mut self, trace: &Trace<'_>) -> Result<(), CoreError> {
+        let n = self.input_tokens.len();
+        self.think_seconds = trace.think_seconds.to_vec();
+        self.think_seconds.resize(n, 0.0);
+        if let Some(i) = self.think_seconds.iter().position(|s| !(0.0..1e11).contains(s)) {
+            return bad(format!("think_seconds of request {i}"), self.think_seconds[i], "0 to 1e11 seconds");
+        }
+        self.waits = vec![false; n];
+        self.first_follower = vec![0; n];
+        self.next_follower = vec![0; n];
+        for (i, &previous) in trace.previous.iter().enumerate().rev() {
+            if previous == -1 {
+                continue;
+            }
+            let Some(before) = usize::try_from(previous).ok().filter(|p| *p < n && *p != i) else {
+                return bad(
+                    format!("previous of request {i}"),
+                    previous,
+                    format!("another request (0 to {}) or -1", n - 1),
+                );
+            };
+            self.waits[i] = true;
+            self.next_follower[i] = std::mem::replace(&mut self.first_follower[before], i as u32 + 1);
+        }
+        // Whoever can be reached from a request that waits for none arrives some time; the others wait in a circle.
+        let mut reached: Vec<usize> = (0..n).filter(|&i| !self.waits[i]).collect();
+        let mut at = 0;
+        while let Some(&i) = reached.get(at) {
+            reached.extend(self.followers(i));
+            at += 1;
+        }
+        if reached.len() < n {
+            let mut known = vec![false; n];
+            reached.iter().for_each(|&i| known[i] = true);
+            let stuck = known.iter().position(|k| !k).unwrap_or(0);
+            return bad(
+                format!("previous of request {stuck}"),
+                trace.previous[stuck],
+                "one that does not wait for it in turn",
+            );
+        }
+        Ok(())
+    }
+
+    /// The requests that wait for this one's end.
+    pub fn followers(&self, request: usize) -> impl Iterator<Item = usize> {
+        let follower = |next: u32| (next > 0).then(|| next as usize - 1);
+        std::iter::successors(follower(self.first_follower[request]), move |&i| {
+            follower(self.next_follower[i])
+        })
+    }
+
+    /// Chains the trace's ids over blocks of the engine's size: several ids make a block, or an id makes several.
+    fn hash(&mut self, trace: &Trace<'_>) -> Result<(), CoreError> {
+        let (trace_block, block) = (u64::from(trace.block_tokens), u64::from(self.block_tokens));
+        let (per_block, per_id) = ((block / trace_block).max(1) as usize, (trace_block / block).max(1));
+        self.offsets.push(0);
+        let mut bytes = Vec::new();
+        for (i, &tokens) in self.input_tokens.iter().enumerate() {
+            let range = usize::try_from(trace.hash_offsets[i])
+                .ok()
+                .zip(usize::try_from(trace.hash_offsets[i + 1]).ok());
+            let Some(ids) = range.and_then(|(from, to)| trace.hash_ids.get(from..to)) else {
+                let got = format!("{} to {}", trace.hash_offsets[i], trace.hash_offsets[i + 1]);
+                return bad(
+                    format!("hash_offsets of request {i}"),
+                    got,
+                    format!("a range within 0 to {}", trace.hash_ids.len()),
+                );
+            };
+            let tokens = u64::from(tokens);
+            if ids.len() as u64 > tokens.div_ceil(trace_block) {
+                let expected = format!("at most {} for {tokens} tokens", tokens.div_ceil(trace_block));
+                return bad(format!("hash_ids of request {i}"), format!("{} ids", ids.len()), expected);
+            }
+            let named = tokens.min(ids.len() as u64 * trace_block).div_ceil(block) as usize;
+            let end = self.chain.len() + named;
+            let mut previous = hash::root(None);
+            'ids: for group in ids.chunks(per_block) {
+                for part in 0..per_id {
+                    if self.chain.len() == end {
+                        break 'ids;
+                    }
+                    bytes.clear();
+                    bytes.extend_from_slice(&previous.to_le_bytes());
+                    group.iter().for_each(|id| bytes.extend_from_slice(&id.to_le_bytes()));
+                    bytes.extend_from_slice(&part.to_le_bytes());
+                    previous = xxh3_64(&bytes);
+                    self.chain.push(previous);
+                }
+            }
+            self.offsets.push(self.chain.len());
+        }
+        self.chain.shrink_to_fit();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn workload(block_tokens: u32, prompts: &[(i64, &[u64])]) -> Result<Workload, CoreError> {
+        let input: Vec<i64> = prompts.iter().map(|p| p.0).collect();
+        let ids: Vec<u64> = prompts.iter().flat_map(|p| p.1.iter().copied()).collect();
+        let mut offsets = vec![0];
+        prompts.iter().for_each(|p| offsets.push(offsets.last().unwrap() + p.1.len() as i64));
+        let (arrivals, output) = (vec![0.0; input.len()], vec![1; input.len()]);
+        let trace = Trace {
+            arrival_seconds: &arrivals,
+            input_tokens: &input,
+            output_tokens: &output,
+            hash_offsets: &offsets,
+            hash_ids: &ids,
+            block_tokens: 8,
+            ..Trace::default()
+        };
+        Workload::new(&trace, block_tokens)
+    }
+
+    fn shared(w: &Workload, a: usize, b: usize) -> usize {
+        w.shape.chain(a).iter().zip(w.shape.chain(b)).take_while(|(x, y)| x == y).count()
+    }
+
+    #[test]
+    fn chains_cover_what_came_before_at_any_block_size() {
+        // The second differs from the first in its second id only, the third in its first.
+        let prompts: [(i64, &[u64]); 3] = [(30, &[1, 2, 3, 4]), (30, &[1, 9, 3, 4]), (30, &[9, 2, 3, 4])];
+        for (block, blocks, common) in [(8, 4, 1), (2, 15, 4), (16, 2, 0), (32, 1, 0)] {
+            let w = workload(block, &prompts).unwrap();
+            assert_eq!(w.shape.chain(0).len(), blocks, "blocks of {block}");
+            assert_eq!((shared(&w, 0, 1), shared(&w, 0, 2)), (common, 0), "blocks of {block}");
+        }
+        // Fewer ids than blocks: the rest has no name.
+        assert_eq!(workload(4, &[(30, &[1, 2])]).unwrap().shape.chain(0).len(), 4);
+        assert_eq!(workload(4, &[(30, &[])]).unwrap().shape.chain(0).len(), 0);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_named() {
+        let message = |r: Result<Workload, CoreError>| r.unwrap_err().to_string();
+        assert!(message(workload(12, &[(30, &[1])])).contains("12 of the engine over 8 of the trace"));
+        assert!(message(workload(8, &[(8, &[1]), (8, &[1, 2])])).contains("hash_ids of request 1"));
+        assert!(message(workload(8, &[(0, &[])])).contains("input_tokens of request 0"));
+        let trace = Trace {
+            arrival_seconds: &[0.0; 3],
+            input_tokens: &[1; 3],
+            output_tokens: &[1; 3],
+            hash_offsets: &[0; 4],
+            block_tokens: 8,
+            previous: &[-1, 2, 1],
+            ..Trace::default()
+        };
+        let circle = message(Workload::new(&trace, 8));
+        assert!(circle.contains("previous of request 1"), "{circle}");
+        let chained = Trace { previous: &[-1, 0, 1], ..trace };
+        assert!(Workload::new(&chained, 8).is_ok());
+    }
+}

@@ -1,0 +1,145 @@
+"""The simulator from Python: columns, errors, threads. Its laws are in rust/sim/tests."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lmetric as lm
+from lmetric.profiles import Profile
+from lmetric.sim.run import Run, prepare, simulate
+from lmetric.sim.traces import Trace
+
+# Round constants, so that times can be worked out by hand.
+ROUND = Profile(
+    fixed_seconds=1.0,
+    decode_seconds_per_sequence=0.1,
+    decode_seconds_per_context_token=0.0,
+    prefill_seconds_per_token=0.01,
+    prefill_seconds_per_attention_pair=0.0,
+    max_batch_tokens=64,
+    max_sequences=8,
+    block_tokens=16,
+    cache_blocks=32,
+)
+
+
+def trace(requests: list[tuple[float, int, int, list[int]]]) -> Trace:
+    """From (arrival, input tokens, output tokens, ids of blocks of 16 tokens)."""
+    offsets = np.cumsum([0, *(len(ids) for *_, ids in requests)])
+    return Trace(
+        name="by hand",
+        arrival_seconds=np.array([r[0] for r in requests], np.float64),
+        input_tokens=np.array([r[1] for r in requests], np.int64),
+        output_tokens=np.array([r[2] for r in requests], np.int64),
+        hash_offsets=offsets.astype(np.int64),
+        hash_ids=np.array([i for *_, ids in requests for i in ids], np.uint64),
+        block_tokens=16,
+    )
+
+
+def some(requests: int, seed: int = 1) -> Trace:
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(0.7, requests))
+    lengths = rng.integers(1, 200, requests)
+    families = [[int(rng.integers(5)) * 100 + i for i in range(-(-int(n) // 16))] for n in lengths]
+    return trace(
+        [
+            (float(a), int(n), int(rng.integers(1, 30)), f)
+            for a, n, f in zip(arrivals, lengths, families, strict=True)
+        ]
+    )
+
+
+def test_two_requests_by_hand() -> None:
+    # The second comes while the first decodes, finds its one full block, and computes the other 10 tokens.
+    run = simulate(
+        trace([(0.0, 20, 3, [1, 2]), (1.5, 26, 1, [1, 3])]), instances=1, profile=ROUND, policy="round_robin"
+    )
+    # Prefill of 20 tokens: 1 + 0.2. Decode step: 1 + 0.1, to 2.3; then both: 1 + 0.1 + 0.1, to 3.5.
+    assert run.scheduled_seconds == pytest.approx([0.0, 2.3])
+    assert run.first_token_seconds == pytest.approx([1.2, 3.5])
+    assert run.finished_seconds == pytest.approx([3.5, 3.5])
+    assert run.hit_tokens.tolist() == [0, 16]
+    assert run.hit_blocks.tolist() == [0, 1]
+    assert run.prompt_blocks.tolist() == [2, 2]
+    assert run.ttft_seconds == pytest.approx([1.2, 2.0])
+    assert run.tpot_seconds[0] == pytest.approx(1.15)
+    assert np.isnan(run.tpot_seconds[1])
+    assert run.e2e_seconds == pytest.approx([3.5, 2.0])
+    # 1.2 s of one prefilling, 1.1 s of one decoding, 1.2 s of both.
+    assert run.timeline.running == pytest.approx(np.array([[(1.2 + 1.1 + 1.2 * 2) / 10]]))
+    assert run.timeline.queued == pytest.approx(np.array([[0.8 / 10]]))
+    assert run.timeline.prefill_tokens == pytest.approx(np.array([[30]]))
+
+
+def test_a_turn_waits_for_the_answer_before() -> None:
+    turns = trace([(0.0, 20, 3, [1, 2]), (1.0, 20, 1, [5, 6])])
+    columns = {"previous": np.array([-1, 0]), "think_seconds": np.array([0.0, 2.0])}
+    try:
+        turns = replace(turns, **columns)  # type: ignore[arg-type]
+    except TypeError:
+        pytest.skip("traces have no turns yet")
+    run = simulate(turns, instances=2, profile=ROUND)
+    assert run.finished_seconds[0] == pytest.approx(1.2 + 2 * 1.1)
+    assert run.arrival_seconds[1] == pytest.approx(3.4 + 2.0)
+
+
+def test_same_seed_same_bytes_in_any_thread() -> None:
+    workload = prepare(some(400), ROUND)
+
+    def play(seed: int) -> Run:
+        return simulate(workload, instances=5, profile=ROUND, policy="lmetric", seed=seed)
+
+    alone = [play(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(play, range(4)))
+    names = [n for n in Run.__dataclass_fields__ if n not in ("wall_seconds", "timeline")]
+    for a, b in zip(alone, together, strict=True):
+        for name in names:
+            assert np.asarray(getattr(a, name)).tobytes() == np.asarray(getattr(b, name)).tobytes(), name
+        assert a.timeline.running.tobytes() == b.timeline.running.tobytes()
+    assert any((a.instance != alone[0].instance).any() for a in alone[1:])
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"signals": "step_end"}, {"signals": "delayed"}, {"admission": "vllm"}]
+)
+def test_every_kind_of_policy_plays(settings: dict[str, Any]) -> None:
+    workload = prepare(some(120), ROUND)
+    emptiest = lm.policy_function(lambda columns: columns["bs"], reads=["bs"], name="emptiest")
+    for policy in (
+        "vllm",
+        "p_token * (bs + 1)",
+        lm.P_TOKEN * (lm.BS + 1),
+        lm.Policy(score="bs + tokens"),
+        emptiest,
+    ):
+        run = simulate(workload, instances=3, profile=ROUND, policy=policy, **settings)
+        assert (run.finished_seconds >= run.first_token_seconds).all()
+        assert (run.first_token_seconds > run.scheduled_seconds).all()
+        assert (run.scheduled_seconds >= run.arrival_seconds).all()
+        assert set(run.instance.tolist()) == {0, 1, 2}
+
+
+def test_errors_say_what_would_have_been_right() -> None:
+    two = trace([(0.0, 20, 3, [1, 2]), (1.5, 900, 1, [])])
+    with pytest.raises(lm.BadValueError, match=r"request 1: 900 tokens.*at most 512"):
+        simulate(two, instances=1, profile=ROUND, admission="vllm")
+    with pytest.raises(lm.BadValueError, match="12 of the engine over 16 of the trace"):
+        simulate(two, instances=1, profile={**ROUND.constants(), "block_tokens": 12})
+    with pytest.raises(lm.BadValueError, match="instances"):
+        simulate(two, instances=0, profile=ROUND)
+    with pytest.raises(lm.BadValueError, match="exact, step_end or delayed"):
+        simulate(two, profile=ROUND, signals="late")  # type: ignore[arg-type]
+    with pytest.raises(lm.UnknownNameError, match="did you mean"):
+        simulate(two, profile=ROUND, policy="lmetrik")
+    with pytest.raises(lm.PolicyError, match="broken"):
+        simulate(
+            two, profile=ROUND, policy=lm.policy_function(lambda columns: 1 / 0, reads=["bs"], name="broken")
+        )
+    other = prepare(two, {**ROUND.constants(), "block_tokens": 8})
+    with pytest.raises(lm.BadValueError, match="block_tokens of the profile"):
+        simulate(other, profile=ROUND)
