@@ -18,8 +18,8 @@ from lmetric.sim.summary import Goodput, Slo, Spread
 def run_of(n: int = 4) -> Any:
     """Four requests, a second apart; the columns of `lmetric.sim.run.Run`, written by hand."""
     arrival = np.array([0.0, 1.0, 2.0, 3.0])
-    first = arrival + [0.5, 1.0, 0.5, 2.0]
-    finished = first + [1.0, 0.0, 4.0, 2.0]
+    first = arrival + np.array([0.5, 1.0, 0.5, 2.0])
+    finished = first + np.array([1.0, 0.0, 4.0, 2.0])
     output = np.array([11, 1, 21, 11])
     return SimpleNamespace(
         policy="lmetric", seed=7, wall_seconds=0.25, arrival_seconds=arrival[:n],

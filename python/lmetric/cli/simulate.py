@@ -34,7 +34,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="A,B,…",
-            help="Policies: names, linear(lam=0.7), scores; repeatable [default: vllm, lmetric].",
+            help="Names, linear(lam=0.7), scores, or all; repeatable [default: vllm, lmetric].",
         ),
     ] = None,
     instances: Annotated[int, typer.Option(min=1, help="Engines in the fleet.")] = 16,
@@ -101,7 +101,7 @@ def command(
 
         require_matplotlib()
     parsed = (PolicyChoice.parse(text) for text in split_policies(policy or ["vllm", "lmetric"]))
-    choices = list({choice.label: choice for choice in parsed}.values())
+    choices = list({choice.label: choice for each in parsed for choice in each}.values())
     for choice in choices:
         choice.build()
     settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
@@ -159,8 +159,6 @@ def _run(setups: list[Setup], jobs: int | None) -> list[Result]:
 
 
 def _write_json(results: list[Result], path: Path | None) -> None:
-    import shlex
-    import sys
     from dataclasses import asdict
     from importlib.metadata import version
 
@@ -170,7 +168,6 @@ def _write_json(results: list[Result], path: Path | None) -> None:
     for name in ("policy", "seed", "fraction_of_max"):
         del setup[name]
     told = {
-        "command": shlex.join(["lmetric-router", *sys.argv[1:]]),
         "version": version("lmetric-router"),
         "setting": setup,
         "runs": [asdict(result.figures) for result in results],

@@ -37,13 +37,16 @@ class PolicyChoice:
     label: str = ""  # how tables and figures call it
 
     @staticmethod
-    def parse(text: str) -> PolicyChoice:
-        """``lmetric``, ``p_token * (bs + 1)``, or a registered policy with knobs, ``linear(lam=0.7)``."""
+    def parse(text: str) -> list[PolicyChoice]:
+        """``lmetric``, ``p_token * (bs + 1)``, a registered policy with knobs, ``linear(lam=0.7)``, or
+        ``all`` that are registered."""
         text = text.strip()
         called = re.fullmatch(r"(\w+)\s*\((.*)\)", text, re.DOTALL)
-        names = {row["name"] for row in _core.policy_table()}
+        names = [row["name"] for row in _core.policy_table()]
+        if text == "all":
+            return [PolicyChoice(name, {}, name) for name in names]
         if called is None or called[1] not in names:
-            return PolicyChoice(text, {}, text)
+            return [PolicyChoice(text, {}, text)]
         knobs = {}
         for pair in filter(None, (part.strip() for part in called[2].split(","))):
             name, _, value = (part.strip() for part in pair.partition("="))
@@ -53,7 +56,7 @@ class PolicyChoice:
                 raise _core.BadValueError(
                     f"policy {text!r}: {pair!r} is not valid; expected NAME=NUMBER"
                 ) from None
-        return PolicyChoice(called[1], knobs, "").labelled()
+        return [PolicyChoice(called[1], knobs).labelled()]
 
     def labelled(self, label: str | None = None) -> PolicyChoice:
         """With this label, or with the one that names the policy and its knobs."""

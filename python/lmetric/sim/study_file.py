@@ -56,7 +56,7 @@ class PolicyEntry(Strict):
     """A policy, with its knobs swept."""
 
     policy: str | dict[str, Any] = Field(
-        description="a name, linear(lam=0.7), a score expression, or a mapping with filter, score, ..."
+        description="a name, all, linear(lam=0.7), a score expression, or a mapping with filter, score, ..."
     )
     knobs: dict[str, Annotated[list[float], Listed]] = Field(
         default_factory=dict, description="by name, one value or several"
@@ -65,19 +65,20 @@ class PolicyEntry(Strict):
 
     def choices(self) -> Iterator[PolicyChoice]:
         """One for each combination of knobs."""
-        base = (
+        bases = (
             PolicyChoice.parse(self.policy)
             if isinstance(self.policy, str)
-            else PolicyChoice(self.policy).labelled()
+            else [PolicyChoice(self.policy).labelled()]
         )
-        for values in itertools.product(*self.knobs.values()):
-            knobs = dict(zip(self.knobs, values, strict=True))
-            if not knobs:
-                yield replace(base, label=self.label or base.label)
-                continue
-            choice = replace(base, knobs={**base.knobs, **knobs}).labelled()
-            swept = ", ".join(f"{name}={value:g}" for name, value in knobs.items())
-            yield choice if self.label is None else choice.labelled(f"{self.label}({swept})")
+        for base in bases:
+            for values in itertools.product(*self.knobs.values()):
+                knobs = dict(zip(self.knobs, values, strict=True))
+                swept = ", ".join(f"{name}={value:g}" for name, value in knobs.items())
+                choice = replace(base, knobs={**base.knobs, **knobs})
+                if self.label is None:
+                    yield choice.labelled() if knobs else choice
+                else:
+                    yield choice.labelled(f"{self.label}({swept})" if swept else self.label)
 
 
 class LoadEntry(Strict):
@@ -108,8 +109,8 @@ class MaxLoadEntry(Strict):
     keep_up: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.95, description="sustained: this share of requests has its first token when the last arrives"
     )
-    good_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.9, description="and, with an slo, this share keeps it"
+    good_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="and this share of the measured ones keeps the slo; default: not asked for"
     )
     tolerance: Annotated[float, Field(ge=1e-4, le=1)] = Field(0.02, description="relative, of the speed")
 
@@ -217,9 +218,14 @@ def load_study(path: Path, traces: list[Path] | None = None) -> Study:
 def _expand(file: StudyFile, path: Path) -> Study:
     share = parse_share(file.measure)
     slo = Slo(file.slo.ttft_seconds, file.slo.tpot_seconds)
-    policies = [choice for entry in file.policies for choice in entry.choices()]
+    policies: list[PolicyChoice] = []
+    for each in file.policies:
+        policies += [choice for choice in each.choices() if choice not in policies]
     entry = file.max_load or MaxLoadEntry.model_validate({})
-    reference = PolicyChoice.parse(entry.reference)
+    references = PolicyChoice.parse(entry.reference)
+    if len(references) != 1:
+        raise ConfigError(f"max_load.reference: {entry.reference!r} is not one policy")
+    reference = references[0]
     for choice in [*policies, reference]:
         choice.build()
     profiles = [name if name in shipped_profiles() else str(path.parent / name) for name in file.profiles]
