@@ -14,7 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmetric.sim.traces import Trace, TraceError, load_trace, write_trace
+from lmetric.sim.traces import (
+    Trace,
+    TraceError,
+    ideal_hit_tokens,
+    load_trace,
+    summarize_trace,
+    write_trace,
+)
 
 
 def line(
@@ -409,3 +416,44 @@ def test_a_plain_trace_is_written_with_mooncakes_four_keys(tmp_path: Path) -> No
 def test_columns_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(conversations([0, 1], [-1, 0]), **change)
+
+
+prompts = st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=8)
+
+
+@settings(deadline=None)
+@given(prompts, st.integers(0, 15))
+def test_ideal_hits_are_those_of_an_endless_cache(blocks: list[list[int]], short: int) -> None:
+    counts = [len(each) for each in blocks]
+    trace = Trace(
+        "t",
+        np.arange(len(blocks), dtype=np.float64),
+        np.array([max(1, 16 * count - short) for count in counts]),
+        np.ones(len(blocks), dtype=np.int64),
+        np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
+        np.array([block for each in blocks for block in each], dtype=np.uint64),
+        16,
+    )
+    seen: set[int] = set()
+    for i, each in enumerate(blocks):
+        leading = 0
+        while leading < len(each) and each[leading] in seen:
+            leading += 1
+        assert ideal_hit_tokens(trace)[i] == min(16 * leading, trace.input_tokens[i] - 1)
+        seen |= set(each)
+
+
+def test_a_summary_by_hand(tmp_path: Path) -> None:
+    rows = [line(0, 1024, 10, [1, 2]), line(700, 1100, 20, [1, 2, 3]), line(2000, 512, 90, [1])]
+    path = write(tmp_path / "t.jsonl", *rows, "{bad\n")
+    summary = summarize_trace(load_trace(path, on_bad_line="skip"))
+    assert (summary.requests, summary.duration_seconds, summary.requests_per_second) == (3, 2.0, 1.5)
+    assert (summary.blocks, summary.distinct_blocks, summary.bad_lines) == (6, 3, 1)
+    assert (summary.input_tokens.total, summary.input_tokens.p50, summary.input_tokens.max) == (
+        2636,
+        1024,
+        1100,
+    )
+    assert summary.output_tokens.mean == 40
+    assert summary.ideal_hit_ratio == pytest.approx((1024 + 511) / 2636)
+    assert (summary.sessions, summary.waiting_requests) == (0, 0)

@@ -60,6 +60,7 @@ def command(
     so that equal ids are equal text. Ctrl-C prints what there is so far and exits with 130.
     """
     from lmetric.cli.show import note, print_json
+    from lmetric.cli.trace import report_bad_lines
     from lmetric.replay import Client, Slo, summarize
     from lmetric.sim.traces import load_trace
 
@@ -72,10 +73,7 @@ def command(
         on_bad_line="skip" if skip_bad_lines else "stop",
         closed_loop=closed_loop,
     )
-    for bad in loaded.bad_lines[:3]:
-        note(f"skipped {bad}")
-    if len(loaded.bad_lines) > 3:
-        note(f"skipped {len(loaded.bad_lines) - 3} further lines")
+    report_bad_lines(loaded.bad_lines, note)
     chosen = loaded.between(start, float("inf"))
     if max_input_tokens is not None:
         chosen = chosen.at_most(max_input_tokens)

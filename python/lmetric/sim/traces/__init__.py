@@ -2,6 +2,7 @@
 
 from lmetric.sim.traces.formats import FORMATS, TraceFormat
 from lmetric.sim.traces.load import load_trace, recognise
+from lmetric.sim.traces.summary import TraceSummary, ideal_hit_tokens, summarize_trace
 from lmetric.sim.traces.trace import BadLine, Trace, TraceError
 from lmetric.sim.traces.write import write_trace
 
@@ -11,7 +12,10 @@ __all__ = [
     "Trace",
     "TraceError",
     "TraceFormat",
+    "TraceSummary",
+    "ideal_hit_tokens",
     "load_trace",
     "recognise",
+    "summarize_trace",
     "write_trace",
 ]
