@@ -21,7 +21,7 @@ class EngineOptions(BaseModel):
     model: str = Field(default="emulated", min_length=1, description="Name of the served model.")
 
     profile: str = Field(
-        default="qwen3-30b-a3b-h20", description="Shipped profile's name, or path of a YAML file."
+        default="independent-sim", description="Shipped profile's name, or path of a YAML file."
     )
     block_tokens: int = Field(
         default=16, gt=0, le=2**20, description="Tokens of a KV block, whatever the profile simulates with."
