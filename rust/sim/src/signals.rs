@@ -212,8 +212,10 @@ impl Observer {
                 KvEvent::Stored { parent, hashes, .. } => {
                     index.stored(id, *parent, &log.hashes[hashes.clone()]);
                 }
-                KvEvent::Removed { hash } => {
-                    index.removed(id, *hash);
+                KvEvent::Removed { hashes } => {
+                    for &hash in &log.hashes[hashes.clone()] {
+                        index.removed(id, hash);
+                    }
                 }
                 KvEvent::Cleared => index.cleared(id),
             }
