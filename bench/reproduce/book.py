@@ -1,0 +1,132 @@
+"""Claims, tables and figures: what a reproduction says, as JSON and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from world import World
+
+Expected = Literal["less", "more", "about 0", ""]
+NEAR = 0.03  # what "about 0" allows
+
+
+@dataclass
+class Ours:
+    """Our figure on one stage: a value for each seed."""
+
+    stage: str
+    values: list[float]
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.values))
+
+    def verdict(self, expected: Expected) -> str:
+        """Whether every seed agrees with the sign that the paper's claim has."""
+        least, most = min(self.values), max(self.values)
+        if not expected:
+            return ""
+        if expected == "about 0":
+            return "same" if abs(self.mean) <= NEAR else "**other**"
+        if expected == "less":
+            least, most = -most, -least
+        if least > 0:
+            return "same"
+        return "**opposite**" if most < 0 else "not told apart"
+
+
+@dataclass
+class Claim:
+    """A claim of the paper: `paper` is its figure, `ours` ours, as changes (0.1: 10% more) or as levels."""
+
+    text: str
+    paper: str
+    expected: Expected
+    ours: list[Ours]
+    unit: Literal["change", "share", "ratio", "points"] = "change"
+
+    def shown(self, value: float) -> str:
+        if self.unit == "ratio":
+            return f"{value:.2f}"
+        sign = "" if self.unit == "share" else "+"
+        return f"{100 * value:{sign}.1f}{' points' if self.unit == 'points' else '%'}"
+
+    def rows(self) -> list[list[str]]:
+        rows = []
+        for at, one in enumerate(self.ours):
+            spread = f" [{self.shown(min(one.values))}, {self.shown(max(one.values))}]"
+            told = self.shown(one.mean) + (spread if len(one.values) > 1 else "")
+            first = [self.text, self.paper] if at == 0 else ["", ""]
+            rows.append([*first, one.stage, told, one.verdict(self.expected)])
+        return rows
+
+
+@dataclass
+class Table:
+    """Figures beside each other; cells are text."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+@dataclass
+class Made:
+    """What a figure's function makes."""
+
+    claims: list[Claim] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+
+Maker = Callable[[World], Made]
+FIGURES: dict[str, tuple[str, Maker]] = {}
+
+
+def figure(name: str, title: str) -> Callable[[Maker], Maker]:
+    """Registers a function as the maker of a figure."""
+
+    def register(maker: Maker) -> Maker:
+        FIGURES[name] = (title, maker)
+        return maker
+
+    return register
+
+
+def spread(found: Sequence[float], scale: float = 1, digits: int = 2) -> str:
+    """``mean ±half the range`` over seeds."""
+    half = (max(found) - min(found)) / 2 * scale
+    text = f"{np.mean(found) * scale:.{digits}f}"
+    return f"{text} ±{half:.{digits}f}" if len(found) > 1 else text
+
+
+def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def to_json(name: str, title: str, made: Made, about: dict[str, Any]) -> dict[str, Any]:
+    told = asdict(made)
+    for claim in told["claims"]:
+        for ours in claim["ours"]:
+            ours["values"] = [float(f"{value:.5g}") for value in ours["values"]]
+    return {"figure": name, "title": title, **about, **told}
+
+
+def from_json(told: dict[str, Any]) -> Made:
+    claims = [Claim(**{**c, "ours": [Ours(**ours) for ours in c["ours"]]}) for c in told["claims"]]
+    return Made(claims, [Table(**table) for table in told["tables"]])
+
+
+def rendered(told: dict[str, Any]) -> str:
+    """A figure's part of the page."""
+    made = from_json(told)
+    parts = []
+    if made.claims:
+        head = ["the paper's claim", "paper", "our stage", "ours", "direction"]
+        parts.append(markdown(head, (row for claim in made.claims for row in claim.rows())))
+    for table in made.tables:
+        parts.append(f"{table.title}\n\n{markdown(table.head, table.rows)}")
+    return "\n\n".join(parts)

@@ -1,0 +1,236 @@
+"""Figures 7-9, 11, 12 and 21-26: policies against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from book import Claim, Made, Ours, Table, figure, spread
+from world import LMETRIC, SIMULATION, VLLM, Choice, Figures, Stage, World, change, mean, values
+
+LAMBDAS = [round(0.1 * step, 1) for step in range(1, 10)]
+WEIGHTS = LAMBDAS
+RANGES = [1, 2, 4, 8, 16, 32]
+
+HEAD = ["TTFT mean, s", "p50", "p99", "TPOT mean, ms", "p50", "p99", "hits, %", "imbalance"]
+
+
+def cells(runs: Sequence[Figures]) -> list[str]:
+    """A policy's cells under `HEAD`."""
+    ttft = [spread(values(runs, f"ttft_{part}"), 1, 3) for part in ("mean", "p50", "p99")]
+    tpot = [spread(values(runs, f"tpot_{part}"), 1e3, 1) for part in ("mean", "p50", "p99")]
+    hits, imbalance = spread(values(runs, "hit_ratio"), 100, 1), spread(values(runs, "imbalance"))
+    return [*ttft, *tpot, hits, imbalance]
+
+
+def table(world: World, stage: Stage, choices: list[Choice], title: str = "", **more: float) -> Table:
+    """All figures of some policies on a stage."""
+    found = world.many(stage, choices, **more)
+    load = f"{sum(part.requests_per_second for part in stage.judge) / len(stage.judge):.1f} requests/s"
+    rows = [[choice.name, *cells(runs)] for choice, runs in zip(choices, found, strict=True)]
+    return Table(title or f"`{stage.label}`, {load}:", ["policy", *HEAD], rows)
+
+
+def linear(world: World, stage: Stage) -> Choice:
+    """BAILIAN's, its weight tuned."""
+    return world.tuned(stage, "linear", "lam", LAMBDAS)
+
+
+def paper_dynamo(world: World, stage: Stage) -> Choice:
+    return world.tuned(stage, "dynamo_linear", "w", WEIGHTS)
+
+
+def paper_filter(world: World, stage: Stage) -> Choice:
+    return world.tuned(stage, "filter", "range", RANGES)
+
+
+def against(
+    world: World, stages: Sequence[Stage], new: Choice, old: Choice | str, quantity: str, **more: float
+) -> list[Ours]:
+    """Relative change of `quantity` from `old` (or the tuned policy of that kind) to `new`."""
+    tuned = {"linear": linear, "dynamo": paper_dynamo, "filter": paper_filter}
+    found = []
+    for stage in stages:
+        before = tuned[old](world, stage) if isinstance(old, str) else old
+        a, b = world.many(stage, [new, before], **more)
+        found.append(Ours(stage.label, change(a, b, quantity)))
+    return found
+
+
+@figure("7", "Figures 7 and 8: vLLM's balancer, and with KV-awareness (tuned linear combination)")
+def figure_7(world: World) -> Made:
+    def changes(quantity: str) -> list[Ours]:
+        found = []
+        for stage in world.sharing:
+            new, old = world.many(stage, [linear(world, stage), VLLM])
+            found.append(Ours(stage.label, change(new, old, quantity)))
+        return found
+
+    return Made(
+        [
+            Claim("KV-awareness lowers the mean TTFT (4.2)", "-84% (ChatBot)", "less", changes("ttft_mean")),
+            Claim("and the mean TPOT (4.2)", "-17% (ChatBot)", "less", changes("tpot_mean")),
+            Claim("since it hits more (Figure 8)", "more, no figure", "more", changes("hit_ratio")),
+        ],
+        [table(world, stage, [VLLM, linear(world, stage)]) for stage in world.sharing],
+    )
+
+
+@figure("11", "Figures 9 and 11: the weight of the linear combination, swept")
+def figure_11(world: World) -> Made:
+    hits, late, best, borrowed = [], [], [], []
+    tables = []
+    sweep = [Choice("linear", {"lam": lam}) for lam in LAMBDAS]
+    chosen = {stage.label: linear(world, stage) for stage in world.sharing}
+    for stage in world.sharing:
+        found = dict(zip(LAMBDAS, world.many(stage, sweep), strict=True))
+        hits.append(
+            Ours(stage.label, [b["hit_ratio"] - a["hit_ratio"]
+                               for a, b in zip(found[0.4], found[0.9], strict=True)])
+        )  # fmt: skip
+        best_lam = min(LAMBDAS, key=lambda lam: mean(found[lam], "ttft_mean"))
+        late.append(Ours(stage.label, change(found[0.9], found[best_lam], "ttft_mean")))
+        best.append(Ours(stage.label, [best_lam]))
+        own = world.runs(stage, chosen[stage.label])
+        others = [
+            change(world.runs(stage, other), own, "ttft_mean")
+            for label, other in chosen.items()
+            if label != stage.label
+        ]
+        borrowed.append(Ours(stage.label, max(others, key=lambda each: sum(each))))
+        tables.append(
+            table(world, stage, [*sweep, LMETRIC], f"`{stage.label}` (tuned: {chosen[stage.label].name}):")
+        )
+    return Made(
+        [
+            Claim("hits rise with the weight, 0.4 to 0.9 (Figure 9)", "rise", "more", hits, "points"),
+            Claim("beyond a knee the TTFT rises: 0.9 against the best weight (Figure 11)",
+                  "rises (ChatBot: beyond 0.7)", "more", late),
+            Claim("the best weight for the mean TTFT depends on the workload",
+                  "0.7 ChatBot, 0.55 API", "", best, "ratio"),
+            Claim("so it must be tuned: TTFT with the worst of the others' tuned weights, against its own",
+                  "no figure", "more", borrowed),
+        ],
+        tables,
+    )  # fmt: skip
+
+
+@figure("12", "Figure 12: the paper's filter, its range swept, beside AIBrix's own")
+def figure_12(world: World) -> Made:
+    sweep = [Choice("filter", {"range": width}) for width in RANGES]
+    aibrix = Choice("aibrix_prefix")
+    tables, slower, ttft, tpot, own = [], [], [], [], []
+    best = []
+    for stage in world.sharing:
+        found = dict(zip(RANGES, world.many(stage, sweep), strict=True))
+        tuned, bailian = paper_filter(world, stage), linear(world, stage)
+        slower.append(
+            Ours(stage.label, change(world.runs(stage, tuned), world.runs(stage, bailian), "ttft_mean"))
+        )
+        own.append(
+            Ours(stage.label, change(world.runs(stage, aibrix), world.runs(stage, tuned), "ttft_mean"))
+        )
+        ttft.append(Ours(stage.label, change(found[16], found[4], "ttft_p50")))
+        tpot.append(Ours(stage.label, change(found[16], found[4], "tpot_p50")))
+        best.append(Ours(stage.label, [min(RANGES, key=lambda width: mean(found[width], "ttft_mean"))]))
+        tables.append(table(world, stage, [*sweep, aibrix, bailian, LMETRIC]))
+    return Made(
+        [
+            Claim("range 16 against 4: P50 TTFT (4.5)", "-44% (Coder)", "less", ttft),
+            Claim("range 16 against 4: P50 TPOT (4.5)", "-15% (Coder)", "less", tpot),
+            Claim("the best range depends on the workload", "2 to 16", "", best, "ratio"),
+            Claim("tuned filter against tuned linear, mean TTFT (4.5)", "slower, no figure", "more", slower),
+            Claim("AIBrix's own (least loaded, else the longest match within mean + 1 sigma) against the "
+                  "tuned filter, mean TTFT", "not in the paper", "", own),
+        ],
+        tables,
+    )  # fmt: skip
+
+
+def rivals(world: World, stage: Stage) -> list[Choice]:
+    """Everything that the end-to-end comparison shows; what has a weight is tuned."""
+    return [
+        LMETRIC, VLLM, linear(world, stage), paper_filter(world, stage), Choice("aibrix_prefix"),
+        paper_dynamo(world, stage), Choice("dynamo"), SIMULATION, Choice("llmd_scorers"),
+        Choice("llmd_affinity"), Choice("least_prefill"), Choice("round_robin"), Choice("always_worst"),
+    ]  # fmt: skip
+
+
+@figure("21", "Figures 21 to 24 and 26: end to end")
+def figure_21(world: World) -> Made:
+    stages, sharing = world.stages, world.sharing
+    return Made(
+        [
+            Claim("LMETRIC against vLLM, mean TTFT (abstract, 6)", "-92% (ChatBot)", "less",
+                  against(world, stages, LMETRIC, VLLM, "ttft_mean")),
+            Claim("LMETRIC against vLLM, mean TPOT (abstract -21%, section 6 -24%)", "-21% or -24%", "less",
+                  against(world, stages, LMETRIC, VLLM, "tpot_mean")),
+            Claim("LMETRIC against BAILIAN (tuned linear), TTFT (abstract)", "-52%", "less",
+                  against(world, stages, LMETRIC, "linear", "ttft_mean")),
+            Claim("LMETRIC against BAILIAN (tuned linear), TPOT (abstract)", "-20%", "less",
+                  against(world, stages, LMETRIC, "linear", "tpot_mean")),
+            Claim("LMETRIC against the paper's Dynamo (tuned), mean TTFT", "less, no figure", "less",
+                  against(world, stages, LMETRIC, "dynamo", "ttft_mean")),
+            Claim("LMETRIC against the paper's Dynamo (tuned), mean TPOT", "less, no figure", "less",
+                  against(world, stages, LMETRIC, "dynamo", "tpot_mean")),
+            Claim("LMETRIC against Dynamo 1.6's own cost, mean TTFT", "not in the paper", "",
+                  against(world, stages, LMETRIC, Choice("dynamo"), "ttft_mean")),
+            Claim("LMETRIC against Dynamo 1.6's own cost, mean TPOT", "not in the paper", "",
+                  against(world, stages, LMETRIC, Choice("dynamo"), "tpot_mean")),
+            Claim("LMETRIC against llm-d (least predicted TTFT), P99 TPOT (6)", "-13% (ChatBot)", "less",
+                  against(world, stages, LMETRIC, SIMULATION, "tpot_p99")),
+            Claim("with a similar mean TTFT (6)", "about 0", "about 0",
+                  against(world, stages, LMETRIC, SIMULATION, "ttft_mean")),
+            Claim("LMETRIC's hits against vLLM's (Figure 26)", "much more", "more",
+                  against(world, sharing, LMETRIC, VLLM, "hit_ratio")),
+            Claim("and against the tuned linear combination's (Figure 26)", "comparable", "about 0",
+                  against(world, sharing, LMETRIC, "linear", "hit_ratio")),
+        ],
+        [table(world, stage, rivals(world, stage)) for stage in stages],
+    )  # fmt: skip
+
+
+LOADS = [0.25, 0.5, 0.7, 0.85, 0.95]
+
+
+@figure("25", "Figure 25: rates")
+def figure_25(world: World) -> Made:
+    loads = [0.5, 0.85] if world.quick else LOADS
+    ttft, gap, tables = [], [], []
+    llmd = {"ttft_mean": [], "tpot_mean": []}  # type: dict[str, list[Ours]]
+    for stage in world.stages:
+        choices = [LMETRIC, VLLM, linear(world, stage), paper_dynamo(world, stage), SIMULATION]
+        by_load = {load: world.many(stage, choices, fraction=load) for load in loads}
+        for quantity, title, scale, digits in (
+            ("ttft_mean", "TTFT, s", 1, 3),
+            ("tpot_mean", "TPOT, ms", 1e3, 1),
+        ):
+            rows = [
+                [choice.name, *(spread(values(by_load[load][at], quantity), scale, digits) for load in loads)]
+                for at, choice in enumerate(choices)
+            ]
+            head = ["mean " + title, *(f"{load:.0%} of the maximum" for load in loads)]
+            tables.append(Table(f"`{stage.label}`:", head, rows))
+        high = by_load[loads[-1]]
+        ttft.append(Ours(stage.label, change(high[0], high[1], "ttft_mean")))
+        low = by_load[loads[0]]
+        gap.append(
+            Ours(stage.label, [
+                b - a for a, b in zip(change(low[1], low[0], "ttft_mean"),
+                                      change(high[1], high[0], "ttft_mean"), strict=True)
+            ])
+        )  # fmt: skip
+        for quantity, found in llmd.items():
+            found.append(Ours(stage.label, change(high[0], high[4], quantity)))
+    top = f"{loads[-1]:.0%}"
+    return Made(
+        [
+            Claim(f"LMETRIC against vLLM at {top}, mean TTFT", "less at all rates", "less", ttft),
+            Claim(f"the gap widens with the rate: vLLM's excess TTFT at {top} less that at {loads[0]:.0%}",
+                  "widens", "more", gap, "points"),
+            Claim(f"LMETRIC against llm-d at {top}, mean TTFT (6)", "+10% (ToolAgent), else less", "",
+                  llmd["ttft_mean"]),
+            Claim(f"LMETRIC against llm-d at {top}, mean TPOT (6)", "-30% (ToolAgent), else less", "less",
+                  llmd["tpot_mean"]),
+        ],
+        tables,
+    )  # fmt: skip

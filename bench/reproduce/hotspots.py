@@ -1,0 +1,224 @@
+"""Figure 20 and section 5.2: when multiplication may fail, on traces as they are and on a made hot spot."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from book import Claim, Made, Ours, Table, figure, spread
+from numpy.typing import NDArray
+from world import HALF, INSTANCES, LMETRIC, VLLM, Choice, Stage, World, values
+
+from lmetric.policies import Columns, policy_function
+from lmetric.sim.run import Run, prepare
+from lmetric.sim.synthetic import check_synthetic
+from lmetric.sim.traces import Trace
+
+WINDOW_SECONDS = 60.0  # the paper's
+TRACKED = 10  # classes with the most hits in a window ("samples the classes with the highest KV$ hits")
+GUARD_LEAST = 16  # requests of a class below which our guard never suspects it
+
+Masks = NDArray[np.int64]
+
+
+@dataclass
+class Seen:
+    """A class in a window: how often x / not x was above |M| / |not M|, by how much."""
+
+    requests: int
+    share: float
+    holders: int
+
+    @property
+    def factor(self) -> float:
+        """(x / (1 - x)) / (|M| / |not M|); above 1 Equation 2 is broken. 0 where all hold the prefix: there
+        is nobody to move the load to."""
+        if self.holders in (0, INSTANCES) or self.share == 1:
+            return 0.0
+        return (self.share / (1 - self.share)) / (self.holders / (INSTANCES - self.holders))
+
+
+def watch(world: World, stage: Stage, seed: int) -> tuple[Run, Masks]:
+    """A run under LMETRIC's score without the guard, with what each instance holds of each prompt when it is
+    placed, in blocks: shape (requests, instances)."""
+    held: list[np.ndarray] = []
+    block = stage.profile.block_tokens
+
+    def scored(columns: Columns) -> np.ndarray:
+        held.append((np.asarray(columns["hit_tokens"]) / block).astype(np.int64))
+        return np.asarray(columns["p_token"]) * (np.asarray(columns["bs"]) + 1)
+
+    policy = policy_function(scored, ["hit_tokens", "p_token", "bs"])
+    run = world.play(stage, stage.part(seed), Choice(policy), seed, HALF)
+    by_request = np.empty((len(run), INSTANCES), np.int64)
+    by_request[np.argsort(run.arrival_seconds, kind="stable")] = held
+    return run, by_request
+
+
+def classes(trace: Trace, run: Run, held: Masks) -> Iterator[list[Seen]]:
+    """For each whole window its `TRACKED` classes with the most tokens found cached. As in the guard, classes
+    are prefixes at power-of-two depths of what some instance holds. Trace blocks are engine blocks here."""
+    window = (run.arrival_seconds / WINDOW_SECONDS).astype(np.int64)
+    for number in range(int(window.max())):
+        inside = np.flatnonzero(window == number)
+        requests: dict[bytes, int] = defaultdict(int)
+        hits: dict[bytes, int] = defaultdict(int)
+        holders: dict[bytes, int] = {}
+        for request in inside:
+            ids, own = trace.blocks(int(request)), held[request]
+            depth, deepest = 1, int(own.max())
+            while depth <= min(deepest, len(ids)):
+                key = ids[:depth].tobytes()
+                requests[key] += 1
+                hits[key] += int(run.hit_blocks[request])
+                holders[key] = int((own >= depth).sum())  # of the window's last request: as it stands
+                depth *= 2
+        best = sorted(hits, key=hits.__getitem__, reverse=True)
+        # Nested prefixes of the same requests and holders are one class: the shallowest.
+        found: dict[tuple[int, int, int], Seen] = {}
+        for key in best:
+            told = (hits[key], requests[key], holders[key])
+            found.setdefault(told, Seen(requests[key], requests[key] / len(inside), holders[key]))
+            if len(found) == TRACKED:
+                break
+        yield list(found.values())
+
+
+@figure("20", "Figure 20: x / (1 - x) against |M| / |not M|")
+def figure_20(world: World) -> Made:
+    broken, heavy, largest, alarms, filters = [], [], [], [], []
+    for stage in world.sharing:
+        shares: list[tuple[float, float, float]] = []
+        for seed in world.seeds:
+            run, held = watch(world, stage, seed)
+            seen = [each for window in classes(stage.part(seed).workload.trace, run, held) for each in window]
+            counted = [each for each in seen if each.requests >= GUARD_LEAST]
+            shares.append((
+                float(np.mean([each.factor > 1 for each in seen])) if seen else 0.0,
+                float(np.mean([each.factor > 1 for each in counted])) if counted else 0.0,
+                max((each.factor for each in counted), default=0.0),
+            ))  # fmt: skip
+        for at, found in enumerate((broken, heavy, largest)):
+            found.append(Ours(stage.label, [each[at] for each in shares]))
+        runs = world.runs(stage, LMETRIC)
+        alarms.append(Ours(stage.label, values(runs, "guard_alarms")))
+        filters.append(Ours(stage.label, values(runs, "guard_filters")))
+    return Made(
+        [
+            Claim("x / (1 - x) > |M| / |not M|, share of classes and minutes (5.2)", "never on its traces",
+                  "about 0", broken, "share"),
+            Claim(f"the same, of classes with {GUARD_LEAST} requests or more", "never", "about 0",
+                  heavy, "share"),
+            Claim("the largest (x / (1 - x)) / (|M| / |not M|) among those", "below 1", "", largest, "ratio"),
+            Claim("alarms of our guard's phase 1 in a run", "0", "", alarms, "ratio"),
+            Claim("filters of its phase 2 in a run", "0", "", filters, "ratio"),
+        ]
+    )  # fmt: skip
+
+
+# Short prompts of their own and long answers behind one long prefix: P-token differs by a factor of a hundred
+# between who holds it and who does not, and batches grow. Every length is ours.
+HOT: dict[str, Any] = {
+    "synthetic": "requests", "rate": 60, "duration_seconds": 300,
+    "input_tokens": {"p50": 60, "mean": 80, "max": 1000},
+    "output_tokens": {"p50": 400, "mean": 500, "max": 2000},
+    "prefixes": {"count": 50, "zipf": 0.8, "tokens": {"p50": 1000, "mean": 1500, "max": 6000}},
+    "block_tokens": 64,
+}  # fmt: skip
+SURGE = (100.0, 220.0)  # seconds
+BEFORE = 0.02  # of the surge's rate: what a known prefix had before and has after it
+SHARES, PREFIXES = (0.1, 0.2, 0.4), (2000, 8000, 16000)
+FRACTION = 0.3
+
+
+def surge(seed: int, share: float, tokens: int, *, known: bool) -> tuple[Trace, NDArray[np.bool_]]:
+    """A trace in which `share` of the arrivals begins with one prefix for two minutes, and which those are.
+    `known`: a few came before, so that one instance holds it already; else it is new to all."""
+    length = HOT["duration_seconds"]
+    hot_spot = {"start_seconds": 0, "seconds": length, "share": share, "tokens": tokens}
+    trace = check_synthetic({**HOT, "seed": seed, "hot_spot": hot_spot}, "hot").make()
+    first = trace.hash_ids[trace.hash_offsets[:-1]]
+    ids, counts = np.unique(first, return_counts=True)
+    # The hot family is numbered behind all others; whatever else has ids beyond it is met once.
+    hot = first == ids[counts > len(trace) * share / 2].max()
+    during = (trace.arrival_seconds >= SURGE[0]) & (trace.arrival_seconds < SURGE[1])
+    kept_outside = np.random.default_rng(seed).random(len(trace)) < (BEFORE if known else 0.0)
+    keep = ~hot | during | kept_outside
+    return trace.where(keep), (hot & during)[keep]
+
+
+@figure("guard", "Section 5.2: a made hot spot, the guard on and off")
+def guard(world: World) -> Made:
+    profile = world.profile("qwen3-30b-a3b-h20", 64)
+    quiet = check_synthetic({**HOT, "seed": 0}, "hot").make()
+    stage = Stage("hot spot", profile, part := world.part(quiet, profile), (part,))
+    contenders = [
+        Choice("lmetric", label="guard off", settings={"guard": False}),
+        Choice("lmetric", label="guard on", settings={"guard": True}),
+        Choice("lmetric", label="guard on, window 15 s",
+               settings={"guard": True, "guard_window_seconds": 15.0}),
+        VLLM,
+    ]  # fmt: skip
+
+    @cache
+    def played(known: bool, share: float, tokens: int) -> list[list[dict[str, float]]]:
+        def each(seed: int) -> list[dict[str, float]]:
+            trace, hot = surge(seed, share, tokens, known=known)
+            made = replace(stage.tune, workload=prepare(trace, stage.profile))
+            found = []
+            for choice in contenders:
+                # Engines that share blocks among running requests: reserving would count the prefix for each.
+                run = world.play(stage, made, choice, seed, FRACTION, admission="vllm")
+                found.append({
+                    "ttft": float(run.ttft_seconds[hot].mean()),
+                    "tpot": float(np.nanmean(run.tpot_seconds[hot])),
+                    "others": float(np.nanmean(run.tpot_seconds[~hot])),
+                    "filters": float(run.guard_filters),
+                })  # fmt: skip
+            return found
+
+        return [list(column) for column in zip(*world.each_seed(each), strict=True)]
+
+    shares, prefixes = (SHARES[-1:], PREFIXES[-1:]) if world.quick else (SHARES, PREFIXES)
+    rows = []
+    for known in (False, True):
+        for share in shares:
+            for tokens in prefixes:
+                found = played(known, share, tokens)
+                rows.append([
+                    "known" if known else "new", f"{share:.0%}", f"{tokens:,}",
+                    *(spread([each["ttft"] for each in one], 1, 2) for one in found),
+                    *(spread([each["tpot"] for each in one], 1e3, 0) for one in found),
+                    spread([each["filters"] for each in found[1]], 1, 1),
+                ])  # fmt: skip
+
+    def ratio(known: bool, new: int, old: int, quantity: str) -> list[Ours]:
+        return [
+            Ours(f"{'known' if known else 'new'} prefix, {share:.0%}, {tokens:,} tokens", [
+                a[quantity] / b[quantity] - 1
+                for a, b in zip(played(known, share, tokens)[new], played(known, share, tokens)[old],
+                                strict=True)
+            ])
+            for share in shares for tokens in prefixes[-1:]
+        ]  # fmt: skip
+
+    names = ["off", "on", "on, 15 s", "vllm"]
+    return Made(
+        [
+            Claim("a hot spot breaks the score: TPOT of the hot requests, guard off, against "
+                  "vLLM's", "fails, no figure", "more",
+                  ratio(True, 0, 3, "tpot") + ratio(False, 0, 3, "tpot")),
+            Claim("the guard mends it: their TPOT, on against off", "mends, no figure", "less",
+                  ratio(True, 1, 0, "tpot")),
+            Claim("their TTFT, on against off", "mends, no figure", "less", ratio(True, 1, 0, "ttft")),
+            Claim("the others' TPOT, on against off", "no figure", "", ratio(True, 1, 0, "others")),
+        ],
+        [Table(f"The hot requests at {FRACTION:.0%} of the maximum load of the traffic without them "
+               f"({part.requests_per_second * FRACTION / HALF:.0f} requests/s):",
+               ["prefix", "share", "tokens", *(f"TTFT, s, {name}" for name in names),
+                *(f"TPOT, ms, {name}" for name in names), "filters, on"], rows)],
+    )  # fmt: skip

@@ -1,0 +1,303 @@
+"""What the figures are played on: traces, profiles, loads, and runs that are made once and shared.
+
+A *stage* is a trace on a profile. Knobs are tuned on one part of the trace (`tune`) and judged on another
+(`judge`): two halves of a recorded hour, or synthetic traces of other seeds. Each part has a maximum load of
+its own, found as `lmetric-router study` finds it; figures are played at half of it, as in the paper (section
+4.1), unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import yaml
+
+from lmetric.policies import Policy, PolicyFunction
+from lmetric.profiles import Profile, load_profile
+from lmetric.sim.max_load import Rule, find
+from lmetric.sim.run import Run, Workload, prepare, simulate
+from lmetric.sim.setup import PolicyChoice, Setup, TraceChoice, without_prefixes
+from lmetric.sim.summary import Slo, figures, measured, prefill_windows
+from lmetric.sim.synthetic import check_synthetic
+from lmetric.sim.traces import Trace, load_trace
+
+ROOT = Path(__file__).parents[2]
+SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
+INSTANCES = 16
+HALF = 0.5  # of the maximum load
+MEASURE = (0.1, 0.9)  # shares of the requests, by arrival
+QUANTITIES = ("mean", "p50", "p90", "p95", "p99")
+
+# Synthetic stand-ins for what the paper's traces are like and no public one here is: short prompts and long
+# conversations; tools' prompts shared by many; long contexts that grow. Every length is ours.
+DESCRIPTIONS: dict[str, dict[str, Any]] = {
+    "chat": {
+        "synthetic": "sessions", "rate": 4, "duration_seconds": 600, "arrivals": {"cv": 1.5},
+        "input_tokens": {"p50": 120, "mean": 350, "max": 8000},
+        "output_tokens": {"p50": 250, "mean": 400, "max": 4000},
+        "turns": {"quantiles": {0: 1, 0.5: 3, 0.9: 10, 1: 25}},
+        "think_seconds": {"p50": 25, "p90": 90, "max": 300},
+        "prefixes": {"count": 20, "zipf": 1.0, "tokens": {"p50": 600, "mean": 1000, "max": 4000}},
+        "block_tokens": 64, "max_prompt_tokens": 32768,
+    },
+    "agent": {
+        "synthetic": "requests", "rate": 25, "duration_seconds": 400, "arrivals": {"cv": 2},
+        "input_tokens": {"p50": 250, "mean": 500, "max": 8000},
+        "output_tokens": {"p50": 60, "mean": 110, "max": 2000},
+        "prefixes": {"count": 200, "zipf": 1.0, "tokens": {"p50": 1500, "mean": 2500, "max": 16000}},
+        "block_tokens": 64,
+    },
+    "coder": {
+        "synthetic": "sessions", "rate": 0.8, "duration_seconds": 600, "arrivals": {"cv": 2},
+        "input_tokens": {"p50": 800, "mean": 1800, "max": 16000},
+        "output_tokens": {"p50": 120, "mean": 220, "max": 4000},
+        "turns": {"quantiles": {0: 1, 0.5: 6, 0.9: 20, 1: 40}},
+        "think_seconds": {"p50": 8, "p90": 40, "max": 200},
+        "prefixes": {"count": 6, "zipf": 0.8, "tokens": {"p50": 5000, "mean": 6000, "max": 12000}},
+        "block_tokens": 64, "max_prompt_tokens": 65536,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy with its knobs, and what tables call it. `settings`: of `simulate`, beside the figure's."""
+
+    policy: str | Policy | PolicyFunction
+    knobs: Mapping[str, float] = field(default_factory=dict)
+    label: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        inner = ", ".join(f"{name}={value:g}" for name, value in self.knobs.items())
+        return self.label or (f"{self.policy}({inner})" if inner else str(self.policy))
+
+
+LMETRIC = Choice("lmetric")
+VLLM = Choice("vllm")
+SIMULATION = Choice("simulation")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A trace made ready for a profile, and the speed of its maximum load."""
+
+    workload: Workload
+    max_speed: float
+
+    @property
+    def requests_per_second(self) -> float:
+        """At half of the maximum load."""
+        trace = self.workload.trace
+        return len(trace) / trace.duration_seconds * self.max_speed * HALF
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A trace on a profile; `judge` has a part for each seed, or one for all."""
+
+    label: str
+    profile: Profile
+    tune: Part
+    judge: tuple[Part, ...]
+
+    def part(self, seed: int) -> Part:
+        return self.judge[seed % len(self.judge)]
+
+
+Figures = dict[str, float]
+
+
+def figures_of(run: Run) -> Figures:
+    """What the tables may show of a run, over the measured requests."""
+    told = figures(run, Slo(), MEASURE)
+    kept = measured(run.arrival_seconds, MEASURE)
+    found: Figures = {
+        "hit_ratio": told.hit_ratio or 0.0,
+        "imbalance": told.imbalance or 0.0,
+        "guard_alarms": float(run.guard_alarms),
+        "guard_filters": float(run.guard_filters),
+        "batch": float(run.timeline.running.mean()),
+    }
+    for name in ("ttft", "tpot", "e2e"):
+        values = getattr(run, f"{name}_seconds")[kept]
+        values = values[~np.isnan(values)]
+        found[f"{name}_mean"] = float(values.mean())
+        for part in QUANTITIES[1:]:
+            found[f"{name}_{part}"] = float(np.percentile(values, float(part[1:])))
+    begin, end = (float(run.arrival_seconds[kept[at]]) for at in (0, -1))
+    work = prefill_windows(run, begin, end)
+    two = np.argsort(-work.std(axis=1), kind="stable")[:2]
+    gap = float(np.abs(work[two[0]] - work[two[1]]).mean())
+    found["pair_gap"] = gap / float(work.mean()) if work.any() else 0.0
+    return found
+
+
+class World:
+    """All stages, made when first asked for, and every run made so far."""
+
+    def __init__(self, traces: Path, *, seeds: int, quick: bool) -> None:
+        self.traces, self.quick = traces, quick
+        self.seeds = list(range(seeds))
+        self.runs_made = 0
+        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="simulate")
+        self._made: dict[Any, Any] = {}
+        self._profiles = TemporaryDirectory()
+        self.stage = cache(self._stage)
+
+    # -- stages ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """The stages of the main comparison. `-7b`: on Qwen2-7B; `-ref`: on the independent simulator's
+        constants, faster and with six times the cache."""
+        if self.quick:
+            return ["conversation", "chat"]
+        return ["conversation", "conversation-7b", "conversation-ref", "azure", "chat", "agent", "coder"]
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [self.stage(label) for label in self.labels]
+
+    @property
+    def sharing(self) -> list[Stage]:
+        """Those whose prompts share prefixes."""
+        return [stage for stage in self.stages if stage.label != "azure"]
+
+    def profile(self, name: str, block_tokens: int) -> Profile:
+        """A shipped profile with the same cache in blocks of this size: what a trace does not tell apart
+        need not be simulated apart."""
+        shipped = load_profile(name)
+        blocks = shipped.cache_blocks * shipped.block_tokens // block_tokens
+        return shipped.model_copy(update={"block_tokens": block_tokens, "cache_blocks": blocks})
+
+    def _stage(self, label: str) -> Stage:
+        base, _, on = label.partition("-")
+        synthetic = base in DESCRIPTIONS
+        model = {"7b": "qwen2-7b-h20", "ref": "independent-sim"}.get(on, "qwen3-30b-a3b-h20")
+        if base == "agent":
+            model = "qwen2-7b-h20"  # as in Figure 22
+        profile = self.profile(model, 64 if synthetic else 512)
+        if synthetic:
+            tune, *judge = (self.synthetic(base, seed) for seed in range(len(self.seeds) + 1))
+        else:
+            tune, *judge = self._halves(base)
+        return Stage(
+            label, profile, self.part(tune, profile), tuple(self.part(each, profile) for each in judge)
+        )
+
+    def synthetic(self, name: str, seed: int, **changes: Any) -> Trace:
+        """A trace of the description, all arrivals as recorded: the paper replays open loop, too."""
+        description = {**DESCRIPTIONS[name], "seed": seed, **changes}
+        if self.quick:
+            description["duration_seconds"] = description["duration_seconds"] / 4
+        made = replace(check_synthetic(description, name).make(), previous=None, think_seconds=None)
+        return made.between(0, description["duration_seconds"])
+
+    @cache  # noqa: B019 -- a world lives as long as the program
+    def _halves(self, name: str) -> tuple[Trace, Trace]:
+        if self.quick:
+            trace = load_trace(SLICE)
+        elif name == "azure":
+            trace = without_prefixes(load_trace(self.traces / "azure_conv_2023.csv.gz"))
+        else:
+            trace = load_trace(self.traces / "mooncake_conversation.jsonl.gz")
+        middle = trace.duration_seconds / 2
+        return trace.between(0, middle), trace.between(middle, np.inf)
+
+    def part(self, trace: Trace, profile: Profile) -> Part:
+        """`trace` with the load that LMETRIC sustains on `INSTANCES` engines of `profile`."""
+        workload = prepare(trace, profile)
+        path = Path(self._profiles.name) / f"{abs(hash(profile))}.yaml"
+        path.write_text(yaml.safe_dump(profile.model_dump()))
+        setup = Setup(
+            trace=TraceChoice(path="", label=trace.name),
+            policy=PolicyChoice("lmetric", {}, "lmetric"),
+            instances=INSTANCES,
+            profile=str(path),
+        )
+        return Part(workload, find(setup, workload, Rule()).speed)
+
+    # -- runs -----------------------------------------------------------------------------------------
+
+    def play(self, stage: Stage, part: Part, choice: Choice, seed: int, fraction: float, **more: Any) -> Run:
+        """One run, not kept. Later ones of `choice.settings` and `more` win."""
+        self.runs_made += 1
+        settings = {"profile": stage.profile, "instances": INSTANCES, **choice.settings, **more}
+        return simulate(
+            part.workload.faster(part.max_speed * fraction),
+            policy=choice.policy,
+            knobs=dict(choice.knobs) or None,
+            seed=seed,
+            **settings,
+        )
+
+    def runs(
+        self, stage: Stage, choice: Choice, *, fraction: float = HALF, tuning: bool = False, **more: Any
+    ) -> list[Figures]:
+        """Figures of `choice`, one a seed; `tuning`: on the tuned part in place of the judged one."""
+        return self.many(stage, [choice], fraction=fraction, tuning=tuning, **more)[0]
+
+    def many(
+        self,
+        stage: Stage,
+        choices: Iterable[Choice],
+        *,
+        fraction: float = HALF,
+        tuning: bool = False,
+        **more: Any,
+    ) -> list[list[Figures]]:
+        """`runs` of each choice, over all cores."""
+
+        def key(choice: Choice, seed: int) -> Any:
+            told = (choice.policy, sorted(choice.knobs.items()), {**choice.settings, **more})
+            return (stage.label, fraction, tuning, seed, repr(told))
+
+        def make(choice: Choice, seed: int) -> Figures:
+            part = stage.tune if tuning else stage.part(seed)
+            return figures_of(self.play(stage, part, choice, seed, fraction, **more))
+
+        choices = list(choices)
+        for choice in choices:
+            for seed in self.seeds:
+                if key(choice, seed) not in self._made:
+                    self._made[key(choice, seed)] = self._pool.submit(make, choice, seed)
+        return [[self._made[key(choice, seed)].result() for seed in self.seeds] for choice in choices]
+
+    def each_seed(self, work: Callable[[int], Any]) -> list[Any]:
+        """`work(seed)` of each seed, over all cores."""
+        return list(self._pool.map(work, self.seeds))
+
+    def tuned(
+        self, stage: Stage, policy: str, knob: str, values: Sequence[float], by: str = "ttft_mean"
+    ) -> Choice:
+        """The knob's value with the least `by` on the tuned part, mean over seeds."""
+        choices = [Choice(policy, {knob: value}) for value in values]
+        means = [mean(runs, by) for runs in self.many(stage, choices, tuning=True)]
+        return choices[int(np.argmin(means))]
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._profiles.cleanup()
+
+
+def mean(runs: Sequence[Figures], quantity: str) -> float:
+    return float(np.mean([run[quantity] for run in runs]))
+
+
+def values(runs: Sequence[Figures], quantity: str) -> list[float]:
+    return [run[quantity] for run in runs]
+
+
+def change(new: Sequence[Figures], old: Sequence[Figures], quantity: str) -> list[float]:
+    """Relative change, one value a seed, each against the run of the same seed and trace."""
+    return [a[quantity] / b[quantity] - 1 for a, b in zip(new, old, strict=True)]
