@@ -11,6 +11,7 @@ from world import World
 
 Expected = Literal["less", "more", "about 0", ""]
 NEAR = 0.03  # what "about 0" allows
+MATTERS = 0.01  # smaller changes are told from nothing by no one
 
 
 @dataclass
@@ -33,9 +34,9 @@ class Ours:
             return "same" if abs(self.mean) <= NEAR else "**other**"
         if expected == "less":
             least, most = -most, -least
-        if least > 0:
-            return "same"
-        return "**opposite**" if most < 0 else "not told apart"
+        if abs(self.mean) < MATTERS or least <= 0 <= most:
+            return "not told apart"
+        return "same" if least > 0 else "**opposite**"
 
 
 @dataclass
@@ -125,8 +126,9 @@ def rendered(told: dict[str, Any]) -> str:
     made = from_json(told)
     parts = []
     if made.claims:
-        head = ["the paper's claim", "paper", "our stage", "ours", "direction"]
+        head = ["claim", "paper", "our stage", "ours", "direction"]
         parts.append(markdown(head, (row for claim in made.claims for row in claim.rows())))
     for table in made.tables:
-        parts.append(f"{table.title}\n\n{markdown(table.head, table.rows)}")
+        parts.append(f"{table.title}\n\n{markdown(table.head, table.rows)}".strip())
+    parts.append(f"{told['seeds']} seeds, at commit {told['commit']}.")
     return "\n\n".join(parts)

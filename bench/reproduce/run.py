@@ -3,7 +3,7 @@
     python bench/reproduce/run.py                 # all figures
     python bench/reproduce/run.py --figure 10     # one, or several: --figure 10,27
     python bench/reproduce/run.py --quick         # small traces from the package, nothing is written
-    python bench/reproduce/run.py --render        # the page from the files in results/
+    python bench/reproduce/run.py --render        # the page from the files in results/, --check compares
 
 Each figure writes `results/FIGURE.json`; the page's tables are made of those files alone.
 """
@@ -57,8 +57,12 @@ def main(argv: list[str] | None = None) -> None:
                         help="with mooncake_conversation.jsonl.gz and azure_conv_2023.csv.gz")  # fmt: skip
     parser.add_argument("--results", type=Path, metavar="DIR", help="[default: results/ beside this file]")
     parser.add_argument("--render", action="store_true", help="only make the page from the results")
+    parser.add_argument("--check", action="store_true", help="fail if the page is not what the results make")
     options = parser.parse_args(argv)
     results = options.results or HERE / "results"
+    if options.check:
+        text = PAGE.read_text()
+        sys.exit(f"run.py: {PAGE} is stale: --render" if page(text, results) != text else 0)
     if not options.render:
         names = options.figure.split(",") if options.figure else list(FIGURES)
         if unknown := [name for name in names if name not in FIGURES]:

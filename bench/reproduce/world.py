@@ -217,15 +217,21 @@ class World:
     def part(self, trace: Trace, profile: Profile) -> Part:
         """`trace` with the load that LMETRIC sustains on `INSTANCES` engines of `profile`."""
         workload = prepare(trace, profile)
+        return Part(workload, self.max_speed(workload, profile, LMETRIC))
+
+    def max_speed(self, workload: Workload, profile: Profile, choice: Choice) -> float:
+        """The highest speed at which a policy keeps up, by the rule of `lmetric-router study`."""
         path = Path(self._profiles.name) / f"{abs(hash(profile))}.yaml"
-        path.write_text(yaml.safe_dump(profile.model_dump()))
+        if not path.exists():
+            path.write_text(yaml.safe_dump(profile.model_dump()))
+        assert isinstance(choice.policy, str)
         setup = Setup(
-            trace=TraceChoice(path="", label=trace.name),
-            policy=PolicyChoice("lmetric", {}, "lmetric"),
+            trace=TraceChoice(path="", label=workload.trace.name),
+            policy=PolicyChoice(choice.policy, choice.knobs, choice.name),
             instances=INSTANCES,
             profile=str(path),
         )
-        return Part(workload, find(setup, workload, Rule()).speed)
+        return find(setup, workload, Rule()).speed
 
     # -- runs -----------------------------------------------------------------------------------------
 
