@@ -203,6 +203,7 @@ def test_long_prompts_are_cut_and_sessions_end() -> None:
     cut = made(input_tokens=900, max_prompt_tokens=500, prefixes={"count": 1, "tokens": 600})
     assert (cut.input_tokens == 500).all()
     assert (cut.blocks(0)[:31] == cut.blocks(1)[:31]).all()
+    assert cut.blocks(0)[31] != cut.blocks(1)[31]  # 4 tokens of the 32nd block: an id of its own
 
 
 BAD = [
