@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from lmetric.profiles import load_profile, shipped_profiles
+from lmetric.profiles import ProfileError, load_profile, shipped_profiles
 from lmetric.profiles.roofline import (
     FITTED_BATCHES,
     GPUS,
@@ -126,3 +126,16 @@ def test_the_command_prints_a_profile_or_says_what_is_wrong() -> None:
     assert "gpus must be at least 1, got 0" in done.stderr
     with pytest.raises(ValueError, match="does not fit on 1 x H20"):
         roofline(Model("big", 80, 8192, 64, 8, 128, 28_672, 128_256), GPUS["h20"])
+
+
+def test_other_blocks_hold_as_many_tokens() -> None:
+    profile = load_profile("independent-sim")
+    fine = profile.in_blocks_of(16)
+    assert (fine.block_tokens, fine.cache_blocks) == (16, 128_000)
+    assert fine.in_blocks_of(512) == profile
+    assert profile.in_blocks_of(2**20).cache_blocks == 1
+    assert fine.in_blocks_of(100).cache_blocks == 20_480
+    with pytest.raises(
+        ProfileError, match="in blocks of 0 tokens: block_tokens: Input should be greater than 0"
+    ):
+        profile.in_blocks_of(0)
