@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    trace: Annotated[Path, typer.Option(help="Trace file (Mooncake JSON lines; .gz is decompressed).")],
+    trace: Annotated[
+        Path, typer.Option(help="Trace file: Mooncake, Qwen-Bailian or Azure; .gz is decompressed.")
+    ],
     target: Annotated[str, typer.Option(metavar="URL", help="Server, e.g. http://127.0.0.1:8000.")],
     speed: Annotated[float, typer.Option(help="Arrivals this many times as fast as in the trace.")] = 1.0,
     model: Annotated[
@@ -23,6 +25,13 @@ def command(
     requests: Annotated[int | None, typer.Option(min=1, help="Send only the first N requests.")] = None,
     max_input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Leave out requests with longer prompts.")
+    ] = None,
+    format: Annotated[
+        str | None, typer.Option(help="Format of the trace [default: told from its content].")
+    ] = None,
+    closed_loop: Annotated[
+        bool | None,
+        typer.Option(help="A turn waits for the answer before it [default: if the trace says so]."),
     ] = None,
     start: Annotated[float, typer.Option(min=0, help="Begin this many trace seconds in.")] = 0.0,
     slo_ttft: Annotated[
@@ -44,23 +53,27 @@ def command(
     skip_bad_lines: Annotated[bool, typer.Option(help="Count lines that cannot be read and go on.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Send a trace to a server with open-loop arrivals; print latencies, hit rate, goodput, errors.
+    """Send a trace to a server with its arrivals; print latencies, hit rate, goodput, errors.
 
-    Each request leaves when the trace says, whatever became of those before it. Prompts are rebuilt from the
-    trace's block ids so that equal ids are equal text. Ctrl-C prints what there is so far and exits with 130.
+    Each request leaves when the trace says, whatever became of those before it; where the trace says that a
+    turn waits for an answer, it leaves after that one's end. Prompts are rebuilt from the trace's block ids
+    so that equal ids are equal text. Ctrl-C prints what there is so far and exits with 130.
     """
     from lmetric.cli.show import note, print_json
+    from lmetric.cli.trace import report_bad_lines
     from lmetric.replay import Client, Slo, summarize
     from lmetric.sim.traces import load_trace
 
     for name, value in (("--speed", speed), ("--clock-speed", clock_speed), ("--timeout", timeout)):
         if not value > 0:
             raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
-    loaded = load_trace(trace, on_bad_line="skip" if skip_bad_lines else "stop")
-    for bad in loaded.bad_lines[:3]:
-        note(f"skipped {bad}")
-    if len(loaded.bad_lines) > 3:
-        note(f"skipped {len(loaded.bad_lines) - 3} further lines")
+    loaded = load_trace(
+        trace,
+        format=format,
+        on_bad_line="skip" if skip_bad_lines else "stop",
+        closed_loop=closed_loop,
+    )
+    report_bad_lines(loaded.bad_lines, note)
     chosen = loaded.between(start, float("inf"))
     if max_input_tokens is not None:
         chosen = chosen.at_most(max_input_tokens)
