@@ -31,17 +31,7 @@ from lmetric._core import Program
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.traces import Trace, load_trace
 
-PROFILE = {
-    "fixed_seconds": 0.009,
-    "decode_seconds_per_sequence": 6e-5,
-    "decode_seconds_per_context_token": 3e-8,
-    "prefill_seconds_per_token": 1e-4,
-    "prefill_seconds_per_attention_pair": 1.3e-9,
-    "max_batch_tokens": 4096,
-    "max_sequences": 256,
-    "block_tokens": 512,
-    "cache_blocks": 4000,
-}
+PROFILE = "independent-sim"
 INSTANCES = 16
 SPEED = 2.2
 TOLERANCE = 0.03

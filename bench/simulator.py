@@ -24,15 +24,6 @@ from typing import Any
 
 from common import about, median_range, write_result
 
-PROFILE = {
-    "fixed_seconds": 0.009,
-    "decode_seconds_per_sequence": 6e-5,
-    "decode_seconds_per_context_token": 3e-8,
-    "prefill_seconds_per_token": 1e-4,
-    "prefill_seconds_per_attention_pair": 1.3e-9,
-    "max_batch_tokens": 4096,
-    "max_sequences": 256,
-}
 # Name: policy, instances, tokens of a block, blocks of an engine, speed.
 OURS: dict[str, tuple[str, int, int, int, float]] = {
     "16 engines, 4,000 x 512": ("lmetric", 16, 512, 4000, 2.2),
@@ -54,10 +45,12 @@ def measure(play):
     print(json.dumps({"cpu": cpu, "wall": wall, "peak_mib": peak, "digest": digest}))
 """
 OUR_RUN = """
+from lmetric.profiles import load_profile
 from lmetric.sim.run import prepare, simulate
 from lmetric.sim.traces import load_trace
 
-path, policy, instances, profile, speed = json.loads(sys.argv[1])
+path, policy, instances, block, blocks, speed = json.loads(sys.argv[1])
+profile = {**load_profile("independent-sim").constants(), "block_tokens": block, "cache_blocks": blocks}
 workload = prepare(load_trace(path).faster(speed), profile)
 
 def play():
@@ -113,8 +106,7 @@ def main() -> None:
         plain.write_bytes(gzip.decompress(packed) if options.trace.suffix == ".gz" else packed)
         for _ in range(options.repeats):
             for name, (policy, instances, block, blocks, speed) in OURS.items():
-                profile = {**PROFILE, "block_tokens": block, "cache_blocks": blocks}
-                argument = [str(options.trace), policy, instances, profile, speed]
+                argument = [str(options.trace), policy, instances, block, blocks, speed]
                 samples.setdefault(name, []).append(run(sys.executable, OUR_RUN, argument))
             for name, mode in DYNAMO.items() if options.rivals else ():
                 python = str(options.rivals / "bin" / "python")
