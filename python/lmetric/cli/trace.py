@@ -102,6 +102,7 @@ def _print(summary: TraceSummary) -> None:
         ["blocks", f"{summary.blocks} of {summary.block_tokens} tokens, {summary.distinct_blocks} distinct"],
         ["found in an endless cache", f"{summary.ideal_hit_ratio:.1%} of prompt tokens"],
         ["conversations", f"{summary.sessions}, {summary.waiting_requests} requests wait for an answer"],
+        ["arrive together", f"{summary.simultaneous_requests} requests"],
         ["bad lines", str(summary.bad_lines)],
     ]
     print_table(["", ""], facts)
