@@ -79,7 +79,11 @@ class Ray:
         self, work: Callable[[T, Trace | Workload], R], items: Sequence[tuple[T, Workload]]
     ) -> Iterator[tuple[T, R]]:
         ray = self._ray
-        remote = ray.remote(num_cpus=1)(work)
+
+        def call(item: T, trace: Trace) -> R:  # Ray wants a function; `work` may be a partial
+            return work(item, trace)
+
+        remote = ray.remote(num_cpus=1)(call)
         stored: dict[int, Any] = {}  # each trace travels once
         waiting = {}
         try:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEADER = "lmetric"
+_ALWAYS = (LEADER, "vllm")  # in every figure with lines, where they were run
 _LEADER_COLOUR = "#c8102e"
 _COLOURS = (
     "#0072b2", "#e08e00", "#009e73", "#7b3fa0", "#4aa3df", "#8c564b", "#3d3d3d", "#d16ba5", "#7d8b00",
@@ -63,7 +64,14 @@ class Drawing:
     title: str
     caption: str
     svg: bytes
-    png: bytes
+    figure: Figure
+
+    def png(self) -> bytes:
+        """With the title, which a page sets itself."""
+        file = io.BytesIO()
+        self.figure.suptitle(self.title, x=0.01, horizontalalignment="left", fontsize=12)
+        self.figure.savefig(file, format="png", dpi=160)
+        return file.getvalue()
 
     @property
     def data_uri(self) -> str:
@@ -88,14 +96,14 @@ def base(result: Result) -> str:
 
 
 class Styles:
-    """Colour and dash by policy, in order of appearance; variants of one policy share theirs."""
+    """Colour and dash by policy, in the order of `cells`; variants of one policy share theirs."""
 
-    def __init__(self, results: Sequence[Result]) -> None:
+    def __init__(self, cells: Sequence[Cell]) -> None:
         self._known: dict[str, tuple[str, str]] = {LEADER: (_LEADER_COLOUR, "-")}
-        for result in results:
+        for cell in cells:
             number = len(self._known) - 1
             style = (_COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)])
-            self._known.setdefault(base(result), style)
+            self._known.setdefault(base(cell.results[0]), style)
 
     def colour(self, cell: Cell) -> str:
         """As ``#rrggbb``."""
@@ -111,15 +119,13 @@ class Styles:
 
 def shown(cells: Sequence[Cell]) -> list[Cell]:
     """The cells of one load that figures with lines show: of each policy the variant with the lowest mean
-    TTFT, and of those the first ten by it, `LEADER` always among them."""
+    TTFT, and of those the first ten by it, `LEADER` and vllm always among them."""
     ranked = sorted(cells, key=lambda cell: _mean(cell) or float("inf"))
     best: dict[str, Cell] = {}
     for cell in ranked:
         best.setdefault(base(cell.results[0]), cell)
-    kept = list(best.values())[:_MOST_LINES]
-    if LEADER in best and best[LEADER] not in kept:
-        kept[-1] = best[LEADER]
-    return kept
+    chosen = list(dict.fromkeys([*(name for name in _ALWAYS if name in best), *best]))[:_MOST_LINES]
+    return [cell for name, cell in best.items() if name in chosen]
 
 
 def _mean(cell: Cell) -> float | None:
@@ -137,11 +143,9 @@ def draw(
     with matplotlib.rc_context(_RC):
         figure = Figure(figsize=size, layout="constrained")
         paint(figure)
-        svg, png = io.BytesIO(), io.BytesIO()
+        svg = io.BytesIO()
         figure.savefig(svg, format="svg", metadata={"Date": None})
-        figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=12)  # the page has its own
-        figure.savefig(png, format="png", dpi=160)
-    return Drawing(name, title, caption, svg.getvalue(), png.getvalue())
+    return Drawing(name, title, caption, svg.getvalue(), figure)
 
 
 def _legend(axes: Axes, figure: Figure) -> None:
@@ -241,18 +245,21 @@ def _bars(figure: Figure, values: Sequence[tuple[str, float, float, float, str]]
     axes = figure.subplots()
     rows = np.arange(len(values))
     means = np.array([mean for _, mean, *_ in values])
+    # What is far beyond the others is cut off, or it would flatten them all.
+    limit = min(1.12 * max(most for _, _, _, most, _ in values), 4 * max(float(np.median(means)), 1e-9))
     axes.barh(rows, means, color=[colour for *_, colour in values], height=0.68, zorder=2)
     low = [mean - least for _, mean, least, _, _ in values]
     high = [most - mean for _, mean, _, most, _ in values]
     axes.errorbar(means, rows, xerr=np.array([low, high]).clip(0), fmt="none", ecolor=_INK, elinewidth=1,
                   capsize=2, zorder=3)  # fmt: skip
     for row, (_, mean, _, most, _) in enumerate(values):
-        axes.annotate(f"{mean:.3g}", (most, row), xytext=(4, 0), textcoords="offset points", va="center",
-                      fontsize=8.5)  # fmt: skip
+        axes.annotate(
+            f"{mean:.3g}", (min(most, limit), row), xytext=(4, 0), textcoords="offset points", va="center",
+            fontsize=8.5, annotation_clip=False,
+        )  # fmt: skip
     axes.set_yticks(rows, [_short(name) for name, *_ in values])
     axes.set(xlabel=label)
-    axes.margins(x=0.1)
-    axes.set_xlim(left=0)
+    axes.set(xlim=(0, limit or 1), ylim=(-0.7, len(values) - 0.3))
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
 
@@ -348,7 +355,7 @@ def save_pngs(drawings: Sequence[tuple[str, Drawing]], directory: Path) -> None:
     """Each drawing as ``PREFIX-NAME.png`` (no prefix: ``NAME.png``)."""
     directory.mkdir(parents=True, exist_ok=True)
     for prefix, drawing in drawings:
-        (directory / f"{prefix}-{drawing.name}.png".removeprefix("-")).write_bytes(drawing.png)
+        (directory / f"{prefix}-{drawing.name}.png".removeprefix("-")).write_bytes(drawing.png())
 
 
 def _plain_log(axis: Any) -> None:

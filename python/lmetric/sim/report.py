@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,7 +87,8 @@ def build(
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells(results):
         groups.setdefault(cell.group, []).append(cell)
-    styles = Styles(results)
+    closely = [cell for members in groups.values() for cell in shown(_at(members, _focus(members)))]
+    styles = Styles([*closely, *(cell for members in groups.values() for cell in members)])
     sections = [
         _section(index, group, members, styles, [load for load in max_loads if load.setup.group == group])
         for index, (group, members) in enumerate(groups.items(), start=1)
@@ -95,8 +97,9 @@ def build(
     profiles: dict[str, Profile] = {
         name: load_profile(name) for name in dict.fromkeys(setup.profile for setup in setups)
     }
-    template = files("lmetric.sim").joinpath("report.html.j2").read_text(encoding="utf-8")
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters["breakable"] = lambda text: re.sub("([_(])", "\\1\u200b", text)  # may wrap there
+    template = files("lmetric.sim").joinpath("report.html.j2").read_text(encoding="utf-8")
     html = page.from_string(template).render(
         title=title,
         command=command,
@@ -131,11 +134,9 @@ def build(
 def _section(
     index: int, group: tuple[str, ...], members: list[Cell], styles: Styles, max_loads: list[MaxLoad]
 ) -> Section:
-    by_load: dict[str, list[Cell]] = {}
-    for cell in members:
-        by_load.setdefault(cell.load, []).append(cell)
-    focus = _focus(by_load)
-    here = by_load[focus]
+    loads = list(dict.fromkeys(cell.load for cell in members))
+    focus = _focus(members)
+    here = _at(members, focus)
     lines = shown(here)
     policies = {cell.policy: [c for c in members if c.policy == cell.policy] for cell in lines}
     rivals = len({figures.base(cell.results[0]) for cell in here})
@@ -158,15 +159,16 @@ def _section(
                 load == focus,
                 _rows(each, styles),
             )
-            for load, each in by_load.items()
+            for load in loads
+            if (each := _at(members, load))
         ],
         verdicts=_verdicts(here),
         cdfs=[
             figures.cdf(lines, styles, "ttft_seconds", "TTFT"),
             figures.cdf(lines, styles, "tpot_seconds", "TPOT"),
         ],
-        latencies=_against_load(policies, styles) if len(by_load) > 1 else [],
-        hits=_hits(here, policies, styles, several=len(by_load) > 1),
+        latencies=_against_load(policies, styles) if len(loads) > 1 else [],
+        hits=_hits(here, policies, styles, several=len(loads) > 1),
         imbalance=[
             figures.bars(
                 here,
@@ -186,14 +188,18 @@ def _section(
     )
 
 
-def _focus(by_load: dict[str, list[Cell]]) -> str:
+def _focus(members: list[Cell]) -> str:
     """The load that is looked at closely: half of the maximum where it was run, as in the paper; else the one
     in the middle."""
-    for load, members in by_load.items():
-        if members[0].results[0].setup.fraction_of_max == 0.5:
+    firsts = {cell.load: cell.results[0] for cell in members}
+    for load, first in firsts.items():
+        if first.setup.fraction_of_max == 0.5:
             return load
-    ordered = sorted(by_load, key=lambda load: by_load[load][0].results[0].arrivals_per_second)
-    return ordered[len(ordered) // 2]
+    return sorted(firsts, key=lambda load: firsts[load].arrivals_per_second)[len(firsts) // 2]
+
+
+def _at(members: list[Cell], load: str) -> list[Cell]:
+    return [cell for cell in members if cell.load == load]
 
 
 def _leader(members: list[Cell]) -> Cell | None:
@@ -279,11 +285,12 @@ def _uneven(result: Result) -> float | None:
 
 
 def _over_time(here: list[Cell], lines: list[Cell], styles: Styles) -> list[Drawing]:
-    """Of the leader, the two fastest and the most uneven of what figures with lines show."""
+    """Of the leader, vllm, the fastest other and the most uneven of what figures with lines show."""
     ranked = sorted(lines, key=lambda cell: (cell.over_seeds(_uneven) or (0.0,))[0])
-    several = [cell for cell in (_leader(here), *lines[:3], ranked[-1]) if cell is not None]
-    chosen = list({cell.policy: cell for cell in several}.values())
-    chosen = [*chosen[:3], chosen[-1]] if len(chosen) > 4 else chosen
+    vllm = next((cell for cell in lines if cell.policy == "vllm"), None)
+    rival = next((cell for cell in lines if cell.policy not in (LEADER, "vllm")), None)
+    several = (_leader(here), vllm, rival, ranked[-1])
+    chosen = list({cell.policy: cell for cell in several if cell is not None}.values())
     views = [r.unevenness for cell in chosen for r in cell.results if r.unevenness is not None]
     top = max((max(view.most, default=0.0) for view in views), default=1.0) or 1.0
     drawn = (figures.over_time(cell, styles.colour(cell), top) for cell in chosen)

@@ -25,6 +25,14 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
+def _counted(value: Any) -> Any:
+    if type(value) is not int:
+        return value
+    if value < 1:
+        raise ValueError("a count of at least 1, or a list of seeds")
+    return list(range(value))
+
+
 def _under(key: str) -> BeforeValidator:
     """Lists whose plain entries stand for a mapping with this key alone."""
     return BeforeValidator(
@@ -174,9 +182,9 @@ class StudyFile(Strict):
     loads: Annotated[list[LoadEntry], _under("speed")] = Field(
         [LoadEntry(speed=1.0, fraction_of_max=None)], min_length=1, description="loads"
     )
-    seeds: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(
-        lambda value: list(range(value)) if type(value) is int and value > 0 else _listed(value)
-    )] = Field([0], min_length=1, description="a count, or a list of seeds")  # fmt: skip
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_counted)] = Field(
+        [0], min_length=1, description="a count, or a list of seeds"
+    )
     measure: str = Field("0:1", description="share of the requests that counts, by order of arrival")
     slo: SloEntry = Field(default_factory=lambda: SloEntry.model_validate({}), description="for goodput")
     settings: SettingsEntry = Field(
