@@ -26,7 +26,7 @@ LEADER = "lmetric"
 _ALWAYS = (LEADER, "vllm")  # in every figure with lines, where they were run
 _LEADER_COLOUR = "#c8102e"
 _COLOURS = (
-    "#0072b2", "#e08e00", "#009e73", "#7b3fa0", "#4aa3df", "#8c564b", "#3d3d3d", "#d16ba5", "#7d8b00",
+    "#0072b2", "#e08e00", "#009e73", "#7b3fa0", "#56b4e9", "#8c564b", "#d16ba5", "#7d8b00", "#5c5cd6",
 )  # fmt: skip
 _DASHES = ("-", "--", ":", "-.")
 _MOST_LINES = 10
@@ -230,7 +230,7 @@ def max_loads(loads: Sequence[MaxLoad], colours: dict[str, str]) -> Drawing:
 
     def paint(figure: Figure) -> None:
         rates = [
-            (load.setup.policy.label, *(load.arrivals_per_second,) * 3, colours[load.setup.policy.label])
+            (load.setup.policy.label, *3 * (load.arrivals_per_second,), colours[load.setup.policy.label])
             for load in ranked
         ]
         _bars(figure, rates, "requests/s")
@@ -248,10 +248,9 @@ def _bars(figure: Figure, values: Sequence[tuple[str, float, float, float, str]]
     # What is far beyond the others is cut off, or it would flatten them all.
     limit = min(1.12 * max(most for _, _, _, most, _ in values), 4 * max(float(np.median(means)), 1e-9))
     axes.barh(rows, means, color=[colour for *_, colour in values], height=0.68, zorder=2)
-    low = [mean - least for _, mean, least, _, _ in values]
-    high = [most - mean for _, mean, _, most, _ in values]
-    axes.errorbar(means, rows, xerr=np.array([low, high]).clip(0), fmt="none", ecolor=_INK, elinewidth=1,
-                  capsize=2, zorder=3)  # fmt: skip
+    reach = np.array([(mean - least, most - mean) for _, mean, least, most, _ in values]).T.clip(0)
+    if reach.any():
+        axes.errorbar(means, rows, xerr=reach, fmt="none", ecolor=_INK, elinewidth=1, capsize=2, zorder=3)
     for row, (_, mean, _, most, _) in enumerate(values):
         axes.annotate(
             f"{mean:.3g}", (min(most, limit), row), xytext=(4, 0), textcoords="offset points", va="center",
@@ -264,8 +263,9 @@ def _bars(figure: Figure, values: Sequence[tuple[str, float, float, float, str]]
     axes.tick_params(axis="y", length=0)
 
 
-def over_time(cell: Cell, colour: str, top: float) -> Drawing | None:
-    """Figures 10 and 27 of the LMETRIC paper for one policy: prefill work of two instances in each window."""
+def over_time(cell: Cell, colour: str, part: slice, top: float) -> Drawing | None:
+    """Figures 10 and 27 of the LMETRIC paper for one policy: prefill work of two instances in each window of
+    `part`."""
     told = next((result for result in cell.results if result.unevenness is not None), None)
     if told is None or told.unevenness is None:
         return None
@@ -273,17 +273,16 @@ def over_time(cell: Cell, colour: str, top: float) -> Drawing | None:
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
-        minutes = np.arange(len(view.mean)) * view.window_seconds / 60
-        thousands = [
-            np.array(column) / 1e3 for column in (view.least, view.most, view.mean, view.first, view.second)
-        ]
+        seconds = (np.arange(len(view.mean)) * view.window_seconds)[part]
+        columns = (view.least, view.most, view.mean, view.first, view.second)
+        thousands = [np.array(column[part]) / 1e3 for column in columns]
         least, most, mean, first, second = thousands
-        axes.fill_between(minutes, least, most, color="#e4e4e4", linewidth=0, label="all instances")
-        axes.plot(minutes, mean, color="#707070", linewidth=1, linestyle="--", label="their mean")
-        axes.plot(minutes, first, color=colour, linewidth=1.1, label="instance A")
-        axes.plot(minutes, second, color=_INK, linewidth=1.1, label="instance B")
+        axes.fill_between(seconds, least, most, color="#e4e4e4", linewidth=0, label="all instances")
+        axes.plot(seconds, mean, color="#707070", linewidth=1, linestyle="--", label="their mean")
+        axes.plot(seconds, first, color=colour, linewidth=1.1, label="instance A")
+        axes.plot(seconds, second, color=_INK, linewidth=1.1, label="instance B")
         axes.set(
-            xlabel="minutes of the simulated run",
+            xlabel="seconds from the first measured arrival",
             ylabel=f"thousand prompt tokens\ncomputed in {view.window_seconds:g} s",
             ylim=(0, top / 1e3 * 1.05),
         )
@@ -328,7 +327,7 @@ def sweep(
                     spread[0], color=_LEADER_COLOUR, linestyle="--", linewidth=1.4, label=leader.policy
                 )
             axes.set(ylabel=label)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
         panels[-1].set(xlabel=knob)
         _legend(panels[0], figure)
 

@@ -18,6 +18,8 @@ from lmetric.sim.study import Cell, cells, latency
 from lmetric.sim.summary import WINDOW_SECONDS
 from lmetric.sim.table import TABLE, Value, rows
 
+_BURST_SECONDS = 400.0  # what the paper's Figures 10 and 27 show
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -66,6 +68,7 @@ class Section:
     imbalance: list[Drawing]
     over_time: list[Drawing]
     sweeps: list[Drawing]
+    sustained: list[str]
     max_loads: list[Drawing]
     chosen_lines: str
 
@@ -116,6 +119,7 @@ def build(
         rule=max_loads[0].rule if max_loads else None,
         leader=LEADER,
         window=WINDOW_SECONDS,
+        burst=_BURST_SECONDS,
         wall=sum(result.figures.wall_seconds for result in results),
         failed=sum(result.figures.failed for result in results),
     )
@@ -183,8 +187,13 @@ def _section(
         ],
         over_time=_over_time(here, lines, styles),
         sweeps=[figures.sweep(knob, family, _leader(here), styles) for knob, family in figures.sweeps(here)],
+        sustained=[
+            f"{load.setup.policy.label} sustains {load.arrivals_per_second:.3g} requests/s "
+            f"(speed {load.speed:.3g})"
+            for load in max_loads[:1]
+        ],
         max_loads=_max_loads(max_loads, here, styles),
-        chosen_lines=chosen,
+        chosen_lines=chosen and chosen + ".",
     )
 
 
@@ -292,13 +301,23 @@ def _over_time(here: list[Cell], lines: list[Cell], styles: Styles) -> list[Draw
     several = (_leader(here), vllm, rival, ranked[-1])
     chosen = list({cell.policy: cell for cell in several if cell is not None}.values())
     views = [r.unevenness for cell in chosen for r in cell.results if r.unevenness is not None]
-    top = max((max(view.most, default=0.0) for view in views), default=1.0) or 1.0
-    drawn = (figures.over_time(cell, styles.colour(cell), top) for cell in chosen)
+    burst = _burst([view.mean for view in views])
+    top = max((max(view.most[burst], default=0.0) for view in views), default=1.0) or 1.0
+    drawn = (figures.over_time(cell, styles.colour(cell), burst, top) for cell in chosen)
     return [drawing for drawing in drawn if drawing is not None]
+
+
+def _burst(means: list[list[float]]) -> slice:
+    """The busiest `_BURST_SECONDS` of the run, in windows."""
+    length = round(_BURST_SECONDS / WINDOW_SECONDS)
+    windows = min((len(mean) for mean in means), default=0)
+    work = [sum(mean[index] for mean in means) for index in range(windows)]
+    begin = max(range(max(1, windows - length + 1)), key=lambda at: sum(work[at : at + length]))
+    return slice(begin, begin + length)
 
 
 def _max_loads(loads: list[MaxLoad], here: list[Cell], styles: Styles) -> list[Drawing]:
     colours = {cell.policy: styles.colour(cell) for cell in here}
     for load in loads:
         colours.setdefault(load.setup.policy.label, "#808080")
-    return [figures.max_loads(loads, colours)] if loads else []
+    return [figures.max_loads(loads, colours)] if len(loads) > 1 else []

@@ -24,7 +24,8 @@ class Column:
 
     def shows(self, value: float) -> str:
         """The value as a cell has it."""
-        return f"{value * self.scale:,.{self.digits}f}"
+        scaled = value * self.scale
+        return f"{scaled:,.{self.digits if abs(scaled) < 1000 else 0}f}"
 
 
 def _latencies(name: str, scale: float, digits: int) -> tuple[Column, ...]:
