@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,19 @@ def test_wrong_usage_is_said_in_words(arguments: list[str], code: int, message: 
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_ctrl_c_ends_it() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmetric.cli", "simulate", "--trace", SLICE, "--policy", "all", "--seeds", "99"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
 
 
 def test_a_profile_of_ones_own(tmp_path: Path) -> None:

@@ -124,6 +124,14 @@ def test_policies_on_one_line() -> None:
     assert len(PolicyChoice.parse("all")) > 20
 
 
+def test_swept_knobs_go_before_a_policys_own() -> None:
+    own = PolicyChoice({"score": "p_token * (bs + c)", "knobs": {"c": 1}, "name": "mine"}, {"c": 0.0})
+    assert own.labelled().label == "mine(c=0)"
+    built = own.build()
+    assert not isinstance(built, str)
+    assert built.knobs == {"c": 0}
+
+
 # -- runs ----------------------------------------------------------------------------------------------------
 
 

@@ -89,10 +89,9 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def base(result: Result) -> str:
+def base(cell: Cell) -> str:
     """The policy without its knobs: what has a colour."""
-    policy = result.setup.policy.policy
-    return policy if isinstance(policy, str) else result.setup.policy.label
+    return cell.results[0].setup.policy.base
 
 
 class Styles:
@@ -103,16 +102,16 @@ class Styles:
         for cell in cells:
             number = len(self._known) - 1
             style = (_COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)])
-            self._known.setdefault(base(cell.results[0]), style)
+            self._known.setdefault(base(cell), style)
 
     def colour(self, cell: Cell) -> str:
         """As ``#rrggbb``."""
-        return self._known[base(cell.results[0])][0]
+        return self._known[base(cell)][0]
 
     def line(self, cell: Cell) -> dict[str, Any]:
         """Arguments of a line: the leader's is thicker and on top."""
-        colour, dash = self._known[base(cell.results[0])]
-        leads = base(cell.results[0]) == LEADER
+        colour, dash = self._known[base(cell)]
+        leads = base(cell) == LEADER
         width, order = (2.4, 5) if leads else (1.6, 3)
         return {"color": colour, "linestyle": dash, "linewidth": width, "zorder": order}
 
@@ -123,7 +122,7 @@ def shown(cells: Sequence[Cell]) -> list[Cell]:
     ranked = sorted(cells, key=lambda cell: _mean(cell) or float("inf"))
     best: dict[str, Cell] = {}
     for cell in ranked:
-        best.setdefault(base(cell.results[0]), cell)
+        best.setdefault(base(cell), cell)
     chosen = list(dict.fromkeys([*(name for name in _ALWAYS if name in best), *best]))[:_MOST_LINES]
     return [cell for name, cell in best.items() if name in chosen]
 
@@ -301,7 +300,8 @@ def sweep(
     knob: str, cells: Sequence[Cell], leader: Cell | None, styles: Styles
 ) -> Drawing:  # fmt: skip
     """TTFT, TPOT and hit ratio against one knob of a policy, `leader`'s figures as a line across."""
-    name = base(cells[0].results[0])
+    name = base(cells[0])
+    others = [f"{k}={v:g}" for k, v in cells[0].results[0].setup.policy.knobs.items() if k != knob]
     rows: list[tuple[str, Callable[[Result], float | None]]] = [
         ("mean TTFT, s", partial(latency, name="ttft_seconds", part="mean")),
         ("mean TPOT, s", partial(latency, name="tpot_seconds", part="mean")),
@@ -332,7 +332,7 @@ def sweep(
         _legend(panels[0], figure)
 
     return draw(
-        f"sweep_{_slug(name)}_{knob}", f"{name}: {knob}",
+        _slug("_".join(("sweep", name, knob, *others))), ", ".join((f"{name}: {knob}", *others)),
         "Band: least to most of the seeds.", paint, (5.6, 5.6),
     )  # fmt: skip
 
@@ -344,7 +344,7 @@ def sweeps(cells: Sequence[Cell]) -> Iterator[tuple[str, list[Cell]]]:
         policy = cell.results[0].setup.policy
         for knob in policy.knobs:
             others = tuple(sorted((name, value) for name, value in policy.knobs.items() if name != knob))
-            families.setdefault((base(cell.results[0]), knob, others), []).append(cell)
+            families.setdefault((base(cell), knob, others), []).append(cell)
     for (_, knob, _), family in families.items():
         if len(family) > 1:
             yield knob, family

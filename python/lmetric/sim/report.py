@@ -143,7 +143,7 @@ def _section(
     here = _at(members, focus)
     lines = shown(here)
     policies = {cell.policy: [c for c in members if c.policy == cell.policy] for cell in lines}
-    rivals = len({figures.base(cell.results[0]) for cell in here})
+    rivals = len({figures.base(cell) for cell in here})
     chosen = ""
     if len(lines) < len(here):
         chosen = (

@@ -62,15 +62,22 @@ class PolicyChoice:
         """With this label, or with the one that names the policy and its knobs."""
         if label is None:
             inner = ", ".join(f"{name}={value:g}" for name, value in self.knobs.items())
-            base = self.policy if isinstance(self.policy, str) else str(self.policy.get("score"))
-            if not isinstance(self.policy, str) and self.policy.get("name"):
-                base = str(self.policy["name"])
-            label = f"{base}({inner})" if inner else base
+            label = f"{self.base}({inner})" if inner else self.base
         return replace(self, label=label)
+
+    @property
+    def base(self) -> str:
+        """The policy without its knobs."""
+        if isinstance(self.policy, str):
+            return self.policy
+        return str(self.policy.get("name") or self.policy.get("score"))
 
     def build(self) -> Policy | str:
         """What the router takes. Raises as `Policy.from_config`, and for knobs that are not the policy's."""
-        built = Policy.from_config(self.policy, knobs=self.knobs)
+        policy = self.policy
+        if not isinstance(policy, str):  # its own knobs would go before those beside it
+            policy = {**policy, "knobs": {**(policy.get("knobs") or {}), **self.knobs}}
+        built = Policy.from_config(policy, knobs=self.knobs)
         _core.Router(built, knobs=dict(self.knobs) if isinstance(built, str) else None)
         return built
 
@@ -174,6 +181,8 @@ class Setup:
             "profile": load_profile(self.profile).constants(),
             "version": version("lmetric-router"),
         }
+        if predictor := self.settings.get("predictor"):
+            told["predictor"] = load_profile(str(predictor)).constants()
         return hashlib.sha256(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()[:24]
 
 

@@ -236,9 +236,11 @@ def _expand(file: StudyFile, path: Path) -> Study:
     reference = references[0]
     for choice in [*policies, reference]:
         choice.build()
-    profiles = [name if name in shipped_profiles() else str(path.parent / name) for name in file.profiles]
-    for profile in profiles:
-        load_profile(profile)
+    profiles = [_profile(name, path.parent) for name in file.profiles]
+    given = file.settings
+    if given.predictor is not None:
+        predictors = [_profile(name, path.parent) for name in given.predictor]
+        given = given.model_copy(update={"predictor": predictors})
     chosen = [_trace(trace, path.parent) for trace in file.traces]
     for what, labels in (("policies", [p.label for p in policies]), ("traces", [t.label for t in chosen])):
         if twice := next((label for label in labels if labels.count(label) > 1), None):
@@ -251,7 +253,7 @@ def _expand(file: StudyFile, path: Path) -> Study:
         for trace in chosen
         for profile in profiles
         for instances in file.instances
-        for settings in file.settings.combinations()
+        for settings in given.combinations()
     ]  # fmt: skip
     setups = [
         replace(
@@ -267,6 +269,13 @@ def _expand(file: StudyFile, path: Path) -> Study:
         others = [choice for choice in policies if entry.each_policy and choice != reference]
         searches = [replace(fleet, policy=choice) for fleet in fleets for choice in [reference, *others]]
     return Study(file.name or path.stem, setups, entry.rule(), searches, reference)
+
+
+def _profile(name: str, directory: Path) -> str:
+    """A shipped profile's name, or a path seen from `directory`; raises `ProfileError`."""
+    found = name if name in shipped_profiles() else str(directory / name)
+    load_profile(found)
+    return found
 
 
 def _trace(entry: TraceEntry, directory: Path) -> TraceChoice:
