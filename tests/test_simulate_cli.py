@@ -144,7 +144,7 @@ def test_wrong_usage_is_said_in_words(arguments: list[str], code: int, message: 
 
 def test_ctrl_c_ends_it() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "lmetric.cli", "simulate", "--trace", SLICE, "--policy", "all", "--seeds", "99"],
+        [sys.executable, "-m", "lmetric.cli", "simulate", *BASE[:2], "--policy", "all", "--seeds", "99"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     time.sleep(4)

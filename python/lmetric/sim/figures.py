@@ -372,7 +372,7 @@ def _plain_log(axis: Any) -> None:
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= 30 else label[:28] + "…"
+    return label if len(label) <= 32 else f"{label[:18]}…{label[-13:]}"
 
 
 def _slug(text: str) -> str:

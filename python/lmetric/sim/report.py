@@ -146,10 +146,10 @@ def _section(
     rivals = len({figures.base(cell) for cell in here})
     chosen = ""
     if len(lines) < len(here):
-        chosen = (
-            f"Lines: {len(lines)} of {len(here)}, of each policy the variant with the lowest mean TTFT here"
+        chosen = "Lines: of each policy the variant with the lowest mean TTFT at this load"
+        chosen += (
+            f"; of the {rivals} policies {LEADER}, vllm and the best others." if rivals > len(lines) else "."
         )
-        chosen += f", of the {rivals} policies the best by it." if rivals > len(lines) else "."
     return Section(
         anchor=f"s{index}",
         title=group[0],
@@ -193,7 +193,7 @@ def _section(
             for load in max_loads[:1]
         ],
         max_loads=_max_loads(max_loads, here, styles),
-        chosen_lines=chosen and chosen + ".",
+        chosen_lines=chosen,
     )
 
 

@@ -76,7 +76,8 @@ def rows(cells: Sequence[Cell]) -> list[list[Value | None]]:
                 continue
             mean, least, most = found
             rivals = [other[0] for spread in spreads if (other := spread[position]) is not None]
-            best = len(cells) > 1 and all(mean * column.better >= rival * column.better for rival in rivals)
+            gains = [(mean - rival) * column.better for rival in rivals]
+            best = min(gains) >= 0 < max(gains)  # where all are equal none is
             half = column.shows((most - least) / 2) if len(cell.results) > 1 else ""
             values.append(Value(column.shows(mean), half, best))
         made.append(values)
