@@ -136,7 +136,9 @@ impl Engine {
                     let (hashes, tokens) = (&log.hashes[hashes.clone()], &log.tokens[tokens.clone()]);
                     list.append(("stored", *parent, hashes.to_vec(), tokens.to_vec(), salt.as_deref()))?;
                 }
-                KvEvent::Removed { hash } => list.append(("removed", *hash))?,
+                KvEvent::Removed { hashes } => {
+                    log.hashes[hashes.clone()].iter().try_for_each(|hash| list.append(("removed", *hash)))?;
+                }
                 KvEvent::Cleared => list.append(("cleared",))?,
             }
         }

@@ -2,6 +2,7 @@
 //!
 //! Every decoding sequence gets one token in every step. So its length follows from the engine's *tick* (steps run so
 //! far), and a step costs the sequences that prefill, end or cross a block edge, not those that merely decode.
+use crate::cache::PrefixCache;
 use crate::events::{Counters, KvEvent, KvLog, Load, StepEvents};
 use crate::hash;
 use crate::pool::BlockPool;
@@ -124,7 +125,9 @@ pub struct Engine {
     profile: Profile,
     settings: Settings,
     generator: Option<Generator>,
+    /// The blocks under [`Admission::Vllm`], and the cache under [`Admission::Reserve`].
     pool: BlockPool,
+    cache: PrefixCache,
     kv: KvLog,
     events: StepEvents,
     counters: Counters,
@@ -159,8 +162,10 @@ impl Engine {
         generator: Option<Generator>,
     ) -> Result<Engine, CoreError> {
         profile.check()?;
+        let reserve = settings.admission == Admission::Reserve;
         Ok(Engine {
-            pool: BlockPool::new(profile.cache_blocks),
+            pool: BlockPool::new(if reserve { 0 } else { profile.cache_blocks }),
+            cache: PrefixCache::new(profile.cache_blocks),
             kv: KvLog { on: settings.kv_events, ..Default::default() },
             crossings: vec![Vec::new(); profile.block_tokens as usize],
             profile,
@@ -401,6 +406,7 @@ impl Engine {
     /// Empties the prefix cache. False, and nothing is done, while a request uses a block.
     pub fn reset_cache(&mut self) -> bool {
         let cleared = self.pool.clear();
+        self.cache.clear();
         if cleared && self.kv.on {
             self.kv.events.push(KvEvent::Cleared);
         }
@@ -428,11 +434,18 @@ impl Engine {
     /// Tokens of a prompt that the cache holds now, of at most `prompt_tokens - 1`.
     pub fn hit_tokens(&self, chain: &[u64], prompt_tokens: u32) -> u32 {
         let block = self.profile.block_tokens;
-        let most = match self.settings.admission {
-            Admission::Vllm => (prompt_tokens.saturating_sub(1) / block) as usize,
-            Admission::Reserve => prompt_tokens.div_ceil(block) as usize,
+        let found = match self.settings.admission {
+            Admission::Vllm => {
+                let full = (prompt_tokens.saturating_sub(1) / block) as usize;
+                chain.iter().take(full).take_while(|&&hash| self.pool.find(hash).is_some()).count()
+            }
+            Admission::Reserve => self.cache.find(prompt_blocks(chain, prompt_tokens, block)),
         };
-        let found = chain.iter().take(most).take_while(|&&hash| self.pool.find(hash).is_some()).count();
         (found as u32 * block).min(prompt_tokens.saturating_sub(1))
     }
+}
+
+/// The blocks of a prompt, its partial last one included.
+fn prompt_blocks(chain: &[u64], prompt_tokens: u32, block_tokens: u32) -> &[u64] {
+    &chain[..chain.len().min(prompt_tokens.div_ceil(block_tokens) as usize)]
 }

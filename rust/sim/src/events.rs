@@ -72,10 +72,10 @@ pub enum KvEvent {
         /// The request's cache salt.
         salt: Option<Arc<str>>,
     },
-    /// One copy of a block is gone.
+    /// One copy of each of these blocks is gone.
     Removed {
-        /// Its hash.
-        hash: u64,
+        /// Where their hashes lie in [`KvLog::hashes`], in the order in which they went.
+        hashes: Range<usize>,
     },
     /// The whole cache was cleared.
     Cleared,
@@ -88,7 +88,7 @@ pub struct KvLog {
     pub on: bool,
     /// The changes.
     pub events: Vec<KvEvent>,
-    /// Block hashes of the stored events.
+    /// Block hashes of the events.
     pub hashes: Vec<u64>,
     /// Token ids of the stored events.
     pub tokens: Vec<u32>,
@@ -103,8 +103,14 @@ impl KvLog {
     }
 
     pub(crate) fn removed(&mut self, hash: u64) {
-        if self.on {
-            self.events.push(KvEvent::Removed { hash });
+        if !self.on {
+            return;
+        }
+        let at = self.hashes.len();
+        self.hashes.push(hash);
+        match self.events.last_mut() {
+            Some(KvEvent::Removed { hashes }) => hashes.end += 1,
+            _ => self.events.push(KvEvent::Removed { hashes: at..at + 1 }),
         }
     }
 

@@ -212,8 +212,8 @@ impl Observer {
                 KvEvent::Stored { parent, hashes, .. } => {
                     index.stored(id, *parent, &log.hashes[hashes.clone()]);
                 }
-                KvEvent::Removed { hash } => {
-                    index.removed(id, *hash);
+                KvEvent::Removed { hashes } => {
+                    index.removed_all(id, &log.hashes[hashes.clone()]);
                 }
                 KvEvent::Cleared => index.cleared(id),
             }

@@ -155,7 +155,8 @@ fn the_cache_log_names_parents_tokens_and_removals() {
     engine.start_step(0.0).unwrap();
     engine.finish_step();
     let log = engine.kv_log();
-    assert_eq!(log.events[0], KvEvent::Removed { hash: stored[1] });
+    let KvEvent::Removed { hashes } = &log.events[0] else { panic!("{:?}", log.events[0]) };
+    assert_eq!(log.hashes[hashes.clone()], stored[1..2]);
     assert!(matches!(log.events[1], KvEvent::Stored { parent: None, .. }));
     log.clear();
 

@@ -48,19 +48,25 @@ fn settings() -> impl Strategy<Value = Settings> {
     })
 }
 
-/// What a cache index that follows the log holds: copies by hash.
+/// What a cache index that follows the log holds: copies by hash; and what stands before each block.
 #[derive(Default)]
-struct Follower(HashMap<u64, i64>);
+struct Follower(HashMap<u64, i64>, HashMap<u64, Option<u64>>);
 
 impl Follower {
     fn follow(&mut self, engine: &mut Engine) {
         let log = engine.kv_log();
         for event in &log.events {
             match event {
-                KvEvent::Stored { hashes, .. } => {
-                    log.hashes[hashes.clone()].iter().for_each(|&hash| *self.0.entry(hash).or_default() += 1);
+                KvEvent::Stored { parent, hashes, .. } => {
+                    let mut before = *parent;
+                    for &hash in &log.hashes[hashes.clone()] {
+                        *self.0.entry(hash).or_default() += 1;
+                        self.1.insert(hash, before.replace(hash));
+                    }
                 }
-                KvEvent::Removed { hash } => *self.0.entry(*hash).or_default() -= 1,
+                KvEvent::Removed { hashes } => {
+                    log.hashes[hashes.clone()].iter().for_each(|&hash| *self.0.entry(hash).or_default() -= 1);
+                }
                 KvEvent::Cleared => self.0.clear(),
             }
         }
@@ -135,8 +141,14 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
     prop_assert_eq!((load.running, load.waiting, load.kv_usage, load.context_tokens), (0, 0, 0.0, 0));
     // Whoever followed the log knows exactly what can be found.
     for (&hash, &copies) in &follower.0 {
-        let found = engine.hit_tokens(&[hash], profile.block_tokens + 1) > 0;
-        prop_assert_eq!(found, copies > 0);
+        // A pool of blocks finds each by itself, a reserving engine the whole front of a prompt.
+        let mut chain = vec![hash];
+        while let (Admission::Reserve, Some(&Some(before))) = (settings.admission, follower.1.get(&chain[0]))
+        {
+            chain.insert(0, before);
+        }
+        let tokens = chain.len() as u32 * profile.block_tokens;
+        prop_assert_eq!(engine.hit_tokens(&chain, tokens + 1) == tokens, copies > 0);
     }
     prop_assert!(engine.reset_cache());
     Ok(all)

@@ -1,5 +1,5 @@
 //! What the next step does: room for those that run, then for those that wait.
-use super::{Admission, Chunk, Engine};
+use super::{Admission, Chunk, Engine, prompt_blocks};
 use crate::events::Admitted;
 use crate::sequence::State;
 use std::cmp::Reverse;
@@ -71,12 +71,8 @@ impl Engine {
                     break;
                 }
                 Admission::Reserve => {
-                    let hit = self.hit_tokens(&sequence.chain, total);
-                    let touched = hit.div_ceil(block) as usize;
-                    for &hash in sequence.chain[..touched].iter().rev() {
-                        self.pool.find(hash).into_iter().for_each(|block| self.pool.touch(block));
-                    }
-                    hit
+                    let found = self.cache.touch(prompt_blocks(&sequence.chain, total, block));
+                    (found as u32 * block).min(total - 1)
                 }
             };
             self.waiting.pop();

@@ -1,5 +1,5 @@
 //! What a step has done, and the books.
-use super::{Admission, Chunk, Engine};
+use super::{Admission, Chunk, Engine, prompt_blocks};
 use crate::events::{Prefilled, Token};
 use crate::hash;
 use crate::sequence::State;
@@ -86,30 +86,14 @@ impl Engine {
 
     /// Reserving admission: all blocks of the prompt enter the cache, the first as the most recently used.
     pub(super) fn cache_prompt(&mut self, slot: u32) {
-        let sequence = &self.sequences[slot];
-        let most = sequence.prompt_tokens.div_ceil(self.profile.block_tokens) as usize;
-        let chain = &sequence.chain[..sequence.chain.len().min(most)];
-        self.found.clear();
-        self.found.extend(chain.iter().map_while(|&hash| self.pool.find(hash)));
-        // First those that are there, so that they do not make room for the others.
-        self.found.iter().rev().for_each(|&block| self.pool.touch(block));
-        let (parents, new) = chain.split_at(self.found.len());
-        for &hash in new.iter().rev() {
-            match self.pool.find(hash) {
-                Some(block) => self.pool.touch(block),
-                None => {
-                    if let Some(block) = self.pool.take(&mut self.kv) {
-                        self.pool.name(block, hash);
-                        self.pool.release(block);
-                    }
-                }
-            }
-        }
-        self.found.iter().rev().for_each(|&block| self.pool.touch(block));
-        if !new.is_empty() {
-            let block = self.profile.block_tokens as usize;
-            let tokens = sequence.tokens.get(parents.len() * block..chain.len() * block).unwrap_or_default();
-            self.kv.stored(parents.last().copied(), new, tokens, sequence.salt.as_ref());
+        let (sequence, block) = (&self.sequences[slot], self.profile.block_tokens);
+        let chain = prompt_blocks(&sequence.chain, sequence.prompt_tokens, block);
+        let (found, kept) = self.cache.insert(chain, &mut self.kv);
+        if found < kept {
+            let block = block as usize;
+            let tokens = sequence.tokens.get(found * block..kept * block).unwrap_or_default();
+            let parent = found.checked_sub(1).map(|last| chain[last]);
+            self.kv.stored(parent, &chain[found..kept], tokens, sequence.salt.as_ref());
         }
     }
 
