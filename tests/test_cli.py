@@ -114,6 +114,35 @@ def test_a_half_written_trace_names_its_line(tmp_path: Path) -> None:
     assert skipped.returncode == 1
 
 
+def test_a_trace_is_made_shown_and_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl.gz"
+    lengths = "input_tokens: 300, output_tokens: 100, turns: 2"
+    text = f"{{synthetic: sessions, rate: 1, duration_seconds: 30, {lengths}}}"
+    assert run("trace", "make", text, "--out", str(path), "--seed", "7").returncode == 0
+    first = path.read_bytes()
+    (tmp_path / "d.yaml").write_text(text.replace("rate: 1", "rate: 1, seed: 7"))
+    assert run("trace", "make", str(tmp_path / "d.yaml"), "--out", str(path)).returncode == 0
+    assert path.read_bytes() == first
+    shown = json.loads(run("trace", "show", str(path), "--json").stdout)
+    assert shown["requests"] == 2 * shown["sessions"] == 2 * shown["waiting_requests"]
+    assert shown["input_tokens"]["max"] == 700
+    assert f"{shown['requests']} requests in" in run("trace", "show", str(path)).stdout
+    open_loop = run("trace", "show", str(path), "--no-closed-loop", "--json")
+    assert json.loads(open_loop.stdout)["waiting_requests"] == 0
+    for arguments, code, message in (
+        (["make", "{synthetic: sessions", "--out", "x"], 2, "not YAML"),
+        (["make", "{synthetic: session}", "--out", "x"], 2, "synthetic: requests or sessions"),
+        (["make", str(tmp_path / "none.yaml"), "--out", "x"], 2, "No such file"),
+        (["show", str(tmp_path / "d.yaml")], 1, "no request in it that is recognised"),
+        (["show", str(path), "--format", "mooncak"], 1, "did you mean 'mooncake'?"),
+        (["show", str(path), "--block-tokens", "8"], 1, "line 1: block_tokens is 16, read with blocks of 8"),
+    ):
+        done = run("trace", *arguments)
+        assert done.returncode == code, done.stderr
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_tables_and_json_of_policies_and_indicators() -> None:
     names = {row["name"] for row in json.loads(run("policies", "--json").stdout)}
     assert {"lmetric", "round_robin", "vllm"} <= names

@@ -15,6 +15,7 @@ import yaml
 
 from lmetric.cli.app import MODULES, build
 from lmetric.config import load_config
+from lmetric.sim.synthetic import check_synthetic
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -45,7 +46,11 @@ def test_shown_commands_parse(path: Path) -> None:
         elif program == "lmetric-router" and not words[0].startswith("-"):
             assert words[0] in GROUP.commands, line
             # Parses the options without running the command; wrong ones raise.
-            GROUP.commands[words[0]].make_context(words[0], words[1:])
+            command, words = GROUP.commands[words[0]], words[1:]
+            if nested := getattr(command, "commands", None):
+                assert words[0] in nested, line
+                command, words = nested[words[0]], words[1:]
+            command.make_context(command.name, words)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
@@ -67,6 +72,15 @@ def test_the_readmes_score_expressions_run() -> None:
     assert shown
     for block in shown:
         exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_shown_way_through_a_trace_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "docs" / "traces.md"
+    (shown,) = blocks(path, "python")
+    exec(compile(shown, "traces.md", "exec"), {})
+    assert 0 < float(capsys.readouterr().out) < 1
+    (described,) = blocks(path, "yaml")
+    assert len(check_synthetic(yaml.safe_load(described) | {"duration_seconds": 60}, "traces.md").make())
 
 
 def test_the_configuration_page_is_what_the_declarations_make() -> None:

@@ -156,7 +156,7 @@ def test_shipped_profiles_load_and_overrides_keep_the_capacity(tmp_path: Path) -
     assert (live.block_tokens, live.cache_blocks) == (16, 128_000)
     assert EngineOptions(cache_blocks=9).resolved_profile().cache_blocks == 9
     path = tmp_path / "mine.yaml"
-    content: dict[str, Any] = load_profile("qwen3-30b-a3b-h20").constants()
+    content: dict[str, Any] = load_profile("independent-sim").constants()
     path.write_text(json.dumps(content))
     assert load_profile(str(path)) == Profile.model_validate(content)
     for broken, message in [

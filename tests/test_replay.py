@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -218,6 +220,41 @@ async def test_arrivals_do_not_wait_for_answers(tmp_path: Path) -> None:
     assert [record.due for record in player.records] == pytest.approx([i * 0.04 for i in range(10)])
     assert all(record.sent is not None and record.sent >= record.due - 0.002 for record in player.records)
     assert 0.8 < player.seconds < 2
+
+
+async def test_a_turn_waits_for_the_answer_before_it_and_its_think_time(tmp_path: Path) -> None:
+    fails = False
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if fails:
+            await asyncio.sleep(0.2)
+            return web.json_response({"error": {"message": "no"}}, status=503)
+        return await stream(request, 0.2, token(), token(" b", "length"), usage(20, 2, 0), DONE)
+
+    trace = dataclasses.replace(
+        trace_of(tmp_path, n=4, gap_ms=10),
+        previous=np.array([-1, 0, -1, 1]),
+        think_seconds=np.array([9.0, 0.1, 9.0, 0.0]),
+    )
+    async with served(slow) as url, Client(url, model="m") as client:
+        for fails in (False, True):
+            player = Player(trace, client, PromptWriter([" a", " b"]))
+            await asyncio.wait_for(player.run(), 5)
+            assert [record.index for record in player.records] == [0, 2, 1, 3]
+            assert all(record.completed is not fails for record in player.records)
+            first, other, second, third = (record.sent or 0.0 for record in player.records)
+            assert (first, other) == pytest.approx((0, 0.02), abs=0.05)
+            assert 0.3 <= second < 0.45  # the answer's 0.2 s and 0.1 s of thought
+            assert 0.2 <= third - second < 0.35
+            lags = [(record.sent or 0.0) - record.due for record in player.records]
+            assert max(lags) < 0.05  # waiting for an answer is no lag of the generator
+        # What waits goes with what is in flight.
+        player = Player(trace, client, PromptWriter([" a", " b"]))
+        running = asyncio.create_task(player.run())
+        await asyncio.sleep(0.1)
+        player.stop()
+        await asyncio.wait_for(running, 1)
+        assert [record.index for record in player.records] == [0, 2]
 
 
 async def test_stop_keeps_what_there_is(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lmetric.sim.traces import load_trace
 
 ROOT = Path(__file__).parent.parent
 SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
-BASE = ["--trace", str(SLICE), "--requests", "120", "--instances", "4"]
+BASE = ["--trace", str(SLICE), "--requests", "120", "--instances", "8"]
 
 
 def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -57,7 +57,7 @@ def test_json_has_a_run_for_each_policy_and_seed() -> None:
 def test_the_command_and_the_function_say_the_same() -> None:
     (run,) = told("--policy", "lmetric", "--speed", "3", "--measure", "0.25:0.75", "--slo-ttft", "1")["runs"]
     trace = load_trace(SLICE).first(120).faster(3)
-    columns = lmetric.simulate(trace, policy="lmetric", instances=4)
+    columns = lmetric.simulate(trace, policy="lmetric", instances=8)
     kept = slice(30, 90)
     ttft = columns.ttft_seconds[kept]
     assert run["requests"] == 60
@@ -87,7 +87,7 @@ def test_settings_reach_the_simulator() -> None:
     exact = mean()
     assert mean("--signals", "delayed", "--report-period", "30", "--event-delay", "20") != exact
     assert mean("--instances", "2") > exact
-    assert mean("--no-prefixes") > exact
+    assert mean("--admission", "vllm") != exact
     (run,) = told("--policy", "lmetric", "--no-prefixes")["runs"]
     assert run["hit_ratio"] == 0
 

@@ -6,9 +6,21 @@ from collections.abc import Collection
 
 import typer
 
-from lmetric.cli import bench, config, demo, engine, indicators, policies, replay, serve, simulate, study
+from lmetric.cli import (
+    bench,
+    config,
+    demo,
+    engine,
+    indicators,
+    policies,
+    replay,
+    serve,
+    simulate,
+    study,
+    trace,
+)
 
-MODULES = (serve, engine, demo, replay, simulate, study, policies, indicators, config, bench)
+MODULES = (serve, engine, demo, replay, simulate, study, trace, policies, indicators, config, bench)
 
 
 def build(words: Collection[str]) -> typer.Typer:
@@ -24,6 +36,9 @@ def build(words: Collection[str]) -> typer.Typer:
     app.callback()(_root)
     for module in MODULES:
         name = module.__name__.rpartition(".")[2]
+        if hasattr(module, "group"):
+            app.add_typer(module.group, name=name)
+            continue
         app.command(name)(module.build() if name in words and hasattr(module, "build") else module.command)
     return app
 

@@ -28,7 +28,7 @@ def command(
     max_input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Leave out requests with longer prompts.")
     ] = None,
-    profile: Annotated[str, typer.Option(help="Profile of the engines.")] = "qwen3-30b-a3b-h20",
+    profile: Annotated[str, typer.Option(help="Profile of the engines.")] = "independent-sim",
     as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
 ) -> None:
     """Play a slice of a real trace under several policies over emulated engines, and compare.

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmetric.cli.options import MaxInputTokens, Requests, SkipBadLines, SloTpot, SloTtft, Speed, Start
+from lmetric.cli.options import (
+    ClosedLoop,
+    Format,
+    MaxInputTokens,
+    Requests,
+    SkipBadLines,
+    SloTpot,
+    SloTtft,
+    Speed,
+    Start,
+    TraceFile,
+)
 
 if TYPE_CHECKING:
     from lmetric.replay import Player, Report
@@ -16,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    trace: Annotated[Path, typer.Option(help="Trace file (Mooncake JSON lines; .gz is decompressed).")],
+    trace: TraceFile,
     target: Annotated[str, typer.Option(metavar="URL", help="Server, e.g. http://127.0.0.1:8000.")],
     speed: Speed = 1.0,
     model: Annotated[
@@ -24,6 +34,8 @@ def command(
     ] = None,
     requests: Requests = None,
     max_input_tokens: MaxInputTokens = None,
+    format: Format = None,
+    closed_loop: ClosedLoop = None,
     start: Start = 0.0,
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
@@ -40,23 +52,27 @@ def command(
     skip_bad_lines: SkipBadLines = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Send a trace to a server with open-loop arrivals; print latencies, hit rate, goodput, errors.
+    """Send a trace to a server with its arrivals; print latencies, hit rate, goodput, errors.
 
-    Each request leaves when the trace says, whatever became of those before it. Prompts are rebuilt from the
-    trace's block ids so that equal ids are equal text. Ctrl-C prints what there is so far and exits with 130.
+    Each request leaves when the trace says, whatever became of those before it; where the trace says that a
+    turn waits for an answer, it leaves after that one's end. Prompts are rebuilt from the trace's block ids
+    so that equal ids are equal text. Ctrl-C prints what there is so far and exits with 130.
     """
     from lmetric.cli.show import note, print_json
+    from lmetric.cli.trace import report_bad_lines
     from lmetric.replay import Client, Slo, summarize
     from lmetric.sim.traces import load_trace
 
     for name, value in (("--speed", speed), ("--clock-speed", clock_speed), ("--timeout", timeout)):
         if not value > 0:
             raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
-    loaded = load_trace(trace, on_bad_line="skip" if skip_bad_lines else "stop")
-    for bad in loaded.bad_lines[:3]:
-        note(f"skipped {bad}")
-    if len(loaded.bad_lines) > 3:
-        note(f"skipped {len(loaded.bad_lines) - 3} further lines")
+    loaded = load_trace(
+        trace,
+        format=format,
+        on_bad_line="skip" if skip_bad_lines else "stop",
+        closed_loop=closed_loop,
+    )
+    report_bad_lines(loaded.bad_lines, note)
     chosen = loaded.between(start, float("inf"))
     if max_input_tokens is not None:
         chosen = chosen.at_most(max_input_tokens)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmetric.cli.options import (
+    ClosedLoop,
+    Format,
     MaxInputTokens,
     Requests,
     SkipBadLines,
@@ -16,6 +18,7 @@ from lmetric.cli.options import (
     SloTtft,
     Speed,
     Start,
+    TraceFile,
     check_file,
 )
 
@@ -29,7 +32,7 @@ Index = StrEnum("Index", {"exact": "exact", "approximate": "approximate"})
 
 
 def command(
-    trace: Annotated[Path, typer.Option(help="Trace file (.gz is decompressed).")],
+    trace: TraceFile,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,6 +71,8 @@ def command(
     duration: Annotated[float | None, typer.Option(help="Take this many trace seconds.")] = None,
     requests: Requests = None,
     max_input_tokens: MaxInputTokens = None,
+    format: Format = None,
+    closed_loop: ClosedLoop = None,
     prefixes: Annotated[
         bool, typer.Option("--prefixes/--no-prefixes", help="Whether requests share prefixes.")
     ] = True,
@@ -87,7 +92,7 @@ def command(
     same command gives the same figures. Ctrl-C ends without any, with exit code 130.
     """
     from lmetric.cli.show import note
-    from lmetric.sim.setup import PolicyChoice, Setup, TraceChoice, split_policies
+    from lmetric.sim.setup import PolicyChoice, Setup, TraceChoice, split_policies, trace_label
     from lmetric.sim.summary import Slo, parse_share
 
     for name, value in (("--speed", speed), ("--duration", duration), ("--report-period", report_period)):
@@ -108,7 +113,7 @@ def command(
     optional = {"guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay}
     settings |= {name: value for name, value in optional.items() if value is not None}
     taken = TraceChoice(
-        path=str(trace), label=trace.name.removesuffix(".gz").removesuffix(".jsonl"), start=start,
+        path=str(trace), label=trace_label(str(trace)), start=start, format=format, closed_loop=closed_loop,
         duration=duration, requests=requests, max_input_tokens=max_input_tokens, prefixes=prefixes,
         skip_bad_lines=skip_bad_lines,
     )  # fmt: skip
@@ -137,17 +142,14 @@ def command(
 def _run(setups: list[Setup], jobs: int | None) -> list[Result]:
     """Every run, in the order of `setups`."""
     from lmetric.cli.show import note, progress
+    from lmetric.cli.trace import report_bad_lines
     from lmetric.sim.backends import Threads
     from lmetric.sim.setup import run
     from lmetric.sim.study import Library
 
     library = Library()
     workload = library.workload(setups[0])
-    bad = workload.trace.bad_lines
-    for line in bad[:3]:
-        note(f"skipped {line}")
-    if len(bad) > 3:
-        note(f"skipped {len(bad) - 3} further lines")
+    report_bad_lines(workload.trace.bad_lines, note)
     found: dict[int, Result] = {}
     with progress("runs") as shown:
         bar = shown.add_task("", total=len(setups))

@@ -1,10 +1,12 @@
-"""Open-loop arrivals: each request leaves when the trace says, whatever became of those before it."""
+"""Arrivals as the trace has them: most requests leave at their time, whatever became of those before; the
+later turns of a conversation wait for the answer before them where the trace says so."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 from lmetric.replay.client import Client, Record
 from lmetric.sim.prompts import PromptWriter
@@ -12,7 +14,11 @@ from lmetric.sim.traces import Trace
 
 
 class Player:
-    """Plays `trace` against `client`'s server; `records` holds every request sent so far."""
+    """Plays `trace` against `client`'s server; `records` holds every request sent so far, as they were sent.
+
+    A request with ``trace.previous`` is due at ``max(arrival, end of previous + think)``. The end is that of
+    the answer's stream, a failed one's as well: the conversation goes on without it.
+    """
 
     def __init__(self, trace: Trace, client: Client, prompts: PromptWriter) -> None:
         self.trace = trace
@@ -22,7 +28,10 @@ class Player:
         self._client = client
         self._prompts = prompts
         self._sending: set[asyncio.Task[None]] = set()
+        self._waiting: set[asyncio.Task[None]] = set()
         self._feeding: asyncio.Task[None] | None = None
+        # The end of each answer that another request waits for, in seconds since the start.
+        self._ends: dict[int, asyncio.Future[float]] = {}
 
     @property
     def in_flight(self) -> int:
@@ -31,36 +40,65 @@ class Player:
     def stop(self) -> None:
         """End early: nothing more is sent, what is in flight is cancelled; `run` returns."""
         self.interrupted = True
-        if self._feeding is not None:
-            self._feeding.cancel()
-        for task in self._sending:
-            task.cancel()
+        self._cancel()
 
     async def run(self) -> None:
         """Send everything and wait for every answer; returns early after `stop`."""
         start = time.monotonic()
+        if self.trace.previous is not None:
+            loop = asyncio.get_running_loop()
+            awaited = self.trace.previous[self.trace.previous >= 0].tolist()
+            self._ends = {index: loop.create_future() for index in awaited}
         try:
             self._feeding = asyncio.create_task(self._feed(start))
             await asyncio.wait([self._feeding])
             if not self._feeding.cancelled():
                 self._feeding.result()
-            if self._sending:
-                await asyncio.wait(self._sending)
+            while tasks := self._sending | self._waiting:
+                await asyncio.wait(tasks)
         finally:
             self.seconds = time.monotonic() - start
-            if self._feeding is not None:
-                self._feeding.cancel()
-            for task in self._sending:
-                task.cancel()
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._feeding is not None:
+            self._feeding.cancel()
+        for task in self._sending | self._waiting:
+            task.cancel()
 
     async def _feed(self, start: float) -> None:
         for record, body in self._requests():
             # Without a pause, requests that are overdue would all leave before the first of them is written.
             await asyncio.sleep(max(0.0, start + record.due - time.monotonic()))
-            self.records.append(record)
-            task = asyncio.create_task(self._client.send(body, record, start))
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
+            if self.trace.previous is None or self.trace.previous[record.index] < 0:
+                self._send(record, body, start)
+            else:
+                self._track(self._waiting, self._send_after(record, body, start))
+
+    async def _send_after(self, record: Record, body: bytes, start: float) -> None:
+        assert self.trace.previous is not None
+        end = await asyncio.shield(self._ends[int(self.trace.previous[record.index])])
+        think = 0.0 if self.trace.think_seconds is None else float(self.trace.think_seconds[record.index])
+        record.due = max(record.due, end + think)
+        await asyncio.sleep(max(0.0, start + record.due - time.monotonic()))
+        self._send(record, body, start)
+
+    def _send(self, record: Record, body: bytes, start: float) -> None:
+        self.records.append(record)
+        self._track(self._sending, self._answered(record, body, start))
+
+    async def _answered(self, record: Record, body: bytes, start: float) -> None:
+        try:
+            await self._client.send(body, record, start)
+        finally:
+            if (end := self._ends.get(record.index)) is not None:
+                end.set_result(time.monotonic() - start)
+
+    @staticmethod
+    def _track(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     def _requests(self) -> Iterator[tuple[Record, bytes]]:
         """Each body is made before its time has come, so that making it delays no one."""

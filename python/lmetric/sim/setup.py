@@ -97,49 +97,58 @@ def split_policies(texts: list[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class TraceChoice:
-    """A trace file and what is taken of it."""
+    """A trace file and what is taken of it, or the description of a synthetic trace."""
 
-    path: str
+    path: str  # "" where it is synthetic
     label: str
+    synthetic: str | None = None  # the description, as JSON
     start: float = 0.0  # trace seconds left out at the front
     duration: float | None = None  # trace seconds taken from there
     requests: int | None = None  # the first so many
     max_input_tokens: int | None = None  # longer prompts are left out
     prefixes: bool = True  # False: hash_ids are left out, no request shares anything
+    closed_loop: bool | None = None  # whether turns wait for answers; None: as the file says
     format: str | None = None  # None: told by the file itself
+    block_tokens: int | None = None  # under one hash id; None: as the file or format says
     skip_bad_lines: bool = False
 
     def load(self) -> Trace:
-        """Reads the file. Raises `TraceError` and `OSError`; also where nothing is left of it."""
+        """Reads or makes the trace. Raises `TraceError` and `OSError`; also where nothing is left of it."""
+        from lmetric.sim.synthetic import check_synthetic
         from lmetric.sim.traces import TraceError, load_trace
 
-        more: dict[str, Any] = {} if self.format is None else {"format": self.format}
-        trace = load_trace(self.path, on_bad_line="skip" if self.skip_bad_lines else "stop", **more)
-        total = len(trace)
-        trace = trace.between(
-            self.start, float("inf") if self.duration is None else self.start + self.duration
+        if self.synthetic is not None:
+            return check_synthetic(orjson.loads(self.synthetic), self.label).make()
+        trace = load_trace(
+            self.path,
+            format=self.format,
+            on_bad_line="skip" if self.skip_bad_lines else "stop",
+            block_tokens=self.block_tokens,
+            closed_loop=self.closed_loop,
         )
+        total = len(trace)
+        end = float("inf") if self.duration is None else self.start + self.duration
+        trace = trace.between(self.start, end)
         if self.max_input_tokens is not None:
             trace = trace.at_most(self.max_input_tokens)
         if self.requests is not None:
             trace = trace.first(self.requests)
         if not len(trace):
             raise TraceError(f"{self.path}: none of its {total} requests is left to simulate")
-        return trace if self.prefixes else without_prefixes(trace)
+        return trace if self.prefixes else trace.without_prefixes()
 
     def digest(self) -> str:
         """Of the file's bytes: a run belongs to what the trace said, not to where it lay."""
+        if self.synthetic is not None:
+            return hashlib.sha256(self.synthetic.encode()).hexdigest()
         with Path(self.path).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def without_prefixes(trace: Trace) -> Trace:
-    """The same requests, sharing nothing."""
-    return replace(
-        trace,
-        hash_ids=np.empty(0, np.uint64),
-        hash_offsets=np.zeros(len(trace) + 1, np.int64),
-    )
+def trace_label(path: str) -> str:
+    """A file's name without what tells its format."""
+    name = Path(path).name.removesuffix(".gz")
+    return name.removesuffix(".jsonl").removesuffix(".csv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ class Library:
     def __init__(self) -> None:
         self._traces: dict[TraceChoice, Trace] = {}
         self._ready: dict[tuple[TraceChoice, int], Workload] = {}
-        self._digests: dict[str, str] = {}
+        self._digests: dict[TraceChoice, str] = {}
 
     def workload(self, setup: Setup) -> Workload:
         """What `setup` plays, at the trace's own speed. Raises `TraceError` and `OSError`."""
@@ -63,10 +63,9 @@ class Library:
 
     def digest(self, setup: Setup) -> str:
         """Of the trace file's bytes."""
-        path = setup.trace.path
-        if path not in self._digests:
-            self._digests[path] = setup.trace.digest()
-        return self._digests[path]
+        if setup.trace not in self._digests:
+            self._digests[setup.trace] = setup.trace.digest()
+        return self._digests[setup.trace]
 
 
 def run_study(

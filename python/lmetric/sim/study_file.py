@@ -11,14 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import orjson
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
 from lmetric.profiles import load_profile, shipped_profiles
 from lmetric.sim.max_load import Rule
-from lmetric.sim.setup import PolicyChoice, Setup, TraceChoice, Value
+from lmetric.sim.setup import PolicyChoice, Setup, TraceChoice, Value, trace_label
 from lmetric.sim.summary import Slo, parse_share
+from lmetric.sim.synthetic import check_synthetic
 
 
 def _listed(value: Any) -> Any:
@@ -46,18 +48,39 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class TraceEntry(Strict):
-    """A trace, or a slice of one."""
+def _traces(value: Any) -> Any:
+    """Paths stand for entries; all keys of a synthetic trace but the label are its description."""
+    return [
+        {"label": each.get("label"), "synthetic": {k: v for k, v in each.items() if k != "label"}}
+        if isinstance(each, Mapping) and "synthetic" in each
+        else each
+        if isinstance(each, Mapping)
+        else {"path": each}
+        for each in _listed(value)
+    ]
 
-    path: str = Field(description="the file, seen from the study file")
+
+class TraceEntry(Strict):
+    """A trace file or a slice of one; or a synthetic trace, described by the keys beside `synthetic`."""
+
+    path: str | None = Field(None, description="the file, seen from the study file")
     label: str | None = Field(None, description="its name in tables; default: the file's")
+    synthetic: dict[str, Any] | None = Field(None, description="sessions or requests; see docs/traces.md")
     format: str | None = Field(None, description="mooncake, ...; default: told by the file")
+    block_tokens: Count | None = Field(None, description="tokens under one hash id; default: the file's")
+    closed_loop: bool | None = Field(None, description="turns wait for answers; default: as the file says")
     start: NotNegative = Field(0.0, description="trace seconds left out at the front")
     duration: Positive | None = Field(None, description="trace seconds taken from there; default: all")
     requests: Count | None = Field(None, description="only the first so many")
     max_input_tokens: Count | None = Field(None, description="requests with longer prompts are left out")
     prefixes: bool = Field(True, description="false: no request shares a prefix")
     skip_bad_lines: bool = Field(False, description="leave out lines that cannot be read")
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if self.path is None and self.synthetic is None:
+            raise ValueError("give the path of a file, or synthetic with its description")
+        return self
 
 
 class PolicyEntry(Strict):
@@ -173,7 +196,7 @@ class StudyFile(Strict):
     """All keys of a study."""
 
     name: str | None = Field(None, description="its title; default: the file's name")
-    traces: Annotated[list[TraceEntry], _under("path")] = Field(min_length=1, description="traces")
+    traces: Annotated[list[TraceEntry], BeforeValidator(_traces)] = Field(min_length=1, description="traces")
     policies: Annotated[list[PolicyEntry], _under("policy")] = Field(min_length=1, description="policies")
     instances: Annotated[list[Count], Listed] = Field([16], min_length=1, description="instances of a fleet")
     profiles: Annotated[list[str], Listed] = Field(
@@ -279,9 +302,13 @@ def _profile(name: str, directory: Path) -> str:
 
 
 def _trace(entry: TraceEntry, directory: Path) -> TraceChoice:
-    label = entry.label or Path(entry.path).name.removesuffix(".gz").removesuffix(".jsonl")
+    if entry.synthetic is not None:
+        check_synthetic(entry.synthetic, f"trace {entry.label or 'synthetic'}")
+        told = orjson.dumps(entry.synthetic, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS).decode()
+        return TraceChoice("", entry.label or "synthetic", told)
+    assert entry.path is not None
     return TraceChoice(
         path=str(directory / entry.path),
-        label=label,
-        **entry.model_dump(exclude={"path", "label"}),
+        label=entry.label or trace_label(entry.path),
+        **entry.model_dump(exclude={"path", "label", "synthetic"}),
     )

@@ -1,0 +1,103 @@
+"""``lmetric-router trace``: what is in a trace file, and making one from a description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lmetric.cli.options import BlockTokens, ClosedLoop, Format, SkipBadLines
+
+if TYPE_CHECKING:
+    from lmetric.sim.traces import BadLine, TraceSummary
+
+group = typer.Typer(help="Look into a trace, or make a synthetic one.", no_args_is_help=True)
+
+
+@group.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="Mooncake, Qwen-Bailian or Azure; .gz is decompressed.")],
+    format: Format = None,
+    block_tokens: BlockTokens = None,
+    closed_loop: ClosedLoop = None,
+    skip_bad_lines: SkipBadLines = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print a trace's requests, rate, lengths and how much of its prompts could ever be found in a cache."""
+    from lmetric.cli.show import note, print_json
+    from lmetric.sim.traces import load_trace, summarize_trace
+
+    trace = load_trace(
+        file,
+        format=format,
+        on_bad_line="skip" if skip_bad_lines else "stop",
+        block_tokens=block_tokens,
+        closed_loop=closed_loop,
+    )
+    report_bad_lines(trace.bad_lines, note)
+    summary = summarize_trace(trace)
+    if as_json:
+        print_json(summary)
+    else:
+        _print(summary)
+
+
+@group.command()
+def make(
+    description: Annotated[
+        str, typer.Argument(help="YAML file, or YAML itself: '{synthetic: sessions, rate: 3, ...}'.")
+    ],
+    out: Annotated[Path, typer.Option(help="File to write, in Mooncake's format; .gz is compressed.")],
+    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the description's.")] = None,
+) -> None:
+    """Make a synthetic trace and write it; the same description gives the same bytes."""
+    import yaml
+
+    from lmetric.cli.show import note
+    from lmetric.sim.synthetic import check_synthetic
+    from lmetric.sim.traces import write_trace
+
+    inline = description.lstrip().startswith("{")
+    try:
+        content = yaml.safe_load(description if inline else Path(description).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(
+            f"not YAML: {' '.join(str(error).split())}", param_hint="DESCRIPTION"
+        ) from None
+    synthetic = check_synthetic(content, "on the command line" if inline else description)
+    if seed is not None:
+        synthetic = synthetic.model_copy(update={"seed": seed})
+    trace = synthetic.make()
+    write_trace(trace, out)
+    note(f"{out}: {len(trace)} requests over {trace.duration_seconds:.0f} s")
+
+
+def report_bad_lines(bad_lines: tuple[BadLine, ...], note: Callable[[str], None]) -> None:
+    """The first lines that were skipped, and how many more."""
+    for bad in bad_lines[:3]:
+        note(f"skipped {bad}")
+    if len(bad_lines) > 3:
+        note(f"skipped {len(bad_lines) - 3} further lines")
+
+
+def _print(summary: TraceSummary) -> None:
+    from lmetric.cli.show import print_table
+
+    title = f"{summary.name}: {summary.requests} requests in {summary.duration_seconds:.1f} s"
+    if summary.requests_per_second is not None:
+        title += f", {summary.requests_per_second:.3f} a second"
+    rows = [
+        [name, *(f"{value:.0f}" for value in (each.mean, each.p50, each.p90, each.p99, each.max, each.total))]
+        for name, each in (("prompt", summary.input_tokens), ("answer", summary.output_tokens))
+    ]
+    print_table(["tokens", "mean", "p50", "p90", "p99", "max", "total"], rows, title=title)
+    facts = [
+        ["blocks", f"{summary.blocks} of {summary.block_tokens} tokens, {summary.distinct_blocks} distinct"],
+        ["found in an endless cache", f"{summary.ideal_hit_ratio:.1%} of prompt tokens"],
+        ["conversations", f"{summary.sessions}, {summary.waiting_requests} requests wait for an answer"],
+        ["arrive together", f"{summary.simultaneous_requests} requests"],
+        ["bad lines", str(summary.bad_lines)],
+    ]
+    print_table(["", ""], facts)

@@ -1,0 +1,104 @@
+"""Distributions of lengths and times, as a description's YAML writes them: a number (always that),
+``{quantiles: {0: 1, 0.5: 200, 1: 2000}}``, or log-normal as ``{p50: 200, mean: 400}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import NormalDist
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+_MOST_TOKENS = 2**31 - 1
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Described(BaseModel):
+    """A part of a description: no unknown keys, no changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Quantiles(Described):
+    """Any distribution, by its quantiles: straight lines between the given ones."""
+
+    quantiles: dict[float, float] = Field(description="Share -> value, from 0 to 1; both ends are needed.")
+
+    @model_validator(mode="after")
+    def _rises_from_0_to_1(self) -> Quantiles:
+        shares, values = list(self.quantiles), list(self.quantiles.values())
+        if len(shares) < 2 or shares[0] != 0 or shares[-1] != 1 or sorted(shares) != shares:
+            raise ValueError(f"quantiles must rise from 0 to 1, got {shares}")
+        if values[0] < 0 or sorted(values) != values:
+            raise ValueError(f"the values of quantiles must rise from 0 or more, got {values}")
+        return self
+
+    def draw(self, n: int, rng: np.random.Generator) -> Floats:
+        """`n` values by the inverse of the distribution function."""
+        return np.interp(rng.random(n), list(self.quantiles), list(self.quantiles.values()))
+
+
+class LogNormal(Described):
+    """A log-normal distribution, by its median and one more figure; values are cut to the bounds."""
+
+    p50: float = Field(gt=0)
+    mean: float | None = Field(default=None, gt=0, description="Before the cut; above p50.")
+    p90: float | None = Field(default=None, gt=0)
+    p99: float | None = Field(default=None, gt=0)
+    min: float = Field(default=0, ge=0)
+    max: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _is_one_distribution(self) -> LogNormal:
+        others = [each for each in (self.mean, self.p90, self.p99) if each is not None]
+        if len(others) != 1:
+            raise ValueError("give exactly one of mean, p90 and p99 beside p50")
+        if others[0] < self.p50:
+            raise ValueError(f"mean, p90 or p99 must be p50 ({self.p50:g}) or more, got {others[0]:g}")
+        if self.max is not None and self.max < self.min:
+            raise ValueError(f"max must be min ({self.min:g}) or more, got {self.max:g}")
+        return self
+
+    @property
+    def sigma(self) -> float:
+        """Of the logarithm: ln mean = ln p50 + sigma^2 / 2; ln pq = ln p50 + z(q) sigma."""
+        if self.mean is not None:
+            return float(np.sqrt(2 * np.log(self.mean / self.p50)))
+        share, value = (0.9, self.p90) if self.p90 is not None else (0.99, self.p99)
+        assert value is not None, "checked when built"
+        return float(np.log(value / self.p50)) / NormalDist().inv_cdf(share)
+
+    def draw(self, n: int, rng: np.random.Generator) -> Floats:
+        """`n` values."""
+        values = self.p50 * np.exp(self.sigma * rng.standard_normal(n))
+        return np.clip(values, self.min, self.max)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Quantiles) or (isinstance(value, Mapping) and "quantiles" in value):
+        return "quantiles"
+    return "log-normal" if isinstance(value, LogNormal | Mapping) else "number"
+
+
+Distribution = Annotated[
+    Annotated[float, Field(ge=0), Tag("number")]
+    | Annotated[Quantiles, Tag("quantiles")]
+    | Annotated[LogNormal, Tag("log-normal")],
+    Discriminator(_kind),
+]
+
+
+def draw(distribution: Distribution, n: int, rng: np.random.Generator) -> Floats:
+    """`n` values of `distribution`."""
+    if isinstance(distribution, Quantiles | LogNormal):
+        return distribution.draw(n, rng)
+    return np.full(n, float(distribution))
+
+
+def draw_whole(distribution: Distribution, n: int, rng: np.random.Generator, *, least: int) -> Ints:
+    """`n` values, rounded and at least `least`."""
+    return np.clip(np.rint(draw(distribution, n, rng)), least, _MOST_TOKENS).astype(np.int64)

@@ -1,0 +1,274 @@
+"""Reads a trace file into columns: recognises the format, names bad lines, spreads coarse timestamps, and
+ties the turns of conversations together."""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import zlib
+from array import array
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from io import BufferedReader
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from lmetric.sim.traces.formats import FORMATS, Row, TraceFormat, recognise_line
+from lmetric.sim.traces.trace import BadLine, Trace, TraceError, gather, renumbered
+
+# Timestamps count as bucketed when this share of them lies within this distance of a multiple of the bucket.
+_BUCKETED_SHARE = 0.99
+_BUCKET_SLACK_SECONDS = 0.005
+_EPOCH_SECONDS = 1e8  # arrivals beyond this count from 1970, not from the trace's start
+_RECOGNISED_WITHIN = 100  # lines: a few bad ones at the top do not hide a format
+
+
+def load_trace(
+    path: str | Path,
+    *,
+    format: str | None = None,
+    on_bad_line: Literal["stop", "skip"] = "stop",
+    bucket_seconds: float | None = None,
+    block_tokens: int | None = None,
+    closed_loop: bool | None = None,
+) -> Trace:
+    """Read a trace; names ending in ``.gz`` are decompressed. Requests are sorted by arrival.
+
+    Args:
+        format: a name of `FORMATS`; None: told from the file's content.
+        on_bad_line: ``"stop"``: a line that cannot be read raises; ``"skip"``: it is left out and kept in
+            `Trace.bad_lines`.
+        bucket_seconds: the grid that arrivals were rounded to, each bucket being spread evenly over itself
+            (0: leave them as they are; None: the format's own grid, where the timestamps do lie on it).
+        block_tokens: prompt tokens under one hash id; None: as the file says, or else the format.
+        closed_loop: True: a turn waits for the answer to the one before it in its conversation. It arrives at
+            its recorded time, or at the end of that answer if that is later: what a file records is the gap
+            between two arrivals, so this is a lower bound, and the think time after a late answer is 0.
+            False: no request waits, all arrive as recorded. None: as the file says (those of `write_trace`
+            do), else as False.
+
+    A file may leave `hash_ids` out, then in every line: its prompts share nothing.
+
+    Raises:
+        TraceError: the format is not known, a bad line, no request at all, or `closed_loop` for a file that
+            tells of no conversation.
+        OSError: a missing or unreadable file.
+    """
+    path = Path(path)
+    recognised, own_block_tokens = recognise(path)
+    if format is None:
+        if recognised is None:
+            raise TraceError(
+                f"{path}: no request in it that is recognised; known formats: {', '.join(FORMATS)}"
+            )
+        format = recognised
+    if format not in FORMATS:
+        near = difflib.get_close_matches(format, FORMATS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(FORMATS)}"
+        raise TraceError(f"unknown trace format {format!r}; {hint}")
+    if block_tokens is not None and block_tokens < 1:
+        raise TraceError(f"block_tokens must be at least 1, got {block_tokens}")
+    shape = FORMATS[format]
+    rows = _Rows(path, on_bad_line == "skip")
+    rows.read(shape, block_tokens or own_block_tokens or shape.block_tokens)
+    trace = rows.trace(closed_loop)
+    if bucket_seconds is None:
+        bucket_seconds = (
+            shape.bucket_seconds if _lies_on(trace.arrival_seconds, shape.bucket_seconds) else 0.0
+        )
+    return _spread(trace, bucket_seconds)
+
+
+def recognise(path: str | Path) -> tuple[str | None, int | None]:
+    """The format that a file's first lines look like, and the tokens of a block where they say so."""
+    for number, line in _numbered_lines(Path(path)):
+        if (name := recognise_line(line)) is not None:
+            block_tokens = None
+            if name == "mooncake" and b'"block_tokens"' in line:
+                try:
+                    block_tokens = orjson.loads(line).get("block_tokens")
+                except orjson.JSONDecodeError:
+                    continue
+            return name, block_tokens if type(block_tokens) is int and block_tokens > 0 else None
+        if number >= _RECOGNISED_WITHIN:
+            break
+    return None, None
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The columns while lines come in."""
+
+    path: Path
+    skip: bool
+    block_tokens: int = 0
+    bad: list[BadLine] = field(default_factory=list)
+    arrivals: array[float] = field(default_factory=lambda: array("d"))
+    inputs: array[int] = field(default_factory=lambda: array("q"))
+    outputs: array[int] = field(default_factory=lambda: array("q"))
+    ids: array[int] = field(default_factory=lambda: array("Q"))
+    offsets: array[int] = field(default_factory=lambda: array("q", [0]))
+    thinks: array[float] = field(default_factory=lambda: array("d"))
+    sessions: array[int] = field(default_factory=lambda: array("q"))
+    lines: list[int] = field(default_factory=list)
+    parents: list[Hashable] = field(default_factory=list)
+    by_key: dict[Hashable, int] = field(default_factory=dict)
+    chained: bool = False  # some line names a chat or a parent
+    waits: bool = False  # some line says that it waits
+    first_line_has_ids: tuple[int, bool] | None = None
+
+    def read(self, shape: TraceFormat, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        parse = shape.parser(block_tokens)
+        request = 0  # counts bad lines as well: what later lines name must not move
+        for number, line in _numbered_lines(self.path):
+            if not line.strip():
+                continue
+            try:
+                row = parse(line)
+                if row is not None:
+                    self._add(number, request, row)
+            except ValueError as error:
+                whole = line.endswith(b"\n")
+                self._refuse(
+                    number, str(error) if whole else f"{error} (last line, no line end: half-written?)"
+                )
+                request += 1
+            else:
+                request += row is not None
+        if not self.lines:
+            raise TraceError(
+                f"{self.path}: no request in it" + (f"; first bad line: {self.bad[0]}" if self.bad else "")
+            )
+
+    def _add(self, number: int, request: int, row: Row) -> None:
+        has_ids = row.blocks is not None
+        if self.first_line_has_ids is None:
+            self.first_line_has_ids = (number, has_ids)
+        elif has_ids != self.first_line_has_ids[1]:
+            other = f"line {self.first_line_has_ids[0]} has {'none' if has_ids else 'them'}"
+            raise ValueError(
+                f"{'unexpected' if has_ids else 'no'} hash_ids: {other}, and all lines must agree"
+            )
+        key = request if row.key is None else row.key
+        if key in self.by_key:
+            raise ValueError(f"chat_id {key} stands in line {self.lines[self.by_key[key]]} already")
+        self.by_key[key] = len(self.lines)
+        self.chained |= row.key is not None or row.parent is not None
+        self.waits |= row.waits
+        self.lines.append(number)
+        self.parents.append(row.parent)
+        self.arrivals.append(row.arrival_seconds)
+        self.inputs.append(row.input_tokens)
+        self.outputs.append(row.output_tokens)
+        self.ids.extend(row.blocks or ())
+        self.offsets.append(len(self.ids))
+        self.thinks.append(row.think_seconds)
+        self.sessions.append(-1 if row.session is None else row.session)
+
+    def _refuse(self, number: int, reason: str) -> None:
+        self.bad.append(BadLine(str(self.path), number, reason))
+        if not self.skip:
+            raise TraceError(str(self.bad[-1])) from None
+
+    def trace(self, closed_loop: bool | None) -> Trace:
+        """All rows as a trace, sorted by arrival."""
+        if closed_loop and not self.chained:
+            raise TraceError(f"{self.path}: names no conversations, so no request can wait for another")
+        arrivals = np.frombuffer(self.arrivals, np.float64)
+        if arrivals.min() > _EPOCH_SECONDS:
+            arrivals = arrivals - arrivals.min()
+        order = np.argsort(arrivals, kind="stable")
+        previous, sessions, order = self._chains(order) if self.chained else (None, self._named(), order)
+        waits = previous is not None and (self.waits if closed_loop is None else closed_loop)
+        offsets, ids = gather(
+            np.frombuffer(self.offsets, np.int64),
+            np.frombuffer(self.ids, np.uint64) if self.ids else np.empty(0, np.uint64),
+            order,
+        )
+        return Trace(
+            name=self.path.name,
+            arrival_seconds=arrivals[order],
+            input_tokens=np.frombuffer(self.inputs, np.int64)[order],
+            output_tokens=np.frombuffer(self.outputs, np.int64)[order],
+            hash_offsets=offsets,
+            hash_ids=ids,
+            block_tokens=self.block_tokens,
+            bad_lines=tuple(sorted(self.bad, key=lambda bad: bad.line)),
+            sessions=None if sessions is None else sessions[order],
+            previous=renumbered(previous, order) if waits and previous is not None else None,
+            think_seconds=np.frombuffer(self.thinks, np.float64)[order] if waits else None,
+        )
+
+    def _named(self) -> NDArray[np.int64] | None:
+        """The sessions that the file itself numbers."""
+        sessions = np.frombuffer(self.sessions, np.int64)
+        return sessions if (sessions >= 0).any() else None
+
+    def _chains(
+        self, order: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """For each row the one before it in its conversation (-1: none in this file) and its conversation;
+        and `order` without the rows that come before their parents."""
+        previous = np.full(len(order), -1, dtype=np.int64)
+        sessions = np.empty(len(order), dtype=np.int64)
+        numbers: dict[Hashable, int] = {}
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        refused = np.zeros(len(order), dtype=np.bool_)
+        for row in order.tolist():
+            parent = self.parents[row]
+            before = -1 if parent is None else self.by_key.get(parent, -1)
+            if before >= 0 and place[before] >= place[row]:
+                refused[row] = True
+                self._refuse(
+                    self.lines[row],
+                    f"comes before the request it follows (line {self.lines[before]})"
+                    if before != row
+                    else "follows itself",
+                )
+            elif before >= 0:
+                previous[row], sessions[row] = before, sessions[before]
+                continue
+            # The turns of one whose first is not in this file still belong together.
+            name = ("row", row) if parent is None or before >= 0 else ("parent", parent)
+            sessions[row] = numbers.setdefault(name, len(numbers))
+        named = self._named()
+        return previous, sessions if named is None else named, order[~refused[order]]
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(
+            f"{path}: the compressed file breaks off or is damaged after line {number} ({error})"
+        ) from None
+
+
+def _open(path: Path) -> gzip.GzipFile | BufferedReader:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def _lies_on(arrivals: NDArray[np.float64], bucket: float) -> bool:
+    if bucket <= 0:
+        return False
+    distance = np.abs(arrivals - np.round(arrivals / bucket) * bucket)
+    return bool(np.mean(distance <= _BUCKET_SLACK_SECONDS) >= _BUCKETED_SHARE)
+
+
+def _spread(trace: Trace, bucket: float) -> Trace:
+    """Move the j-th of a bucket's n requests to j / n of it: rounding makes bursts that never were."""
+    if bucket <= 0:
+        return trace
+    number = np.round(trace.arrival_seconds / bucket)
+    _, first, counts = np.unique(number, return_index=True, return_counts=True)
+    position = np.arange(len(trace)) - np.repeat(first, counts)
+    return replace(trace, arrival_seconds=(number + position / np.repeat(counts, counts)) * bucket)

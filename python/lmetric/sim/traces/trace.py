@@ -1,0 +1,192 @@
+"""The columns of a trace, and its slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmetric._core import LmetricError
+
+
+class TraceError(LmetricError):
+    """A trace that cannot be read or written: names the file, the line and what would have been right."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line left out of a trace, and why."""
+
+    path: str
+    line: int  # counted from 1
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival, one column per quantity.
+
+    Request ``i`` arrives at ``arrival_seconds[i]`` (from the trace's start) with ``input_tokens[i]``
+    prompt tokens, asks for ``output_tokens[i]``, and its prompt blocks are ``blocks(i)``. A prompt with fewer
+    ids than blocks shares nothing past them.
+
+    A request with ``previous[i] >= 0`` waits for an answer: it arrives at ``max(arrival_seconds[i], end of
+    request previous[i] + think_seconds[i])``. Raises `ValueError` where the columns do not fit together.
+    """
+
+    name: str
+    arrival_seconds: NDArray[np.float64]  # shape (n,), not decreasing
+    input_tokens: NDArray[np.int64]  # shape (n,), at least 1
+    output_tokens: NDArray[np.int64]  # shape (n,), at least 0
+    hash_offsets: NDArray[np.int64]  # shape (n + 1,): request i owns hash_ids[offsets[i]:offsets[i + 1]]
+    hash_ids: NDArray[np.uint64]
+    block_tokens: int
+    bad_lines: tuple[BadLine, ...] = ()  # lines skipped on request
+    sessions: NDArray[np.int64] | None = None  # shape (n,): conversation of each request, -1: none
+    previous: NDArray[np.int64] | None = (
+        None  # shape (n,): index, below the request's own; -1: waits for none
+    )
+    think_seconds: NDArray[np.float64] | None = None  # shape (n,), at least 0; None: 0 for all
+
+    def __post_init__(self) -> None:
+        n = len(self.arrival_seconds)
+        columns = {
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "sessions": self.sessions,
+            "previous": self.previous,
+            "think_seconds": self.think_seconds,
+        }
+        for name, column in columns.items():
+            if column is not None and column.shape != (n,):
+                raise ValueError(f"{name} must have the shape ({n},) of arrival_seconds, got {column.shape}")
+        if self.hash_offsets.shape != (n + 1,):
+            raise ValueError(f"hash_offsets must have the shape ({n + 1},), got {self.hash_offsets.shape}")
+        arrivals, think, previous = self.arrival_seconds, self.think_seconds, self.previous
+        demands = {
+            "block_tokens must be at least 1": self.block_tokens >= 1,
+            "arrival_seconds must be finite and not decrease": np.isfinite(arrivals).all()
+            and (np.diff(arrivals) >= 0).all(),
+            "input_tokens must be at least 1": (self.input_tokens >= 1).all(),
+            "output_tokens must be at least 0": (self.output_tokens >= 0).all(),
+            "hash_offsets must rise from 0 to the number of hash_ids": self.hash_offsets[0] == 0
+            and (np.diff(self.hash_offsets) >= 0).all()
+            and self.hash_offsets[-1] == len(self.hash_ids),
+            "previous must be -1 or the index of an earlier request": previous is None
+            or ((previous >= -1) & (previous < np.arange(n))).all(),
+            "think_seconds must be finite and at least 0": think is None
+            or (np.isfinite(think) & (think >= 0)).all(),
+        }
+        for demand, met in demands.items():
+            if not met:
+                raise ValueError(f"trace {self.name}: {demand}")
+
+    def __len__(self) -> int:
+        return len(self.arrival_seconds)
+
+    @property
+    def duration_seconds(self) -> float:
+        """From the first arrival to the last."""
+        return float(self.arrival_seconds[-1] - self.arrival_seconds[0]) if len(self) else 0.0
+
+    def blocks(self, index: int) -> NDArray[np.uint64]:
+        """The block ids of request `index`'s prompt, first block first."""
+        return self.hash_ids[self.hash_offsets[index] : self.hash_offsets[index + 1]]
+
+    def where(self, keep: NDArray[np.bool_]) -> Trace:
+        """The requests for which `keep` (shape (n,)) holds, at their own arrival times.
+
+        A request that waited for one left out waits for the nearest kept one before that in its chain.
+        """
+        return self.take(np.flatnonzero(keep))
+
+    def take(self, indices: NDArray[np.int64]) -> Trace:
+        """The requests at `indices` (none twice), ordered by arrival and then as `indices` has them."""
+        indices = indices[np.argsort(self.arrival_seconds[indices], kind="stable")]
+        offsets, ids = gather(self.hash_offsets, self.hash_ids, indices)
+        return replace(
+            self,
+            arrival_seconds=self.arrival_seconds[indices],
+            input_tokens=self.input_tokens[indices],
+            output_tokens=self.output_tokens[indices],
+            hash_offsets=offsets,
+            hash_ids=ids,
+            sessions=_at(self.sessions, indices),
+            previous=None if self.previous is None else renumbered(self.previous, indices),
+            think_seconds=_at(self.think_seconds, indices),
+        )
+
+    def first(self, requests: int) -> Trace:
+        """The first `requests` requests (all, where there are fewer)."""
+        return self.where(np.arange(len(self)) < requests)
+
+    def share(self, start: float, end: float) -> Trace:
+        """The requests from share `start` to share `end` of their number, counted from `start`'s arrival.
+
+        ``share(0.1, 0.9)`` leaves out the first and the last tenth.
+        """
+        if not 0 <= start < end <= 1:
+            raise ValueError(f"shares must satisfy 0 <= start < end <= 1, got {start:g} and {end:g}")
+        position = np.arange(len(self))
+        kept = self.where((position >= round(start * len(self))) & (position < round(end * len(self))))
+        return kept if not len(kept) else kept._at(kept.arrival_seconds - kept.arrival_seconds[0])
+
+    def at_most(self, input_tokens: int) -> Trace:
+        """Without the requests whose prompt is longer than `input_tokens`."""
+        return self.where(self.input_tokens <= input_tokens)
+
+    def between(self, start_seconds: float, end_seconds: float) -> Trace:
+        """What arrives in ``[start_seconds, end_seconds)``, counted from `start_seconds`."""
+        kept = self.where((self.arrival_seconds >= start_seconds) & (self.arrival_seconds < end_seconds))
+        return kept._at(kept.arrival_seconds - start_seconds)
+
+    def faster(self, speed: float) -> Trace:
+        """The same requests arriving `speed` times as fast; think times shrink alike."""
+        if not speed > 0:
+            raise ValueError(f"speed must be above 0, got {speed:g}")
+        think = None if self.think_seconds is None else self.think_seconds / speed
+        return replace(self._at(self.arrival_seconds / speed), think_seconds=think)
+
+    def without_prefixes(self) -> Trace:
+        """The same requests with no block ids: no two prompts share anything."""
+        return replace(
+            self, hash_ids=np.empty(0, np.uint64), hash_offsets=np.zeros(len(self) + 1, dtype=np.int64)
+        )
+
+    def open_loop(self) -> Trace:
+        """The same requests waiting for no answer: each arrives at its `arrival_seconds`."""
+        return replace(self, previous=None, think_seconds=None)
+
+    def _at(self, arrival_seconds: NDArray[np.float64]) -> Trace:
+        return replace(self, arrival_seconds=arrival_seconds)
+
+
+def _at(column: NDArray[Any] | None, indices: NDArray[np.int64]) -> NDArray[Any] | None:
+    return None if column is None else column[indices]
+
+
+def gather(
+    offsets: NDArray[np.int64], ids: NDArray[np.uint64], indices: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Offsets and ids of the requests at `indices`, in that order."""
+    counts = np.diff(offsets)[indices]
+    new = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    return new, ids[np.repeat(offsets[indices] - new[:-1], counts) + np.arange(new[-1])]
+
+
+def renumbered(previous: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`previous` of the requests at `indices`, in the numbers that these get there.
+
+    Who waited for one that is not there waits for the nearest that is, along the chain.
+    """
+    new = np.full(len(previous) + 1, -1, dtype=np.int64)  # the last one stands for -1, waiting for none
+    new[indices] = np.arange(len(indices))
+    wanted = previous[indices]
+    while len(lost := np.flatnonzero((wanted >= 0) & (new[wanted] < 0))):
+        wanted[lost] = previous[wanted[lost]]
+    return new[wanted]

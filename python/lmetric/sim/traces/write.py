@@ -1,0 +1,63 @@
+"""Writes a trace in Mooncake's format, so that it can be kept and replayed against real engines."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from lmetric.sim.traces.formats import FORMATS
+from lmetric.sim.traces.trace import Trace
+
+
+def write_trace(trace: Trace, path: str | Path) -> None:
+    """Write `trace` as Mooncake's JSON lines; names ending in ``.gz`` are compressed.
+
+    `load_trace` reads the same columns again, arrivals and think times to the microsecond. Whatever else
+    reads Mooncake's format finds its four keys; the keys beside them (see `formats`) are there only where the
+    trace has conversations or other blocks than of 512 tokens. The same trace gives the same bytes. Raises
+    `OSError`.
+    """
+    path = Path(path)
+    text = b"".join(_lines(trace))
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+
+
+def _lines(trace: Trace) -> list[bytes]:
+    usual = FORMATS["mooncake"].block_tokens
+    offsets = trace.hash_offsets.tolist()
+    ids = trace.hash_ids.tolist()
+    previous = None if trace.previous is None else trace.previous.tolist()
+    lines = []
+    for index, (arrival, prompt, answer) in enumerate(
+        zip(
+            trace.arrival_seconds.tolist(),
+            trace.input_tokens.tolist(),
+            trace.output_tokens.tolist(),
+            strict=True,
+        )
+    ):
+        row: dict[str, Any] = {
+            "timestamp": _milliseconds(arrival),
+            "input_length": prompt,
+            "output_length": answer,
+            "hash_ids": ids[offsets[index] : offsets[index + 1]],
+        }
+        if trace.block_tokens != usual:
+            row["block_tokens"] = trace.block_tokens
+        if trace.sessions is not None and trace.sessions[index] >= 0:
+            row["session_id"] = int(trace.sessions[index])
+        if previous is not None and previous[index] >= 0:
+            row["previous"] = previous[index]
+            if trace.think_seconds is not None and trace.think_seconds[index] > 0:
+                row["delay"] = _milliseconds(float(trace.think_seconds[index]))
+        lines.append(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+    return lines
+
+
+def _milliseconds(seconds: float) -> float | int:
+    """To the microsecond, and a whole number where it is one, as readers elsewhere expect."""
+    value = round(seconds * 1e3, 3)
+    return int(value) if value == int(value) else value
