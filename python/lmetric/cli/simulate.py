@@ -23,7 +23,7 @@ from lmetric.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from lmetric.sim.setup import Result, Setup
+    from lmetric.sim.setups import Result, Setup
     from lmetric.sim.study import Cell
 
 Signals = StrEnum("Signals", {"exact": "exact", "step_end": "step_end", "delayed": "delayed"})
@@ -92,7 +92,7 @@ def command(
     same command gives the same figures. Ctrl-C ends without any, with exit code 130.
     """
     from lmetric.cli.show import note
-    from lmetric.sim.setup import PolicyChoice, Setup, TraceChoice, split_policies, trace_label
+    from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, split_policies, trace_label
     from lmetric.sim.summary import Slo, parse_share
 
     for name, value in (("--speed", speed), ("--duration", duration), ("--report-period", report_period)):
@@ -144,7 +144,7 @@ def _run(setups: list[Setup], jobs: int | None) -> list[Result]:
     from lmetric.cli.show import note, progress
     from lmetric.cli.trace import report_bad_lines
     from lmetric.sim.backends import Threads
-    from lmetric.sim.setup import run
+    from lmetric.sim.setups import run
     from lmetric.sim.study import Library
 
     library = Library()

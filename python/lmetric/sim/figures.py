@@ -15,7 +15,7 @@ import numpy as np
 
 from lmetric._core import LmetricError
 from lmetric.sim.max_load import MaxLoad
-from lmetric.sim.setup import QUANTILES, Result
+from lmetric.sim.setups import QUANTILES, Result
 from lmetric.sim.study import Cell, latency
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from lmetric.profiles import Profile, load_profile
 from lmetric.sim import figures
 from lmetric.sim.figures import LEADER, Drawing, Styles, shown
 from lmetric.sim.max_load import MaxLoad
-from lmetric.sim.setup import Result
+from lmetric.sim.setups import Result
 from lmetric.sim.study import Cell, cells, latency
 from lmetric.sim.summary import WINDOW_SECONDS
 from lmetric.sim.table import TABLE, Value, rows

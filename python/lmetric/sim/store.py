@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lmetric._core import LmetricError
 from lmetric.sim.max_load import MaxLoad
-from lmetric.sim.setup import Result
+from lmetric.sim.setups import Result
 
 _KINDS: dict[str, TypeAdapter[Any]] = {"run": TypeAdapter(Result), "max_load": TypeAdapter(MaxLoad)}
 

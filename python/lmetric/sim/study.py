@@ -13,7 +13,7 @@ from lmetric.profiles import load_profile
 from lmetric.sim import max_load
 from lmetric.sim.backends import Backend
 from lmetric.sim.max_load import MaxLoad, Rule
-from lmetric.sim.setup import Result, Setup, TraceChoice, run
+from lmetric.sim.setups import Result, Setup, TraceChoice, run
 from lmetric.sim.store import Store
 from lmetric.sim.study_file import Study
 

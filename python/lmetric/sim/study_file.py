@@ -18,7 +18,7 @@ from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
 from lmetric.profiles import load_profile, shipped_profiles
 from lmetric.sim.max_load import Rule
-from lmetric.sim.setup import PolicyChoice, Setup, TraceChoice, Value, trace_label
+from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value, trace_label
 from lmetric.sim.summary import Slo, parse_share
 from lmetric.sim.synthetic import check_synthetic
 

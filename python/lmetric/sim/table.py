@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lmetric.sim.setup import Result
+from lmetric.sim.setups import Result
 from lmetric.sim.study import Cell, latency
 
 _PARTS = (("mean", "mean"), ("p50", "p50"), ("p90", "p90"), ("p99", "p99"), ("p999", "p99.9"))
