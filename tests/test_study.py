@@ -183,6 +183,15 @@ def test_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
     assert first == second
 
 
+def test_a_run_that_fails_says_which(tmp_path: Path) -> None:
+    text = STUDY.replace("[lmetric,", "[lmetric, log(0 - 1 - bs),")  # no number, so no instance is left
+    with (
+        Store(tmp_path / "runs.jsonl") as store,
+        pytest.raises(LmetricError, match=r"log\(0 - 1 - bs\), slice, 4 in"),
+    ):
+        run_study(load_study(write(tmp_path / "s.yaml", text)), store, Threads(1))
+
+
 def test_the_summary_is_over_seeds(tmp_path: Path) -> None:
     made = load_study(write(tmp_path / "s.yaml"))
     with Store(tmp_path / "runs.jsonl") as store:

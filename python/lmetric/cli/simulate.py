@@ -62,6 +62,9 @@ def command(
     event_delay: Annotated[
         float | None, typer.Option(help="With delayed signals: seconds until a cache event arrives.")
     ] = None,
+    predictor: Annotated[
+        str | None, typer.Option(help="Profile behind predicted TTFTs [default: the engines' own].")
+    ] = None,
     measure: Annotated[
         str, typer.Option(metavar="A:B", help="Share of the requests that counts, e.g. 0.1:0.9.")
     ] = "0:1",
@@ -110,7 +113,10 @@ def command(
     for choice in choices:
         choice.build()
     settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
-    optional = {"guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay}
+    optional = {
+        "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
+        "predictor": predictor,
+    }  # fmt: skip
     settings |= {name: value for name, value in optional.items() if value is not None}
     taken = TraceChoice(
         path=str(trace), label=trace_label(str(trace)), start=start, format=format, closed_loop=closed_loop,

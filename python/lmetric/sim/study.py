@@ -9,6 +9,7 @@ from hashlib import sha256
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from lmetric._core import LmetricError
 from lmetric.profiles import load_profile
 from lmetric.sim import max_load
 from lmetric.sim.backends import Backend
@@ -94,7 +95,11 @@ def run_study(
 
 def _run(keyed: tuple[str, Setup], trace: Trace | Workload) -> Result:
     key, setup = keyed
-    return run(setup, trace, key)
+    try:
+        return run(setup, trace, key)
+    except LmetricError as error:
+        place = ", ".join((setup.policy.label, *filter(None, setup.group), setup.load, f"seed {setup.seed}"))
+        raise LmetricError(f"{place}: {error}") from error
 
 
 def _named(result: Result, setup: Setup) -> Result:
