@@ -166,8 +166,11 @@ def test_a_run_is_named_by_what_it_depends_on() -> None:
         setup_of(seed=1), setup_of(speed=2.0), setup_of(instances=5), setup_of(settings={"guard": False}),
         setup_of(measure=(0.1, 1.0)), setup_of(policy=PolicyChoice("vllm", {}, "lmetric")),
         setup_of(trace=TraceChoice(str(SLICE), "slice", requests=81)), setup_of(profile="qwen2-7b-h20"),
-    )[:7]  # fmt: skip
-    assert len({key, setup_of().key("other bytes"), *(other.key("digest") for other in others)}) == 9
+        setup_of(block_tokens=64),
+    )  # fmt: skip
+    assert len({key, setup_of().key("other bytes"), *(other.key("digest") for other in others)}) == 2 + len(
+        others
+    )
 
 
 def test_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:

@@ -44,6 +44,9 @@ def command(
     profile: Annotated[
         str, typer.Option(help="What steps cost: a shipped profile, or a YAML file.")
     ] = "qwen3-30b-a3b-h20",
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a KV block [default: the profile's].")
+    ] = None,
     speed: Speed = 1.0,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each policy, with seeds 0 to N - 1.")] = 1,
     signals: Annotated[
@@ -126,6 +129,7 @@ def command(
     setups = [
         Setup(
             trace=taken, policy=choice, instances=instances, profile=profile, speed=speed, seed=seed,
+            block_tokens=block_tokens,
             settings=settings, measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
         )
         for choice in choices

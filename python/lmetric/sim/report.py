@@ -9,7 +9,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 
-from lmetric.profiles import Profile, load_profile
+from lmetric.profiles import Profile
 from lmetric.sim import figures
 from lmetric.sim.figures import LEADER, Drawing, Styles, shown
 from lmetric.sim.max_load import MaxLoad
@@ -98,7 +98,7 @@ def build(
     ]
     setups = [result.setup for result in results]
     profiles: dict[str, Profile] = {
-        name: load_profile(name) for name in dict.fromkeys(setup.profile for setup in setups)
+        ", ".join(filter(None, setup.group[2:4])): setup.engine for setup in setups
     }
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters["breakable"] = lambda text: re.sub("([_(])", "\\1\u200b", text)  # may wrap there

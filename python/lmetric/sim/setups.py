@@ -15,7 +15,7 @@ import orjson
 
 from lmetric import _core
 from lmetric.policies import Policy
-from lmetric.profiles import load_profile
+from lmetric.profiles import Profile, load_profile
 from lmetric.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
 
 if TYPE_CHECKING:
@@ -159,6 +159,7 @@ class Setup:
     policy: PolicyChoice
     instances: int
     profile: str = "qwen3-30b-a3b-h20"
+    block_tokens: int | None = None  # of a KV block, the memory staying as large; None: the profile's
     speed: float = 1.0  # arrivals this many times as fast as in the trace
     fraction_of_max: float | None = None  # where `speed` was made from the maximum load
     seed: int = 0
@@ -174,20 +175,27 @@ class Setup:
         return f"{self.fraction_of_max:.4g} of the maximum"
 
     @property
+    def engine(self) -> Profile:
+        """What a step costs, and the memory. Raises `ProfileError`."""
+        profile = load_profile(self.profile)
+        return profile if self.block_tokens is None else profile.in_blocks_of(self.block_tokens)
+
+    @property
     def group(self) -> tuple[str, ...]:
         """What must be equal for policies to be compared: trace, fleet and settings."""
         settings = ", ".join(f"{name} {value}" for name, value in sorted(self.settings.items()))
-        return (self.trace.label, f"{self.instances} instances", self.profile, settings)
+        blocks = "" if self.block_tokens is None else f"blocks of {self.block_tokens} tokens"
+        return (self.trace.label, f"{self.instances} instances", self.profile, blocks, settings)
 
     def key(self, digest: str) -> str:
         """Names the run: equal for equal settings, trace bytes (`digest`), profile constants and version."""
         told = asdict(self)
         for name in ("path", "label"):
             del told["trace"][name]
-        del told["policy"]["label"], told["fraction_of_max"]
+        del told["policy"]["label"], told["fraction_of_max"], told["block_tokens"]
         told |= {
             "digest": digest,
-            "profile": load_profile(self.profile).constants(),
+            "profile": self.engine.constants(),
             "version": version("lmetric-router"),
         }
         if predictor := self.settings.get("predictor"):
@@ -242,7 +250,7 @@ def run(setup: Setup, trace: Trace | Workload, key: str = "") -> Result:
         policy=policy,
         knobs=dict(setup.policy.knobs) if isinstance(policy, str) else None,
         instances=setup.instances,
-        profile=setup.profile,
+        profile=setup.engine,
         seed=setup.seed,
         **settings,
     )

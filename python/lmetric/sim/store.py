@@ -100,6 +100,7 @@ def _row(result: Result) -> dict[str, Any]:
         "trace": setup.trace.label,
         "instances": setup.instances,
         "profile": setup.profile,
+        "block_tokens": setup.engine.block_tokens,
         **setup.settings,
         "load": setup.load,
         "speed": setup.speed,

@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lmetric._core import LmetricError
-from lmetric.profiles import load_profile
 from lmetric.sim import max_load
 from lmetric.sim.backends import Backend
 from lmetric.sim.max_load import MaxLoad, Rule
@@ -54,7 +53,7 @@ class Library:
         """What `setup` plays, at the trace's own speed. Raises `TraceError` and `OSError`."""
         from lmetric.sim.run import prepare
 
-        choice, profile = setup.trace, load_profile(setup.profile)
+        choice, profile = setup.trace, setup.engine
         key = (choice, profile.block_tokens)
         if key not in self._ready:
             if choice not in self._traces:
@@ -195,6 +194,7 @@ def _told(cell: Cell) -> dict[str, Any]:
         "trace": first.setup.trace.label,
         "instances": first.setup.instances,
         "profile": first.setup.profile,
+        "block_tokens": first.setup.engine.block_tokens,
         "settings": first.setup.settings,
         "policy": cell.policy,
         "load": cell.load,

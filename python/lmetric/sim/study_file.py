@@ -6,7 +6,7 @@ A scalar stands for a list of one wherever a list is swept. `examples/study.yaml
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -202,6 +202,9 @@ class StudyFile(Strict):
     profiles: Annotated[list[str], Listed] = Field(
         ["qwen3-30b-a3b-h20"], min_length=1, description="engine profiles, shipped names or files"
     )
+    block_tokens: Annotated[list[Count], Listed] | None = Field(
+        None, description="tokens of a KV block, the memory staying as large; default: the profile's"
+    )
     loads: Annotated[list[LoadEntry], _under("speed")] = Field(
         [LoadEntry(speed=1.0, fraction_of_max=None)], min_length=1, description="loads"
     )
@@ -268,13 +271,15 @@ def _expand(file: StudyFile, path: Path) -> Study:
     for what, labels in (("policies", [p.label for p in policies]), ("traces", [t.label for t in chosen])):
         if twice := next((label for label in labels if labels.count(label) > 1), None):
             raise ConfigError(f"{what}: two are called {twice!r}; give one a label")
+    blocks: Sequence[int | None] = file.block_tokens or [None]
     fleets = [
         Setup(
-            trace=trace, policy=reference, instances=instances, profile=profile, settings=settings,
-            seed=file.seeds[0], measure=share, slo=slo,
+            trace=trace, policy=reference, instances=instances, profile=profile, block_tokens=block_tokens,
+            settings=settings, seed=file.seeds[0], measure=share, slo=slo,
         )
         for trace in chosen
         for profile in profiles
+        for block_tokens in blocks
         for instances in file.instances
         for settings in given.combinations()
     ]  # fmt: skip
