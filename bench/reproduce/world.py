@@ -24,7 +24,7 @@ from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
 from lmetric.sim.max_load import Rule, find
 from lmetric.sim.run import Run, Workload, prepare, simulate
-from lmetric.sim.setup import PolicyChoice, Setup, TraceChoice, without_prefixes
+from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice
 from lmetric.sim.summary import Slo, figures, measured, prefill_windows
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import Trace, load_trace
@@ -176,9 +176,7 @@ class World:
     def profile(self, name: str, block_tokens: int) -> Profile:
         """A shipped profile with the same cache in blocks of this size: what a trace does not tell apart
         need not be simulated apart."""
-        shipped = load_profile(name)
-        blocks = shipped.cache_blocks * shipped.block_tokens // block_tokens
-        return shipped.model_copy(update={"block_tokens": block_tokens, "cache_blocks": blocks})
+        return load_profile(name).in_blocks_of(block_tokens)
 
     def _stage(self, label: str) -> Stage:
         base, _, on = label.partition("-")
@@ -208,7 +206,7 @@ class World:
         if self.quick:
             trace = load_trace(SLICE)
         elif name == "azure":
-            trace = without_prefixes(load_trace(self.traces / "azure_conv_2023.csv.gz"))
+            trace = load_trace(self.traces / "azure_conv_2023.csv.gz").without_prefixes()
         else:
             trace = load_trace(self.traces / "mooncake_conversation.jsonl.gz")
         middle = trace.duration_seconds / 2
