@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from book import Claim, Made, Ours, Table, figure, spread
 from world import HALF, LMETRIC, SIMULATION, VLLM, Choice, Figures, Stage, World, change, mean, values
+
+from lmetric.sim.traces import summarize_trace
 
 LAMBDAS = [round(0.1 * step, 1) for step in range(1, 10)]
 WEIGHTS = LAMBDAS
@@ -75,6 +78,24 @@ def against(
         a, b = world.many(stage, [new, before], **more)
         found.append(Ours(stage.label, change(a, b, quantity)))
     return found
+
+
+@figure("stages", "What it is played on")
+def stages(world: World) -> Made:
+    rows = []
+    for stage in world.stages:
+        told = summarize_trace(stage.judge[0].workload.trace)
+        batch = values(world.runs(stage, LMETRIC), "batch")
+        rows.append([
+            f"`{stage.label}`", f"{told.requests:,}", f"{told.input_tokens.mean:,.0f}",
+            f"{told.input_tokens.p99:,.0f}", f"{told.output_tokens.mean:,.0f}", f"{told.ideal_hit_ratio:.0%}",
+            f"{stage.judge[0].requests_per_second / HALF:.1f}", f"{np.mean(batch):.1f}",
+            f"{stage.profile.cache_blocks * stage.profile.block_tokens / 1000:,.0f}",
+            f"{stage.profile.block_tokens}",
+        ])  # fmt: skip
+    head = ["stage", "requests", "prompt, mean", "p99", "answer, mean", "hits in an endless cache",
+            "maximum, requests/s", "batch at half", "cache, thousand tokens", "block"]  # fmt: skip
+    return Made([], [Table("The judged part (of synthetic ones the first seed's):", head, rows)])
 
 
 @figure("7", "Figures 7 and 8: vLLM's balancer, and with KV-awareness (tuned linear combination)")

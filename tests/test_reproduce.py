@@ -1,0 +1,115 @@
+"""The rerun of the LMETRIC study: its driver, its page, and what its figures rest on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DRIVER = ROOT / "bench" / "reproduce" / "run.py"
+
+
+def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, DRIVER, *argv], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.fixture
+def reproduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DRIVER.parent))
+
+
+def test_quick_figures_and_the_policy_that_must_lose(tmp_path: Path) -> None:
+    done = run("--quick", "--figure", "21", "--results", tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "21.json").read_text())
+    assert told["quick"]
+    assert told["seeds"] == 2
+    for table in told["tables"]:
+        means = {row[0]: float(row[1].split()[0]) for row in table["rows"]}
+        assert max(means, key=lambda name: means[name]) == "always_worst"
+        assert means["lmetric"] < means["vllm"] < means["always_worst"]
+    against_vllm = told["claims"][0]
+    assert [ours["stage"] for ours in against_vllm["ours"]] == ["conversation", "chat"]
+    assert all(value < 0 for ours in against_vllm["ours"] for value in ours["values"])
+
+
+@pytest.mark.nightly
+def test_every_figure(tmp_path: Path) -> None:
+    done = run("--quick", "--results", tmp_path)
+    assert done.returncode == 0, done.stderr
+    shipped = {path.name for path in (DRIVER.parent / "results").glob("*.json")}
+    assert {path.name for path in tmp_path.glob("*.json")} == shipped
+
+
+def test_the_page_shows_the_results_as_they_are(tmp_path: Path) -> None:
+    assert run("--check").returncode == 0
+    for path in (DRIVER.parent / "results").glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    told = json.loads((tmp_path / "7.json").read_text())
+    told["claims"][0]["ours"][0]["values"][0] += 0.5
+    (tmp_path / "7.json").write_text(json.dumps(told))
+    stale = run("--check", "--results", tmp_path)
+    assert stale.returncode == 1
+    assert "--render" in stale.stderr
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    unknown = run("--figure", "99")
+    assert unknown.returncode == 2
+    assert "no figure 99" in unknown.stderr
+    missing = run("--figure", "10", "--traces", tmp_path, "--results", tmp_path)
+    assert missing.returncode == 1
+    assert "mooncake_conversation.jsonl.gz" in missing.stderr
+    assert "--traces" in missing.stderr
+
+
+@pytest.mark.usefixtures("reproduce")
+@pytest.mark.parametrize(
+    ("expected", "values", "verdict"),
+    [
+        ("less", [-0.3, -0.1], "same"),
+        ("less", [0.3, 0.1], "**opposite**"),
+        ("less", [-0.3, 0.1], "not told apart"),
+        ("less", [-0.004, -0.003], "not told apart"),
+        ("more", [0.3, 0.1], "same"),
+        ("about 0", [0.04, -0.01], "same"),
+        ("about 0", [0.05, 0.04], "**other**"),
+        ("", [1.0], ""),
+    ],
+)
+def test_verdicts_need_every_seed(expected: Any, values: list[float], verdict: str) -> None:
+    from book import Ours
+
+    assert Ours("stage", values).verdict(expected) == verdict
+
+
+@pytest.mark.usefixtures("reproduce")
+def test_equation_2_of_a_class() -> None:
+    from hotspots import Seen
+
+    # A fifth of the requests, 2 of 16 instances: (0.2 / 0.8) / (2 / 14).
+    assert Seen(20, 0.2, 2).factor == pytest.approx(1.75)
+    assert Seen(20, 0.2, 16).factor == 0
+    assert Seen(20, 1.0, 16).factor == 0
+
+
+@pytest.mark.usefixtures("reproduce")
+@pytest.mark.parametrize("known", [True, False])
+def test_a_made_hot_spot(known: bool) -> None:
+    from hotspots import BEFORE, SURGE, surge
+
+    trace, hot = surge(1, 0.3, 2000, known=known)
+    during = (trace.arrival_seconds >= SURGE[0]) & (trace.arrival_seconds < SURGE[1])
+    assert hot.sum() / during.sum() == pytest.approx(0.3, abs=0.02)
+    first = trace.hash_ids[trace.hash_offsets[:-1]]
+    assert len(np.unique(first[hot])) == 1
+    outside = int((first[~during] == first[hot][0]).sum())
+    assert (outside > 0) == known
+    assert outside < 2 * BEFORE * 0.3 * len(trace)
+    assert trace.input_tokens[hot].min() >= 2000
