@@ -11,6 +11,7 @@ from world import World
 
 Expected = Literal["less", "more", "about 0", ""]
 NEAR = 0.03  # what "about 0" allows
+MARKS = {"same": "✓", "opposite": "**✗**", "other": "**✗**", "not told apart": "~", "": ""}
 MATTERS = 0.01  # smaller changes are told from nothing by no one
 
 
@@ -31,12 +32,12 @@ class Ours:
         if not expected:
             return ""
         if expected == "about 0":
-            return "same" if abs(self.mean) <= NEAR else "**other**"
+            return "same" if abs(self.mean) <= NEAR else "other"
         if expected == "less":
             least, most = -most, -least
         if abs(self.mean) < MATTERS or least <= 0 <= most:
             return "not told apart"
-        return "same" if least > 0 else "**opposite**"
+        return "same" if least > 0 else "opposite"
 
 
 @dataclass
@@ -52,17 +53,15 @@ class Claim:
     def shown(self, value: float) -> str:
         if self.unit == "ratio":
             return f"{value:.2f}"
-        sign = "" if self.unit == "share" else "+"
-        return f"{100 * value:{sign}.1f}{' points' if self.unit == 'points' else '%'}"
+        return f"{100 * value:{'' if self.unit == 'share' else '+'}.1f}"
 
-    def rows(self) -> list[list[str]]:
-        rows = []
-        for at, one in enumerate(self.ours):
-            spread = f" [{self.shown(min(one.values))}, {self.shown(max(one.values))}]"
-            told = self.shown(one.mean) + (spread if len(one.values) > 1 else "")
-            first = [self.text, self.paper] if at == 0 else ["", ""]
-            rows.append([*first, one.stage, told, one.verdict(self.expected)])
-        return rows
+    def cell(self, one: Ours) -> str:
+        """``-42.7% [-43.7, -42.1] ✓``: mean, least and most, verdict."""
+        unit = {"ratio": "", "points": " points"}.get(self.unit, "%")
+        told = self.shown(one.mean) + unit
+        if len(set(one.values)) > 1:
+            told += f" [{self.shown(min(one.values))}, {self.shown(max(one.values))}]"
+        return f"{told} {MARKS[one.verdict(self.expected)]}".strip()
 
 
 @dataclass
@@ -124,11 +123,19 @@ def from_json(told: dict[str, Any]) -> Made:
 def rendered(told: dict[str, Any]) -> str:
     """A figure's part of the page."""
     made = from_json(told)
-    parts = []
-    if made.claims:
-        head = ["claim", "paper", "our stage", "ours", "direction"]
-        parts.append(markdown(head, (row for claim in made.claims for row in claim.rows())))
-    for table in made.tables:
-        parts.append(f"{table.title}\n\n{markdown(table.head, table.rows)}".strip())
+    by_stages: dict[tuple[str, ...], list[Claim]] = {}
+    for claim in made.claims:
+        by_stages.setdefault(tuple(one.stage for one in claim.ours), []).append(claim)
+    parts = [
+        markdown(
+            ["claim", "paper", *stages],
+            ([claim.text, claim.paper, *map(claim.cell, claim.ours)] for claim in claims),
+        )
+        for stages, claims in by_stages.items()
+    ]
+    shown = [f"{table.title}\n\n{markdown(table.head, table.rows)}".strip() for table in made.tables]
+    if made.claims and shown:
+        shown = ["<details><summary>All figures</summary>", *shown, "</details>"]
+    parts += shown
     parts.append(f"{told['seeds']} seeds, at commit {told['commit']}.")
     return "\n\n".join(parts)

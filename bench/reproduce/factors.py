@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from book import Claim, Made, Ours, figure
-from comparisons import against, table
-from world import HALF, LMETRIC, Choice, Stage, World
+from comparisons import against
+from world import HALF, Choice, Stage, World
 
 from lmetric.policies import Columns, policy_function
 
@@ -55,7 +55,6 @@ def figure_18(world: World) -> Made:
             ),
             Claim("mean TPOT", "no figure", "", changes("tpot_mean")),
         ],
-        [table(world, stage, [P_TOKEN, HIT_RATIO]) for stage in world.sharing],
     )
 
 
@@ -109,5 +108,4 @@ def figure_19(world: World) -> Made:
             Claim("of a decode step's time above its fixed cost, what the batch size makes (rest: context)",
                   "most, no figure", "", share, "share"),
         ],
-        [table(world, stage, [LMETRIC, TOKENS, TOKENS_JOINED, DECODES]) for stage in world.stages],
     )  # fmt: skip

@@ -95,7 +95,7 @@ def signals(world: World) -> Made:
             Claim("the simulation-based policy as live, mean TTFT", "", "",
                   under(world, SIMULATION, "ttft_mean", usual)),
         ],
-        [settings_table(world, stage, [LMETRIC], DELAYS) for stage in world.sharing],
+        [settings_table(world, world.stages[at], [LMETRIC], DELAYS) for at in (0, -1)],
     )  # fmt: skip
 
 
@@ -121,7 +121,6 @@ def index(world: World) -> Made:
                   under(world, LMETRIC, quantity, ways["approximate"]))
             for name, quantity in FIGURES_SHOWN
         ],
-        [settings_table(world, stage, [LMETRIC], ways) for stage in world.sharing],
     )  # fmt: skip
 
 
@@ -153,7 +152,7 @@ def ties(world: World) -> Made:
             for fraction in (0.1, HALF)
             for name, quantity in (("hits", "hit_ratio"), ("mean TTFT", "ttft_mean"))
         ],
-        [table_at(world, stage, [FIRST, RANDOM, FIRST_LEAST, RANDOM_LEAST], 0.1) for stage in world.sharing],
+        [table_at(world, world.stages[0], [FIRST, RANDOM, FIRST_LEAST, RANDOM_LEAST], 0.1)],
     )  # fmt: skip
 
 
