@@ -123,6 +123,7 @@ def figures_of(run: Run) -> Figures:
     kept = measured(run.arrival_seconds, MEASURE)
     found: Figures = {
         "hit_ratio": told.hit_ratio or 0.0,
+        "computed": 1 - (told.hit_ratio or 0.0),  # share of the prompt tokens that is not found cached
         "imbalance": told.imbalance or 0.0,
         "guard_alarms": float(run.guard_alarms),
         "guard_filters": float(run.guard_filters),
