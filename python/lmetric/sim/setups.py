@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from lmetric import _core
+from lmetric._core import LmetricError
 from lmetric.policies import Policy
 from lmetric.profiles import Profile, load_profile
 from lmetric.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
@@ -261,6 +262,9 @@ def keep(setup: Setup, run: Run, key: str = "") -> Result:
     """What a table and a report need of `run`."""
     arrivals = run.arrival_seconds
     kept = measured(arrivals, setup.measure)
+    if not len(kept):
+        first, end = setup.measure
+        raise LmetricError(f"the share {first:g}:{end:g} of {len(arrivals)} requests leaves none to measure")
     last = float(arrivals.max())
     return Result(
         key=key,
@@ -274,7 +278,7 @@ def keep(setup: Setup, run: Run, key: str = "") -> Result:
             _quantiles(run.tpot_seconds[kept]),
             _quantiles(run.e2e_seconds[kept]),
         ),
-        unevenness=_unevenness(run, kept) if setup.seed == 0 and len(kept) else None,
+        unevenness=_unevenness(run, kept) if setup.seed == 0 else None,
     )
 
 
