@@ -8,7 +8,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 import yaml
@@ -263,7 +263,7 @@ def load_config(
     try:
         return ServerConfig.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, merged, origin))) from None
+        raise ConfigError("\n".join(explain(error, origin, ServerConfig))) from None
 
 
 def render(config: ServerConfig) -> str:
@@ -351,7 +351,11 @@ def _merge(
             origin[here] = source
 
 
-def _explain(error: ValidationError, given: Any, origin: Mapping[tuple[str, ...], str]) -> Iterator[str]:
+def explain(
+    error: ValidationError, origin: Mapping[tuple[str, ...], str], root: type[BaseModel]
+) -> Iterator[str]:
+    """A line for each thing wrong with values meant for `root`: where it came from (`origin`, by key path),
+    the key, the value, what would have been right."""
     seen = set()
     for problem in error.errors(include_url=False):
         # Tags of union members are no keys of the file.
@@ -364,7 +368,7 @@ def _explain(error: ValidationError, given: Any, origin: Mapping[tuple[str, ...]
         place = f"{source}: " if source else ""
         value = problem.get("input")
         if problem["type"] == "extra_forbidden":
-            known = _known_keys(loc[:-1])
+            known = _known_keys(root, loc[:-1])
             near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
             line = f"{place}{path} = {value!r}: unknown key{hint}"
@@ -380,14 +384,19 @@ def _explain(error: ValidationError, given: Any, origin: Mapping[tuple[str, ...]
             yield line
 
 
-def _known_keys(loc: list[Any]) -> list[str]:
-    section: type[BaseModel] = ServerConfig
+def _known_keys(section: type[BaseModel], loc: list[Any]) -> list[str]:
     for part in loc:
         if isinstance(part, int):
             continue
-        field = section.model_fields[part]
-        inner: Any = {"engines": EngineConfig, "models": ModelConfig}.get(part, field.annotation)
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        inner = _section(section.model_fields[part].annotation)
+        if inner is None:
             return []
         section = inner
     return [field.alias or name for name, field in section.model_fields.items()]
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The model in an annotation such as ``list[EngineConfig] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _section(inner))), None)

@@ -6,9 +6,21 @@ from collections.abc import Collection
 
 import typer
 
-from lmetric.cli import bench, config, demo, engine, indicators, policies, replay, serve, trace
+from lmetric.cli import (
+    bench,
+    config,
+    demo,
+    engine,
+    indicators,
+    policies,
+    replay,
+    serve,
+    simulate,
+    study,
+    trace,
+)
 
-MODULES = (serve, engine, demo, replay, trace, policies, indicators, config, bench)
+MODULES = (serve, engine, demo, replay, simulate, study, trace, policies, indicators, config, bench)
 
 
 def build(words: Collection[str]) -> typer.Typer:

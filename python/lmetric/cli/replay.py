@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from lmetric.cli.options import (
+    ClosedLoop,
+    Format,
+    MaxInputTokens,
+    Requests,
+    SkipBadLines,
+    SloTpot,
+    SloTtft,
+    Speed,
+    Start,
+    TraceFile,
+)
 
 if TYPE_CHECKING:
     from lmetric.replay import Player, Report
@@ -14,32 +26,19 @@ if TYPE_CHECKING:
 
 
 def command(
-    trace: Annotated[
-        Path, typer.Option(help="Trace file: Mooncake, Qwen-Bailian or Azure; .gz is decompressed.")
-    ],
+    trace: TraceFile,
     target: Annotated[str, typer.Option(metavar="URL", help="Server, e.g. http://127.0.0.1:8000.")],
-    speed: Annotated[float, typer.Option(help="Arrivals this many times as fast as in the trace.")] = 1.0,
+    speed: Speed = 1.0,
     model: Annotated[
         str | None, typer.Option(help="Model to ask for [default: the only one served].")
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Send only the first N requests.")] = None,
-    max_input_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Leave out requests with longer prompts.")
-    ] = None,
-    format: Annotated[
-        str | None, typer.Option(help="Format of the trace [default: told from its content].")
-    ] = None,
-    closed_loop: Annotated[
-        bool | None,
-        typer.Option(help="A turn waits for the answer before it [default: if the trace says so]."),
-    ] = None,
-    start: Annotated[float, typer.Option(min=0, help="Begin this many trace seconds in.")] = 0.0,
-    slo_ttft: Annotated[
-        float | None, typer.Option(help="Goodput counts a TTFT of at most S seconds.")
-    ] = None,
-    slo_tpot: Annotated[
-        float | None, typer.Option(help="Goodput counts a TPOT of at most S seconds.")
-    ] = None,
+    requests: Requests = None,
+    max_input_tokens: MaxInputTokens = None,
+    format: Format = None,
+    closed_loop: ClosedLoop = None,
+    start: Start = 0.0,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
     clock_speed: Annotated[
         float, typer.Option(help="The engines' clock runs N times as fast: report times on that clock.")
     ] = 1.0,
@@ -50,7 +49,7 @@ def command(
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = None,
     timeout: Annotated[float, typer.Option(help="Give a request up after S seconds of silence.")] = 300.0,
     seed: Annotated[int, typer.Option(min=0, help="Other seeds write other prompts for the same ids.")] = 0,
-    skip_bad_lines: Annotated[bool, typer.Option(help="Count lines that cannot be read and go on.")] = False,
+    skip_bad_lines: SkipBadLines = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Send a trace to a server with its arrivals; print latencies, hit rate, goodput, errors.

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from lmetric.sim.max_load import MaxLoad
+    from lmetric.sim.setups import Result
+
+_JSON = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY
 
 
 def stdout() -> Console:
@@ -44,8 +53,42 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
 
 def print_json(value: Any) -> None:
     """Print `value` (dataclasses and numpy included) as indented JSON on stdout."""
-    options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY
-    print(orjson.dumps(value, option=options).decode())
+    print(orjson.dumps(value, option=_JSON).decode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """The same into a file."""
+    path.write_bytes(orjson.dumps(value, option=_JSON) + b"\n")
+
+
+def write_report(
+    results: Sequence[Result],
+    title: str,
+    page: Path | None,
+    figures: Path | None,
+    *,
+    max_loads: Sequence[MaxLoad] = (),
+) -> None:
+    """The report over simulated runs as the HTML file `page`, its figures as PNGs into `figures`."""
+    import shlex
+
+    from lmetric.sim.figures import save_pngs
+    from lmetric.sim.report import build
+
+    command = shlex.join(["lmetric-router", *sys.argv[1:]])
+    made = build(results, title=title, command=command, max_loads=max_loads)
+    if page is not None:
+        page.write_text(made.html, encoding="utf-8")
+    if figures is not None:
+        save_pngs(made.drawings, figures)
+
+
+def progress(what: str) -> Progress:
+    """A bar on stderr with counts and the time left."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=stderr())
 
 
 def note(text: str) -> None:

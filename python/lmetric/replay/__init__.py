@@ -2,6 +2,7 @@
 
 from lmetric.replay.client import Client, Record, ReplayError
 from lmetric.replay.player import Player
-from lmetric.replay.report import Report, Slo, Spread, summarize
+from lmetric.replay.report import Report, summarize
+from lmetric.sim.summary import Slo, Spread
 
 __all__ = ["Client", "Player", "Record", "ReplayError", "Report", "Slo", "Spread", "summarize"]

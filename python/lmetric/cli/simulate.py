@@ -1,0 +1,234 @@
+"""``lmetric-router simulate``: a trace over a fleet of simulated engines, policy by policy."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lmetric.cli.options import (
+    ClosedLoop,
+    Format,
+    MaxInputTokens,
+    Requests,
+    SkipBadLines,
+    SloTpot,
+    SloTtft,
+    Speed,
+    Start,
+    TraceFile,
+    check_file,
+)
+
+if TYPE_CHECKING:
+    from lmetric.sim.setups import Result, Setup
+    from lmetric.sim.study import Cell
+
+Signals = StrEnum("Signals", {"exact": "exact", "step_end": "step_end", "delayed": "delayed"})
+Admission = StrEnum("Admission", {"reserve": "reserve", "vllm": "vllm"})
+Index = StrEnum("Index", {"exact": "exact", "approximate": "approximate"})
+
+
+def command(
+    trace: TraceFile,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B,…",
+            help="Names, linear(lam=0.7), scores, or all; repeatable [default: vllm, lmetric].",
+        ),
+    ] = None,
+    instances: Annotated[int, typer.Option(min=1, help="Engines in the fleet.")] = 16,
+    profile: Annotated[
+        str, typer.Option(help="What steps cost: a shipped profile, or a YAML file.")
+    ] = "qwen3-30b-a3b-h20",
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a KV block [default: the profile's].")
+    ] = None,
+    speed: Speed = 1.0,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each policy, with seeds 0 to N - 1.")] = 1,
+    signals: Annotated[
+        Signals, typer.Option(help="What policies see of the engines, and when.")
+    ] = Signals.exact,
+    admission: Annotated[Admission, typer.Option(help="How engines admit requests.")] = Admission.reserve,
+    index: Annotated[
+        Index, typer.Option(help="KV index: fed by the engines' events, or by what was sent.")
+    ] = Index.exact,
+    guard: Annotated[
+        bool | None, typer.Option("--guard/--no-guard", help="Hot-spot guard [default: on for lmetric].")
+    ] = None,
+    report_period: Annotated[
+        float | None, typer.Option(help="With delayed signals: seconds between load reports.")
+    ] = None,
+    event_delay: Annotated[
+        float | None, typer.Option(help="With delayed signals: seconds until a cache event arrives.")
+    ] = None,
+    predictor: Annotated[
+        str | None, typer.Option(help="Profile behind predicted TTFTs [default: the engines' own].")
+    ] = None,
+    measure: Annotated[
+        str, typer.Option(metavar="A:B", help="Share of the requests that counts, e.g. 0.1:0.9.")
+    ] = "0:1",
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    start: Start = 0.0,
+    duration: Annotated[float | None, typer.Option(help="Take this many trace seconds.")] = None,
+    requests: Requests = None,
+    max_input_tokens: MaxInputTokens = None,
+    format: Format = None,
+    closed_loop: ClosedLoop = None,
+    prefixes: Annotated[
+        bool, typer.Option("--prefixes/--no-prefixes", help="Whether requests share prefixes.")
+    ] = True,
+    skip_bad_lines: SkipBadLines = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at once [default: cores].")] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write figures as JSON; -: to stdout.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a report, one HTML file.")] = None,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the report's figures as PNGs.")
+    ] = None,
+) -> None:
+    """Play a trace over simulated engines under several policies; print latencies, hits, goodput, imbalance.
+
+    The router and its policies are those of the server; time is simulated, so an hour takes a second. The
+    same command gives the same figures. Ctrl-C ends without any, with exit code 130.
+    """
+    from lmetric.cli.show import note
+    from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, split_policies, trace_label
+    from lmetric.sim.summary import Slo, parse_share
+
+    for name, value in (("--speed", speed), ("--duration", duration), ("--report-period", report_period)):
+        if value is not None and not value > 0:
+            raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
+    to_stdout = json_ is not None and str(json_) == "-"
+    check_file("--json", None if to_stdout else json_)
+    check_file("--report", report)
+    if report is not None or figures is not None:
+        from lmetric.sim.figures import require_matplotlib
+
+        require_matplotlib()
+    parsed = (PolicyChoice.parse(text) for text in split_policies(policy or ["vllm", "lmetric"]))
+    choices = list({choice.label: choice for each in parsed for choice in each}.values())
+    for choice in choices:
+        choice.build()
+    settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
+    optional = {
+        "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
+        "predictor": predictor,
+    }  # fmt: skip
+    settings |= {name: value for name, value in optional.items() if value is not None}
+    taken = TraceChoice(
+        path=str(trace), label=trace_label(str(trace)), start=start, format=format, closed_loop=closed_loop,
+        duration=duration, requests=requests, max_input_tokens=max_input_tokens, prefixes=prefixes,
+        skip_bad_lines=skip_bad_lines,
+    )  # fmt: skip
+    setups = [
+        Setup(
+            trace=taken, policy=choice, instances=instances, profile=profile, speed=speed, seed=seed,
+            block_tokens=block_tokens,
+            settings=settings, measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
+        )
+        for choice in choices
+        for seed in range(seeds)
+    ]  # fmt: skip
+    results = _run(setups, jobs)
+    if to_stdout or json_ is not None:
+        _write_json(results, None if to_stdout else json_)
+    if not to_stdout:
+        _print(results)
+    if report is not None or figures is not None:
+        from lmetric.cli.show import write_report
+
+        write_report(results, f"{taken.label}: {len(choices)} policies", report, figures)
+    for path in (report, figures):
+        if path is not None:
+            note(f"wrote {path}")
+
+
+def _run(setups: list[Setup], jobs: int | None) -> list[Result]:
+    """Every run, in the order of `setups`."""
+    from lmetric.cli.show import note, progress
+    from lmetric.cli.trace import report_bad_lines
+    from lmetric.sim.backends import Threads
+    from lmetric.sim.setups import run
+    from lmetric.sim.study import Library
+
+    library = Library()
+    workload = library.workload(setups[0])
+    report_bad_lines(workload.trace.bad_lines, note)
+    found: dict[int, Result] = {}
+    with progress("runs") as shown:
+        bar = shown.add_task("", total=len(setups))
+        items = [(index, workload) for index in range(len(setups))]
+        for index, result in Threads(jobs).map(lambda index, it: run(setups[index], it), items):
+            found[index] = result
+            shown.update(bar, advance=1)
+    return [found[index] for index in range(len(setups))]
+
+
+def _write_json(results: list[Result], path: Path | None) -> None:
+    from dataclasses import asdict
+    from importlib.metadata import version
+
+    from lmetric.cli.show import print_json, write_json
+
+    setup = asdict(results[0].setup)
+    for name in ("policy", "seed", "fraction_of_max"):
+        del setup[name]
+    told = {
+        "version": version("lmetric-router"),
+        "setting": setup,
+        "runs": [asdict(result.figures) for result in results],
+    }
+    if path is None:
+        print_json(told)
+    else:
+        write_json(path, told)
+
+
+def _print(results: list[Result]) -> None:
+    from lmetric.sim.study import cells
+
+    first = results[0]
+    wall = sum(result.figures.wall_seconds for result in results)
+    seeds = 1 + max(result.setup.seed for result in results)
+    spread = f"mean over {seeds} seeds ± half their range; " if seeds > 1 else ""
+    print(
+        f"{first.figures.requests} requests measured, {first.arrivals_per_second:.2f} arriving a second, "
+        f"{first.setup.instances} instances of {first.setup.profile}; {spread}"
+        f"{len(results)} runs in {wall:.2f} s of computing"
+    )
+    print_tables(cells(results))
+
+
+def print_tables(cells: list[Cell]) -> None:
+    """The figures of one load, a table for each kind."""
+    from lmetric.cli.show import print_table
+    from lmetric.sim.table import TABLE, rows
+
+    values = rows(cells)
+    slo = str(cells[0].results[0].setup.slo)
+    position = 0
+    merged = []
+    for head, columns in TABLE:
+        part = [row[position : position + len(columns)] for row in values]
+        position += len(columns)
+        if len(columns) > 3:
+            body = [[cell.policy, *_cells(row)] for cell, row in zip(cells, part, strict=True)]
+            print_table([head, *(column.title for column in columns)], body)
+        else:
+            merged.append((head, columns, part))
+    titles = [f"{head} {column.title}" for head, columns, _ in merged for column in columns]
+    body = [
+        [cell.policy, *(text for _, _, part in merged for text in _cells(part[index]))]
+        for index, cell in enumerate(cells)
+    ]
+    print_table([f"goodput: {slo or 'no SLO given'}", *titles], body)
+
+
+def _cells(row: list[Any]) -> list[str]:
+    return ["–" if value is None else str(value) for value in row]

@@ -1,0 +1,115 @@
+"""Where many runs are worked off: threads of this process (the simulator lets the interpreter lock go), or a
+Ray cluster for large grids."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from lmetric._core import BadValueError, LmetricError
+
+if TYPE_CHECKING:
+    from lmetric.sim.run import Workload
+    from lmetric.sim.traces import Trace
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Backend(Protocol):
+    """Works off a list of items, each with the trace it needs, made ready."""
+
+    def map(
+        self, work: Callable[[T, Trace | Workload], R], items: Sequence[tuple[T, Workload]]
+    ) -> Iterator[tuple[T, R]]:
+        """``work(item, trace)`` for each, in the order of completion. The first exception ends it; closing
+        the iterator drops what has not begun."""
+
+    def close(self) -> None:
+        """Give back what was started for it."""
+
+
+class Threads:
+    """This machine's cores."""
+
+    def __init__(self, jobs: int | None = None) -> None:
+        self.jobs = jobs or len(os.sched_getaffinity(0))
+
+    def map(
+        self, work: Callable[[T, Trace | Workload], R], items: Sequence[tuple[T, Workload]]
+    ) -> Iterator[tuple[T, R]]:
+        pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="simulate")
+        try:
+            waiting: dict[Future[R], T] = {pool.submit(work, item, trace): item for item, trace in items}
+            while waiting:
+                # Without a bound, Ctrl-C would wait for a run to end.
+                done, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield waiting.pop(future), future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def close(self) -> None:
+        """Nothing outlives `map`."""
+
+
+class Ray:
+    """A Ray cluster: the one at `address`, else (None) one started on this machine for the run."""
+
+    def __init__(self, address: str | None = None, jobs: int | None = None) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise LmetricError(
+                "Ray is not installed: pip install 'lmetric-router[ray]', or leave --backend out"
+            ) from None
+        self._ray: Any = ray
+        self.started_here = not ray.is_initialized()
+        if self.started_here:
+            # Ray warns of a change to come in how it hides GPUs, of which nothing here uses any.
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            try:
+                ray.init(
+                    address=address,
+                    num_cpus=jobs if address is None else None,
+                    include_dashboard=False if address is None else None,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+            except (ConnectionError, ValueError) as error:
+                raise BadValueError(f"Ray cluster {address!r}: {error}") from None
+
+    def map(
+        self, work: Callable[[T, Trace | Workload], R], items: Sequence[tuple[T, Workload]]
+    ) -> Iterator[tuple[T, R]]:
+        ray = self._ray
+
+        def call(item: T, trace: Trace) -> R:  # Ray wants a function; `work` may be a partial
+            return work(item, trace)
+
+        remote = ray.remote(num_cpus=1)(call)
+        stored: dict[int, Any] = {}  # each trace travels once
+        waiting = {}
+        try:
+            for item, workload in items:
+                if id(workload) not in stored:
+                    stored[id(workload)] = ray.put(workload.trace)  # hashed anew where it is played
+                waiting[remote.remote(item, stored[id(workload)])] = item
+            while waiting:
+                done, _ = ray.wait(list(waiting), num_returns=1)
+                for reference in done:
+                    try:
+                        yield waiting.pop(reference), ray.get(reference)
+                    except ray.exceptions.RayTaskError as error:
+                        raise error.cause if isinstance(error.cause, Exception) else error from None
+        finally:
+            for reference in waiting:
+                ray.cancel(reference)
+
+    def close(self) -> None:
+        """Stops the cluster if it was started here."""
+        if self.started_here:
+            self._ray.shutdown()

@@ -1,0 +1,323 @@
+"""A study, or a few simulated runs, as one HTML page that needs nothing else: figures and style lie in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from importlib.resources import files
+
+from lmetric.profiles import Profile
+from lmetric.sim import figures
+from lmetric.sim.figures import LEADER, Drawing, Styles, shown
+from lmetric.sim.max_load import MaxLoad
+from lmetric.sim.setups import Result
+from lmetric.sim.study import Cell, cells, latency
+from lmetric.sim.summary import WINDOW_SECONDS
+from lmetric.sim.table import TABLE, Value, rows
+
+_BURST_SECONDS = 400.0  # what the paper's Figures 10 and 27 show
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    policy: str
+    colour: str
+    values: list[Value | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The table of one load."""
+
+    title: str
+    arrivals_per_second: float
+    speed: float
+    focus: bool
+    rows: list[Row]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Who is best by a figure, and where `LEADER` stands."""
+
+    figure: str
+    best: str
+    best_value: str
+    leader_value: str
+    place: int
+    of: int
+    behind: str  # how far the leader is from the best, or the best from the second where it leads
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One trace on one fleet under one setting."""
+
+    anchor: str
+    title: str
+    subtitle: str
+    focus: str
+    loads: list[Load]
+    verdicts: list[Verdict]
+    cdfs: list[Drawing]
+    latencies: list[Drawing]
+    hits: list[Drawing]
+    imbalance: list[Drawing]
+    over_time: list[Drawing]
+    sweeps: list[Drawing]
+    sustained: list[str]
+    max_loads: list[Drawing]
+    chosen_lines: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A page and its figures."""
+
+    html: str
+    drawings: list[tuple[str, Drawing]]  # the section's anchor, where there are several, and the figure
+
+
+def build(
+    results: Sequence[Result], *, title: str, command: str, max_loads: Sequence[MaxLoad] = ()
+) -> Report:
+    """The report over `results` (at least one). `command` is shown as what was run."""
+    from jinja2 import Environment, StrictUndefined
+
+    groups: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells(results):
+        groups.setdefault(cell.group, []).append(cell)
+    closely = [cell for members in groups.values() for cell in shown(_at(members, _focus(members)))]
+    styles = Styles([*closely, *(cell for members in groups.values() for cell in members)])
+    sections = [
+        _section(index, group, members, styles, [load for load in max_loads if load.setup.group == group])
+        for index, (group, members) in enumerate(groups.items(), start=1)
+    ]
+    setups = [result.setup for result in results]
+    profiles: dict[str, Profile] = {
+        ", ".join(filter(None, setup.group[2:4])): setup.engine for setup in setups
+    }
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters["breakable"] = lambda text: re.sub("([_(])", "\\1\u200b", text)  # may wrap there
+    template = files("lmetric.sim").joinpath("report.html.j2").read_text(encoding="utf-8")
+    html = page.from_string(template).render(
+        title=title,
+        command=command,
+        version=version("lmetric-router"),
+        table=TABLE,
+        sections=sections,
+        profiles=profiles,
+        traces={setup.trace.label: setup.trace for setup in setups},
+        seeds=sorted({setup.seed for setup in setups}),
+        runs=len(results),
+        requests=sorted({result.figures.requests for result in results}),
+        measure=setups[0].measure,
+        slo=str(setups[0].slo),
+        rule=max_loads[0].rule if max_loads else None,
+        leader=LEADER,
+        window=WINDOW_SECONDS,
+        burst=_BURST_SECONDS,
+        wall=sum(result.figures.wall_seconds for result in results),
+        failed=sum(result.figures.failed for result in results),
+    )
+    several = len(sections) > 1
+    drawings = [
+        (section.anchor if several else "", drawing)
+        for section in sections
+        for drawing in (
+            *section.cdfs, *section.latencies, *section.hits, *section.imbalance, *section.over_time,
+            *section.sweeps, *section.max_loads,
+        )
+    ]  # fmt: skip
+    return Report(html, drawings)
+
+
+def _section(
+    index: int, group: tuple[str, ...], members: list[Cell], styles: Styles, max_loads: list[MaxLoad]
+) -> Section:
+    loads = list(dict.fromkeys(cell.load for cell in members))
+    focus = _focus(members)
+    here = _at(members, focus)
+    lines = shown(here)
+    policies = {cell.policy: [c for c in members if c.policy == cell.policy] for cell in lines}
+    rivals = len({figures.base(cell) for cell in here})
+    chosen = ""
+    if len(lines) < len(here):
+        chosen = "Lines: of each policy the variant with the lowest mean TTFT at this load"
+        chosen += (
+            f"; of the {rivals} policies {LEADER}, vllm and the best others." if rivals > len(lines) else "."
+        )
+    return Section(
+        anchor=f"s{index}",
+        title=group[0],
+        subtitle=", ".join(filter(None, group[1:])),
+        focus=focus,
+        loads=[
+            Load(
+                load,
+                each[0].results[0].arrivals_per_second,
+                each[0].results[0].setup.speed,
+                load == focus,
+                _rows(each, styles),
+            )
+            for load in loads
+            if (each := _at(members, load))
+        ],
+        verdicts=_verdicts(here),
+        cdfs=[
+            figures.cdf(lines, styles, "ttft_seconds", "TTFT"),
+            figures.cdf(lines, styles, "tpot_seconds", "TPOT"),
+        ],
+        latencies=_against_load(policies, styles) if len(loads) > 1 else [],
+        hits=_hits(here, policies, styles, several=len(loads) > 1),
+        imbalance=[
+            figures.bars(
+                here,
+                styles,
+                "imbalance",
+                "Imbalance",
+                "Lower is more even; see the definitions.",
+                f"imbalance of prefill work in windows of {WINDOW_SECONDS:g} s",
+                _uneven,
+                most_is_best=False,
+            )
+        ],
+        over_time=_over_time(here, lines, styles),
+        sweeps=[figures.sweep(knob, family, _leader(here), styles) for knob, family in figures.sweeps(here)],
+        sustained=[
+            f"{load.setup.policy.label} sustains {load.arrivals_per_second:.3g} requests/s "
+            f"(speed {load.speed:.3g})"
+            for load in max_loads[:1]
+        ],
+        max_loads=_max_loads(max_loads, here, styles),
+        chosen_lines=chosen,
+    )
+
+
+def _focus(members: list[Cell]) -> str:
+    """The load that is looked at closely: half of the maximum where it was run, as in the paper; else the one
+    in the middle."""
+    firsts = {cell.load: cell.results[0] for cell in members}
+    for load, first in firsts.items():
+        if first.setup.fraction_of_max == 0.5:
+            return load
+    return sorted(firsts, key=lambda load: firsts[load].arrivals_per_second)[len(firsts) // 2]
+
+
+def _at(members: list[Cell], load: str) -> list[Cell]:
+    return [cell for cell in members if cell.load == load]
+
+
+def _leader(members: list[Cell]) -> Cell | None:
+    return next((cell for cell in members if cell.policy == LEADER), None)
+
+
+def _rows(members: list[Cell], styles: Styles) -> list[Row]:
+    made = zip(members, rows(members), strict=True)
+    return [Row(cell.policy, styles.colour(cell), values) for cell, values in made]
+
+
+def _verdicts(members: list[Cell]) -> list[Verdict]:
+    leader = _leader(members)
+    if leader is None or len(members) < 2:
+        return []
+    verdicts = []
+    for head, below in TABLE:
+        for column in below:
+            ranked = sorted(
+                (
+                    (found[0] * -column.better, found[0], cell)
+                    for cell in members
+                    if (found := cell.over_seeds(column.of)) is not None
+                ),
+                key=lambda entry: entry[0],
+            )
+            own = leader.over_seeds(column.of)
+            if not ranked or own is None or column.title in ("p50", "p90", "p99.9", "share, %"):
+                continue
+            place = 1 + sum(key < own[0] * -column.better for key, *_ in ranked)
+            against = ranked[1][1] if place == 1 and len(ranked) > 1 else ranked[0][1]
+            verdicts.append(
+                Verdict(
+                    figure=f"{head.partition(',')[0]} {column.title}",
+                    best=ranked[0][2].policy,
+                    best_value=column.shows(ranked[0][1]),
+                    leader_value=column.shows(own[0]),
+                    place=place,
+                    of=len(ranked),
+                    behind=f"{own[0] / against - 1:+.1%}" if against else "",
+                )
+            )
+    return verdicts
+
+
+def _against_load(policies: dict[str, list[Cell]], styles: Styles) -> list[Drawing]:
+    drawings = []
+    for name, short in (("ttft_seconds", "TTFT"), ("tpot_seconds", "TPOT")):
+        for part in ("mean", "p99"):
+            drawings.append(
+                figures.against_load(
+                    policies, styles, f"load_{short.lower()}_{part}", f"{part} {short} against load",
+                    f"{part} {short}, seconds", partial(latency, name=name, part=part), log=True,
+                )
+            )  # fmt: skip
+    return drawings
+
+
+def _hits(
+    here: list[Cell], policies: dict[str, list[Cell]], styles: Styles, *, several: bool
+) -> list[Drawing]:
+    def quantity(result: Result) -> float | None:
+        return result.figures.hit_ratio
+
+    drawings = [
+        figures.bars(
+            here, styles, "hits", "Hit ratio", "Prompt tokens found cached, of all prompt tokens.",
+            "hit ratio (tokens)", quantity, most_is_best=True,
+        )
+    ]  # fmt: skip
+    if several:
+        drawings.append(
+            figures.against_load(
+                policies, styles, "load_hits", "Hit ratio against load", "hit ratio (tokens)", quantity,
+                log=False,
+            )
+        )  # fmt: skip
+    return drawings
+
+
+def _uneven(result: Result) -> float | None:
+    return result.figures.imbalance
+
+
+def _over_time(here: list[Cell], lines: list[Cell], styles: Styles) -> list[Drawing]:
+    """Of the leader, vllm, the fastest other and the most uneven of what figures with lines show."""
+    ranked = sorted(lines, key=lambda cell: (cell.over_seeds(_uneven) or (0.0,))[0])
+    vllm = next((cell for cell in lines if cell.policy == "vllm"), None)
+    rival = next((cell for cell in lines if cell.policy not in (LEADER, "vllm")), None)
+    several = (_leader(here), vllm, rival, ranked[-1])
+    chosen = list({cell.policy: cell for cell in several if cell is not None}.values())
+    views = [r.unevenness for cell in chosen for r in cell.results if r.unevenness is not None]
+    burst = _burst([view.mean for view in views])
+    top = max((max(view.most[burst], default=0.0) for view in views), default=1.0) or 1.0
+    drawn = (figures.over_time(cell, styles.colour(cell), burst, top) for cell in chosen)
+    return [drawing for drawing in drawn if drawing is not None]
+
+
+def _burst(means: list[list[float]]) -> slice:
+    """The busiest `_BURST_SECONDS` of the run, in windows."""
+    length = round(_BURST_SECONDS / WINDOW_SECONDS)
+    windows = min((len(mean) for mean in means), default=0)
+    work = [sum(mean[index] for mean in means) for index in range(windows)]
+    begin = max(range(max(1, windows - length + 1)), key=lambda at: sum(work[at : at + length]))
+    return slice(begin, begin + length)
+
+
+def _max_loads(loads: list[MaxLoad], here: list[Cell], styles: Styles) -> list[Drawing]:
+    colours = {cell.policy: styles.colour(cell) for cell in here}
+    for load in loads:
+        colours.setdefault(load.setup.policy.label, "#808080")
+    return [figures.max_loads(loads, colours)] if len(loads) > 1 else []

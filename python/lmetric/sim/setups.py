@@ -1,0 +1,298 @@
+"""What one simulated run is made of, and what is kept of it: the unit of `simulate`, studies and reports."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from lmetric import _core
+from lmetric._core import LmetricError
+from lmetric.policies import Policy
+from lmetric.profiles import Profile, load_profile
+from lmetric.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
+
+if TYPE_CHECKING:
+    from lmetric.sim.run import Run, Workload
+    from lmetric.sim.traces import Trace
+
+Value = str | float | bool | None
+
+# Where a run's distributions are kept: every percent, closer in the tail.
+QUANTILES = np.concatenate((np.arange(0, 99) / 100, 1 - np.geomspace(1e-2, 1e-4, 13), [1.0]))
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChoice:
+    """A policy with its knobs: a registered name, the text of a score, or a mapping as in a configuration."""
+
+    policy: str | Mapping[str, Any]
+    knobs: Mapping[str, float] = field(default_factory=dict)
+    label: str = ""  # how tables and figures call it
+
+    @staticmethod
+    def parse(text: str) -> list[PolicyChoice]:
+        """``lmetric``, ``p_token * (bs + 1)``, a registered policy with knobs, ``linear(lam=0.7)``, or
+        ``all`` that are registered."""
+        text = text.strip()
+        called = re.fullmatch(r"(\w+)\s*\((.*)\)", text, re.DOTALL)
+        names = [row["name"] for row in _core.policy_table()]
+        if text == "all":
+            return [PolicyChoice(name, {}, name) for name in names]
+        if called is None or called[1] not in names:
+            return [PolicyChoice(text, {}, text)]
+        knobs = {}
+        for pair in filter(None, (part.strip() for part in called[2].split(","))):
+            name, _, value = (part.strip() for part in pair.partition("="))
+            try:
+                knobs[name] = float(value)
+            except ValueError:
+                raise _core.BadValueError(
+                    f"policy {text!r}: {pair!r} is not valid; expected NAME=NUMBER"
+                ) from None
+        return [PolicyChoice(called[1], knobs).labelled()]
+
+    def labelled(self, label: str | None = None) -> PolicyChoice:
+        """With this label, or with the one that names the policy and its knobs."""
+        if label is None:
+            inner = ", ".join(f"{name}={value:g}" for name, value in self.knobs.items())
+            label = f"{self.base}({inner})" if inner else self.base
+        return replace(self, label=label)
+
+    @property
+    def base(self) -> str:
+        """The policy without its knobs."""
+        if isinstance(self.policy, str):
+            return self.policy
+        return str(self.policy.get("name") or self.policy.get("score"))
+
+    def build(self) -> Policy | str:
+        """What the router takes. Raises as `Policy.from_config`, and for knobs that are not the policy's."""
+        policy = self.policy
+        if not isinstance(policy, str):  # its own knobs would go before those beside it
+            policy = {**policy, "knobs": {**(policy.get("knobs") or {}), **self.knobs}}
+        built = Policy.from_config(policy, knobs=self.knobs)
+        _core.Router(built, knobs=dict(self.knobs) if isinstance(built, str) else None)
+        return built
+
+
+def split_policies(texts: list[str]) -> Iterator[str]:
+    """The parts between commas outside parentheses: ``lmetric,linear(lam=0.7),where(bs > 4, 1, 0)`` is
+    three."""
+    for text in texts:
+        depth, begin = 0, 0
+        for index, letter in enumerate(text):
+            depth += (letter in "([{") - (letter in ")]}")
+            if letter == "," and depth <= 0:
+                yield text[begin:index].strip()
+                begin = index + 1
+        yield text[begin:].strip()
+
+
+@dataclass(frozen=True, slots=True)
+class TraceChoice:
+    """A trace file and what is taken of it, or the description of a synthetic trace."""
+
+    path: str  # "" where it is synthetic
+    label: str
+    synthetic: str | None = None  # the description, as JSON
+    start: float = 0.0  # trace seconds left out at the front
+    duration: float | None = None  # trace seconds taken from there
+    requests: int | None = None  # the first so many
+    max_input_tokens: int | None = None  # longer prompts are left out
+    prefixes: bool = True  # False: hash_ids are left out, no request shares anything
+    closed_loop: bool | None = None  # whether turns wait for answers; None: as the file says
+    format: str | None = None  # None: told by the file itself
+    block_tokens: int | None = None  # under one hash id; None: as the file or format says
+    skip_bad_lines: bool = False
+
+    def load(self) -> Trace:
+        """Reads or makes the trace. Raises `TraceError` and `OSError`; also where nothing is left of it."""
+        from lmetric.sim.synthetic import check_synthetic
+        from lmetric.sim.traces import TraceError, load_trace
+
+        if self.synthetic is not None:
+            return check_synthetic(orjson.loads(self.synthetic), self.label).make()
+        trace = load_trace(
+            self.path,
+            format=self.format,
+            on_bad_line="skip" if self.skip_bad_lines else "stop",
+            block_tokens=self.block_tokens,
+            closed_loop=self.closed_loop,
+        )
+        total = len(trace)
+        end = float("inf") if self.duration is None else self.start + self.duration
+        trace = trace.between(self.start, end)
+        if self.max_input_tokens is not None:
+            trace = trace.at_most(self.max_input_tokens)
+        if self.requests is not None:
+            trace = trace.first(self.requests)
+        if not len(trace):
+            raise TraceError(f"{self.path}: none of its {total} requests is left to simulate")
+        return trace if self.prefixes else trace.without_prefixes()
+
+    def digest(self) -> str:
+        """Of the file's bytes: a run belongs to what the trace said, not to where it lay."""
+        if self.synthetic is not None:
+            return hashlib.sha256(self.synthetic.encode()).hexdigest()
+        with Path(self.path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def trace_label(path: str) -> str:
+    """A file's name without what tells its format."""
+    name = Path(path).name.removesuffix(".gz")
+    return name.removesuffix(".jsonl").removesuffix(".csv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Everything that a run depends on."""
+
+    trace: TraceChoice
+    policy: PolicyChoice
+    instances: int
+    profile: str = "qwen3-30b-a3b-h20"
+    block_tokens: int | None = None  # of a KV block, the memory staying as large; None: the profile's
+    speed: float = 1.0  # arrivals this many times as fast as in the trace
+    fraction_of_max: float | None = None  # where `speed` was made from the maximum load
+    seed: int = 0
+    settings: Mapping[str, Value] = field(default_factory=dict)  # further arguments of `lmetric.simulate`
+    measure: tuple[float, float] = (0.0, 1.0)
+    slo: Slo = field(default_factory=Slo)
+
+    @property
+    def load(self) -> str:
+        """The load as tables call it."""
+        if self.fraction_of_max is None:
+            return f"speed {self.speed:.4g}"
+        return f"{self.fraction_of_max:.4g} of the maximum"
+
+    @property
+    def engine(self) -> Profile:
+        """What a step costs, and the memory. Raises `ProfileError`."""
+        profile = load_profile(self.profile)
+        return profile if self.block_tokens is None else profile.in_blocks_of(self.block_tokens)
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """What must be equal for policies to be compared: trace, fleet and settings."""
+        settings = ", ".join(f"{name} {value}" for name, value in sorted(self.settings.items()))
+        blocks = "" if self.block_tokens is None else f"blocks of {self.block_tokens} tokens"
+        return (self.trace.label, f"{self.instances} instances", self.profile, blocks, settings)
+
+    def key(self, digest: str) -> str:
+        """Names the run: equal for equal settings, trace bytes (`digest`), profile constants and version."""
+        told = asdict(self)
+        for name in ("path", "label"):
+            del told["trace"][name]
+        del told["policy"]["label"], told["fraction_of_max"], told["block_tokens"]
+        told |= {
+            "digest": digest,
+            "profile": self.engine.constants(),
+            "version": version("lmetric-router"),
+        }
+        if predictor := self.settings.get("predictor"):
+            told["predictor"] = load_profile(str(predictor)).constants()
+        return hashlib.sha256(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()[:24]
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """A run's distributions: the values at `QUANTILES`, seconds; TPOT of the requests that have one."""
+
+    ttft_seconds: list[float]
+    tpot_seconds: list[float]
+    e2e_seconds: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Unevenness:
+    """Prompt tokens computed in each window of `window_seconds`, as Figures 10 and 27 show them: two of the
+    instances, those whose work varies most over time, beside the least, mean and most of all."""
+
+    window_seconds: float
+    first: list[float]
+    second: list[float]
+    least: list[float]
+    mean: list[float]
+    most: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run: its set-up and what is kept of it."""
+
+    key: str
+    setup: Setup
+    figures: RunFigures
+    arrivals_per_second: float  # of the whole trace at this speed
+    first_token_share: float  # requests that had their first token when the last one arrived
+    guard_alarms: int
+    curves: Curves
+    unevenness: Unevenness | None  # of the first seed only
+
+
+def run(setup: Setup, trace: Trace | Workload, key: str = "") -> Result:
+    """Simulate `setup` on `trace` (as it was recorded: `setup.speed` is applied here)."""
+    from lmetric.sim.run import simulate
+
+    policy = setup.policy.build()
+    settings: dict[str, Any] = dict(setup.settings)
+    played = simulate(
+        trace if setup.speed == 1 else trace.faster(setup.speed),
+        policy=policy,
+        knobs=dict(setup.policy.knobs) if isinstance(policy, str) else None,
+        instances=setup.instances,
+        profile=setup.engine,
+        seed=setup.seed,
+        **settings,
+    )
+    return keep(setup, played, key)
+
+
+def keep(setup: Setup, run: Run, key: str = "") -> Result:
+    """What a table and a report need of `run`."""
+    arrivals = run.arrival_seconds
+    kept = measured(arrivals, setup.measure)
+    if not len(kept):
+        first, end = setup.measure
+        raise LmetricError(f"the share {first:g}:{end:g} of {len(arrivals)} requests leaves none to measure")
+    last = float(arrivals.max())
+    return Result(
+        key=key,
+        setup=setup,
+        figures=replace(figures(run, setup.slo, setup.measure), policy=setup.policy.label),
+        arrivals_per_second=(len(arrivals) - 1) / max(last - float(arrivals.min()), 1e-9),
+        first_token_share=float(np.mean(run.first_token_seconds <= last)),
+        guard_alarms=run.guard_alarms,
+        curves=Curves(
+            _quantiles(run.ttft_seconds[kept]),
+            _quantiles(run.tpot_seconds[kept]),
+            _quantiles(run.e2e_seconds[kept]),
+        ),
+        unevenness=_unevenness(run, kept) if setup.seed == 0 else None,
+    )
+
+
+def _quantiles(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float]:
+    known = values[~np.isnan(values)]
+    return [float(f"{value:.6g}") for value in np.quantile(known, QUANTILES)] if len(known) else []
+
+
+def _unevenness(run: Run, kept: np.ndarray[Any, np.dtype[np.int64]]) -> Unevenness:
+    from lmetric.sim.summary import WINDOW_SECONDS
+
+    begin, end = float(run.arrival_seconds[kept[0]]), float(run.arrival_seconds[kept[-1]])
+    work = prefill_windows(run, begin, end)
+    order = np.argsort(-work.std(axis=1), kind="stable")
+    first, second = work[order[0]], work[order[min(1, len(order) - 1)]]
+    columns = (first, second, work.min(axis=0), work.mean(axis=0), work.max(axis=0))
+    return Unevenness(WINDOW_SECONDS, *([round(float(each), 1) for each in column] for column in columns))

@@ -1,0 +1,115 @@
+"""Where a study keeps its results: a line of JSON for each finished run, so that it can be taken up again."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from lmetric._core import LmetricError
+from lmetric.sim.max_load import MaxLoad
+from lmetric.sim.setups import Result
+
+_KINDS: dict[str, TypeAdapter[Any]] = {"run": TypeAdapter(Result), "max_load": TypeAdapter(MaxLoad)}
+
+
+class StoreError(LmetricError):
+    """Results that cannot be read or written; names the file."""
+
+
+class Store:
+    """Finished runs in a file, by key. Open it in a ``with``; one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs: dict[str, Result] = {}
+        self.max_loads: dict[str, MaxLoad] = {}
+
+    def __enter__(self) -> Self:
+        self._file = self.path.open("ab+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise StoreError(f"{self.path}: another study is writing to it") from None
+        try:
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def add(self, result: Result | MaxLoad) -> None:
+        """Keep a result; it is on its way to the disk when this returns."""
+        kind = "run" if isinstance(result, Result) else "max_load"
+        line = orjson.dumps({"kind": kind, **asdict(result)})
+        self._file.write(line + b"\n")
+        self._file.flush()
+        self._keep(result)
+
+    def _keep(self, result: Result | MaxLoad) -> None:
+        if isinstance(result, Result):
+            self.runs[result.key] = result
+        else:
+            self.max_loads[result.key] = result
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        whole = 0
+        for number, line in enumerate(self._file, start=1):
+            if not line.endswith(b"\n"):
+                break  # half-written when the study was stopped: that run is done again
+            whole += len(line)
+            try:
+                told = orjson.loads(line)
+                kind = _KINDS[told.pop("kind")]
+            except (orjson.JSONDecodeError, KeyError, AttributeError):
+                raise StoreError(f"{self.path}, line {number}: not a result of a study") from None
+            try:
+                self._keep(kind.validate_python(told))
+            except ValidationError:
+                continue  # written by a version that kept something else; its key would not match either
+        self._file.truncate(whole)
+
+
+def write_csv(path: Path, results: Iterable[Result]) -> None:
+    """One row a run, spreads flattened (``ttft_seconds_p99``), settings as columns."""
+    rows = [_row(result) for result in results]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _row(result: Result) -> dict[str, Any]:
+    setup = result.setup
+    row: dict[str, Any] = {
+        "trace": setup.trace.label,
+        "instances": setup.instances,
+        "profile": setup.profile,
+        "block_tokens": setup.engine.block_tokens,
+        **setup.settings,
+        "load": setup.load,
+        "speed": setup.speed,
+        "arrivals_per_second": result.arrivals_per_second,
+    }
+    for name, value in asdict(result.figures).items():
+        if isinstance(value, dict):
+            row |= {f"{name}_{part}": each for part, each in value.items()}
+        else:
+            row[name] = value
+    row["guard_alarms"] = result.guard_alarms
+    return row

@@ -1,0 +1,206 @@
+"""From per-request columns to the figures people compare: latencies, hit ratios, goodput, imbalance.
+
+One definition each for whatever produces the columns: the simulator's runs and the live replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lmetric._core import BadValueError
+
+if TYPE_CHECKING:
+    from lmetric.sim.run import Run
+
+Floats = NDArray[np.float64]
+
+# Figures 10 and 27 of the LMETRIC paper look at load in windows of this length.
+WINDOW_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A quantity over requests, in seconds; percentiles are interpolated linearly."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    p999: float
+    max: float
+
+    @staticmethod
+    def of(values: ArrayLike) -> Spread | None:
+        """NaNs are left out (a quantity the request does not have); None where nothing is left."""
+        known = np.asarray(values, np.float64)
+        known = known[~np.isnan(known)]
+        if not known.size:
+            return None
+        p50, p90, p99, p999 = (float(p) for p in np.percentile(known, (50, 90, 99, 99.9)))
+        return Spread(float(known.mean()), p50, p90, p99, p999, float(known.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a good answer keeps; None: no bound."""
+
+    ttft_seconds: float | None = None
+    tpot_seconds: float | None = None
+
+    def kept(self, ttft_seconds: Floats, tpot_seconds: Floats) -> NDArray[np.bool_]:
+        """Which completed requests kept it. A single token has no TPOT (NaN) to miss."""
+        good = np.ones(len(ttft_seconds), np.bool_)
+        if self.ttft_seconds is not None:
+            good &= ttft_seconds <= self.ttft_seconds
+        if self.tpot_seconds is not None:
+            good &= ~(tpot_seconds > self.tpot_seconds)
+        return good
+
+    def __str__(self) -> str:
+        bounds = (("TTFT", self.ttft_seconds), ("TPOT", self.tpot_seconds))
+        return ", ".join(f"{name} <= {bound:g} s" for name, bound in bounds if bound is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Completed requests that kept the SLO, and their output tokens, per second of the run."""
+
+    slo_ttft_seconds: float | None
+    slo_tpot_seconds: float | None
+    requests_per_second: float
+    tokens_per_second: float
+    share: float  # of the requests sent
+
+    @staticmethod
+    def of(
+        slo: Slo, ttft_seconds: Floats, tpot_seconds: Floats, output_tokens: NDArray[np.int64], *,
+        sent: int, seconds: float,
+    ) -> Goodput:  # fmt: skip
+        """Of the completed requests' columns, all of shape (n,), among `sent` requests over `seconds`."""
+        good = slo.kept(ttft_seconds, tpot_seconds)
+        kept = int(good.sum())
+        tokens = int(output_tokens[good].sum())
+        return Goodput(
+            slo.ttft_seconds, slo.tpot_seconds, kept / seconds, tokens / seconds, kept / max(1, sent)
+        )
+
+
+def tpot_seconds(first_token_seconds: Floats, last_token_seconds: Floats, output_tokens: ArrayLike) -> Floats:
+    """Seconds a token after the first: (last - first) / (output - 1); NaN for an answer of one token."""
+    tokens = np.asarray(output_tokens, np.float64)
+    each = np.full(len(tokens), np.nan)
+    np.divide(last_token_seconds - first_token_seconds, tokens - 1, out=each, where=tokens > 1)
+    return each
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """A simulated run in figures, over the measured requests alone."""
+
+    policy: str
+    seed: int
+    requests: int  # measured
+    failed: int  # of them, never finished (their prompt does not fit an instance)
+    hit_ratio: float | None  # prompt tokens found cached / all; None: no prompt
+    block_hit_ratio: float | None  # prompt blocks found cached / all
+    goodput: Goodput
+    imbalance: float | None  # see `imbalance`; None: nothing was computed
+    ttft_seconds: Spread | None
+    tpot_seconds: Spread | None
+    e2e_seconds: Spread | None
+    requests_per_second: float  # completed, from the first arrival to the last end of the measured ones
+    tokens_per_second: float  # their output tokens
+    wall_seconds: float
+
+
+def measured(arrival_seconds: Floats, share: tuple[float, float]) -> NDArray[np.int64]:
+    """Indices of the requests, in order of arrival, between two shares: ``(0.1, 0.9)`` drops a tenth at each
+    end."""
+    order = np.argsort(arrival_seconds, kind="stable")
+    return order[round(share[0] * len(order)) : round(share[1] * len(order))]
+
+
+def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunFigures:
+    """The run's figures over the `share` of its requests. Times are the simulated clock's; TTFT and end to
+    end count from the arrival. Rates count from the first measured arrival to the last measured end."""
+    kept = measured(run.arrival_seconds, share)
+    done = kept[~np.isnan(run.finished_seconds[kept])]
+    begin = float(run.arrival_seconds[kept[0]]) if len(kept) else 0.0
+    end = float(run.finished_seconds[done].max()) if len(done) else begin
+    seconds = max(end - begin, 1e-9)
+    ttft, tpot, output = run.ttft_seconds[done], run.tpot_seconds[done], run.output_tokens[done]
+    last = float(run.arrival_seconds[kept[-1]]) if len(kept) else 0.0
+    return RunFigures(
+        policy=run.policy,
+        seed=run.seed,
+        requests=len(kept),
+        failed=len(kept) - len(done),
+        hit_ratio=_ratio(run.hit_tokens[done], run.input_tokens[done]),
+        block_hit_ratio=_ratio(run.hit_blocks[done], run.prompt_blocks[done]),
+        goodput=Goodput.of(slo, ttft, tpot, output, sent=len(kept), seconds=seconds),
+        imbalance=imbalance(prefill_windows(run, begin, last)),
+        ttft_seconds=Spread.of(ttft),
+        tpot_seconds=Spread.of(tpot),
+        e2e_seconds=Spread.of(run.e2e_seconds[done]),
+        requests_per_second=len(done) / seconds,
+        tokens_per_second=int(output.sum()) / seconds,
+        wall_seconds=run.wall_seconds,
+    )
+
+
+def prefill_windows(run: Run, begin: float, end: float) -> Floats:
+    """Prompt tokens computed by each instance in each `WINDOW_SECONDS`, shape (instances, windows)."""
+    timeline = run.timeline
+    return windows(timeline.prefill_tokens, timeline.bucket_seconds, WINDOW_SECONDS, begin, end)
+
+
+def _ratio(part: NDArray[np.int64], whole: NDArray[np.int64]) -> float | None:
+    total = int(whole.sum())
+    return int(part.sum()) / total if total else None
+
+
+def parse_share(text: str) -> tuple[float, float]:
+    """``0.1:0.9`` as two numbers with 0 <= first < second <= 1; raises `BadValueError`."""
+    parts = text.split(":")
+    try:
+        first, last = (float(part) for part in parts)
+    except ValueError:
+        raise BadValueError(
+            f"share of requests {text!r} is not valid; expected two numbers, e.g. 0.1:0.9"
+        ) from None
+    if not 0 <= first < last <= 1:
+        raise BadValueError(f"share of requests {text!r} is not valid; expected 0 <= first < last <= 1")
+    return first, last
+
+
+def imbalance(prefill: Floats) -> float | None:
+    """How unevenly instances worked: `prefill`, shape (instances, windows), any unit of prefill work.
+
+    In each window the standard deviation across instances, summed over windows, over the sum of the means:
+    the coefficient of variation with windows weighted by their work, so that a window in which one request
+    came does not count as a catastrophe. 0: perfectly even; (n - 1) ** 0.5: one of n does everything. None:
+    no work. The paper's Figures 10 and 27 show the same quantity for two of the instances.
+    """
+    mean = float(prefill.mean(axis=0).sum())
+    return float(prefill.std(axis=0).sum()) / mean if mean > 0 else None
+
+
+def windows(values: Floats, period: float, window: float, begin: float, end: float) -> Floats:
+    """`values` (instances, buckets of `period` seconds) summed to windows of `window` seconds.
+
+    Only whole windows inside [begin, end) of the run's clock, and at least one. Windows are whole numbers of
+    buckets, never shorter than asked for.
+    """
+    each = max(1, int(np.ceil(window / period - 1e-9)))
+    first = int(np.ceil(begin / period - 1e-9))
+    last = min(int(end / period + 1e-9), values.shape[1])
+    count = (last - first) // each
+    if count < 1:
+        short: Floats = values[:, first : max(last, first + 1)].sum(axis=1, keepdims=True)
+        return short
+    whole: Floats = values[:, first : first + count * each].reshape(len(values), count, each).sum(axis=2)
+    return whole

@@ -1,0 +1,84 @@
+"""The table that `simulate`, studies and reports show: its columns, and each cell's spread over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from lmetric.sim.setups import Result
+from lmetric.sim.study import Cell, latency
+
+_PARTS = (("mean", "mean"), ("p50", "p50"), ("p90", "p90"), ("p99", "p99"), ("p999", "p99.9"))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column; `better` is -1 where the least is best, 1 where the most is."""
+
+    title: str
+    of: Callable[[Result], float | None]
+    scale: float = 1.0
+    digits: int = 3
+    better: int = -1
+
+    def shows(self, value: float) -> str:
+        """The value as a cell has it."""
+        scaled = value * self.scale
+        return f"{scaled:,.{self.digits if abs(scaled) < 1000 else 0}f}"
+
+
+def _latencies(name: str, scale: float, digits: int) -> tuple[Column, ...]:
+    return tuple(Column(title, partial(latency, name=name, part=p), scale, digits) for p, title in _PARTS)
+
+
+# Heads, and the columns below each.
+TABLE: tuple[tuple[str, tuple[Column, ...]], ...] = (
+    ("TTFT, s", _latencies("ttft_seconds", 1, 3)),
+    ("TPOT, ms", _latencies("tpot_seconds", 1e3, 1)),
+    ("hits, %", (
+        Column("tokens", lambda r: r.figures.hit_ratio, 100, 1, 1),
+        Column("blocks", lambda r: r.figures.block_hit_ratio, 100, 1, 1),
+    )),
+    ("goodput", (
+        Column("requests/s", lambda r: r.figures.goodput.requests_per_second, digits=2, better=1),
+        Column("tokens/s", lambda r: r.figures.goodput.tokens_per_second, digits=0, better=1),
+        Column("share, %", lambda r: r.figures.goodput.share, 100, 1, 1),
+    )),
+    ("load", (Column("imbalance", lambda r: r.figures.imbalance, digits=2),)),
+    ("end to end, s", _latencies("e2e_seconds", 1, 2)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A cell: the mean over seeds, half the range of the seeds ("" for one seed), whether none is better."""
+
+    text: str
+    half_range: str
+    best: bool
+
+    def __str__(self) -> str:
+        return f"{self.text} ±{self.half_range}" if self.half_range else self.text
+
+
+def rows(cells: Sequence[Cell]) -> list[list[Value | None]]:
+    """For each cell its values in the order of `TABLE`'s columns; None where it has none."""
+    columns = [column for _, below in TABLE for column in below]
+    spreads = [[cell.over_seeds(column.of) for column in columns] for cell in cells]
+    made: list[list[Value | None]] = []
+    for cell, own in zip(cells, spreads, strict=True):
+        values: list[Value | None] = []
+        for position, column in enumerate(columns):
+            found = own[position]
+            if found is None:
+                values.append(None)
+                continue
+            mean, least, most = found
+            rivals = [other[0] for spread in spreads if (other := spread[position]) is not None]
+            gains = [(mean - rival) * column.better for rival in rivals]
+            best = min(gains) >= 0 < max(gains)  # where all are equal none is
+            half = column.shows((most - least) / 2) if len(cell.results) > 1 else ""
+            values.append(Value(column.shows(mean), half, best))
+        made.append(values)
+    return made
