@@ -15,6 +15,7 @@ import orjson
 
 from lmetric import _core
 from lmetric._core import LmetricError
+from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.policies import Policy
 from lmetric.profiles import Profile, load_profile
 from lmetric.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
@@ -159,7 +160,7 @@ class Setup:
     trace: TraceChoice
     policy: PolicyChoice
     instances: int
-    profile: str = "qwen3-30b-a3b-h20"
+    profile: str = DEFAULT_PROFILE
     block_tokens: int | None = None  # of a KV block, the memory staying as large; None: the profile's
     speed: float = 1.0  # arrivals this many times as fast as in the trace
     fraction_of_max: float | None = None  # where `speed` was made from the maximum load
