@@ -127,6 +127,7 @@ def test_the_table_the_report_and_the_figures(tmp_path: Path) -> None:
         (["--speed", "0"], 2, "--speed: 0 is not above 0"),
         (["--measure", "1:0"], 2, "share of requests '1:0'"),
         (["--seeds", "0"], 2, "--seeds"),
+        (["--measure", "0:0.001"], 1, "of 120 requests leaves none to measure"),
         (["--signals", "exakt"], 2, "exakt"),
         (["--profile", "nope"], 2, "nope"),
         (["--json", "no/such/directory/o.json"], 2, "there is no directory"),

@@ -21,6 +21,7 @@ from lmetric.cli.options import (
     TraceFile,
     check_file,
 )
+from lmetric.defaults import DEFAULT_PROFILE
 
 if TYPE_CHECKING:
     from lmetric.sim.setups import Result, Setup
@@ -43,7 +44,7 @@ def command(
     instances: Annotated[int, typer.Option(min=1, help="Engines in the fleet.")] = 16,
     profile: Annotated[
         str, typer.Option(help="What steps cost: a shipped profile, or a YAML file.")
-    ] = "qwen3-30b-a3b-h20",
+    ] = DEFAULT_PROFILE,
     block_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a KV block [default: the profile's].")
     ] = None,

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric import _core
+from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.expr import Expr
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
@@ -25,7 +26,6 @@ from lmetric.sim.traces import Trace
 
 Signals = Literal["exact", "step_end", "delayed"]
 Admission = Literal["reserve", "vllm"]
-Order = Literal["fcfs", "priority"]
 Index = Literal["exact", "approximate"]
 PolicyLike = str | Expr | Policy | PolicyFunction | None
 ProfileLike = str | Profile | Mapping[str, Any]
@@ -118,7 +118,7 @@ def resolve_profile(profile: ProfileLike) -> Profile:
     return load_profile(profile) if isinstance(profile, str) else Profile.model_validate(dict(profile))
 
 
-def prepare(trace: Trace, profile: ProfileLike = "qwen3-30b-a3b-h20") -> Workload:
+def prepare(trace: Trace, profile: ProfileLike = DEFAULT_PROFILE) -> Workload:
     """Chain the hashes of a trace's prompt blocks for engines with the profile's block size.
 
     Raises:
@@ -149,11 +149,10 @@ def simulate(
     policy: PolicyLike = "lmetric",
     knobs: Mapping[str, float] | None = None,
     instances: int = 16,
-    profile: ProfileLike = "qwen3-30b-a3b-h20",
+    profile: ProfileLike = DEFAULT_PROFILE,
     seed: int = 0,
     signals: Signals = "exact",
     admission: Admission = "reserve",
-    order: Order = "fcfs",
     index: Index = "exact",
     index_bytes: int = 512 * 1024 * 1024,
     guard: bool | None = None,
@@ -178,7 +177,6 @@ def simulate(
             requests it sees what their responses show.
         admission: ``"reserve"``, a request enters where all that run and its prompt fit, and is never put
             back; ``"vllm"``, blocks are taken as tokens come, and where none is left the last goes back.
-        order: of the engines' queues.
         index: ``"exact"``, fed by the engines' cache events; ``"approximate"``, by what was placed where.
         guard: the hot-spot guard; None: on where the policy is lmetric.
         predictor: the profile that `predicted_ttft_seconds` is computed from (None: the engines' own).
@@ -204,7 +202,6 @@ def simulate(
         seed=seed,
         signals=signals,
         admission=admission,
-        order=order,
         index=index,
         index_bytes=index_bytes,
         guard=guard,

@@ -14,6 +14,8 @@ import numpy as np
 import orjson
 
 from lmetric import _core
+from lmetric._core import LmetricError
+from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.policies import Policy
 from lmetric.profiles import Profile, load_profile
 from lmetric.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
@@ -158,7 +160,7 @@ class Setup:
     trace: TraceChoice
     policy: PolicyChoice
     instances: int
-    profile: str = "qwen3-30b-a3b-h20"
+    profile: str = DEFAULT_PROFILE
     block_tokens: int | None = None  # of a KV block, the memory staying as large; None: the profile's
     speed: float = 1.0  # arrivals this many times as fast as in the trace
     fraction_of_max: float | None = None  # where `speed` was made from the maximum load
@@ -261,6 +263,9 @@ def keep(setup: Setup, run: Run, key: str = "") -> Result:
     """What a table and a report need of `run`."""
     arrivals = run.arrival_seconds
     kept = measured(arrivals, setup.measure)
+    if not len(kept):
+        first, end = setup.measure
+        raise LmetricError(f"the share {first:g}:{end:g} of {len(arrivals)} requests leaves none to measure")
     last = float(arrivals.max())
     return Result(
         key=key,
@@ -274,7 +279,7 @@ def keep(setup: Setup, run: Run, key: str = "") -> Result:
             _quantiles(run.tpot_seconds[kept]),
             _quantiles(run.e2e_seconds[kept]),
         ),
-        unevenness=_unevenness(run, kept) if setup.seed == 0 and len(kept) else None,
+        unevenness=_unevenness(run, kept) if setup.seed == 0 else None,
     )
 
 

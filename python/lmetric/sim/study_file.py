@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
+from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.profiles import load_profile, shipped_profiles
 from lmetric.sim.max_load import Rule
 from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value, trace_label
@@ -200,7 +201,7 @@ class StudyFile(Strict):
     policies: Annotated[list[PolicyEntry], _under("policy")] = Field(min_length=1, description="policies")
     instances: Annotated[list[Count], Listed] = Field([16], min_length=1, description="instances of a fleet")
     profiles: Annotated[list[str], Listed] = Field(
-        ["qwen3-30b-a3b-h20"], min_length=1, description="engine profiles, shipped names or files"
+        [DEFAULT_PROFILE], min_length=1, description="engine profiles, shipped names or files"
     )
     block_tokens: Annotated[list[Count], Listed] | None = Field(
         None, description="tokens of a KV block, the memory staying as large; default: the profile's"

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.profiles import Profile, check_profile, load_profile
 
 _COUNT = 2**30
@@ -21,7 +22,7 @@ class EngineOptions(BaseModel):
     model: str = Field(default="emulated", min_length=1, description="Name of the served model.")
 
     profile: str = Field(
-        default="independent-sim", description="Shipped profile's name, or path of a YAML file."
+        default=DEFAULT_PROFILE, description="Shipped profile's name, or path of a YAML file."
     )
     block_tokens: int = Field(
         default=16, gt=0, le=2**20, description="Tokens of a KV block, whatever the profile simulates with."
