@@ -113,3 +113,11 @@ def test_a_made_hot_spot(known: bool) -> None:
     assert (outside > 0) == known
     assert outside < 2 * BEFORE * 0.3 * len(trace)
     assert trace.input_tokens[hot].min() >= 2000
+
+
+def test_the_study_with_curves_is_valid() -> None:
+    from lmetric.sim.study_file import load_study
+
+    study = load_study(DRIVER.parent / "curves.yaml")
+    assert {setup.trace.label for setup in study.setups} == {"conversation", "agent"}
+    assert {"lmetric", "vllm", "linear(lam=0.7)", "simulation"} <= {s.policy.label for s in study.setups}
