@@ -1,8 +1,9 @@
 //! Receipts: why a request went where it went, later joined with what happened.
 use crate::ids::Seconds;
-use crate::indicators::Indicator;
+use crate::indicators::IndicatorSet;
 use crate::plan::{Failure, Usage};
 use crate::policy::Prefer;
+use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -51,12 +52,12 @@ pub struct Receipt {
     /// One score a slot; NaN where the slot was left out.
     pub scores: Vec<f32>,
     /// Indicators that the policy read.
-    pub reads: Vec<Indicator>,
+    pub reads: IndicatorSet,
     /// The best few, best first (ties in slot order).
-    pub best: Vec<Candidate>,
+    pub best: SmallVec<[Candidate; TERMS_KEPT]>,
     /// Values of the indicators read (in the order of `reads`) for the first of `best`, then for the second, and so on; NaN where
     /// absent. See [`Receipt::explained`].
-    pub terms: Vec<f64>,
+    pub terms: SmallVec<[f64; 2 * TERMS_KEPT]>,
     /// Score of the best not chosen minus score of the chosen one; `None` with one candidate.
     pub margin: Option<f64>,
     /// Slot of the chosen instance.
@@ -84,10 +85,8 @@ impl Receipt {
         size_of::<Receipt>()
             + self.request_id.as_ref().map_or(0, |r| r.len())
             + self.scores.capacity() * size_of::<f32>()
-            + self.reads.capacity()
             + self.moved.capacity() * size_of::<(u32, Arc<str>)>()
-            + self.best.capacity() * size_of::<Candidate>()
-            + self.terms.capacity() * size_of::<f64>()
+            + if self.terms.spilled() { self.terms.capacity() * size_of::<f64>() } else { 0 }
     }
 
     /// Names of the instances tried, in order; the last is where the request is or was.
@@ -97,26 +96,23 @@ impl Receipt {
 
     /// The best few, each with the values of the indicators in `reads`.
     pub fn explained(&self) -> impl Iterator<Item = (Candidate, &[f64])> {
-        let width = self.reads.len();
+        let width = self.reads.iter().count();
         self.best.iter().enumerate().map(move |(i, c)| (*c, &self.terms[i * width..(i + 1) * width]))
     }
 
     fn clear(&mut self) {
-        let Receipt { scores, reads, best, terms, moved, .. } = std::mem::take(self);
-        *self = Receipt { scores, reads, best, terms, moved, ..Receipt::default() };
-        self.scores.clear();
-        self.best.clear();
-        self.terms.clear();
-        self.reads.clear();
-        self.moved.clear();
+        let mut scores = std::mem::take(&mut self.scores);
+        scores.clear();
+        *self = Receipt { scores, ..Receipt::default() };
     }
 }
 
 /// The latest receipts, bounded in bytes. Ids are consecutive, so a look-up is an index.
 #[derive(Debug)]
 pub struct ReceiptRing {
-    receipts: VecDeque<Receipt>,
-    spare: Option<Receipt>,
+    // Boxed, since each is filled in where one that fell out was: nothing is moved.
+    receipts: VecDeque<Box<Receipt>>,
+    spare: Option<Box<Receipt>>,
     bytes: usize,
     byte_bound: usize,
     next_id: u64,
@@ -129,7 +125,7 @@ impl ReceiptRing {
     }
 
     /// A cleared receipt to fill in, with its id; its buffers are those of one that fell out.
-    pub fn take(&mut self) -> Receipt {
+    pub fn take(&mut self) -> Box<Receipt> {
         let mut receipt = self.spare.take().unwrap_or_default();
         receipt.clear();
         receipt.id = self.next_id;
@@ -138,7 +134,7 @@ impl ReceiptRing {
     }
 
     /// Keeps a receipt from [`ReceiptRing::take`].
-    pub fn push(&mut self, receipt: Receipt) {
+    pub fn push(&mut self, receipt: Box<Receipt>) {
         self.bytes += receipt.bytes();
         self.receipts.push_back(receipt);
         while self.bytes > self.byte_bound && self.receipts.len() > 1 {
@@ -151,7 +147,7 @@ impl ReceiptRing {
     /// The receipt of that id, while it is kept.
     pub fn get(&self, id: u64) -> Option<&Receipt> {
         let first = self.receipts.front()?.id;
-        self.receipts.get(usize::try_from(id.checked_sub(first)?).ok()?)
+        self.receipts.get(usize::try_from(id.checked_sub(first)?).ok()?).map(|receipt| &**receipt)
     }
 
     /// The same, to join what happened. The byte count follows.
@@ -198,7 +194,7 @@ mod tests {
         assert_eq!(ring.get(1000).unwrap().id, 1000);
         assert!(ring.get(1).is_none() && ring.get(1001).is_none());
         ring.update(1000, |r| r.request_id = Some("x".repeat(100).into()));
-        let counted: usize = ring.receipts.iter().map(Receipt::bytes).sum();
+        let counted: usize = ring.receipts.iter().map(|r| r.bytes()).sum();
         assert_eq!(ring.bytes(), counted);
     }
 }

@@ -109,25 +109,26 @@ impl Router {
         lock(&self.shared, py)
     }
 
-    /// Calls `with` with the request that the prompt makes.
+    /// Calls `with` with the request that the prompt makes, and its chain apart from it.
     fn with_request<T>(
         &self,
         py: Python<'_>,
         prompt: &Prompt<'_>,
-        with: impl FnOnce(&Request<'_>) -> Result<T>,
+        with: impl FnOnce(Request<'_>, &mut Vec<u64>) -> Result<T>,
     ) -> Result<T> {
         // Another thread may be hashing: then a buffer of our own, rather than a wait under the interpreter lock.
         let mut own = Vec::new();
         let mut scratch = self.chain.try_lock();
         let chain = scratch.as_deref_mut().unwrap_or(&mut own);
         let (prompt_tokens, tokens_per_block) = self.hash(py, prompt, chain)?;
-        with(&Request {
-            chain,
+        let request = Request {
+            chain: &[],
             prompt_tokens: prompt_tokens.saturating_add(prompt.extra_tokens),
             tokens_per_block,
             expected_output_tokens: prompt.expected_output_tokens,
             session: prompt.session.map(|s| xxh3_64(s.as_bytes())),
-        })
+        };
+        with(request, chain)
     }
 
     /// Hashes the prompt into `chain`; returns its tokens and the tokens a block stands for.
@@ -372,9 +373,9 @@ impl Router {
             salt,
         };
         let now = self.clock.now(now)?;
-        self.with_request(py, &prompt, |request| {
+        self.with_request(py, &prompt, |request, chain| {
             let mut router = self.lock(py)?;
-            let decision = router.route_labelled(request, request_id, now)?;
+            let decision = router.route_taking(&request, chain, request_id, now)?;
             let name = router.fleet().name(decision.segment.instance).clone();
             drop(router);
             Ok((
@@ -408,7 +409,9 @@ impl Router {
             session: None,
             salt,
         };
-        let hits = self.with_request(py, &prompt, |request| Ok(self.lock(py)?.hit_tokens(request)))?;
+        let hits = self.with_request(py, &prompt, |request, chain| {
+            Ok(self.lock(py)?.hit_tokens(&Request { chain, ..request }))
+        })?;
         Ok(PyArray1::from_slice(py, &hits))
     }
 
@@ -439,8 +442,8 @@ impl Router {
         };
         let now = self.clock.now(now)?;
         let mut out = Vec::new();
-        self.with_request(py, &prompt, |request| {
-            Ok(scores_of(&mut *self.lock(py)?, request, now, &mut out)?)
+        self.with_request(py, &prompt, |request, chain| {
+            Ok(scores_of(&mut *self.lock(py)?, &Request { chain, ..request }, now, &mut out)?)
         })?;
         Ok(PyArray1::from_vec(py, out))
     }

@@ -213,9 +213,7 @@ impl Observer {
                     index.stored(id, *parent, &log.hashes[hashes.clone()]);
                 }
                 KvEvent::Removed { hashes } => {
-                    for &hash in &log.hashes[hashes.clone()] {
-                        index.removed(id, hash);
-                    }
+                    index.removed_all(id, &log.hashes[hashes.clone()]);
                 }
                 KvEvent::Cleared => index.cleared(id),
             }

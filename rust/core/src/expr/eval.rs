@@ -4,8 +4,8 @@ use super::program::{Pass, Program, Source, Stage, StepOp};
 use crate::indicators::table::COUNT;
 use crate::indicators::{Indicator, Snapshot};
 
-/// Instances of a chunk: a few registers of this many numbers fit the nearest cache.
-const CHUNK: usize = 512;
+/// Instances of a chunk: the few registers of this many numbers are few cache lines, which come back for each chunk.
+const CHUNK: usize = 128;
 /// Partial sums of a mean; the same on every machine, so that scores are.
 const LANES: usize = 8;
 

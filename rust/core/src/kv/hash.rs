@@ -5,11 +5,15 @@
 //! costs two cycles of latency (shift-and-add, add) beside which the mixing of the next blocks runs in parallel. The
 //! index finalises hashes itself before it uses their bits. None of this is cryptographic: a forged collision can
 //! mislead a prediction of the router, never what an engine answers.
+use super::table::prefetch;
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_secret, xxh3_64_with_seed};
 
 /// Tokens of the block size that has its own path: one cache line of token ids.
 const LINE_TOKENS: usize = 16;
+
+/// How far ahead token ids are asked for, in bytes: what was just written has often left the nearest cache.
+const AHEAD: usize = 16 * 64;
 
 /// The domain of a hash chain. Prompts that must never match (another model, tokenizer, adapter, salt, block size, text
 /// against tokens) start from different seeds.
@@ -62,6 +66,7 @@ pub fn hash_tokens_after(
     if block_size == LINE_TOKENS {
         let keys = line_keys(seed);
         out.extend(bytes_of(tokens).as_chunks().0.iter().map(|line| {
+            prefetch(line.as_ptr().wrapping_add(AHEAD));
             h = step(h, line_hash(line, &keys));
             h
         }));

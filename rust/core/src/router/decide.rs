@@ -30,9 +30,34 @@ impl Router {
         now: Seconds,
     ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
-        self.match_prefix(request.chain);
-        let chosen = self.score(request, now).inspect_err(|_| self.totals.no_instance += 1)?;
+        let chosen = self.decide(request, now)?;
         Ok(self.commit(request, request_id, chosen, now))
+    }
+
+    /// [`Router::route_labelled`] for a request whose chain is `chain`, which the ticket takes over instead of a copy; a buffer
+    /// used before is left in its place. `request.chain` is not read.
+    ///
+    /// # Errors
+    /// As [`Router::route`]; the chain stays where it is then.
+    pub fn route_taking(
+        &mut self,
+        request: &Request<'_>,
+        chain: &mut Vec<u64>,
+        request_id: Option<&str>,
+        now: Seconds,
+    ) -> Result<Decision, CoreError> {
+        let now = self.clock(now);
+        let whole = Request { chain, ..*request };
+        let chosen = self.decide(&whole, now)?;
+        let decision = self.book(&whole, request_id, chosen, now);
+        let spare = self.tickets.spare_chain();
+        self.tickets.get(decision.ticket)?.chain = std::mem::replace(chain, spare);
+        Ok(decision)
+    }
+
+    fn decide(&mut self, request: &Request<'_>, now: Seconds) -> Result<InstanceId, CoreError> {
+        self.match_prefix(request.chain);
+        self.score(request, now).inspect_err(|_| self.totals.no_instance += 1)
     }
 
     /// First stage of a decision: how much of the prompt each instance holds.
@@ -127,6 +152,23 @@ impl Router {
         chosen: InstanceId,
         now: Seconds,
     ) -> Decision {
+        let decision = self.book(request, request_id, chosen, now);
+        let mut chain = self.tickets.spare_chain();
+        chain.extend_from_slice(request.chain);
+        if let Ok(state) = self.tickets.get(decision.ticket) {
+            state.chain = chain;
+        }
+        decision
+    }
+
+    /// [`Router::commit`] without the ticket's chain.
+    fn book(
+        &mut self,
+        request: &Request<'_>,
+        request_id: Option<&str>,
+        chosen: InstanceId,
+        now: Seconds,
+    ) -> Decision {
         let slot = chosen.index();
         let hit = derive::hit_tokens(request, self.hit_blocks[slot]);
         let entry = entry(request, hit);
@@ -136,7 +178,6 @@ impl Router {
         let receipt = self.explain(request, request_id, chosen, hit as u32, now);
         let id = receipt.id;
         self.receipts.push(receipt);
-        let chain = self.tickets.keep_chain(request.chain);
         let ticket = self.tickets.open(TicketState {
             segment,
             instance_generation: self.fleet.generation(chosen),
@@ -144,7 +185,7 @@ impl Router {
             decision: id,
             decided_at: now,
             tokens_per_block: request.tokens_per_block,
-            chain,
+            chain: Vec::new(),
             session: request.session,
             failed: Vec::new(),
             hit_blocks: self.hit_blocks[slot],

@@ -16,7 +16,7 @@ impl Router {
         chosen: InstanceId,
         predicted_hit_tokens: u32,
         now: Seconds,
-    ) -> Receipt {
+    ) -> Box<Receipt> {
         let mut receipt = self.receipts.take();
         receipt.at = now;
         receipt.request_id = request_id.map(Into::into);
@@ -26,7 +26,7 @@ impl Router {
         receipt.predicted_hit_tokens = predicted_hit_tokens;
         receipt.report_age_seconds = self.books.reported_at(chosen.index()).map(|at| now - at);
         receipt.filter_waived = self.scores.filter_waived;
-        receipt.reads.extend(self.reads.iter());
+        receipt.reads = self.reads;
         receipt.chosen = chosen.0;
 
         let eligible = &self.eligible;
@@ -67,7 +67,7 @@ impl Router {
         }
         for &(key, slot) in &best[..live] {
             receipt.best.push(Candidate { slot, score: key * sign });
-            receipt.terms.extend(receipt.reads.iter().map(|&id| self.term(id, slot as usize)));
+            receipt.terms.extend(self.reads.iter().map(|id| self.term(id, slot as usize)));
         }
         receipt
     }

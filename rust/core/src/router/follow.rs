@@ -179,7 +179,7 @@ impl Router {
             let slot = state.segment.instance.index();
             self.books.close(slot, tickets::slot(ticket), &state.entry, now, &mut self.columns);
         }
-        self.tickets.spare_chain(std::mem::take(&mut state.chain));
+        self.tickets.return_chain(std::mem::take(&mut state.chain));
         Some(state)
     }
 }

@@ -90,15 +90,13 @@ impl Tickets {
         self.open == 0
     }
 
-    /// A copy of `chain`, in a buffer used before where there is one.
-    pub fn keep_chain(&mut self, chain: &[u64]) -> Vec<u64> {
-        let mut kept = self.chains.pop().unwrap_or_default();
-        kept.extend_from_slice(chain);
-        kept
+    /// An empty buffer for a chain, one used before where there is one.
+    pub fn spare_chain(&mut self) -> Vec<u64> {
+        self.chains.pop().unwrap_or_default()
     }
 
     /// Gives a chain's buffer back.
-    pub fn spare_chain(&mut self, mut chain: Vec<u64>) {
+    pub fn return_chain(&mut self, mut chain: Vec<u64>) {
         if self.chains.len() < SPARE_CHAINS {
             chain.clear();
             chain.shrink_to(16 * 1024);

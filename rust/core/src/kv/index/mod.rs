@@ -250,6 +250,41 @@ impl KvIndex {
         true
     }
 
+    /// As [`KvIndex::removed`] for many blocks; returns how many the index knew. Blocks of one chain, the last first, go without
+    /// being looked up one by one.
+    pub fn removed_all(&mut self, instance: InstanceId, hashes: &[u64]) -> usize {
+        let (mut known, mut end) = (0, 0);
+        for (i, &hash) in hashes.iter().enumerate() {
+            if let Some(ahead) = hashes.get(i + AHEAD) {
+                self.table.prefetch(self.table.key(*ahead));
+            }
+            // `end` is the parent of what went last, if it is an end now; it has no place in the queue yet.
+            let expected = end != 0 && self.cells.hash(end) == hash;
+            if !expected && end != 0 {
+                self.queue_first(end, instance.0);
+            }
+            let found = if expected { Some(end) } else { self.find(hash) };
+            end = 0;
+            let Some(node) = found else { continue };
+            let Some((at, holder)) = self.cells.entry(node, instance.0) else { continue };
+            match holder.copies() {
+                0 => continue,
+                1 => end = self.lose(node, instance.0),
+                more => {
+                    self.cells.set_entry(node, at, holder.with_copies(more - 1));
+                    if expected {
+                        self.queue_first(node, instance.0);
+                    }
+                }
+            }
+            known += 1;
+        }
+        if end != 0 {
+            self.queue_first(end, instance.0);
+        }
+        known
+    }
+
     /// Exact feed: the whole cache of `instance` was cleared.
     pub fn cleared(&mut self, instance: InstanceId) {
         if self.is_open(instance) {
@@ -356,6 +391,46 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
+        /// Removing many at once is removing each.
+        #[test]
+        fn many_go_as_each_would(
+            stores in prop::collection::vec((0u32..3, 0u64..4, 0u64..30, 1usize..30), 1..30),
+            removals in prop::collection::vec((0u32..3, 0u64..4, 0usize..30, 1usize..30, any::<bool>()), 1..30),
+        ) {
+            // Chains of a family part at a fork.
+            let chain = |family: u64, fork: u64| -> Vec<u64> {
+                (0..30u64).map(|b| if b < fork { b + 1 } else { 1000 * (family + 1) + 100 * fork + b }).collect()
+            };
+            let mut indexes = [0, 1].map(|_| KvIndex::new(KvIndex::MIN_BYTES));
+            for index in &mut indexes {
+                (0..3).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+                for &(i, family, fork, blocks) in &stores {
+                    index.stored(InstanceId(i), None, &chain(family, fork)[..blocks]);
+                }
+            }
+            for (n, (i, family, from, blocks, backwards)) in removals.into_iter().enumerate() {
+                let fork = stores[n % stores.len()].2;
+                let mut gone = chain(family, fork)[from..(from + blocks).min(30)].to_vec();
+                if backwards {
+                    gone.reverse();
+                }
+                let known = gone.iter().filter(|h| indexes[0].removed(InstanceId(i), **h)).count();
+                prop_assert_eq!(indexes[1].removed_all(InstanceId(i), &gone), known);
+                for &(_, family, fork, _) in &stores {
+                    let mut hits = [[0; 3]; 2];
+                    indexes.iter().zip(&mut hits).for_each(|(index, hits)| index.match_prefix(&chain(family, fork), hits));
+                    prop_assert_eq!(hits[0], hits[1]);
+                }
+                let [one, all] = &indexes;
+                prop_assert_eq!((one.pairs(), one.nodes()), (all.pairs(), all.nodes()));
+            }
+            // What is left leaves in the end, so every chain end stood in its queue.
+            for i in (0..3).map(InstanceId) {
+                let left = indexes[1].blocks(i);
+                prop_assert_eq!(indexes[1].evict_from(i, u32::MAX), left);
+            }
+        }
+
         /// Blocks whose place in the table is the same are told apart all the same.
         #[test]
         fn crowded_places_do_not_mislead(
