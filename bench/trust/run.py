@@ -1,0 +1,150 @@
+"""How far the simulator can be believed: its figures against live emulated engines, on the same trace.
+
+    python bench/trust/run.py [clocks|ranks|all] [--repeats 2] [--quick] [--check] [--out FILE]
+
+`clocks`: the same placements under two clocks, see clocks.py. `ranks`: the order of policies, and a control
+that must lose, see ranks.py. Both together take some 9 minutes; method and figures: docs/trust.md. `--quick`
+takes half a minute and shows that all works, no more. `--check` exits with 1 where a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from lmetric.demo import SLICE
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from clocks import GOAL, QUANTITIES, two_clocks
+from live import Scene
+from ranks import POLICIES, rank_agreement
+
+from common import about, write_result
+
+CLOCKS = Scene(
+    trace_file=str(SLICE),
+    engines=4,
+    profile="qwen3-30b-a3b-h20",
+    speed=1.6,
+    requests=620,
+    max_input_tokens=16_000,
+    max_output_tokens=4096,
+)
+# Answers are cut, and the engines' clock runs faster, so that 2 cores carry some 15 runs in minutes.
+RANKS = replace(CLOCKS, speed=2.5, requests=500, max_output_tokens=100, clock_speed=6.0)
+CONTROL_REQUESTS = 100
+
+
+def main() -> int:
+    """Run what was asked for; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=("clocks", "ranks", "all"), default="all")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="of `ranks`; default: %(default)s")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="live runs of each policy; default: %(default)s"
+    )
+    parser.add_argument("--seeds", type=int, default=8, help="simulated runs of each; default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="few requests, two policies")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
+    parser.add_argument("--out", type=Path, help="default: bench/results/DATE-trust.json")
+    arguments = parser.parse_args()
+    clocks, ranks, control_requests = CLOCKS, RANKS, CONTROL_REQUESTS
+    policies, repeats = arguments.policies.split(","), arguments.repeats
+    if arguments.quick:
+        clocks = replace(
+            CLOCKS, engines=2, speed=2.0, requests=40, max_input_tokens=8000, max_output_tokens=40
+        )
+        ranks = replace(RANKS, requests=100)
+        control_requests, repeats, policies = 60, 1, ["lmetric", "random"]
+    result: dict[str, Any] = {"about": about(None, [])}
+    missed = []
+    if arguments.what in ("clocks", "all"):
+        result["clocks"] = {"scene": _scene(clocks)} | uvloop.run(two_clocks(clocks, "lmetric"))
+        show_clocks(result["clocks"])
+        missed += [] if result["clocks"]["within_goal"] else [f"clocks: not within {GOAL:.0%}"]
+    if arguments.what in ("ranks", "all"):
+        found = uvloop.run(
+            rank_agreement(
+                ranks, policies, repeats=repeats, seeds=arguments.seeds, control_requests=control_requests
+            )
+        )
+        result["ranks"] = {"scene": _scene(ranks)} | found
+        show_ranks(result["ranks"])
+        for name, each in found["agreement"].items():
+            missed += [f"ranks, {name}: {pair} the other way round" for pair in each["contradictions"]]
+        control = found["control"]
+        missed += [f"control, {side}: it did not lose" for side in SIDES if not control[side]["loses"]]
+    print("written:", write_result(result, "trust", arguments.out), file=sys.stderr)
+    for each in missed:
+        print(f"missed: {each}", file=sys.stderr)
+    return 1 if arguments.check and missed else 0
+
+
+SIDES = ("live", "as_live", "as_default")
+
+
+LABELS = {"ttft_seconds": "TTFT", "tpot_seconds": "TPOT", "e2e_seconds": "end to end"}
+
+
+def _scene(scene: Scene) -> dict[str, Any]:
+    return asdict(scene) | {"trace_file": Path(scene.trace_file).name}
+
+
+def show_clocks(clocks: dict[str, Any]) -> None:
+    """A table, in Markdown."""
+    print("\n| | simulated | live, its client | ratio | 95% interval | live, its engines (mean) |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name in QUANTITIES:
+        quantity, label = clocks[name], LABELS[name]
+        for figure, row in quantity["by_figure"].items():
+            own = (
+                f"{quantity['engines_mean']:.4f} s, {quantity['engines_ratio']:.4f}"
+                if figure == "mean"
+                else ""
+            )
+            low, high = row["interval"]
+            print(
+                f"| {label} {figure} | {row['simulated']:.4f} s | {row['live']:.4f} s | {row['ratio']:.4f} | "
+                f"{low:.4f} to {high:.4f} | {own} |"
+            )
+    hit = clocks["hit_ratio"]
+    print(
+        f"| hit ratio (tokens) | {hit['simulated']:.4f} | {hit['live']:.4f} | {hit['ratio'] or 1:.4f} | | |"
+    )
+    late = clocks["late_wall_seconds"]
+    print(
+        f"\n{clocks['requests']} requests, {clocks['requests_with_equal_hits']} with equal hits, "
+        f"{len(clocks['failures'])} failed; sent late by {1e3 * late['mean']:.1f} ms on average, "
+        f"p99 {1e3 * late['p99']:.1f} ms, most {1e3 * late['max']:.1f} ms"
+    )
+
+
+def show_ranks(ranks: dict[str, Any]) -> None:
+    """Tables, in Markdown."""
+    print("\n| mean TTFT, s | live | simulated as live | simulated by default |\n| --- | --- | --- | --- |")
+    for policy, row in sorted(ranks["policies"].items(), key=lambda each: each[1]["live"]):
+        repeats = ", ".join(f"{each:.3f}" for each in row["live_repeats"])
+        print(
+            f"| {policy} | {row['live']:.3f} ({repeats}) | {row['as_live']:.3f} | {row['as_default']:.3f} |"
+        )
+    control = ranks["control"]
+    row = " | ".join(f"{control[s]['mean']:.3f}, {control[s]['worst_other_mean']:.3f}" for s in SIDES)
+    print(f"| {control['policy']}, worst other: first {control['requests']} | {row} |\n")
+    for name, each in ranks["agreement"].items():
+        low, high = each["interval"]
+        print(
+            f"{name}: tau {each['tau']:.2f} ({low:.2f} to {high:.2f}); {each['same_order']} of "
+            f"{each['pairs']} pairs in the same order, {each['decided_same_order']} of the {each['decided']} "
+            f"that are decided; close: {'; '.join(each['close']) or 'none'}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
