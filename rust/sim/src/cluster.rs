@@ -44,7 +44,6 @@ pub struct ClusterConfig {
 }
 
 /// What came of a run.
-#[derive(Clone, Debug)]
 pub struct Outcome {
     /// One row a request.
     pub records: Records,
@@ -56,6 +55,8 @@ pub struct Outcome {
     pub guard_filters: u64,
     /// Steps that all engines ran.
     pub steps: u64,
+    /// The router as it was left, with its totals and latest receipts.
+    pub router: Router,
 }
 
 /// What happens, in the order in which things of one moment are taken.
@@ -138,6 +139,7 @@ pub fn simulate<E: From<CoreError>>(
         guard_alarms: cluster.guard_alarms,
         guard_filters: cluster.guard_filters,
         steps: cluster.engines.iter().map(|engine| engine.load().counters.steps).sum(),
+        router: cluster.observer.router,
     })
 }
 

@@ -144,8 +144,8 @@ pub struct Engine {
     /// Prompt and output tokens of the decoding and of the prefilling sequences.
     context_tokens: u64,
     prefilling_tokens: u64,
-    /// (tick, slot) of last tokens. Entries that no longer hold are skipped when they come up.
-    ends: BinaryHeap<Reverse<(u64, u32)>>,
+    /// (tick, order, slot) of last tokens. Entries that no longer hold are skipped when they come up.
+    ends: BinaryHeap<Reverse<(u64, u64, u32)>>,
     /// By tick modulo block size: decoding sequences that need a new block in the step at that tick.
     crossings: Vec<Vec<u32>>,
     chunks: Vec<Chunk>,

@@ -122,8 +122,8 @@ impl Engine {
     /// Steps until a sequence ends or needs a block.
     pub(super) fn alike_steps(&mut self) -> u32 {
         let end = loop {
-            let Some(&Reverse((end, slot))) = self.ends.peek() else { break self.tick + 1 };
-            if self.sequences[slot].state == State::Decode && self.sequences[slot].end == end {
+            let Some(&Reverse((end, order, slot))) = self.ends.peek() else { break self.tick + 1 };
+            if self.ends_at(slot, order, end) {
                 break end;
             }
             self.ends.pop();

@@ -21,13 +21,21 @@ impl Engine {
                 self.events.tokens.push(Token { id: sequence.id, token, from_prefill: false, last });
             }
         }
-        while let Some(&Reverse((end, slot))) = self.ends.peek().filter(|Reverse((end, _))| *end <= self.tick)
-        {
+        while let Some(&Reverse((end, order, slot))) = self.ends.peek() {
+            if end > self.tick {
+                break;
+            }
             self.ends.pop();
-            if self.sequences[slot].state == State::Decode && self.sequences[slot].end == end {
+            if self.ends_at(slot, order, end) {
                 self.finish(slot);
             }
         }
+    }
+
+    /// Whether an entry of `ends` still holds.
+    pub(super) fn ends_at(&self, slot: u32, order: u64, end: u64) -> bool {
+        let sequence = &self.sequences[slot];
+        (sequence.state, sequence.order, sequence.end) == (State::Decode, order, end)
     }
 
     pub(super) fn finish_prefills(&mut self) {
@@ -70,7 +78,7 @@ impl Engine {
             sequence.tokens.push(token);
             self.events.tokens.push(Token { id: sequence.id, token, from_prefill: true, last: left == 0 });
         }
-        let (total, end) = (sequence.total, sequence.end);
+        let (total, end, order) = (sequence.total, sequence.end, sequence.order);
         sequence.at = self.decoding.len() as u32;
         self.decoding.push(slot);
         self.context_tokens += u64::from(total);
@@ -80,7 +88,7 @@ impl Engine {
         if left == 0 {
             self.finish(slot);
         } else {
-            self.ends.push(Reverse((end, slot)));
+            self.ends.push(Reverse((end, order, slot)));
         }
     }
 

@@ -1,0 +1,320 @@
+//! The event loop: hand-computed cases, and laws that hold for any load, policy and signals.
+use lmetric_core::CoreError;
+use lmetric_core::guard::GuardConfig;
+use lmetric_core::policy::registry;
+use lmetric_core::router::{IndexFeed, RouterConfig};
+use lmetric_sim::{
+    Admission, ClusterConfig, Order, Outcome, Profile, Quantity, Signals, Trace, Workload, simulate,
+};
+use proptest::prelude::*;
+
+/// Round constants, so that times can be worked out by hand.
+fn round() -> Profile {
+    Profile {
+        fixed_seconds: 1.0,
+        decode_seconds_per_sequence: 0.1,
+        decode_seconds_per_context_token: 0.001,
+        prefill_seconds_per_token: 0.01,
+        prefill_seconds_per_attention_pair: 0.0,
+        max_batch_tokens: 64,
+        max_sequences: 8,
+        block_tokens: 16,
+        cache_blocks: 32,
+    }
+}
+
+fn config(instances: usize) -> ClusterConfig {
+    ClusterConfig {
+        profiles: vec![round(); instances],
+        admission: Admission::Reserve,
+        order: Order::Fcfs,
+        signals: Signals::EXACT,
+        router: RouterConfig {
+            index_feed: IndexFeed::Exact,
+            guard: GuardConfig { on: false, ..GuardConfig::default() },
+            ..RouterConfig::default()
+        },
+        output_known: true,
+        timeline_seconds: 10.0,
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Ask {
+    at: f64,
+    input: i64,
+    output: i64,
+    ids: Vec<u64>,
+    previous: i64,
+    think: f64,
+}
+
+fn ask(at: f64, input: i64, output: i64, ids: &[u64]) -> Ask {
+    Ask { at, input, output, ids: ids.to_vec(), previous: -1, think: 0.0 }
+}
+
+fn workload(asks: &[Ask]) -> Workload {
+    let column = |f: fn(&Ask) -> i64| asks.iter().map(f).collect::<Vec<_>>();
+    let seconds = |f: fn(&Ask) -> f64| asks.iter().map(f).collect::<Vec<_>>();
+    let mut offsets = vec![0];
+    asks.iter().for_each(|a| offsets.push(offsets.last().unwrap() + a.ids.len() as i64));
+    let ids: Vec<u64> = asks.iter().flat_map(|a| a.ids.iter().copied()).collect();
+    let trace = Trace {
+        arrival_seconds: &seconds(|a| a.at),
+        input_tokens: &column(|a| a.input),
+        output_tokens: &column(|a| a.output),
+        hash_offsets: &offsets,
+        hash_ids: &ids,
+        block_tokens: 16,
+        previous: &column(|a| a.previous),
+        think_seconds: &seconds(|a| a.think),
+        sessions: &[],
+    };
+    Workload::new(&trace, 16).unwrap()
+}
+
+fn play(workload: &Workload, policy: &str, config: &ClusterConfig) -> Result<Outcome, CoreError> {
+    simulate(workload, registry::build(policy, &[])?, config, || Ok(()))
+}
+
+fn close(got: &[f64], expected: &[f64]) {
+    assert_eq!(got.len(), expected.len());
+    for (a, b) in got.iter().zip(expected) {
+        assert!((a - b).abs() < 1e-9, "{got:?} instead of {expected:?}");
+    }
+}
+
+#[test]
+fn two_requests_on_one_engine_by_hand() {
+    // The second comes in the first's second decode step, so that a jump over three of them is cut short.
+    let w = workload(&[ask(0.0, 20, 4, &[1, 2]), ask(3.0, 26, 2, &[1, 3])]);
+    let out = play(&w, "round_robin", &config(1)).unwrap();
+    let r = &out.records;
+    // Prefill: 1 + 0.2. Decode of 21 and 22 tokens: 1.121 and 1.122, to 3.443. Then 10 new tokens of the second (16 are
+    // cached) beside a decode of 23 tokens: 1 + 0.1 + 0.023 + 0.1. Then a decode of 27 tokens alone.
+    let joined = 1.2 + 1.121 + 1.122;
+    close(&r.scheduled_seconds, &[0.0, joined]);
+    close(&r.first_token_seconds, &[1.2, joined + 1.223]);
+    close(&r.finished_seconds, &[joined + 1.223, joined + 1.223 + 1.127]);
+    assert_eq!(r.hit_tokens, [0, 16]);
+    assert_eq!(r.predicted_hit_tokens, [0, 16]);
+    assert_eq!(out.steps, 5);
+    close(&out.timeline.column(Quantity::Waiting), &[(joined - 3.0) / 10.0]);
+    close(&out.timeline.column(Quantity::PrefillTokens), &[30.0]);
+}
+
+#[test]
+fn two_requests_at_one_moment_share_a_step_and_two_engines_do_not() {
+    let asks = [ask(5.0, 20, 1, &[]), ask(5.0, 30, 1, &[])];
+    let out = play(&workload(&asks), "round_robin", &config(1)).unwrap();
+    close(&out.records.finished_seconds, &[5.0 + 1.5, 5.0 + 1.5]);
+    let out = play(&workload(&asks), "round_robin", &config(2)).unwrap();
+    close(&out.records.finished_seconds, &[5.0 + 1.2, 5.0 + 1.3]);
+    assert_eq!(out.records.instance, [0, 1]);
+}
+
+#[test]
+fn a_step_that_runs_is_seen_as_the_signals_say() {
+    // A computes 64 of 100 tokens from 0 to 1.64, B all 60 from 0 to 1.6; 38 tokens come to B at 0.5 and wait. At 1.0, 100
+    // tokens are left on A and 98 on B; once these steps have ended, 36 and 38.
+    let asks = [ask(0.0, 100, 1, &[]), ask(0.0, 60, 1, &[]), ask(0.5, 38, 1, &[]), ask(1.0, 16, 1, &[])];
+    for (signals, expected) in [(Signals::EXACT, 1), (Signals::STEP_END, 0)] {
+        for seed in 0..4 {
+            let mut config = ClusterConfig { signals, ..config(2) };
+            config.router.seed = seed;
+            let placed = play(&workload(&asks), "least_prefill", &config).unwrap().records.instance;
+            assert_ne!(placed[0], placed[1]);
+            assert_eq!(placed[2], placed[1]);
+            assert_eq!(placed[3], placed[expected], "{signals:?}");
+        }
+    }
+}
+
+#[test]
+fn late_cache_events_are_not_seen_early() {
+    // The first prompt is cached at 1.2; the second comes a second later, and its engine finds what the router does not know of yet.
+    let w = workload(&[ask(0.0, 20, 1, &[1, 2]), ask(2.2, 40, 1, &[1, 3, 4])]);
+    for (delay, predicted) in [(0.9, 16), (1.1, 0)] {
+        let config = ClusterConfig { signals: Signals::delayed(delay, 1.0), ..config(1) };
+        let r = play(&w, "round_robin", &config).unwrap().records;
+        assert_eq!((r.predicted_hit_tokens[1], r.hit_tokens[1]), (predicted, 16));
+    }
+}
+
+#[test]
+fn a_turn_comes_after_the_answer_before_it() {
+    let mut second = ask(1.0, 20, 1, &[]);
+    (second.previous, second.think) = (0, 2.0);
+    let r = play(&workload(&[ask(0.0, 20, 2, &[]), second]), "round_robin", &config(2)).unwrap().records;
+    close(&r.arrival_seconds, &[0.0, 1.2 + 1.121 + 2.0]);
+}
+
+#[test]
+fn a_request_that_no_engine_can_hold_is_named_before_anything_runs() {
+    let config = ClusterConfig { admission: Admission::Vllm, ..config(1) };
+    let asks = [ask(0.0, 20, 1, &[]), ask(0.0, 512, 2, &[])];
+    let error = play(&workload(&asks), "round_robin", &config).err().unwrap().to_string();
+    assert!(error.contains("request 1: 513 tokens") && error.contains("at most 512"), "{error}");
+}
+
+fn asks() -> impl Strategy<Value = Vec<Ask>> {
+    let one = (0.0f64..40.0, 1i64..120, 0i64..20, 0u64..4, 0u64..9, any::<bool>(), 0.0f64..5.0);
+    prop::collection::vec(one, 1..50).prop_map(|all| {
+        let mut asks = Vec::new();
+        for (i, (at, input, output, family, shared, turn, think)) in all.into_iter().enumerate() {
+            // Prompts of a family share up to `shared` blocks; the rest of each is its own.
+            let id = |b| if b < shared { family * 100 + b } else { 10_000 + i as u64 * 100 + b };
+            let ids: Vec<u64> = (0..(input as u64).div_ceil(16)).map(id).collect();
+            let previous = if turn && i > 0 { (i as i64 * 7) % i as i64 } else { -1 };
+            asks.push(Ask { at, input, output, ids, previous, think });
+        }
+        asks
+    })
+}
+
+fn configs() -> impl Strategy<Value = ClusterConfig> {
+    let signals = prop_oneof![
+        Just(Signals::EXACT),
+        Just(Signals::STEP_END),
+        (0.0f64..2.0, 0.1f64..3.0).prop_map(|(delay, period)| Signals::delayed(delay, period)),
+    ];
+    (1usize..5, any::<bool>(), any::<bool>(), signals, 1u32..9, 9u32..20, any::<u64>()).prop_map(
+        |(instances, vllm, exact, signals, max_sequences, cache_blocks, seed)| {
+            let mut config = config(instances);
+            let profile = Profile { max_sequences, cache_blocks, ..round() };
+            config.profiles = vec![profile; instances];
+            config.signals = signals;
+            config.admission = if vllm { Admission::Vllm } else { Admission::Reserve };
+            config.router.index_feed = if exact { IndexFeed::Exact } else { IndexFeed::Approximate };
+            config.router.seed = seed;
+            config.router.guard.on = seed % 2 == 0;
+            config
+        },
+    )
+}
+
+const POLICIES: [&str; 8] =
+    ["lmetric", "round_robin", "vllm", "dynamo", "filter", "simulation", "cache_aware", "least_tokens"];
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn nothing_is_lost_and_the_books_close(asks in asks(), config in configs(), policy in 0..POLICIES.len()) {
+        let w = workload(&asks);
+        let mut out = play(&w, POLICIES[policy], &config).unwrap();
+        let r = &out.records;
+        let (mut prefilled, mut running, mut waiting) = (0.0, 0.0, 0.0);
+        for (i, ask) in asks.iter().enumerate() {
+            prop_assert!(r.arrival_seconds[i] >= ask.at);
+            if ask.previous >= 0 {
+                let earliest = r.finished_seconds[ask.previous as usize] + ask.think;
+                prop_assert!(r.arrival_seconds[i] == ask.at.max(earliest));
+            }
+            prop_assert!(r.scheduled_seconds[i] >= r.arrival_seconds[i]);
+            prop_assert!(r.first_token_seconds[i] > r.scheduled_seconds[i]);
+            prop_assert!(r.finished_seconds[i] >= r.first_token_seconds[i]);
+            prop_assert_eq!(r.finished_seconds[i] == r.first_token_seconds[i], ask.output <= 1);
+            prop_assert!((0..ask.input).contains(&r.hit_tokens[i]));
+            prop_assert!((0..ask.input).contains(&r.predicted_hit_tokens[i]));
+            prop_assert!((0..config.profiles.len() as i64).contains(&r.instance[i]));
+            prefilled += (ask.input - r.hit_tokens[i]) as f64;
+            running += r.finished_seconds[i] - r.scheduled_seconds[i];
+            waiting += r.scheduled_seconds[i] - r.arrival_seconds[i];
+        }
+        // Tokens and time are conserved; what was put back computes and waits again.
+        let total = |quantity, scale: f64| out.timeline.column(quantity).iter().sum::<f64>() * scale;
+        let preempted = r.preemptions.iter().sum::<i64>() > 0;
+        prop_assert!(!(preempted && config.admission == Admission::Reserve));
+        for (sum, expected) in [
+            (total(Quantity::PrefillTokens, 1.0), prefilled),
+            (total(Quantity::Running, 10.0) + total(Quantity::Waiting, 10.0), running + waiting),
+        ] {
+            prop_assert!((sum - expected).abs() < 1e-6 * expected || preempted && sum > expected - 1e-6, "{sum} {expected}");
+        }
+        // The router's books are empty, and all ended well.
+        let router = &mut out.router;
+        prop_assert_eq!((router.in_flight(), router.totals().finished), (0, asks.len() as u64));
+        router.derive_all(1e9);
+        for id in ["bs", "q_bs", "r_bs", "queued_prefill_tokens", "tokens", "decode_tokens", "bound_tokens", "remaining_tokens"] {
+            let column = router.columns().get(lmetric_core::indicators::Indicator::from_name(id).unwrap());
+            // What foreign load a report saw stays until the next one.
+            let foreign = config.signals.report_period_seconds.is_some() && id.ends_with("bs");
+            prop_assert!(foreign || column.iter().all(|x| *x == 0.0), "{id}: {column:?}");
+        }
+        let output: i64 = asks.iter().map(|a| a.output.max(1)).sum();
+        prop_assert_eq!(router.totals().output_tokens, output as u64);
+    }
+
+    #[test]
+    fn same_seed_same_bytes(asks in asks(), config in configs(), policy in 0..POLICIES.len()) {
+        let w = workload(&asks);
+        let alone = play(&w, POLICIES[policy], &config).unwrap();
+        std::thread::scope(|scope| {
+            let runs = [0, 1].map(|_| scope.spawn(|| play(&w, POLICIES[policy], &config).unwrap()));
+            for run in runs {
+                let other = run.join().unwrap();
+                assert_eq!(alone.records, other.records);
+                assert_eq!(alone.timeline, other.timeline);
+            }
+        });
+    }
+
+    /// What a router that looks at nothing is told changes nothing.
+    #[test]
+    fn signals_do_not_move_engines(asks in asks(), config in configs()) {
+        let w = workload(&asks);
+        let times = |signals, index_feed| {
+            let mut config = ClusterConfig { signals, ..config.clone() };
+            config.router.index_feed = index_feed;
+            config.router.guard.on = false;
+            let r = play(&w, "round_robin", &config).unwrap().records;
+            (r.instance, r.hit_tokens, r.scheduled_seconds, r.first_token_seconds, r.finished_seconds)
+        };
+        let exact = times(Signals::EXACT, IndexFeed::Exact);
+        prop_assert_eq!(&exact, &times(Signals::STEP_END, IndexFeed::Exact));
+        prop_assert_eq!(&exact, &times(Signals::delayed(0.3, 1.0), IndexFeed::Approximate));
+    }
+
+    /// Twice as slow a world is the same world: bit for bit, as doubling rounds nothing.
+    #[test]
+    fn time_has_no_scale(asks in asks(), config in configs()) {
+        let mut slow = config.clone();
+        for profile in &mut slow.profiles {
+            profile.fixed_seconds *= 2.0;
+            profile.decode_seconds_per_sequence *= 2.0;
+            profile.decode_seconds_per_context_token *= 2.0;
+            profile.prefill_seconds_per_token *= 2.0;
+        }
+        let slow_asks: Vec<Ask> =
+            asks.iter().map(|a| Ask { at: a.at * 2.0, think: a.think * 2.0, ..a.clone() }).collect();
+        let run = |asks: &[Ask], config| play(&workload(asks), "round_robin", config).unwrap().records;
+        let (a, b) = (run(&asks, &config), run(&slow_asks, &slow));
+        let twice = |times: &[f64]| times.iter().map(|t| t * 2.0).collect::<Vec<_>>();
+        prop_assert_eq!(twice(&a.first_token_seconds), b.first_token_seconds);
+        prop_assert_eq!(twice(&a.finished_seconds), b.finished_seconds);
+    }
+
+    /// One request at a time, in order: faster engines, or more of them, serve nobody later.
+    #[test]
+    fn more_and_faster_engines_never_hurt_a_queue(mut asks in asks(), instances in 1usize..4, faster in 0.3f64..1.0) {
+        // Without turns, whose arrivals would move, and without a cache that others could have filled.
+        asks.iter_mut().for_each(|a| (a.previous, a.ids) = (-1, Vec::new()));
+        let w = workload(&asks);
+        let ends = |instances, factor: f64| {
+            let mut config = config(instances);
+            for profile in &mut config.profiles {
+                profile.max_sequences = 1;
+                profile.fixed_seconds *= factor;
+                profile.prefill_seconds_per_token *= factor;
+            }
+            play(&w, "round_robin", &config).unwrap().records.finished_seconds
+        };
+        let base = ends(instances, 1.0);
+        for better in [ends(instances, faster), ends(instances * 2, 1.0)] {
+            for (a, b) in base.iter().zip(&better) {
+                prop_assert!(*b <= a + 1e-9, "{a} before, {b} after");
+            }
+        }
+    }
+}
