@@ -3,7 +3,7 @@
 Every policy plays the scene live, `repeats` times with other ties and other prompts, and simulated with as
 many seeds as asked for, in two settings: as the simulator does by default (it knows everything at once), and
 as the live router knows it (an approximate index, loads read once a second). Order is by mean TTFT, from the
-time the trace wanted a request sent.
+time the trace wanted a request sent, and by mean TPOT.
 
 The control is a policy that must lose: LMETRIC's score, the highest taken. It piles everything on one engine,
 so it plays the first `control_requests` alone, and is held against the same requests of the others.
@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 from resample import draws
 
 from lmetric.sim.run import Workload, prepare, simulate
+from lmetric.sim.traces import Trace
 
 POLICIES = ("round_robin", "random", "vllm", "filter", "linear", "dynamo", "lmetric")
 CONTROL = "always_worst"
+QUANTITIES = ("ttft_seconds", "tpot_seconds")
 _READ_SECONDS = 1.0  # the router reads the engines' loads this often, by the wall's clock
-Floats = NDArray[np.float64]
+Floats = NDArray[np.float64]  # of runs of a policy: shape (runs, QUANTITIES, requests)
 
 
 async def rank_agreement(
@@ -59,15 +61,20 @@ async def rank_agreement(
     seen = {policy: np.stack(rows) for policy, rows in live.items()}
     return {
         "requests": len(trace),
-        "policies": {
-            policy: {
-                "live": _mean(seen[policy]),
-                "live_repeats": [_mean(row) for row in seen[policy]],
-                **{name: _mean(sim[name][policy]) for name in settings},
+        **{
+            quantity: {
+                "policies": {
+                    policy: {
+                        "live": _mean(seen[policy][:, row]),
+                        "live_repeats": [_mean(values[row]) for values in seen[policy]],
+                        **{name: _mean(sim[name][policy][:, row]) for name in settings},
+                    }
+                    for policy in policies
+                },
+                "agreement": {name: agreement(_rows(sim[name], row), _rows(seen, row)) for name in settings},
             }
-            for policy in policies
+            for row, quantity in enumerate(QUANTITIES)
         },
-        "agreement": {name: agreement(sim[name], seen) for name in settings},
         "control": {
             "policy": CONTROL,
             "requests": len(short),
@@ -78,7 +85,7 @@ async def rank_agreement(
 
 
 def agreement(sim: dict[str, Floats], live: dict[str, Floats]) -> dict[str, Any]:
-    """Kendall's tau of the means of two sides, each policy's values of shape (runs, requests).
+    """Kendall's tau of the means of two sides, each policy's values of shape (runs, requests), NaN: none.
 
     The interval is the middle 95% over draws of runs and of blocks of requests, the same for all policies. A
     pair is decided on a side where its difference keeps its sign in 95% of them, and *close* where it is not
@@ -97,10 +104,10 @@ def agreement(sim: dict[str, Floats], live: dict[str, Floats]) -> dict[str, Any]
         rows = []
         for side in sides:
             runs = rng.integers(0, side.shape[1], side.shape[1])
-            rows.append(signs(side[:, runs][:, :, requests].mean(axis=(1, 2))))
+            rows.append(signs(np.nanmean(side[:, runs][:, :, requests], axis=(1, 2))))
         drawn.append(rows)
     sim_drawn, live_drawn = np.array(drawn).swapaxes(0, 1)
-    sim_sign, live_sign = (signs(side.mean(axis=(1, 2))) for side in sides)
+    sim_sign, live_sign = (signs(np.nanmean(side, axis=(1, 2))) for side in sides)
     taus = (sim_drawn * live_drawn).mean(axis=1)
     keeps = [
         (side_drawn == sign).mean(axis=0)
@@ -121,7 +128,7 @@ def agreement(sim: dict[str, Floats], live: dict[str, Floats]) -> dict[str, Any]
     }
 
 
-async def _live(scene: Scene, fleet: Engines, trace: Any, policy: str, repeat: int) -> Floats:
+async def _live(scene: Scene, fleet: Engines, trace: Trace, policy: str, repeat: int) -> Floats:
     await fleet.fresh()
     async with router(policy, fleet.urls, scene, seed=repeat) as client:
         live = await play(trace, client, scene.clock_speed, seed=repeat)
@@ -130,7 +137,7 @@ async def _live(scene: Scene, fleet: Engines, trace: Any, policy: str, repeat: i
     late = 1e3 * np.percentile(live.late_seconds, 99)
     mean = live.ttft_seconds.mean()
     print(f"live {policy} {repeat + 1}: mean TTFT {mean:.3f} s, sent late p99 {late:.0f} ms", file=sys.stderr)
-    return live.ttft_seconds
+    return np.stack([getattr(live, quantity) for quantity in QUANTITIES])
 
 
 def _simulate(scene: Scene, workload: Workload, policy: str, seed: int, setting: dict[str, Any]) -> Floats:
@@ -144,21 +151,25 @@ def _simulate(scene: Scene, workload: Workload, policy: str, seed: int, setting:
         seed=seed,
         **setting,
     )
-    return run.ttft_seconds
+    return np.stack([getattr(run, quantity) for quantity in QUANTITIES])
+
+
+def _rows(sides: dict[str, Floats], row: int) -> dict[str, Floats]:
+    return {policy: values[:, row] for policy, values in sides.items()}
 
 
 def _mean(values: Floats) -> float:
-    return float(values.mean())
+    return float(np.nanmean(values))
 
 
 def _against(control: Floats, others: dict[str, Floats]) -> dict[str, Any]:
-    """The control's mean beside the worst of the others' over the same requests."""
-    n = control.shape[1]
-    means = {policy: _mean(values[:, :n]) for policy, values in others.items()}
+    """The control's mean TTFT beside the worst of the others' over the same requests."""
+    ttft, n = control[:, 0], control.shape[2]
+    means = {policy: _mean(values[:, 0, :n]) for policy, values in others.items()}
     worst = max(means, key=means.__getitem__)
     return {
-        "mean": _mean(control),
+        "mean": _mean(ttft),
         "worst_other": worst,
         "worst_other_mean": means[worst],
-        "loses": _mean(control) > means[worst],
+        "loses": _mean(ttft) > means[worst],
     }

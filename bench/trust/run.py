@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from clocks import GOAL, QUANTITIES, two_clocks
 from live import Scene
 from ranks import POLICIES, rank_agreement
+from ranks import QUANTITIES as RANKED
 
 from common import about, write_result
 
@@ -77,8 +78,12 @@ def main() -> int:
         )
         result["ranks"] = {"scene": _scene(ranks)} | found
         show_ranks(result["ranks"])
-        for name, each in found["agreement"].items():
-            missed += [f"ranks, {name}: {pair} the other way round" for pair in each["contradictions"]]
+        missed += [
+            f"ranks, {LABELS[quantity]}, {name}: {pair} the other way round"
+            for quantity in RANKED
+            for name, each in found[quantity]["agreement"].items()
+            for pair in each["contradictions"]
+        ]
         control = found["control"]
         missed += [f"control, {side}: it did not lose" for side in SIDES if not control[side]["loses"]]
     print("written:", write_result(result, "trust", arguments.out), file=sys.stderr)
@@ -128,21 +133,27 @@ def show_clocks(clocks: dict[str, Any]) -> None:
 
 def show_ranks(ranks: dict[str, Any]) -> None:
     """Tables, in Markdown."""
-    print("\n| mean TTFT, s | live | simulated as live | simulated by default |\n| --- | --- | --- | --- |")
-    for policy, row in sorted(ranks["policies"].items(), key=lambda each: each[1]["live"]):
-        repeats = ", ".join(f"{each:.3f}" for each in row["live_repeats"])
-        print(
-            f"| {policy} | {row['live']:.3f} ({repeats}) | {row['as_live']:.3f} | {row['as_default']:.3f} |"
-        )
+    for quantity in RANKED:
+        print(f"\n| mean {LABELS[quantity]}, s | live | simulated as live | simulated by default |")
+        print("| --- | --- | --- | --- |")
+        for policy, row in sorted(ranks[quantity]["policies"].items(), key=lambda each: each[1]["live"]):
+            repeats = ", ".join(f"{each:.4f}" for each in row["live_repeats"])
+            live, others = row["live"], " | ".join(f"{row[side]:.4f}" for side in SIDES[1:])
+            print(f"| {policy} | {live:.4f} ({repeats}) | {others} |")
+        for name, each in ranks[quantity]["agreement"].items():
+            low, high = each["interval"]
+            print(
+                f"\n{name}: tau {each['tau']:.2f} ({low:.2f} to {high:.2f}); {each['same_order']} of "
+                f"{each['pairs']} pairs in the same order, {each['decided_same_order']} of the "
+                f"{each['decided']} that are decided; close: {'; '.join(each['close']) or 'none'}"
+            )
     control = ranks["control"]
-    row = " | ".join(f"{control[s]['mean']:.3f}, {control[s]['worst_other_mean']:.3f}" for s in SIDES)
-    print(f"| {control['policy']}, worst other: first {control['requests']} | {row} |\n")
-    for name, each in ranks["agreement"].items():
-        low, high = each["interval"]
+    print(f"\nThe first {control['requests']} requests, mean TTFT:")
+    for side in SIDES:
+        each = control[side]
         print(
-            f"{name}: tau {each['tau']:.2f} ({low:.2f} to {high:.2f}); {each['same_order']} of "
-            f"{each['pairs']} pairs in the same order, {each['decided_same_order']} of the {each['decided']} "
-            f"that are decided; close: {'; '.join(each['close']) or 'none'}"
+            f"- {side}: {control['policy']} {each['mean']:.3f} s, the worst other "
+            f"({each['worst_other']}) {each['worst_other_mean']:.3f} s"
         )
 
 
