@@ -67,6 +67,13 @@ def compare(run: Run, live: Live, engine_means: dict[str, float]) -> dict[str, A
             "engines_ratio": engine_means[name] / float(np.nanmean(simulated)),
             "difference_ms": {figure: 1e3 * float(of(seen - simulated)) for figure, of in _OF.items()},
         }
+    ttft, wanted = live.ttft_seconds[done].mean(), run.ttft_seconds[done].mean()
+    late, engines_own = live.late_seconds.mean(), engine_means["ttft_seconds"]
+    result["ttft_excess_ms"] = {
+        "sent_late": 1e3 * float(late),
+        "sockets_parsing_timers": 1e3 * float(ttft - late - engines_own),
+        "in_the_engines": 1e3 * float(engines_own - wanted),
+    }
     result["within_goal"] = not live.failures and all(
         abs(ratio - 1) <= GOAL
         for ratio in [

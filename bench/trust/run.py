@@ -1,6 +1,6 @@
 """How far the simulator can be believed: its figures against live emulated engines, on the same trace.
 
-    python bench/trust/run.py [clocks|ranks|all] [--repeats 2] [--quick] [--check] [--out FILE]
+    python bench/trust/run.py [clocks|ranks|all] [--repeats 2] [--quick] [--check] [--docs] [--out FILE]
 
 `clocks`: the same placements under two clocks, see clocks.py. `ranks`: the order of policies, and a control
 that must lose, see ranks.py. Both together take some 9 minutes; method and figures: docs/trust.md. `--quick`
@@ -10,6 +10,7 @@ takes half a minute and shows that all works, no more. `--check` exits with 1 wh
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,10 +21,10 @@ import uvloop
 from lmetric.demo import SLICE
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from clocks import GOAL, QUANTITIES, two_clocks
+from clocks import GOAL, two_clocks
 from live import Scene
 from ranks import POLICIES, rank_agreement
-from ranks import QUANTITIES as RANKED
+from tables import LABELS, RANKED, SIDES, render, write_into
 
 from common import about, write_result
 
@@ -54,6 +55,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=8, help="simulated runs of each; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="few requests, two policies")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
+    parser.add_argument("--docs", action="store_true", help="put the tables into docs/trust.md")
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-trust.json")
     arguments = parser.parse_args()
     clocks, ranks, control_requests = CLOCKS, RANKS, CONTROL_REQUESTS
@@ -64,11 +66,10 @@ def main() -> int:
         )
         ranks = replace(RANKS, requests=100)
         control_requests, repeats, policies = 60, 1, ["lmetric", "random"]
-    result: dict[str, Any] = {"about": about(None, [])}
+    result: dict[str, Any] = {"about": about(None, []) | {"load_average": os.getloadavg()}}
     missed = []
     if arguments.what in ("clocks", "all"):
         result["clocks"] = {"scene": _scene(clocks)} | uvloop.run(two_clocks(clocks, "lmetric"))
-        show_clocks(result["clocks"])
         missed += [] if result["clocks"]["within_goal"] else [f"clocks: not within {GOAL:.0%}"]
     if arguments.what in ("ranks", "all"):
         found = uvloop.run(
@@ -77,7 +78,6 @@ def main() -> int:
             )
         )
         result["ranks"] = {"scene": _scene(ranks)} | found
-        show_ranks(result["ranks"])
         missed += [
             f"ranks, {LABELS[quantity]}, {name}: {pair} the other way round"
             for quantity in RANKED
@@ -86,75 +86,18 @@ def main() -> int:
         ]
         control = found["control"]
         missed += [f"control, {side}: it did not lose" for side in SIDES if not control[side]["loses"]]
+    tables = render(result)
+    print("\n\n".join(tables.values()))
+    if arguments.docs:
+        write_into(Path(__file__).parents[2] / "docs" / "trust.md", tables, result["about"])
     print("written:", write_result(result, "trust", arguments.out), file=sys.stderr)
     for each in missed:
         print(f"missed: {each}", file=sys.stderr)
     return 1 if arguments.check and missed else 0
 
 
-SIDES = ("live", "as_live", "as_default")
-
-
-LABELS = {"ttft_seconds": "TTFT", "tpot_seconds": "TPOT", "e2e_seconds": "end to end"}
-
-
 def _scene(scene: Scene) -> dict[str, Any]:
     return asdict(scene) | {"trace_file": Path(scene.trace_file).name}
-
-
-def show_clocks(clocks: dict[str, Any]) -> None:
-    """A table, in Markdown."""
-    print("\n| | simulated | live, its client | ratio | 95% interval | live, its engines (mean) |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name in QUANTITIES:
-        quantity, label = clocks[name], LABELS[name]
-        for figure, row in quantity["by_figure"].items():
-            own = (
-                f"{quantity['engines_mean']:.4f} s, {quantity['engines_ratio']:.4f}"
-                if figure == "mean"
-                else ""
-            )
-            low, high = row["interval"]
-            print(
-                f"| {label} {figure} | {row['simulated']:.4f} s | {row['live']:.4f} s | {row['ratio']:.4f} | "
-                f"{low:.4f} to {high:.4f} | {own} |"
-            )
-    hit = clocks["hit_ratio"]
-    print(
-        f"| hit ratio (tokens) | {hit['simulated']:.4f} | {hit['live']:.4f} | {hit['ratio'] or 1:.4f} | | |"
-    )
-    late = clocks["late_wall_seconds"]
-    print(
-        f"\n{clocks['requests']} requests, {clocks['requests_with_equal_hits']} with equal hits, "
-        f"{len(clocks['failures'])} failed; sent late by {1e3 * late['mean']:.1f} ms on average, "
-        f"p99 {1e3 * late['p99']:.1f} ms, most {1e3 * late['max']:.1f} ms"
-    )
-
-
-def show_ranks(ranks: dict[str, Any]) -> None:
-    """Tables, in Markdown."""
-    for quantity in RANKED:
-        print(f"\n| mean {LABELS[quantity]}, s | live | simulated as live | simulated by default |")
-        print("| --- | --- | --- | --- |")
-        for policy, row in sorted(ranks[quantity]["policies"].items(), key=lambda each: each[1]["live"]):
-            repeats = ", ".join(f"{each:.4f}" for each in row["live_repeats"])
-            live, others = row["live"], " | ".join(f"{row[side]:.4f}" for side in SIDES[1:])
-            print(f"| {policy} | {live:.4f} ({repeats}) | {others} |")
-        for name, each in ranks[quantity]["agreement"].items():
-            low, high = each["interval"]
-            print(
-                f"\n{name}: tau {each['tau']:.2f} ({low:.2f} to {high:.2f}); {each['same_order']} of "
-                f"{each['pairs']} pairs in the same order, {each['decided_same_order']} of the "
-                f"{each['decided']} that are decided; close: {'; '.join(each['close']) or 'none'}"
-            )
-    control = ranks["control"]
-    print(f"\nThe first {control['requests']} requests, mean TTFT:")
-    for side in SIDES:
-        each = control[side]
-        print(
-            f"- {side}: {control['policy']} {each['mean']:.3f} s, the worst other "
-            f"({each['worst_other']}) {each['worst_other_mean']:.3f} s"
-        )
 
 
 if __name__ == "__main__":
