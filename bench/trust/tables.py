@@ -36,7 +36,7 @@ def clocks_table(clocks: dict[str, Any]) -> Iterator[str]:
         f"{clocks['requests']} requests, {clocks['requests_with_equal_hits']} with equal hits, "
         f"{len(clocks['failures'])} failed, {clocks['preemptions']} preemptions. Of the mean TTFT's "
         f"difference, {excess['sent_late']:.1f} ms are the client's (it sent late; p99 "
-        f"{1e3 * late['p99']:.0f} ms), {excess['sockets_parsing_timers']:.1f} ms sockets, parsing and timers, "
+        f"{1e3 * late['p99']:.0f} ms), {excess['sockets_parsing_timers']:.1f} ms sockets, parsing, timers, "
         f"{excess['in_the_engines']:.1f} ms in the engines."
     )
 
