@@ -1,6 +1,6 @@
 """How far the simulator can be believed: its figures against live emulated engines, on the same trace.
 
-    python bench/trust/run.py [clocks|ranks|all] [--repeats 2] [--quick] [--check] [--docs] [--out FILE]
+    python bench/trust/run.py [clocks|ranks|all] [--repeats 3] [--quick] [--check] [--docs] [--out FILE]
 
 `clocks`: the same placements under two clocks, see clocks.py. `ranks`: the order of policies, and a control
 that must lose, see ranks.py. Both together take some 9 minutes; method and figures: docs/trust.md. `--quick`
@@ -32,13 +32,13 @@ CLOCKS = Scene(
     trace_file=str(SLICE),
     engines=4,
     profile="qwen3-30b-a3b-h20",
-    speed=1.6,
-    requests=620,
+    speed=2.0,
+    requests=550,
     max_input_tokens=16_000,
     max_output_tokens=4096,
 )
-# Answers are cut, and the engines' clock runs faster, so that 2 cores carry some 15 runs in minutes.
-RANKS = replace(CLOCKS, speed=2.5, requests=500, max_output_tokens=100, clock_speed=6.0)
+# Answers are cut, and the engines' clock runs faster, so that 2 cores carry some 20 runs in minutes.
+RANKS = replace(CLOCKS, speed=2.5, requests=400, max_output_tokens=100, clock_speed=5.0)
 CONTROL_REQUESTS = 100
 
 
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("what", nargs="?", choices=("clocks", "ranks", "all"), default="all")
     parser.add_argument("--policies", default=",".join(POLICIES), help="of `ranks`; default: %(default)s")
     parser.add_argument(
-        "--repeats", type=int, default=2, help="live runs of each policy; default: %(default)s"
+        "--repeats", type=int, default=3, help="live runs of each policy; default: %(default)s"
     )
     parser.add_argument("--seeds", type=int, default=8, help="simulated runs of each; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="few requests, two policies")
@@ -78,11 +78,11 @@ def main() -> int:
             )
         )
         result["ranks"] = {"scene": _scene(ranks)} | found
+        # Knowing more than the live router does is another question, whose answer may be another order.
         missed += [
-            f"ranks, {LABELS[quantity]}, {name}: {pair} the other way round"
+            f"ranks, {LABELS[quantity]}: {pair} the other way round"
             for quantity in RANKED
-            for name, each in found[quantity]["agreement"].items()
-            for pair in each["contradictions"]
+            for pair in found[quantity]["agreement"]["as_live"]["contradictions"]
         ]
         control = found["control"]
         missed += [f"control, {side}: it did not lose" for side in SIDES if not control[side]["loses"]]
