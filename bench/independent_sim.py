@@ -8,8 +8,9 @@ exact indicators as of the end of the step that runs, reserving admission, the M
 
 Their row is one run whose ties go to the first instance in order from the request's number on; ours is a
 mean over seeds that draw ties at random. ``--their-ties`` plays their rule instead, and the seeds move each
-arrival by up to a millisecond, to show how far one run lies from the next. What differs is listed: means
-(TTFT, TPOT, hit) and p99s more than 3 % off and outside of the seeds' range. Exits with 1 where anything is.
+arrival by up to a millisecond, to show how far one run lies from the next. Listed are means (TTFT, TPOT, hit)
+and p99s more than 3 % off and outside of the seeds' range. A further run lies outside of the range of n with
+a chance of 2 in n + 1: of 20 p99s four or five do for 8 seeds, one for 32. Exits with 1 where a mean does.
 """
 
 from __future__ import annotations
@@ -31,17 +32,7 @@ from lmetric._core import Program
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.traces import Trace, load_trace
 
-PROFILE = {
-    "fixed_seconds": 0.009,
-    "decode_seconds_per_sequence": 6e-5,
-    "decode_seconds_per_context_token": 3e-8,
-    "prefill_seconds_per_token": 1e-4,
-    "prefill_seconds_per_attention_pair": 1.3e-9,
-    "max_batch_tokens": 4096,
-    "max_sequences": 256,
-    "block_tokens": 512,
-    "cache_blocks": 4000,
-}
+PROFILE = "independent-sim"
 INSTANCES = 16
 SPEED = 2.2
 TOLERANCE = 0.03
@@ -105,7 +96,9 @@ THEIRS = {
 def figures(run: Run) -> tuple[float, ...]:
     """A run's row of the table."""
     ttft, tpot = run.ttft_seconds, run.tpot_seconds[run.output_tokens > 1] * 1e3
-    spread = [f(x) for x in (ttft, tpot) for f in (np.mean, np.median, lambda v: np.percentile(v, 99))]
+    # Their percentiles are the lower one of two values: round robin, which has no ties, agrees to all digits.
+    shares = (50, 99)
+    spread = [f for x in (ttft, tpot) for f in (x.mean(), *np.percentile(x, shares, method="lower"))]
     return (*map(float, spread), float(run.hit_blocks.sum() / run.prompt_blocks.sum()))
 
 
@@ -120,7 +113,7 @@ def main() -> int:
     options = parser.parse_args()
 
     workload = prepare(load_trace(options.trace).faster(SPEED), PROFILE)
-    rows, off = [], []
+    rows, off, failed = [], [], False
     print("policy".ljust(18), *(name.rjust(21) for name in FIGURES), "  (ours, theirs, ratio)")
     for name, policy in POLICIES.items():
         runs = np.array([play(workload, policy, seed, options.their_ties) for seed in range(options.seeds)])
@@ -136,6 +129,7 @@ def main() -> int:
         for i, figure in enumerate(FIGURES):
             inside = low[i] <= theirs[i] <= high[i]
             if not inside and abs(ratios[i] - 1) > TOLERANCE and figure in MEANS + TAILS:
+                failed |= figure in MEANS
                 off.append(
                     f"{name}: {figure} {ours[i]:.4g} ({low[i]:.4g} to {high[i]:.4g}), theirs {theirs[i]:g}: "
                     f"{ratios[i] - 1:+.1%}"
@@ -144,7 +138,7 @@ def main() -> int:
     if options.json:
         options.json.write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2))
     print(*(off or ["All means within 3 % or the seeds' range, all p99 within it or 3 %."]), sep="\n")
-    return int(bool(off))
+    return int(failed)
 
 
 def play(workload: Workload, policy: str | lm.Policy, seed: int, their_ties: bool) -> tuple[float, ...]:

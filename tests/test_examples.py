@@ -31,8 +31,7 @@ def test_later_turns_of_a_conversation_find_its_prefix() -> None:
     assert all(", 2000 of 2300 tokens cached" in turn for turn in turns[1:])
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
-def test_configuration_loads(path: Path) -> None:
-    config = load_config(path, environ={})
+def test_configuration_loads() -> None:
+    config = load_config(EXAMPLES / "config.yaml", environ={})
     assert [model.name for model in config.models] == ["chat", "code"]
     assert config.pool_settings(config.models[1]).policy == "vllm"

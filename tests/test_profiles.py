@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from lmetric.profiles import load_profile, shipped_profiles
+from lmetric.profiles import ProfileError, load_profile, shipped_profiles
 from lmetric.profiles.roofline import (
     FITTED_BATCHES,
     GPUS,
@@ -70,7 +70,7 @@ def test_active_parameters_of_the_mixture() -> None:
 
 def test_llama_on_an_a100_by_hand() -> None:
     profile = roofline(MODELS["llama-3.1-8b"], GPUS["a100"])
-    flops, bandwidth = 312e12 * 0.6, 2.039e12 * 0.8
+    flops, bandwidth = 312e12 * 0.75, 2.039e12 * 0.8
     layer = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
     assert profile.prefill_seconds_per_token == pytest.approx(2 * 32 * layer / flops, rel=1e-3)
     assert profile.prefill_seconds_per_attention_pair == pytest.approx(4 * 4096 * 32 / flops, rel=1e-3)
@@ -110,11 +110,18 @@ def test_two_gpus_share_the_work_and_pay_for_it() -> None:
     assert two.cache_blocks > 2 * one.cache_blocks  # the weights are there once
 
 
-def test_the_public_table_is_met_where_fleets_run(made: dict[str, Any]) -> None:
-    profile = load_profile("qwen3-30b-a3b-h200")
-    for step, *work, public in made["CHECK"]:
-        if step != "1 decode at 4,096":
-            assert made["step_seconds"](profile, *work) * 1e3 == pytest.approx(public, rel=0.32), step
+def test_the_public_tables_are_met(made: dict[str, Any]) -> None:
+    """As far as the page says: short prefills and small batches of a mixture of experts are the weak side."""
+    for (model, gpu), public in made["PUBLIC"].items():
+        profile = roofline(MODELS[model], GPUS[gpu])
+        for (step, work), table in zip(made["STEPS"].items(), public, strict=True):
+            off = abs(made["step_seconds"](profile, *work) * 1e3 / table - 1)
+            if (model, step) == ("qwen3-30b-a3b", "1 decode at 4,096"):
+                assert off > 1
+            elif step in ("prefill of 512", "8 decodes at 4,096"):
+                assert off < 0.35, (model, gpu, step)
+            else:
+                assert off < 0.21, (model, gpu, step)
 
 
 def test_the_command_prints_a_profile_or_says_what_is_wrong() -> None:
@@ -126,3 +133,16 @@ def test_the_command_prints_a_profile_or_says_what_is_wrong() -> None:
     assert "gpus must be at least 1, got 0" in done.stderr
     with pytest.raises(ValueError, match="does not fit on 1 x H20"):
         roofline(Model("big", 80, 8192, 64, 8, 128, 28_672, 128_256), GPUS["h20"])
+
+
+def test_other_blocks_hold_as_many_tokens() -> None:
+    profile = load_profile("independent-sim")
+    fine = profile.in_blocks_of(16)
+    assert (fine.block_tokens, fine.cache_blocks) == (16, 128_000)
+    assert fine.in_blocks_of(512) == profile
+    assert profile.in_blocks_of(2**20).cache_blocks == 1
+    assert fine.in_blocks_of(100).cache_blocks == 20_480
+    with pytest.raises(
+        ProfileError, match="in blocks of 0 tokens: block_tokens: Input should be greater than 0"
+    ):
+        profile.in_blocks_of(0)

@@ -161,21 +161,86 @@ async def test_unusual_requests_go_through_aiohttp(request_: bytes) -> None:
             assert through_aiohttp(w) == asked + 1
 
 
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+ENCODED = post(fields="transfer-encoding: chunked\r\n").split(b"content-length")[0] + b"\r\n"
+
+
 @pytest.mark.parametrize(
-    ("bytes_", "status"),
+    ("bytes_", "says_so"),
     [
-        (b"POST /v1/completions HTTP/1.1\nhost: x\ncontent-length: 18\n\n" + BODY, 400),
-        (post(fields="content-length: 3\r\n"), 400),
-        (post(fields="transfer-encoding: chunked\r\n"), 400),
-        (post(fields="a: " + "b" * 9000 + "\r\n"), 400),
-        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", 400),
-        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n", 413),
+        (b"GARBAGE\r\n\r\n", "Invalid method encountered: b'G"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "Invalid method"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "Received HTTPS traffic on an HTTP port"),
+        (b"GET /health HTTP/9.9\r\nhost: x\r\n\r\n", "Invalid HTTP version: b'GET /health HTTP/9.9'"),
+        (b"GET http://[::1/ HTTP/1.1\r\nhost: x\r\n\r\n", "invalid URL http://[::1/"),
+        (b"GET /health HTTP/1.1\r\n\r\n", "Missing 'Host' header"),
+        (b"POST /v1/completions HTTP/1.1\nhost: x\ncontent-length: 18\n\n" + BODY, "Expected CRLF"),
+        (GET + b"no colon\r\n\r\n", "Invalid header token: b'no"),
+        (GET + b"a: b\x00c\r\n\r\n", "Invalid header value char"),
+        (GET + b"a: " + b"b" * 9000 + b"\r\n\r\n", "more than 8190 bytes"),
+        (GET + b"a: " + b"b" * 9000, "more than 8190 bytes"),
+        (GET + b"a: b\r\n" * 1000 + b"\r\n", "Too many headers"),
+        (post(fields="a: " + "b" * 9000 + "\r\n"), "more than 8190 bytes"),
+        (post(fields="content-length: 3\r\n"), "Content-Length"),
+        (post(fields="content-length: x\r\n"), "Invalid character in Content-Length"),
+        (post(fields="transfer-encoding: chunked\r\n"), "Transfer-Encoding"),
+        (post(fields="transfer-encoding: foo\r\n"), "Transfer-Encoding"),
+        (ENCODED + b"zz\r\n", "Invalid character in chunk size: b'z"),
+        (ENCODED + b"2\r\nabcd\r\n", "Expected LF after chunk data"),
     ],
 )
-async def test_what_is_malformed_or_too_long_never_reaches_an_engine(bytes_: bytes, status: int) -> None:
+async def test_malformed_http_gets_an_error_object_and_the_connection_closes(
+    bytes_: bytes, says_so: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = post(fields="x-request-id: before\r\n")
+    async with world(1) as w:
+        for before, cut in ((b"", 0), (b"", len(bytes_) - 3), (good, 0)):
+            async with client(w) as c:
+                await c.send(before + bytes_[:cut], bytes_[cut:])
+                if before:
+                    assert (await c.answer())[0] == 200
+                status, fields, got = await c.answer()
+                assert await c.closed() == b""
+            error = orjson.loads(got)["error"]
+            kept = (fields["content-type"], fields["connection"])
+            assert (status, kept) == (400, ("application/json", "close"))
+            assert fields["x-request-id"]
+            assert says_so in error.pop("message")
+            assert error == {"type": "invalid_request_error", "param": None, "code": 400}
+        assert w.server.metrics.requests == {("", "", 400): 3, ("tiny", "", 200): 1}
+        assert [request.headers["x-request-id"] for request in w.engines[0].requests] == ["before"]
+        await w.until(lambda: not w.server.front.connections)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("first", [b"", ENCODED + chunk(BODY) + b"0\r\n\r\n"])
+async def test_a_chunk_that_turns_out_broken_ends_its_request_at_once(
+    first: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the request waits for the answer to the one before it."""
+    for path, status in ((b"/v1/completions", 400), (b"/nowhere", 404)):
+        async with world([FakeEngine(pace=0.05)]) as w, client(w) as c:
+            await c.send(first, ENCODED.replace(b"/v1/completions", path), chunk(BODY), b"zz\r\n", pause=0.01)
+            if first:
+                assert (await c.answer())[0] == 200
+            got_status, _, got = await c.answer()
+            told = "chunk size" in orjson.loads(got)["error"]["message"]
+            assert (got_status, told) == (status, status == 400)
+            assert await c.closed() == b""
+            assert len(w.engines[0].requests) == bool(first)
+    assert not caplog.records
+
+
+async def test_a_header_that_goes_on_and_on_is_answered_while_it_comes() -> None:
+    async with world(1) as w, client(w) as c:
+        c.writer.write(GET + b"a: " + b"b" * 50_000)
+        assert (await c.answer())[0] == 400
+
+
+async def test_a_body_that_is_too_long_never_reaches_an_engine() -> None:
     async with world(1, limits={"max_body_bytes": 1000}) as w, client(w) as c:
-        await c.send(bytes_)
-        assert (await c.closed()).startswith(b"HTTP/1.%d %d " % (status == 413, status))
+        await c.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
+        assert (await c.closed()).startswith(b"HTTP/1.1 413 ")
         assert not w.engines[0].requests
 
 
@@ -354,6 +419,18 @@ async def test_a_fault_of_the_router_is_a_500_and_leaves_nothing(
         )
         await w.settled()
         assert w.in_flight() == 0
+
+
+async def test_a_fault_on_the_way_through_aiohttp_is_a_500_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    async with world(1) as w, client(w) as c:
+        monkeypatch.setattr(w.server.front, "_admits", fail)
+        await c.send(ENCODED + chunk(BODY) + b"0\r\n\r\n")
+        status, _, got = await c.answer()
+        assert (status, orjson.loads(got)["error"]["type"]) == (500, "server_error")
+        assert await c.closed() == b""
 
 
 async def test_tokens_reach_the_indicators_while_the_stream_goes_on() -> None:

@@ -186,6 +186,13 @@ def test_bailian_is_recognised_and_its_chain_makes_sessions(tmp_path: Path) -> N
     np.testing.assert_array_equal(closed.arrival_seconds, trace.arrival_seconds)
 
 
+def test_bailian_without_a_parent_begins_a_conversation(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", chat(1, -1, 0).replace('"parent_chat_id": -1, ', ""), chat(2, 1, 3))
+    trace = load_trace(path, closed_loop=True)
+    assert trace.previous is not None
+    assert trace.previous.tolist() == [-1, 0]
+
+
 def test_bailian_out_of_order_keeps_the_chain(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", chat(12, 10, 9), chat(11, -1, 5), chat(10, -1, 1))
     trace = load_trace(path, closed_loop=True)
@@ -444,10 +451,11 @@ def test_ideal_hits_are_those_of_an_endless_cache(blocks: list[list[int]], short
 
 
 def test_a_summary_by_hand(tmp_path: Path) -> None:
-    rows = [line(0, 1024, 10, [1, 2]), line(700, 1100, 20, [1, 2, 3]), line(2000, 512, 90, [1])]
+    rows = [line(700, 1024, 10, [1, 2]), line(700, 1100, 20, [1, 2, 3]), line(2700, 512, 90, [1])]
     path = write(tmp_path / "t.jsonl", *rows, "{bad\n")
     summary = summarize_trace(load_trace(path, on_bad_line="skip"))
     assert (summary.requests, summary.duration_seconds, summary.requests_per_second) == (3, 2.0, 1.5)
+    assert summary.simultaneous_requests == 2
     assert (summary.blocks, summary.distinct_blocks, summary.bad_lines) == (6, 3, 1)
     assert (summary.input_tokens.total, summary.input_tokens.p50, summary.input_tokens.max) == (
         2636,

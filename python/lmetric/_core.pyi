@@ -1,10 +1,11 @@
 """The compiled core. Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=None`` reads it."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 from lmetric.expr import Expr
 from lmetric.policies import Policy, PolicyFunction
@@ -27,7 +28,7 @@ __all__ = [
     "Program",
     "RequestHead",
     "RequestReader",
-    "ResponseScanner",
+    "ResponseReader",
     "Router",
     "Ticket",
     "TicketError",
@@ -276,30 +277,35 @@ class RequestReader:
         self, target: bytes, fields: Sequence[tuple[bytes, bytes]]
     ) -> RequestHead: ...  # read by somebody else
 
-@final
-class ResponseScanner:
-    """Reads an engine's HTTP/1.1 responses as they come and frames them for the client (see `rust/wire`).
+@disjoint_base
+class ResponseReader:
+    """Reads an engine's HTTP/1.1 responses as they come and frames them for the client (see `rust/wire`); the base of a
+    protocol of asyncio.
 
     The ticket is told of the output tokens as the client gets them. An answer is held back until it is worth committing to: a plain JSON answer until whole, an event stream until its
-    first token, error or comment. After ``commit`` the client only ever gets whole events.
+    first token, error or comment. After ``commit`` the client only ever gets whole events, and a piece that may pass as it is goes to ``write`` at once. Of all other pieces
+    the sink is told: ``received(flags, data)``, or ``failed(error)`` where the answer is malformed (a WireError) or could not be written.
     """
 
-    def __new__(cls) -> ResponseScanner: ...
+    def __new__(cls, *_args: Any) -> Self: ...  # arguments are a subclass's
     def begin(
-        self,
-        ticket: Ticket | None = None,
-        http11: bool = True,
-        require_finish: bool = False,
-        bodiless: bool = False,
+        self, sink: Any, ticket: Ticket | None = None, http11: bool = True, require_finish: bool = False
     ) -> None: ...
-    def feed(self, data: bytes) -> int: ...  # flags; raises WireError
-    def eof(self) -> int: ...  # the connection ended; raises WireError where the message was not whole
-    def commit(self, extra: bytes, close: bool) -> bytes: ...  # head with extra lines, and what was held back
+    def data_received(
+        self, data: bytes
+    ) -> None: ...  # called by the loop; without a sink it calls `unasked()`
+    def eof(self) -> int: ...  # the connection ended: flags; raises WireError where the message was not whole
+    def commit(
+        self, extra: bytes, close: bool, write: Callable[[bytes], None] | None = None
+    ) -> bytes: ...  # head with extra lines, and what was held back
+    def detach(self) -> Any: ...  # lets go of the sink, which is returned
     def finished(self) -> None: ...  # closes the ticket as finished, with the usage that the answer tells of
     def take(self) -> bytes: ...
     def end_with(
         self, event: bytes
     ) -> bytes: ...  # ends a committed stream with this event; empty where not possible
+    @property
+    def pieces(self) -> int: ...  # that came of this answer
     @property
     def status(self) -> int: ...  # 0 before the head
     @property

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lmetric.defaults import DEFAULT_PROFILE
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -28,7 +30,7 @@ def command(
     max_input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Leave out requests with longer prompts.")
     ] = None,
-    profile: Annotated[str, typer.Option(help="Profile of the engines.")] = "independent-sim",
+    profile: Annotated[str, typer.Option(help="Profile of the engines.")] = DEFAULT_PROFILE,
     as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
 ) -> None:
     """Play a slice of a real trace under several policies over emulated engines, and compare.

@@ -7,6 +7,16 @@ from typing import Annotated
 
 import typer
 
+TraceFile = Annotated[
+    Path, typer.Option(help="Trace file: Mooncake, Qwen-Bailian or Azure; .gz is decompressed.")
+]
+Format = Annotated[str | None, typer.Option(help="Format of the trace [default: told from its content].")]
+ClosedLoop = Annotated[
+    bool | None, typer.Option(help="A turn waits for the answer before it [default: if the trace says so].")
+]
+BlockTokens = Annotated[
+    int | None, typer.Option(min=1, help="Tokens under one hash id [default: the file's or format's].")
+]
 SloTtft = Annotated[float | None, typer.Option(help="Goodput counts a TTFT of at most S seconds.")]
 SloTpot = Annotated[float | None, typer.Option(help="Goodput counts a TPOT of at most S seconds.")]
 Requests = Annotated[int | None, typer.Option(min=1, help="Take only the first N requests.")]

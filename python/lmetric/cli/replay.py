@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmetric.cli.options import MaxInputTokens, Requests, SkipBadLines, SloTpot, SloTtft, Speed, Start
+from lmetric.cli.options import (
+    ClosedLoop,
+    Format,
+    MaxInputTokens,
+    Requests,
+    SkipBadLines,
+    SloTpot,
+    SloTtft,
+    Speed,
+    Start,
+    TraceFile,
+)
 
 if TYPE_CHECKING:
     from lmetric.replay import Player, Report
@@ -16,9 +26,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    trace: Annotated[
-        Path, typer.Option(help="Trace file: Mooncake, Qwen-Bailian or Azure; .gz is decompressed.")
-    ],
+    trace: TraceFile,
     target: Annotated[str, typer.Option(metavar="URL", help="Server, e.g. http://127.0.0.1:8000.")],
     speed: Speed = 1.0,
     model: Annotated[
@@ -26,13 +34,8 @@ def command(
     ] = None,
     requests: Requests = None,
     max_input_tokens: MaxInputTokens = None,
-    format: Annotated[
-        str | None, typer.Option(help="Format of the trace [default: told from its content].")
-    ] = None,
-    closed_loop: Annotated[
-        bool | None,
-        typer.Option(help="A turn waits for the answer before it [default: if the trace says so]."),
-    ] = None,
+    format: Format = None,
+    closed_loop: ClosedLoop = None,
     start: Start = 0.0,
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,

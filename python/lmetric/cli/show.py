@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from lmetric.sim.max_load import MaxLoad
-    from lmetric.sim.setup import Result
+    from lmetric.sim.setups import Result
 
 _JSON = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmetric.cli.options import (
+    ClosedLoop,
+    Format,
     MaxInputTokens,
     Requests,
     SkipBadLines,
@@ -16,11 +18,13 @@ from lmetric.cli.options import (
     SloTtft,
     Speed,
     Start,
+    TraceFile,
     check_file,
 )
+from lmetric.defaults import DEFAULT_PROFILE
 
 if TYPE_CHECKING:
-    from lmetric.sim.setup import Result, Setup
+    from lmetric.sim.setups import Result, Setup
     from lmetric.sim.study import Cell
 
 Signals = StrEnum("Signals", {"exact": "exact", "step_end": "step_end", "delayed": "delayed"})
@@ -29,7 +33,7 @@ Index = StrEnum("Index", {"exact": "exact", "approximate": "approximate"})
 
 
 def command(
-    trace: Annotated[Path, typer.Option(help="Trace file (.gz is decompressed).")],
+    trace: TraceFile,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -40,7 +44,10 @@ def command(
     instances: Annotated[int, typer.Option(min=1, help="Engines in the fleet.")] = 16,
     profile: Annotated[
         str, typer.Option(help="What steps cost: a shipped profile, or a YAML file.")
-    ] = "qwen3-30b-a3b-h20",
+    ] = DEFAULT_PROFILE,
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a KV block [default: the profile's].")
+    ] = None,
     speed: Speed = 1.0,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each policy, with seeds 0 to N - 1.")] = 1,
     signals: Annotated[
@@ -59,6 +66,9 @@ def command(
     event_delay: Annotated[
         float | None, typer.Option(help="With delayed signals: seconds until a cache event arrives.")
     ] = None,
+    predictor: Annotated[
+        str | None, typer.Option(help="Profile behind predicted TTFTs [default: the engines' own].")
+    ] = None,
     measure: Annotated[
         str, typer.Option(metavar="A:B", help="Share of the requests that counts, e.g. 0.1:0.9.")
     ] = "0:1",
@@ -68,6 +78,8 @@ def command(
     duration: Annotated[float | None, typer.Option(help="Take this many trace seconds.")] = None,
     requests: Requests = None,
     max_input_tokens: MaxInputTokens = None,
+    format: Format = None,
+    closed_loop: ClosedLoop = None,
     prefixes: Annotated[
         bool, typer.Option("--prefixes/--no-prefixes", help="Whether requests share prefixes.")
     ] = True,
@@ -87,7 +99,7 @@ def command(
     same command gives the same figures. Ctrl-C ends without any, with exit code 130.
     """
     from lmetric.cli.show import note
-    from lmetric.sim.setup import PolicyChoice, Setup, TraceChoice, split_policies
+    from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, split_policies, trace_label
     from lmetric.sim.summary import Slo, parse_share
 
     for name, value in (("--speed", speed), ("--duration", duration), ("--report-period", report_period)):
@@ -105,16 +117,20 @@ def command(
     for choice in choices:
         choice.build()
     settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
-    optional = {"guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay}
+    optional = {
+        "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
+        "predictor": predictor,
+    }  # fmt: skip
     settings |= {name: value for name, value in optional.items() if value is not None}
     taken = TraceChoice(
-        path=str(trace), label=trace.name.removesuffix(".gz").removesuffix(".jsonl"), start=start,
+        path=str(trace), label=trace_label(str(trace)), start=start, format=format, closed_loop=closed_loop,
         duration=duration, requests=requests, max_input_tokens=max_input_tokens, prefixes=prefixes,
         skip_bad_lines=skip_bad_lines,
     )  # fmt: skip
     setups = [
         Setup(
             trace=taken, policy=choice, instances=instances, profile=profile, speed=speed, seed=seed,
+            block_tokens=block_tokens,
             settings=settings, measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
         )
         for choice in choices
@@ -137,17 +153,14 @@ def command(
 def _run(setups: list[Setup], jobs: int | None) -> list[Result]:
     """Every run, in the order of `setups`."""
     from lmetric.cli.show import note, progress
+    from lmetric.cli.trace import report_bad_lines
     from lmetric.sim.backends import Threads
-    from lmetric.sim.setup import run
+    from lmetric.sim.setups import run
     from lmetric.sim.study import Library
 
     library = Library()
     workload = library.workload(setups[0])
-    bad = workload.trace.bad_lines
-    for line in bad[:3]:
-        note(f"skipped {line}")
-    if len(bad) > 3:
-        note(f"skipped {len(bad) - 3} further lines")
+    report_bad_lines(workload.trace.bad_lines, note)
     found: dict[int, Result] = {}
     with progress("runs") as shown:
         bar = shown.add_task("", total=len(setups))

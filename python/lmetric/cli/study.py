@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from lmetric.sim.backends import Backend
+    from lmetric.sim.store import Store
     from lmetric.sim.study import Outcome
     from lmetric.sim.study_file import Study
 
@@ -55,11 +56,14 @@ def command(
     directory = out if out is not None else Path(f"{file.stem}-results")
     directory.mkdir(parents=True, exist_ok=True)
     with Store(directory / "runs.jsonl") as store:
+        where = _backend(backend, ray_address, jobs)
         try:
-            outcome = _run(study, store, _backend(backend, ray_address, jobs))
+            outcome = _run(study, store, where)
         except KeyboardInterrupt:
             note(f"interrupted; {len(store.runs)} runs are kept in {store.path}, run again to go on")
             raise
+        finally:
+            where.close()
         told = summary(outcome)
         write_json(directory / "summary.json", told)
         write_csv(directory / "runs.csv", outcome.results)
@@ -86,12 +90,10 @@ def _backend(name: BackendName, address: str | None, jobs: int | None) -> Backen
     return Threads(jobs) if name is BackendName.threads else Ray(address, jobs)
 
 
-def _run(study: Study, store: object, backend: Backend) -> Outcome:
+def _run(study: Study, store: Store, backend: Backend) -> Outcome:
     from lmetric.cli.show import progress
-    from lmetric.sim.store import Store
     from lmetric.sim.study import Progress, run_study
 
-    assert isinstance(store, Store)
     with progress("study") as shown:
         bars = {}
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lmetric.cli.options import BlockTokens, ClosedLoop, Format, SkipBadLines
+
 if TYPE_CHECKING:
     from lmetric.sim.traces import BadLine, TraceSummary
 
@@ -17,17 +19,10 @@ group = typer.Typer(help="Look into a trace, or make a synthetic one.", no_args_
 @group.command()
 def show(
     file: Annotated[Path, typer.Argument(help="Mooncake, Qwen-Bailian or Azure; .gz is decompressed.")],
-    format: Annotated[
-        str | None, typer.Option(help="Format of the trace [default: told from its content].")
-    ] = None,
-    block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens under one hash id [default: the file's or format's].")
-    ] = None,
-    closed_loop: Annotated[
-        bool | None,
-        typer.Option(help="A turn waits for the answer before it [default: if the trace says so]."),
-    ] = None,
-    skip_bad_lines: Annotated[bool, typer.Option(help="Count lines that cannot be read and go on.")] = False,
+    format: Format = None,
+    block_tokens: BlockTokens = None,
+    closed_loop: ClosedLoop = None,
+    skip_bad_lines: SkipBadLines = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print a trace's requests, rate, lengths and how much of its prompts could ever be found in a cache."""
@@ -102,6 +97,7 @@ def _print(summary: TraceSummary) -> None:
         ["blocks", f"{summary.blocks} of {summary.block_tokens} tokens, {summary.distinct_blocks} distinct"],
         ["found in an endless cache", f"{summary.ideal_hit_ratio:.1%} of prompt tokens"],
         ["conversations", f"{summary.sessions}, {summary.waiting_requests} requests wait for an answer"],
+        ["arrive together", f"{summary.simultaneous_requests} requests"],
         ["bad lines", str(summary.bad_lines)],
     ]
     print_table(["", ""], facts)

@@ -53,6 +53,17 @@ class Profile(BaseModel):
         """What the engine model takes: everything but source and note."""
         return self.model_dump(exclude={"source", "note"})
 
+    def in_blocks_of(self, block_tokens: int) -> Profile:
+        """The same engine with KV blocks of `block_tokens` tokens, as many as hold its tokens (rounded down,
+        at least one).
+
+        Raises:
+            ProfileError: a size out of range.
+        """
+        tokens = self.cache_blocks * self.block_tokens
+        changed = {"block_tokens": block_tokens, "cache_blocks": max(1, tokens // max(1, block_tokens))}
+        return check_profile(self.model_dump() | changed, f"in blocks of {block_tokens} tokens")
+
 
 def shipped_profiles() -> list[str]:
     """Names of the shipped profiles, in order."""

@@ -2,7 +2,8 @@
 
 ``python -m lmetric.profiles.roofline --model qwen3-32b --gpu a100 --gpus 2`` prints one as YAML; `SHIPPED`
 lists those in this directory, which ``scripts/make_profiles`` writes. The method, with F the FLOP/s and W the
-bytes/s that are reached (data sheet x `MFU` and x `MBU`):
+bytes/s that are reached (data sheet x `MFU` or `EXPERTS_MFU`, and x
+`MBU`; both chosen by the tables in docs/profiles.md):
 
 * prefill: 2 FLOP x parameters that a token passes / F a token; 4 FLOP x query heads x head dimension x layers
   / F an attention pair (scores and values).
@@ -26,7 +27,8 @@ import yaml
 
 from lmetric.profiles import Profile
 
-MFU = 0.6  # of the dense BF16 FLOP/s, in prefill of some thousand tokens
+MFU = 0.75  # of the dense BF16 FLOP/s, in prefill of some thousand tokens by a dense model
+EXPERTS_MFU = 0.6  # by a mixture of experts
 MBU = 0.8  # of the memory's bytes/s
 OVERHEAD_SECONDS = 0.002  # a step's scheduling, launches and sampling that nothing hides
 ALL_REDUCE_SECONDS = 1e-5  # latency of one
@@ -78,6 +80,11 @@ class Model:
     def passed_parameters(self) -> float:
         """Those that one prompt token passes: no embedding, and no head (only the last needs it)."""
         return self.shared_parameters + self.expert_parameters * self.experts_per_token / self.experts
+
+    @property
+    def mfu(self) -> float:
+        """The share of a GPU's FLOP/s that its prefill reaches."""
+        return MFU if self.experts == 1 else EXPERTS_MFU
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -144,7 +151,7 @@ def profile_name(model: str, gpu: str, gpus: int) -> str:
 
 def decode_seconds(model: Model, gpu: Gpu, gpus: int, batch: float) -> float:
     """A decode step of `batch` sequences without their context: the roofline that the line is fitted to."""
-    flops, bandwidth = gpus * gpu.flops * MFU, gpus * gpu.bytes_per_second * MBU
+    flops, bandwidth = gpus * gpu.flops * model.mfu, gpus * gpu.bytes_per_second * MBU
     flop = 2 * batch * (model.passed_parameters + model.head_parameters)
     fixed = OVERHEAD_SECONDS + (2 * model.layers * ALL_REDUCE_SECONDS if gpus > 1 else 0)
     return fixed + max(model.read_bytes(batch) / bandwidth, flop / flops)
@@ -158,7 +165,7 @@ def roofline(model: Model, gpu: Gpu, gpus: int = 1) -> Profile:
     """
     if gpus < 1:
         raise ValueError(f"gpus must be at least 1, got {gpus}")
-    flops, bandwidth = gpus * gpu.flops * MFU, gpus * gpu.bytes_per_second * MBU
+    flops, bandwidth = gpus * gpu.flops * model.mfu, gpus * gpu.bytes_per_second * MBU
     batches = np.array(FITTED_BATCHES, dtype=np.float64)
     seconds = np.array([decode_seconds(model, gpu, gpus, batch) for batch in batches])
     slope, fixed = np.polyfit(batches, seconds, 1, w=1 / seconds)
@@ -184,7 +191,7 @@ def roofline(model: Model, gpu: Gpu, gpus: int = 1) -> Profile:
         source=(
             f"Roofline from the model's shape and the GPU's data sheet ({gpus} x {gpu.label}: "
             f"{gpu.flops / 1e12:g} dense BF16 TFLOPS, {gpu.bytes_per_second / 1e12:g} TB/s) "
-            f"at MFU {MFU:g} and MBU {MBU:g}: python -m lmetric.profiles.roofline "
+            f"at MFU {model.mfu:g} and MBU {MBU:g}: python -m lmetric.profiles.roofline "
             f"--model {model.name} --gpu {gpu.name} --gpus {gpus}."
         ),
         note=(

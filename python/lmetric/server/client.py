@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_exceptions import HttpProcessingError, InvalidURLError
+from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from lmetric._core import RequestHead, RequestReader, WireError
@@ -24,6 +26,13 @@ HOLD_BYTES = 64 * 1024
 HOLD_LIMIT = 64 * HOLD_BYTES
 # aiohttp closes idle connections by timers of its own, which know nothing of the short way.
 NEVER_SECONDS = 365.0 * 86_400
+
+
+def in_short(error: Exception) -> str:
+    """What aiohttp says of malformed HTTP, in a line and without its drawing of the place."""
+    message = error.message if isinstance(error, HttpProcessingError) else str(error)
+    said = " ".join(line.strip() for line in message.splitlines() if line.strip(" ^"))
+    return f"invalid URL {said}" if isinstance(error, InvalidURLError) else said
 
 
 class Relayed(web.StreamResponse):
@@ -70,6 +79,9 @@ class Server(Protocol):
     def ask(self, client: "ClientConnection", head: RequestHead, body: bytes) -> None:
         """Has a request answered, then calls ``client.answered``."""
 
+    def refuse(self, client: "ClientConnection", malformed: str | None) -> web.StreamResponse:
+        """Answers a request that aiohttp could not read, or (None) one at which the router failed."""
+
 
 class ClientConnection(RequestHandler):
     """One client's connection."""
@@ -106,7 +118,7 @@ class ClientConnection(RequestHandler):
         if state == FREE:
             self._begin(data)
         elif state == HANDED_OVER:
-            super().data_received(data)
+            self._parse(data)
         elif state == COLLECTING:
             self._hold(data)
             if self._size >= self._need:
@@ -164,7 +176,35 @@ class ClientConnection(RequestHandler):
 
     def _hand_over(self, data: bytes) -> None:
         self._state = HANDED_OVER
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
         super().data_received(data)
+        # A body that turns out broken: aiohttp queues an error, and its request would wait for the rest.
+        if self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
+            error = self._messages[-1][0].exc
+            bodies = [body for _, body in self._messages]
+            if self._current_request is not None:
+                bodies.append(self._current_request.content)
+            for body in bodies:
+                if not body.is_eof():
+                    body.set_exception(error)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Called by aiohttp for what is no HTTP, or for an exception that nobody foresaw."""
+        malformed = in_short(exc) if isinstance(exc, HttpProcessingError) else None
+        return self._front.refuse(self, malformed)
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Called by aiohttp; what clients do wrong is no fault of the router."""
+        if not isinstance(kw.get("exc_info"), HttpProcessingError):
+            super().log_exception(*args, **kw)
 
     def _collect(self, data: bytes, head: RequestHead | None, need: int) -> None:
         self._state = COLLECTING

@@ -13,10 +13,10 @@ from aiohttp import web
 from lmetric._core import NoInstanceError, RequestHead, RequestReader
 from lmetric.config import ServerConfig
 from lmetric.server.auth import Keys
-from lmetric.server.client import ClientConnection, Relayed
+from lmetric.server.client import ClientConnection, Relayed, in_short
 from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
-from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, parse
+from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, parse
 from lmetric.server.relay import FAILED, Asked, Relay
 
 log = structlog.get_logger("lmetric.access")
@@ -129,6 +129,18 @@ class Front(web.Server):
                 client.relay.client_gone()
             raise
 
+    def refuse(self, client: ClientConnection, malformed: str | None) -> web.StreamResponse:
+        """Answers a request that aiohttp could not read, or (None) one at which the router failed."""
+        if malformed is None:
+            log.exception("a request could not be handled")
+            error = ApiError(500, FAILED)
+        else:
+            error = bad(f"the request is not valid HTTP/1.1: {malformed}")
+        if client.transport is not None:
+            head = self.requests.sort(b"", [])
+            self._ended(Asked(client, client.transport, head, True, False, lambda _: None), None, error)
+        return self._ends
+
     def _refuse(self, request: web.BaseRequest, error: ApiError) -> web.Response:
         request_id = request.headers.get("x-request-id")
         if request_id:
@@ -174,7 +186,7 @@ class Front(web.Server):
             raise
         except Exception as error:
             # aiohttp tells of a broken body (bad chunk, bad compression, client gone) in many ways.
-            raise ApiError(400, f"the body could not be read: {error}") from None
+            raise bad(f"the body could not be read: {in_short(error)}") from None
         return b"".join(parts)
 
     # The short way.

@@ -21,7 +21,7 @@ from lmetric._core import (
     READY,
     Decision,
     RequestHead,
-    ResponseScanner,
+    ResponseReader,
     Ticket,
     WireError,
 )
@@ -96,8 +96,7 @@ class Relay:
     output_tokens = 0
     first_token_at: float | None = None
     prompt_tokens: int | None = None  # as the engine counted them
-    _got_bytes = False
-    _heard = False  # bytes came since the last check
+    _pieces = 0  # of the answer, at the last check
     _deadline_from = 0.0
     _connection: Connection | None = None
     _connecting: asyncio.Task[Connection] | None = None
@@ -159,14 +158,11 @@ class Relay:
             self.fail()
 
     def _ask(self, connection: Connection, now: float) -> None:
-        self._connection = connection
+        self._connection = self._reader = connection
+        connection.begin(self, self._ticket, self._asked.http11, self._require_finish)
         if connection.transport.is_closing():
             self._settle("reset", "connection closed as soon as it was made")
             return
-        scanner = self._scanner = connection.scanner
-        scanner.begin(self._ticket, self._asked.http11, self._require_finish)
-        self._got_bytes = False
-        connection.sink = self
         self._deadline_from = now
         body = self._body
         head = self._asked.head.for_engine(
@@ -184,17 +180,18 @@ class Relay:
 
     # What the engine's connection calls.
 
-    def received(self, data: bytes) -> None:
-        """Bytes from the engine."""
-        self._heard = True
+    def received(self, flags: int, data: bytes) -> None:
+        """A piece of the answer that was not passed on yet."""
         try:
-            flags = self._scanner.feed(data)
-            if flags == PASS:
-                self._transport.write(data)
-            else:
-                self._step(flags, data)
-        except WireError as error:
-            self._got_bytes = True
+            self._step(flags, data)
+        except Exception as error:
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """The answer is malformed, or could not be passed on."""
+        try:
+            if not isinstance(error, WireError):
+                raise error
             self._fault("reset", str(error))
         except Exception:
             self.fail()
@@ -203,36 +200,33 @@ class Relay:
         """The engine's connection closed."""
         self._connection = None
         try:
-            self._step(self._scanner.eof(), b"")
-        except WireError as error:
-            self._fault("reset", str(error))
-        except Exception:
-            self.fail()
+            self._step(self._reader.eof(), b"")
+        except Exception as error:
+            self.failed(error)
 
     def _step(self, flags: int, data: bytes) -> None:
-        self._got_bytes = True
-        scanner = self._scanner
+        reader = self._reader
         if flags & PASS:
             self._transport.write(data)
         elif flags & OUT:
-            self._transport.write(scanner.take())
-        elif flags & READY and not self._commit(flags, scanner):
+            self._transport.write(reader.take())
+        elif flags & READY and not self._commit(flags, reader):
             return
         if flags & (END | INCOMPLETE | ENGINE_ERROR):
-            self._ending(flags, scanner)
+            self._ending(flags, reader)
 
-    def _commit(self, flags: int, scanner: ResponseScanner) -> bool:
-        status = scanner.status
+    def _commit(self, flags: int, reader: ResponseReader) -> bool:
+        status = reader.status
         retries = self._config.retries
         if status in retries.statuses:
             self._settle("status", f"status {status}")
             return False
-        if scanner.event_stream and status == 200:
-            code = scanner.error_code
+        if reader.event_stream and status == 200:
+            code = reader.error_code
             if flags & ENGINE_ERROR and code in retries.statuses:
                 self._settle("status", f"error {code} as the first event")
                 return False
-            if flags & INCOMPLETE and not scanner.tokens:
+            if flags & INCOMPLETE and not reader.tokens:
                 self._settle("reset", "the stream ended without a token")
                 return False
         self.committed = True
@@ -243,31 +237,32 @@ class Relay:
             self._label.encode(),
             self._asked.head.request_id.encode("latin-1"),
         )
-        self._transport.write(scanner.commit(extra, not self._asked.keep_alive))
+        write = self._transport.write
+        write(reader.commit(extra, not self._asked.keep_alive, write))
         return True
 
     @property
     def _label(self) -> str:
         return self._pool.decision_label(self._decision.id)
 
-    def _ending(self, flags: int, scanner: ResponseScanner) -> None:
+    def _ending(self, flags: int, reader: ResponseReader) -> None:
         if flags & ENGINE_ERROR:
             self.error = True
         if flags & INCOMPLETE:
             self._fault("engine_error", "the engine's stream ended without a finish_reason")
         elif flags & END:
-            self._finish(scanner)
+            self._finish(reader)
 
-    def _finish(self, scanner: ResponseScanner) -> None:
-        if self.error or self.status >= 400 or scanner.aborted:
+    def _finish(self, reader: ResponseReader) -> None:
+        if self.error or self.status >= 400 or reader.aborted:
             self._fail_ticket("engine_error")
         else:
-            scanner.finished()
+            reader.finished()
         if self.status >= 500:
             self._engine.failed("status", f"status {self.status}")
         else:
             self._engine.failures = 0
-        load = scanner.load
+        load = reader.load
         if load is not None:
             report(self._pool, self._engine.name, load)
         connection, self._connection = self._connection, None
@@ -290,7 +285,7 @@ class Relay:
 
     def _cut(self, error: ApiError) -> None:
         self.error = True
-        tail = self._scanner.end_with(error.body())
+        tail = self._reader.end_with(error.body())
         if tail:
             self._transport.write(tail)
         else:
@@ -301,7 +296,7 @@ class Relay:
         """An attempt failed: to the next engine, where one is left."""
         self._drop()
         # An engine may close a kept connection just when the next request is on its way: no failure.
-        if kind == "reset" and not self._fresh and not self._got_bytes:
+        if kind == "reset" and not self._fresh and not self._reader.pieces:
             self._connect()
             return
         self.reason = reason
@@ -327,10 +322,10 @@ class Relay:
     def _end(self, error: ApiError | None = None) -> None:
         self.ended = True
         if self.committed:
-            self.close_client |= self._scanner.closes_client
-            self.output_tokens = self._scanner.tokens
-            self.first_token_at = self._scanner.first_token_at
-            self.prompt_tokens = self._scanner.prompt_tokens
+            self.close_client |= self._reader.closes_client
+            self.output_tokens = self._reader.tokens
+            self.first_token_at = self._reader.first_token_at
+            self.prompt_tokens = self._reader.prompt_tokens
         self._on_end(self._asked, self, error)
 
     def _drop(self) -> None:
@@ -396,8 +391,9 @@ class Relay:
                 self._leave("the client does not read")
                 self._transport.abort()
         elif self.committed:
-            if self._heard:
-                self._heard = False
+            pieces = self._reader.pieces
+            if pieces != self._pieces:
+                self._pieces = pieces
                 self._deadline_from = now
             elif now - self._deadline_from > limits.between_chunks:
                 self._fault("timeout", f"nothing for {limits.between_chunks:g} s")

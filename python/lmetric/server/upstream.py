@@ -1,4 +1,4 @@
-"""Lean keep-alive connections to one engine: bytes in, bytes out, answers read by the Rust scanner."""
+"""Lean keep-alive connections to one engine: bytes in, bytes out, answers read in Rust."""
 
 import asyncio
 import ssl
@@ -7,15 +7,18 @@ from collections import deque
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from lmetric._core import END, PASS, ResponseScanner, WireError
+from lmetric._core import END, PASS, ResponseReader, WireError
 from lmetric.config import EngineConfig, ServerConfig
 
 
 class Sink(Protocol):
-    """Who gets what a connection reads."""
+    """Who is told of what a connection reads, except of what was passed on already."""
 
-    def received(self, data: bytes) -> None:
-        """Bytes of the answer."""
+    def received(self, flags: int, data: bytes) -> None:
+        """A piece of the answer, and what it brought."""
+
+    def failed(self, error: Exception) -> None:
+        """The answer is malformed (a WireError), or could not be passed on."""
 
     def lost(self) -> None:
         """The connection is gone before the answer's end."""
@@ -29,49 +32,43 @@ class UpstreamError(Exception):
         self.kind = kind
 
 
-class Connection(asyncio.Protocol):
+class Connection(ResponseReader, asyncio.Protocol):
     """One connection. It serves one sink at a time; without one it waits in the engine's pool."""
 
-    __slots__ = ("idle_since", "scanner", "sink", "transport", "upstream")
+    __slots__ = ("idle_since", "transport", "upstream")
 
     transport: asyncio.Transport
 
     def __init__(self, upstream: "Upstream") -> None:
         self.upstream = upstream
-        self.scanner = ResponseScanner()
-        self.sink: Sink | None = None
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
         self.transport = transport  # type: ignore[assignment]
 
-    def data_received(self, data: bytes) -> None:
-        """Called by the loop."""
-        if self.sink is not None:
-            self.sink.received(data)
-        else:
-            # Bytes that nobody asked for: the connection cannot be trusted with another request.
-            self.transport.abort()
+    def unasked(self) -> None:
+        """Bytes came that nobody asked for: the connection cannot be trusted with another request."""
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
-        self.upstream.gone(self)
-        sink, self.sink = self.sink, None
+        sink: Sink | None = self.detach()
+        self.upstream.gone(self, waiting=sink is None)
         if sink is not None:
             sink.lost()
 
     def release(self) -> None:
         """Back to the pool, where the answer's end allows it."""
-        self.sink = None
-        if self.scanner.keep_alive and not self.transport.is_closing():
+        self.detach()
+        if self.keep_alive and not self.transport.is_closing():
             self.upstream.give(self)
         else:
             self.transport.close()
 
     def drop(self) -> None:
         """Closes at once: that tells the engine to stop working on the request."""
-        self.sink = None
+        self.detach()
         self.transport.abort()
 
 
@@ -118,10 +115,10 @@ class Upstream:
         connection.idle_since = time.monotonic()
         self._idle.append(connection)
 
-    def gone(self, connection: Connection) -> None:
+    def gone(self, connection: Connection, waiting: bool) -> None:
         """Forgets a closed connection."""
         self._open.discard(connection)
-        if connection.sink is None and connection in self._idle:
+        if waiting and connection in self._idle:
             self._idle.remove(connection)
 
     async def connect(self) -> Connection:
@@ -186,30 +183,27 @@ class _Fetch:
         self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._body = bytearray()
         self._committed = False
-        connection.sink = self
-        connection.scanner.begin(http11=False)
+        connection.begin(self, http11=False)
 
-    def received(self, data: bytes) -> None:
-        self._step(data)
+    def received(self, flags: int, data: bytes) -> None:
+        connection = self.connection
+        if not self._committed and connection.status:
+            self._committed = True
+            _, _, held = connection.commit(b"", True).partition(b"\r\n\r\n")
+            self._body += held
+        elif self._committed:
+            self._body += data if flags & PASS else connection.take()
+        if len(self._body) > self.LIMIT:
+            self.failed(WireError(f"answer longer than {self.LIMIT} bytes"))
+        elif flags & END and not self.done.done():
+            self.done.set_result((connection.status, bytes(self._body)))
+
+    def failed(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(UpstreamError("reset", str(error)))
 
     def lost(self) -> None:
-        self._step(None)
-
-    def _step(self, data: bytes | None) -> None:
-        scanner = self.connection.scanner
         try:
-            flags = scanner.eof() if data is None else scanner.feed(data)
-            if not self._committed and scanner.status:
-                self._committed = True
-                _, _, held = scanner.commit(b"", True).partition(b"\r\n\r\n")
-                self._body += held
-            elif self._committed:
-                self._body += data if data is not None and flags & PASS else scanner.take()
-            if len(self._body) > self.LIMIT:
-                raise WireError(f"answer longer than {self.LIMIT} bytes")
+            self.received(self.connection.eof(), b"")
         except WireError as error:
-            if not self.done.done():
-                self.done.set_exception(UpstreamError("reset", str(error)))
-            return
-        if flags & END and not self.done.done():
-            self.done.set_result((scanner.status, bytes(self._body)))
+            self.failed(error)

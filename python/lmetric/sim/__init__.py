@@ -1,1 +1,1 @@
-"""Traces, prompts rebuilt from them, and reports over per-request records."""
+"""Traces and prompts rebuilt from them; whole fleets played on a simulated clock, in studies; reports."""

@@ -28,6 +28,9 @@ class Backend(Protocol):
         """``work(item, trace)`` for each, in the order of completion. The first exception ends it; closing
         the iterator drops what has not begun."""
 
+    def close(self) -> None:
+        """Give back what was started for it."""
+
 
 class Threads:
     """This machine's cores."""
@@ -49,6 +52,9 @@ class Threads:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
+    def close(self) -> None:
+        """Nothing outlives `map`."""
+
 
 class Ray:
     """A Ray cluster: the one at `address`, else (None) one started on this machine for the run."""
@@ -63,6 +69,7 @@ class Ray:
         self._ray: Any = ray
         self.started_here = not ray.is_initialized()
         if self.started_here:
+            # Ray warns of a change to come in how it hides GPUs, of which nothing here uses any.
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
             try:
                 ray.init(
@@ -79,7 +86,11 @@ class Ray:
         self, work: Callable[[T, Trace | Workload], R], items: Sequence[tuple[T, Workload]]
     ) -> Iterator[tuple[T, R]]:
         ray = self._ray
-        remote = ray.remote(num_cpus=1)(work)
+
+        def call(item: T, trace: Trace) -> R:  # Ray wants a function; `work` may be a partial
+            return work(item, trace)
+
+        remote = ray.remote(num_cpus=1)(call)
         stored: dict[int, Any] = {}  # each trace travels once
         waiting = {}
         try:

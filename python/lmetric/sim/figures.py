@@ -15,7 +15,7 @@ import numpy as np
 
 from lmetric._core import LmetricError
 from lmetric.sim.max_load import MaxLoad
-from lmetric.sim.setup import QUANTILES, Result
+from lmetric.sim.setups import QUANTILES, Result
 from lmetric.sim.study import Cell, latency
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEADER = "lmetric"
+_ALWAYS = (LEADER, "vllm")  # in every figure with lines, where they were run
 _LEADER_COLOUR = "#c8102e"
 _COLOURS = (
-    "#0072b2", "#e08e00", "#009e73", "#7b3fa0", "#4aa3df", "#8c564b", "#3d3d3d", "#d16ba5", "#7d8b00",
+    "#0072b2", "#e08e00", "#009e73", "#7b3fa0", "#56b4e9", "#8c564b", "#d16ba5", "#7d8b00", "#5c5cd6",
 )  # fmt: skip
 _DASHES = ("-", "--", ":", "-.")
 _MOST_LINES = 10
@@ -63,7 +64,14 @@ class Drawing:
     title: str
     caption: str
     svg: bytes
-    png: bytes
+    figure: Figure
+
+    def png(self) -> bytes:
+        """With the title, which a page sets itself."""
+        file = io.BytesIO()
+        self.figure.suptitle(self.title, x=0.01, horizontalalignment="left", fontsize=12)
+        self.figure.savefig(file, format="png", dpi=160)
+        return file.getvalue()
 
     @property
     def data_uri(self) -> str:
@@ -81,45 +89,42 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def base(result: Result) -> str:
+def base(cell: Cell) -> str:
     """The policy without its knobs: what has a colour."""
-    policy = result.setup.policy.policy
-    return policy if isinstance(policy, str) else result.setup.policy.label
+    return cell.results[0].setup.policy.base
 
 
 class Styles:
-    """Colour and dash by policy, in order of appearance; variants of one policy share theirs."""
+    """Colour and dash by policy, in the order of `cells`; variants of one policy share theirs."""
 
-    def __init__(self, results: Sequence[Result]) -> None:
+    def __init__(self, cells: Sequence[Cell]) -> None:
         self._known: dict[str, tuple[str, str]] = {LEADER: (_LEADER_COLOUR, "-")}
-        for result in results:
+        for cell in cells:
             number = len(self._known) - 1
             style = (_COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)])
-            self._known.setdefault(base(result), style)
+            self._known.setdefault(base(cell), style)
 
     def colour(self, cell: Cell) -> str:
         """As ``#rrggbb``."""
-        return self._known[base(cell.results[0])][0]
+        return self._known[base(cell)][0]
 
     def line(self, cell: Cell) -> dict[str, Any]:
         """Arguments of a line: the leader's is thicker and on top."""
-        colour, dash = self._known[base(cell.results[0])]
-        leads = base(cell.results[0]) == LEADER
+        colour, dash = self._known[base(cell)]
+        leads = base(cell) == LEADER
         width, order = (2.4, 5) if leads else (1.6, 3)
         return {"color": colour, "linestyle": dash, "linewidth": width, "zorder": order}
 
 
 def shown(cells: Sequence[Cell]) -> list[Cell]:
     """The cells of one load that figures with lines show: of each policy the variant with the lowest mean
-    TTFT, and of those the first ten by it, `LEADER` always among them."""
+    TTFT, and of those the first ten by it, `LEADER` and vllm always among them."""
     ranked = sorted(cells, key=lambda cell: _mean(cell) or float("inf"))
     best: dict[str, Cell] = {}
     for cell in ranked:
-        best.setdefault(base(cell.results[0]), cell)
-    kept = list(best.values())[:_MOST_LINES]
-    if LEADER in best and best[LEADER] not in kept:
-        kept[-1] = best[LEADER]
-    return kept
+        best.setdefault(base(cell), cell)
+    chosen = list(dict.fromkeys([*(name for name in _ALWAYS if name in best), *best]))[:_MOST_LINES]
+    return [cell for name, cell in best.items() if name in chosen]
 
 
 def _mean(cell: Cell) -> float | None:
@@ -137,11 +142,9 @@ def draw(
     with matplotlib.rc_context(_RC):
         figure = Figure(figsize=size, layout="constrained")
         paint(figure)
-        svg, png = io.BytesIO(), io.BytesIO()
+        svg = io.BytesIO()
         figure.savefig(svg, format="svg", metadata={"Date": None})
-        figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=12)  # the page has its own
-        figure.savefig(png, format="png", dpi=160)
-    return Drawing(name, title, caption, svg.getvalue(), png.getvalue())
+    return Drawing(name, title, caption, svg.getvalue(), figure)
 
 
 def _legend(axes: Axes, figure: Figure) -> None:
@@ -226,7 +229,7 @@ def max_loads(loads: Sequence[MaxLoad], colours: dict[str, str]) -> Drawing:
 
     def paint(figure: Figure) -> None:
         rates = [
-            (load.setup.policy.label, *(load.arrivals_per_second,) * 3, colours[load.setup.policy.label])
+            (load.setup.policy.label, *3 * (load.arrivals_per_second,), colours[load.setup.policy.label])
             for load in ranked
         ]
         _bars(figure, rates, "requests/s")
@@ -241,24 +244,27 @@ def _bars(figure: Figure, values: Sequence[tuple[str, float, float, float, str]]
     axes = figure.subplots()
     rows = np.arange(len(values))
     means = np.array([mean for _, mean, *_ in values])
+    # What is far beyond the others is cut off, or it would flatten them all.
+    limit = min(1.12 * max(most for _, _, _, most, _ in values), 4 * max(float(np.median(means)), 1e-9))
     axes.barh(rows, means, color=[colour for *_, colour in values], height=0.68, zorder=2)
-    low = [mean - least for _, mean, least, _, _ in values]
-    high = [most - mean for _, mean, _, most, _ in values]
-    axes.errorbar(means, rows, xerr=np.array([low, high]).clip(0), fmt="none", ecolor=_INK, elinewidth=1,
-                  capsize=2, zorder=3)  # fmt: skip
+    reach = np.array([(mean - least, most - mean) for _, mean, least, most, _ in values]).T.clip(0)
+    if reach.any():
+        axes.errorbar(means, rows, xerr=reach, fmt="none", ecolor=_INK, elinewidth=1, capsize=2, zorder=3)
     for row, (_, mean, _, most, _) in enumerate(values):
-        axes.annotate(f"{mean:.3g}", (most, row), xytext=(4, 0), textcoords="offset points", va="center",
-                      fontsize=8.5)  # fmt: skip
+        axes.annotate(
+            f"{mean:.3g}", (min(most, limit), row), xytext=(4, 0), textcoords="offset points", va="center",
+            fontsize=8.5, annotation_clip=False,
+        )  # fmt: skip
     axes.set_yticks(rows, [_short(name) for name, *_ in values])
     axes.set(xlabel=label)
-    axes.margins(x=0.1)
-    axes.set_xlim(left=0)
+    axes.set(xlim=(0, limit or 1), ylim=(-0.7, len(values) - 0.3))
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
 
 
-def over_time(cell: Cell, colour: str, top: float) -> Drawing | None:
-    """Figures 10 and 27 of the LMETRIC paper for one policy: prefill work of two instances in each window."""
+def over_time(cell: Cell, colour: str, part: slice, top: float) -> Drawing | None:
+    """Figures 10 and 27 of the LMETRIC paper for one policy: prefill work of two instances in each window of
+    `part`."""
     told = next((result for result in cell.results if result.unevenness is not None), None)
     if told is None or told.unevenness is None:
         return None
@@ -266,17 +272,16 @@ def over_time(cell: Cell, colour: str, top: float) -> Drawing | None:
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
-        minutes = np.arange(len(view.mean)) * view.window_seconds / 60
-        thousands = [
-            np.array(column) / 1e3 for column in (view.least, view.most, view.mean, view.first, view.second)
-        ]
+        seconds = (np.arange(len(view.mean)) * view.window_seconds)[part]
+        columns = (view.least, view.most, view.mean, view.first, view.second)
+        thousands = [np.array(column[part]) / 1e3 for column in columns]
         least, most, mean, first, second = thousands
-        axes.fill_between(minutes, least, most, color="#e4e4e4", linewidth=0, label="all instances")
-        axes.plot(minutes, mean, color="#707070", linewidth=1, linestyle="--", label="their mean")
-        axes.plot(minutes, first, color=colour, linewidth=1.1, label="instance A")
-        axes.plot(minutes, second, color=_INK, linewidth=1.1, label="instance B")
+        axes.fill_between(seconds, least, most, color="#e4e4e4", linewidth=0, label="all instances")
+        axes.plot(seconds, mean, color="#707070", linewidth=1, linestyle="--", label="their mean")
+        axes.plot(seconds, first, color=colour, linewidth=1.1, label="instance A")
+        axes.plot(seconds, second, color=_INK, linewidth=1.1, label="instance B")
         axes.set(
-            xlabel="minutes of the simulated run",
+            xlabel="seconds from the first measured arrival",
             ylabel=f"thousand prompt tokens\ncomputed in {view.window_seconds:g} s",
             ylim=(0, top / 1e3 * 1.05),
         )
@@ -295,7 +300,8 @@ def sweep(
     knob: str, cells: Sequence[Cell], leader: Cell | None, styles: Styles
 ) -> Drawing:  # fmt: skip
     """TTFT, TPOT and hit ratio against one knob of a policy, `leader`'s figures as a line across."""
-    name = base(cells[0].results[0])
+    name = base(cells[0])
+    others = [f"{k}={v:g}" for k, v in cells[0].results[0].setup.policy.knobs.items() if k != knob]
     rows: list[tuple[str, Callable[[Result], float | None]]] = [
         ("mean TTFT, s", partial(latency, name="ttft_seconds", part="mean")),
         ("mean TPOT, s", partial(latency, name="tpot_seconds", part="mean")),
@@ -321,12 +327,12 @@ def sweep(
                     spread[0], color=_LEADER_COLOUR, linestyle="--", linewidth=1.4, label=leader.policy
                 )
             axes.set(ylabel=label)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
         panels[-1].set(xlabel=knob)
         _legend(panels[0], figure)
 
     return draw(
-        f"sweep_{_slug(name)}_{knob}", f"{name}: {knob}",
+        _slug("_".join(("sweep", name, knob, *others))), ", ".join((f"{name}: {knob}", *others)),
         "Band: least to most of the seeds.", paint, (5.6, 5.6),
     )  # fmt: skip
 
@@ -338,7 +344,7 @@ def sweeps(cells: Sequence[Cell]) -> Iterator[tuple[str, list[Cell]]]:
         policy = cell.results[0].setup.policy
         for knob in policy.knobs:
             others = tuple(sorted((name, value) for name, value in policy.knobs.items() if name != knob))
-            families.setdefault((base(cell.results[0]), knob, others), []).append(cell)
+            families.setdefault((base(cell), knob, others), []).append(cell)
     for (_, knob, _), family in families.items():
         if len(family) > 1:
             yield knob, family
@@ -348,7 +354,7 @@ def save_pngs(drawings: Sequence[tuple[str, Drawing]], directory: Path) -> None:
     """Each drawing as ``PREFIX-NAME.png`` (no prefix: ``NAME.png``)."""
     directory.mkdir(parents=True, exist_ok=True)
     for prefix, drawing in drawings:
-        (directory / f"{prefix}-{drawing.name}.png".removeprefix("-")).write_bytes(drawing.png)
+        (directory / f"{prefix}-{drawing.name}.png".removeprefix("-")).write_bytes(drawing.png())
 
 
 def _plain_log(axis: Any) -> None:
@@ -366,7 +372,7 @@ def _plain_log(axis: Any) -> None:
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= 30 else label[:28] + "…"
+    return label if len(label) <= 32 else f"{label[:18]}…{label[-13:]}"
 
 
 def _slug(text: str) -> str:

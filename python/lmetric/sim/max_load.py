@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lmetric._core import LmetricError
-from lmetric.sim.setup import Result, Setup, run
+from lmetric.sim.setups import Result, Setup, run
 
 if TYPE_CHECKING:
     from lmetric.sim.run import Workload

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lmetric.sim.traces import Trace
 
 _TOKENIZER = Path(__file__).parent.parent / "engines" / "emulated" / "tokenizer.json"
-_CACHED_BLOCKS = 8192  # 512 tokens of some 6 bytes each: 25 MB
+_CACHED_BLOCKS = 8192  # 25 MB at 512 tokens of some 6 bytes each
 
 
 class PromptWriter:
@@ -31,27 +31,27 @@ class PromptWriter:
 
     def prompt(self, trace: Trace, index: int) -> str:
         """The prompt of the trace's request `index`."""
-        left = int(trace.input_tokens[index])
-        parts = []
-        for block in trace.blocks(index).tolist():
-            parts.append(self._block(block, min(left, trace.block_tokens), False))
-            left -= min(left, trace.block_tokens)
-        if left:
-            parts.append(self._block(index, left, True))
-        return "".join(parts)
+        left, size = int(trace.input_tokens[index]), trace.block_tokens
+        blocks = trace.blocks(index).tolist()
+        whole = left // size
+        texts = self._texts(blocks[:whole], size, False) + self._texts(blocks[whole:], left % size, False)
+        rest = left - min(left, len(blocks) * size)
+        return "".join(texts + self._texts([index] if rest else [], rest, True))
 
-    def _block(self, block: int, tokens: int, private: bool) -> str:
-        key = (block, tokens, private)
-        text = self._cache.get(key)
-        if text is None:
-            chosen = _draw(block, tokens, self._seed, private) % np.uint64(len(self._words))
-            text = "".join(map(self._words.__getitem__, chosen.tolist()))
-            self._cache[key] = text
+    def _texts(self, blocks: list[int], tokens: int, private: bool) -> list[str]:
+        """The first `tokens` tokens of each of `blocks`, those not in the cache drawn at once."""
+        texts: dict[int, str] = {}
+        for block in blocks:
+            if (text := self._cache.get((block, tokens, private))) is not None:
+                self._cache.move_to_end((block, tokens, private))
+                texts[block] = text
+        missing = [block for block in dict.fromkeys(blocks) if block not in texts]
+        drawn = _draw(np.array(missing, dtype=np.uint64), tokens, self._seed, private)
+        for block, words in zip(missing, (drawn % np.uint64(len(self._words))).tolist(), strict=True):
+            texts[block] = self._cache[block, tokens, private] = "".join(map(self._words.__getitem__, words))
             if len(self._cache) > _CACHED_BLOCKS:
                 self._cache.popitem(last=False)
-        else:
-            self._cache.move_to_end(key)
-        return text
+        return [texts[block] for block in blocks]
 
 
 def shipped_words() -> list[str]:
@@ -65,12 +65,13 @@ def shipped_words() -> list[str]:
     return [word for word in words if len(tokenizer.encode(word).ids) == 1]
 
 
-def _draw(block: int, tokens: int, seed: np.uint64, private: bool) -> NDArray[np.uint64]:
-    """`tokens` even draws from 64 bits that depend on the block and on nothing else (SplitMix64)."""
+def _draw(blocks: NDArray[np.uint64], tokens: int, seed: np.uint64, private: bool) -> NDArray[np.uint64]:
+    """For each block (rows) `tokens` even draws from 64 bits that depend on it and on nothing else
+    (SplitMix64)."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
-        begin = _mix(np.uint64(block) ^ _mix(seed * np.uint64(2) + np.uint64(private)))
-        return _mix(begin + np.arange(tokens, dtype=np.uint64) * golden)
+        begin = _mix(blocks ^ _mix(seed * np.uint64(2) + np.uint64(private)))
+        return _mix(begin[:, None] + np.arange(tokens, dtype=np.uint64) * golden)
 
 
 def _mix(x: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:

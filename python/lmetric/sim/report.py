@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 
-from lmetric.profiles import Profile, load_profile
+from lmetric.profiles import Profile
 from lmetric.sim import figures
 from lmetric.sim.figures import LEADER, Drawing, Styles, shown
 from lmetric.sim.max_load import MaxLoad
-from lmetric.sim.setup import Result
+from lmetric.sim.setups import Result
 from lmetric.sim.study import Cell, cells, latency
 from lmetric.sim.summary import WINDOW_SECONDS
 from lmetric.sim.table import TABLE, Value, rows
+
+_BURST_SECONDS = 400.0  # what the paper's Figures 10 and 27 show
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Section:
     imbalance: list[Drawing]
     over_time: list[Drawing]
     sweeps: list[Drawing]
+    sustained: list[str]
     max_loads: list[Drawing]
     chosen_lines: str
 
@@ -86,17 +90,19 @@ def build(
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells(results):
         groups.setdefault(cell.group, []).append(cell)
-    styles = Styles(results)
+    closely = [cell for members in groups.values() for cell in shown(_at(members, _focus(members)))]
+    styles = Styles([*closely, *(cell for members in groups.values() for cell in members)])
     sections = [
         _section(index, group, members, styles, [load for load in max_loads if load.setup.group == group])
         for index, (group, members) in enumerate(groups.items(), start=1)
     ]
     setups = [result.setup for result in results]
     profiles: dict[str, Profile] = {
-        name: load_profile(name) for name in dict.fromkeys(setup.profile for setup in setups)
+        ", ".join(filter(None, setup.group[2:4])): setup.engine for setup in setups
     }
-    template = files("lmetric.sim").joinpath("report.html.j2").read_text(encoding="utf-8")
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters["breakable"] = lambda text: re.sub("([_(])", "\\1\u200b", text)  # may wrap there
+    template = files("lmetric.sim").joinpath("report.html.j2").read_text(encoding="utf-8")
     html = page.from_string(template).render(
         title=title,
         command=command,
@@ -113,6 +119,7 @@ def build(
         rule=max_loads[0].rule if max_loads else None,
         leader=LEADER,
         window=WINDOW_SECONDS,
+        burst=_BURST_SECONDS,
         wall=sum(result.figures.wall_seconds for result in results),
         failed=sum(result.figures.failed for result in results),
     )
@@ -131,20 +138,18 @@ def build(
 def _section(
     index: int, group: tuple[str, ...], members: list[Cell], styles: Styles, max_loads: list[MaxLoad]
 ) -> Section:
-    by_load: dict[str, list[Cell]] = {}
-    for cell in members:
-        by_load.setdefault(cell.load, []).append(cell)
-    focus = _focus(by_load)
-    here = by_load[focus]
+    loads = list(dict.fromkeys(cell.load for cell in members))
+    focus = _focus(members)
+    here = _at(members, focus)
     lines = shown(here)
     policies = {cell.policy: [c for c in members if c.policy == cell.policy] for cell in lines}
-    rivals = len({figures.base(cell.results[0]) for cell in here})
+    rivals = len({figures.base(cell) for cell in here})
     chosen = ""
     if len(lines) < len(here):
-        chosen = (
-            f"Lines: {len(lines)} of {len(here)}, of each policy the variant with the lowest mean TTFT here"
+        chosen = "Lines: of each policy the variant with the lowest mean TTFT at this load"
+        chosen += (
+            f"; of the {rivals} policies {LEADER}, vllm and the best others." if rivals > len(lines) else "."
         )
-        chosen += f", of the {rivals} policies the best by it." if rivals > len(lines) else "."
     return Section(
         anchor=f"s{index}",
         title=group[0],
@@ -158,15 +163,16 @@ def _section(
                 load == focus,
                 _rows(each, styles),
             )
-            for load, each in by_load.items()
+            for load in loads
+            if (each := _at(members, load))
         ],
         verdicts=_verdicts(here),
         cdfs=[
             figures.cdf(lines, styles, "ttft_seconds", "TTFT"),
             figures.cdf(lines, styles, "tpot_seconds", "TPOT"),
         ],
-        latencies=_against_load(policies, styles) if len(by_load) > 1 else [],
-        hits=_hits(here, policies, styles, several=len(by_load) > 1),
+        latencies=_against_load(policies, styles) if len(loads) > 1 else [],
+        hits=_hits(here, policies, styles, several=len(loads) > 1),
         imbalance=[
             figures.bars(
                 here,
@@ -181,19 +187,28 @@ def _section(
         ],
         over_time=_over_time(here, lines, styles),
         sweeps=[figures.sweep(knob, family, _leader(here), styles) for knob, family in figures.sweeps(here)],
+        sustained=[
+            f"{load.setup.policy.label} sustains {load.arrivals_per_second:.3g} requests/s "
+            f"(speed {load.speed:.3g})"
+            for load in max_loads[:1]
+        ],
         max_loads=_max_loads(max_loads, here, styles),
         chosen_lines=chosen,
     )
 
 
-def _focus(by_load: dict[str, list[Cell]]) -> str:
+def _focus(members: list[Cell]) -> str:
     """The load that is looked at closely: half of the maximum where it was run, as in the paper; else the one
     in the middle."""
-    for load, members in by_load.items():
-        if members[0].results[0].setup.fraction_of_max == 0.5:
+    firsts = {cell.load: cell.results[0] for cell in members}
+    for load, first in firsts.items():
+        if first.setup.fraction_of_max == 0.5:
             return load
-    ordered = sorted(by_load, key=lambda load: by_load[load][0].results[0].arrivals_per_second)
-    return ordered[len(ordered) // 2]
+    return sorted(firsts, key=lambda load: firsts[load].arrivals_per_second)[len(firsts) // 2]
+
+
+def _at(members: list[Cell], load: str) -> list[Cell]:
+    return [cell for cell in members if cell.load == load]
 
 
 def _leader(members: list[Cell]) -> Cell | None:
@@ -279,19 +294,30 @@ def _uneven(result: Result) -> float | None:
 
 
 def _over_time(here: list[Cell], lines: list[Cell], styles: Styles) -> list[Drawing]:
-    """Of the leader, the two fastest and the most uneven of what figures with lines show."""
+    """Of the leader, vllm, the fastest other and the most uneven of what figures with lines show."""
     ranked = sorted(lines, key=lambda cell: (cell.over_seeds(_uneven) or (0.0,))[0])
-    several = [cell for cell in (_leader(here), *lines[:3], ranked[-1]) if cell is not None]
-    chosen = list({cell.policy: cell for cell in several}.values())
-    chosen = [*chosen[:3], chosen[-1]] if len(chosen) > 4 else chosen
+    vllm = next((cell for cell in lines if cell.policy == "vllm"), None)
+    rival = next((cell for cell in lines if cell.policy not in (LEADER, "vllm")), None)
+    several = (_leader(here), vllm, rival, ranked[-1])
+    chosen = list({cell.policy: cell for cell in several if cell is not None}.values())
     views = [r.unevenness for cell in chosen for r in cell.results if r.unevenness is not None]
-    top = max((max(view.most, default=0.0) for view in views), default=1.0) or 1.0
-    drawn = (figures.over_time(cell, styles.colour(cell), top) for cell in chosen)
+    burst = _burst([view.mean for view in views])
+    top = max((max(view.most[burst], default=0.0) for view in views), default=1.0) or 1.0
+    drawn = (figures.over_time(cell, styles.colour(cell), burst, top) for cell in chosen)
     return [drawing for drawing in drawn if drawing is not None]
+
+
+def _burst(means: list[list[float]]) -> slice:
+    """The busiest `_BURST_SECONDS` of the run, in windows."""
+    length = round(_BURST_SECONDS / WINDOW_SECONDS)
+    windows = min((len(mean) for mean in means), default=0)
+    work = [sum(mean[index] for mean in means) for index in range(windows)]
+    begin = max(range(max(1, windows - length + 1)), key=lambda at: sum(work[at : at + length]))
+    return slice(begin, begin + length)
 
 
 def _max_loads(loads: list[MaxLoad], here: list[Cell], styles: Styles) -> list[Drawing]:
     colours = {cell.policy: styles.colour(cell) for cell in here}
     for load in loads:
         colours.setdefault(load.setup.policy.label, "#808080")
-    return [figures.max_loads(loads, colours)] if loads else []
+    return [figures.max_loads(loads, colours)] if len(loads) > 1 else []

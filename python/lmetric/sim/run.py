@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric import _core
+from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.expr import Expr
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
@@ -118,7 +119,7 @@ def resolve_profile(profile: ProfileLike) -> Profile:
     return load_profile(profile) if isinstance(profile, str) else Profile.model_validate(dict(profile))
 
 
-def prepare(trace: Trace, profile: ProfileLike = "qwen3-30b-a3b-h20") -> Workload:
+def prepare(trace: Trace, profile: ProfileLike = DEFAULT_PROFILE) -> Workload:
     """Chain the hashes of a trace's prompt blocks for engines with the profile's block size.
 
     Raises:
@@ -149,7 +150,7 @@ def simulate(
     policy: PolicyLike = "lmetric",
     knobs: Mapping[str, float] | None = None,
     instances: int = 16,
-    profile: ProfileLike = "qwen3-30b-a3b-h20",
+    profile: ProfileLike = DEFAULT_PROFILE,
     seed: int = 0,
     signals: Signals = "exact",
     admission: Admission = "reserve",

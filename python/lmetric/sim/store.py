@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lmetric._core import LmetricError
 from lmetric.sim.max_load import MaxLoad
-from lmetric.sim.setup import Result
+from lmetric.sim.setups import Result
 
 _KINDS: dict[str, TypeAdapter[Any]] = {"run": TypeAdapter(Result), "max_load": TypeAdapter(MaxLoad)}
 
@@ -100,6 +100,7 @@ def _row(result: Result) -> dict[str, Any]:
         "trace": setup.trace.label,
         "instances": setup.instances,
         "profile": setup.profile,
+        "block_tokens": setup.engine.block_tokens,
         **setup.settings,
         "load": setup.load,
         "speed": setup.speed,

@@ -9,11 +9,11 @@ from hashlib import sha256
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from lmetric.profiles import load_profile
+from lmetric._core import LmetricError
 from lmetric.sim import max_load
 from lmetric.sim.backends import Backend
 from lmetric.sim.max_load import MaxLoad, Rule
-from lmetric.sim.setup import Result, Setup, TraceChoice, run
+from lmetric.sim.setups import Result, Setup, TraceChoice, run
 from lmetric.sim.store import Store
 from lmetric.sim.study_file import Study
 
@@ -47,13 +47,13 @@ class Library:
     def __init__(self) -> None:
         self._traces: dict[TraceChoice, Trace] = {}
         self._ready: dict[tuple[TraceChoice, int], Workload] = {}
-        self._digests: dict[str, str] = {}
+        self._digests: dict[TraceChoice, str] = {}
 
     def workload(self, setup: Setup) -> Workload:
         """What `setup` plays, at the trace's own speed. Raises `TraceError` and `OSError`."""
         from lmetric.sim.run import prepare
 
-        choice, profile = setup.trace, load_profile(setup.profile)
+        choice, profile = setup.trace, setup.engine
         key = (choice, profile.block_tokens)
         if key not in self._ready:
             if choice not in self._traces:
@@ -63,10 +63,9 @@ class Library:
 
     def digest(self, setup: Setup) -> str:
         """Of the trace file's bytes."""
-        path = setup.trace.path
-        if path not in self._digests:
-            self._digests[path] = setup.trace.digest()
-        return self._digests[path]
+        if setup.trace not in self._digests:
+            self._digests[setup.trace] = setup.trace.digest()
+        return self._digests[setup.trace]
 
 
 def run_study(
@@ -95,7 +94,11 @@ def run_study(
 
 def _run(keyed: tuple[str, Setup], trace: Trace | Workload) -> Result:
     key, setup = keyed
-    return run(setup, trace, key)
+    try:
+        return run(setup, trace, key)
+    except LmetricError as error:
+        place = ", ".join((setup.policy.label, *filter(None, setup.group), setup.load, f"seed {setup.seed}"))
+        raise LmetricError(f"{place}: {error}") from error
 
 
 def _named(result: Result, setup: Setup) -> Result:
@@ -191,6 +194,7 @@ def _told(cell: Cell) -> dict[str, Any]:
         "trace": first.setup.trace.label,
         "instances": first.setup.instances,
         "profile": first.setup.profile,
+        "block_tokens": first.setup.engine.block_tokens,
         "settings": first.setup.settings,
         "policy": cell.policy,
         "load": cell.load,

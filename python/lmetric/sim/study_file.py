@@ -6,23 +6,34 @@ A scalar stands for a list of one wherever a list is swept. `examples/study.yaml
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import orjson
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
+from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.profiles import load_profile, shipped_profiles
 from lmetric.sim.max_load import Rule
-from lmetric.sim.setup import PolicyChoice, Setup, TraceChoice, Value
+from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value, trace_label
 from lmetric.sim.summary import Slo, parse_share
+from lmetric.sim.synthetic import check_synthetic
 
 
 def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
+
+
+def _counted(value: Any) -> Any:
+    if type(value) is not int:
+        return value
+    if value < 1:
+        raise ValueError("a count of at least 1, or a list of seeds")
+    return list(range(value))
 
 
 def _under(key: str) -> BeforeValidator:
@@ -38,18 +49,39 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class TraceEntry(Strict):
-    """A trace, or a slice of one."""
+def _traces(value: Any) -> Any:
+    """Paths stand for entries; all keys of a synthetic trace but the label are its description."""
+    return [
+        {"label": each.get("label"), "synthetic": {k: v for k, v in each.items() if k != "label"}}
+        if isinstance(each, Mapping) and "synthetic" in each
+        else each
+        if isinstance(each, Mapping)
+        else {"path": each}
+        for each in _listed(value)
+    ]
 
-    path: str = Field(description="the file, seen from the study file")
+
+class TraceEntry(Strict):
+    """A trace file or a slice of one; or a synthetic trace, described by the keys beside `synthetic`."""
+
+    path: str | None = Field(None, description="the file, seen from the study file")
     label: str | None = Field(None, description="its name in tables; default: the file's")
+    synthetic: dict[str, Any] | None = Field(None, description="sessions or requests; see docs/traces.md")
     format: str | None = Field(None, description="mooncake, ...; default: told by the file")
+    block_tokens: Count | None = Field(None, description="tokens under one hash id; default: the file's")
+    closed_loop: bool | None = Field(None, description="turns wait for answers; default: as the file says")
     start: NotNegative = Field(0.0, description="trace seconds left out at the front")
     duration: Positive | None = Field(None, description="trace seconds taken from there; default: all")
     requests: Count | None = Field(None, description="only the first so many")
     max_input_tokens: Count | None = Field(None, description="requests with longer prompts are left out")
     prefixes: bool = Field(True, description="false: no request shares a prefix")
     skip_bad_lines: bool = Field(False, description="leave out lines that cannot be read")
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if self.path is None and self.synthetic is None:
+            raise ValueError("give the path of a file, or synthetic with its description")
+        return self
 
 
 class PolicyEntry(Strict):
@@ -165,18 +197,21 @@ class StudyFile(Strict):
     """All keys of a study."""
 
     name: str | None = Field(None, description="its title; default: the file's name")
-    traces: Annotated[list[TraceEntry], _under("path")] = Field(min_length=1, description="traces")
+    traces: Annotated[list[TraceEntry], BeforeValidator(_traces)] = Field(min_length=1, description="traces")
     policies: Annotated[list[PolicyEntry], _under("policy")] = Field(min_length=1, description="policies")
     instances: Annotated[list[Count], Listed] = Field([16], min_length=1, description="instances of a fleet")
     profiles: Annotated[list[str], Listed] = Field(
-        ["qwen3-30b-a3b-h20"], min_length=1, description="engine profiles, shipped names or files"
+        [DEFAULT_PROFILE], min_length=1, description="engine profiles, shipped names or files"
+    )
+    block_tokens: Annotated[list[Count], Listed] | None = Field(
+        None, description="tokens of a KV block, the memory staying as large; default: the profile's"
     )
     loads: Annotated[list[LoadEntry], _under("speed")] = Field(
         [LoadEntry(speed=1.0, fraction_of_max=None)], min_length=1, description="loads"
     )
-    seeds: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(
-        lambda value: list(range(value)) if type(value) is int and value > 0 else _listed(value)
-    )] = Field([0], min_length=1, description="a count, or a list of seeds")  # fmt: skip
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_counted)] = Field(
+        [0], min_length=1, description="a count, or a list of seeds"
+    )
     measure: str = Field("0:1", description="share of the requests that counts, by order of arrival")
     slo: SloEntry = Field(default_factory=lambda: SloEntry.model_validate({}), description="for goodput")
     settings: SettingsEntry = Field(
@@ -228,22 +263,26 @@ def _expand(file: StudyFile, path: Path) -> Study:
     reference = references[0]
     for choice in [*policies, reference]:
         choice.build()
-    profiles = [name if name in shipped_profiles() else str(path.parent / name) for name in file.profiles]
-    for profile in profiles:
-        load_profile(profile)
+    profiles = [_profile(name, path.parent) for name in file.profiles]
+    given = file.settings
+    if given.predictor is not None:
+        predictors = [_profile(name, path.parent) for name in given.predictor]
+        given = given.model_copy(update={"predictor": predictors})
     chosen = [_trace(trace, path.parent) for trace in file.traces]
     for what, labels in (("policies", [p.label for p in policies]), ("traces", [t.label for t in chosen])):
         if twice := next((label for label in labels if labels.count(label) > 1), None):
             raise ConfigError(f"{what}: two are called {twice!r}; give one a label")
+    blocks: Sequence[int | None] = file.block_tokens or [None]
     fleets = [
         Setup(
-            trace=trace, policy=reference, instances=instances, profile=profile, settings=settings,
-            seed=file.seeds[0], measure=share, slo=slo,
+            trace=trace, policy=reference, instances=instances, profile=profile, block_tokens=block_tokens,
+            settings=settings, seed=file.seeds[0], measure=share, slo=slo,
         )
         for trace in chosen
         for profile in profiles
+        for block_tokens in blocks
         for instances in file.instances
-        for settings in file.settings.combinations()
+        for settings in given.combinations()
     ]  # fmt: skip
     setups = [
         replace(
@@ -261,10 +300,21 @@ def _expand(file: StudyFile, path: Path) -> Study:
     return Study(file.name or path.stem, setups, entry.rule(), searches, reference)
 
 
+def _profile(name: str, directory: Path) -> str:
+    """A shipped profile's name, or a path seen from `directory`; raises `ProfileError`."""
+    found = name if name in shipped_profiles() else str(directory / name)
+    load_profile(found)
+    return found
+
+
 def _trace(entry: TraceEntry, directory: Path) -> TraceChoice:
-    label = entry.label or Path(entry.path).name.removesuffix(".gz").removesuffix(".jsonl")
+    if entry.synthetic is not None:
+        check_synthetic(entry.synthetic, f"trace {entry.label or 'synthetic'}")
+        told = orjson.dumps(entry.synthetic, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS).decode()
+        return TraceChoice("", entry.label or "synthetic", told)
+    assert entry.path is not None
     return TraceChoice(
         path=str(directory / entry.path),
-        label=label,
-        **entry.model_dump(exclude={"path", "label"}),
+        label=entry.label or trace_label(entry.path),
+        **entry.model_dump(exclude={"path", "label", "synthetic"}),
     )

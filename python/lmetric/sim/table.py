@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lmetric.sim.setup import Result
+from lmetric.sim.setups import Result
 from lmetric.sim.study import Cell, latency
 
 _PARTS = (("mean", "mean"), ("p50", "p50"), ("p90", "p90"), ("p99", "p99"), ("p999", "p99.9"))
@@ -24,7 +24,8 @@ class Column:
 
     def shows(self, value: float) -> str:
         """The value as a cell has it."""
-        return f"{value * self.scale:,.{self.digits}f}"
+        scaled = value * self.scale
+        return f"{scaled:,.{self.digits if abs(scaled) < 1000 else 0}f}"
 
 
 def _latencies(name: str, scale: float, digits: int) -> tuple[Column, ...]:
@@ -75,7 +76,8 @@ def rows(cells: Sequence[Cell]) -> list[list[Value | None]]:
                 continue
             mean, least, most = found
             rivals = [other[0] for spread in spreads if (other := spread[position]) is not None]
-            best = len(cells) > 1 and all(mean * column.better >= rival * column.better for rival in rivals)
+            gains = [(mean - rival) * column.better for rival in rivals]
+            best = min(gains) >= 0 < max(gains)  # where all are equal none is
             half = column.shows((most - least) / 2) if len(cell.results) > 1 else ""
             values.append(Value(column.shows(mean), half, best))
         made.append(values)

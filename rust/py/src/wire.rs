@@ -4,8 +4,9 @@ use crate::ticket::Ticket;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_wire::{Fields, Finish, Kind, Request, Scanner, Step, WireError as CoreWireError};
 use pyo3::create_exception;
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyTuple};
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,9 +17,10 @@ create_exception!(
     "Bytes are not the HTTP/1.1 message they should be, or end too early."
 );
 
-/// Bits of [`ResponseScanner::feed`]'s answer.
+const PASS: u64 = 4;
+/// Bits of what a step of [`ResponseReader`] tells of.
 const FLAGS: [(&str, u64); 6] =
-    [("READY", 1), ("END", 2), ("PASS", 4), ("OUT", 8), ("ENGINE_ERROR", 16), ("INCOMPLETE", 32)];
+    [("READY", 1), ("END", 2), ("PASS", PASS), ("OUT", 8), ("ENGINE_ERROR", 16), ("INCOMPLETE", 32)];
 
 fn flags(step: Step) -> u64 {
     let bits = [step.ready, step.end, step.pass, step.out, step.error, step.incomplete];
@@ -29,18 +31,26 @@ fn error(error: CoreWireError) -> PyErr {
     WireError::new_err(error.to_string())
 }
 
-/// Reads an engine's responses, one after the other, frames them for the client, and tells the ticket of the tokens.
-#[pyclass(module = "lmetric._core")]
+/// Reads an engine's responses, one after the other, and frames them for the client; the base of a protocol of asyncio.
+///
+/// What may go to the client as it came is written at once, and the ticket told of its tokens: no Python runs for it. Of
+/// all else the sink is told.
+#[pyclass(module = "lmetric._core", subclass)]
 #[derive(Default)]
-struct ResponseScanner {
+struct ResponseReader {
     scanner: Scanner,
     ticket: Option<Py<Ticket>>,
     /// Output tokens that the ticket knows of.
     told: u64,
     first_token_at: Option<f64>,
+    sink: Option<Py<PyAny>>,
+    /// The client's `transport.write`, once the answer is committed to.
+    write: Option<Py<PyAny>>,
+    #[pyo3(get)]
+    pieces: u64,
 }
 
-impl ResponseScanner {
+impl ResponseReader {
     fn stepped(&mut self, py: Python<'_>, step: std::result::Result<Step, CoreWireError>) -> Result<u64> {
         let step = step.map_err(error)?;
         if step.pass || step.out {
@@ -72,21 +82,43 @@ impl ResponseScanner {
 }
 
 #[pymethods]
-impl ResponseScanner {
+impl ResponseReader {
     #[new]
-    fn new() -> Self {
+    #[pyo3(signature = (*_args))]
+    fn new(_args: &Bound<'_, PyTuple>) -> Self {
         Self::default()
     }
 
-    #[pyo3(signature = (ticket=None, http11=true, require_finish=false, bodiless=false))]
-    fn begin(&mut self, ticket: Option<Py<Ticket>>, http11: bool, require_finish: bool, bodiless: bool) {
-        self.scanner.begin(http11, require_finish, bodiless);
+    #[pyo3(signature = (sink, ticket=None, http11=true, require_finish=false))]
+    fn begin(&mut self, sink: Py<PyAny>, ticket: Option<Py<Ticket>>, http11: bool, require_finish: bool) {
+        self.scanner.begin(http11, require_finish, false);
+        (self.sink, self.write, self.pieces) = (Some(sink), None, 0);
         (self.ticket, self.told, self.first_token_at) = (ticket, 0, None);
     }
 
-    fn feed(&mut self, py: Python<'_>, data: &[u8]) -> Result<u64> {
-        let step = self.scanner.feed(data);
-        self.stepped(py, step)
+    /// Called by the loop.
+    fn data_received(slf: &Bound<'_, Self>, data: &Bound<'_, PyBytes>) -> PyResult<()> {
+        let py = slf.py();
+        let mut this = slf.borrow_mut();
+        let Some(sink) = this.sink.as_ref().map(|sink| sink.clone_ref(py)) else {
+            drop(this);
+            return slf.call_method0("unasked").map(drop);
+        };
+        this.pieces += 1;
+        let step = this.scanner.feed(data.as_bytes());
+        let step = this.stepped(py, step);
+        let write = this.write.as_ref().map(|write| write.clone_ref(py));
+        // What is called may call back.
+        drop(this);
+        let done = match (step, write) {
+            (Ok(PASS), Some(write)) => write.call1(py, (data,)),
+            (Ok(flags), _) => return sink.call_method1(py, intern!(py, "received"), (flags, data)).map(drop),
+            (Err(error), _) => Err(error.into()),
+        };
+        match done {
+            Ok(_) => Ok(()),
+            Err(error) => sink.call_method1(py, "failed", (error,)).map(drop),
+        }
     }
 
     fn eof(&mut self, py: Python<'_>) -> Result<u64> {
@@ -94,9 +126,23 @@ impl ResponseScanner {
         self.stepped(py, step)
     }
 
-    fn commit<'py>(&mut self, py: Python<'py>, extra: &[u8], close: bool) -> Result<Bound<'py, PyBytes>> {
+    #[pyo3(signature = (extra, close, write=None))]
+    fn commit<'py>(
+        &mut self,
+        py: Python<'py>,
+        extra: &[u8],
+        close: bool,
+        write: Option<Py<PyAny>>,
+    ) -> Result<Bound<'py, PyBytes>> {
         self.tell(py)?;
+        self.write = write;
         Ok(PyBytes::new(py, self.scanner.commit(extra, close)))
+    }
+
+    /// Lets go of the sink, which is returned.
+    fn detach(&mut self) -> Option<Py<PyAny>> {
+        self.write = None;
+        self.sink.take()
     }
 
     /// Closes the ticket as finished, with the usage that the answer tells of, and lets go of it.
@@ -307,5 +353,5 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     }
     module.add_class::<RequestHead>()?;
     module.add_class::<RequestReader>()?;
-    module.add_class::<ResponseScanner>()
+    module.add_class::<ResponseReader>()
 }

@@ -431,3 +431,6 @@ fn engine_request<'w>(workload: &'w Workload, config: &ClusterConfig, request: u
         salt: None,
     }
 }
+
+#[cfg(test)]
+mod tests;

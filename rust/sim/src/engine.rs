@@ -413,12 +413,20 @@ impl Engine {
         cleared
     }
 
-    /// The load now.
+    /// The load when the steps under way began, or now.
     pub fn load(&self) -> Load {
+        self.load_after(0)
+    }
+
+    /// The load once so many of the steps under way, of which none changes more than lengths, have run.
+    pub fn load_after(&self, steps: u32) -> Load {
         let memory = f64::from(self.profile.cache_blocks);
+        let made = u64::from(steps) * self.decoding.len() as u64;
         let used = match self.settings.admission {
             Admission::Vllm => f64::from(self.pool.capacity() - self.pool.free()),
-            Admission::Reserve => self.running_tokens() as f64 / f64::from(self.profile.block_tokens),
+            Admission::Reserve => {
+                (self.running_tokens() + made) as f64 / f64::from(self.profile.block_tokens)
+            }
         };
         let remaining = |slot: &u32| u64::from(self.sequences[*slot].total - self.sequences[*slot].computed);
         Load {
@@ -426,7 +434,7 @@ impl Engine {
             running: self.running(),
             kv_usage: used / memory,
             remaining_prefill_tokens: self.prefilling.iter().map(remaining).sum(),
-            context_tokens: self.context_tokens,
+            context_tokens: self.context_tokens + made,
             counters: self.counters,
         }
     }

@@ -131,8 +131,7 @@ impl Observer {
         }
         if self.by_token {
             for engine in engines {
-                let (begun, ended) = engine.progress(now);
-                let steps = if self.signals.step_end { begun } else { ended };
+                let steps = self.steps_seen(engine, now);
                 for (request, made) in engine.decoding() {
                     self.made(request, made + steps, now)?;
                 }
@@ -146,9 +145,15 @@ impl Observer {
         Ok(())
     }
 
+    /// Of an engine's steps under way, those whose results are seen by now.
+    fn steps_seen(&self, engine: &Engine, now: Seconds) -> u32 {
+        let (begun, ended) = engine.progress(now);
+        if self.signals.step_end { begun } else { ended }
+    }
+
     /// An engine's load report.
     pub fn report(&mut self, instance: usize, engine: &Engine, now: Seconds) -> Result<(), CoreError> {
-        let load = engine.load();
+        let load = engine.load_after(self.steps_seen(engine, now));
         let report = Report {
             at: now,
             waiting: Some(f64::from(load.waiting)),

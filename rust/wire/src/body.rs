@@ -63,6 +63,20 @@ impl Body {
         matches!(self.state, State::Done | State::UntilClose | State::Left(_)) || self.state == START
     }
 
+    /// The payload of `input`, where that is just one chunk (and not the last one) and nothing else.
+    pub(crate) fn whole_chunk<'a>(&self, input: &'a [u8]) -> Option<&'a [u8]> {
+        if self.state != START {
+            return None;
+        }
+        let (mut size, mut at) = (0, 0);
+        while *input.get(at)? != b'\r' && at < 8 {
+            size = size * 16 + (input[at] as char).to_digit(16)? as usize;
+            at += 1;
+        }
+        let payload = input.strip_suffix(b"\r\n")?.get(at..)?.strip_prefix(b"\r\n")?;
+        (size > 0 && payload.len() == size).then_some(payload)
+    }
+
     /// The connection ended: whether the body may end so.
     pub(crate) fn eof(&mut self) -> Result<(), WireError> {
         match self.state {

@@ -168,68 +168,92 @@ impl Probe {
     pub(crate) fn feed(&mut self, input: &[u8]) {
         let mut at = 0;
         while at < input.len() {
-            match self.lex {
-                Lex::Text { key } => {
-                    let rest = &input[at..];
-                    let end = memchr::memchr2(b'"', b'\\', rest);
-                    let n = end.unwrap_or(rest.len());
-                    self.keep(&rest[..n]);
-                    at += n;
-                    match end.map(|n| rest[n]) {
-                        None => {}
-                        Some(b'"') => {
-                            self.lex = Lex::Between;
-                            at += 1;
-                            if key {
-                                self.key = self.short().map_or(Key::Other, Key::of);
-                                self.want_key = false;
-                            } else if self.other == 0 {
-                                self.string();
-                            }
-                        }
-                        Some(_) => {
-                            self.lex = Lex::Escape { key };
-                            at += 1;
-                        }
-                    }
-                }
+            let rest = &input[at..];
+            at += match self.lex {
+                Lex::Between => self.between(rest),
+                Lex::Text { key } => self.text(key, rest),
                 Lex::Escape { key } => {
                     // No word of interest has an escape: make it longer than any of them.
                     self.length += WORD;
                     self.lex = Lex::Text { key };
-                    at += 1;
+                    1
                 }
-                Lex::Word => {
-                    let byte = input[at];
-                    if byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.') {
-                        self.keep(&input[at..=at]);
-                        at += 1;
-                    } else {
-                        self.lex = Lex::Between;
-                        self.scalar();
+                Lex::Word => self.letters(rest),
+            };
+        }
+    }
+
+    /// The rest of a string, as far as `rest` has it. Returns the bytes read, as its neighbours do.
+    fn text(&mut self, key: bool, rest: &[u8]) -> usize {
+        let end = text_end(rest);
+        let n = end.unwrap_or(rest.len());
+        let part = &rest[..n];
+        match end {
+            None => {
+                self.keep(part);
+                return n;
+            }
+            Some(_) if rest[n] == b'\\' => {
+                self.keep(part);
+                self.lex = Lex::Escape { key };
+            }
+            Some(_) => {
+                self.lex = Lex::Between;
+                self.whole(part, |probe, word, length| match (key, probe.other) {
+                    (true, _) => {
+                        probe.key = word.map_or(Key::Other, Key::of);
+                        probe.want_key = false;
                     }
-                }
-                Lex::Between => {
-                    self.between(input[at]);
-                    at += 1;
-                }
+                    (false, 0) => probe.string(word, length),
+                    _ => {}
+                });
             }
         }
+        n + 1
+    }
+
+    /// The rest of a number or name, as far as `rest` has it.
+    fn letters(&mut self, rest: &[u8]) -> usize {
+        let word = |b: &u8| b.is_ascii_alphanumeric() || matches!(b, b'+' | b'-' | b'.');
+        match rest.iter().position(|b| !word(b)) {
+            None => {
+                self.keep(rest);
+                rest.len()
+            }
+            Some(n) => {
+                self.lex = Lex::Between;
+                self.whole(&rest[..n], |probe, word, _| probe.scalar(word));
+                n
+            }
+        }
+    }
+
+    /// Calls `then` with the word that ends with `part` (`None` where it is longer than `WORD`) and its length.
+    fn whole(&mut self, part: &[u8], then: impl FnOnce(&mut Self, Option<&[u8]>, usize)) {
+        if self.length == 0 {
+            return then(self, Some(part).filter(|part| part.len() <= WORD), part.len());
+        }
+        self.keep(part);
+        let word = self.word;
+        then(self, word.get(..self.length), self.length);
     }
 
     /// Ends the document and starts the next.
     pub(crate) fn take(&mut self) -> Found {
         if self.lex == Lex::Word {
-            self.scalar();
+            self.letters(b" ");
         }
         std::mem::take(self).found
     }
 
-    fn between(&mut self, byte: u8) {
+    fn between(&mut self, rest: &[u8]) -> usize {
+        let byte = rest[0];
         match byte {
             b'"' => {
-                self.lex = Lex::Text { key: self.want_key && self.other == 0 };
+                let key = self.want_key && self.other == 0;
+                self.lex = Lex::Text { key };
                 self.length = 0;
+                return 1 + self.text(key, &rest[1..]);
             }
             b'{' | b'[' => self.open(byte == b'{'),
             b'}' | b']' => {
@@ -244,10 +268,11 @@ impl Probe {
             b'0'..=b'9' | b'-' | b'a'..=b'z' if self.other == 0 => {
                 self.lex = Lex::Word;
                 self.length = 0;
-                self.keep(&[byte]);
+                return self.letters(rest);
             }
             _ => {}
         }
+        1
     }
 
     fn place(&self) -> Place {
@@ -303,45 +328,53 @@ impl Probe {
         self.length += bytes.len();
     }
 
-    fn short(&self) -> Option<&[u8]> {
-        self.word.get(..self.length)
-    }
-
-    fn string(&mut self) {
-        let filled = self.length > 0;
+    fn string(&mut self, word: Option<&[u8]>, length: usize) {
         match (self.place(), self.key) {
             (Place::Choice | Place::Delta, Key::Text) | (Place::Top, Key::Delta) => {
-                self.found.content |= filled
+                self.found.content |= length > 0
             }
             (Place::Delta, Key::Role) => self.found.role = true,
             (Place::Choice, Key::FinishReason) => {
-                let aborted = matches!(self.short(), Some(b"abort" | b"error"));
+                let aborted = matches!(word, Some(b"abort" | b"error"));
                 self.found.finish = if aborted { Finish::Aborted } else { Finish::Done };
             }
             (Place::Top, Key::Error) => self.found.error = true,
-            (Place::Top, Key::Object) => self.found.error |= self.short() == Some(b"error"),
+            (Place::Top, Key::Object) => self.found.error |= word == Some(b"error"),
             _ => {}
         }
     }
 
-    fn scalar(&mut self) {
-        let (place, key) = (self.place(), self.key);
-        if place == Place::TokenIds {
-            self.found.token_ids = self.found.token_ids.map(|n| n + 1);
-            return;
-        }
-        let number =
-            self.short().and_then(|word| std::str::from_utf8(word).ok()).and_then(|word| word.parse().ok());
-        let Some(number) = number else { return };
-        let usage = &mut self.found.usage;
-        match (place, key) {
-            (Place::Usage, Key::Prompt) => usage.prompt = Some(number),
-            (Place::Usage, Key::Output) => usage.output = Some(number),
-            (Place::Details, Key::Cached) => usage.cached = Some(number),
-            (Place::Error | Place::Top, Key::Code) => self.found.error_code = Some(number),
-            _ => {}
-        }
+    fn scalar(&mut self, word: Option<&[u8]>) {
+        let place = self.place();
+        let Found { token_ids, error_code, usage, .. } = &mut self.found;
+        let number = match (place, self.key) {
+            (Place::TokenIds, _) => {
+                *token_ids = token_ids.map(|n| n + 1);
+                return;
+            }
+            (Place::Usage, Key::Prompt) => &mut usage.prompt,
+            (Place::Usage, Key::Output) => &mut usage.output,
+            (Place::Details, Key::Cached) => &mut usage.cached,
+            (Place::Error | Place::Top, Key::Code) => error_code,
+            _ => return,
+        };
+        let value = word.and_then(|word| std::str::from_utf8(word).ok()).and_then(|word| word.parse().ok());
+        *number = value.or(*number);
     }
+}
+
+/// Where the first quote or backslash is. Most strings are short: 16 bytes at once cost less than a call of `memchr2`.
+fn text_end(rest: &[u8]) -> Option<usize> {
+    const ONES: u128 = u128::MAX / 0xff;
+    // Sets the top bit of the first byte that is 0, and maybe of some after it.
+    let zeros = |x: u128| x.wrapping_sub(ONES) & !x & (ONES << 7);
+    let Some((first, after)) = rest.split_first_chunk() else { return memchr::memchr2(b'"', b'\\', rest) };
+    let x = u128::from_le_bytes(*first);
+    let found = zeros(x ^ (ONES * b'"' as u128)) | zeros(x ^ (ONES * b'\\' as u128));
+    if found != 0 {
+        return Some(found.trailing_zeros() as usize / 8);
+    }
+    memchr::memchr2(b'"', b'\\', after).map(|n| n + first.len())
 }
 
 #[cfg(test)]
@@ -403,6 +436,20 @@ mod tests {
         assert!(!probe(r#"{"id":"1","error":null,"choices":[]}"#).error);
         assert_eq!(probe(r#"{"choices":[{"finish_reason":"abort"}]}"#).finish, Finish::Aborted);
         assert_eq!(probe(r#"{"choices":[{"finish_reason":"tool_calls"}]}"#).finish, Finish::Done);
+    }
+
+    #[test]
+    fn the_end_of_a_text_is_found_wherever_it_is() {
+        for (end, filler) in [(b'"', b'a'), (b'\\', b'!'), (b'"', b'#'), (b'\\', b']'), (b'"', 0xff)] {
+            for at in 0..40 {
+                let mut text = vec![filler; 40];
+                assert_eq!(text_end(&text), None);
+                text[at] = end;
+                assert_eq!(text_end(&text), Some(at));
+                text[at + 1..].fill(b'"');
+                assert_eq!(text_end(&text), Some(at));
+            }
+        }
     }
 
     #[test]

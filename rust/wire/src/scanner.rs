@@ -41,6 +41,52 @@ enum Out {
     Close,
 }
 
+/// What the answer said so far.
+#[derive(Debug, Default)]
+struct Said {
+    ready: bool,
+    finish: Finish,
+    error: bool,
+    error_code: Option<u64>,
+    usage: Usage,
+    tokens: u64,
+}
+
+impl Said {
+    fn event(&mut self, found: &Found, step: &mut Step) {
+        let tokens = found.tokens();
+        self.tokens += tokens;
+        step.tokens = step.tokens.saturating_add(u32::try_from(tokens).unwrap_or(u32::MAX));
+        self.note(found, step);
+        // A chat stream opens with a chunk that only names the role: not yet a sign of life of the model.
+        self.ready |= !found.choices || tokens > 0 || found.finish != Finish::Open || found.error;
+    }
+
+    fn note(&mut self, found: &Found, step: &mut Step) {
+        if found.finish != Finish::Open {
+            self.finish = found.finish;
+        }
+        if found.error {
+            step.error = true;
+            self.error = true;
+            self.error_code = found.error_code;
+        }
+        let Usage { prompt, cached, output } = found.usage;
+        self.usage.prompt = prompt.or(self.usage.prompt);
+        self.usage.cached = cached.or(self.usage.cached);
+        self.usage.output = output.or(self.usage.output);
+    }
+}
+
+/// Where events end in a piece of payload.
+#[derive(Debug, PartialEq, Eq)]
+struct Ends {
+    /// The end of the last whole event.
+    last: Option<usize>,
+    /// The start of a `[DONE]` that comes too early.
+    halt: Option<usize>,
+}
+
 /// Reads one response after the other from one connection.
 #[derive(Debug)]
 pub struct Scanner {
@@ -58,17 +104,12 @@ pub struct Scanner {
     /// Payload that may go to the client.
     released: Vec<u8>,
     written: Vec<u8>,
-    ready: bool,
+    said: Said,
     committed: bool,
     halted: bool,
     /// The message's end was handed out.
     closed: bool,
     extra: bool,
-    finish: Finish,
-    error: bool,
-    error_code: Option<u64>,
-    usage: Usage,
-    tokens: u64,
 }
 
 impl Default for Scanner {
@@ -86,16 +127,11 @@ impl Default for Scanner {
             pending: Vec::new(),
             released: Vec::new(),
             written: Vec::new(),
-            ready: false,
+            said: Said::default(),
             committed: false,
             halted: false,
             closed: false,
             extra: false,
-            finish: Finish::Open,
-            error: false,
-            error_code: None,
-            usage: Usage::default(),
-            tokens: 0,
         }
     }
 }
@@ -151,22 +187,22 @@ impl Scanner {
 
     /// How the generation ended, as far as the answer says.
     pub fn finish(&self) -> Finish {
-        self.finish
+        self.said.finish
     }
 
     /// Numeric code of the error in the body, where it had one.
     pub fn error_code(&self) -> Option<u64> {
-        self.error_code
+        self.said.error_code
     }
 
     /// The last usage seen.
     pub fn usage(&self) -> Usage {
-        self.usage
+        self.said.usage
     }
 
     /// Output tokens counted from a stream's events.
     pub fn tokens(&self) -> u64 {
-        self.tokens
+        self.said.tokens
     }
 
     /// Reads a piece of input.
@@ -177,6 +213,21 @@ impl Scanner {
         let clean =
             self.committed && self.body.at_boundary() && self.pending.is_empty() && self.released.is_empty();
         let mut step = Step::default();
+        // Engines mostly send a chunk of whole events at a time: it is read where it lies, and passes.
+        if clean
+            && self.out == Out::Chunked
+            && self.event_stream()
+            && !self.halted
+            && let Some(payload) = self.body.whole_chunk(input)
+        {
+            let ends = self.read_events(payload, &mut step);
+            step.pass = ends == Ends { last: Some(payload.len()), halt: None };
+            if !step.pass {
+                self.keep_events(payload, &ends, &mut step);
+                step.out = !self.released.is_empty();
+            }
+            return Ok(step);
+        }
         let mut rest = input;
         // The head's bytes are moved aside so that payload can be read while the scanner changes.
         let mut held = std::mem::take(&mut self.raw_head);
@@ -314,7 +365,10 @@ impl Scanner {
         let mut body = std::mem::replace(&mut self.body, Body::new(Framing::Close));
         let used = body.feed(input, |piece| {
             if event_stream {
-                self.event_bytes(piece, step);
+                if !self.halted {
+                    let ends = self.read_events(piece, step);
+                    self.keep_events(piece, &ends, step);
+                }
             } else {
                 if json {
                     self.probe.feed(piece);
@@ -326,34 +380,32 @@ impl Scanner {
         used
     }
 
-    fn event_bytes(&mut self, piece: &[u8], step: &mut Step) {
-        if self.halted {
-            return;
-        }
-        let mut events = std::mem::take(&mut self.events);
-        let mut halt_at = None;
-        let boundary = events.feed(piece, |event, start| match event {
-            _ if halt_at.is_some() => {}
-            Event::Done if self.require_finish && self.finish == Finish::Open && !self.error => {
-                halt_at = Some(start)
-            }
-            Event::Comment | Event::Done => self.ready = true,
-            Event::Data(found) => self.event(&found, step),
+    /// Reads payload of an event stream.
+    fn read_events(&mut self, piece: &[u8], step: &mut Step) -> Ends {
+        let (said, require_finish) = (&mut self.said, self.require_finish);
+        let mut halt = None;
+        let last = self.events.feed(piece, |event, start| match event {
+            _ if halt.is_some() => {}
+            Event::Done if require_finish && said.finish == Finish::Open && !said.error => halt = Some(start),
+            Event::Comment | Event::Done => said.ready = true,
+            Event::Data(found) => said.event(&found, step),
         });
-        self.events = events;
-        if let Some(start) = halt_at {
+        Ends { last, halt }
+    }
+
+    /// Keeps payload of an event stream: what of it is whole may go to the client.
+    fn keep_events(&mut self, piece: &[u8], ends: &Ends, step: &mut Step) {
+        if let Some(start) = ends.halt {
             // All before the `[DONE]` that comes too early still goes out; a part of it may lie in `pending`.
             if start > 0 {
                 self.released.append(&mut self.pending);
                 self.released.extend_from_slice(&piece[..start]);
             }
             self.pending.clear();
-            self.halted = true;
-            self.ready = true;
-            step.incomplete = true;
+            self.halt(step);
             return;
         }
-        match boundary {
+        match ends.last {
             Some(end) => {
                 self.released.append(&mut self.pending);
                 self.released.extend_from_slice(&piece[..end]);
@@ -366,63 +418,48 @@ impl Scanner {
         }
     }
 
-    fn event(&mut self, found: &Found, step: &mut Step) {
-        let tokens = found.tokens();
-        self.tokens += tokens;
-        step.tokens = step.tokens.saturating_add(u32::try_from(tokens).unwrap_or(u32::MAX));
-        self.note(found, step);
-        // A chat stream opens with a chunk that only names the role: not yet a sign of life of the model.
-        self.ready |= !found.choices || tokens > 0 || found.finish != Finish::Open || found.error;
-    }
-
-    fn note(&mut self, found: &Found, step: &mut Step) {
-        if found.finish != Finish::Open {
-            self.finish = found.finish;
-        }
-        if found.error {
-            step.error = true;
-            self.error = true;
-            self.error_code = found.error_code;
-        }
-        let Usage { prompt, cached, output } = found.usage;
-        self.usage.prompt = prompt.or(self.usage.prompt);
-        self.usage.cached = cached.or(self.usage.cached);
-        self.usage.output = output.or(self.usage.output);
-    }
-
     /// The body is whole.
     fn end(&mut self, step: &mut Step) {
         if self.event_stream() {
             if self.halted {
                 return;
             }
-            if self.require_finish && self.finish == Finish::Open && !self.error && self.status() == 200 {
+            if self.require_finish
+                && self.said.finish == Finish::Open
+                && !self.said.error
+                && self.status() == 200
+            {
                 self.pending.clear();
-                self.halted = true;
-                self.ready = true;
-                step.incomplete = true;
+                self.halt(step);
                 return;
             }
             self.released.append(&mut self.pending);
         } else {
             let found = self.probe.take();
-            self.note(&found, step);
+            self.said.note(&found, step);
         }
-        self.ready = true;
+        self.said.ready = true;
         step.end = true;
+    }
+
+    /// The stream ended too early.
+    fn halt(&mut self, step: &mut Step) {
+        self.halted = true;
+        self.said.ready = true;
+        step.incomplete = true;
     }
 
     fn judge_ready(&mut self) -> bool {
         if let Some(head) = &self.head
-            && !self.ready
+            && !self.said.ready
         {
-            self.ready = match (head.event_stream, head.json) {
+            self.said.ready = match (head.event_stream, head.json) {
                 (true, _) => head.status != 200 || self.released.len() + self.pending.len() > HOLD_LIMIT,
                 (false, true) => self.released.len() > HOLD_LIMIT,
                 (false, false) => true,
             };
         }
-        self.ready && !self.committed
+        self.said.ready && !self.committed
     }
 
     fn same_framing(&self) -> bool {

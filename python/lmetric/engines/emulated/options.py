@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.profiles import Profile, check_profile, load_profile
 
 _COUNT = 2**30
@@ -21,7 +22,7 @@ class EngineOptions(BaseModel):
     model: str = Field(default="emulated", min_length=1, description="Name of the served model.")
 
     profile: str = Field(
-        default="independent-sim", description="Shipped profile's name, or path of a YAML file."
+        default=DEFAULT_PROFILE, description="Shipped profile's name, or path of a YAML file."
     )
     block_tokens: int = Field(
         default=16, gt=0, le=2**20, description="Tokens of a KV block, whatever the profile simulates with."
@@ -98,11 +99,9 @@ class EngineOptions(BaseModel):
 
     def resolved_profile(self) -> Profile:
         """The profile with the overrides applied; raises `lmetric.profiles.ProfileError`."""
-        profile = load_profile(self.profile)
-        tokens = profile.cache_blocks * profile.block_tokens
+        profile = load_profile(self.profile).in_blocks_of(self.block_tokens)
         changed = {
-            "block_tokens": self.block_tokens,
-            "cache_blocks": self.cache_blocks or max(1, tokens // self.block_tokens),
+            "cache_blocks": self.cache_blocks or profile.cache_blocks,
             "max_sequences": self.max_sequences or profile.max_sequences,
             "max_batch_tokens": self.max_batch_tokens or profile.max_batch_tokens,
         }

@@ -140,7 +140,7 @@ class _QwenBailian(_JsonLines):
 
     def __call__(self, line: bytes) -> Row:
         row, request = self._request(line)
-        key, parent = row.get("chat_id"), row.get("parent_chat_id")
+        key, parent = row.get("chat_id"), row.get("parent_chat_id", -1)
         for name, value in (("chat_id", key), ("parent_chat_id", parent)):
             if type(value) is not int:
                 raise ValueError(f"{name} must be a whole number, got {value!r}")

@@ -36,6 +36,7 @@ class TraceSummary:
     requests: int
     duration_seconds: float  # from the first arrival to the last
     requests_per_second: float | None  # None: all arrive at once
+    simultaneous_requests: int  # that arrive at the very moment of another: rounded times make bursts
     input_tokens: Lengths
     output_tokens: Lengths
     block_tokens: int
@@ -52,12 +53,14 @@ def summarize_trace(trace: Trace) -> TraceSummary:
     if not len(trace):
         raise ValueError(f"trace {trace.name} is empty")
     duration = trace.duration_seconds
+    _, together = np.unique(trace.arrival_seconds, return_counts=True)
     sessions = 0 if trace.sessions is None else len(np.unique(trace.sessions[trace.sessions >= 0]))
     return TraceSummary(
         name=trace.name,
         requests=len(trace),
         duration_seconds=duration,
         requests_per_second=len(trace) / duration if duration > 0 else None,
+        simultaneous_requests=int(together[together > 1].sum()),
         input_tokens=Lengths.of(trace.input_tokens),
         output_tokens=Lengths.of(trace.output_tokens),
         block_tokens=trace.block_tokens,

@@ -14,8 +14,10 @@ import numpy as np
 import orjson
 
 from lmetric import _core
+from lmetric._core import LmetricError
+from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.policies import Policy
-from lmetric.profiles import load_profile
+from lmetric.profiles import Profile, load_profile
 from lmetric.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
 
 if TYPE_CHECKING:
@@ -62,15 +64,22 @@ class PolicyChoice:
         """With this label, or with the one that names the policy and its knobs."""
         if label is None:
             inner = ", ".join(f"{name}={value:g}" for name, value in self.knobs.items())
-            base = self.policy if isinstance(self.policy, str) else str(self.policy.get("score"))
-            if not isinstance(self.policy, str) and self.policy.get("name"):
-                base = str(self.policy["name"])
-            label = f"{base}({inner})" if inner else base
+            label = f"{self.base}({inner})" if inner else self.base
         return replace(self, label=label)
+
+    @property
+    def base(self) -> str:
+        """The policy without its knobs."""
+        if isinstance(self.policy, str):
+            return self.policy
+        return str(self.policy.get("name") or self.policy.get("score"))
 
     def build(self) -> Policy | str:
         """What the router takes. Raises as `Policy.from_config`, and for knobs that are not the policy's."""
-        built = Policy.from_config(self.policy, knobs=self.knobs)
+        policy = self.policy
+        if not isinstance(policy, str):  # its own knobs would go before those beside it
+            policy = {**policy, "knobs": {**(policy.get("knobs") or {}), **self.knobs}}
+        built = Policy.from_config(policy, knobs=self.knobs)
         _core.Router(built, knobs=dict(self.knobs) if isinstance(built, str) else None)
         return built
 
@@ -90,49 +99,58 @@ def split_policies(texts: list[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class TraceChoice:
-    """A trace file and what is taken of it."""
+    """A trace file and what is taken of it, or the description of a synthetic trace."""
 
-    path: str
+    path: str  # "" where it is synthetic
     label: str
+    synthetic: str | None = None  # the description, as JSON
     start: float = 0.0  # trace seconds left out at the front
     duration: float | None = None  # trace seconds taken from there
     requests: int | None = None  # the first so many
     max_input_tokens: int | None = None  # longer prompts are left out
     prefixes: bool = True  # False: hash_ids are left out, no request shares anything
+    closed_loop: bool | None = None  # whether turns wait for answers; None: as the file says
     format: str | None = None  # None: told by the file itself
+    block_tokens: int | None = None  # under one hash id; None: as the file or format says
     skip_bad_lines: bool = False
 
     def load(self) -> Trace:
-        """Reads the file. Raises `TraceError` and `OSError`; also where nothing is left of it."""
+        """Reads or makes the trace. Raises `TraceError` and `OSError`; also where nothing is left of it."""
+        from lmetric.sim.synthetic import check_synthetic
         from lmetric.sim.traces import TraceError, load_trace
 
-        more: dict[str, Any] = {} if self.format is None else {"format": self.format}
-        trace = load_trace(self.path, on_bad_line="skip" if self.skip_bad_lines else "stop", **more)
-        total = len(trace)
-        trace = trace.between(
-            self.start, float("inf") if self.duration is None else self.start + self.duration
+        if self.synthetic is not None:
+            return check_synthetic(orjson.loads(self.synthetic), self.label).make()
+        trace = load_trace(
+            self.path,
+            format=self.format,
+            on_bad_line="skip" if self.skip_bad_lines else "stop",
+            block_tokens=self.block_tokens,
+            closed_loop=self.closed_loop,
         )
+        total = len(trace)
+        end = float("inf") if self.duration is None else self.start + self.duration
+        trace = trace.between(self.start, end)
         if self.max_input_tokens is not None:
             trace = trace.at_most(self.max_input_tokens)
         if self.requests is not None:
             trace = trace.first(self.requests)
         if not len(trace):
             raise TraceError(f"{self.path}: none of its {total} requests is left to simulate")
-        return trace if self.prefixes else without_prefixes(trace)
+        return trace if self.prefixes else trace.without_prefixes()
 
     def digest(self) -> str:
         """Of the file's bytes: a run belongs to what the trace said, not to where it lay."""
+        if self.synthetic is not None:
+            return hashlib.sha256(self.synthetic.encode()).hexdigest()
         with Path(self.path).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def without_prefixes(trace: Trace) -> Trace:
-    """The same requests, sharing nothing."""
-    return replace(
-        trace,
-        hash_ids=np.empty(0, np.uint64),
-        hash_offsets=np.zeros(len(trace) + 1, np.int64),
-    )
+def trace_label(path: str) -> str:
+    """A file's name without what tells its format."""
+    name = Path(path).name.removesuffix(".gz")
+    return name.removesuffix(".jsonl").removesuffix(".csv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +160,8 @@ class Setup:
     trace: TraceChoice
     policy: PolicyChoice
     instances: int
-    profile: str = "qwen3-30b-a3b-h20"
+    profile: str = DEFAULT_PROFILE
+    block_tokens: int | None = None  # of a KV block, the memory staying as large; None: the profile's
     speed: float = 1.0  # arrivals this many times as fast as in the trace
     fraction_of_max: float | None = None  # where `speed` was made from the maximum load
     seed: int = 0
@@ -158,22 +177,31 @@ class Setup:
         return f"{self.fraction_of_max:.4g} of the maximum"
 
     @property
+    def engine(self) -> Profile:
+        """What a step costs, and the memory. Raises `ProfileError`."""
+        profile = load_profile(self.profile)
+        return profile if self.block_tokens is None else profile.in_blocks_of(self.block_tokens)
+
+    @property
     def group(self) -> tuple[str, ...]:
         """What must be equal for policies to be compared: trace, fleet and settings."""
         settings = ", ".join(f"{name} {value}" for name, value in sorted(self.settings.items()))
-        return (self.trace.label, f"{self.instances} instances", self.profile, settings)
+        blocks = "" if self.block_tokens is None else f"blocks of {self.block_tokens} tokens"
+        return (self.trace.label, f"{self.instances} instances", self.profile, blocks, settings)
 
     def key(self, digest: str) -> str:
         """Names the run: equal for equal settings, trace bytes (`digest`), profile constants and version."""
         told = asdict(self)
         for name in ("path", "label"):
             del told["trace"][name]
-        del told["policy"]["label"], told["fraction_of_max"]
+        del told["policy"]["label"], told["fraction_of_max"], told["block_tokens"]
         told |= {
             "digest": digest,
-            "profile": load_profile(self.profile).constants(),
+            "profile": self.engine.constants(),
             "version": version("lmetric-router"),
         }
+        if predictor := self.settings.get("predictor"):
+            told["predictor"] = load_profile(str(predictor)).constants()
         return hashlib.sha256(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()[:24]
 
 
@@ -224,7 +252,7 @@ def run(setup: Setup, trace: Trace | Workload, key: str = "") -> Result:
         policy=policy,
         knobs=dict(setup.policy.knobs) if isinstance(policy, str) else None,
         instances=setup.instances,
-        profile=setup.profile,
+        profile=setup.engine,
         seed=setup.seed,
         **settings,
     )
@@ -235,6 +263,9 @@ def keep(setup: Setup, run: Run, key: str = "") -> Result:
     """What a table and a report need of `run`."""
     arrivals = run.arrival_seconds
     kept = measured(arrivals, setup.measure)
+    if not len(kept):
+        first, end = setup.measure
+        raise LmetricError(f"the share {first:g}:{end:g} of {len(arrivals)} requests leaves none to measure")
     last = float(arrivals.max())
     return Result(
         key=key,
@@ -248,7 +279,7 @@ def keep(setup: Setup, run: Run, key: str = "") -> Result:
             _quantiles(run.tpot_seconds[kept]),
             _quantiles(run.e2e_seconds[kept]),
         ),
-        unevenness=_unevenness(run, kept) if setup.seed == 0 and len(kept) else None,
+        unevenness=_unevenness(run, kept) if setup.seed == 0 else None,
     )
 
 

@@ -1,0 +1,117 @@
+//! What the router believes, held against the engines.
+use super::*;
+use crate::workload::Trace;
+use lmetric_core::InstanceId;
+use lmetric_core::guard::GuardConfig;
+use lmetric_core::indicators::Indicator;
+use lmetric_core::policy::registry;
+use proptest::prelude::*;
+
+fn config(instances: usize, cache_blocks: u32) -> ClusterConfig {
+    let profile = Profile {
+        fixed_seconds: 1.0,
+        decode_seconds_per_sequence: 0.1,
+        decode_seconds_per_context_token: 0.001,
+        prefill_seconds_per_token: 0.01,
+        prefill_seconds_per_attention_pair: 1e-5,
+        max_batch_tokens: 64,
+        max_sequences: 4,
+        block_tokens: 16,
+        cache_blocks,
+    };
+    ClusterConfig {
+        profiles: vec![profile; instances],
+        admission: Admission::Reserve,
+        order: Order::Fcfs,
+        signals: Signals::EXACT,
+        router: RouterConfig {
+            index_feed: IndexFeed::Exact,
+            guard: GuardConfig { on: false, ..GuardConfig::default() },
+            ..RouterConfig::default()
+        },
+        output_known: true,
+        timeline_seconds: 10.0,
+    }
+}
+
+/// With exact signals, what the router believes at any moment is what the engines would say.
+fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
+    let now = cluster.now;
+    cluster.observer.catch_up(&cluster.engines, now).unwrap();
+    cluster.observer.router.derive_all(now);
+    let (n, shape) = (cluster.engines.len(), &cluster.workload.shape);
+    let in_flight: Vec<usize> = (0..cluster.workload.len())
+        .filter(|&i| cluster.records.instance[i] >= 0 && cluster.records.finished_seconds[i].is_nan())
+        .collect();
+    for slot in 0..n {
+        let (engine, records) = (&cluster.engines[slot], &cluster.records);
+        let ended = engine.progress(now).1;
+        let here = in_flight.iter().copied().filter(|&i| records.instance[i] == slot as i64);
+        let outputs: Vec<(u64, u32)> = engine.decoding().collect();
+        let (mut tokens, mut queued, mut remaining) = (0, engine.load().remaining_prefill_tokens as i64, 0);
+        for i in here {
+            let made = outputs.iter().find(|o| o.0 == i as u64).map(|o| o.1 + ended);
+            tokens += shape.input_tokens[i] + made.unwrap_or(0);
+            if records.scheduled_seconds[i].is_nan() {
+                queued += i64::from(shape.input_tokens[i]) - records.predicted_hit_tokens[i];
+            } else {
+                remaining += shape.output_tokens[i] - made.unwrap_or(0);
+            }
+        }
+        let columns = cluster.observer.router.columns();
+        for (id, truth) in [
+            (Indicator::QBs, f64::from(engine.waiting())),
+            (Indicator::RBs, f64::from(engine.running())),
+            (Indicator::DecodeBs, outputs.len() as f64),
+            (Indicator::QueuedPrefillTokens, queued as f64),
+            (Indicator::Tokens, f64::from(tokens)),
+            (Indicator::RemainingTokens, f64::from(remaining)),
+        ] {
+            prop_assert_eq!(columns.get(id)[slot], truth, "{:?} of {} at {}", id, slot, now);
+        }
+    }
+    for request in 0..cluster.workload.len() {
+        let chain = shape.chain(request);
+        let mut hits = vec![0; n];
+        cluster.observer.router.index().match_prefix(chain, &mut hits);
+        for (slot, engine) in cluster.engines.iter().enumerate() {
+            let prompt = shape.input_tokens[request];
+            let found = (hits[slot] * shape.block_tokens).min(prompt - 1);
+            prop_assert_eq!(found, engine.hit_tokens(chain, prompt));
+        }
+        let held: u32 = (0..n).map(|i| cluster.observer.router.index().blocks(InstanceId(i as u32))).sum();
+        prop_assert!(held as usize <= n * cluster.config.profiles[0].cache_blocks as usize);
+    }
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn exact_signals_are_exact(
+        instances in 1usize..4, cache_blocks in 6u32..24,
+        asks in prop::collection::vec((0.0f64..30.0, 1i64..90, 1i64..15, 0u64..3, 0u64..7), 1..25),
+    ) {
+        let column = |f: fn(&(f64, i64, i64, u64, u64)) -> i64| asks.iter().map(f).collect::<Vec<_>>();
+        let (mut offsets, mut ids) = (vec![0], Vec::new());
+        for (i, ask) in asks.iter().enumerate() {
+            let own = 1000 + 10 * i as u64;
+            ids.extend((0..(ask.1 as u64).div_ceil(16)).map(|b| if b < ask.4 { ask.3 * 100 + b } else { own + b }));
+            offsets.push(ids.len() as i64);
+        }
+        let trace = Trace {
+            arrival_seconds: &asks.iter().map(|a| a.0).collect::<Vec<_>>(),
+            input_tokens: &column(|a| a.1),
+            output_tokens: &column(|a| a.2),
+            hash_offsets: &offsets,
+            hash_ids: &ids,
+            block_tokens: 16,
+            ..Trace::default()
+        };
+        let (workload, config) = (Workload::new(&trace, 16).unwrap(), config(instances, cache_blocks));
+        let policy = registry::build("dynamo", &[]).unwrap();
+        let mut cluster = Cluster::new(&workload, policy, &config).unwrap();
+        while cluster.step().unwrap() {
+            check(&mut cluster)?;
+        }
+    }
+}

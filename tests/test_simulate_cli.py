@@ -1,0 +1,169 @@
+"""`lmetric-router simulate` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lmetric
+from lmetric.sim.traces import load_trace
+
+ROOT = Path(__file__).parent.parent
+SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
+BASE = ["--trace", str(SLICE), "--requests", "120", "--instances", "8"]
+
+
+def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lmetric.cli", "simulate", *map(str, arguments)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def told(*arguments: str | Path) -> dict[str, Any]:
+    done = simulate(*BASE, *arguments, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_json_has_a_run_for_each_policy_and_seed() -> None:
+    runs = told("--policy", "vllm,lmetric", "--policy", "linear(lam=0.5)", "--seeds", "2")["runs"]
+    assert [(run["policy"], run["seed"]) for run in runs] == [
+        (policy, seed) for policy in ("vllm", "lmetric", "linear(lam=0.5)") for seed in (0, 1)
+    ]
+    for run in runs:
+        assert run["requests"] == 120
+        assert 0 <= run["block_hit_ratio"] <= 1
+        assert 0 <= run["hit_ratio"] <= 1
+        assert run["imbalance"] > 0
+        assert run["goodput"]["share"] == 1
+        assert run["wall_seconds"] > 0
+        for name in ("ttft_seconds", "tpot_seconds", "e2e_seconds"):
+            spread = run[name]
+            assert 0 < spread["p50"] <= spread["p90"] <= spread["p99"] <= spread["p999"] <= spread["max"]
+            assert spread["mean"] > 0
+
+
+def test_the_command_and_the_function_say_the_same() -> None:
+    (run,) = told("--policy", "lmetric", "--speed", "3", "--measure", "0.25:0.75", "--slo-ttft", "1")["runs"]
+    trace = load_trace(SLICE).first(120).faster(3)
+    columns = lmetric.simulate(trace, policy="lmetric", instances=8)
+    kept = slice(30, 90)
+    ttft = columns.ttft_seconds[kept]
+    assert run["requests"] == 60
+    assert run["ttft_seconds"]["mean"] == pytest.approx(ttft.mean(), rel=1e-12)
+    assert run["ttft_seconds"]["p99"] == pytest.approx(np.percentile(ttft, 99), rel=1e-12)
+    assert run["tpot_seconds"]["p50"] == pytest.approx(np.nanmedian(columns.tpot_seconds[kept]), rel=1e-12)
+    hits, prompts = columns.hit_tokens[kept].sum(), columns.input_tokens[kept].sum()
+    assert run["hit_ratio"] == pytest.approx(hits / prompts, rel=1e-12)
+    assert run["goodput"]["share"] == pytest.approx((ttft <= 1).mean())
+
+
+def test_the_same_seed_gives_the_same_figures_whatever_runs_beside_it() -> None:
+    first, second = (
+        told("--policy", "random,lmetric", "--seeds", "3", "--jobs", jobs)["runs"] for jobs in ("1", "3")
+    )
+    for run in [*first, *second]:
+        del run["wall_seconds"]
+    assert first == second
+    assert first[0]["ttft_seconds"] != first[1]["ttft_seconds"]  # another seed draws other instances
+
+
+def test_settings_reach_the_simulator() -> None:
+    def mean(*arguments: str) -> float:
+        (run,) = told("--policy", "lmetric", *arguments)["runs"]
+        return float(run["ttft_seconds"]["mean"])
+
+    exact = mean()
+    assert mean("--signals", "delayed", "--report-period", "30", "--event-delay", "20") != exact
+    assert mean("--instances", "2") > exact
+    assert mean("--admission", "vllm") != exact
+    (run,) = told("--policy", "lmetric", "--no-prefixes")["runs"]
+    assert run["hit_ratio"] == 0
+
+
+def test_the_table_the_report_and_the_figures(tmp_path: Path) -> None:
+    page, figures, out = tmp_path / "r.html", tmp_path / "figures", tmp_path / "o.json"
+    done = simulate(
+        *BASE, "--policy", "vllm,p_token * where(bs > 4, bs + 1, 1)", "--seeds", "2", "--slo-tpot", "0.05",
+        "--report", page, "--figures", figures, "--json", out,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for head in (
+        "TTFT, s",
+        "TPOT, ms",
+        "end to end, s",
+        "goodput: TPOT <= 0.05 s",
+        "p99.9",
+        "load imbalance",
+    ):
+        assert head in done.stdout
+    row = next(line for line in done.stdout.splitlines() if line.strip().startswith("p_token * where(bs > 4"))
+    assert re.search(r"\d\.\d{3} ±\d\.\d{3}", row)
+    assert f"wrote {page}" in done.stderr
+    assert json.loads(out.read_text())["runs"][0]["policy"] == "vllm"
+    text = page.read_text()
+    assert "One load was run" in text
+    assert "p_token * where(bs &gt; 4, bs + 1, 1)" in text.replace("\u200b", "")
+    assert (figures / "cdf_ttft.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--policy", "lmetrik"], 2, "did you mean the policy 'lmetric'"),
+        (["--policy", "linear(lamm=1)"], 2, "lamm"),
+        (["--policy", "p_token * (bs"], 2, "^"),
+        (["--speed", "0"], 2, "--speed: 0 is not above 0"),
+        (["--measure", "1:0"], 2, "share of requests '1:0'"),
+        (["--seeds", "0"], 2, "--seeds"),
+        (["--measure", "0:0.001"], 1, "of 120 requests leaves none to measure"),
+        (["--signals", "exakt"], 2, "exakt"),
+        (["--profile", "nope"], 2, "nope"),
+        (["--json", "no/such/directory/o.json"], 2, "there is no directory"),
+        (["--start", "1e9"], 1, "none of its 1000 requests is left"),
+        (["--trace", "none.jsonl"], 2, "none.jsonl: No such file"),
+    ],
+)
+def test_wrong_usage_is_said_in_words(arguments: list[str], code: int, message: str) -> None:
+    done = simulate(*BASE, *arguments)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_ctrl_c_ends_it() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmetric.cli", "simulate", *BASE[:2], "--policy", "all", "--seeds", "99"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+
+
+def test_a_profile_of_ones_own(tmp_path: Path) -> None:
+    profile = tmp_path / "slow.yaml"
+    profile.write_text(
+        "fixed_seconds: 0.02\ndecode_seconds_per_sequence: 0.0001\ndecode_seconds_per_context_token: 0\n"
+        "prefill_seconds_per_token: 0.001\nprefill_seconds_per_attention_pair: 0\nmax_batch_tokens: 2048\n"
+        "max_sequences: 64\nblock_tokens: 64\ncache_blocks: 16384\n"
+    )
+    (own,) = told("--policy", "lmetric", "--profile", str(profile))["runs"]
+    (shipped,) = told("--policy", "lmetric")["runs"]
+    assert own["tpot_seconds"]["p50"] >= 0.02
+    assert own["ttft_seconds"]["mean"] > shipped["ttft_seconds"]["mean"]

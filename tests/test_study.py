@@ -1,0 +1,403 @@
+"""Studies: what a file may say, what is kept, what is run again, and the report."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lmetric import LmetricError, UnknownNameError
+from lmetric.config import ConfigError
+from lmetric.sim import max_load
+from lmetric.sim.backends import Ray, Threads
+from lmetric.sim.max_load import Rule
+from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, run, split_policies
+from lmetric.sim.store import Store, StoreError
+from lmetric.sim.study import Library, cells, run_study, summary
+from lmetric.sim.study_file import load_study
+
+ROOT = Path(__file__).parent.parent
+SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
+COMMAND = [sys.executable, "-m", "lmetric.cli"]
+STUDY = f"""
+name: a small one
+traces: {{ path: {SLICE}, label: slice, requests: 80 }}
+policies: [lmetric, vllm, {{ policy: linear, knobs: {{ lam: [0.3, 0.9] }} }}]
+instances: 4
+loads: [1, 2]
+seeds: 2
+"""
+
+
+def write(path: Path, text: str = STUDY) -> Path:
+    path.write_text(text)
+    return path
+
+
+def study(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, "study", *map(str, arguments)],
+        capture_output=True, text=True, timeout=100, check=False, cwd=cwd,
+    )  # fmt: skip
+
+
+# -- the file ------------------------------------------------------------------------------------------------
+
+
+def test_a_grid_is_expanded_in_order(tmp_path: Path) -> None:
+    made = load_study(write(tmp_path / "s.yaml"))
+    assert made.name == "a small one"
+    labels = ["lmetric", "vllm", "linear(lam=0.3)", "linear(lam=0.9)"]
+    assert [(s.speed, s.policy.label, s.seed) for s in made.setups] == [
+        (speed, label, seed) for speed in (1, 2) for label in labels for seed in (0, 1)
+    ]
+    assert made.setups[4].policy == PolicyChoice("linear", {"lam": 0.3}, "linear(lam=0.3)")
+    assert made.setups[0].trace == TraceChoice(path=str(SLICE), label="slice", requests=80)
+    assert made.searches == []
+
+
+def test_the_example_is_a_study_of_all_policies_at_five_loads(tmp_path: Path) -> None:
+    made = load_study(ROOT / "examples" / "study.yaml")
+    assert len({setup.policy.label for setup in made.setups}) >= 30
+    assert len({setup.load for setup in made.setups}) == 5
+    assert [search.policy.label for search in made.searches] == ["lmetric"]
+
+
+def test_settings_are_swept_and_paths_are_seen_from_the_file(tmp_path: Path) -> None:
+    text = (
+        "traces: t.jsonl\npolicies: lmetric\nsettings: {signals: [exact, step_end], guard: [true, false]}\n"
+    )
+    made = load_study(write(tmp_path / "s.yaml", text))
+    assert [setup.settings for setup in made.setups] == [
+        {"signals": signals, "guard": guard} for signals in ("exact", "step_end") for guard in (True, False)
+    ]
+    assert made.setups[0].trace.path == str(tmp_path / "t.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("seeds:", "seed:"), "seed = 2: unknown key; did you mean 'seeds'?"),
+        (("requests: 80", "request: 80"), "traces[0].request = 80: unknown key; did you mean 'requests'?"),
+        (("lam:", "lamm:"), "lamm"),
+        (("[lmetric,", "[lmetrik,"), "did you mean the policy 'lmetric'"),
+        (("loads: [1, 2]", "loads: {fraction_of_maxx: 1}"), "did you mean 'fraction_of_max'?"),
+        (("loads: [1, 2]", "loads: {speed: 1, fraction_of_max: 1}"), "loads[0]"),
+        (("loads: [1, 2]", "loads: [0]"), "loads[0].speed = 0: Input should be greater than 0"),
+        (("instances: 4", "instances: 0"), "instances[0] = 0"),
+        (("seeds: 2", "seeds: 0"), "seeds"),
+        (("seeds: 2", "measure: 0.9:0.1"), "share of requests '0.9:0.1'"),
+        (("seeds: 2", "profiles: nope"), "nope"),
+        (("seeds: 2", "settings: {signals: exakt}"), "settings.signals[0] = 'exakt'"),
+        (("policies: [lmetric,", "policies: [{policy: vllm, label: lmetric}, lmetric,"), "two are called"),
+        (("traces:", "treces:"), "treces"),
+        (("policies: [lmetric, vllm,", "policies: [,"), "s.yaml:4"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_place(
+    tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    path = write(tmp_path / "s.yaml", STUDY.replace(*change))
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        load_study(path)
+    assert "s.yaml" in str(refused.value)
+
+
+def test_policies_on_one_line() -> None:
+    texts = ["lmetric, linear(lam=0.5)", "where(bs > 4, 1, 0), norm(bs)"]
+    assert list(split_policies(texts)) == ["lmetric", "linear(lam=0.5)", "where(bs > 4, 1, 0)", "norm(bs)"]
+    (choice,) = PolicyChoice.parse("linear( lam = 0.50 )")
+    assert (choice.policy, choice.knobs, choice.label) == ("linear", {"lam": 0.5}, "linear(lam=0.5)")
+    with pytest.raises(LmetricError, match="expected NAME=NUMBER"):
+        PolicyChoice.parse("linear(lam)")
+    with pytest.raises(UnknownNameError, match="lmetric"):
+        PolicyChoice("lmetrik").build()
+    assert len(PolicyChoice.parse("all")) > 20
+
+
+def test_swept_knobs_go_before_a_policys_own() -> None:
+    own = PolicyChoice({"score": "p_token * (bs + c)", "knobs": {"c": 1}, "name": "mine"}, {"c": 0.0})
+    assert own.labelled().label == "mine(c=0)"
+    built = own.build()
+    assert not isinstance(built, str)
+    assert built.knobs == {"c": 0}
+
+
+def test_a_synthetic_trace_stands_in_place_of_a_file(tmp_path: Path) -> None:
+    made = (
+        "label: flat, synthetic: requests, rate: 5, duration_seconds: 20, input_tokens: 900, output_tokens: 9"
+    )
+    path = write(tmp_path / "s.yaml", f"traces: [{{{made}}}]\npolicies: [lmetric, vllm]\ninstances: 2\n")
+    with Store(tmp_path / "runs.jsonl") as store:
+        outcome = run_study(load_study(path), store, Threads())
+        assert [result.setup.trace.label for result in outcome.results] == ["flat", "flat"]
+        assert 50 < outcome.results[0].figures.requests < 150
+        path.write_text(path.read_text().replace("rate: 5", "rate: 6"))
+        assert run_study(load_study(path), store, Threads()).reused == 0
+    with pytest.raises(ConfigError, match=r"flat.*rat"):
+        load_study(write(path, path.read_text().replace("rate:", "rat:")))
+    with pytest.raises(ConfigError, match="give the path of a file"):
+        load_study(write(path, "traces: [{label: x}]\npolicies: lmetric\n"))
+
+
+# -- runs ----------------------------------------------------------------------------------------------------
+
+
+def setup_of(**more: object) -> Setup:
+    (policy,) = PolicyChoice.parse("lmetric")
+    base = Setup(trace=TraceChoice(str(SLICE), "slice", requests=80), policy=policy, instances=4)
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def test_a_run_is_named_by_what_it_depends_on() -> None:
+    key = setup_of().key("digest")
+    assert key == setup_of(trace=TraceChoice("elsewhere", "other", requests=80)).key("digest")
+    assert key == setup_of(fraction_of_max=0.5).key("digest")
+    others = (
+        setup_of(seed=1), setup_of(speed=2.0), setup_of(instances=5), setup_of(settings={"guard": False}),
+        setup_of(measure=(0.1, 1.0)), setup_of(policy=PolicyChoice("vllm", {}, "lmetric")),
+        setup_of(trace=TraceChoice(str(SLICE), "slice", requests=81)), setup_of(profile="qwen2-7b-h20"),
+        setup_of(block_tokens=64),
+    )  # fmt: skip
+    assert len({key, setup_of().key("other bytes"), *(other.key("digest") for other in others)}) == 2 + len(
+        others
+    )
+
+
+def test_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
+    made = load_study(write(tmp_path / "s.yaml"))
+    outcomes = []
+    for jobs in (1, 3):
+        with Store(tmp_path / f"{jobs}.jsonl") as store:
+            outcomes.append(run_study(made, store, Threads(jobs)))
+    first, second = (
+        [replace(r, figures=replace(r.figures, wall_seconds=0)) for r in outcome.results]
+        for outcome in outcomes
+    )
+    assert first == second
+
+
+def test_a_run_that_fails_says_which(tmp_path: Path) -> None:
+    text = STUDY.replace("[lmetric,", "[lmetric, log(0 - 1 - bs),")  # no number, so no instance is left
+    with (
+        Store(tmp_path / "runs.jsonl") as store,
+        pytest.raises(LmetricError, match=r"log\(0 - 1 - bs\), slice, 4 in"),
+    ):
+        run_study(load_study(write(tmp_path / "s.yaml", text)), store, Threads(1))
+
+
+def test_the_summary_is_over_seeds(tmp_path: Path) -> None:
+    made = load_study(write(tmp_path / "s.yaml"))
+    with Store(tmp_path / "runs.jsonl") as store:
+        outcome = run_study(made, store, Threads())
+    found = cells(outcome.results)
+    assert [(cell.load, cell.policy, len(cell.results)) for cell in found[:2]] == [
+        ("speed 1", "lmetric", 2), ("speed 1", "vllm", 2),
+    ]  # fmt: skip
+    told = summary(outcome)["cells"][1]["ttft_seconds"]["mean"]
+    means = [r.figures.ttft_seconds.mean for r in found[1].results if r.figures.ttft_seconds]
+    assert told == {"mean": pytest.approx(sum(means) / 2), "least": min(means), "most": max(means)}
+
+
+def test_a_study_is_taken_up_where_it_was(tmp_path: Path) -> None:
+    made = load_study(write(tmp_path / "s.yaml"))
+    path = tmp_path / "runs.jsonl"
+    with Store(path) as store:
+        whole = run_study(made, store, Threads())
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == len(made.setups) == 16
+    path.write_bytes(b"".join(lines[:5]) + lines[5][:300])  # stopped in the middle of a line
+    asked: list[int] = []
+    with Store(path) as store:
+        assert len(store.runs) == 5
+        again = run_study(made, store, Threads(), lambda progress: asked.append(progress.done))
+    assert again.reused == 5
+    assert asked == list(range(5, 17))
+    assert [(r.key, r.curves) for r in again.results] == [(r.key, r.curves) for r in whole.results]
+    with Store(path) as store:  # what was half-written is gone
+        assert len(store.runs) == 16
+
+
+def test_a_store_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"kind": "run"}\nnot a result\n')
+    with pytest.raises(StoreError, match=r"runs\.jsonl, line 2: not a result"), Store(path):
+        pass
+    path.write_text("")
+    with Store(path), pytest.raises(StoreError, match="another study is writing"), Store(path):
+        pass
+
+
+def test_the_maximum_load_is_where_the_fleet_stops_keeping_up() -> None:
+    setup = setup_of(trace=TraceChoice(str(SLICE), "slice", requests=200))
+    workload = Library().workload(setup)
+    rule = Rule(keep_up=0.9, tolerance=0.05)
+    found = max_load.find(setup, workload, rule)
+    assert found.setup.speed == found.speed
+    at = run(found.setup, workload)
+    assert at.first_token_share >= 0.9
+    failed = min(speed for speed, sustained in found.tried if not sustained)
+    assert found.speed < failed <= 1.05 * found.speed
+    assert run(replace(setup, speed=failed), workload).first_token_share < 0.9
+    assert found.arrivals_per_second == pytest.approx(at.arrivals_per_second)
+    assert (found.speed, True) in found.tried
+    # Twice the fleet sustains more, but a fleet of any size needs time for a prefill.
+    more = max_load.find(replace(setup, instances=8), workload, rule)
+    assert more.speed > 1.5 * found.speed
+
+
+def test_a_load_that_nothing_sustains_is_an_error() -> None:
+    setup = setup_of()
+    with pytest.raises(LmetricError, match=r"does not even sustain .* look at max_load"):
+        max_load.find(
+            setup, Library().workload(setup), Rule(keep_up=0.999)
+        )  # of 80 the last one never has it
+
+
+def test_fractions_are_of_the_references_maximum(tmp_path: Path) -> None:
+    text = STUDY.replace("loads: [1, 2]", "loads: {fraction_of_max: 0.5}\nmax_load: {keep_up: 0.9}")
+    with Store(tmp_path / "runs.jsonl") as store:
+        outcome = run_study(load_study(write(tmp_path / "s.yaml", text)), store, Threads())
+        (found,) = outcome.max_loads
+        assert {r.setup.speed for r in outcome.results} == {found.speed / 2}
+        assert {r.setup.load for r in outcome.results} == {"0.5 of the maximum"}
+        again = run_study(load_study(tmp_path / "s.yaml"), store, Threads())
+    assert again.reused == len(again.results) == 8
+    assert again.max_loads == [found]
+
+
+def test_ray_gives_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs the extra: pip install 'lmetric-router[ray]'")
+    made = load_study(write(tmp_path / "s.yaml", STUDY.replace("loads: [1, 2]", "loads: 1")))
+    with Store(tmp_path / "threads.jsonl") as store:
+        here = run_study(made, store, Threads())
+    backend = Ray(jobs=2)
+    try:
+        with Store(tmp_path / "ray.jsonl") as store:
+            there = run_study(made, store, backend)
+    finally:
+        backend.close()
+    assert [(r.key, r.curves) for r in there.results] == [(r.key, r.curves) for r in here.results]
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+def test_the_command_leaves_results_and_a_report(tmp_path: Path) -> None:
+    text = STUDY + "max_load: {each_policy: true, keep_up: 0.9}\nslo: {ttft_seconds: 2}\n"
+    write(tmp_path / "s.yaml", text)
+    done = study("s.yaml", "--figures", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    directory = tmp_path / "s-results"
+    assert json.loads((directory / "summary.json").read_text()) == told
+    assert len(told["cells"]) == 8
+    assert len(told["max_loads"]) == 4
+    rows = list(csv.DictReader((directory / "runs.csv").open()))
+    assert len(rows) == 16
+    assert float(rows[0]["ttft_seconds_p99"]) > 0
+    page = (directory / "report.html").read_text()
+    for heading in (
+        "Who is best at what", "All figures", "Distributions of TTFT and TPOT", "Latency against load",
+        "Hit ratio", "Load imbalance over time", "Knob sweeps", "Maximum load", "What was run", "Definitions",
+    ):  # fmt: skip
+        assert heading in page
+    for label in (
+        "lmetric",
+        "vllm",
+        "linear(",
+        "TTFT &lt;= 2 s",
+        "fixed_seconds",
+        "seeds 0, 1",
+        "s.yaml --figures",
+    ):
+        assert label in page
+    assert (
+        re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:|//)|@import|url\(", page) is None
+    )  # nothing from outside
+    assert page.count("<img") == page.count("data:image/svg+xml;base64,") >= 14
+    names = {path.name for path in (directory / "figures").iterdir()}
+    wanted = {
+        "cdf_ttft.png",
+        "cdf_tpot.png",
+        "load_ttft_mean.png",
+        "hits.png",
+        "imbalance.png",
+        "max_load.png",
+    }
+    assert wanted | {"over_time_lmetric.png", "sweep_linear_lam.png"} <= names
+    assert (directory / "figures" / "hits.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_killed_and_run_again_it_goes_on(tmp_path: Path) -> None:
+    text = STUDY.replace("requests: 80", "requests: 1000").replace("seeds: 2", "seeds: 8")
+    write(tmp_path / "s.yaml", text)
+    process = subprocess.Popen(
+        [*COMMAND, "study", "s.yaml", "--no-report"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    runs = tmp_path / "s-results" / "runs.jsonl"
+    deadline = time.monotonic() + 60
+    while not (runs.exists() and runs.read_bytes().count(b"\n") >= 3) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    kept = runs.read_bytes().count(b"\n")
+    assert 3 <= kept < 64
+    done = study("s.yaml", "--no-report", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"64 runs, {kept} of them there already", done.stderr)
+    assert "mean TTFT, s" in done.stdout
+
+
+def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
+    write(
+        tmp_path / "s.yaml", STUDY.replace("requests: 80", "requests: 1000").replace("seeds: 2", "seeds: 40")
+    )
+    process = subprocess.Popen(
+        [*COMMAND, "study", "s.yaml", "--no-report"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    runs = tmp_path / "s-results" / "runs.jsonl"
+    deadline = time.monotonic() + 60
+    while not (runs.exists() and runs.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "runs are kept in" in err
+    assert "Traceback" not in err
+
+
+def test_a_wrong_study_ends_in_one_line(tmp_path: Path) -> None:
+    write(tmp_path / "s.yaml", STUDY.replace("seeds:", "seed:"))
+    done = study("s.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "lmetric-router: s.yaml: seed = 2: unknown key; did you mean 'seeds'?\n"
+    assert study("none.yaml", cwd=tmp_path).returncode == 2
+
+
+def test_without_matplotlib_one_line_says_what_to_install(tmp_path: Path) -> None:
+    write(tmp_path / "s.yaml")
+    hidden = tmp_path / "hidden" / "matplotlib"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ImportError('hidden for this test')")
+    environment = os.environ | {"PYTHONPATH": str(hidden.parent)}
+    done = subprocess.run(
+        [*COMMAND, "study", "s.yaml"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 1
+    missing = "reports need matplotlib, which is not installed: pip install 'lmetric-router[studies]'"
+    assert done.stderr == f"lmetric-router: {missing}\n"
