@@ -8,6 +8,7 @@ things as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,11 @@ from lmetric.sim.run import Run, simulate
 
 QUANTITIES = ("ttft_seconds", "tpot_seconds", "e2e_seconds")
 GOAL = 0.03
-_OF = {"mean": np.nanmean, "p50": np.nanmedian, "p99": lambda values: np.nanpercentile(values, 99)}
+_OF: dict[str, Callable[[NDArray[np.float64]], Any]] = {
+    "mean": np.nanmean,
+    "p50": np.nanmedian,
+    "p99": lambda values: np.nanpercentile(values, 99),
+}
 
 
 async def two_clocks(scene: Scene, policy: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 20  # requests that are drawn together
-DRAWS = 2000
+DRAWS = 1000
 
 
 def draws(requests: int, seed: int = 0, count: int = DRAWS) -> Iterator[NDArray[np.int64]]:

@@ -62,7 +62,7 @@ def main() -> int:
     policies, repeats = arguments.policies.split(","), arguments.repeats
     if arguments.quick:
         clocks = replace(
-            CLOCKS, engines=2, speed=2.0, requests=40, max_input_tokens=8000, max_output_tokens=40
+            CLOCKS, engines=2, speed=2.5, requests=30, max_input_tokens=8000, max_output_tokens=40
         )
         ranks = replace(RANKS, requests=100)
         control_requests, repeats, policies = 60, 1, ["lmetric", "random"]
