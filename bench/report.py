@@ -73,7 +73,16 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
             "met" if met else "**MISSED**",
         ]
 
-    core, memory, decision, http = (results[what][1] for what in ("core", "memory", "decision", "http"))
+    core, memory, decision, http, simulator = (
+        results[what][1] for what in ("core", "memory", "decision", "http", "simulator")
+    )
+    for row in simulator["rows"]:
+        if row["budget_seconds"]:
+            yield line(
+                f"simulated hour, {row['name']}", row["cpu"][0], row["budget_seconds"], "s of one core"
+            )
+    resident = max(row["peak_mib"][0] for row in simulator["rows"] if row["name"].startswith("16 engines"))
+    yield line("the same on 16 engines, peak memory with the interpreter", resident, 150, "MiB")
     latency = core["index_latency"]
     for blocks, budget in ((64, 0.5), (512, 1.6), (2048, 4.0)):
         figure = latency[f"chain + match {blocks} blocks"]["p50_us"]
@@ -223,15 +232,36 @@ def http(result: Figures) -> str:
     )
 
 
+def simulator(result: Figures) -> str:
+    """Whole clusters, ours beside Dynamo's replay."""
+
+    def spread(figure: list[float]) -> str:
+        return f"{figure[0]:.3f} [{figure[1]:.3f}-{figure[2]:.3f}]"
+
+    same = {True: "yes", False: "no", None: "-"}
+    rows = [
+        [
+            row["name"],
+            spread(row["cpu"]),
+            spread(row["wall"]),
+            f"{row['peak_mib'][0]:.0f}",
+            same[row["bit_equal"]],
+        ]
+        for row in result["rows"]
+    ]
+    return table(["run", "processor, s", "wall clock, s", "peak MiB", "repeats"], rows)
+
+
 def main() -> None:
     """Renders the page."""
-    results = {what: newest(what) for what in ("core", "memory", "decision", "http")}
+    results = {what: newest(what) for what in ("core", "memory", "decision", "http", "simulator")}
     parts = {
         "machine": machine(results),
         "budgets": table(["what", "budget", "measured", ""], list(budgets(results))),
         "core": core(results["core"][1], results["memory"][1]),
         "decision": decision(results["decision"][1]),
         "http": http(results["http"][1]),
+        "simulator": simulator(results["simulator"][1]),
     }
     page = PAGE.read_text()
     for name, text in parts.items():

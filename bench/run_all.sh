@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All figures of docs/performance.md anew, in about twelve minutes: bench/run_all.sh [DIR of the rivals]. The machine
+# All figures of docs/performance.md anew, in about twelve minutes: bench/run_all.sh [DIR of the rivals [TRACE]]. The machine
 # should have nothing else to do; the raw files note its load. The memory curve does not change with the machine and
 # takes minutes more: bench/core.py memory.
 set -euo pipefail
@@ -10,4 +10,6 @@ VENV=${VENV:-.venv}
 "$VENV/bin/python" bench/core.py latency
 "$VENV/bin/python" bench/index_vs_dynamo.py --rivals "$rivals"
 "$VENV/bin/python" bench/http/run.py --rivals "$rivals"
+# The Mooncake conversation trace, where its path is given.
+[ -z "${2:-}" ] || "$VENV/bin/python" bench/simulator.py "$2" --rivals "$rivals"
 "$VENV/bin/python" bench/report.py

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,8 @@ OURS: dict[str, tuple[str, int, int, int, float]] = {
     "256 engines, 4,000 x 512, 16 times as fast": ("lmetric", 256, 512, 4000, 35.2),
     "256 engines, 16,384 x 64, 16 times as fast": ("lmetric", 256, 64, 16384, 35.2),
 }
+# Seconds of one core that a run may take.
+BUDGETS = dict(zip(OURS, (0.15, 0.5, 0.5, 1.5, 1.5), strict=True))
 DYNAMO = {"Dynamo, 16,384 x 64, round robin": "round_robin", "Dynamo, 16,384 x 64, kv_router": "kv_router"}
 
 MEASURE = """
@@ -100,11 +103,13 @@ def main() -> None:
     options = parser.parse_args()
 
     samples: dict[str, list[dict[str, Any]]] = {}
+    loads = []
     with tempfile.TemporaryDirectory() as scratch:
         plain = Path(scratch) / "trace.jsonl"
         packed = options.trace.read_bytes()
         plain.write_bytes(gzip.decompress(packed) if options.trace.suffix == ".gz" else packed)
         for _ in range(options.repeats):
+            loads.append(os.getloadavg())
             for name, (policy, instances, block, blocks, speed) in OURS.items():
                 argument = [str(options.trace), policy, instances, block, blocks, speed]
                 samples.setdefault(name, []).append(run(sys.executable, OUR_RUN, argument))
@@ -117,12 +122,17 @@ def main() -> None:
     for name, runs in samples.items():
         row = {key: median_range([r[key] for r in runs]) for key in ("cpu", "wall", "peak_mib")}
         same = len({r["digest"] for r in runs}) == 1 if len(runs) > 1 else None
-        rows.append({"name": name, **row, "bit_equal": same})
+        rows.append({"name": name, **row, "bit_equal": same, "budget_seconds": BUDGETS.get(name)})
         cells = (f"{m:.3f} ({low:.3f}-{high:.3f})".rjust(22) for m, low, high, _ in (row["cpu"], row["wall"]))
         print(
             name.ljust(46), *cells, f"{row['peak_mib'][0]:9.0f}", {True: "yes", False: "no", None: "?"}[same]
         )
-    result = {**about(None, ["rustc"]), "trace": options.trace.name, "rows": rows}
+    result = {**about(None, ["rustc"]), "load_average": loads, "trace": options.trace.name, "rows": rows}
+    if options.rivals:
+        code = "from importlib.metadata import version; print(version('ai-dynamo-runtime'))"
+        argv = [str(options.rivals / "bin" / "python"), "-c", code]
+        told = subprocess.run(argv, capture_output=True, text=True, check=True)
+        result["versions"]["ai-dynamo-runtime"] = told.stdout.strip()
     print("raw:", write_result(result, "simulator", options.out), file=sys.stderr)
 
 

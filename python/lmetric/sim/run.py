@@ -26,7 +26,6 @@ from lmetric.sim.traces import Trace
 
 Signals = Literal["exact", "step_end", "delayed"]
 Admission = Literal["reserve", "vllm"]
-Order = Literal["fcfs", "priority"]
 Index = Literal["exact", "approximate"]
 PolicyLike = str | Expr | Policy | PolicyFunction | None
 ProfileLike = str | Profile | Mapping[str, Any]
@@ -154,7 +153,6 @@ def simulate(
     seed: int = 0,
     signals: Signals = "exact",
     admission: Admission = "reserve",
-    order: Order = "fcfs",
     index: Index = "exact",
     index_bytes: int = 512 * 1024 * 1024,
     guard: bool | None = None,
@@ -179,7 +177,6 @@ def simulate(
             requests it sees what their responses show.
         admission: ``"reserve"``, a request enters where all that run and its prompt fit, and is never put
             back; ``"vllm"``, blocks are taken as tokens come, and where none is left the last goes back.
-        order: of the engines' queues.
         index: ``"exact"``, fed by the engines' cache events; ``"approximate"``, by what was placed where.
         guard: the hot-spot guard; None: on where the policy is lmetric.
         predictor: the profile that `predicted_ttft_seconds` is computed from (None: the engines' own).
@@ -205,7 +202,6 @@ def simulate(
         seed=seed,
         signals=signals,
         admission=admission,
-        order=order,
         index=index,
         index_bytes=index_bytes,
         guard=guard,

@@ -294,3 +294,45 @@ fn same_seed_same_decisions() {
     };
     assert_eq!(run(), run());
 }
+
+#[test]
+fn partial_last_blocks_count_where_engines_keep_them() {
+    let prompt = chain(1, 3);
+    for (partial_blocks, tokens, expected) in
+        [(false, 40, 32), (true, 40, 39), (false, 48, 32), (true, 48, 47), (false, 49, 48), (true, 49, 48)]
+    {
+        let config = RouterConfig { partial_blocks, ..RouterConfig::default() };
+        let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+        router.add_instance("e0", Role::Both, None).unwrap();
+        let request = Request { prompt_tokens: tokens, ..request(&prompt) };
+        let placed = router.route(&request, 0.0).unwrap();
+        router.advance(placed.ticket, Event::Sent, 0.0).unwrap();
+        assert_eq!(router.hit_tokens(&request), [expected], "{partial_blocks}, {tokens} tokens");
+    }
+}
+
+#[test]
+fn what_an_engine_finds_cached_replaces_what_was_booked() {
+    let config = RouterConfig { drain: false, ..RouterConfig::default() };
+    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+    router.add_instance("e0", Role::Both, None).unwrap();
+    let (long, short) = (chain(1, 10), chain(50, 2)); // 161 and 33 tokens, nothing known of them
+    let first = router.route(&request(&long), 0.0).unwrap();
+    let second = router.route(&request(&short), 0.0).unwrap();
+    let queued = |router: &mut Router| {
+        router.derive_all(1.0);
+        router.columns().get(Indicator::QueuedPrefillTokens)[0]
+    };
+    assert_eq!(queued(&mut router), 194.0);
+    router.advance(first.ticket, Event::Scheduled(Some(128)), 0.1).unwrap();
+    assert_eq!(queued(&mut router), 33.0 + 33.0);
+    router.advance(first.ticket, Event::Prefilled(30), 0.2).unwrap();
+    assert_eq!(queued(&mut router), 3.0 + 33.0);
+    // Put back and admitted again, with less in the cache than before.
+    router.advance(first.ticket, Event::Scheduled(Some(64)), 0.3).unwrap();
+    assert_eq!(queued(&mut router), 97.0 + 33.0);
+    for ticket in [first.ticket, second.ticket] {
+        router.advance(ticket, Event::FirstToken, 0.4).unwrap();
+    }
+    assert_eq!(queued(&mut router), 0.0);
+}

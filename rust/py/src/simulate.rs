@@ -82,8 +82,8 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
 /// Plays a workload over a cluster; see `lmetric.simulate`. Returns the columns by name.
 #[pyfunction]
 #[pyo3(signature = (workload, *, policy=None, knobs=None, profiles, seed=0, signals="exact", admission="reserve",
-    order="fcfs", index="exact", index_bytes=512 << 20, guard=None, guard_window_seconds=60.0, guard_period_seconds=1.0,
-    event_delay_seconds=0.0, report_period_seconds=1.0, step_time=None, output_known=true, timeline_seconds=10.0))]
+    index="exact", index_bytes=512 << 20, guard=None, guard_window_seconds=60.0, guard_period_seconds=1.0,
+    event_delay_seconds=0.02, report_period_seconds=1.0, step_time=None, output_known=true, timeline_seconds=10.0))]
 fn simulate<'py>(
     py: Python<'py>,
     workload: &Bound<'py, Workload>,
@@ -93,7 +93,6 @@ fn simulate<'py>(
     seed: u64,
     signals: &str,
     admission: &str,
-    order: &str,
     index: &str,
     index_bytes: usize,
     guard: Option<bool>,
@@ -113,11 +112,8 @@ fn simulate<'py>(
             "vllm" => Admission::Vllm,
             other => return Err(unknown("admission", other, "reserve or vllm").into()),
         },
-        order: match order {
-            "fcfs" => Order::Fcfs,
-            "priority" => Order::Priority,
-            other => return Err(unknown("order", other, "fcfs or priority").into()),
-        },
+        // A trace has no priorities.
+        order: Order::Fcfs,
         signals: match signals {
             "exact" => Signals::EXACT,
             "step_end" => Signals::STEP_END,

@@ -35,7 +35,8 @@ pub struct ClusterConfig {
     pub order: Order,
     /// What the router learns, and when.
     pub signals: Signals,
-    /// The router's settings; whether its backlog drains by itself follows from the signals.
+    /// The router's settings; whether its backlog drains by itself follows from the signals, and whether partial blocks
+    /// count from the admission.
     pub router: RouterConfig,
     /// Whether the router is told of each request how long its answer will be.
     pub output_known: bool,
@@ -161,7 +162,11 @@ impl<'a> Cluster<'a> {
             return bad("timeline_seconds", config.timeline_seconds, "0.001 to 1e9 seconds");
         }
         let exact = config.router.index_feed == IndexFeed::Exact;
-        let router = RouterConfig { drain: !config.signals.progress, ..config.router.clone() };
+        let router = RouterConfig {
+            drain: !config.signals.progress,
+            partial_blocks: config.admission == Admission::Reserve,
+            ..config.router.clone()
+        };
         let mut router = Router::new(policy, router)?;
         let settings = Settings { admission: config.admission, order: config.order, kv_events: exact };
         let mut engines = Vec::with_capacity(config.profiles.len());

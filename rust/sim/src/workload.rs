@@ -243,7 +243,9 @@ impl Shape {
                 let expected = format!("at most {} for {tokens} tokens", tokens.div_ceil(trace_block));
                 return bad(format!("hash_ids of request {i}"), format!("{} ids", ids.len()), expected);
             }
-            let named = tokens.min(ids.len() as u64 * trace_block).div_ceil(block) as usize;
+            // A block of which only the front is named is like no other, unless the prompt ends in it.
+            let covered = ids.len() as u64 * trace_block;
+            let named = if covered < tokens { covered / block } else { tokens.div_ceil(block) } as usize;
             let end = self.chain.len() + named;
             let mut previous = hash::root(None);
             'ids: for group in ids.chunks(per_block) {
@@ -304,6 +306,8 @@ mod tests {
         // Fewer ids than blocks: the rest has no name.
         assert_eq!(workload(4, &[(30, &[1, 2])]).unwrap().shape.chain(0).len(), 4);
         assert_eq!(workload(4, &[(30, &[])]).unwrap().shape.chain(0).len(), 0);
+        assert_eq!(workload(16, &[(30, &[1, 2, 3])]).unwrap().shape.chain(0).len(), 1);
+        assert_eq!(workload(16, &[(24, &[1, 2, 3])]).unwrap().shape.chain(0).len(), 2);
     }
 
     #[test]

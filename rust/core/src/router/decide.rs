@@ -1,7 +1,7 @@
 //! Decisions: match, score, commit.
 use super::books::{Entry, Stage};
 use super::tickets::{self, TicketState};
-use super::{Decision, Router, derive};
+use super::{Decision, Router};
 use crate::error::CoreError;
 use crate::guard::Restriction;
 use crate::ids::{InstanceId, Seconds};
@@ -69,7 +69,7 @@ impl Router {
     pub fn hit_tokens(&mut self, request: &Request<'_>) -> Vec<u32> {
         self.match_prefix(request.chain);
         let mut hits = self.hit_blocks.clone();
-        derive::whole_hits(request, &mut hits);
+        self.whole_hits(request, &mut hits);
         if self.fleet.live_count() < hits.len() {
             let mut slots = (0..).map(InstanceId);
             hits.retain(|_| slots.next().is_some_and(|id| self.fleet.is_live(id)));
@@ -170,7 +170,7 @@ impl Router {
         now: Seconds,
     ) -> Decision {
         let slot = chosen.index();
-        let hit = derive::hit_tokens(request, self.hit_blocks[slot]);
+        let hit = self.saved_tokens(request, self.hit_blocks[slot]);
         let entry = entry(request, hit);
         let segment = Segment { instance: chosen, from_token: 0, to_token: None };
         let matched = self.hit_blocks.iter().copied().max().unwrap_or(0);

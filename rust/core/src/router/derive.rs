@@ -5,29 +5,15 @@ use crate::indicators::{Indicator, IndicatorSet};
 use crate::request::Request;
 use crate::wide::{greater, lesser, wide_fn};
 
-/// Prompt tokens that `blocks` matched blocks save: never the last token, which every engine computes, and whole blocks, unless
-/// the chain reaches past the prompt's end: then engines keep partial last blocks.
+/// Most prompt tokens that a cache can save: never the last one, which every engine computes, and whole blocks, unless engines
+/// keep `partial` last blocks.
 #[inline]
-pub(super) fn hit_tokens(request: &Request<'_>, blocks: u32) -> f64 {
-    hit(blocks, request.tokens_per_block, most_hit_tokens(request))
-}
-
-#[inline]
-fn most_hit_tokens(request: &Request<'_>) -> f64 {
+fn most_hit_tokens(request: &Request<'_>, partial: bool) -> f64 {
     if request.tokens_per_block <= 0.0 || request.prompt_tokens == 0 {
         return 0.0;
     }
     let most = f64::from(request.prompt_tokens - 1);
-    if request.chain.len() as f64 * request.tokens_per_block > most + 1.5 {
-        return most;
-    }
-    (most / request.tokens_per_block).floor() * request.tokens_per_block
-}
-
-/// Turns matched blocks into hit tokens, rounded down.
-pub(super) fn whole_hits(request: &Request<'_>, blocks: &mut [u32]) {
-    let most = most_hit_tokens(request);
-    blocks_to_tokens(blocks, request.tokens_per_block, most);
+    if partial { most } else { (most / request.tokens_per_block).floor() * request.tokens_per_block }
 }
 
 const BLOCKS: IndicatorSet = IndicatorSet::of(&[Indicator::IndexBlocks]);
@@ -57,7 +43,8 @@ impl Router {
         if reads.intersects(QUEUED) {
             self.books.queued_prefill(now, columns.get_mut(Indicator::QueuedPrefillTokens));
         }
-        let (per_block, most) = (request.tokens_per_block, most_hit_tokens(request));
+        let (per_block, most) =
+            (request.tokens_per_block, most_hit_tokens(request, self.config.partial_blocks));
         if reads.contains(Indicator::PToken) {
             let [out, queued] = columns.two_mut(Indicator::PToken, Indicator::QueuedPrefillTokens);
             p_token(queued, &self.hit_blocks, per_block, most, prompt, out);
@@ -96,6 +83,19 @@ impl Router {
         if reads.contains(Indicator::PredictedTtftSeconds) {
             self.predict_ttft();
         }
+    }
+
+    /// Prompt tokens that `blocks` matched blocks save.
+    #[inline]
+    pub(super) fn saved_tokens(&self, request: &Request<'_>, blocks: u32) -> f64 {
+        let most = most_hit_tokens(request, self.config.partial_blocks);
+        hit(blocks, request.tokens_per_block, most)
+    }
+
+    /// Turns matched blocks into hit tokens, rounded down.
+    pub(super) fn whole_hits(&self, request: &Request<'_>, blocks: &mut [u32]) {
+        let most = most_hit_tokens(request, self.config.partial_blocks);
+        blocks_to_tokens(blocks, request.tokens_per_block, most);
     }
 
     fn predict_ttft(&mut self) {

@@ -2,7 +2,7 @@
 use super::books::Stage;
 use super::decide::entry;
 use super::tickets::{self, TicketState};
-use super::{IndexFeed, Router, TicketId, derive};
+use super::{IndexFeed, Router, TicketId};
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Event, Failure, Segment, Usage};
@@ -151,7 +151,7 @@ impl Router {
         self.match_prefix(&chain);
         let next = self.choose(&request, &failed, now).ok();
         let hit_blocks = next.map_or(0, |next| self.hit_blocks[next.index()]);
-        let hit = derive::hit_tokens(&request, hit_blocks);
+        let hit = self.saved_tokens(&request, hit_blocks);
         let entry = entry(&request, hit);
         let state = self.tickets.get(ticket).expect("an open ticket");
         (state.chain, state.failed) = (chain, failed);

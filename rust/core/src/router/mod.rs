@@ -59,6 +59,8 @@ pub struct RouterConfig {
     pub step_time: Option<StepTime>,
     /// Prefill rate assumed until one was learned, in tokens/s.
     pub prior_prefill_tokens_per_second: f64,
+    /// Whether engines keep the partial last block of a prompt too, so that all but one token may be cached. (vLLM does not.)
+    pub partial_blocks: bool,
 }
 
 impl Default for RouterConfig {
@@ -72,6 +74,7 @@ impl Default for RouterConfig {
             guard: GuardConfig::default(),
             step_time: None,
             prior_prefill_tokens_per_second: 8000.0,
+            partial_blocks: false,
         }
     }
 }

@@ -1,13 +1,12 @@
 //! What the router believes, held against the engines.
 use super::*;
 use crate::workload::Trace;
-use lmetric_core::InstanceId;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::policy::registry;
 use proptest::prelude::*;
 
-fn config(instances: usize, cache_blocks: u32) -> ClusterConfig {
+fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig {
     let profile = Profile {
         fixed_seconds: 1.0,
         decode_seconds_per_sequence: 0.1,
@@ -23,7 +22,7 @@ fn config(instances: usize, cache_blocks: u32) -> ClusterConfig {
         profiles: vec![profile; instances],
         admission: Admission::Reserve,
         order: Order::Fcfs,
-        signals: Signals::EXACT,
+        signals: if step_end { Signals::STEP_END } else { Signals::EXACT },
         router: RouterConfig {
             index_feed: IndexFeed::Exact,
             guard: GuardConfig { on: false, ..GuardConfig::default() },
@@ -34,7 +33,7 @@ fn config(instances: usize, cache_blocks: u32) -> ClusterConfig {
     }
 }
 
-/// With exact signals, what the router believes at any moment is what the engines would say.
+/// What the router believes at any moment is what the engines would say, as far as their steps are seen.
 fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
     let now = cluster.now;
     cluster.observer.catch_up(&cluster.engines, now).unwrap();
@@ -45,12 +44,13 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
         .collect();
     for slot in 0..n {
         let (engine, records) = (&cluster.engines[slot], &cluster.records);
-        let ended = engine.progress(now).1;
+        let (begun, ended) = engine.progress(now);
+        let steps = if cluster.config.signals.step_end { begun } else { ended };
         let here = in_flight.iter().copied().filter(|&i| records.instance[i] == slot as i64);
         let outputs: Vec<(u64, u32)> = engine.decoding().collect();
         let (mut tokens, mut queued, mut remaining) = (0, engine.load().remaining_prefill_tokens as i64, 0);
         for i in here {
-            let made = outputs.iter().find(|o| o.0 == i as u64).map(|o| o.1 + ended);
+            let made = outputs.iter().find(|o| o.0 == i as u64).map(|o| o.1 + steps);
             tokens += shape.input_tokens[i] + made.unwrap_or(0);
             if records.scheduled_seconds[i].is_nan() {
                 queued += i64::from(shape.input_tokens[i]) - records.predicted_hit_tokens[i];
@@ -71,16 +71,12 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
         }
     }
     for request in 0..cluster.workload.len() {
-        let chain = shape.chain(request);
-        let mut hits = vec![0; n];
-        cluster.observer.router.index().match_prefix(chain, &mut hits);
-        for (slot, engine) in cluster.engines.iter().enumerate() {
-            let prompt = shape.input_tokens[request];
-            let found = (hits[slot] * shape.block_tokens).min(prompt - 1);
-            prop_assert_eq!(found, engine.hit_tokens(chain, prompt));
-        }
-        let held: u32 = (0..n).map(|i| cluster.observer.router.index().blocks(InstanceId(i as u32))).sum();
-        prop_assert!(held as usize <= n * cluster.config.profiles[0].cache_blocks as usize);
+        let (chain, prompt_tokens) = (shape.chain(request), shape.input_tokens[request]);
+        let asked =
+            RouterRequest { chain, prompt_tokens, tokens_per_block: 16.0, ..RouterRequest::default() };
+        let believed = cluster.observer.router.hit_tokens(&asked);
+        let found: Vec<u32> = cluster.engines.iter().map(|e| e.hit_tokens(chain, prompt_tokens)).collect();
+        prop_assert_eq!(believed, found);
     }
     Ok(())
 }
@@ -88,7 +84,7 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
 proptest! {
     #[test]
     fn exact_signals_are_exact(
-        instances in 1usize..4, cache_blocks in 6u32..24,
+        step_end: bool, instances in 1usize..4, cache_blocks in 6u32..24,
         asks in prop::collection::vec((0.0f64..30.0, 1i64..90, 1i64..15, 0u64..3, 0u64..7), 1..25),
     ) {
         let column = |f: fn(&(f64, i64, i64, u64, u64)) -> i64| asks.iter().map(f).collect::<Vec<_>>();
@@ -107,7 +103,7 @@ proptest! {
             block_tokens: 16,
             ..Trace::default()
         };
-        let (workload, config) = (Workload::new(&trace, 16).unwrap(), config(instances, cache_blocks));
+        let (workload, config) = (Workload::new(&trace, 16).unwrap(), config(instances, cache_blocks, step_end));
         let policy = registry::build("dynamo", &[]).unwrap();
         let mut cluster = Cluster::new(&workload, policy, &config).unwrap();
         while cluster.step().unwrap() {
