@@ -117,8 +117,9 @@ class Client:
             )
         return names[0]
 
-    def body(self, prompt: str, output_tokens: int) -> bytes:
-        """The request for `output_tokens` (at least 1) tokens after `prompt`."""
+    def body(self, prompt: str | orjson.Fragment, output_tokens: int) -> bytes:
+        """The request for `output_tokens` (at least 1) tokens after `prompt`: text, or the JSON of token ids
+        (not for `chat`)."""
         request: dict[str, Any] = {
             "model": self.model,
             "max_tokens": max(1, output_tokens),

@@ -6,11 +6,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Iterator
-from typing import Any
+from typing import Any, Protocol
 
-from lmetric.replay.client import Client, Record
-from lmetric.sim.prompts import PromptWriter
+import orjson
+
+from lmetric.replay.client import Record
 from lmetric.sim.traces import Trace
+
+
+class Sender(Protocol):
+    """What sends a request: a `Client`, or a choice among several."""
+
+    def body(self, prompt: str | orjson.Fragment, output_tokens: int) -> bytes:
+        """The request for `output_tokens` tokens after `prompt`."""
+
+    async def send(self, body: bytes, record: Record, start: float) -> None:
+        """Send `body` now and fill in `record`; `start` is the run's begin by ``time.monotonic()``."""
+
+
+class Prompts(Protocol):
+    """What makes the prompts: a `PromptWriter`."""
+
+    def prompt(self, trace: Trace, index: int) -> str | orjson.Fragment:
+        """The prompt of the trace's request `index`: text, or the JSON of token ids."""
 
 
 class Player:
@@ -20,7 +38,7 @@ class Player:
     the answer's stream, a failed one's as well: the conversation goes on without it.
     """
 
-    def __init__(self, trace: Trace, client: Client, prompts: PromptWriter) -> None:
+    def __init__(self, trace: Trace, client: Sender, prompts: Prompts) -> None:
         self.trace = trace
         self.records: list[Record] = []
         self.seconds = 0.0  # from the first arrival's due time to the end of the last answer

@@ -17,6 +17,11 @@ pub fn block(previous: u64, tokens: &[u32], bytes: &mut Vec<u8>) -> u64 {
     xxh3_64(bytes)
 }
 
+/// The hash of a block behind `previous` that no other request can have.
+pub fn own(previous: u64, request: u64) -> u64 {
+    xxh3_64_with_seed(&previous.to_le_bytes(), !request)
+}
+
 /// Extends `chain`, which starts at `root`, by all further full blocks of `tokens`.
 pub fn extend(root: u64, block_tokens: usize, tokens: &[u32], bytes: &mut Vec<u8>, chain: &mut Vec<u64>) {
     for full in tokens.chunks_exact(block_tokens).skip(chain.len()) {

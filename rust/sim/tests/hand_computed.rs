@@ -206,6 +206,27 @@ fn want_of_blocks_puts_the_latest_back_and_its_text_stays() {
 }
 
 #[test]
+fn a_request_put_back_finds_its_answer_again_with_tokens_or_without() {
+    let (a, b) = (prompt(7, 30), prompt(8, 30));
+    let prompts = [Prompt::Tokens(&a), Prompt::Tokens(&b)];
+    let chains = [&[1], &[2]].map(|hashes| Prompt::Chain { hashes, tokens: 30 });
+    for (generator, prompts) in [(Some(words()), prompts), (None, chains)] {
+        // 5 blocks: both need their third at once, and the first gets it.
+        let profile = Profile { cache_blocks: 5, ..round() };
+        let mut engine = Engine::new(profile, Settings::default(), generator).unwrap();
+        for (id, prompt) in [1, 2].into_iter().zip(prompts) {
+            engine.submit(&Request { prompt, ..ask(id, &[], 15) }, 0.0).unwrap();
+        }
+        let mut hits = vec![];
+        while engine.start_step(0.0).is_some() {
+            hits.extend(engine.finish_step().admitted.iter().map(|a| (a.id, a.cached_tokens)));
+        }
+        // Its two full blocks: 30 tokens of the prompt and 2 of the answer.
+        assert_eq!(hits, [(1, 0), (2, 0), (2, 32)]);
+    }
+}
+
+#[test]
 fn reserving_admission_lets_in_what_fits_and_one_always() {
     let settings = Settings { admission: Admission::Reserve, ..Settings::default() };
     let profile = Profile { cache_blocks: 4, ..round() }; // 64 tokens

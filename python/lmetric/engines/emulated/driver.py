@@ -106,10 +106,10 @@ class Driver:
                 break
             end = self._end
             self._finish_step(end, touched)
-            # Where nothing is left at the step's end, requests that came since begin now.
             self._start_step(end)
             if self._end is None and self._live:
-                self._start_step(self.clock.now())
+                # Nothing was left at the step's end: the first that came since found an idle engine.
+                self._start_step(max(end, min(generation.arrived for generation in self._live.values())))
         for generation in touched.values():
             generation.flush()
         self._watch_lateness()

@@ -141,7 +141,13 @@ impl Engine {
             let computed = &sequence.tokens[..sequence.tokens.len().min(computed as usize)];
             hash::extend(sequence.root, block, computed, &mut self.bytes, &mut sequence.chain);
         }
-        let full = (computed as usize / block).min(sequence.chain.len());
+        let full = computed as usize / block;
+        // Without tokens, blocks past the chain (the answer's among them) are named as this request's own: they take their
+        // turn in the cache, and it finds them again after a preemption.
+        while sequence.chain.len() < full {
+            let previous = sequence.chain.last().copied().unwrap_or(sequence.root);
+            sequence.chain.push(hash::own(previous, sequence.id));
+        }
         let named = sequence.named;
         if full <= named {
             return;
