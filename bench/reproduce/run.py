@@ -55,7 +55,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="two seeds, small traces, two stages")
     parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces", metavar="DIR",
                         help="with mooncake_conversation.jsonl.gz and azure_conv_2023.csv.gz")  # fmt: skip
-    parser.add_argument("--results", type=Path, metavar="DIR", help="[default: results/ beside this file]")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="elsewhere; the page stays as it is [default: results/ here]",
+    )
     parser.add_argument("--render", action="store_true", help="only make the page from the results")
     parser.add_argument("--check", action="store_true", help="fail if the page is not what the results make")
     options = parser.parse_args(argv)
@@ -68,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         if unknown := [name for name in names if name not in FIGURES]:
             parser.error(f"no figure {', '.join(unknown)}; there are {', '.join(FIGURES)}")
         make(names, options, None if options.quick and not options.results else results)
-    if not options.quick:
+    if options.render or not (options.quick or options.results):
         PAGE.write_text(page(PAGE.read_text(), results))
 
 
