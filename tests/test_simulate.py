@@ -81,6 +81,13 @@ def test_a_turn_waits_for_the_answer_before() -> None:
     run = simulate(turns, instances=2, profile=ROUND)
     assert run.finished_seconds[0] == pytest.approx(1.2 + 2 * 1.1)
     assert run.arrival_seconds[1] == pytest.approx(3.4 + 2.0)
+    # Twice as fast, users think twice as fast, too, whether sped up before it is made ready or after.
+    before = simulate(turns.faster(2), instances=2, profile=ROUND)
+    after = simulate(prepare(turns, ROUND).faster(2), instances=2, profile=ROUND)
+    assert before.arrival_seconds[1] == after.arrival_seconds[1] == pytest.approx(3.4 + 1.0)
+    for speed in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises((ValueError, lm.BadValueError), match="speed"):
+            prepare(turns, ROUND).faster(speed)
 
 
 def test_same_seed_same_bytes_in_any_thread() -> None:

@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lmetric import LmetricError, UnknownNameError
@@ -261,6 +262,14 @@ def test_a_load_that_nothing_sustains_is_an_error() -> None:
         max_load.find(
             setup, Library().workload(setup), Rule(keep_up=0.999)
         )  # of 80 the last one never has it
+
+
+def test_a_trace_that_waits_for_answers_has_no_maximum_load() -> None:
+    setup = setup_of()
+    requests = Library().workload(setup).trace
+    waiting = replace(requests, previous=np.arange(len(requests)) - 1, think_seconds=np.zeros(len(requests)))
+    with pytest.raises(LmetricError, match=r"wait for answers.*open loop"):
+        max_load.find(setup, waiting, Rule())
 
 
 def test_fractions_are_of_the_references_maximum(tmp_path: Path) -> None:

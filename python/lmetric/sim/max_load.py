@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 from lmetric._core import LmetricError
 from lmetric.sim.setups import Result, Setup, run
+from lmetric.sim.traces import Trace
 
 if TYPE_CHECKING:
     from lmetric.sim.run import Workload
-    from lmetric.sim.traces import Trace
 
 _FASTEST, _SLOWEST = 2.0**14, 2.0**-14
 
@@ -57,8 +57,15 @@ class MaxLoad:
 def find(setup: Setup, trace: Trace | Workload, rule: Rule, key: str = "") -> MaxLoad:
     """Bisect the speed of `trace` for `setup` (whose own speed is not looked at).
 
-    Raises `LmetricError` where even 1 / 16384 of the trace's rate is too much, or 16384 times it too little.
+    Raises `LmetricError` where even 1 / 16384 of the trace's rate is too much, or 16384 times it too little,
+    and where requests of the trace wait for the answers before them: such a trace slows down with the fleet.
     """
+    requests = trace if isinstance(trace, Trace) else trace.trace
+    if requests.previous is not None and bool((requests.previous >= 0).any()):
+        raise LmetricError(
+            f"no maximum load: requests of {requests.name} wait for answers, so its rate falls with the "
+            f"fleet's; give speeds as loads, or play it open loop (closed_loop: false, Trace.open_loop())"
+        )
     tried: list[tuple[float, bool]] = []
     rates: dict[float, float] = {}
 

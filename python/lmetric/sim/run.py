@@ -106,9 +106,8 @@ class Workload:
         return len(self.trace)
 
     def faster(self, speed: float) -> Workload:
-        """The same requests arriving `speed` times as fast; the block hashes are shared."""
-        trace = self.trace.faster(speed)
-        return Workload(trace, self.core.arriving_at(np.ascontiguousarray(trace.arrival_seconds)))
+        """`Trace.faster`, the block hashes being shared."""
+        return Workload(self.trace.faster(speed), self.core.faster(speed))
 
 
 def resolve_profile(profile: ProfileLike) -> Profile:

@@ -52,9 +52,9 @@ impl Workload {
         Ok(Workload { inner: py.detach(|| lmetric_sim::Workload::new(&trace, block_tokens))? })
     }
 
-    /// The same requests at other times.
-    fn arriving_at(&self, arrival_seconds: PyReadonlyArray1<'_, f64>) -> Result<Workload> {
-        Ok(Workload { inner: self.inner.arriving_at(column(&arrival_seconds)?)? })
+    /// The same requests arriving, and their users thinking, `speed` times as fast. Raises `BadValueError`.
+    fn faster(&self, speed: f64) -> Result<Workload> {
+        Ok(Workload { inner: self.inner.faster(speed)? })
     }
 
     #[getter]

@@ -390,7 +390,7 @@ impl<'a> Cluster<'a> {
             self.observer.finished(id, usage, self.now)?;
             arrivals.extend(shape.followers(request).map(|next| {
                 let earliest = self.workload.arrival_seconds[next];
-                (earliest.max(end + shape.think_seconds[next]), next as u32)
+                (earliest.max(end + self.workload.think_seconds(next)), next as u32)
             }));
         }
         arrivals.into_iter().for_each(|(at, request)| self.at(at, Event::Arrival { request }));

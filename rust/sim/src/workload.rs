@@ -32,6 +32,8 @@ pub struct Trace<'a> {
 #[derive(Clone, Debug)]
 pub struct Workload {
     pub(crate) arrival_seconds: Vec<Seconds>,
+    /// How many times as fast as in the trace users think.
+    speed: f64,
     pub(crate) shape: Arc<Shape>,
 }
 
@@ -118,20 +120,25 @@ impl Workload {
         shape.sessions.resize(n, None);
         shape.follow(trace)?;
         shape.hash(trace)?;
-        Ok(Workload { arrival_seconds: trace.arrival_seconds.to_vec(), shape: Arc::new(shape) })
+        Ok(Workload { arrival_seconds: trace.arrival_seconds.to_vec(), speed: 1.0, shape: Arc::new(shape) })
     }
 
-    /// The same requests at other times.
+    /// The same requests arriving `speed` times as fast, and their users thinking as fast; everything else is shared.
     ///
     /// # Errors
-    /// `BadValue` for another number of them, or a time that cannot be.
-    pub fn arriving_at(&self, arrival_seconds: &[Seconds]) -> Result<Workload, CoreError> {
-        if arrival_seconds.len() != self.len() {
-            let expected = format!("{}, one for each request", self.len());
-            return bad("number of arrival_seconds".into(), arrival_seconds.len(), expected);
+    /// `BadValue` for a speed that is not above 0, or leads to times that cannot be.
+    pub fn faster(&self, speed: f64) -> Result<Workload, CoreError> {
+        if !(speed > 0.0 && speed.is_finite()) {
+            return bad("speed".into(), speed, "a finite number above 0");
         }
-        check_arrivals(arrival_seconds)?;
-        Ok(Workload { arrival_seconds: arrival_seconds.to_vec(), shape: self.shape.clone() })
+        let arrival_seconds: Vec<_> = self.arrival_seconds.iter().map(|at| at / speed).collect();
+        check_arrivals(&arrival_seconds)?;
+        Ok(Workload { arrival_seconds, speed: self.speed * speed, shape: self.shape.clone() })
+    }
+
+    /// Seconds from the end of the answer that a request waits for to the request.
+    pub(crate) fn think_seconds(&self, request: usize) -> Seconds {
+        self.shape.think_seconds[request] / self.speed
     }
 
     /// Requests.
