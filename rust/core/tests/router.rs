@@ -176,6 +176,33 @@ fn queued_prefill_drains_at_the_learned_rate() {
     assert!(queued(&mut router, 31.0) > 0.0);
 }
 
+/// An engine that takes 0.1 ms a token and 1 ns an attention pair, of whose first tokens the router learns both.
+#[test]
+fn long_prompts_drain_as_slowly_as_attention_makes_them() {
+    let mut router = router("least_prefill", 1);
+    let mut ask = |router: &mut Router, tokens: u32, now: f64| {
+        let request = Request { prompt_tokens: tokens, tokens_per_block: 16.0, ..Request::default() };
+        router.route(&request, now).unwrap().ticket
+    };
+    let seconds = |tokens: f64| 1e-4 * tokens + 1e-9 * tokens * tokens / 2.0;
+    let mut now = 0.0;
+    for tokens in [500, 4000, 20_000, 1000, 60_000] {
+        let ticket = ask(&mut router, tokens, now);
+        now += seconds(f64::from(tokens));
+        router.advance(ticket, Event::FirstToken, now).unwrap();
+        router.advance(ticket, Event::Finished(Usage::default()), now).unwrap();
+    }
+    for tokens in [800, 100_000] {
+        let ticket = ask(&mut router, tokens, now);
+        // Halfway through, half of it is left, however long it is. One rate for all would be wrong by a factor of five.
+        router.derive_all(now + seconds(f64::from(tokens)) / 2.0);
+        let left = router.columns().get(Indicator::QueuedPrefillTokens)[0];
+        assert!((left / f64::from(tokens) - 0.5).abs() < 1e-6, "{left} of {tokens}");
+        now += seconds(f64::from(tokens));
+        router.advance(ticket, Event::FirstToken, now).unwrap();
+    }
+}
+
 #[test]
 fn time_does_not_run_back() {
     let mut router = router("lmetric", 1);

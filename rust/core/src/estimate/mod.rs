@@ -2,5 +2,5 @@
 pub mod prefill_rate;
 pub mod step_time;
 
-pub use prefill_rate::PrefillRate;
+pub use prefill_rate::{PrefillRate, attention_pairs};
 pub use step_time::StepTime;

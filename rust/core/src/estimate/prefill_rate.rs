@@ -1,44 +1,120 @@
-//! Prefill rate of an instance, learned from our own first tokens.
+//! What prefills take on an instance, learned from our own first tokens.
 use crate::ids::Seconds;
 
-/// Weight that an observation keeps when the next one comes: the last twenty or so count.
-const KEEP: f64 = 0.95;
+/// Weight that an observation keeps when the next one comes: the last fifty or so count.
+const KEEP: f64 = 0.98;
+/// Tokens and pairs are told apart where this much of the pairs is not in proportion to the tokens.
+const LEAST_INDEPENDENT: f64 = 1e-3;
 
-/// Ratio of decayed sums: long prefills weigh more than short ones, whose time is mostly fixed cost.
+/// Attention pairs of a prefill of `new` tokens behind `hit` cached ones.
+pub fn attention_pairs(hit: f64, new: f64) -> f64 {
+    new * (hit + new / 2.0)
+}
+
+/// Least squares of seconds = a x tokens + b x attention pairs, both at least 0, over decayed observations, each weighted by one
+/// over its tokens. Without pairs that is the ratio of the sums: long prefills weigh more than short ones, whose time is mostly
+/// fixed cost.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PrefillRate {
     tokens: f64,
     seconds: f64,
+    pairs: f64,
+    /// Sums of pairs squared, and of pairs times seconds, each over tokens.
+    pairs_pairs: f64,
+    pairs_seconds: f64,
 }
 
 impl PrefillRate {
-    /// `tokens` uncached prompt tokens were computed in `seconds`, from the moment the instance could begin.
-    pub fn observe(&mut self, tokens: f64, seconds: Seconds) {
+    /// `tokens` uncached prompt tokens with so many attention `pairs` were computed in `seconds`, from the moment the instance
+    /// could begin.
+    pub fn observe(&mut self, tokens: f64, pairs: f64, seconds: Seconds) {
         if tokens > 0.0 && seconds > 0.0 {
-            self.tokens = self.tokens * KEEP + tokens;
-            self.seconds = self.seconds * KEEP + seconds;
+            for (sum, value) in [
+                (&mut self.tokens, tokens),
+                (&mut self.seconds, seconds),
+                (&mut self.pairs, pairs),
+                (&mut self.pairs_pairs, pairs * pairs / tokens),
+                (&mut self.pairs_seconds, pairs * seconds / tokens),
+            ] {
+                *sum = *sum * KEEP + value;
+            }
         }
     }
 
-    /// Tokens per second, once anything was observed.
+    /// Tokens per second over all, once anything was observed.
     pub fn tokens_per_second(&self) -> Option<f64> {
         (self.seconds > 0.0).then(|| self.tokens / self.seconds)
+    }
+
+    /// Seconds that a prefill of `tokens` tokens with so many attention `pairs` takes, once anything was observed.
+    pub fn seconds(&self, tokens: f64, pairs: f64) -> Option<Seconds> {
+        if self.seconds <= 0.0 {
+            return None;
+        }
+        let determinant = self.tokens * self.pairs_pairs - self.pairs * self.pairs;
+        let (mut a, mut b) = (self.seconds / self.tokens, 0.0);
+        if determinant > LEAST_INDEPENDENT * self.tokens * self.pairs_pairs {
+            let by_pairs = self.tokens * self.pairs_seconds - self.seconds * self.pairs;
+            let by_tokens = self.seconds * self.pairs_pairs - self.pairs_seconds * self.pairs;
+            if by_tokens < 0.0 {
+                (a, b) = (0.0, self.pairs_seconds / self.pairs_pairs);
+            } else if by_pairs > 0.0 {
+                (a, b) = (by_tokens / determinant, by_pairs / determinant);
+            }
+        }
+        Some(a * tokens + b * pairs)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     #[test]
     fn learns_the_ratio_and_forgets() {
         let mut rate = PrefillRate::default();
-        assert_eq!(rate.tokens_per_second(), None);
-        rate.observe(1000.0, 0.5);
+        assert_eq!((rate.tokens_per_second(), rate.seconds(1.0, 1.0)), (None, None));
+        rate.observe(1000.0, 0.0, 0.5);
         assert_eq!(rate.tokens_per_second(), Some(2000.0));
-        (0..200).for_each(|_| rate.observe(1000.0, 0.1));
+        assert_eq!(rate.seconds(500.0, 1e9), Some(0.25), "of pairs nothing is known");
+        (0..1000).for_each(|_| rate.observe(1000.0, 0.0, 0.1));
         assert!((rate.tokens_per_second().unwrap() - 10_000.0).abs() < 1.0);
-        rate.observe(5.0, 0.0);
+        rate.observe(5.0, 0.0, 0.0);
         assert!(rate.tokens_per_second().unwrap().is_finite());
+    }
+
+    proptest! {
+        /// Whatever tokens and pairs cost, prompts of several lengths tell.
+        #[test]
+        fn tells_tokens_from_pairs(
+            a in 1e-5f64..1e-3, b in 0.0f64..1e-8,
+            lengths in prop::collection::vec((0.0f64..1e4, 100.0f64..1e5), 5..60),
+        ) {
+            let mut rate = PrefillRate::default();
+            let pairs = |(hit, new)| attention_pairs(hit, new);
+            let seconds = |prompt: (f64, f64)| a * prompt.1 + b * pairs(prompt);
+            lengths.iter().for_each(|p| rate.observe(p.1, pairs(*p), seconds(*p)));
+            let independent = rate.tokens * rate.pairs_pairs - rate.pairs * rate.pairs
+                > 0.01 * rate.tokens * rate.pairs_pairs;
+            for prompt in [(0.0, 1000.0), (5000.0, 3000.0), (0.0, 1e5)] {
+                let learned = rate.seconds(prompt.1, pairs(prompt)).unwrap();
+                prop_assert!(learned > 0.0);
+                if independent {
+                    prop_assert!((learned / seconds(prompt) - 1.0).abs() < 1e-6, "{learned} {}", seconds(prompt));
+                }
+            }
+        }
+
+        /// Noise never makes a cost negative.
+        #[test]
+        fn costs_are_never_negative(
+            observed in prop::collection::vec((1.0f64..1e5, 0.0f64..1e5, 1e-4f64..100.0), 1..80),
+            tokens in 0.0f64..1e5, pairs in 0.0f64..1e10,
+        ) {
+            let mut rate = PrefillRate::default();
+            observed.iter().for_each(|(new, hit, s)| rate.observe(*new, attention_pairs(*hit, *new), *s));
+            prop_assert!(rate.seconds(tokens, pairs).unwrap() >= 0.0);
+        }
     }
 }

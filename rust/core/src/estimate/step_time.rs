@@ -1,4 +1,5 @@
 //! The step-time model: seconds of one engine step from what is in its batch.
+use super::attention_pairs;
 use crate::ids::Seconds;
 
 /// Step seconds = fixed + a x decode sequences + b x context tokens + c x prefill tokens + d x prefill attention pairs.
@@ -25,7 +26,7 @@ impl StepTime {
         let prefill = queued + new;
         let budget = (self.max_batch_tokens - decoding).max(1.0);
         let steps = (prefill / budget).ceil().max(1.0);
-        let pairs = new * (hit + new / 2.0);
+        let pairs = attention_pairs(hit, new);
         steps
             * (self.fixed_seconds
                 + self.decode_seconds_per_sequence * decoding

@@ -71,7 +71,7 @@ indicators! {
         "Requests of ours past their first token.";
     BoundBs "bound_bs", "requests", Instance, Router, "at once", "never",
         "Requests of ours bound to the instance without a first token yet.";
-    QueuedPrefillTokens "queued_prefill_tokens", "tokens", Instance, Router, "at once; drains at the learned prefill rate", "never",
+    QueuedPrefillTokens "queued_prefill_tokens", "tokens", Instance, Router, "at once; drains by the learned cost of tokens and attention", "never",
         "Prefill tokens placed on the instance and not yet computed.";
     Tokens "tokens", "tokens", Instance, Router, "at each token", "never",
         "Context tokens (prompt and generated) of all our requests on the instance, queued ones included.";

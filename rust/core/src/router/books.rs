@@ -3,7 +3,7 @@
 //! Counts live beside the indicator columns and are written through to them at each event, so that a decision reads plain
 //! columns. Everything here is integers in `f64`, so adding and taking away leaves no residue
 //! (but for what drains between events, which is set to 0 with the last prefill).
-use crate::estimate::PrefillRate;
+use crate::estimate::{PrefillRate, attention_pairs};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator};
 use crate::wide::{greater, wide_fn};
@@ -31,6 +31,8 @@ struct Counts {
     remaining_tokens: f64,
     /// Prefills not known to be over, in the order of placement.
     prefills: VecDeque<Prefill>,
+    /// Seconds that what is left of them takes.
+    left_seconds: Seconds,
     /// When the first of them became the first.
     head_since: Seconds,
     window_prefill: Decayed,
@@ -43,10 +45,13 @@ struct Counts {
 #[derive(Clone, Copy, Debug)]
 struct Prefill {
     ticket: u32,
-    /// Tokens to compute, as booked.
+    /// Tokens to compute, as booked, and their attention pairs.
     tokens: f64,
-    /// Of these, still to compute when the backlog was last settled.
+    pairs: f64,
+    /// Of the tokens, still to compute when the backlog was last settled.
     left: f64,
+    /// What one of them takes, by what is learned; 0 where nothing drains by itself.
+    seconds_per_token: f64,
 }
 
 /// What an engine last said.
@@ -85,6 +90,25 @@ impl Counts {
     fn leave_queue(&mut self) {
         self.queued -= 1.0;
         self.unqueued = (self.unqueued - 1.0).max(0.0);
+    }
+
+    /// What a token of such a prefill takes, by what is learned so far; 0 where nothing drains by itself.
+    fn seconds_per_token(&self, tokens: f64, pairs: f64, prior_rate: f64) -> Seconds {
+        match self.rate.seconds(tokens, pairs) {
+            _ if prior_rate == 0.0 => 0.0,
+            Some(seconds) if tokens > 0.0 => seconds / tokens,
+            _ => 1.0 / prior_rate,
+        }
+    }
+
+    /// Works out anew what all that is left takes.
+    fn price(&mut self, prior_rate: f64) {
+        let mut prefills = std::mem::take(&mut self.prefills);
+        for prefill in &mut prefills {
+            prefill.seconds_per_token = self.seconds_per_token(prefill.tokens, prefill.pairs, prior_rate);
+        }
+        self.left_seconds = prefills.iter().map(|p| p.left * p.seconds_per_token).sum();
+        self.prefills = prefills;
     }
 }
 
@@ -179,8 +203,13 @@ impl Books {
         }
         self.settle(slot, now);
         self.left[slot] += entry.new_tokens;
-        let prefill = Prefill { ticket, tokens: entry.new_tokens, left: entry.new_tokens };
-        self.counts[slot].prefills.push_back(prefill);
+        let c = &mut self.counts[slot];
+        let tokens = entry.new_tokens;
+        let pairs = attention_pairs(entry.prompt_tokens - tokens, tokens);
+        let seconds_per_token = c.seconds_per_token(tokens, pairs, self.prior_rate);
+        c.left_seconds += tokens * seconds_per_token;
+        c.prefills.push_back(Prefill { ticket, tokens, pairs, left: tokens, seconds_per_token });
+        self.drain_rate(slot);
         self.write(slot, columns);
     }
 
@@ -201,7 +230,10 @@ impl Books {
         self.settle(slot, now);
         if let Some(prefill) = self.counts[slot].prefills.iter_mut().find(|p| p.ticket == ticket) {
             self.left[slot] = (self.left[slot] - prefill.left + left).max(0.0);
+            let more = prefill.seconds_per_token * (left - prefill.left);
             prefill.left = left;
+            self.counts[slot].left_seconds += more;
+            self.drain_rate(slot);
         }
     }
 
@@ -211,7 +243,10 @@ impl Books {
         if let Some(prefill) = self.counts[slot].prefills.iter_mut().find(|p| p.ticket == ticket) {
             let done = tokens.min(prefill.left);
             prefill.left -= done;
+            let seconds = done * prefill.seconds_per_token;
             self.left[slot] = (self.left[slot] - done).max(0.0);
+            self.counts[slot].left_seconds -= seconds;
+            self.drain_rate(slot);
         }
     }
 
@@ -227,11 +262,12 @@ impl Books {
         if entry.stage == Stage::Decoding {
             return;
         }
-        if let Some((tokens, seconds)) = self.end_prefills_to(slot, ticket, now) {
+        if let Some((tokens, pairs, seconds)) = self.end_prefills_to(slot, ticket, now) {
             let c = &mut self.counts[slot];
-            c.rate.observe(tokens, seconds);
-            if let Some(rate) = c.rate.tokens_per_second() {
-                self.rate[slot] = if self.prior_rate > 0.0 { rate } else { 0.0 };
+            c.rate.observe(tokens, pairs, seconds);
+            c.price(self.prior_rate);
+            self.drain_rate(slot);
+            if let Some(rate) = self.counts[slot].rate.tokens_per_second() {
                 columns.get_mut(Indicator::PrefillTokensPerSecond)[slot] = rate;
             }
         }
@@ -294,17 +330,26 @@ impl Books {
         let mut done = (self.rate[slot] * (now - self.since[slot])).clamp(0.0, self.left[slot]);
         self.since[slot] = now;
         self.left[slot] -= done;
-        for prefill in &mut self.counts[slot].prefills {
+        let c = &mut self.counts[slot];
+        for prefill in &mut c.prefills {
             if done <= 0.0 {
                 break;
             }
             let part = done.min(prefill.left);
             prefill.left -= part;
+            c.left_seconds -= part * prefill.seconds_per_token;
             done -= part;
         }
+        self.drain_rate(slot);
     }
 
-    /// Ends a prefill that will have no first token. (The sum and its parts are rounded apart: a sum may end below zero.)
+    /// What is left drains evenly in the seconds that its prefills take: long prompts take longer a token.
+    fn drain_rate(&mut self, slot: usize) {
+        let seconds = self.counts[slot].left_seconds;
+        self.rate[slot] = if seconds > 0.0 { self.left[slot] / seconds } else { 0.0 };
+    }
+
+    /// Ends a prefill that will have no first token.
     fn end_prefill(&mut self, slot: usize, ticket: u32, now: Seconds) {
         self.settle(slot, now);
         let c = &mut self.counts[slot];
@@ -313,24 +358,37 @@ impl Books {
         if i == 0 {
             c.head_since = now;
         }
-        self.left[slot] = if c.prefills.is_empty() { 0.0 } else { (self.left[slot] - gone.left).max(0.0) };
+        self.take_off(slot, gone.left, gone.left * gone.seconds_per_token);
+    }
+
+    /// Takes ended prefills off what is left. (A sum and its parts are rounded apart: a sum may end below zero.)
+    fn take_off(&mut self, slot: usize, tokens: f64, seconds: Seconds) {
+        let c = &mut self.counts[slot];
+        (self.left[slot], c.left_seconds) = match c.prefills.is_empty() {
+            true => (0.0, 0.0),
+            false => ((self.left[slot] - tokens).max(0.0), (c.left_seconds - seconds).max(0.0)),
+        };
+        self.drain_rate(slot);
     }
 
     /// Ends a prefill whose first token came, and with it all that were placed before: engines begin prefills in order, and
-    /// requests that do not stream never tell. Returns the tokens computed and the seconds since the first of them began.
-    fn end_prefills_to(&mut self, slot: usize, ticket: u32, now: Seconds) -> Option<(f64, Seconds)> {
+    /// requests that do not stream never tell. Returns the tokens computed, their attention pairs, and the seconds since the
+    /// first of them began.
+    fn end_prefills_to(&mut self, slot: usize, ticket: u32, now: Seconds) -> Option<(f64, f64, Seconds)> {
         self.settle(slot, now);
         let c = &mut self.counts[slot];
         let last = c.prefills.iter().position(|p| p.ticket == ticket)?;
-        let (mut tokens, mut left) = (0.0, 0.0);
+        let (mut tokens, mut pairs, mut left, mut left_seconds) = (0.0, 0.0, 0.0, 0.0);
         for gone in c.prefills.drain(..=last) {
             tokens += gone.tokens;
+            pairs += gone.pairs;
             left += gone.left;
+            left_seconds += gone.left * gone.seconds_per_token;
         }
         let seconds = now - c.head_since;
         c.head_since = now;
-        self.left[slot] = if c.prefills.is_empty() { 0.0 } else { (self.left[slot] - left).max(0.0) };
-        Some((tokens, seconds))
+        self.take_off(slot, left, left_seconds);
+        Some((tokens, pairs, seconds))
     }
 
     /// Takes in an engine's report. What it counts beyond our own is others' load: `max(0, report - own)`, where it reports both

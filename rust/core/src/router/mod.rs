@@ -51,7 +51,7 @@ pub struct RouterConfig {
     pub receipt_bytes: usize,
     /// Seed of every random choice.
     pub seed: u64,
-    /// Whether queued prefill tokens drain between events at the learned rate (off where progress is reported exactly).
+    /// Whether queued prefill tokens drain between events by the learned cost of prefills (off where progress is reported exactly).
     pub drain: bool,
     /// The hot-spot guard.
     pub guard: GuardConfig,
