@@ -180,7 +180,7 @@ fn queued_prefill_drains_at_the_learned_rate() {
 #[test]
 fn long_prompts_drain_as_slowly_as_attention_makes_them() {
     let mut router = router("least_prefill", 1);
-    let mut ask = |router: &mut Router, tokens: u32, now: f64| {
+    let ask = |router: &mut Router, tokens: u32, now: f64| {
         let request = Request { prompt_tokens: tokens, tokens_per_block: 16.0, ..Request::default() };
         router.route(&request, now).unwrap().ticket
     };
