@@ -235,19 +235,7 @@ impl KvIndex {
 
     /// Exact feed: one physical copy of a block is gone. Returns whether the index knew it.
     pub fn removed(&mut self, instance: InstanceId, hash: u64) -> bool {
-        let Some(node) = self.find(hash) else { return false };
-        let Some((at, holder)) = self.cells.entry(node, instance.0) else { return false };
-        match holder.copies() {
-            0 => return false,
-            1 => {
-                let end = self.lose(node, instance.0);
-                if end != 0 {
-                    self.queue_first(end, instance.0);
-                }
-            }
-            more => self.cells.set_entry(node, at, holder.with_copies(more - 1)),
-        }
-        true
+        self.removed_all(instance, &[hash]) == 1
     }
 
     /// As [`KvIndex::removed`] for many blocks; returns how many the index knew. Blocks of one chain, the last first, go without
