@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from lmetric.engines.embedded import EmbeddedEngines
+from lmetric.engines.embedded import EmbeddedEngines, stop_process
 from lmetric.engines.emulated import EngineOptions
 from lmetric.engines.emulated.text import shared_text
 from lmetric.profiles import Profile
@@ -215,7 +215,7 @@ async def router(policy: str, urls: Sequence[str], scene: Scene, seed: int) -> A
             async with Client(await _ready(process, log.name)) as client:
                 yield client
         finally:
-            await _stop(process)
+            await stop_process(process, _STOP_SECONDS)
 
 
 async def _ready(process: asyncio.subprocess.Process, log: str) -> str:
@@ -236,13 +236,3 @@ async def _ready(process: asyncio.subprocess.Process, log: str) -> str:
             await asyncio.sleep(0.05)
     with open(log, "rb") as said:  # noqa: ASYNC230
         raise SystemExit("the router did not become ready: " + said.read().decode(errors="replace")[-500:])
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
-        except TimeoutError:
-            process.kill()
-            await process.wait()

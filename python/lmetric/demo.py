@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 
 from lmetric._core import LmetricError
-from lmetric.engines.embedded import EmbeddedEngines
+from lmetric.engines.embedded import EmbeddedEngines, stop_process
 from lmetric.engines.emulated import EngineOptions
 from lmetric.replay import Client, Player, Report, Slo, summarize
 from lmetric.sim.prompts import PromptWriter
@@ -143,7 +143,7 @@ async def _router(policy: str, engines: Sequence[str]) -> AsyncIterator[str]:
                 raise DemoError("the router did not become ready: " + " / ".join(said[-3:]))
             yield url
         finally:
-            await _stop(process)
+            await stop_process(process, _STOP_SECONDS)
 
 
 async def _ready(url: str, process: asyncio.subprocess.Process) -> bool:
@@ -156,16 +156,6 @@ async def _ready(url: str, process: asyncio.subprocess.Process) -> bool:
                         return True
             await asyncio.sleep(0.05)
     return False
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
 
 
 async def _state(session: aiohttp.ClientSession, engine: str) -> EngineState | None:

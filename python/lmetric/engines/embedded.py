@@ -74,18 +74,7 @@ class EmbeddedEngines:
 
     async def stop(self) -> None:
         """Stops the engines: SIGTERM, and after a while SIGKILL."""
-        for child in self._children:
-            if child.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.terminate()
-        for child in self._children:
-            try:
-                await asyncio.wait_for(child.wait(), _STOP_SECONDS)
-            except TimeoutError:
-                _log.warning("engine %d does not stop: killed", child.pid)
-                with contextlib.suppress(ProcessLookupError):
-                    child.kill()
-                await child.wait()
+        await asyncio.gather(*(stop_process(child, _STOP_SECONDS) for child in self._children))
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
@@ -129,3 +118,18 @@ class EmbeddedEngines:
             text = line.decode(errors="replace").rstrip()
             said.append(text)
             _log.info("engine %d: %s", number, text)
+
+
+async def stop_process(process: asyncio.subprocess.Process, patience_seconds: float) -> None:
+    """Stops a child: SIGTERM, and where it has not ended after `patience_seconds`, SIGKILL."""
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), patience_seconds)
+    except TimeoutError:
+        _log.warning("process %d does not stop: killed", process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
