@@ -6,6 +6,7 @@ instances hold, and end with a tenth that is new. Token ids only; hashes are mad
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,7 @@ class Prompt:
 class Fleet:
     """Prompts by length in blocks, and which instance holds what."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, prompts: Mapping[int, int] = PROMPTS, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
         ids = lambda count: rng.integers(0, 150_000, count, dtype=np.uint32)  # noqa: E731
         names = lambda count: rng.integers(1, 2**63, count, dtype=np.uint64)  # noqa: E731
@@ -43,7 +44,7 @@ class Fleet:
         self.shared_hashes = names(SHARED_BLOCKS)
         self.prompts: dict[int, list[Prompt]] = {}
         turn = 0
-        for blocks, count in PROMPTS.items():
+        for blocks, count in prompts.items():
             for i in range(count):
                 tokens = np.concatenate([self.shared, ids((blocks - SHARED_BLOCKS) * BLOCK)])
                 hashes = np.concatenate([self.shared_hashes, names(blocks * 9 // 10 - SHARED_BLOCKS)])

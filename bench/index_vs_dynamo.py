@@ -10,9 +10,10 @@ Over 256 instances that hold a million (instance, block) pairs (`fleet.py`):
 - `hash`: token ids -> block hashes, per 1k tokens. Dynamo: `compute_block_hash_for_seq` on a list.
 - `decide`: token ids of an 8k prompt -> an instance with the request booked on it; the booking's end is
   timed apart. Dynamo: `SelectionService.select` (nothing booked) and `select_and_reserve`, its index fed
-  over ZMQ in vLLM's format. Ours warm, with the processor's caches flushed (64 MB touched before each
-  call), and while a second thread applies 100k cache events a second (blocks stored or removed, in
-  batches of 64).
+  over ZMQ in vLLM's format. Ours warm; over 5,000 prompts in turn (260 MB of index and token ids, so what a
+  call asks of them lies in no cache); with the processor's caches flushed, code and all (64 MB touched
+  before each call); and while a second thread applies 100k cache events a second (blocks stored or
+  removed, in batches of 64), in turn and with a pause between calls.
 
 Microseconds of wall clock, around each single call; what the clock itself costs is in the result.
 """
@@ -41,6 +42,8 @@ EVENTS_PER_SECOND = 100_000
 EVENT_BLOCKS = 64
 FLUSH_BYTES = 64 << 20
 PAUSE = 250e-6
+# With their part of the index 260 MB: more than a processor's caches.
+FAR_PROMPTS = {512: 5000}
 WARM_UP_CALLS = 15_000
 clock = time.perf_counter_ns
 
@@ -317,12 +320,12 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
         return samples, freeing
 
     def ours(
-        count: int, spread: int, *, flush: Any = None, pause: float = 0.0, new: bool = False
+        count: int, prompts: list[Prompt], *, flush: Any = None, pause: float = 0.0, new: bool = False
     ) -> tuple[list[int], list[int]]:
         samples: list[int] = []
         closing: list[int] = []
         for i in range(count):
-            tokens = prompts[i * 7919 % spread].tokens
+            tokens = prompts[i * 7919 % len(prompts)].tokens
             if flush is not None:
                 np.add(flush, 1, out=flush)
             if pause:
@@ -337,7 +340,6 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
             samples.append(middle - start)
         return samples, closing
 
-    everyone = len(prompts)
     select: list[int] = []
     reserve: list[int] = []
     free: list[int] = []
@@ -345,28 +347,37 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
     wide: list[int] = []
     close: list[int] = []
     # As after a while: until the receipts' ring has been full once, its memory is new to the process.
-    ours(WARM_UP_CALLS, everyone)
+    ours(WARM_UP_CALLS, prompts)
     few = max(calls // 10, 20)
     for _ in range(5):  # in turn
         select += (await theirs(selection.service.select, few))[0]
         both = await theirs(selection.service.select_and_reserve, few)
         reserve, free = reserve + both[0], free + both[1]
-        both = ours(calls, 16)
+        both = ours(calls, prompts[:16])
         warm, close = warm + both[0], close + both[1]
-        wide += ours(calls, everyone)[0]
+        wide += ours(calls, prompts)[0]
     flushed = np.zeros(FLUSH_BYTES // 8, np.uint64)
     cold_select = figures((await theirs(selection.service.select, few * 3, flushed))[0])
-    cold = ours(few * 3, everyone, flush=flushed)[0]
-    cold_new = ours(few * 3, everyone, flush=flushed, new=True)[0]
+    cold = ours(few * 3, prompts, flush=flushed)[0]
+    cold_new = ours(few * 3, prompts, flush=flushed, new=True)[0]
     selection.close()
-    paced = ours(calls * 4, everyone, pause=PAUSE, new=True)[0]
-    with Events(fleet, router) as events:
-        beside = ours(calls * 10, everyone, pause=PAUSE, new=True)[0]
+    looped = ours(calls * 10, prompts, new=True)[0]
+    paced = ours(calls * 4, prompts, pause=PAUSE, new=True)[0]
+    with Events(fleet, router) as loop_events:
+        beside = ours(calls * 40, prompts, new=True)[0]
+    with Events(fleet, router) as pause_events:
+        paced_beside = ours(calls * 10, prompts, pause=PAUSE, new=True)[0]
+    far_fleet = Fleet(FAR_PROMPTS)
+    router, prompts = far_fleet.router(), far_fleet.prompts[512]
+    ours(WARM_UP_CALLS, prompts)
+    far = ours(calls * 5, prompts, new=True)[0]
     select_figures, call = figures(select), "Router.route"
-    last = row(
-        "decide 8k, 100k cache events/s beside", "a new prompt each 250 us", None, figures(beside), call
+    beside_row = row("decide 8k, 100k cache events/s beside", "in turn", None, figures(beside), call)
+    beside_row["events_per_second"] = loop_events.rate
+    paced_row = row(
+        "decide 8k, 100k cache events/s beside", "a new prompt each 250 us", None, figures(paced_beside), call
     )
-    last["events_per_second"] = events.rate
+    paced_row["events_per_second"] = pause_events.rate
     return [
         row("decide 8k, warm", "16 prompts in turn; select: 500", select_figures, figures(warm), call),
         row("decide 8k, warm", "500 prompts in turn; select", select_figures, figures(wide), call),
@@ -374,8 +385,11 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
         row("end of a booking", "500 prompts in turn", figures(free), figures(close), "Ticket.finished"),
         row("decide 8k, caches flushed", "prompt just written; select", cold_select, figures(cold_new), call),
         row("decide 8k, caches flushed", "prompt flushed, too", None, figures(cold), call),
+        row("decide 8k, index beyond the caches", "5,000 prompts in turn", None, figures(far), call),
+        row("decide 8k, nothing beside", "in turn", None, figures(looped), call),
+        beside_row,
         row("decide 8k, nothing beside", "a new prompt each 250 us", None, figures(paced), call),
-        last,
+        paced_row,
     ]
 
 
