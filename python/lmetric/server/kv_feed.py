@@ -115,7 +115,8 @@ class KvFeed:
                 self.unwire(engine.name)
                 mode = Mode("approximate", f"its KV events cannot be heard: {error}")
         else:
-            mode = engine.mode  # as the watch has it
+            if engine.mode.name != "exact":
+                mode = engine.mode  # as the watch has it
             if engine.lost_blocks:
                 # Taken for gone, its blocks were forgotten. If it is the same process, it still has them.
                 self._refill(engine)
