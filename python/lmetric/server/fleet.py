@@ -19,7 +19,7 @@ from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.policies import Policy
 from lmetric.profiles import load_profile
 from lmetric.server.kv_feed import KvFeed
-from lmetric.server.modes import Mode, Pooled
+from lmetric.server.modes import UNASKED, Pooled
 from lmetric.server.openai import ApiError
 from lmetric.server.refill import Refill
 from lmetric.server.upstream import Upstream, UpstreamError
@@ -44,8 +44,8 @@ class Engine:
         self.identified = False
         self.ask_again_at = math.inf
         self.adapter: Adapter = UNKNOWN
-        self.capabilities = Capabilities("unknown", no_events="it was not asked yet")
-        self.mode = Mode("approximate", "it was not asked yet")
+        self.capabilities = Capabilities("unknown")
+        self.mode = UNASKED
         self.refill: Refill | None = None
         self.lost_blocks = False  # taken for gone, so its blocks were forgotten
         self.load_reports: Counter[str] = Counter()  # by where they came from
@@ -350,7 +350,6 @@ class Fleet:
                 pool.adapters.append(model.name)
         self.unplaced.remove(engine)
         pool.add(engine)
-        log.info("engine found", engine=engine.name, model=base.name)
 
     def ready(self) -> bool:
         """At least one engine can take requests."""
