@@ -1,6 +1,6 @@
 """A chat request as vLLM hands it to the template: messages, tools and variables.
 
-What the engine drops or reshapes is dropped or reshaped here, since a template may write whatever it is given.
+What the engine drops or reshapes is dropped or reshaped here: a template may write whatever it is given.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ _NOT_VARIABLES = frozenset(
 
 
 class NotPredictable(Exception):
-    """The tokens that an engine will make of a request cannot be known here. ``reason`` is a word for counters:
-    ``media``, ``template`` (it failed, or came with the request), ``shape``, ``truncation``, ``tokenizer``."""
+    """The tokens that an engine will make of a request cannot be known here.
+
+    ``reason`` is a word for counters: ``media``, ``no_template``, ``template`` (it failed, or came with the
+    request), ``shape``, ``truncation``, ``tokenizer``.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

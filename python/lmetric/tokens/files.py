@@ -25,7 +25,11 @@ _TOKEN = {
     "special": False,
 }
 # Models whose engines render chats by code of their own, whatever template lies in the folder.
-_OWN_CHAT = {"gpt_oss": "Harmony", "deepseek_v32": "DeepSeek's own encoding", "deepseek_v4": "DeepSeek's own encoding"}
+_OWN_CHAT = {
+    "gpt_oss": "Harmony",
+    "deepseek_v32": "DeepSeek's own encoding",
+    "deepseek_v4": "DeepSeek's own encoding",
+}
 
 
 class TokenizerError(LmetricError):
@@ -160,10 +164,10 @@ def _compiled(file: Path) -> ChatTemplate:
 
 
 def find_folder(root: str) -> Path | None:
-    """The folder of a model by what an engine calls it: a folder of this machine, or a repository's name in
-    the local cache of Hugging Face's library. None: it is not here."""
-    if Path(root).is_dir():
-        return Path(root)
+    """The folder of a model by what an engine calls it: an absolute path on this machine, or a repository's
+    name in the local cache of Hugging Face's library. None: it is not here."""
+    if Path(root).is_absolute():
+        return Path(root) if Path(root).is_dir() else None
     owner, slash, name = root.partition("/")
     if not slash or not owner or not name or "/" in name or ".." in root:
         return None

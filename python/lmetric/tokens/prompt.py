@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +29,8 @@ class Text(NamedTuple):
 class PromptTokenizer:
     """What a model's engines make of prompts. `load` makes one; threads may share it.
 
-    Rendering follows vLLM; ``verify`` (in this package) compares with a running engine. Tokens of text between
-    two special tokens are kept (at most ``cache_bytes``), so that a conversation pays for its new turn only.
+    Rendering follows vLLM; ``verify`` (in this package) compares with a running engine. Tokens of text
+    between two special tokens are kept (at most ``cache_bytes``): a conversation pays for its new turn only.
     """
 
     def __init__(self, files: ModelFiles, cache_bytes: int = CACHE_BYTES) -> None:
@@ -107,9 +106,7 @@ class PromptTokenizer:
         """Token ids. None where more than ``at_most`` bytes of the text are new; without it, the interpreter
         lock is let go, for a thread. Raises NotPredictable."""
         try:
-            return self.encoder.encode(
-                text.text, add_special_tokens=text.add_special_tokens, at_most=at_most
-            )
+            return self.encoder.encode(text.text, add_special_tokens=text.add_special_tokens, at_most=at_most)
         except (TokenizeError, UnicodeEncodeError) as error:
             raise NotPredictable("tokenizer", str(error)) from None
 

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja set up as Hugging Face's `apply_chat_template` sets it up, and what is asked of them."""
+"""Chat templates: Jinja set up as Hugging Face's `apply_chat_template` does it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TemplateError(Exception):
 class _Generation(Extension):
     """`{% generation %}`: marks an assistant's text for training; here it is its body."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (as the base class declares it)
 
     def parse(self, parser: Parser) -> nodes.Node:
         """The body, with a scope of its own."""
@@ -136,8 +136,8 @@ def _continued(text: str, last: str) -> str:
     return kept if text.startswith(_CONTINUE, at) else kept.rstrip()
 
 
-# How vLLM finds out in which form a template wants a message's content (`--chat-template-content-format auto`):
-# as parts where it loops over them, else as text.
+# How vLLM finds out in which form a template wants a message's content (`--chat-template-content-format
+# auto`): as parts where it loops over them, else as text.
 
 
 def _loops_over_parts(tree: nodes.Template) -> bool:
@@ -153,9 +153,7 @@ def _loops_over_parts(tree: nodes.Template) -> bool:
             break
         conversations |= more
     messages = set(_loop_variables(tree, conversations))
-    return any(
-        _reads(loop.iter, name, "content") for loop in tree.find_all(nodes.For) for name in messages
-    )
+    return any(_reads(loop.iter, name, "content") for loop in tree.find_all(nodes.For) for name in messages)
 
 
 def _loop_variables(tree: nodes.Template, over: Sequence[str] | set[str]) -> Iterator[str]:
