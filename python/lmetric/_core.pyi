@@ -377,11 +377,17 @@ class TokenEncoder:
     """Texts to token ids, where a text's parts between special tokens are tokenised once.
 
     ``tokenizer_json``: the file's bytes. ``added_tokens``: further ones, a JSON list of objects as in that file.
+    ``around``: names of the tokens put before and after a text, in place of what the tokenizer itself would put.
     ``cache_bytes``: hard bound on what is remembered. Threads may share an encoder. Raises BadValueError.
     """
 
     def __new__(
-        cls, tokenizer_json: bytes, *, added_tokens: bytes = b"[]", cache_bytes: int = 268_435_456
+        cls,
+        tokenizer_json: bytes,
+        *,
+        added_tokens: bytes = b"[]",
+        around: tuple[Sequence[str], Sequence[str]] | None = None,
+        cache_bytes: int = 268_435_456,
     ) -> Self: ...
     @property
     def whole_because(self) -> str | None:

@@ -11,7 +11,7 @@ import orjson
 from numpy.typing import NDArray
 
 from lmetric._core import BadValueError, TokenEncoder, TokenizeError
-from lmetric.tokens.chat import NotPredictable, messages_of, tools_of, variables_of
+from lmetric.tokens.chat import NotPredictable, messages_of, tools_of, variables_of, without_developer
 from lmetric.tokens.files import ModelFiles, TokenizerError, read_folder
 from lmetric.tokens.template import TemplateError
 
@@ -38,7 +38,9 @@ class PromptTokenizer:
         self._files = files
         added = orjson.dumps(files.added_tokens)
         try:
-            self.encoder = TokenEncoder(files.tokenizer, added_tokens=added, cache_bytes=cache_bytes)
+            self.encoder = TokenEncoder(
+                files.tokenizer, added_tokens=added, around=files.around, cache_bytes=cache_bytes
+            )
         except BadValueError as error:
             raise TokenizerError(f"{files.folder / 'tokenizer.json'}: {error}") from None
         files.tokenizer = b""
@@ -83,9 +85,12 @@ class PromptTokenizer:
         if template is None:
             raise NotPredictable("no_template", f"{files.folder}: no chat template for this kind of request")
         documents = request.get("documents")
+        messages = messages_of(request, template.content_format)
+        if not template.knows_developer:
+            messages = without_developer(messages)
         try:
             text = template.render(
-                messages_of(request, template.content_format),
+                messages,
                 tools=tools,
                 documents=variables.pop("documents", None) if documents is None else documents,
                 add_generation_prompt=bool(request.get("add_generation_prompt", True)),
