@@ -3,6 +3,7 @@
 import asyncio
 import difflib
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from lmetric.server.modes import UNASKED, Pooled
 from lmetric.server.openai import ApiError
 from lmetric.server.refill import Refill
 from lmetric.server.upstream import Upstream, UpstreamError
+from lmetric.tokens import PromptTokenizer, TokenizerError, find_folder
 
 DEFAULT_BLOCK_SIZE = 16  # until an engine tells
 ASK_AGAIN_SECONDS = 30.0  # where a page of an engine did not answer
@@ -124,6 +126,15 @@ class Pool:
         self.adapters = list(adapters)
         self.settings = settings
         self.ratio = BytesPerToken()
+        # How prompts become tokens; None: they are matched as text, and `tokenizer_note` says why.
+        self.tokenizer: PromptTokenizer | None = None
+        self.tokenizer_note: str | None = "no engine has told its model's folder yet"
+        self.text_prompts: Counter[str] = Counter()  # by why they are no tokens
+        self._root: str | None = None
+        if settings.tokenizer == "off":
+            self.tokenizer_note = "tokenizer: off"
+        elif settings.tokenizer is not None:
+            self._use(self._load(settings.tokenizer))
         self.engines: dict[str, Engine] = {}
         self.created = int(time.time())
         self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
@@ -166,7 +177,7 @@ class Pool:
     @property
     def knows_tokens(self) -> bool:
         """Whether prompts given as text become token ids, as the engines' events have them."""
-        return False
+        return self.tokenizer is not None
 
     def wire(self, engine: Engine | None = None) -> None:
         """Uses what an engine told: sizes of blocks and cache, and how its cache can be known.
@@ -205,6 +216,44 @@ class Pool:
         if self.knows_tokens:
             return max(1, tokens // self.block_size)
         return max(1, int(tokens * self.ratio.bytes / self.ratio.tokens) // self.settings.text_block_bytes)
+
+    def _load(self, folder: str | os.PathLike[str]) -> PromptTokenizer:
+        settings = self.settings
+        return PromptTokenizer.load(
+            folder, chat_template=settings.chat_template, cache_bytes=settings.token_cache_bytes
+        )
+
+    def _use(self, tokenizer: PromptTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.tokenizer_note = "; ".join(tokenizer.notes) or None
+        log.info("tokenizer", model=self.name, folder=str(tokenizer.folder), note=self.tokenizer_note)
+
+    def drop_tokenizer(self, reason: str) -> None:
+        """From now on prompts are matched as text; said once in the log."""
+        self.tokenizer = None
+        self.tokenizer_note = reason
+        log.warning("prompts are matched as text", model=self.name, reason=reason)
+
+    async def set_tokenizer(self, root: str) -> None:
+        """Takes the tokenizer of the model that an engine names as root, unless the configuration has one.
+
+        Asked again with the same root, it does nothing. What cannot be used leaves prompts to be matched as
+        text; ``tokenizer_note`` then says why.
+        """
+        if self.settings.tokenizer is not None or root == self._root:
+            return
+        self._root = root
+        folder = find_folder(root)
+        if folder is None:
+            self.drop_tokenizer(f"the engine's model {root!r} is no folder of this machine; set tokenizer")
+            return
+        try:
+            # Reading a large vocabulary takes a second.
+            tokenizer = await asyncio.to_thread(self._load, folder)
+        except TokenizerError as error:
+            self.drop_tokenizer(str(error))
+        else:
+            self._use(tokenizer)
 
     def decision_label(self, decision_id: int) -> str:
         """A decision's id over all pools: bare in the first, else `POOL-ID`."""
@@ -314,6 +363,11 @@ class Fleet:
         if engine.pool is None:
             return  # removed meanwhile
         pool = engine.pool
+        base = told.base(pool.name)
+        if base is not None and base.root is not None:
+            await pool.set_tokenizer(base.root)
+            if engine.pool is not pool:
+                return  # removed meanwhile
         engine.identified = True
         engine.ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS if unanswered else math.inf
         pool.wire(engine)
