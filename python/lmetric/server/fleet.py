@@ -156,6 +156,7 @@ class Pool:
         )
         self.kv = KvFeed(self.router)
         self._pooled: Pooled | None = None
+        self.asking = asyncio.Lock()  # for a tokenizer: the others wait until it is known
 
     def add(self, engine: Engine) -> None:
         """Takes in an engine."""
@@ -244,6 +245,8 @@ class Pool:
             return
         self._root = root
         folder = find_folder(root)
+        if folder is None and self.tokenizer is not None:
+            return  # another engine has named one
         if folder is None:
             self.drop_tokenizer(f"the engine's model {root!r} is no folder of this machine; set tokenizer")
             return
@@ -365,7 +368,8 @@ class Fleet:
         pool = engine.pool
         base = told.base(pool.name)
         if base is not None and base.root is not None:
-            await pool.set_tokenizer(base.root)
+            async with pool.asking:
+                await pool.set_tokenizer(base.root)
             if engine.pool is not pool:
                 return  # removed meanwhile
         engine.identified = True
