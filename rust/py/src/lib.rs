@@ -11,6 +11,7 @@ mod policies;
 mod router;
 mod simulate;
 mod ticket;
+mod tokens;
 mod wire;
 
 #[pymodule]
@@ -22,5 +23,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     engine::register(module)?;
     wire::register(module)?;
     simulate::register(module)?;
+    tokens::register(module)?;
     bench::register(module)
 }
