@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import aiohttp
 import msgpack
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import zmq
 
 import lmetric as lm
 from lmetric._core import EventFeed
+from lmetric.engines.emulated import EngineOptions, EngineServer
 
 END = (2**64 - 1).to_bytes(8, "big")
 BLOCK = 16
@@ -385,7 +388,11 @@ def test_ranks_are_caches_of_one_instance(bed: Bed) -> None:
 
 
 def test_instances_come_and_go(bed: Bed) -> None:
-    with publisher() as engine:
+    with publisher() as engine, publisher(replay=False) as other:
+        bed.subscribe(other, "e1")
+        until(lambda: bed.status("e1")["connected"])
+        other.publish(stored([1], [7] * BLOCK))
+        bed.settle(other, "live", "e1")
         bed.subscribe(engine)
         bed.settle(engine, "live")
         engine.publish(stored([1], [1] * BLOCK))
@@ -403,10 +410,16 @@ def test_instances_come_and_go(bed: Bed) -> None:
         until(lambda: bed.status()["skipped"].get("not_exact"), engine)
         bed.router.set_index_feed("e0", "exact")
         until(lambda: bed.held([3] * BLOCK) == 1, engine)
-        assert bed.feed.instances() == ["e0"]
+        # And where it is taken for gone while it is not.
+        bed.router.blocks_cleared("e0")
+        assert bed.held([3] * BLOCK) == 0
+        until(lambda: bed.held([3] * BLOCK) == 1, engine)
+        # None of this is any other instance's concern.
+        assert (bed.status("e1")["state"], bed.held([7] * BLOCK, "e1")) == ("live", 1)
+        assert sorted(bed.feed.instances()) == ["e0", "e1"]
         assert bed.feed.unsubscribe("e0")
         assert not bed.feed.unsubscribe("e0")
-        assert (bed.held([3] * BLOCK), bed.feed.status("e0"), bed.feed.instances()) == (0, {}, [])
+        assert (bed.held([3] * BLOCK), bed.feed.status("e0"), bed.feed.instances()) == (0, {}, ["e1"])
         bed.subscribe(engine)
         until(lambda: bed.held([3] * BLOCK) == 1, engine)
     bed.feed.close()
@@ -475,3 +488,52 @@ def test_pushed_load_reports_reach_the_indicators(bed: Bed) -> None:
         columns = bed.router.indicators()
         assert (columns["r_bs"][1], columns["q_bs"][1], columns["kv_usage"][1]) == (3, 5, 0.25)
         assert bed.feed.status("e1") == {}
+
+
+async def test_what_is_predicted_is_what_the_engine_has_cached(bed: Bed) -> None:
+    """Over a small cache that evicts all the time, joined late and cut off in between."""
+    dice = random.Random(3)
+    options = EngineOptions(
+        port=0,
+        clock_speed=1000.0,
+        cache_blocks=40,
+        kv_events_endpoint="tcp://*:0",
+        kv_events_replay_endpoint="tcp://127.0.0.1:0",
+    )
+    async with EngineServer(options) as server, aiohttp.ClientSession() as http:
+        told = server.description()
+        endpoint = told["kv_events_endpoint"].replace("*", "127.0.0.1")
+        replay = told["kv_events_replay_endpoint"]
+        begun = [[dice.randrange(2000) for _ in range(dice.randrange(20, 200))] for _ in range(6)]
+        right = 0
+        for turn in range(60):
+            if turn in (10, 40):
+                bed.feed.subscribe("e0", endpoint, replay_endpoint=replay)
+            if turn == 30:
+                bed.feed.unsubscribe("e0")
+            prompt = [*dice.choice(begun), *(dice.randrange(2000) for _ in range(dice.randrange(1, 60)))]
+            if dice.random() < 0.3:
+                begun[dice.randrange(len(begun))] = prompt
+            salt = dice.choice([None, "tenant"])
+            deadline = time.monotonic() + 5
+            while (status := bed.feed.status("e0")) and time.monotonic() < deadline:
+                # The step that ended the last answer has been told of.
+                if status[0]["state"] == "live" and status[0]["last_sequence"] == server_sequence(server):
+                    break
+                await asyncio.sleep(0.002)
+            tokens = np.array(prompt, dtype=np.uint32)
+            predicted = int(bed.router.hit_tokens(tokens=tokens, salt=salt)[0])
+            body = {"prompt": prompt, "max_tokens": 3} | ({} if salt is None else {"cache_salt": salt})
+            async with http.post(f"{server.url}/v1/completions", json=body) as response:
+                usage = (await response.json())["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert predicted == (cached if status else 0), f"turn {turn}"
+            right += cached > 0 and bool(status)
+        assert right > 10
+        assert bed.status()["blocks_removed"] > 50
+
+
+def server_sequence(server: EngineServer) -> int:
+    """Number of the last batch that the engine published."""
+    assert server._kv_feed is not None
+    return server._kv_feed._sequence - 1

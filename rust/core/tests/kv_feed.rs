@@ -157,8 +157,10 @@ fn a_block_is_held_where_one_rank_holds_it() {
     assert_eq!((bed.hits(1, 6).0, bed.hits(2, 2).0), (1, 2), "the other rank's copy was the last of block 1");
     assert_eq!(bed.names(), 3 + 2);
     bed.store(second, 1, 0..6);
+    let epoch = bed.feed.epoch_of(second);
     bed.feed.forget("a").unwrap();
     assert_eq!((bed.hits(1, 6).0, bed.hits(2, 2).0, bed.names()), (0, 0, 0));
+    assert!(bed.feed.epoch_of(second) > epoch, "it is to be told anew");
 }
 
 #[test]
@@ -241,9 +243,12 @@ fn each_instance_learns_in_its_own_way() {
     place(1, "a");
     place(1, "b");
     assert_eq!(bed.hits(1, 4), (4, 4));
-    let epoch = bed.feed.epoch();
+    let epochs = || (bed.feed.epoch(), bed.feed.epoch_of(bed.a), bed.feed.epoch_of(bed.b));
+    let before = epochs();
     bed.feed.set_index_feed("a", IndexFeed::Exact).unwrap();
-    assert!(bed.feed.epoch() > epoch);
+    assert!(epochs().0 > before.0 && epochs().1 > before.1 && epochs().2 == before.2);
+    bed.feed.set_index_feed("a", IndexFeed::Exact).unwrap();
+    assert_eq!(epochs().2, before.2, "nothing changed for the other");
     assert_eq!(bed.hits(1, 4), (0, 4), "the guesses went");
     bed.store(bed.a, 3, 0..2);
     place(2, "a");
@@ -275,11 +280,11 @@ fn an_engines_capacity_bounds_what_is_known_of_it() {
 fn another_block_size_begins_anew() {
     let bed = Bed::new(1 << 22);
     bed.store(bed.a, 1, 0..4);
-    let epoch = bed.feed.epoch();
+    let epoch = bed.feed.epoch_of(bed.b);
     bed.feed.set_keys(keys(BLOCK));
-    assert_eq!((bed.hits(1, 4).0, bed.feed.epoch()), (4, epoch));
+    assert_eq!((bed.hits(1, 4).0, bed.feed.epoch_of(bed.b)), (4, epoch));
     bed.feed.set_keys(keys(32));
-    assert_eq!((bed.names(), bed.feed.epoch() > epoch), (0, true));
+    assert_eq!((bed.names(), bed.feed.epoch_of(bed.b) > epoch), (0, true));
     assert_eq!(bed.feed.router().lock().index().pairs(), 0);
     let stored = Stored {
         parent: None,

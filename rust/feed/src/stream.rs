@@ -176,10 +176,11 @@ impl Stream {
         self.connected = false;
     }
 
-    /// All that was applied is forgotten by others: it is to be told anew.
-    pub fn restart(&mut self, now: f64, sink: &mut impl Sink) {
+    /// What was applied was forgotten by others: all is to be told anew.
+    pub fn begin_anew(&mut self, now: f64, sink: &mut impl Sink) {
         (self.next, self.complete, self.replay) = (None, false, None);
         self.let_go();
+        sink.clear();
         if self.can_replay && self.connected {
             self.attempts = 0;
             self.ask(now, sink);
