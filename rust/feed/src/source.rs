@@ -6,6 +6,7 @@ use crate::stream::{Sink, Stream};
 use lmetric_core::router::books::Report;
 use lmetric_core::router::feed::KvFeed;
 use parking_lot::Mutex;
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use zmq::{Context, DEALER, DONTWAIT, Message, Socket};
 
@@ -32,8 +33,10 @@ pub enum Kind {
 pub struct Blocks {
     /// Its order.
     pub stream: Stream,
-    /// Whether the last look was also at its replay.
-    pub polled: bool,
+    /// Whether its replay was waited for.
+    waited: bool,
+    /// The answer may go on without a signal.
+    more: bool,
     /// In which what was applied is known.
     epoch: u64,
     hands: Hands,
@@ -79,20 +82,17 @@ impl Blocks {
         Blocks {
             epoch,
             stream: Stream::new(replay_endpoint.is_some()),
-            polled: false,
+            waited: false,
+            more: false,
             hands: Hands { applier, context, replay_endpoint, replay: None },
         }
     }
 
-    /// Where answers come from, while a question is open.
-    pub fn replay(&self) -> Option<&Socket> {
-        self.hands.replay.as_ref()
-    }
-
     /// Takes some of an answer.
     fn hear_replay(&mut self, now: f64) {
+        self.more = false;
         for _ in 0..4 * RUN {
-            let Some(frames) = self.hands.replay.as_ref().and_then(receive) else { break };
+            let Some(frames) = self.hands.replay.as_ref().and_then(receive) else { return };
             // Older engines leave out the topic.
             let [.., number, batch] = &frames[..] else { continue };
             match number_of(number) {
@@ -104,6 +104,7 @@ impl Blocks {
                 None => self.hands.applier.tally_mut().skip("malformed_message", 1),
             }
         }
+        self.more = true;
     }
 }
 
@@ -194,12 +195,23 @@ impl Source {
         }
     }
 
-    /// Takes what was asked for, and looks at the time.
-    pub fn attend(&mut self, readable: bool, now: f64) {
+    /// The descriptor that signals an answer to what was asked, if something was.
+    pub fn wait_for(&mut self) -> Option<RawFd> {
+        let Kind::Blocks(blocks) = &mut self.kind else { return None };
+        let signal = blocks.hands.replay.as_ref().and_then(|socket| socket.get_fd().ok());
+        blocks.waited = signal.is_some();
+        signal
+    }
+
+    /// Whether [`Source::wait_for`] said so last time.
+    pub fn is_waiting(&self) -> bool {
+        matches!(&self.kind, Kind::Blocks(blocks) if blocks.waited)
+    }
+
+    /// Takes of what was asked for, and looks at the time.
+    pub fn attend(&mut self, now: f64) {
         if let Kind::Blocks(blocks) = &mut self.kind {
-            if readable {
-                blocks.hear_replay(now);
-            }
+            blocks.hear_replay(now);
             blocks.stream.tick(now, &mut blocks.hands);
         }
     }
@@ -222,6 +234,7 @@ impl Source {
     /// When [`Source::attend`] has something to do of itself.
     pub fn deadline(&self) -> Option<f64> {
         match &self.kind {
+            Kind::Blocks(blocks) if blocks.more => Some(0.0),
             Kind::Blocks(blocks) => blocks.stream.deadline(),
             Kind::Load => None,
         }

@@ -1,5 +1,8 @@
 //! The thread that listens: one socket to each engine (or one that engines connect to), in turn, a few dozen messages at a
 //! time. Reconnecting is libzmq's; its monitor tells when a connection is another one.
+//!
+//! What is waited for are the sockets' file descriptors: asking hundreds of sockets themselves, as `zmq_poll` does, costs more than
+//! what they bring. A descriptor signals once, so a socket is read until it is empty, or is looked at again without waiting.
 use crate::apply::Applier;
 use crate::source::{Blocks, Kind, RUN, Source, prepare, receive};
 use crate::status::Status;
@@ -8,10 +11,11 @@ use lmetric_core::CoreError;
 use lmetric_core::router::feed::KvFeed;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
-use zmq::{Context, DONTWAIT, Message, PAIR, POLLIN, SUB, Socket, SocketEvent};
+use zmq::{Context, DONTWAIT, Message, PAIR, POLLIN, PollItem, SUB, Socket, SocketEvent};
 
 /// Sockets of one context are limited, and so is what its one I/O thread can do.
 const LINKS_PER_CONTEXT: usize = 128;
@@ -73,9 +77,10 @@ impl EventFeed {
             let (inside, outside) = (context.socket(PAIR)?, context.socket(PAIR)?);
             inside.bind("inproc://wake")?;
             outside.connect("inproc://wake")?;
-            Ok((inside, outside))
+            let signal = inside.get_fd()?;
+            Ok((inside, outside, signal))
         };
-        let (inside, wake) = pair().map_err(|error: zmq::Error| refused(&error))?;
+        let (inside, wake, wake_signal) = pair().map_err(|error: zmq::Error| refused(&error))?;
         let (commands, received) = channel();
         let shown = Shown::default();
         let worker = Worker {
@@ -86,6 +91,7 @@ impl EventFeed {
             made: 0,
             links: Vec::new(),
             wake: inside,
+            wake_signal,
             commands: received,
             shown: shown.clone(),
             looked_at: 0.0,
@@ -168,6 +174,10 @@ struct Link {
     monitor: Socket,
     endpoint: String,
     bound: bool,
+    /// The descriptors of both sockets.
+    signals: [RawFd; 2],
+    /// It may have more to say without a signal.
+    pending: bool,
     connections: i64,
     sources: Vec<Source>,
 }
@@ -181,6 +191,7 @@ struct Worker {
     made: usize,
     links: Vec<Link>,
     wake: Socket,
+    wake_signal: RawFd,
     commands: Receiver<Command>,
     shown: Shown,
     looked_at: f64,
@@ -190,10 +201,8 @@ impl Worker {
     fn run(mut self) {
         let mut readable = Vec::new();
         loop {
-            self.poll(&mut readable);
-            if std::mem::take(&mut readable[0]) {
-                while self.wake.recv_msg(DONTWAIT).is_ok() {}
-            }
+            self.wait(&mut readable);
+            while readable[0] && self.wake.recv_msg(DONTWAIT).is_ok() {}
             while let Ok(command) = self.commands.try_recv() {
                 match command {
                     Command::Subscribe(instance, subscription, reply) => {
@@ -212,16 +221,17 @@ impl Worker {
             let now = (self.clock)();
             let mut readable = readable.iter().skip(1).copied();
             for link in &mut self.links {
-                // Both are asked for, whichever was readable: see `Link::hear`.
-                let (messages, events) = (readable.next(), readable.next());
-                if messages == Some(true) || events == Some(true) {
+                let mut heard = link.pending;
+                for _ in 0..2 {
+                    heard |= readable.next() == Some(true);
+                }
+                if heard {
                     link.hear(&self.feed, now);
                 }
                 for source in &mut link.sources {
-                    let replay = matches!(&source.kind, Kind::Blocks(b) if b.polled);
-                    let heard = replay && readable.next() == Some(true);
-                    if heard || source.deadline().is_some_and(|at| now >= at) {
-                        source.attend(heard, now);
+                    let answered = source.is_waiting() && readable.next() == Some(true);
+                    if answered || source.deadline().is_some_and(|at| now >= at) {
+                        source.attend(now);
                         source.show();
                     }
                 }
@@ -229,30 +239,19 @@ impl Worker {
         }
     }
 
-    /// Waits until there is something to do. `readable`: the wake-up, then for each link its messages, its monitor, and the
+    /// Waits until there is something to do. `readable`: the wake-up, then for each link its messages and its monitor, and the
     /// open replays of its sources.
-    fn poll(&mut self, readable: &mut Vec<bool>) {
+    fn wait(&mut self, readable: &mut Vec<bool>) {
         let now = (self.clock)();
         let mut until = now + HOUSEKEEPING_SECONDS;
-        let mut items = vec![self.wake.as_poll_item(POLLIN)];
+        let mut items = vec![PollItem::from_fd(self.wake_signal, POLLIN)];
         for link in &mut self.links {
+            items.extend(link.signals.map(|signal| PollItem::from_fd(signal, POLLIN)));
             for source in &mut link.sources {
-                until = until.min(source.deadline().unwrap_or(until));
-                if let Kind::Blocks(blocks) = &mut source.kind {
-                    blocks.polled = blocks.replay().is_some();
-                }
+                until = source.deadline().map_or(until, |at| at.min(until));
+                items.extend(source.wait_for().map(|signal| PollItem::from_fd(signal, POLLIN)));
             }
-        }
-        for link in &self.links {
-            items.push(link.socket.as_poll_item(POLLIN));
-            items.push(link.monitor.as_poll_item(POLLIN));
-            for source in &link.sources {
-                if let Kind::Blocks(blocks) = &source.kind
-                    && let Some(replay) = blocks.replay()
-                {
-                    items.push(replay.as_poll_item(POLLIN));
-                }
-            }
+            until = if link.pending { now } else { until };
         }
         let wait = ((until - now).clamp(0.0, HOUSEKEEPING_SECONDS) * 1e3).ceil() as i64;
         // An interrupted wait is a short one.
@@ -364,7 +363,17 @@ impl Worker {
         }
         self.made += 1;
         let (endpoint, bound) = (wanted.endpoint.clone(), wanted.bind);
-        Ok(Link { socket, monitor, endpoint, bound, connections: 0, sources: Vec::new() })
+        let signals = [socket.get_fd()?, monitor.get_fd()?];
+        Ok(Link {
+            socket,
+            monitor,
+            endpoint,
+            bound,
+            signals,
+            pending: true,
+            connections: 0,
+            sources: Vec::new(),
+        })
     }
 
     fn unsubscribe(&mut self, instance: &str) -> bool {
@@ -391,6 +400,7 @@ impl Link {
         {
             messages.push(frames);
         }
+        self.pending = messages.len() == RUN;
         // Messages first, then what the monitor says: it spoke of their connection before they came.
         while let Some(frames) = receive(&self.monitor) {
             let event = frames.first().and_then(|f| f.first_chunk::<2>()).map(|f| u16::from_ne_bytes(*f));
