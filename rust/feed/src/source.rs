@@ -3,10 +3,11 @@ use crate::apply::Applier;
 use crate::event::read_load;
 use crate::status::Status;
 use crate::stream::{Sink, Stream};
+use crate::subscriber::watch;
 use lmetric_core::router::books::Report;
 use lmetric_core::router::feed::KvFeed;
+use mio::Registry;
 use parking_lot::Mutex;
-use std::os::fd::RawFd;
 use std::sync::Arc;
 use zmq::{Context, DEALER, DONTWAIT, Message, Socket};
 
@@ -33,8 +34,6 @@ pub enum Kind {
 pub struct Blocks {
     /// Its order.
     pub stream: Stream,
-    /// Whether its replay was waited for.
-    waited: bool,
     /// The answer may go on without a signal.
     more: bool,
     /// In which what was applied is known.
@@ -45,9 +44,21 @@ pub struct Blocks {
 /// What a stream acts through.
 struct Hands {
     applier: Applier,
-    context: Context,
-    replay_endpoint: Option<String>,
-    replay: Option<Socket>,
+    line: Line,
+}
+
+/// The line on which the past is asked for.
+pub struct Line {
+    /// Of the socket to come.
+    pub context: Context,
+    /// Where to ask.
+    pub endpoint: Option<String>,
+    /// While a question is open.
+    pub socket: Option<Socket>,
+    /// Where its descriptor is watched.
+    pub registry: Registry,
+    /// What that signals.
+    pub id: usize,
 }
 
 impl Sink for Hands {
@@ -61,16 +72,18 @@ impl Sink for Hands {
 
     fn ask(&mut self, from: u64) {
         // A socket of its own for each question: what it receives answers that one.
-        self.replay = None;
-        let Some(endpoint) = &self.replay_endpoint else { return };
-        let asked = self.context.socket(DEALER).and_then(|socket| {
+        let line = &mut self.line;
+        line.socket = None;
+        let Some(endpoint) = &line.endpoint else { return };
+        let asked = line.context.socket(DEALER).and_then(|socket| {
             prepare(&socket)?;
             socket.connect(endpoint)?;
             socket.send_multipart([&[][..], &from.to_be_bytes()], DONTWAIT)?;
+            watch(&line.registry, &socket, line.id).map_err(|_| zmq::Error::EMFILE)?;
             Ok(socket)
         });
         match asked {
-            Ok(socket) => self.replay = Some(socket),
+            Ok(socket) => line.socket = Some(socket),
             Err(error) => self.applier.tally_mut().last_error = Some(format!("replay: {error}")),
         }
     }
@@ -78,13 +91,12 @@ impl Sink for Hands {
 
 impl Blocks {
     /// The stream of a rank's events.
-    pub fn new(applier: Applier, context: Context, replay_endpoint: Option<String>, epoch: u64) -> Blocks {
+    pub fn new(applier: Applier, line: Line, epoch: u64) -> Blocks {
         Blocks {
             epoch,
-            stream: Stream::new(replay_endpoint.is_some()),
-            waited: false,
+            stream: Stream::new(line.endpoint.is_some()),
             more: false,
-            hands: Hands { applier, context, replay_endpoint, replay: None },
+            hands: Hands { applier, line },
         }
     }
 
@@ -92,12 +104,12 @@ impl Blocks {
     fn hear_replay(&mut self, now: f64) {
         self.more = false;
         for _ in 0..4 * RUN {
-            let Some(frames) = self.hands.replay.as_ref().and_then(receive) else { return };
+            let Some(frames) = self.hands.line.socket.as_ref().and_then(receive) else { return };
             // Older engines leave out the topic.
             let [.., number, batch] = &frames[..] else { continue };
             match number_of(number) {
                 Some(u64::MAX) => {
-                    self.hands.replay = None;
+                    self.hands.line.socket = None;
                     self.stream.replay_ended(now, &mut self.hands);
                 }
                 Some(number) => self.stream.replayed(number, batch, now, &mut self.hands),
@@ -110,6 +122,8 @@ impl Blocks {
 
 /// A subscription of an instance.
 pub struct Source {
+    /// What its replay signals.
+    pub id: usize,
     /// Whose.
     pub instance: String,
     /// Its rank.
@@ -125,9 +139,9 @@ pub struct Source {
 
 impl Source {
     /// A source that has heard nothing yet; `status` says whose it is.
-    pub fn new(instance: String, rank: u32, kind: Kind, status: Status) -> Source {
-        let topic = status.topic.clone().into_bytes();
-        Source { instance, rank, topic, kind, shown: Arc::new(Mutex::new(status.clone())), status }
+    pub fn new(id: usize, instance: String, kind: Kind, status: Status) -> Source {
+        let (topic, rank) = (status.topic.clone().into_bytes(), status.rank);
+        Source { id, instance, rank, topic, kind, shown: Arc::new(Mutex::new(status.clone())), status }
     }
 
     /// A connection came to stand. `bound`: of one of possibly many engines.
@@ -135,7 +149,7 @@ impl Source {
         self.status.connected = true;
         self.status.connections += 1;
         if let Kind::Blocks(blocks) = &mut self.kind {
-            if bound && blocks.hands.replay_endpoint.is_none() {
+            if bound && blocks.hands.line.endpoint.is_none() {
                 // It may be any engine's: the numbers alone must tell.
                 blocks.stream.reachable();
             } else {
@@ -193,19 +207,6 @@ impl Source {
             Kind::Blocks(blocks) => blocks.hands.applier.tally_mut().skip(reason, 1),
             Kind::Load => self.status.tally.skip(reason, 1),
         }
-    }
-
-    /// The descriptor that signals an answer to what was asked, if something was.
-    pub fn wait_for(&mut self) -> Option<RawFd> {
-        let Kind::Blocks(blocks) = &mut self.kind else { return None };
-        let signal = blocks.hands.replay.as_ref().and_then(|socket| socket.get_fd().ok());
-        blocks.waited = signal.is_some();
-        signal
-    }
-
-    /// Whether [`Source::wait_for`] said so last time.
-    pub fn is_waiting(&self) -> bool {
-        matches!(&self.kind, Kind::Blocks(blocks) if blocks.waited)
     }
 
     /// Takes of what was asked for, and looks at the time.
