@@ -140,7 +140,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go.set()
 
 
-LONG = "some words that are new " * 400
+LONG = "some words that are new " * 3000
 
 
 async def test_long_new_text_waits_for_a_thread_while_others_pass(
