@@ -9,7 +9,7 @@ import orjson
 import structlog
 
 from lmetric._core import Router
-from lmetric.config import EngineConfig, ModelConfig, PoolSettings, ServerConfig
+from lmetric.config import CONFIGURED, EngineConfig, ModelConfig, PoolSettings, ServerConfig
 from lmetric.policies import Policy
 from lmetric.profiles import load_profile
 from lmetric.server.openai import ApiError
@@ -19,19 +19,45 @@ log = structlog.get_logger("lmetric.fleet")
 
 
 class Engine:
-    """One engine of a pool: its connections and its health."""
+    """One engine of a pool: its connections and its health.
 
-    def __init__(self, config: EngineConfig, server: ServerConfig) -> None:
+    ``source`` names who told of it, ``model`` is the model it was told to serve (None: it is asked). It gets
+    no requests while it is ``draining`` (an administrator said so), ``leaving`` (its source names it no
+    more), or not ``ready`` (its source says so).
+    """
+
+    def __init__(
+        self, config: EngineConfig, server: ServerConfig, source: str = CONFIGURED, model: str | None = None
+    ) -> None:
         self.config = config
+        self.source = source
+        self.model = model
         self.name = config.label
         self.upstream = Upstream(config, server)
         self.health = server.health
         self.pool: Pool | None = None
         self.healthy = False
         self.draining = False
+        self.leaving = False
+        self.ready = True
         self.failures = 0
         self.successes = 0
         self.last_error: str | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether it gets no new requests, however healthy."""
+        return self.draining or self.leaving or not self.ready
+
+    @property
+    def running(self) -> int:
+        """Requests of ours on their way to it and back."""
+        return self.upstream.in_use
+
+    def hold(self) -> None:
+        """Tells the router whether it is held; to be called when that changed."""
+        if self.pool is not None:
+            self.pool.router.drain(self.name, self.held)
 
     def succeeded(self) -> None:
         """A good check or answer."""
@@ -111,10 +137,13 @@ class Pool:
     def add(self, engine: Engine) -> None:
         """Takes in an engine."""
         self.router.add_instance(
-            engine.name, cache_blocks=engine.config.cache_blocks or self.settings.cache_blocks
+            engine.name,
+            cache_blocks=engine.config.cache_blocks or self.settings.cache_blocks,
+            role=engine.config.role,
         )
         self.router.set_health(engine.name, engine.healthy)
         engine.pool = self
+        engine.hold()
         self.engines[engine.name] = engine
 
     def remove(self, name: str) -> None:
@@ -149,17 +178,32 @@ class Fleet:
         for model in config.models:
             pool = self.pool(model.name, model)
             for engine in model.engines:
-                pool.add(Engine(engine, config))
-        for engine in config.engines:
-            self.unplaced.append(Engine(engine, config))
+                pool.add(Engine(engine, config, model=model.name))
         if config.model is not None:
-            pool = self.pool(config.model)
-            for waiting in self.unplaced:
-                pool.add(waiting)
-            self.unplaced.clear()
-        elif self.unplaced and not self.pools:
+            self.pool(config.model)
+        for engine in config.engines:
+            self.add(engine)
+        if not self.pools or self.unplaced or config.discovery:
             # A policy that cannot be built should be told now, not when the first engine answers.
             Pool(0, "", [], config.pool_settings())
+
+    def add(self, config: EngineConfig, source: str = CONFIGURED, model: str | None = None) -> Engine:
+        """Takes in an engine; one whose model is not known is asked for it. Raises LmetricError."""
+        model = model or self.config.model
+        engine = Engine(config, self.config, source, model)
+        if model is None:
+            self.unplaced.append(engine)
+        else:
+            self.pool(model).add(engine)
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        """Forgets an engine; its running requests end as they end."""
+        if engine.pool is not None:
+            engine.pool.remove(engine.name)
+        elif engine in self.unplaced:
+            self.unplaced.remove(engine)
+            engine.upstream.close()
 
     def pool(self, name: str, model: ModelConfig | None = None) -> Pool:
         """The pool of a model, made where it is new."""
@@ -211,21 +255,20 @@ class Fleet:
             adapters = [card["id"] for card in cards if card.get("parent")]
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, StopIteration):
             raise ValueError(f"GET /v1/models: not a list of models: {body[:120]!r}") from None
+        if engine not in self.unplaced:
+            return  # removed while it was asked
         pool = self.pool(base)
         for adapter in adapters:
             if adapter not in self.names:
                 self.names[adapter] = (pool, adapter)
                 pool.adapters.append(adapter)
-        if engine in self.unplaced:
-            self.unplaced.remove(engine)
-            pool.add(engine)
-            log.info("engine found", engine=engine.name, model=base)
+        self.unplaced.remove(engine)
+        pool.add(engine)
+        log.info("engine found", engine=engine.name, model=base)
 
     def ready(self) -> bool:
         """At least one engine can take requests."""
-        return any(
-            engine.healthy and not engine.draining for p in self.pools for engine in p.engines.values()
-        )
+        return any(engine.healthy and not engine.held for p in self.pools for engine in p.engines.values())
 
     def models(self) -> bytes:
         """The answer to GET /v1/models."""

@@ -4,7 +4,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
@@ -44,7 +44,11 @@ class Monitor:
 
     async def check_all(self) -> None:
         """One round of checks, all engines at once."""
-        await asyncio.gather(*(self._check(engine) for engine in list(self.fleet.engines())))
+        await self.check(list(self.fleet.engines()))
+
+    async def check(self, engines: Iterable[Engine]) -> None:
+        """Checks these engines now, all at once."""
+        await asyncio.gather(*(self._check(engine) for engine in engines))
 
     def start(self) -> None:
         """Starts the periodic tasks."""

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -89,6 +89,7 @@ class Metrics(Collector):
         self.events: Counter[tuple[str, str]] = Counter()
         self._times: dict[str, _Times] = {}
         self._running = 0
+        self.further: list[Callable[[], Iterator[Metric]]] = []
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -143,6 +144,8 @@ class Metrics(Collector):
             guard.add_metric((model, event), count)
         yield guard
         yield from self._routers()
+        for further in self.further:
+            yield from further()
 
     def _routers(self) -> Iterator[Metric]:
         stats = [(pool, pool.router.stats()) for pool in self.fleet.pools]

@@ -27,7 +27,7 @@ from lmetric._core import (
 )
 from lmetric.config import ServerConfig
 from lmetric.server.client import ClientConnection
-from lmetric.server.fleet import Pool
+from lmetric.server.fleet import Engine, Pool
 from lmetric.server.openai import ApiError
 from lmetric.server.upstream import Connection, UpstreamError
 
@@ -264,7 +264,7 @@ class Relay:
             self._engine.failures = 0
         load = reader.load
         if load is not None:
-            report(self._pool, self._engine.name, load)
+            report(self._engine, load)
         connection, self._connection = self._connection, None
         if connection is not None:
             if self._stalled_at:
@@ -403,9 +403,9 @@ class Relay:
                 self._settle("timeout", f"no answer within {limit:g} s")
 
 
-def report(pool: Pool, engine: str, header: str) -> None:
+def report(engine: Engine, header: str) -> None:
     """Takes in an `endpoint-load-metrics` header of the TEXT form; what is no load is passed over."""
-    if engine not in pool.engines:
+    if engine.pool is None:
         return  # removed while it answered
     values: dict[str, float] = {}
     for item in header.removeprefix("TEXT ").split(","):
@@ -417,4 +417,4 @@ def report(pool: Pool, engine: str, header: str) -> None:
     waiting = values.get("named_metrics.num_requests_waiting")
     usage = values.get("named_metrics.kv_cache_usage_perc")
     if waiting is not None or usage is not None:
-        pool.router.engine_report(engine, waiting=waiting, kv_usage=usage)
+        engine.pool.router.engine_report(engine.name, waiting=waiting, kv_usage=usage)
