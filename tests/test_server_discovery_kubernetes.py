@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import ssl
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import structlog
 import yaml
 
 from discovery_world import ApiServer, following, pod
-from lmetric.config import DiscoverySource
+from lmetric.config import ConfigError, DiscoverySource
 from lmetric.server.discovery import follow, kubernetes
 from lmetric.server.discovery.kubernetes import Pods
 from server_world import FakeEngine, world
@@ -190,6 +191,16 @@ async def test_credentials_that_cannot_be_read(text: str | None, tmp_path: Path)
         async with following(pods) as told:
             await told.until(lambda: told.problems)
             assert told.problems[0].startswith("no credentials for the API server: ")
+
+
+def test_without_the_package_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes_asyncio", None)
+    monkeypatch.delitem(sys.modules, kubernetes.__name__)
+    config = DiscoverySource.model_validate({"kubernetes": {"selector": "a", "port": 1}})
+    with pytest.raises(ConfigError, match=r"pip install 'lmetric-router\[kubernetes\]'"):
+        follow.make_source(config)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")

@@ -9,7 +9,7 @@ import pytest
 
 from lmetric.config import ServerConfig
 from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.server import Server
+from lmetric.server import Server, fleet
 from server_world import FakeEngine, World, answer, hang, world
 
 
@@ -87,6 +87,45 @@ async def test_connections_of_a_removed_engine_close() -> None:
         assert (await running)[0] == 200
         await it.until(lambda: not it.engines[0]._writers)
         assert (upstream.in_use, len(upstream._open), len(upstream._idle)) == (0, 0, 0)
+
+
+async def test_a_model_that_nothing_serves_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = FakeEngine(model="other")
+    await other.start()
+    async with world(1, admin=True, health={"interval": 0.03}) as it:
+        await it.post({"url": other.url, "name": "x"}, "/admin/engines")
+        body = {"model": "other", "prompt": "x"}
+
+        def serves() -> bool:
+            known = it.server.fleet.names.get("other")
+            return known is not None and known[0].engines["x"].healthy
+
+        await it.until(serves)
+        label = (await it.post(body))[1]["x-lmetric-decision"]
+        assert label == "1-1"
+        assert orjson.loads((await it.get(f"/debug/decisions/{label}"))[1])["model"] == "other"
+        await remove(it, "x")
+        await asyncio.sleep(0.1)
+        assert (await it.post(body))[0] == 503, "it may come back"
+        monkeypatch.setattr(fleet, "UNSERVED_SECONDS", 0.05)
+        await it.until(lambda: "other" not in it.server.fleet.names)
+        assert (await it.post(body))[0] == 404
+        assert [card["id"] for card in orjson.loads((await it.get("/v1/models"))[1])["data"]] == ["tiny"]
+        assert (await it.get(f"/debug/decisions/{label}"))[0] == 404
+        await it.post({"url": other.url, "name": "x"}, "/admin/engines")
+        await it.until(serves)
+        assert (await it.post(body))[1]["x-lmetric-decision"] == "2-1"
+        assert (await it.post())[0] == 200
+    await other.stop()
+
+
+async def test_a_model_of_the_configuration_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "UNSERVED_SECONDS", 0.01)
+    async with world(
+        0, models=[{"name": "tiny", "adapters": ["a"]}], admin=True, health={"interval": 0.02}
+    ) as it:
+        await asyncio.sleep(0.2)
+        assert set(it.server.fleet.names) == {"tiny", "a"}
 
 
 async def remove(it: World, name: str, query: str = "") -> tuple[int, dict[str, object]]:

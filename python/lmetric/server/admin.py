@@ -107,9 +107,8 @@ def _receipt(front: Front, label: str) -> dict[str, Any]:
     index, number = (head, tail) if dash else ("0", head)
     if not (index.isascii() and index.isdigit() and number.isascii() and number.isdigit()) or len(label) > 40:
         raise bad(f"{label!r} is not the id of a decision; the header x-lmetric-decision has it")
-    pools = front.fleet.pools
-    if int(index) < len(pools):
-        pool = pools[int(index)]
+    pool = next((pool for pool in front.fleet.pools if pool.index == int(index)), None)
+    if pool is not None:
         receipt = pool.router.receipt(int(number)) if int(number) < 2**64 else None
         if receipt is not None:
             return {"model": pool.name, **receipt, "id": pool.decision_label(receipt["id"])}

@@ -17,6 +17,9 @@ from lmetric.server.upstream import Upstream, UpstreamError
 
 log = structlog.get_logger("lmetric.fleet")
 
+# That a model is answered for with 503 when no engine serves it: longer than engines take to load one.
+UNSERVED_SECONDS = 3600.0
+
 
 class Engine:
     """One engine of a pool: its connections and its health.
@@ -118,6 +121,7 @@ class Pool:
         self.ratio = BytesPerToken()
         self.engines: dict[str, Engine] = {}
         self.created = int(time.time())
+        self.unserved_since: float | None = time.monotonic()  # None: it has engines
         policy = Policy.from_config(settings.policy, knobs=settings.knobs)
         self.router = Router(
             policy,
@@ -145,6 +149,7 @@ class Pool:
         engine.pool = self
         engine.hold()
         self.engines[engine.name] = engine
+        self.unserved_since = None
 
     def remove(self, name: str) -> None:
         """Forgets an engine; its running requests end as they end."""
@@ -152,6 +157,8 @@ class Pool:
         engine.pool = None
         engine.upstream.close()
         self.router.remove_instance(name)
+        if not self.engines:
+            self.unserved_since = time.monotonic()
 
     def decision_label(self, decision_id: int) -> str:
         """A decision's id over all pools: bare in the first, else `POOL-ID`."""
@@ -171,6 +178,7 @@ class Fleet:
     pools: list[Pool] = field(default_factory=list)
     names: dict[str, tuple[Pool, str | None]] = field(default_factory=dict)
     unplaced: list[Engine] = field(default_factory=list)
+    pools_made: int = 0
 
     def build(self) -> None:
         """Sets up what the configuration names. Raises LmetricError for an unknown policy or knob."""
@@ -210,12 +218,25 @@ class Fleet:
         if name in self.names:
             return self.names[name][0]
         adapters = model.adapters if model else []
-        pool = Pool(len(self.pools), name, adapters, self.config.pool_settings(model))
+        pool = Pool(self.pools_made, name, adapters, self.config.pool_settings(model))
+        self.pools_made += 1
         self.pools.append(pool)
         self.names[name] = (pool, None)
         for adapter in adapters:
             self.names[adapter] = (pool, adapter)
         return pool
+
+    def forget_unserved(self, now: float) -> None:
+        """Drops models that had no engine for long and that the configuration does not name."""
+        named = {self.config.model, *(model.name for model in self.config.models)}
+        for pool in list(self.pools):
+            since = pool.unserved_since
+            if since is None or now - since < UNSERVED_SECONDS or pool.name in named:
+                continue
+            if not pool.router.in_flight():
+                self.pools.remove(pool)
+                self.names = {name: known for name, known in self.names.items() if known[0] is not pool}
+                log.info("model forgotten", model=pool.name, unserved_seconds=round(now - since))
 
     def engines(self) -> Iterator[Engine]:
         """All engines, placed or not."""

@@ -44,6 +44,7 @@ class Monitor:
 
     async def check_all(self) -> None:
         """One round of checks, all engines at once."""
+        self.fleet.forget_unserved(time.monotonic())
         await self.check(list(self.fleet.engines()))
 
     async def check(self, engines: Iterable[Engine]) -> None:

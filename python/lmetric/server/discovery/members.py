@@ -117,8 +117,10 @@ class Members:
         if leave is not None:
             leave.over.set()
             log.info("engine is back", source=source, engine=engine.name)
+        held = engine.held
         engine.source, engine.ready, engine.leaving = source, ready, False
-        engine.hold()
+        if engine.held != held:
+            engine.hold()
 
     def _leave(self, engine: Engine, seconds: float) -> None:
         if engine in self._leaving:
