@@ -70,32 +70,52 @@ async def following(source: Source) -> AsyncIterator[Told]:
 
 
 class DnsServer(asyncio.DatagramProtocol):
-    """Answers what is in ``zone``, (name, type) to records; else that the name does not exist."""
+    """Answers what is in ``zone``, (name, type) to records; else that the name does not exist.
+
+    Over UDP, and over TCP what is longer than 512 bytes.
+    """
 
     def __init__(self) -> None:
         self.zone: dict[tuple[str, str], list[str]] = {}
         self.ttl = 1
         self.fails = False
         self.silent = False
-        self.asked = 0
         self.address = ""
 
     async def __aenter__(self) -> DnsServer:
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_datagram_endpoint(lambda: self, ("127.0.0.1", 0))
+        self._streams = await asyncio.start_server(self._stream, "127.0.0.1", 0)
+        self._transport, _ = await loop.create_datagram_endpoint(
+            lambda: self, self._streams.sockets[0].getsockname()
+        )
         self.address = "{}:{}".format(*self._transport.get_extra_info("sockname"))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._transport.close()
+        self._streams.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         pass
 
     def datagram_received(self, data: bytes, address: Any) -> None:
-        self.asked += 1
         if self.silent:
             return
+        answer = self._answer(data)
+        wire = answer.to_wire()
+        if len(wire) > 512:
+            answer.answer.clear()
+            answer.flags |= dns.flags.TC
+            wire = answer.to_wire()
+        self._transport.sendto(wire, address)
+
+    async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        wire = self._answer(await reader.readexactly(int.from_bytes(await reader.readexactly(2)))).to_wire()
+        writer.write(len(wire).to_bytes(2) + wire)
+        await writer.drain()
+        writer.close()
+
+    def _answer(self, data: bytes) -> dns.message.Message:
         query = dns.message.from_wire(data)
         question = query.question[0]
         answer = dns.message.make_response(query)
@@ -112,7 +132,7 @@ class DnsServer(asyncio.DatagramProtocol):
             )
         elif not any(known == name for known, _ in self.zone):
             answer.set_rcode(dns.rcode.NXDOMAIN)
-        self._transport.sendto(answer.to_wire(), address)
+        return answer
 
 
 def pod(name: str, url: str = "http://127.0.0.1:1", **changes: Any) -> dict[str, Any]:

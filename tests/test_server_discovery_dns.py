@@ -56,6 +56,13 @@ async def test_service_records_bring_ports_and_names() -> None:
             assert told.problems[0] == "SRV of _http._tcp.vllm.test: lost.test:1 has no address"
 
 
+async def test_a_long_answer_comes_whole() -> None:
+    async with DnsServer() as server:
+        server.zone["vllm.test", "A"] = [f"10.0.{number}.1" for number in range(200)]
+        async with following(source(server)) as told:
+            await told.until(lambda: len(told.names) == 200)
+
+
 async def test_a_shorter_time_to_live_is_heeded() -> None:
     async with DnsServer() as server:
         server.ttl = 0
