@@ -22,7 +22,12 @@ from lmetric.server.discovery.source import Found, Sink, SourceError
 
 try:
     from kubernetes_asyncio import client
-    from kubernetes_asyncio.config import ConfigException, load_incluster_config, load_kube_config
+    from kubernetes_asyncio.config import (
+        KUBE_CONFIG_DEFAULT_LOCATION,
+        ConfigException,
+        load_incluster_config,
+        load_kube_config,
+    )
 except ImportError as missing:
     raise ConfigError(
         f"discovery by kubernetes needs another package ({missing}): pip install 'lmetric-router[kubernetes]'"
@@ -71,9 +76,9 @@ class Pods:
             if config.kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
                 load_incluster_config(client_configuration=settings)
                 return config.namespace or NAMESPACE_FILE.read_text().strip()  # noqa: ASYNC240 (short)
-            file = None if config.kubeconfig is None else str(config.kubeconfig)
+            files = _kubeconfigs(config.kubeconfig)
             loader = await load_kube_config(
-                file, config.context, client_configuration=settings, persist_config=False
+                files, config.context, client_configuration=settings, persist_config=False
             )
             return config.namespace or loader.current_context["context"].get("namespace") or "default"
         except (ConfigException, OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
@@ -191,3 +196,11 @@ class Pods:
                 if listed.get("name") == port:
                     return int(listed["containerPort"])
         return None
+
+
+def _kubeconfigs(given: Path | None) -> str:
+    """The kubeconfig, or kubectl's, which may be several. Raises FileNotFoundError where none exists."""
+    files = str(given or KUBE_CONFIG_DEFAULT_LOCATION)
+    if not any(os.path.exists(os.path.expanduser(file)) for file in files.split(os.pathsep)):
+        raise FileNotFoundError(f"this is no pod, and there is no {files}")
+    return files
