@@ -84,7 +84,8 @@ class DnsNames:
 
     def _engine(self, address: str, port: int | None, name: str | None = None) -> Found:
         host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
-        config = EngineConfig(url=f"http://{host}:{port}", name=name, api_key=self._defaults.api_key)
+        place = f"{host}:{port}"
+        config = EngineConfig(url=f"http://{place}", name=name or place, api_key=self._defaults.api_key)
         return Found(config, self._defaults.model)
 
 

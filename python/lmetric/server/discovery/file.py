@@ -93,9 +93,9 @@ class WatchedFile:
             if listed.label in found:
                 raise ConfigError(f"{self._file}{place}: a second engine named {listed.label!r}")
             values = {name: getattr(listed, name) for name in EngineConfig.model_fields}
-            values["api_key"] = listed.api_key or self._defaults.api_key
+            values |= {"name": listed.label, "api_key": listed.api_key or self._defaults.api_key}
             config = EngineConfig.model_construct(**values)
-            found[config.label] = Found(config, listed.model or self._defaults.model)
+            found[listed.label] = Found(config, listed.model or self._defaults.model)
         return list(found.values())
 
 
