@@ -1,5 +1,8 @@
 """The router's own pages: health, models, metrics, debugging, administration."""
 
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -47,7 +50,7 @@ async def pages(front: Front, request: web.BaseRequest, path: str, query: str) -
         cards = orjson.loads(front.fleet.models())["data"]
         return _json(next(card for card in cards if card["id"] == name))
     if path == "/debug/engines":
-        return _json([_engine(engine) for engine in front.fleet.engines()])
+        return _json(_engines(front.fleet.engines()))
     if path == "/debug/discovery":
         return _json(front.discovery.state())
     if path == "/debug/indicators":
@@ -76,20 +79,47 @@ def _json(value: Any) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
-def _engine(engine: Engine) -> dict[str, Any]:
-    return {
-        "name": engine.name,
-        "url": engine.config.url,
-        "model": engine.pool.name if engine.pool else None,
-        "source": engine.source,
-        "role": engine.config.role,
-        "healthy": engine.healthy,
-        "ready": engine.ready,
-        "draining": engine.draining,
-        "leaving": engine.leaving,
-        "running": engine.running,
-        "last_error": engine.last_error,
-    }
+def _engines(engines: Iterable[Engine]) -> list[dict[str, Any]]:
+    ages: dict[str, float] = {}
+    shown = []
+    for engine in engines:
+        pool, told = engine.pool, engine.capabilities
+        if pool is not None and engine.name not in ages:
+            column = pool.router.indicators()["report_age_seconds"]
+            ages |= dict(zip(pool.router.instances(), column.tolist(), strict=True))
+        age = ages.get(engine.name, math.nan)
+        shown.append(
+            {
+                "name": engine.name,
+                "url": engine.config.url,
+                "model": pool.name if pool else None,
+                "source": engine.source,
+                "role": engine.config.role,
+                "healthy": engine.healthy,
+                "ready": engine.ready,
+                "draining": engine.draining,
+                "leaving": engine.leaving,
+                "running": engine.running,
+                "last_error": engine.last_error,
+                "mode": engine.mode.name,
+                "mode_reason": engine.mode.reason,
+                "capabilities": {**asdict(told), "full_report": told.full_report is not None},
+                "load": {
+                    "reports": engine.load_reports,
+                    "age_seconds": age if math.isfinite(age) else None,
+                    "error": engine.load_error,
+                },
+                "kv_events": pool.kv.status(engine.name) if pool else None,
+                "refilling": engine.refill is not None,
+                "tokenizer": _tokenizer(pool) if pool else None,
+            }
+        )
+    return shown
+
+
+def _tokenizer(pool: Pool) -> dict[str, Any]:
+    known = pool.tokenizer
+    return {"folder": str(known.folder) if known is not None else None, "note": pool.tokenizer_note}
 
 
 def _indicators(pool: Pool) -> dict[str, dict[str, float | None]]:
@@ -137,13 +167,13 @@ async def _admin(front: Front, request: web.BaseRequest, path: str, query: str) 
         _only(request, path, "DELETE")
         await _remove(front, engine, query)
         removed = all(other is not engine for other in front.fleet.engines())
-        return _json({**_engine(engine), "removed": removed})
+        return _json({**_engines([engine])[0], "removed": removed})
     if verb not in ("drain", "undrain"):
         raise _unknown(front, path)
     _only(request, path, "POST")
     engine.draining = verb == "drain"
     engine.hold()
-    return _json(_engine(engine))
+    return _json(*_engines([engine]))
 
 
 async def _remove(front: Front, engine: Engine, query: str) -> None:
@@ -187,7 +217,7 @@ async def _add(front: Front, request: web.BaseRequest) -> dict[str, Any]:
     if engine is None:
         members.update(ADMIN, [each for each in members.of(ADMIN) if each.config.label != config.label])
         raise bad(f"the engine cannot be taken in for model {model!r}; the log says why")
-    return _engine(engine)
+    return _engines([engine])[0]
 
 
 async def _object(request: web.BaseRequest, known: set[str]) -> dict[str, Any]:
