@@ -166,7 +166,7 @@ async def churn(server: Server, client: aiohttp.ClientSession, urls: list[str]) 
             async with client.post("/v1/completions", json=body) as response:
                 text = await response.text()
                 served[response.headers.get("x-lmetric-instance", "")] += 1
-                if response.status != 200 or (stream and "[DONE]" not in text) or "error" in text:
+                if response.status != 200 or (stream and "[DONE]" not in text) or '"error"' in text:
                     wrong.append(f"{response.status} {text[:300]}")
 
     async def admin(method: str, path: str, **body: object) -> dict[str, object]:
