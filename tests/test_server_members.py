@@ -40,6 +40,25 @@ async def test_removal_waits_for_running_requests() -> None:
         assert (await remove(it, busy.name))[0] == 404
 
 
+async def test_a_server_of_two_models_is_two_engines() -> None:
+    async with world(1, admin=True) as it:
+        url = it.engines[0].url
+        models = [{"name": name, "engines": [{"url": url, "name": f"at/{name}"}]} for name in ("a", "b")]
+        async with world(0, models=models, admin=True) as both:
+            assert (await both.post({"url": url, "name": "c"}, "/admin/engines"))[0] == 409
+            assert (await both.post({"url": url, "name": "c", "model": "a"}, "/admin/engines"))[0] == 409
+            status, _, got = await both.post({"url": url, "name": "at/c", "model": "c"}, "/admin/engines")
+            assert (status, got["model"]) == (200, "c")
+            assert {engine.name for engine in both.server.fleet.engines()} == {"at/a", "at/b", "at/c"}
+            for name in ("a", "b"):
+                status, headers, _ = await both.post({"model": name, "prompt": "x"})
+                assert (status, headers["x-lmetric-instance"]) == (200, f"at/{name}")
+            assert (await both.post({}, "/admin/engines/at/a/drain"))[2]["draining"] is True
+            assert (await both.post({"model": "a", "prompt": "x"}))[0] == 503
+            assert (await remove(both, "at/b"))[1]["removed"] is True
+            assert (await both.post({}, "/admin/engines/at/a/stop"))[0] == 404
+
+
 async def test_removal_ends_when_its_time_is_up_and_adding_again_ends_it_too() -> None:
     async with world(1, admin=True) as it:
         (a,) = it.engines

@@ -68,7 +68,12 @@ def check(fleet: Fleet, told: dict[str, list[Found]], before: set[Engine], busy:
     expected: dict[str, tuple[str, Found]] = {}
     for source in SOURCES:
         for each in told[source]:
-            taken = any(other.config.url == each.config.url for _, other in expected.values())
+            taken = any(
+                owner != source
+                and other.config.url == each.config.url
+                and (other.model == each.model or None in (other.model, each.model))
+                for owner, other in expected.values()
+            )
             if each.config.label not in expected and not taken:
                 expected[each.config.label] = (source, each)
     engines = list(fleet.engines())

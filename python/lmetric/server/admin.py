@@ -159,8 +159,11 @@ async def _admin(front: Front, request: web.BaseRequest, path: str, query: str) 
         for pool in front.fleet.pools:
             pool.router.set_guard(body["on"])
         return _json({"guard": body["on"]})
-    name, _, verb = path.removeprefix("/admin/engines/").partition("/")
-    engine = next((e for e in front.fleet.engines() if e.name == name), None)
+    named = {engine.name: engine for engine in front.fleet.engines()}
+    name, verb = path.removeprefix("/admin/engines/"), ""
+    if name not in named:  # a name may have slashes itself
+        name, _, verb = name.rpartition("/") if "/" in name else (name, "", "")
+    engine = named.get(name)
     if engine is None:
         raise ApiError(404, f"no engine {name!r}; /debug/engines lists them")
     if not verb:
@@ -209,10 +212,12 @@ async def _add(front: Front, request: web.BaseRequest) -> dict[str, Any]:
         first = error.errors(include_url=False)[0]
         raise bad(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     fleet, members = front.fleet, front.discovery.members
+    added = Found(config, model)
     for other in fleet.engines():
-        if not other.leaving and (other.name == config.label or other.config.url == config.url):
+        known = Found(other.config, other.model)
+        if not other.leaving and (other.name == config.label or added.is_also(known)):
             raise ApiError(409, f"there is an engine {other.name!r} at {other.config.url} already")
-    members.update(ADMIN, [*members.of(ADMIN), Found(config, model)])
+    members.update(ADMIN, [*members.of(ADMIN), added])
     engine = next((engine for engine in fleet.engines() if engine.name == config.label), None)
     if engine is None:
         members.update(ADMIN, [each for each in members.of(ADMIN) if each.config.label != config.label])

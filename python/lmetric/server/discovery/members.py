@@ -1,7 +1,7 @@
 """One fleet of what all sources tell: which engine is whose, which come and which leave.
 
-An engine that two sources name, by its name or its URL, is one engine: that of the first, in the order
-configuration, administrator, `discovery`. One that no source names any more gets no further requests; it is
+An engine that two sources name, by its name or its URL (for the same model), is one engine: that of the
+first, in the order configuration, administrator, `discovery`. One that no source names any more gets no further requests; it is
 forgotten as soon as none runs there, or after the time that draining may take. Requests that still run
 then run on; nothing here ever cuts one.
 """
@@ -98,7 +98,7 @@ class Members:
     def _wanted(self) -> tuple[dict[str, tuple[str, Found]], set[str]]:
         """The engines there should be, with whose they are; and what was wrong with others."""
         wanted: dict[str, tuple[str, Found]] = {}
-        urls: set[str] = set()
+        at: dict[str, list[tuple[str, Found]]] = {}
         refused: set[str] = set()
         for source, found in self._lists.items():
             for each in found:
@@ -107,9 +107,9 @@ class Members:
                     owner, first = wanted[name]
                     if first.config.url != url:
                         refused.add(f"{source} and {owner} both name an engine {name}: {owner}'s is taken")
-                elif url not in urls:
+                elif not any(owner != source and each.is_also(first) for owner, first in at.get(url, ())):
                     wanted[name] = (source, each)
-                    urls.add(url)
+                    at.setdefault(url, []).append((source, each))
         return wanted, refused
 
     def _stay(self, engine: Engine, source: str, ready: bool) -> None:

@@ -16,6 +16,11 @@ class Found:
     model: str | None = None
     ready: bool = True
 
+    def is_also(self, other: "Found") -> bool:
+        """Whether both may be one engine, by URL and model. (A server of two models is two engines.)"""
+        models = (self.model, other.model)
+        return self.config.url == other.config.url and (None in models or models[0] == models[1])
+
 
 class SourceError(LmetricError):
     """A source cannot be followed now; the message says which thing failed, and why."""
