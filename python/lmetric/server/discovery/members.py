@@ -1,9 +1,9 @@
 """One fleet of what all sources tell: which engine is whose, which come and which leave.
 
 An engine that two sources name, by its name or its URL (for the same model), is one engine: that of the
-first, in the order configuration, administrator, `discovery`. One that no source names any more gets no further requests; it is
-forgotten as soon as none runs there, or after the time that draining may take. Requests that still run
-then run on; nothing here ever cuts one.
+first, in the order configuration, administrator, `discovery`. One that no source names any more gets no
+further requests; it is forgotten as soon as none runs there, or after the time that draining may take.
+Requests that still run then run on; nothing here ever cuts one.
 """
 
 import asyncio
