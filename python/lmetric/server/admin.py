@@ -111,15 +111,20 @@ def _engines(engines: Iterable[Engine]) -> list[dict[str, Any]]:
                 },
                 "kv_events": pool.kv.status(engine.name) if pool else None,
                 "refilling": engine.refill is not None,
-                "tokenizer": _tokenizer(pool) if pool else None,
+                "tokenizer": _tokenizer(pool, engine) if pool else None,
             }
         )
     return shown
 
 
-def _tokenizer(pool: Pool) -> dict[str, Any]:
+def _tokenizer(pool: Pool, engine: Engine) -> dict[str, Any]:
     known = pool.tokenizer
-    return {"folder": str(known.folder) if known is not None else None, "note": pool.tokenizer_note}
+    return {
+        "folder": str(known.folder) if known is not None else None,
+        "note": pool.tokenizer_note,
+        "compared": known is not None and engine.compared is known,
+        "differs": engine.tokens_differ,
+    }
 
 
 def _indicators(pool: Pool) -> dict[str, dict[str, float | None]]:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
@@ -24,7 +25,7 @@ from lmetric.server.modes import UNASKED, Pooled
 from lmetric.server.openai import ApiError
 from lmetric.server.refill import Refill
 from lmetric.server.upstream import Upstream, UpstreamError
-from lmetric.tokens import PromptTokenizer, TokenizerError, find_folder
+from lmetric.tokens import NotVerifiable, PromptTokenizer, TokenizerError, find_folder, verify
 
 DEFAULT_BLOCK_SIZE = 16  # until an engine tells
 ASK_AGAIN_SECONDS = 30.0  # where a page of an engine did not answer
@@ -61,6 +62,9 @@ class Engine:
         self.capabilities = Capabilities("unknown")
         self.mode = UNASKED
         self.refill: Refill | None = None
+        # Of which prompt it makes other tokens than the tokenizer that it was last held against.
+        self.tokens_differ: str | None = None
+        self.compared: PromptTokenizer | None = None
         self.lost_blocks = False  # taken for gone, so its blocks were forgotten
         self.load_reports: Counter[str] = Counter()  # by where they came from
         self.load_error: str | None = None
@@ -294,6 +298,30 @@ class Pool:
         else:
             self._use(tokenizer)
 
+    async def compare_tokens(self, engine: Engine, seconds: float) -> None:
+        """Holds the tokenizer against what an engine itself makes of some prompts, once for each engine."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or engine.compared is tokenizer:
+            return
+
+        async def post(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+            return await engine.upstream.post(path, orjson.dumps(body), seconds)
+
+        try:
+            differences = await verify(tokenizer, post, self.name)
+        except (NotVerifiable, UpstreamError) as error:
+            log.info("tokens not compared", model=self.name, engine=engine.name, reason=str(error))
+            return
+        engine.compared = tokenizer
+        engine.tokens_differ = str(differences[0]) if differences else None
+        if differences:
+            log.warning(
+                "the engine makes other tokens of prompts",
+                model=self.name,
+                engine=engine.name,
+                differences=[str(difference) for difference in differences],
+            )
+
     def decision_label(self, decision_id: int) -> str:
         """A decision's id over all pools: bare in the first, else `POOL-ID`."""
         return str(decision_id) if self.index == 0 else f"{self.index}-{decision_id}"
@@ -436,8 +464,9 @@ class Fleet:
         if base is not None and base.root is not None:
             async with pool.asking:
                 await pool.set_tokenizer(base.root)
-            if engine.pool is not pool:
-                return  # removed meanwhile
+        await pool.compare_tokens(engine, self.config.health.timeout)
+        if engine.pool is not pool:
+            return  # removed meanwhile
         engine.identified = True
         engine.ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS if unanswered else math.inf
         pool.wire(engine)

@@ -20,7 +20,7 @@ from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
 from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, parse
 from lmetric.server.relay import FAILED, Asked, Relay
-from lmetric.server.tokenise import AT_ONCE_BYTES, Tokenisers, Tokenising, as_text, prompt_text
+from lmetric.server.tokenise import Tokenisers, Tokenising, as_text, prompt_text
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
 
 log = structlog.get_logger("lmetric.access")
@@ -244,7 +244,7 @@ class Front(web.Server):
             if tokenizer is not None and call.tokens is None and (call.chat or asked.path == COMPLETIONS):
                 try:
                     text = prompt_text(tokenizer, call)
-                    call.tokens = tokenizer.encode(text, AT_ONCE_BYTES)
+                    call.tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
                 except NotPredictable as error:
                     as_text(pool, call, error)
                 else:
