@@ -5,8 +5,8 @@ use crate::ids::Seconds;
 const KEEP: f64 = 0.98;
 /// The same for errors of predictions: the last twenty.
 const KEEP_ERROR: f64 = 0.95;
-/// Predictions judged before their error is told.
-const LEAST_JUDGED: f64 = 4.0;
+/// Predictions judged, decayed, before their error is told: four.
+const LEAST_JUDGED: f64 = 3.0;
 /// Tokens and pairs are told apart where this much of the pairs is not in proportion to the tokens.
 const LEAST_INDEPENDENT: f64 = 1e-3;
 

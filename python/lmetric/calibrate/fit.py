@@ -1,0 +1,197 @@
+"""Robust regression of the step-time model's constants, all at least 0, on what the probes measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmetric.calibrate.plan import CalibrationError, Kind
+
+CONSTANTS = (
+    "fixed_seconds",
+    "decode_seconds_per_sequence",
+    "decode_seconds_per_context_token",
+    "prefill_seconds_per_token",
+    "prefill_seconds_per_attention_pair",
+)
+_USUAL_ERROR = 0.03  # relative residuals beyond it count less and less
+_LEAST_ERROR = 0.002  # no clock here tells finer
+_LEAST_OBSERVATIONS = 8
+_LEAST_FIXED_SECONDS = 1e-6  # a step takes time
+_USUAL_BATCH_TOKENS = [2**power for power in range(8, 18)]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an engine did in some time, summed over its steps."""
+
+    kind: Kind
+    label: str
+    seconds: float
+    steps: float | None  # None: as many as the prompt's pieces
+    sequences: float  # decoding ones
+    context_tokens: float  # of them
+    prefill_tokens: float
+    attention_pairs: float
+    requests: float = 0.0  # whose way to the engine and back is part of the time
+    chunk_tokens: tuple[float, float] | None = None  # bounds on a step's tokens that it showed
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """An observation and what the fitted constants make of it."""
+
+    kind: Kind
+    label: str
+    measured_seconds: float
+    predicted_seconds: float
+
+    @property
+    def relative_error(self) -> float:
+        return self.predicted_seconds / self.measured_seconds - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Constants with their standard errors, and how well they predict."""
+
+    constants: dict[str, float]
+    standard_errors: dict[str, float]
+    request_seconds: (
+        float  # of a request before and after its steps: HTTP, tokens in and out; not in the profile
+    )
+    max_batch_tokens: int
+    batch_tokens_from: str
+    residuals: tuple[Residual, ...]
+    unidentified: tuple[str, ...] = field(default=())
+
+    @property
+    def median_error(self) -> float:
+        """Median of the absolute relative errors."""
+        return float(np.median([abs(residual.relative_error) for residual in self.residuals]))
+
+
+def pieces(
+    intervals: NDArray[np.float64], usual: float, prompt_tokens: int, batch: int
+) -> tuple[float, float] | None:
+    """Bounds on the tokens of a step, from the times between a decoding request's tokens while a prompt of
+    `prompt_tokens` was computed beside a `batch`; `usual` is such a time without it. None: nothing to see."""
+    longest = float(intervals.max())
+    if longest < 1.5 * usual:
+        return None
+    count = int((intervals > usual + 0.25 * (longest - usual)).sum())
+    # A short last piece may not show.
+    least = prompt_tokens / (count + 1) if count > 1 else prompt_tokens
+    return least + batch, prompt_tokens / (count - 1) + batch if count > 1 else inf
+
+
+def batch_tokens(observations: Sequence[Observation]) -> tuple[int, str]:
+    """Tokens that a step holds by what long prompts showed, and how that is known."""
+    shown = [observation.chunk_tokens for observation in observations if observation.chunk_tokens]
+    longest = int(max(observation.prefill_tokens for observation in observations))
+    bounded = [bounds for bounds in shown if bounds[1] < inf]
+    if not bounded:
+        seen = max((int(least) for least, _ in shown), default=longest)
+        return seen, "the longest prompt computed in one step, so a bound from below"
+    least = float(np.median([low for low, _ in bounded]))
+    most = float(np.median([high for _, high in bounded]))
+    middle = sqrt(least * most)
+    usual = [tokens for tokens in _USUAL_BATCH_TOKENS if least <= tokens <= most]
+    nearest = min(usual, key=lambda tokens: abs(np.log(tokens / middle)), default=round(middle))
+    return int(nearest), f"by the pieces that long prompts came in, {least:,.0f} to {most:,.0f} tokens"
+
+
+def fit_profile(observations: Sequence[Observation], max_batch_tokens: int | None = None) -> Fit:
+    """Fits the constants. `max_batch_tokens`: where it is known.
+
+    Raises:
+        CalibrationError: scipy is missing, or there are too few observations.
+    """
+    try:
+        from scipy.optimize import least_squares, nnls
+    except ModuleNotFoundError as error:
+        raise CalibrationError(
+            "calibrating needs scipy: install lmetric-router[calibrate], or scipy itself"
+        ) from error
+    kinds = {observation.kind for observation in observations}
+    if len(observations) < _LEAST_OBSERVATIONS or not {"prefill", "decode"} <= kinds:
+        raise CalibrationError(
+            f"{len(observations)} probes gave a figure ({', '.join(sorted(kinds)) or 'none'}): at least "
+            f"{_LEAST_OBSERVATIONS}, prefills and decodes, are needed"
+        )
+    tokens, known_from = (
+        (max_batch_tokens, "as the engine says") if max_batch_tokens else batch_tokens(observations)
+    )
+    rows = np.array([_row(observation, tokens) for observation in observations])
+    seconds = np.array([observation.seconds for observation in observations])
+    # Relative errors, in units in which every column weighs the same.
+    relative = rows / seconds[:, None]
+    scale = np.linalg.norm(relative, axis=0)
+    scale[scale == 0.0] = 1.0
+    scaled = relative / scale
+    start, _ = nnls(scaled, np.ones(len(seconds)))
+    solution: Any = least_squares(
+        lambda values: scaled @ values - 1.0,
+        np.maximum(start, 1e-9),
+        jac=lambda _: scaled,
+        bounds=(0.0, np.inf),
+        loss="soft_l1",
+        f_scale=_USUAL_ERROR,
+        xtol=1e-12,
+        ftol=1e-12,
+        gtol=1e-12,
+    )
+    values = np.where(solution.x < 1e-7, 0.0, solution.x)
+    errors = scaled @ values - 1.0
+    spread = max(1.4826 * float(np.median(np.abs(errors - np.median(errors)))), _LEAST_ERROR)
+    covariance = np.linalg.pinv(scaled.T @ scaled) * spread**2
+    costs, deviations = values / scale, np.sqrt(np.diag(covariance)) / scale
+    constants = dict(zip(CONSTANTS, costs[:-1], strict=True))
+    constants["fixed_seconds"] = max(constants["fixed_seconds"], _LEAST_FIXED_SECONDS)
+    predicted = rows @ costs
+    return Fit(
+        constants={name: float(f"{value:.4g}") for name, value in constants.items()},
+        standard_errors={
+            name: float(f"{value:.2g}") for name, value in zip(CONSTANTS, deviations, strict=False)
+        },
+        request_seconds=float(costs[-1]),
+        max_batch_tokens=tokens,
+        batch_tokens_from=known_from,
+        residuals=tuple(
+            Residual(observation.kind, observation.label, observation.seconds, float(time))
+            for observation, time in zip(observations, predicted, strict=True)
+        ),
+        unidentified=tuple(_unidentified(costs, deviations, relative)),
+    )
+
+
+def _row(observation: Observation, max_batch_tokens: int) -> list[float]:
+    steps = observation.steps
+    if steps is None:
+        steps = float(max(1, ceil(observation.prefill_tokens / max_batch_tokens)))
+    return [
+        steps,
+        observation.sequences,
+        observation.context_tokens,
+        observation.prefill_tokens,
+        observation.attention_pairs,
+        observation.requests,
+    ]
+
+
+def _unidentified(
+    costs: NDArray[np.float64], deviations: NDArray[np.float64], relative: NDArray[np.float64]
+) -> list[str]:
+    """What the probes do not tell: constants whose error is as large as half of them, with a bound."""
+    said = []
+    for index, name in enumerate(CONSTANTS):
+        if deviations[index] > 0.5 * costs[index]:
+            most = costs[index] + 2 * deviations[index]
+            share = float((relative[:, index] * most).max())
+            said.append(f"{name} is not told apart: at most {most:.2g}, {share:.0%} of any probe's time")
+    return said
