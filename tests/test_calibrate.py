@@ -63,7 +63,7 @@ def predict(profile: Profile, o: Observation, steps: float) -> float:
 def test_a_plan_keeps_its_limits_and_has_every_kind(budget: int, chunk: int | None) -> None:
     limits = replace(LIMITS, budget_tokens=budget, chunk_tokens=chunk)
     plan = make_plan(limits)
-    assert plan.most_tokens <= budget
+    assert 0.3 * budget < plan.most_tokens < 0.75 * budget, "some is kept back for repetitions"
     assert plan.largest_batch <= limits.max_batch
     assert plan.longest_prompt < limits.max_prompt_tokens
     assert {probe.kind for probe in plan.probes} == set(KINDS)
@@ -95,14 +95,14 @@ def test_noise_and_outliers_move_the_fit_little() -> None:
     random = np.random.default_rng(7)
     exact = work(make_plan(LIMITS), TRUTH)
     noisy = [replace(o, seconds=o.seconds * (1 + 0.02 * random.standard_normal())) for o in exact]
-    for index in (1, 12, 25):
+    for index in (1, 9, 14):
         noisy[index] = replace(noisy[index], seconds=noisy[index].seconds * 4)
     fit = fit_profile(noisy)
     off = [abs(r.predicted_seconds / o.seconds - 1) for r, o in zip(fit.residuals, exact, strict=True)]
     assert max(off) < 0.1
     assert np.median(off) < 0.02
     worst = sorted(fit.residuals, key=lambda r: abs(r.relative_error))[-3:]
-    assert {r.label for r in worst} == {noisy[index].label for index in (1, 12, 25)}
+    assert {r.label for r in worst} == {noisy[index].label for index in (1, 9, 14)}
 
 
 def test_what_the_probes_do_not_tell_is_said_and_bounded() -> None:

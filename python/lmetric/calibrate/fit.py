@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import ceil, inf, sqrt
 from typing import Any
 
@@ -22,6 +23,8 @@ CONSTANTS = (
 _USUAL_ERROR = 0.03  # relative residuals beyond it count less and less
 _LEAST_ERROR = 0.002  # no clock here tells finer
 _LEAST_OBSERVATIONS = 8
+_HALF_A_PIECE = 0.5
+_ONE_PIECE = 1.2  # a pause of the machine looks like a small second one
 _LEAST_FIXED_SECONDS = 1e-6  # a step takes time
 _USUAL_BATCH_TOKENS = [2**power for power in range(8, 18)]
 
@@ -40,6 +43,23 @@ class Observation:
     attention_pairs: float
     requests: float = 0.0  # whose way to the engine and back is part of the time
     chunk_tokens: tuple[float, float] | None = None  # bounds on a step's tokens that it showed
+    spread: float = 0.0  # of its measurements: greatest less least, over this one
+    doubt: float = 0.0  # how far the two of them that lie closest are apart, relatively
+
+
+def settled(measured: Sequence[Observation]) -> Observation:
+    """One for several measurements of the same probe: the middle one, of two in the middle the shorter, since
+    what disturbs mostly takes time."""
+    times = sorted(measured, key=lambda observation: observation.seconds)
+    middle = times[(len(times) - 1) // 2]
+    spread = (times[-1].seconds - times[0].seconds) / middle.seconds
+    return replace(middle, spread=spread, doubt=min(disagreement(measured), 1.0))
+
+
+def disagreement(measured: Sequence[Observation]) -> float:
+    """How far the two measurements that lie closest are apart, relatively."""
+    times = sorted(observation.seconds for observation in measured)
+    return min((b / a - 1.0 for a, b in pairwise(times)), default=inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +70,7 @@ class Residual:
     label: str
     measured_seconds: float
     predicted_seconds: float
+    spread: float  # between its measurements, relative
 
     @property
     def relative_error(self) -> float:
@@ -81,13 +102,15 @@ def pieces(
 ) -> tuple[float, float] | None:
     """Bounds on the tokens of a step, from the times between a decoding request's tokens while a prompt of
     `prompt_tokens` was computed beside a `batch`; `usual` is such a time without it. None: nothing to see."""
-    longest = float(intervals.max())
-    if longest < 1.5 * usual:
+    more = np.maximum(intervals - usual, 0.0)
+    if more.max() < 0.5 * usual:
         return None
-    count = int((intervals > usual + 0.25 * (longest - usual)).sum())
-    # A short last piece may not show.
-    least = prompt_tokens / (count + 1) if count > 1 else prompt_tokens
-    return least + batch, prompt_tokens / (count - 1) + batch if count > 1 else inf
+    # So many equal ones would have this sum and this sum of squares: a short last piece counts in part.
+    count = float(more.sum() ** 2 / (more**2).sum())
+    if count < _ONE_PIECE:
+        return prompt_tokens + batch, inf
+    least, most = prompt_tokens / (count + _HALF_A_PIECE), prompt_tokens / (count - _HALF_A_PIECE)
+    return least + batch, most + batch
 
 
 def batch_tokens(observations: Sequence[Observation]) -> tuple[int, str]:
@@ -129,16 +152,18 @@ def fit_profile(observations: Sequence[Observation], max_batch_tokens: int | Non
     )
     rows = np.array([_row(observation, tokens) for observation in observations])
     seconds = np.array([observation.seconds for observation in observations])
-    # Relative errors, in units in which every column weighs the same.
+    # Relative errors, in units in which every column weighs the same; what was measured badly weighs less.
     relative = rows / seconds[:, None]
+    weights = _USUAL_ERROR / (_USUAL_ERROR + np.array([observation.doubt for observation in observations]))
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0.0] = 1.0
     scaled = relative / scale
-    start, _ = nnls(scaled, np.ones(len(seconds)))
+    weighted = scaled * weights[:, None]
+    start, _ = nnls(weighted, weights)
     solution: Any = least_squares(
-        lambda values: scaled @ values - 1.0,
+        lambda values: weighted @ values - weights,
         np.maximum(start, 1e-9),
-        jac=lambda _: scaled,
+        jac=lambda _: weighted,
         bounds=(0.0, np.inf),
         loss="soft_l1",
         f_scale=_USUAL_ERROR,
@@ -147,9 +172,9 @@ def fit_profile(observations: Sequence[Observation], max_batch_tokens: int | Non
         gtol=1e-12,
     )
     values = np.where(solution.x < 1e-7, 0.0, solution.x)
-    errors = scaled @ values - 1.0
+    errors = weighted @ values - weights
     spread = max(1.4826 * float(np.median(np.abs(errors - np.median(errors)))), _LEAST_ERROR)
-    covariance = np.linalg.pinv(scaled.T @ scaled) * spread**2
+    covariance = np.linalg.pinv(weighted.T @ weighted) * spread**2
     costs, deviations = values / scale, np.sqrt(np.diag(covariance)) / scale
     constants = dict(zip(CONSTANTS, costs[:-1], strict=True))
     constants["fixed_seconds"] = max(constants["fixed_seconds"], _LEAST_FIXED_SECONDS)
@@ -163,7 +188,9 @@ def fit_profile(observations: Sequence[Observation], max_batch_tokens: int | Non
         max_batch_tokens=tokens,
         batch_tokens_from=known_from,
         residuals=tuple(
-            Residual(observation.kind, observation.label, observation.seconds, float(time))
+            Residual(
+                observation.kind, observation.label, observation.seconds, float(time), observation.spread
+            )
             for observation, time in zip(observations, predicted, strict=True)
         ),
         unidentified=tuple(_unidentified(costs, deviations, relative)),

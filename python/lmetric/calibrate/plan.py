@@ -20,13 +20,15 @@ from lmetric._core import LmetricError
 
 Kind = Literal["prefill", "cached", "decode", "mixed"]
 KINDS: tuple[Kind, ...] = ("prefill", "cached", "decode", "mixed")
-SHARES: dict[Kind, float] = {"prefill": 0.35, "cached": 0.15, "decode": 0.35, "mixed": 0.15}
+SHARES: dict[Kind, float] = {"prefill": 0.3, "cached": 0.1, "decode": 0.4, "mixed": 0.2}
 WARM_UP_TOKENS = 64
-WINDOW_STEPS = 24  # measured of a decode batch
+WINDOW_STEPS = 32  # measured of a decode batch
+ROUNDS = 2  # of all probes, so that a drift does not look like a cost
 _SMALLEST_CHUNK = 512  # prompt tokens a step, where the engine does not say
-_MIXED_BATCH = 4
+_MIXED_BATCH = 2
+_TWO_MIXED_TOKENS = 2000  # from here on two lengths fit
 _LEAST_OF_A_KIND = 3  # prefills, and decodes, in a round
-_ROUNDS = 2  # of all probes, so that a drift does not look like a cost
+_SPARE_ROUNDS = 1.0  # kept back, to repeat probes whose measurements disagree
 
 
 class CalibrationError(LmetricError):
@@ -74,13 +76,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Probes in order."""
+    """The probes of one round, in order."""
 
     probes: tuple[Probe, ...]
 
     @property
     def most_tokens(self) -> int:
-        return WARM_UP_TOKENS + sum(probe.most_tokens for probe in self.probes)
+        """What all rounds cost at most, without repetitions."""
+        return WARM_UP_TOKENS + ROUNDS * sum(probe.most_tokens for probe in self.probes)
 
     @property
     def longest_prompt(self) -> int:
@@ -106,20 +109,20 @@ def make_plan(limits: Limits) -> Plan:
     one_round: list[Probe] = []
     for kind, make in makers.items():
         one_round += make(limits, _share(limits, kind))
-    plan = Plan(tuple(one_round) * _ROUNDS)
+    plan = Plan(tuple(one_round))
     kinds = [probe.kind for probe in one_round]
     if min(kinds.count("prefill"), kinds.count("decode")) < _LEAST_OF_A_KIND:
         raise CalibrationError(
             f"too little to calibrate with: a budget of {limits.budget_tokens:,} tokens, batches of "
             f"{limits.max_batch}, prompts of {limits.max_prompt_tokens:,} tokens, a cache of "
-            f"{limits.cache_tokens or 'unknown'} (the least are about 8,000, 2, 256 and 1,000)"
+            f"{limits.cache_tokens or 'unknown'} (the least are about 10,000, 2, 256 and 1,000)"
         )
     return plan
 
 
 def _share(limits: Limits, kind: Kind) -> float:
     """Tokens for one round of a kind."""
-    return (limits.budget_tokens - WARM_UP_TOKENS) * SHARES[kind] / _ROUNDS
+    return (limits.budget_tokens - WARM_UP_TOKENS) * SHARES[kind] / (ROUNDS + _SPARE_ROUNDS)
 
 
 def _longest(limits: Limits, tokens: float) -> int:
@@ -159,24 +162,23 @@ def _decodes(limits: Limits, tokens: float) -> list[Probe]:
     def batches() -> list[int]:
         return sorted({1, max(1, largest // 8), max(1, largest // 2), largest})
 
-    # Half of it goes to short contexts, what is left to long ones.
-    def too_much() -> bool:
-        return sum(cost(batch, short) for batch in batches()) > tokens / 2 or cost(largest, short) > _cache(
-            limits
-        )
+    def left() -> float:
+        return tokens - sum(cost(batch, short) for batch in batches())
 
-    while largest > 2 and too_much():
+    # Long contexts, at least four times the short ones, need room as well.
+    while largest >= 2 and (
+        left() < cost(1, 4 * short) + cost(largest, 4 * short) or cost(largest, 4 * short) > _cache(limits)
+    ):
         largest = largest * 3 // 4
-    left = tokens - sum(cost(batch, short) for batch in batches())
-    if largest < 2 or too_much():
+    if largest < 2:
         return []
     probes = [Probe("decode", b, short, output_tokens=_output(limits, b, short)) for b in batches()]
-    wide = sorted({1, max(1, largest // 2), largest})
-    context = min(int(left / sum(wide)), limits.max_prompt_tokens)
+    wide = (1, largest)
+    context = min(int(left() / sum(wide)), limits.max_prompt_tokens)
     while context >= 4 * short:
         longest = context + _output(limits, largest, context)
         fits = longest <= limits.max_prompt_tokens and largest * longest <= _cache(limits)
-        if fits and sum(cost(batch, context) for batch in wide) <= left:
+        if fits and sum(cost(batch, context) for batch in wide) <= left():
             return probes + [
                 Probe("decode", b, context, output_tokens=_output(limits, b, context)) for b in wide
             ]
@@ -196,9 +198,9 @@ def _mixed(limits: Limits, tokens: float) -> list[Probe]:
         return []
     chunk = max(1, (limits.chunk_tokens or _SMALLEST_CHUNK) - batch)
     probes = []
-    for share in (0.6, 0.3):
-        # The others outlast the prompt: a token for each of its pieces, and those before and after.
-        spare = WINDOW_STEPS + 16
+    # The others outlast the prompt: a token for each of its pieces, and those before and after.
+    spare = 40
+    for share in (0.75, 0.25) if tokens > _TWO_MIXED_TOKENS else (1.0,):
         prompt = int((tokens * share - batch * (short + spare + 1) - 1) / (1 + batch / chunk))
         prompt = min(prompt, limits.max_prompt_tokens - 1, _cache(limits) // 2)
         if prompt >= 128:

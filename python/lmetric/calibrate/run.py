@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,8 +16,9 @@ import numpy as np
 import orjson
 
 from lmetric.calibrate.ask import Asker, EngineFacts, Load
-from lmetric.calibrate.fit import Fit, Observation, fit_profile, pieces
+from lmetric.calibrate.fit import Fit, Observation, disagreement, fit_profile, pieces, settled
 from lmetric.calibrate.plan import (
+    ROUNDS,
     WARM_UP_TOKENS,
     WINDOW_STEPS,
     CalibrationError,
@@ -30,7 +32,9 @@ from lmetric.replay.client import Client, Record
 
 # Token ids that every vocabulary has, special tokens mostly not among them.
 _LOWEST_ID, _HIGHEST_ID = 100, 999
-_WINDOW = 8  # steps between the two tokens that are timed
+_WINDOW = 8  # steps between two tokens that are timed, at least
+_AGREED = 0.03  # measurements of a probe this close, relatively, are not repeated
+_MOST_TRIES = 6
 _ASSUMED_BLOCK_TOKENS = 16  # vLLM's default
 _ASSUMED_SEQUENCES = 256
 _ASSUMED_CACHE_TOKENS = 400_000
@@ -45,7 +49,7 @@ class Calibration:
     fit: Fit
     facts: EngineFacts
     assumed: tuple[str, ...]  # of the profile's sizes: what the engine did not say, and what stands there
-    dropped: tuple[str, ...]  # probes that gave nothing, and why
+    dropped: tuple[str, ...]  # probes without a figure at the end, and why
     tokens_used: int
 
 
@@ -91,8 +95,9 @@ class Calibrator:
         # Prompts of their own each time: what an earlier run sent may still be cached.
         self._random = random.Random(os.urandom(16) if self.seed is None else self.seed)
         self._loop = asyncio.get_running_loop()
-        self._observations: list[Observation] = []
-        self._dropped: list[str] = []
+        self._measured: dict[Probe, list[Observation]] = {}
+        self._tried: Counter[Probe] = Counter()
+        self._dropped: dict[Probe, str] = {}
         self._held: list[int] = []  # the longest prompt of this round, which the cache may hold
         self._running = 0  # at once, of the probe under way
         self._most: int | None = None  # that the engine runs at once, where it showed
@@ -128,27 +133,43 @@ class Calibrator:
             )
 
     async def run(self, progress: Callable[[Probe], None] = lambda _: None) -> Calibration:
-        """Runs all probes and fits the profile. `progress` is called after each.
+        """Runs all probes, repeats those whose measurements disagree while the budget lasts, and fits the
+        profile. `progress` is called after each.
 
         Raises:
             CalibrationError: the engine fails or becomes busy, or what was measured does not suffice.
         """
         await self._lone(self._prompt(WARM_UP_TOKENS // 2), WARM_UP_TOKENS // 2)
-        for probe in self.plan.probes:
-            load = await self._ask.settle()
-            self._refuse_busy(load)
-            if self.tokens_used + probe.most_tokens > self.budget_tokens:
-                self._dropped.append(f"{probe.label}: it would go beyond the budget")
-            elif self._most is not None and probe.batch > self._most:
-                self._dropped.append(f"{probe.label}: the engine runs {self._most} at once")
-            elif probe.kind in ("prefill", "cached"):
-                await self._prefill(probe)
-            elif probe.kind == "decode":
-                await self._decode(probe)
-            else:
-                await self._mixed(probe)
-            progress(probe)
+        for _ in range(ROUNDS):
+            for probe in self.plan.probes:
+                await self._measure(probe)
+                progress(probe)
+        while (doubtful := self._most_doubtful()) is not None:
+            await self._measure(doubtful)
+            progress(doubtful)
         return self._calibration()
+
+    def _most_doubtful(self) -> Probe | None:
+        """The probe to repeat: the one with the greatest disagreement that the budget still allows."""
+        doubtful = [
+            (disagreement(measured), probe.most_tokens, probe)
+            for probe, measured in self._measured.items()
+            if self._tried[probe] < _MOST_TRIES and self.tokens_used + probe.most_tokens <= self.budget_tokens
+        ]
+        worst = max(doubtful, key=lambda each: each[:2], default=None)
+        return worst[2] if worst is not None and worst[0] > _AGREED else None
+
+    async def _measure(self, probe: Probe) -> None:
+        self._refuse_busy(await self._ask.settle())
+        self._tried[probe] += 1
+        if self._most is not None and probe.batch > self._most:
+            self._dropped[probe] = f"the engine runs {self._most} at once"
+        elif probe.kind in ("prefill", "cached"):
+            await self._prefill(probe)
+        elif probe.kind == "decode":
+            await self._decode(probe)
+        else:
+            await self._mixed(probe)
 
     # -- probes
 
@@ -163,9 +184,12 @@ class Calibrator:
         assert record.sent is not None
         cached = record.cached_tokens
         if cached is None and probe.cached_tokens:
-            self._dropped.append(f"{probe.label}: the engine does not say what its cache held")
+            self._dropped[probe] = "the engine does not say what its cache held"
             return
         cached = cached or 0
+        if cached < probe.cached_tokens // 2:
+            self._dropped[probe] = f"the engine's cache held {cached:,} of them"
+            return
         self._add(probe, record.first_token - record.sent, cached=cached, prompt=len(prompt), requests=1)
 
     async def _decode(self, probe: Probe) -> None:
@@ -180,11 +204,13 @@ class Calibrator:
         for record in records:
             times = np.array(record.token_times)
             inside = np.flatnonzero((times >= begun) & (times <= ended))
-            if len(inside) > _WINDOW:
-                windows.append((times[inside[_WINDOW:]] - times[inside[:-_WINDOW]]) / _WINDOW)
+            # Between tokens half of them apart: a wake-up that comes late moves one end a little.
+            window = max(_WINDOW, len(inside) // 2)
+            if len(inside) > window:
+                windows.append((times[inside[window:]] - times[inside[:-window]]) / window)
                 contexts.append(probe.context_tokens + inside.mean())
         if not windows:
-            self._dropped.append(f"{probe.label}: the first were done before the last began")
+            self._dropped[probe] = "the first were done before the last began"
             if 0 < self._running < probe.batch:
                 self._most = self._running
             return
@@ -204,7 +230,7 @@ class Calibrator:
         first = int(np.searchsorted(times, lone.sent, side="right")) - 1
         last = int(np.searchsorted(times, lone.first_token)) + 1
         if first < _WINDOW or last >= len(times):
-            self._dropped.append(f"{probe.label}: the others were done before the prompt")
+            self._dropped[probe] = "the others were done before the prompt"
             return
         steps, batch = float(last - first), float(probe.batch)
         context = probe.context_tokens + (first + last) / 2
@@ -294,7 +320,8 @@ class Calibrator:
         chunk: tuple[float, float] | None = None,
     ) -> None:
         new = prompt - cached
-        self._observations.append(
+        self._dropped.pop(probe, None)
+        self._measured.setdefault(probe, []).append(
             Observation(
                 probe.kind,
                 probe.label,
@@ -322,7 +349,8 @@ class Calibrator:
                 value = otherwise
             return value
 
-        fit = fit_profile(self._observations, known.get("max_batch_tokens", facts.max_batch_tokens))
+        observations = [settled(measured) for measured in self._measured.values()]
+        fit = fit_profile(observations, known.get("max_batch_tokens", facts.max_batch_tokens))
         block = size("block_tokens", facts.block_tokens, _ASSUMED_BLOCK_TOKENS, "vLLM's default")
         blocks = size("cache_blocks", facts.cache_blocks, _ASSUMED_CACHE_TOKENS // block, "assumed")
         sequences = size(
@@ -351,7 +379,8 @@ class Calibrator:
                 ]
             ),
         )
-        return Calibration(profile, fit, facts, tuple(assumed), tuple(self._dropped), self.tokens_used)
+        dropped = tuple(f"{probe.label}: {why}" for probe, why in self._dropped.items())
+        return Calibration(profile, fit, facts, tuple(assumed), dropped, self.tokens_used)
 
 
 def _since_all_began(records: list[Record]) -> int:

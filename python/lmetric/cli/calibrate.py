@@ -98,18 +98,19 @@ def _need_scipy() -> None:
 def _run(calibrator: Calibrator) -> Calibration:
     import uvloop
 
+    from lmetric.calibrate.plan import ROUNDS
     from lmetric.cli.show import note, progress
 
     async def run() -> Calibration:
         async with calibrator:
             plan, facts = calibrator.plan, calibrator.facts
             note(
-                f"{facts.engine}, model {facts.model}: {len(plan.probes)} probes, at most "
-                f"{plan.most_tokens:,} tokens, {plan.largest_batch} requests at once, "
-                f"prompts of up to {plan.longest_prompt:,} tokens"
+                f"{facts.engine}, model {facts.model}: {len(plan.probes)} probes, {ROUNDS} times each, with "
+                f"at most {plan.most_tokens:,} tokens ({calibrator.budget_tokens:,} with repetitions), "
+                f"{plan.largest_batch} requests at once, prompts of up to {plan.longest_prompt:,} tokens"
             )
             with progress("probes") as bar:
-                task = bar.add_task("", total=len(plan.probes))
+                task = bar.add_task("", total=ROUNDS * len(plan.probes))
                 return await calibrator.run(
                     lambda probe: bar.update(task, advance=1, description=probe.label)
                 )
@@ -135,6 +136,7 @@ def _as_data(made: Calibration) -> dict[str, Any]:
                 "measured_seconds": residual.measured_seconds,
                 "predicted_seconds": residual.predicted_seconds,
                 "relative_error": residual.relative_error,
+                "relative_spread": residual.spread,
             }
             for residual in made.fit.residuals
         ],
@@ -153,11 +155,12 @@ def _print(made: Calibration) -> None:
             f"{r.measured_seconds * 1e3:.2f}",
             f"{r.predicted_seconds * 1e3:.2f}",
             f"{r.relative_error:+.1%}",
+            f"{r.spread:.1%}",
         ]
         for r in sorted(fit.residuals, key=lambda r: (KINDS.index(r.kind), r.measured_seconds))
     ]
     print_table(
-        ["kind", "probe", "measured, ms", "predicted, ms", "off by"],
+        ["kind", "probe", "measured, ms", "predicted, ms", "off by", "measurements apart"],
         rows,
         title="A prefill's time to first token, a decode step, or all steps beside a prompt",
     )
