@@ -31,8 +31,7 @@ type Ask = (f64, u32, u32, u32);
 
 /// Plays requests over one engine and returns the router. Tokens come back `jitter` late, by turns of their order.
 fn play(profile: &Profile, asks: &[Ask], jitter: f64) -> Router {
-    let mut router =
-        Router::new(registry::build("lmetric", &[]).unwrap(), RouterConfig::default()).unwrap();
+    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), RouterConfig::default()).unwrap();
     router.add_instance("a", Role::Both, Some(profile.cache_blocks)).unwrap();
     let mut engine = Engine::new(profile.clone(), Settings::default(), None).unwrap();
     let mut tickets: HashMap<u64, TicketId> = HashMap::new();
@@ -108,28 +107,31 @@ proptest! {
     /// Sessions of varied prompts, shared prefixes and answers, with bursts and with idle times.
     #[test]
     fn learns_what_steps_cost(
-        factors in prop::array::uniform5(0.4f64..2.5), budget in prop::sample::select(vec![1024u32, 2048, 8192]),
+        factors in prop::array::uniform5(0.4f64..2.5), budget in prop::sample::select(vec![2048u32, 8192]),
         jitter in 0.0f64..2e-3,
         gaps in prop::collection::vec((0.0f64..1.0, 32u32..6000, 0u32..4000, 10u32..300), 120..200),
     ) {
         let profile = profile(factors, budget);
         // A load of a third or so, whatever the costs are.
         let truth = model(&profile);
-        let busy: f64 = gaps.iter().map(|g| truth.ttft(0.0, 0.0, f64::from(g.1), 0.0, 0.0) + 0.1 * f64::from(g.3) * truth.fixed_seconds).sum();
+        let seconds = |g: &Ask| truth.ttft(0.0, 0.0, f64::from(g.1), 0.0, 0.0) + 0.1 * f64::from(g.3) * truth.fixed_seconds;
+        let busy: f64 = gaps.iter().map(seconds).sum();
         let pace = 2.0 * 2.0 * busy / gaps.len() as f64;
         let mut at = 0.0;
         let asks: Vec<Ask> = gaps.iter().map(|g| { at += g.0 * pace; (at, g.1, g.2.min(g.1), g.3) }).collect();
         let mut router = play(&profile, &asks, jitter);
         let error = router.columns().get(Indicator::StepRelativeError)[0];
-        prop_assert!(error < 0.3, "{error}");
+        prop_assert!(error < 0.1, "{error}");
         for (decoding, context) in [(2.0, 6_000.0), (5.0, 15_000.0), (10.0, 30_000.0)] {
             let (is, should) = (learned(&mut router, decoding, context), truth.step(decoding, context));
-            prop_assert!((is / should - 1.0).abs() < 0.1, "{is} {should}");
+            prop_assert!((is / should - 1.0).abs() < 0.05, "{is} {should}");
         }
         let step = router.step_time(InstanceId(0)).unwrap();
+        // What a step holds beyond 2,048 tokens shows only where prompts are long and many.
+        let tolerance = if budget == 2048 { 0.15 } else { 0.4 };
         for (hit, new) in [(0.0, 2000.0), (0.0, 5000.0), (3000.0, 2000.0)] {
-            let (is, should) = (step.ttft(0.0, hit, new, 4.0, 12_000.0), truth.ttft(0.0, hit, new, 4.0, 12_000.0));
-            prop_assert!((is / should - 1.0).abs() < 0.25, "{hit} {new}: {is} {should}");
+            let [is, should] = [step, truth].map(|model| model.ttft(0.0, hit, new, 4.0, 12_000.0));
+            prop_assert!((is / should - 1.0).abs() < tolerance, "{hit} {new}: {is} {should}");
         }
     }
 }
@@ -138,8 +140,7 @@ proptest! {
 #[test]
 fn without_streams_step_times_stay_absent() {
     let profile = profile([1.0; 5], 2048);
-    let mut router =
-        Router::new(registry::build("lmetric", &[]).unwrap(), RouterConfig::default()).unwrap();
+    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), RouterConfig::default()).unwrap();
     router.add_instance("a", Role::Both, Some(profile.cache_blocks)).unwrap();
     for i in 0..100 {
         let asked = request::Request { prompt_tokens: 100, ..Default::default() };

@@ -100,6 +100,11 @@ impl StepFit {
         (tokens / self.batch_tokens).ceil().max(1.0)
     }
 
+    /// Seconds of a decode step, by what is learned so far; 0 before anything was.
+    pub fn decode_seconds(&self, sequences: f64, context: f64) -> Seconds {
+        self.costs[0] + self.costs[1] * sequences + self.costs[2] * context
+    }
+
     /// The costs that explain best what was observed; of the terms that would be below zero, the lowest is taken out in turn.
     fn solve(&mut self) {
         let scale: Work = std::array::from_fn(|i| self.products[i][i].sqrt());

@@ -3,7 +3,7 @@
 //! Counts live beside the indicator columns and are written through to them at each event, so that a decision reads plain
 //! columns. Everything here is integers in `f64`, so adding and taking away leaves no residue
 //! (but for what drains between events, which is set to 0 with the last prefill).
-use crate::estimate::step_watch::{Batch, StepWatch};
+use crate::estimate::step_watch::{Batch, Prefilled, StepWatch};
 use crate::estimate::{PrefillRate, StepFit, attention_pairs};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator};
@@ -273,10 +273,12 @@ impl Books {
         if entry.stage == Stage::Decoding {
             return;
         }
+        let (mut ended, mut idle_since) = (Prefilled::default(), None);
         if let Some((tokens, pairs, seconds)) = self.end_prefills_to(slot, ticket, now) {
             let c = &mut self.counts[slot];
+            ended = Prefilled { tokens, pairs };
             let alone = c.decoding == 0.0 && c.decoded_until <= now - seconds;
-            c.steps.prefilled(tokens, pairs, seconds, alone);
+            idle_since = alone.then_some(now - seconds);
             c.rate.observe(tokens, pairs, seconds);
             c.price(self.prior_rate);
             self.drain_rate(slot);
@@ -300,7 +302,9 @@ impl Books {
         c.bound_tokens -= entry.prompt_tokens;
         c.decode_tokens += entry.context();
         entry.stage = Stage::Decoding;
-        self.tokens(slot, ticket, entry, 1.0, now, columns);
+        self.count(slot, entry, 1.0, now, columns);
+        let c = &mut self.counts[slot];
+        c.steps.first_token(ticket, ended, idle_since, now, c.batch(), !c.prefills.is_empty());
         self.write(slot, columns);
     }
 
@@ -314,16 +318,21 @@ impl Books {
         now: Seconds,
         columns: &mut Columns,
     ) {
+        self.count(slot, entry, n, now, columns);
+        let c = &mut self.counts[slot];
+        if c.steps.tokens(ticket, n, now, c.batch(), !c.prefills.is_empty()) {
+            columns.get_mut(Indicator::StepRelativeError)[slot] =
+                c.steps.fit().relative_error().unwrap_or(f64::NAN);
+        }
+    }
+
+    fn count(&mut self, slot: usize, entry: &mut Entry, n: f64, now: Seconds, columns: &mut Columns) {
         let c = &mut self.counts[slot];
         c.remaining_tokens -= entry.remaining();
         entry.output_tokens += n;
         c.remaining_tokens += entry.remaining();
         c.decode_tokens += n;
         c.window_output.add(n, now);
-        if c.steps.tokens(ticket, n, now, c.batch(), !c.prefills.is_empty()) {
-            columns.get_mut(Indicator::StepRelativeError)[slot] =
-                c.steps.fit().relative_error().unwrap_or(f64::NAN);
-        }
         columns.get_mut(Indicator::Tokens)[slot] = c.bound_tokens + c.decode_tokens;
         columns.get_mut(Indicator::DecodeTokens)[slot] = c.decode_tokens;
         columns.get_mut(Indicator::RemainingTokens)[slot] = c.remaining_tokens;

@@ -118,8 +118,7 @@ impl Router {
         if reads.contains(Indicator::PredictedTtftSeconds) {
             self.predict_ttft();
         }
-        for (id, joining) in
-            [(Indicator::StepSeconds, None), (Indicator::PredictedTpotSeconds, Some(prompt))]
+        for (id, joining) in [(Indicator::StepSeconds, None), (Indicator::PredictedTpotSeconds, Some(prompt))]
         {
             if reads.contains(id) {
                 self.predict_step(id, joining);
