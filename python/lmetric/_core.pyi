@@ -21,6 +21,7 @@ __all__ = [
     "BadValueError",
     "Decision",
     "Engine",
+    "EventFeed",
     "ExpressionError",
     "LmetricError",
     "NoInstanceError",
@@ -32,6 +33,8 @@ __all__ = [
     "Router",
     "Ticket",
     "TicketError",
+    "TokenEncoder",
+    "TokenizeError",
     "UnknownNameError",
     "WireError",
     "Workload",
@@ -85,6 +88,13 @@ class Router:
     def remove_instance(self, name: str) -> None: ...
     def set_health(self, name: str, healthy: bool) -> None: ...
     def drain(self, name: str, draining: bool = True) -> None: ...
+    def set_index_feed(self, name: str, index: str) -> None: ...  # "approximate" or "exact"
+    def set_cache_blocks(
+        self, name: str, cache_blocks: int | None
+    ) -> None: ...  # all ranks together; None: not known
+    def set_block_size(self, block_size: int) -> None: ...  # what was cached is forgotten
+    @property
+    def block_size(self) -> int: ...
     def instances(self) -> list[str]: ...
     def in_flight(self) -> int: ...
     def route(
@@ -97,7 +107,8 @@ class Router:
         expected_output_tokens: int | None = None,
         extra_tokens: int = 0,
         session: str | None = None,
-        salt: str | None = None,  # cache salt or adapter: prompts with different salts never match
+        adapter: str | None = None,  # LoRA adapter; prompts with other adapters or salts never match
+        salt: str | None = None,
         request_id: str | None = None,
         now: float | None = None,
     ) -> tuple[Decision, Ticket]: ...
@@ -117,10 +128,14 @@ class Router:
         tokens: _Buffer,
         *,
         parent: int | None = None,
+        adapter: str | None = None,
         salt: str | None = None,
-    ) -> None: ...
-    def blocks_removed(self, name: str, block_hashes: _Buffer) -> None: ...
-    def blocks_cleared(self, name: str) -> None: ...
+        rank: int = 0,
+    ) -> int: ...  # blocks that could not be placed
+    def blocks_removed(self, name: str, block_hashes: _Buffer, *, rank: int = 0) -> None: ...
+    def blocks_cleared(
+        self, name: str, *, rank: int | None = None
+    ) -> None: ...  # None: all ranks, and guesses
     def tick(self, now: float | None = None) -> tuple[list[dict[str, Any]], float]: ...
     def set_guard(self, on: bool) -> None: ...
     def hit_tokens(
@@ -130,6 +145,7 @@ class Router:
         text: str | bytes | None = None,
         block_hashes: _Buffer | None = None,
         prompt_tokens: int | None = None,
+        adapter: str | None = None,
         salt: str | None = None,
     ) -> NDArray[np.uint32]: ...
     def score(  # of all instances; nothing is booked
@@ -141,6 +157,7 @@ class Router:
         prompt_tokens: int | None = None,
         expected_output_tokens: int | None = None,
         session: str | None = None,
+        adapter: str | None = None,
         salt: str | None = None,
         now: float | None = None,
     ) -> NDArray[np.float64]: ...
@@ -150,6 +167,41 @@ class Router:
     def indicators(self, now: float | None = None) -> dict[str, NDArray[np.float64]]: ...
     def receipt(self, decision_id: int) -> dict[str, Any] | None: ...
     def stats(self) -> dict[str, Any]: ...  # counters and gauges, see `lmetric.server.metrics`
+
+@final
+class EventFeed:
+    """Listens to engines' KV cache events over ZMQ and applies them to the router's index, on a thread of its own (see
+    `rust/feed`). Only instances whose index feed is `"exact"` learn."""
+
+    def __new__(cls, router: Router) -> EventFeed: ...
+    @property
+    def router(self) -> Router: ...
+    def subscribe(
+        self,
+        instance: str,
+        endpoint: str,  # of this rank; with bind: where engines connect to the router, told apart by topic
+        *,
+        replay_endpoint: str | None = None,
+        topic: str = "",  # "": any
+        bind: bool = False,
+        rank: int = 0,
+        block_size: int | None = None,  # the engine's, which must be the router's
+    ) -> None: ...
+    def subscribe_load(
+        self, instance: str, endpoint: str, *, topic: str = ""
+    ) -> None: ...  # SGLang's LoadStat
+    def unsubscribe(self, instance: str) -> bool: ...  # what its events told is forgotten
+    def instances(self) -> list[str]: ...
+    def status(self, instance: str) -> dict[int, dict[str, Any]]: ...
+    # by rank: state "connecting" | "live" | "incomplete", connected, batches, replayed, events, blocks_stored, blocks_removed,
+    # cleared, gaps, resyncs, restarts, unanswered, unknown_parent, unknown_removed, skipped {reason: count},
+    # tiers {medium: blocks}, last_sequence, last_batch_age_seconds, block_size, reported_rank, other_topic, last_error, ...
+    def load_status(self, instance: str) -> dict[str, Any] | None: ...  # the same keys
+    def close(self) -> None: ...
+    def __enter__(self) -> EventFeed: ...
+    def __exit__(self, *args: object) -> None: ...
+    @staticmethod
+    def rank_endpoint(endpoint: str, rank: int) -> str: ...  # the rank is added to the port
 
 @final
 class Decision:
@@ -348,7 +400,14 @@ class Engine:
         kv_events: bool = False,
     ) -> Engine: ...
     def submit(
-        self, prompt: _Buffer, output_tokens: int, now: float, *, priority: int = 0, salt: str | None = None
+        self,
+        prompt: _Buffer,
+        output_tokens: int,
+        now: float,
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+        report_cached: bool = False,  # blocks of the prompt that are cached already come as stored once more
     ) -> int: ...  # the request's key; BadValueError where the engine could never serve it
     def abort(self, id: int) -> bool: ...  # False: not in the engine
     def start_step(self, now: float) -> float | None: ...  # its end; None: nothing to do at `now`
@@ -365,6 +424,43 @@ class Engine:
 def generate(
     words: _Buffer, vocabulary: int, prompt: _Buffer, n: int
 ) -> list[int]: ...  # what an engine answers
+
+# -- tokens (rust/py/src/tokens.rs) -------------------------------------------------------------------------------
+
+class TokenizeError(LmetricError): ...
+
+@final
+class TokenEncoder:
+    """Texts to token ids, where a text's parts between special tokens are tokenised once.
+
+    ``tokenizer_json``: the file's bytes. ``added_tokens``: further ones, a JSON list of objects as in that file.
+    ``around``: names of the tokens put before and after a text, in place of what the tokenizer itself would put.
+    ``cache_bytes``: hard bound on what is remembered. Threads may share an encoder. Raises BadValueError.
+    """
+
+    def __new__(
+        cls,
+        tokenizer_json: bytes,
+        *,
+        added_tokens: bytes | None = None,
+        around: tuple[Sequence[str], Sequence[str]] | None = None,
+        cache_bytes: int = 268_435_456,
+    ) -> Self: ...
+    @property
+    def whole_because(self) -> str | None:
+        """Why texts are tokenised whole, where they are; None: they are cut at special tokens."""
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = False, at_most: int | None = None
+    ) -> NDArray[np.uint32] | None:
+        """The ids of a text. With ``at_most``, None where more than so many of its bytes (UTF-8) are new; the
+        interpreter lock is kept. Without, it is let go: for a thread. Raises TokenizeError."""
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name."""
+
+    def stats(self) -> dict[str, int]:
+        """What the cache holds and was asked: segments, bytes, evicted, found_bytes, new_bytes."""
 
 # -- simulator (rust/py/src/simulate.rs) -------------------------------------------------------------------------
 

@@ -1,32 +1,57 @@
 """Models and their engines: one router per model, the engines' health, and who serves what."""
 
+import asyncio
 import difflib
+import math
+import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import orjson
 import structlog
 
 from lmetric._core import Router
 from lmetric.config import EngineConfig, ModelConfig, PoolSettings, ServerConfig
+from lmetric.engines.adapter import Adapter, Capabilities, Load
+from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.policies import Policy
 from lmetric.profiles import load_profile
+from lmetric.server.kv_feed import KvFeed
+from lmetric.server.modes import UNASKED, Pooled
 from lmetric.server.openai import ApiError
+from lmetric.server.refill import Refill
 from lmetric.server.upstream import Upstream, UpstreamError
+from lmetric.tokens import PromptTokenizer, TokenizerError, find_folder
+
+DEFAULT_BLOCK_SIZE = 16  # until an engine tells
+ASK_AGAIN_SECONDS = 30.0  # where a page of an engine did not answer
 
 log = structlog.get_logger("lmetric.fleet")
 
 
 class Engine:
-    """One engine of a pool: its connections and its health."""
+    """One engine of a pool: its connections, its health, what it is and can do."""
 
     def __init__(self, config: EngineConfig, server: ServerConfig) -> None:
         self.config = config
         self.name = config.label
+        self.host = urlsplit(config.url).hostname or ""
         self.upstream = Upstream(config, server)
         self.health = server.health
         self.pool: Pool | None = None
+        # What it told when it was last asked; it is asked again when it comes back.
+        self.identified = False
+        self.ask_again_at = math.inf
+        self.adapter: Adapter = UNKNOWN
+        self.capabilities = Capabilities("unknown")
+        self.mode = UNASKED
+        self.refill: Refill | None = None
+        self.lost_blocks = False  # taken for gone, so its blocks were forgotten
+        self.load_reports: Counter[str] = Counter()  # by where they came from
+        self.load_error: str | None = None
         self.healthy = False
         self.draining = False
         self.failures = 0
@@ -49,14 +74,25 @@ class Engine:
         if self.healthy and (kind == "refused" or self.failures >= self.health.down_after):
             self._turn(False, reason, gone=kind == "refused")
 
+    def report(self, load: Load, source: str) -> None:
+        """Takes in what it says of its load; ``source`` is where."""
+        if load and self.pool is not None:
+            self.load_reports[source] += 1
+            self.pool.router.engine_report(
+                self.name, waiting=load.waiting, running=load.running, kv_usage=load.kv_usage
+            )
+
     def _turn(self, healthy: bool, reason: str | None, *, gone: bool = False) -> None:
         self.healthy = healthy
         self.successes = 0
+        if not healthy:
+            self.identified = False
         if self.pool is not None:
             self.pool.router.set_health(self.name, healthy)
             if gone:
                 # Nobody listens there: the process is gone, and its cache with it.
                 self.pool.router.blocks_cleared(self.name)
+                self.lost_blocks = True
             if healthy:
                 log.info("engine up", model=self.pool.name, engine=self.name)
             else:
@@ -90,13 +126,24 @@ class Pool:
         self.adapters = list(adapters)
         self.settings = settings
         self.ratio = BytesPerToken()
+        # How prompts become tokens; None: they are matched as text, and `tokenizer_note` says why.
+        self.tokenizer: PromptTokenizer | None = None
+        self.tokenizer_note: str | None = "no engine has told its model's folder yet"
+        self.text_prompts: Counter[str] = Counter()  # by why they are no tokens
+        self._root: str | None = None
+        if settings.tokenizer == "off":
+            self.tokenizer_note = "tokenizer: off"
+        elif settings.tokenizer is not None:
+            self._use(self._load(settings.tokenizer))
         self.engines: dict[str, Engine] = {}
         self.created = int(time.time())
+        self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
+        self.block_size_from = "default" if settings.block_size is None else "the configuration"
         policy = Policy.from_config(settings.policy, knobs=settings.knobs)
         self.router = Router(
             policy,
             knobs=settings.knobs if isinstance(policy, str) else None,
-            block_size=settings.block_size,
+            block_size=self.block_size,
             text_block_bytes=settings.text_block_bytes,
             domain=[name],
             index_bytes=settings.index_bytes,
@@ -107,6 +154,9 @@ class Pool:
             step_time=_step_time(settings.profile),
             seed=settings.seed,
         )
+        self.kv = KvFeed(self.router)
+        self._pooled: Pooled | None = None
+        self.asking = asyncio.Lock()  # for a tokenizer: the others wait until it is known
 
     def add(self, engine: Engine) -> None:
         """Takes in an engine."""
@@ -121,8 +171,92 @@ class Pool:
         """Forgets an engine; its running requests end as they end."""
         engine = self.engines.pop(name)
         engine.pool = None
+        self.kv.unwire(name)
         engine.upstream.close()
         self.router.remove_instance(name)
+
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether prompts given as text become token ids, as the engines' events have them."""
+        return self.tokenizer is not None
+
+    def wire(self, engine: Engine | None = None) -> None:
+        """Uses what an engine told: sizes of blocks and cache, and how its cache can be known.
+
+        Where what holds for all has changed by that, or (without an engine) by something else, all are wired.
+        """
+        if engine is not None:
+            self._take_block_size(engine.capabilities)
+        pooled = Pooled(self.block_size, self.block_size_from, self.knows_tokens)
+        wired = [engine] if engine is not None else []
+        if pooled != self._pooled:
+            self._pooled = pooled
+            wired = [each for each in self.engines.values() if each.identified or each is engine]
+        for each in wired:
+            held = each.capabilities.cache_tokens
+            if held and not (each.config.cache_blocks or self.settings.cache_blocks):
+                self.router.set_cache_blocks(each.name, self._blocks_of(held))
+            self.kv.wire(each, pooled)
+
+    def _take_block_size(self, told: Capabilities) -> None:
+        """Takes an engine's block size for the index, unless that of another engine stands."""
+        if self.settings.block_size is not None or told.block_size is None:
+            return
+        # Small blocks only cost where no events name them.
+        size = told.block_size if told.event_sources else max(told.block_size, DEFAULT_BLOCK_SIZE)
+        standing = [e.name for e in self.engines.values() if e.capabilities.block_size == self.block_size]
+        if size != self.block_size and not standing:
+            self.router.set_block_size(size)
+            self.block_size = size
+            standing = [e.name for e in self.engines.values() if e.capabilities is told]
+        if standing and self.block_size_from not in standing:
+            self.block_size_from = standing[0]
+
+    def _blocks_of(self, tokens: int) -> int:
+        """Blocks of the index that hold as much as an engine's cache of so many tokens."""
+        if self.knows_tokens:
+            return max(1, tokens // self.block_size)
+        return max(1, int(tokens * self.ratio.bytes / self.ratio.tokens) // self.settings.text_block_bytes)
+
+    def _load(self, folder: str | os.PathLike[str]) -> PromptTokenizer:
+        settings = self.settings
+        return PromptTokenizer.load(
+            folder, chat_template=settings.chat_template, cache_bytes=settings.token_cache_bytes
+        )
+
+    def _use(self, tokenizer: PromptTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.tokenizer_note = "; ".join(tokenizer.notes) or None
+        log.info("tokenizer", model=self.name, folder=str(tokenizer.folder), note=self.tokenizer_note)
+
+    def drop_tokenizer(self, reason: str) -> None:
+        """From now on prompts are matched as text; said once in the log."""
+        self.tokenizer = None
+        self.tokenizer_note = reason
+        log.warning("prompts are matched as text", model=self.name, reason=reason)
+
+    async def set_tokenizer(self, root: str) -> None:
+        """Takes the tokenizer of the model that an engine names as root, unless the configuration has one.
+
+        Asked again with the same root, it does nothing. What cannot be used leaves prompts to be matched as
+        text; ``tokenizer_note`` then says why.
+        """
+        if self.settings.tokenizer is not None or root == self._root:
+            return
+        self._root = root
+        folder = find_folder(root)
+        if folder is None and self.tokenizer is not None:
+            return  # another engine has named one
+        if folder is None:
+            self.drop_tokenizer(f"the engine's model {root!r} is no folder of this machine; set tokenizer")
+            return
+        try:
+            # Reading a large vocabulary takes a second.
+            tokenizer = await asyncio.to_thread(self._load, folder)
+        except TokenizerError as error:
+            self.drop_tokenizer(str(error))
+        else:
+            self._use(tokenizer)
 
     def decision_label(self, decision_id: int) -> str:
         """A decision's id over all pools: bare in the first, else `POOL-ID`."""
@@ -200,26 +334,80 @@ class Fleet:
         names = sorted(self.names)
         return ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
 
-    async def discover(self, engine: Engine) -> None:
-        """Asks an engine for its models and places it. Raises UpstreamError; ValueError: a strange answer."""
-        status, body = await engine.upstream.get("/v1/models", self.config.health.timeout)
-        if status != 200:
-            raise UpstreamError("status", f"GET /v1/models: status {status}")
+    async def identify(self, engine: Engine) -> None:
+        """Asks an engine what it is, places it where its model was not known, and wires it.
+
+        A page that does not answer counts as missing, and is asked for again later. Raises ValueError where
+        the engine's model was to be asked for and cannot be told.
+        """
+
+        unanswered = []
+
+        async def ask(path: str) -> tuple[int, bytes]:
+            try:
+                return await engine.upstream.get(path, self.config.health.timeout)
+            except UpstreamError as error:
+                unanswered.append(path)
+                return 504, str(error).encode()
+
+        before = engine.capabilities
         try:
-            cards = orjson.loads(body)["data"]
-            base = next(card["id"] for card in cards if not card.get("parent"))
-            adapters = [card["id"] for card in cards if card.get("parent")]
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, StopIteration):
-            raise ValueError(f"GET /v1/models: not a list of models: {body[:120]!r}") from None
-        pool = self.pool(base)
-        for adapter in adapters:
-            if adapter not in self.names:
-                self.names[adapter] = (pool, adapter)
-                pool.adapters.append(adapter)
-        if engine in self.unplaced:
-            self.unplaced.remove(engine)
-            pool.add(engine)
-            log.info("engine found", engine=engine.name, model=base)
+            async with asyncio.timeout(3 * self.config.health.timeout):
+                engine.adapter, engine.capabilities = await identify(ask)
+        except (ValueError, TimeoutError) as error:
+            reason = str(error) or f"its pages took longer than {3 * self.config.health.timeout:g} s"
+            if engine.pool is None:
+                raise ValueError(reason) from None
+            unanswered.append(reason)
+            engine.adapter, engine.capabilities = UNKNOWN, Capabilities("unknown", no_events=reason)
+        told = engine.capabilities
+        if engine.pool is None:
+            self._place(engine)
+        if engine.pool is None:
+            return  # removed meanwhile
+        pool = engine.pool
+        base = told.base(pool.name)
+        if base is not None and base.root is not None:
+            async with pool.asking:
+                await pool.set_tokenizer(base.root)
+            if engine.pool is not pool:
+                return  # removed meanwhile
+        engine.identified = True
+        engine.ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS if unanswered else math.inf
+        pool.wire(engine)
+        if told == before:
+            return
+        log.info(
+            "engine identified",
+            engine=engine.name,
+            model=pool.name,
+            kind=told.engine,
+            version=told.version,
+            block_size=told.block_size,
+            cache_blocks=told.cache_blocks,
+            load=", ".join(told.load_names) or "none",
+            mode=engine.mode.name,
+            reason=engine.mode.reason,
+        )
+        names = [model.name for model in told.models]
+        if names and pool.name not in names:
+            log.warning(
+                "the engine does not serve its model", engine=engine.name, model=pool.name, serves=names
+            )
+
+    def _place(self, engine: Engine) -> None:
+        """Puts an engine into the pool of the model that it told."""
+        if engine not in self.unplaced:
+            return  # removed meanwhile
+        base = engine.capabilities.base()
+        assert base is not None  # else it would not have been identified
+        pool = self.pool(base.name)
+        for model in engine.capabilities.models:
+            if model.parent is not None and model.name not in self.names:
+                self.names[model.name] = (pool, model.name)
+                pool.adapters.append(model.name)
+        self.unplaced.remove(engine)
+        pool.add(engine)
 
     def ready(self) -> bool:
         """At least one engine can take requests."""

@@ -6,19 +6,23 @@ mod buffers;
 mod engine;
 mod errors;
 mod expr;
+mod feed;
 mod policies;
 mod router;
 mod simulate;
 mod ticket;
+mod tokens;
 mod wire;
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::register(module)?;
     router::register(module)?;
+    feed::register(module)?;
     expr::register(module)?;
     engine::register(module)?;
     wire::register(module)?;
     simulate::register(module)?;
+    tokens::register(module)?;
     bench::register(module)
 }

@@ -49,6 +49,7 @@ class _Body(BaseModel):
     priority: int = Field(default=0, ge=-_PRIORITY, lt=_PRIORITY)
     cache_salt: str | None = Field(default=None, min_length=1)
     return_token_ids: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
     def refuse_unsupported(self) -> None:
         """400 for what the engine cannot do."""
@@ -84,7 +85,7 @@ def _plain_content(content: Any) -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError('parts should be {"type": "text", "text": "..."}; nothing else is supported')
-    return "".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content if part["text"])
 
 
 class Message(BaseModel):

@@ -1,0 +1,232 @@
+"""A chat request as vLLM hands it to the template: messages, tools and variables.
+
+What the engine drops or reshapes is dropped or reshaped here: a template may write whatever it is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lmetric.tokens.template import ContentFormat
+
+# Content parts that are text, and where it stands.
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+_BILLING_HEADER = "x-anthropic-billing-header"
+# Arguments of Hugging Face's apply_chat_template which, as chat_template_kwargs, would do more than set a
+# variable of the template.
+_NOT_VARIABLES = frozenset(
+    {
+        *("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+
+# Variables that the request sets by fields of its own, whatever chat_template_kwargs say.
+_BY_REQUEST = ("add_generation_prompt", "continue_final_message")
+
+
+class NotPredictable(Exception):
+    """The tokens that an engine will make of a request cannot be known here.
+
+    ``reason`` is a word for counters: ``media``, ``no_template``, ``template`` (it failed, or came with the
+    request), ``shape``, ``truncation``, ``tokenizer``.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def messages_of(request: Mapping[str, Any], content_format: ContentFormat) -> list[dict[str, Any]]:
+    """The messages of a request as the template gets them. Raises NotPredictable."""
+    messages = request.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise NotPredictable("shape", "messages must be a list of at least one message")
+    wrap = content_format == "openai"
+    return [_message(message, wrap) for message in messages]
+
+
+def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for a template that knows no role `developer`: it becomes `system`, and what stands later
+    under that role joins the first message."""
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    system, others, merge = [], [], False
+    for index, message in enumerate(messages):
+        if message["role"] not in ("developer", "system"):
+            others.append(message)
+            continue
+        merge = merge or index > 0
+        system.append({k: v for k, v in message.items() if k != "tools"} | {"role": "system"})
+    if not merge:
+        return [*system, *others]
+    texts = []
+    for message in system:
+        content = message["content"]
+        text = content if type(content) is str else "\n".join(part["text"] for part in content)
+        if text:
+            texts.append(text)
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
+def _message(message: Any, wrap: bool) -> dict[str, Any]:
+    try:
+        role = message["role"]
+        content = message.get("content")
+    except (TypeError, KeyError, AttributeError):
+        raise NotPredictable("shape", "a message must be an object with a role") from None
+    if type(role) is not str:
+        raise NotPredictable("shape", "a role must be a string")
+    if role == "system" and content:
+        content = _without_billing_header(content)
+    if type(content) is str:
+        content = [{"type": "text", "text": content}] if wrap else content
+    elif content is None:
+        content = [] if wrap else ""
+    else:
+        content = _parts(content, wrap)
+    shaped = {"role": role, "content": content}
+    if len(message) > 2:
+        _further(message, role, shaped)
+    return shaped
+
+
+def _without_billing_header(content: Any) -> Any:
+    """A system message without the line in which Claude Code names what changes with each request."""
+    if type(content) is str:
+        if not content.startswith(_BILLING_HEADER):
+            return content
+        rest = content.partition("\n")[2]
+        return rest or None
+    if type(content) is not list:
+        return content
+    kept = []
+    for part in content:
+        text = part.get("text") if type(part) is dict and part.get("type") == "text" else part
+        if type(text) is not str or not text.startswith(_BILLING_HEADER):
+            kept.append(part)
+        elif rest := text.partition("\n")[2]:
+            kept.append({"type": "text", "text": rest})
+    return kept
+
+
+def _further(message: Mapping[str, Any], role: Any, shaped: dict[str, Any]) -> None:
+    """What a message may have beside role and content."""
+    if role == "assistant":
+        calls = message.get("tool_calls")
+        if calls:
+            shaped["tool_calls"] = [_call(call) for call in calls]
+        reasoning = message.get("reasoning")
+        if reasoning is None:
+            reasoning = message.get("reasoning_content")
+        if reasoning is not None:
+            shaped["reasoning"] = shaped["reasoning_content"] = reasoning
+    elif role == "tool":
+        if "tool_call_id" in message:
+            shaped["tool_call_id"] = message["tool_call_id"]
+        content = shaped["content"]
+        if type(content) is list:
+            shaped["content"] = "\n".join(part["text"] for part in content)
+    elif role == "developer":
+        shaped["tools"] = message.get("tools")
+    for field in ("name", "task"):
+        value = message.get(field)
+        if type(value) is str:
+            shaped[field] = value
+
+
+def _parts(parts: Any, wrap: bool) -> Any:
+    """A content given in parts: as parts, or as one text."""
+    if type(parts) is not list:
+        raise NotPredictable("shape", "content must be a text or a list of parts")
+    texts = []
+    for part in parts:
+        if type(part) is str:
+            texts.append(part)
+            continue
+        kind = part.get("type") if type(part) is dict else None
+        where = _TEXT_PARTS.get(kind) if type(kind) is str else None
+        if where is None:
+            raise NotPredictable("media", f"a content part of type {kind!r:.40} is not text")
+        text = part.get(where)
+        if type(text) is str:
+            texts.append(text)
+        elif text is not None or kind == "thinking":
+            raise NotPredictable("shape", f"a content part of type {kind!r} has no text")
+    if wrap:
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(text for text in texts if text)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call: its arguments become an object, as templates want them."""
+    try:
+        function = call["function"]
+        # Fields in the order of the OpenAI client's types, by which the engine checks and rebuilds them.
+        return {
+            "id": call["id"],
+            "function": {"arguments": _arguments(function["arguments"]), "name": function["name"]},
+            "type": call["type"],
+        }
+    except (TypeError, KeyError):
+        raise NotPredictable("shape", "a tool call is malformed") from None
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """What is no object is an empty one."""
+    try:
+        value = json.loads(text) if text else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def tools_of(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools as the template gets them: fields in the engine's order, absent ones as null."""
+    tools = request.get("tools")
+    if not tools:
+        return None
+    try:
+        return [_tool(tool) for tool in tools]
+    except (TypeError, KeyError, AttributeError):
+        raise NotPredictable("shape", "a tool is malformed") from None
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    given = tool["function"]
+    function = {name: given.get(name) for name in ("name", "description", "parameters")}
+    shaped = {"type": tool.get("type", "function"), "function": function}
+    strict, deferred = given.get("strict"), tool.get("defer_loading")
+    own_deferred = given.get("defer_loading")
+    if strict is not None:
+        function["strict"] = strict
+    if own_deferred is not None or deferred is not None:
+        function["defer_loading"] = deferred if own_deferred is None else own_deferred
+    if deferred is not None:
+        shaped["defer_loading"] = deferred
+    return shaped
+
+
+def variables_of(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables for the template that the request sets. Raises NotPredictable."""
+    if request.get("chat_template") is not None:
+        raise NotPredictable("template", "the request brings a chat template of its own")
+    if request.get("truncate_prompt_tokens") is not None:
+        raise NotPredictable("truncation", "truncate_prompt_tokens")
+    given = request.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict) or not _NOT_VARIABLES.isdisjoint(given):
+        raise NotPredictable("template", "chat_template_kwargs do more than set variables")
+    variables = {name: value for name, value in given.items() if name not in _BY_REQUEST}
+    effort = request.get("reasoning_effort")
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+        variables.setdefault("enable_thinking", effort != "none")
+    return variables
