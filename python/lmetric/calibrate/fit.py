@@ -48,12 +48,11 @@ class Observation:
 
 
 def settled(measured: Sequence[Observation]) -> Observation:
-    """One for several measurements of the same probe: the middle one, of two in the middle the shorter, since
-    what disturbs mostly takes time."""
+    """One for several measurements of the same probe: the lower quartile, since what disturbs takes time."""
     times = sorted(measured, key=lambda observation: observation.seconds)
-    middle = times[(len(times) - 1) // 2]
-    spread = (times[-1].seconds - times[0].seconds) / middle.seconds
-    return replace(middle, spread=spread, doubt=min(disagreement(measured), 1.0))
+    chosen = times[(len(times) - 1) // 4]
+    spread = (times[-1].seconds - times[0].seconds) / chosen.seconds
+    return replace(chosen, spread=spread, doubt=min(disagreement(measured), 1.0))
 
 
 def disagreement(measured: Sequence[Observation]) -> float:

@@ -26,6 +26,7 @@ WINDOW_STEPS = 32  # measured of a decode batch
 ROUNDS = 2  # of all probes, so that a drift does not look like a cost
 _SMALLEST_CHUNK = 512  # prompt tokens a step, where the engine does not say
 _MIXED_BATCH = 2
+_SPARE_STEPS = 24  # for requests that do not arrive at once
 _TWO_MIXED_TOKENS = 2000  # from here on two lengths fit
 _LEAST_OF_A_KIND = 3  # prefills, and decodes, in a round
 _SPARE_ROUNDS = 1.0  # kept back, to repeat probes whose measurements disagree
@@ -189,7 +190,7 @@ def _decodes(limits: Limits, tokens: float) -> list[Probe]:
 def _output(limits: Limits, batch: int, context: int) -> int:
     """Tokens of each sequence until the last one's prefill is over, and then those measured."""
     chunk = max(1, (limits.chunk_tokens or _SMALLEST_CHUNK) - batch)
-    return ceil(batch * context / chunk) + batch.bit_length() + WINDOW_STEPS + 8
+    return ceil(batch * context / chunk) + WINDOW_STEPS + _SPARE_STEPS
 
 
 def _mixed(limits: Limits, tokens: float) -> list[Probe]:
@@ -199,7 +200,7 @@ def _mixed(limits: Limits, tokens: float) -> list[Probe]:
     chunk = max(1, (limits.chunk_tokens or _SMALLEST_CHUNK) - batch)
     probes = []
     # The others outlast the prompt: a token for each of its pieces, and those before and after.
-    spare = 40
+    spare = 16 + _SPARE_STEPS
     for share in (0.75, 0.25) if tokens > _TWO_MIXED_TOKENS else (1.0,):
         prompt = int((tokens * share - batch * (short + spare + 1) - 1) / (1 + batch / chunk))
         prompt = min(prompt, limits.max_prompt_tokens - 1, _cache(limits) // 2)

@@ -35,6 +35,7 @@ _LOWEST_ID, _HIGHEST_ID = 100, 999
 _WINDOW = 8  # steps between two tokens that are timed, at least
 _AGREED = 0.03  # measurements of a probe this close, relatively, are not repeated
 _MOST_TRIES = 6
+_SEEN_OFTEN = 5  # samples of the load, 20 ms apart
 _ASSUMED_BLOCK_TOKENS = 16  # vLLM's default
 _ASSUMED_SEQUENCES = 256
 _ASSUMED_CACHE_TOKENS = 400_000
@@ -99,7 +100,6 @@ class Calibrator:
         self._tried: Counter[Probe] = Counter()
         self._dropped: dict[Probe, str] = {}
         self._held: list[int] = []  # the longest prompt of this round, which the cache may hold
-        self._running = 0  # at once, of the probe under way
         self._most: int | None = None  # that the engine runs at once, where it showed
         self.tokens_used = 0
         return self
@@ -162,7 +162,7 @@ class Calibrator:
     async def _measure(self, probe: Probe) -> None:
         self._refuse_busy(await self._ask.settle())
         self._tried[probe] += 1
-        if self._most is not None and probe.batch > self._most:
+        if self.facts.max_sequences is None and self._most is not None and probe.batch > self._most:
             self._dropped[probe] = f"the engine runs {self._most} at once"
         elif probe.kind in ("prefill", "cached"):
             await self._prefill(probe)
@@ -193,11 +193,11 @@ class Calibrator:
         self._add(probe, record.first_token - record.sent, cached=cached, prompt=len(prompt), requests=1)
 
     async def _decode(self, probe: Probe) -> None:
-        self._running = 0
         async with self._decoding(probe) as records:
-            running = asyncio.create_task(self._most_running())
+            seen: Counter[int] = Counter()
+            watch = asyncio.create_task(self._watch_running(seen))
             await self._until(lambda: _since_all_began(records) > WINDOW_STEPS, records)
-            running.cancel()
+            watch.cancel()
         begun = max(record.first_token or 0.0 for record in records)
         ended = min(record.last_token or 0.0 for record in records)
         windows, contexts = [], []
@@ -211,8 +211,9 @@ class Calibrator:
                 contexts.append(probe.context_tokens + inside.mean())
         if not windows:
             self._dropped[probe] = "the first were done before the last began"
-            if 0 < self._running < probe.batch:
-                self._most = self._running
+            self._most = max(
+                (running for running, times in seen.items() if times >= _SEEN_OFTEN), default=None
+            )
             return
         seconds = float(np.median(np.concatenate(windows)))
         batch = float(probe.batch)
@@ -296,11 +297,13 @@ class Calibrator:
                 )
             await asyncio.sleep(0.005)
 
-    async def _most_running(self) -> None:
-        """Notes how many run at once."""
+    async def _watch_running(self, seen: Counter[int]) -> None:
+        """Counts how many run while others wait."""
         while True:
-            await asyncio.sleep(0.05)
-            self._running = max(self._running, (await self._ask.load()).running or 0)
+            await asyncio.sleep(0.02)
+            load = await self._ask.load()
+            if load.running and load.waiting:
+                seen[load.running] += 1
 
     def _prompt(self, tokens: int) -> list[int]:
         """Token ids that no prompt before began with."""
