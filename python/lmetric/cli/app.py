@@ -8,6 +8,7 @@ import typer
 
 from lmetric.cli import (
     bench,
+    calibrate,
     config,
     demo,
     engine,
@@ -20,7 +21,20 @@ from lmetric.cli import (
     trace,
 )
 
-MODULES = (serve, engine, demo, replay, simulate, study, trace, policies, indicators, config, bench)
+MODULES = (
+    serve,
+    engine,
+    demo,
+    replay,
+    simulate,
+    study,
+    trace,
+    calibrate,
+    policies,
+    indicators,
+    config,
+    bench,
+)
 
 
 def build(words: Collection[str]) -> typer.Typer:

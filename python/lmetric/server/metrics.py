@@ -230,6 +230,11 @@ class Metrics(Collector):
         placed = CounterMetricFamily(
             "lmetric_instance_decisions", "Requests placed on an instance", labels=("model", "instance")
         )
+        source = GaugeMetricFamily(
+            "lmetric_instance_predicted_ttft_source",
+            "What predicted times to first token rest on; always 1",
+            labels=("model", "instance", "source"),
+        )
         for pool, values in stats:
             instances = values["instances"]
             assert isinstance(instances, dict)
@@ -237,6 +242,8 @@ class Metrics(Collector):
                 for key, value in row.items():
                     if key == "decisions":
                         placed.add_metric((pool.name, name), value)
+                    elif key == "predicted_ttft_source":
+                        source.add_metric((pool.name, name, value), 1)
                     elif value is not None:
                         family = families.get(key)
                         if family is None:
@@ -247,4 +254,5 @@ class Metrics(Collector):
                             )
                         family.add_metric((pool.name, name), float(value))
         yield placed
+        yield source
         yield from families.values()
