@@ -10,6 +10,7 @@ from lmetric.cli import (
     bench,
     config,
     demo,
+    doctor,
     engine,
     indicators,
     policies,
@@ -20,7 +21,7 @@ from lmetric.cli import (
     trace,
 )
 
-MODULES = (serve, engine, demo, replay, simulate, study, trace, policies, indicators, config, bench)
+MODULES = (serve, doctor, engine, demo, replay, simulate, study, trace, policies, indicators, config, bench)
 
 
 def build(words: Collection[str]) -> typer.Typer:

@@ -1,0 +1,157 @@
+"""Does it keep prefixes, tell of them truly, and publish them: prefix_cache, cached_tokens, kv_events, block_hashes.
+
+Two prompts of token ids that nobody has sent before share a prefix. The first teaches the index, fed as the server
+feeds it; then the index says what the engine should find of the second, and the engine says what it found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+
+from lmetric.doctor.client import Answer, Unanswered
+from lmetric.doctor.ears import Ear, Ears
+from lmetric.doctor.subject import Subject
+from lmetric.engines.adapter import gauge_pattern
+
+EVENT_SECONDS = 3.0
+"""Until an event of a prompt just computed must have come; vLLM takes about 15 ms."""
+PREFIX_TOKENS = 64  # at least; whole blocks
+COUNTERS = {"vllm": "prefix_cache_hits_total", "sglang": "cached_tokens_total"}
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """Prompts of token ids."""
+
+    first: list[int]
+    second: list[int]
+    common: int
+    """Tokens that both begin with: whole blocks."""
+
+
+async def check_cache(subject: Subject, ears: Ears) -> None:
+    """All four."""
+    block = subject.capabilities.block_size or subject.target.block_size or 16
+    ear = ears.listen(subject)
+    try:
+        probes = await _probes(subject, block)
+        if probes is None:
+            return
+        heard = False
+        for _ in range(2 if ear else 1):  # the subscription may have come after the first prompt
+            await _send(subject, probes.first)
+            heard = ear is not None and await _heard(ear, subject.name, probes)
+            if heard or ear is None:
+                break
+            again = await _probes(subject, block)
+            probes = again or probes
+        predicted = ear.predict(subject.name, probes.second) if ear else None
+        before = await _counted(subject)
+        answer = await _send(subject, probes.second)
+        after = await _counted(subject)
+    except Unanswered as error:
+        subject.failed("prefix_cache", str(error))
+        return
+    told = answer.cached_tokens()
+    _judge_caching(subject, probes, told, None if before is None or after is None else after - before)
+    if ear is not None:
+        await _judge_events(subject, ear, probes, heard, predicted, told)
+
+
+async def _send(subject: Subject, prompt: list[int]) -> Answer:
+    body = {"model": subject.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    answer = await subject.client.post("/v1/completions", body)
+    if answer.status != 200:
+        raise Unanswered(f"a prompt of {len(prompt)} token ids: {answer.error()}")
+    return answer
+
+
+async def _probes(subject: Subject, block: int) -> Probes | None:
+    """New prompts in ids of the engine's own vocabulary; None, with the verdict, where there is no way to them."""
+    common = -(-PREFIX_TOKENS // block) * block
+    if common < 2 * block and 3 * block < subject.max_tokens:
+        common = 2 * block
+    tail = block // 2 + 1
+    wanted = common + 2 * tail
+    if common + tail >= subject.max_tokens:
+        cause = (
+            f"its requests of {subject.max_tokens} tokens are too short for a block of {block} and an answer"
+        )
+        subject.not_offered("prefix_cache", cause)
+        return None
+    words = " ".join(secrets.token_hex(4) for _ in range(wanted))
+    answer = await subject.client.post("/tokenize", {"model": subject.model, "prompt": words})
+    told = answer.json
+    ids = told.get("tokens") if isinstance(told, dict) else None
+    if answer.status != 200 or not isinstance(ids, list) or len(ids) < wanted:
+        cause = f"POST /tokenize gives no token ids to make prompts of ({answer.error()[:80]})"
+        subject.not_offered("prefix_cache", cause)
+        return None
+    prefix, tails = ids[:common], ids[common:]
+    return Probes(prefix + tails[:tail], prefix + tails[tail : 2 * tail], common)
+
+
+async def _heard(ear: Ear, name: str, probes: Probes) -> bool:
+    """Whether events come. They are waited for until the index knows the prompt: others' requests make events, too."""
+    deadline = time.monotonic() + EVENT_SECONDS
+    while ear.predict(name, probes.first) < probes.common:
+        if time.monotonic() > deadline:
+            return ear.events(name) > 0
+        await asyncio.sleep(0.02)
+    return True
+
+
+async def _counted(subject: Subject) -> float | None:
+    """Prompt tokens found in the cache so far, by the engine's own counter."""
+    name, path = COUNTERS.get(subject.capabilities.engine), subject.capabilities.load_path
+    if name is None or path is None or subject.adapter is None:
+        return None
+    page = (await subject.client.get("/metrics")).body
+    found = [
+        float(value)
+        for key, _, value in gauge_pattern(subject.adapter.prefix).findall(page)
+        if key.decode() == name
+    ]
+    return sum(found) if found else None
+
+
+def _judge_caching(subject: Subject, probes: Probes, told: int | None, counted: float | None) -> None:
+    found, by = (told, "usage") if told else (counted, "its counter of cached tokens")
+    if found:
+        subject.passed("prefix_cache", f"{found:.0f} of {probes.common} common tokens were cached, by {by}")
+    elif told == 0 or counted == 0:
+        cause = f"a prefix of {probes.common} tokens sent twice was computed twice"
+        subject.failed("prefix_cache", cause, subject.flag("prefix_cache"))
+    else:
+        cause = "neither usage nor a counter tells whether a prefix was cached"
+        subject.not_offered("prefix_cache", cause, subject.flag("cached_tokens"))
+    if told is None:
+        cause = "its usage has no prompt_tokens_details.cached_tokens"
+        subject.not_offered("cached_tokens", cause, subject.flag("cached_tokens"))
+    elif told == probes.common or not found:
+        subject.passed("cached_tokens", f"{told} told of {len(probes.second)}, as it had to be")
+    else:
+        subject.failed(
+            "cached_tokens", f"{told} told, and both prompts began with {probes.common} common tokens"
+        )
+
+
+async def _judge_events(
+    subject: Subject, ear: Ear, probes: Probes, heard: bool, predicted: int | None, told: int | None
+) -> None:
+    if not heard:
+        cause, remedy = await ear.why_silent(subject)
+        subject.failed("kv_events", cause, remedy)
+        return
+    subject.passed("kv_events", ear.describe(subject.name))
+    truth = probes.common if told is None else told
+    if wrong := ear.mismatch(subject.name):
+        subject.failed("block_hashes", wrong)
+    elif predicted != truth:
+        cause = f"the index predicts {predicted} cached tokens of the second prompt, the engine found {truth}"
+        subject.failed("block_hashes", cause, "report this with `--json`: the index should follow the events")
+    else:
+        subject.passed("block_hashes", f"predicted {predicted} of {len(probes.second)} tokens, found {truth}")
