@@ -1,0 +1,277 @@
+"""What the router needs to know of an engine, whichever it is, and the interface of what knows it.
+
+An engine is asked, not configured: `identify` in `lmetric.engines.identify` reads its pages and gives its
+`Adapter` and its `Capabilities`. A further kind of engine is one file with an `Adapter` and one line there.
+Facts about engines' protocols carry the version in which they were read or tried.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+# GET of a path with its query: status and body. Raises what its maker raises where nobody answers.
+Ask = Callable[[str], Awaitable[tuple[int, bytes]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that an engine serves."""
+
+    name: str  # what clients ask for
+    root: str | None = None  # where the engine has it from: a folder on its machine, or a name at a hub
+    parent: str | None = None  # set: an adapter (LoRA) of that model
+    max_model_len: int | None = None  # tokens of prompt and answer together
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where one data-parallel rank of an engine publishes its KV events, in the engine's own words."""
+
+    rank: int
+    endpoint: str
+    topic: str = ""
+    replay_endpoint: str | None = None
+    connects: bool = (
+        False  # the engine does not listen: it connects to an address that the router has to bind
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine says of its load at one moment; None: it does not say."""
+
+    waiting: float | None = None  # requests
+    running: float | None = None  # requests
+    kv_usage: float | None = None  # share of the KV cache in use, 0 to 1
+    names: tuple[str, ...] = ()  # under which names it says so
+
+    def __bool__(self) -> bool:
+        return (self.waiting, self.running, self.kv_usage) != (None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Priority:
+    """What an engine does with a request's `priority`."""
+
+    order: Literal["lower_first", "higher_first"]
+    # Whether it orders its queue by it; None: it does not tell.
+    honoured: bool | None
+
+    def field(self, urgency: int) -> int | None:
+        """The value of the engine's field for an urgency of the router's (higher is served earlier).
+
+        None: send none, because the engine would not look at it or would refuse it.
+        """
+        if self.honoured is False:
+            return None
+        return urgency if self.order == "higher_first" else -urgency
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine is and can do, as it says itself. None: it does not tell."""
+
+    engine: str  # vllm, sglang, unknown
+    version: str | None = None
+    models: tuple[Model, ...] = ()
+    block_size: int | None = None  # tokens of a KV block; the unit of its events and of its cache
+    cache_blocks: int | None = None  # KV blocks, over all its data-parallel ranks
+    prefix_caching: bool | None = None
+    # Where its KV events come from, by rank, and, where there is nothing to subscribe to, why.
+    event_sources: tuple[EventSource, ...] = ()
+    no_events: str | None = None
+    # Endpoints at which it pushes its load (SGLang's LoadStat), by rank, and their topic.
+    load_feeds: tuple[str, ...] = ()
+    load_topic: str = ""
+    load_path: str | None = None  # the page that its load is read from
+    load_names: tuple[str, ...] = ()  # the names found there
+    load_header: bool = False  # it answers `endpoint-load-metrics-format` on plain answers
+    # Whether usage.prompt_tokens_details.cached_tokens comes; None: only a request tells.
+    cached_tokens: bool | None = None
+    priority: Priority | None = None
+    request_ids: bool | None = None  # whether it echoes X-Request-Id
+    # The request field that makes it tell the cached prefix of a request in its events again.
+    full_report: Mapping[str, Any] | None = None
+    # Ways to hand a request's KV cache to another engine. Empty: none known; nothing asks for them yet.
+    handover: tuple[str, ...] = ()
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """Tokens that its KV cache holds."""
+        if self.cache_blocks is None or self.block_size is None:
+            return None
+        return self.cache_blocks * self.block_size
+
+    def base(self, name: str | None = None) -> Model | None:
+        """The model of that name, else the first that is no adapter."""
+        named = next((model for model in self.models if model.name == name), None)
+        return named or next((model for model in self.models if model.parent is None), None)
+
+
+class Pages:
+    """An engine's pages, each asked for at most once."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._got: dict[str, tuple[int, bytes]] = {}
+
+    async def answer(self, path: str) -> tuple[int, bytes]:
+        """Status and body."""
+        if path not in self._got:
+            self._got[path] = await self._ask(path)
+        return self._got[path]
+
+    async def text(self, path: str) -> bytes:
+        """The body; empty where there is no such page."""
+        status, body = await self.answer(path)
+        return body if status == 200 else b""
+
+    async def object(self, path: str) -> dict[str, Any]:
+        """The JSON object there; empty where there is none."""
+        try:
+            value = orjson.loads(await self.text(path))
+        except orjson.JSONDecodeError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    async def models(self) -> tuple[Model, ...]:
+        """The models of /v1/models; the first is what the engine is there for. Raises ValueError."""
+        status, body = await self.answer("/v1/models")
+        if status != 200:
+            raise ValueError(f"GET /v1/models: status {status}")
+        try:
+            cards = orjson.loads(body)["data"]
+            models = tuple(
+                Model(
+                    card["id"],
+                    text_of(card, "root"),
+                    text_of(card, "parent"),
+                    count_of(card, "max_model_len"),
+                )
+                for card in cards
+                if isinstance(card["id"], str)
+            )
+            if all(model.parent is not None for model in models):
+                raise KeyError
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"GET /v1/models: not a list of models: {body[:120]!r}") from None
+        return models
+
+    async def owner(self) -> str | None:
+        """Who /v1/models says has made the model available."""
+        cards = (await self.object("/v1/models")).get("data")
+        first = cards[0] if isinstance(cards, list) and cards else None
+        return text_of(first, "owned_by") if isinstance(first, dict) else None
+
+
+class Adapter(ABC):
+    """What is particular to one kind of engine."""
+
+    name: str
+    # Gauges by which it tells its load, over all its versions: name without prefix, and what of `Load` it is.
+    gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]]
+    prefix: str  # of its metrics' names
+
+    @abstractmethod
+    async def recognises(self, pages: Pages) -> bool:
+        """Whether an engine with these pages is of this kind."""
+
+    @abstractmethod
+    async def capabilities(self, pages: Pages) -> Capabilities:
+        """What the engine tells of itself. Raises ValueError for a page that makes no sense."""
+
+    def load(self, page: bytes) -> Load:
+        """The load on the page that `Capabilities.load_path` names."""
+        return read_gauges(page, self.prefix, self.gauges)
+
+    def load_of_header(self, header: str) -> Load:
+        """The load in an `endpoint-load-metrics` header (ORCA), in its TEXT or its JSON form."""
+        form, _, rest = header.partition(" ")
+        values: dict[str, Any] = {}
+        if form == "JSON":
+            try:
+                named = orjson.loads(rest).get("named_metrics", {})
+                values = named if isinstance(named, dict) else {}
+            except (orjson.JSONDecodeError, AttributeError):
+                return Load()
+        else:
+            for item in (rest if form == "TEXT" else header).split(","):
+                name, _, value = item.strip().partition("=")
+                values[name.removeprefix("named_metrics.")] = value
+        found: dict[str, float] = {}
+        for name, value in values.items():
+            meaning, number = self.gauges.get(name), number_of(value)
+            if meaning is not None and number is not None:
+                found[meaning] = number
+        return Load(**found, names=tuple(name for name in values if name in self.gauges))
+
+    def error(self, body: bytes) -> str | None:
+        """What an error answer of the engine says, on one line; None where it says nothing."""
+        try:
+            value = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return None
+        if isinstance(value, dict) and isinstance(value.get("error"), dict):
+            value = value["error"]
+        # Errors stand bare in older vLLMs' and in SGLang's plain answers, and in FastAPI's own as `detail`.
+        message = (value.get("message") or value.get("detail")) if isinstance(value, dict) else None
+        return " ".join(message.split())[:300] if isinstance(message, str) and message.strip() else None
+
+
+@functools.cache
+def _pattern(prefix: str, names: tuple[str, ...]) -> re.Pattern[bytes]:
+    """Finds these gauges on a Prometheus page: name without prefix, labels, value."""
+    labels = rb'(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?'
+    name = "|".join(map(re.escape, names)).encode()
+    return re.compile(b"^%b(%b)(%b) +([0-9.eE+-]+)" % (prefix.encode(), name, labels), re.MULTILINE)
+
+
+def samples(page: bytes, prefix: str, names: Iterable[str]) -> Iterator[tuple[str, bytes, float]]:
+    """Name without prefix, labels in their braces, and value of each such sample on a Prometheus page."""
+    for name, labels, value in _pattern(prefix, tuple(names)).findall(page):
+        number = number_of(value)
+        if number is not None:
+            yield name.decode(), labels, number
+
+
+def read_gauges(page: bytes, prefix: str, gauges: Mapping[str, str]) -> Load:
+    """The load in a page of metrics. Counts are summed over ranks; of the KV usage the highest counts."""
+    found: dict[str, float] = {}
+    names: dict[str, None] = {}
+    for name, _, number in samples(page, prefix, gauges):
+        meaning = gauges[name]
+        before = found.get(meaning, 0.0)
+        found[meaning] = max(before, number) if meaning == "kv_usage" else before + number
+        names[prefix + name] = None
+    return Load(**found, names=tuple(names))
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number from 0, else None."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
+
+
+def count_of(values: Mapping[str, Any], name: str) -> int | None:
+    """A whole number from 1 under that name, else None."""
+    number = number_of(values.get(name))
+    return int(number) if number and number == int(number) else None
+
+
+def text_of(values: Mapping[str, Any], name: str) -> str | None:
+    """A text under that name, else None."""
+    value = values.get(name)
+    return value if isinstance(value, str) and value else None

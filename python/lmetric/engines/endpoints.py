@@ -1,0 +1,52 @@
+"""ZMQ endpoints as an engine says them, made into ones that reach it from here."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+_WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
+
+
+class EndpointError(ValueError):
+    """An endpoint that cannot be used from here; says why, and what to do."""
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """An endpoint that listens at an engine, as to be connected to: a wildcard becomes the engine's `host`.
+
+    Raises EndpointError.
+    """
+    scheme, _, rest = endpoint.partition("://")
+    if scheme == "ipc":
+        if rest.startswith("@") or Path(rest).exists():
+            return endpoint
+        raise EndpointError(
+            f"its KV events are at {endpoint}, and there is no such socket on this machine; use tcp"
+        )
+    if scheme != "tcp":
+        raise EndpointError(f"its KV events are at {endpoint}, which no other process can reach; use tcp")
+    name, _, port = rest.rpartition(":")
+    if not name or not port.isdigit() or not 0 < int(port) < 65536:
+        raise EndpointError(f"its KV events are at {endpoint}, which is not tcp://host:port")
+    if name in _WILDCARDS:
+        name = f"[{host}]" if ":" in host else host
+    elif is_local(name) and not is_local(host):
+        raise EndpointError(
+            f"its KV events are at {endpoint}, which only its own machine can reach; use tcp://*:{port}"
+        )
+    return f"tcp://{name}:{port}"
+
+
+def at_rank(endpoint: str, rank: int) -> str:
+    """The endpoint of a data-parallel rank: engines add the rank to the port."""
+    base, _, port = endpoint.rpartition(":")
+    return f"{base}:{int(port) + rank}" if rank and port.isdigit() else endpoint
+
+
+def is_local(host: str) -> bool:
+    """Whether a host is this machine's own loopback."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

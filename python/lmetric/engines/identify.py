@@ -1,0 +1,56 @@
+"""Which engine is it: asks it for its pages until one of the adapters knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from lmetric.engines.adapter import Adapter, Ask, Capabilities, Load, Pages
+from lmetric.engines.sglang import Sglang
+from lmetric.engines.vllm import Vllm
+
+# A further kind of engine is a line here.
+ADAPTERS: tuple[Adapter, ...] = (Sglang(), Vllm())
+
+
+class Unknown(Adapter):
+    """An engine that none of the adapters knows: OpenAI's API, and load where its names are one of theirs."""
+
+    name = "unknown"
+    prefix = ""
+    gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]] = {
+        name: meaning for adapter in ADAPTERS for name, meaning in adapter.gauges.items()
+    }
+
+    async def recognises(self, pages: Pages) -> bool:
+        """Any engine."""
+        return True
+
+    async def capabilities(self, pages: Pages) -> Capabilities:
+        """Its models."""
+        names = " or ".join(adapter.name for adapter in ADAPTERS)
+        return Capabilities(
+            self.name,
+            models=await pages.models(),
+            no_events=f"what engine it is could not be told: neither {names}",
+            load_path="/metrics",
+        )
+
+    def load(self, page: bytes) -> Load:
+        """The load under the names of any engine."""
+        return next((load for adapter in ADAPTERS if (load := adapter.load(page))), Load())
+
+
+UNKNOWN = Unknown()
+
+
+async def identify(ask: Ask) -> tuple[Adapter, Capabilities]:
+    """The engine's adapter, and what it tells of itself.
+
+    Raises ValueError for a page that makes no sense, /v1/models above all, and what `ask` raises.
+    """
+    pages = Pages(ask)
+    for adapter in ADAPTERS:
+        if await adapter.recognises(pages):
+            return adapter, await adapter.capabilities(pages)
+    return UNKNOWN, await UNKNOWN.capabilities(pages)

@@ -1,0 +1,116 @@
+"""vLLM. Facts were tried on 0.32.0; older names were read in its history."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lmetric.engines.adapter import (
+    Adapter,
+    Capabilities,
+    EventSource,
+    Pages,
+    Priority,
+    count_of,
+    samples,
+    text_of,
+)
+
+_EVENTS_FLAG = (
+    """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
+    """"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'"""
+)
+# The first version known to tell a request's cached prefix again when asked to.
+_FULL_REPORT_SINCE = (0, 32)
+
+
+class Vllm(Adapter):
+    """vLLM, and what speaks as it does: the emulated engine."""
+
+    name = "vllm"
+    prefix = "vllm:"
+    gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]] = {
+        "num_requests_running": "running",
+        "num_requests_waiting": "waiting",
+        "kv_cache_usage_perc": "kv_usage",
+        "gpu_cache_usage_perc": "kv_usage",  # until 0.10
+    }
+
+    async def recognises(self, pages: Pages) -> bool:
+        """By the owner it names, its metrics, or its version page."""
+        return (
+            await pages.owner() == "vllm"
+            or b"\nvllm:" in b"\n" + await pages.text("/metrics")
+            or "version" in await pages.object("/version")
+        )
+
+    async def capabilities(self, pages: Pages) -> Capabilities:
+        """What its pages tell. Block and cache size stand in the labels of `vllm:cache_config_info`."""
+        version = text_of(await pages.object("/version"), "version")
+        metrics = await pages.text("/metrics")
+        caches = [_labels(raw) for _, raw, _ in samples(metrics, self.prefix, ("cache_config_info",))]
+        blocks = [count for cache in caches if (count := count_of(cache, "num_gpu_blocks"))]
+        caching = {cache.get("enable_prefix_caching") for cache in caches}
+        sources, no_events = _sources(await pages.answer("/kv_event_sources"), version)
+        load = self.load(metrics)
+        return Capabilities(
+            self.name,
+            version,
+            await pages.models(),
+            block_size=next((size for cache in caches if (size := count_of(cache, "block_size"))), None),
+            cache_blocks=sum(blocks) if blocks else None,
+            prefix_caching=None if not caching & {"True", "False"} else "True" in caching,
+            event_sources=sources,
+            no_events=no_events,
+            load_path="/metrics" if load else None,
+            load_names=load.names,
+            load_header=True,
+            # Lower runs earlier. Under --scheduling-policy fcfs, the default, it is accepted and ignored.
+            priority=Priority("lower_first", None),
+            full_report=(
+                {"vllm_xargs": {"kv_cache_report_mode": "full"}}
+                if _number(version) >= _FULL_REPORT_SINCE
+                else None
+            ),
+        )
+
+
+def _labels(raw: bytes) -> dict[str, str]:
+    return dict(re.findall(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"', raw.decode(errors="replace")))
+
+
+def _number(version: str | None) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def _sources(answer: tuple[int, bytes], version: str | None) -> tuple[tuple[EventSource, ...], str | None]:
+    """The KV event sources by rank, or why there are none."""
+    import orjson
+
+    status, body = answer
+    if status != 200:
+        what = f"vLLM {version or 'of this version'} does not tell where its KV events are"
+        return (), f"{what} (GET /kv_event_sources: status {status}); give kv_events.endpoint"
+    try:
+        ranks: dict[str, Any] = orjson.loads(body)
+        sources = tuple(
+            EventSource(
+                int(rank),
+                source["endpoint"],
+                source.get("topic") or "",
+                source.get("replay_endpoint"),
+                connects=not binds(source["endpoint"]),
+            )
+            for rank, source in sorted(ranks.items(), key=lambda item: int(item[0]))
+            if source.get("publisher", "zmq") == "zmq"
+        )
+    except (orjson.JSONDecodeError, ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"GET /kv_event_sources: not a list of sources: {body[:120]!r}") from None
+    return sources, None if sources else f"its KV events are off; start it with {_EVENTS_FLAG}"
+
+
+def binds(endpoint: str) -> bool:
+    """Whether a publisher told this endpoint listens there. Else it connects to it."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
