@@ -77,7 +77,7 @@ def test_no_internal_field_reaches_an_engine(name: str) -> None:
 
 def test_prompt_keys_share_prefixes_exactly_where_prompts_do() -> None:
     def key(*messages: dict[str, Any], **more: Any) -> str:
-        text = parse(CHAT, orjson.dumps({"messages": messages, **more})).text
+        text = parse(CHAT, orjson.dumps({"messages": messages, **more})).as_text()
         assert isinstance(text, str)
         return text
 

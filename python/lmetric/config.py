@@ -88,6 +88,18 @@ class PoolSettings(Strict):
         256, le=1 << 20, description="bytes a block, for prompts given as text"
     )
     cache_blocks: Positive | None = Field(None, description="blocks an engine's prefix cache holds")
+    tokenizer: str | None = Field(
+        None,
+        min_length=1,
+        description="folder of the model's tokenizer.json and chat template, so that prompts are matched by "
+        "token; off: by text; null: the folder the engine names as its model, where it is on this machine",
+    )
+    chat_template: str | None = Field(
+        None, min_length=1, description="file that replaces the folder's, as the engines' --chat-template"
+    )
+    token_cache_bytes: int = Field(
+        256 << 20, ge=1 << 10, description="bound on remembered tokens of prompts, bytes"
+    )
     index_bytes: int = Field(512 << 20, ge=1 << 20, description="bound on the KV index, bytes")
     receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="bound on kept receipts, bytes")
     guard: bool | None = Field(None, description="hot-spot guard; default: on where the policy is lmetric")

@@ -19,6 +19,7 @@ from lmetric._core import RequestHead, RequestReader, WireError
 
 if TYPE_CHECKING:
     from lmetric.server.relay import Relay
+    from lmetric.server.tokenise import Tokenising
 
 # Of requests that come before the answer to the one before, so much is read before reading stops, and so much
 # costs the connection (aiohttp, too, may have it read on).
@@ -102,7 +103,7 @@ class ClientConnection(RequestHandler):
     def __init__(self, front: Server, manager: web.Server, **options: Any) -> None:
         super().__init__(manager, keepalive_timeout=NEVER_SECONDS, **options)
         self._front = front
-        self.relay: Relay | None = None
+        self.relay: Relay | Tokenising | None = None
         self.answering = False
         self.idle_since = clock.monotonic()
         self._state = FREE

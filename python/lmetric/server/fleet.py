@@ -1,7 +1,10 @@
 """Models and their engines: one router per model, the engines' health, and who serves what."""
 
+import asyncio
 import difflib
+import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,6 +17,7 @@ from lmetric.policies import Policy
 from lmetric.profiles import load_profile
 from lmetric.server.openai import ApiError
 from lmetric.server.upstream import Upstream, UpstreamError
+from lmetric.tokens import PromptTokenizer, TokenizerError, find_folder
 
 log = structlog.get_logger("lmetric.fleet")
 
@@ -90,6 +94,15 @@ class Pool:
         self.adapters = list(adapters)
         self.settings = settings
         self.ratio = BytesPerToken()
+        # How prompts become tokens; None: they are matched as text, and `tokenizer_note` says why.
+        self.tokenizer: PromptTokenizer | None = None
+        self.tokenizer_note: str | None = "no engine has told its model's folder yet"
+        self.text_prompts: Counter[str] = Counter()  # by why they are no tokens
+        self._root: str | None = None
+        if settings.tokenizer == "off":
+            self.tokenizer_note = "tokenizer: off"
+        elif settings.tokenizer is not None:
+            self._use(self._load(settings.tokenizer))
         self.engines: dict[str, Engine] = {}
         self.created = int(time.time())
         policy = Policy.from_config(settings.policy, knobs=settings.knobs)
@@ -123,6 +136,44 @@ class Pool:
         engine.pool = None
         engine.upstream.close()
         self.router.remove_instance(name)
+
+    def _load(self, folder: str | os.PathLike[str]) -> PromptTokenizer:
+        settings = self.settings
+        return PromptTokenizer.load(
+            folder, chat_template=settings.chat_template, cache_bytes=settings.token_cache_bytes
+        )
+
+    def _use(self, tokenizer: PromptTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.tokenizer_note = "; ".join(tokenizer.notes) or None
+        log.info("tokenizer", model=self.name, folder=str(tokenizer.folder), note=self.tokenizer_note)
+
+    def drop_tokenizer(self, reason: str) -> None:
+        """From now on prompts are matched as text; said once in the log."""
+        self.tokenizer = None
+        self.tokenizer_note = reason
+        log.warning("prompts are matched as text", model=self.name, reason=reason)
+
+    async def set_tokenizer(self, root: str) -> None:
+        """Takes the tokenizer of the model that an engine names as its root, unless the configuration says which.
+
+        Asked again with the same root, it does nothing. What cannot be used leaves prompts to be matched as
+        text; ``tokenizer_note`` then says why.
+        """
+        if self.settings.tokenizer is not None or root == self._root:
+            return
+        self._root = root
+        folder = find_folder(root)
+        if folder is None:
+            self.drop_tokenizer(f"the engine's model {root!r} is no folder of this machine; set tokenizer")
+            return
+        try:
+            # Reading a large vocabulary takes a second.
+            tokenizer = await asyncio.to_thread(self._load, folder)
+        except TokenizerError as error:
+            self.drop_tokenizer(str(error))
+        else:
+            self._use(tokenizer)
 
     def decision_label(self, decision_id: int) -> str:
         """A decision's id over all pools: bare in the first, else `POOL-ID`."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from secrets import token_hex
 from urllib.parse import unquote
@@ -18,6 +19,8 @@ from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
 from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, parse
 from lmetric.server.relay import FAILED, Asked, Relay
+from lmetric.server.tokenise import AT_ONCE_BYTES, Tokenisers, Tokenising, as_text, prompt_text
+from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
 
 log = structlog.get_logger("lmetric.access")
 
@@ -39,7 +42,8 @@ class Front(web.Server):
         self.keys = keys
         self.metrics = metrics
         self.pages = pages
-        self.relays: set[Relay] = set()
+        self.relays: set[Relay | Tokenising] = set()
+        self._tokenisers = Tokenisers()
         self._idle = asyncio.Event()
         self.draining = False
         self.refusing = False
@@ -65,6 +69,11 @@ class Front(web.Server):
             finally:
                 for wait in waits:
                     wait.cancel()
+
+    async def shutdown(self, timeout: float | None = None) -> None:
+        """Closes the connections and ends the threads."""
+        self._tokenisers.close()
+        await super().shutdown(timeout)
 
     def check(self, now: float) -> None:
         """Called now and then: ends what takes too long; ``now`` on the monotonic clock."""
@@ -224,30 +233,86 @@ class Front(web.Server):
 
     def _serve(self, asked: Asked, body: bytes) -> None:
         """Sends the request on its way; when its answer ended, `_ended` is called."""
-        relay: Relay | None = None
         try:
             call = parse(asked.path, body)
             pool, adapter = self.fleet.find(call.model)
             asked.pool = pool
             salt = call.salt if adapter is None else f"{adapter}\0{call.salt or ''}"
-            asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
-            head = asked.head
+            tokenizer = pool.tokenizer
+            place = partial(self._place, asked, body, call, pool, salt)
+            if tokenizer is not None and call.tokens is None and (call.chat or asked.path == COMPLETIONS):
+                try:
+                    text = prompt_text(tokenizer, call)
+                    call.tokens = tokenizer.encode(text, AT_ONCE_BYTES)
+                except NotPredictable as error:
+                    as_text(pool, call, error)
+                else:
+                    if call.tokens is None:
+                        self._tokenise(asked, tokenizer, text, call, pool, place)
+                        return
+            else:
+                call.as_text()
+            place(asked.started)
+        except ApiError as error:
+            self._ended(asked, None, error)
+        except Exception:
+            log.exception("a request could not be handled", path=asked.path)
+            self._ended(asked, None, ApiError(500, FAILED))
+
+    def _tokenise(
+        self,
+        asked: Asked,
+        tokenizer: PromptTokenizer,
+        text: Text,
+        call: Call,
+        pool: Pool,
+        place: Callable[[float], None],
+    ) -> None:
+        """Has the prompt tokenised in a thread; then the request is placed, unless it is over by then."""
+
+        def then(tokens: Tokens | NotPredictable) -> None:
             try:
-                decision, ticket = pool.router.route(
-                    tokens=call.tokens,
-                    text=call.text,
-                    prompt_tokens=prompt_tokens,
-                    expected_output_tokens=call.max_tokens,
-                    extra_tokens=extra_tokens,
-                    session=head.session or call.session,
-                    salt=salt,
-                    request_id=head.request_id,
-                    now=asked.started,
-                )
-            except NoInstanceError as error:
-                raise ApiError(
-                    503, f"{pool.name}: {error}", code="no_engine", headers={"retry-after": "2"}
-                ) from None
+                if isinstance(tokens, NotPredictable):
+                    as_text(pool, call, tokens)
+                else:
+                    call.tokens = tokens
+                place(time.monotonic())
+            except ApiError as error:
+                self._ended(asked, waiting, error)
+            except Exception:
+                log.exception("a request could not be handled", path=asked.path)
+                self._ended(asked, waiting, ApiError(500, FAILED))
+            else:
+                self.relays.discard(waiting)
+
+        waiting = Tokenising(asked, self._tokenisers.begin(tokenizer, text), then, self._ended)
+        asked.client.relay = waiting
+        self.relays.add(waiting)
+
+    def _place(
+        self, asked: Asked, body: bytes, call: Call, pool: Pool, salt: str | None, now: float
+    ) -> None:
+        """Decides and relays. Raises ApiError."""
+        relay: Relay | None = None
+        asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
+        head = asked.head
+        try:
+            decision, ticket = pool.router.route(
+                tokens=call.tokens,
+                text=call.text if call.tokens is None else None,
+                prompt_tokens=prompt_tokens,
+                expected_output_tokens=call.max_tokens,
+                extra_tokens=extra_tokens,
+                session=head.session or call.session,
+                salt=salt,
+                request_id=head.request_id,
+                now=now,
+            )
+        except NoInstanceError as error:
+            raise ApiError(
+                503, f"{pool.name}: {error}", code="no_engine", headers={"retry-after": "2"}
+            ) from None
+        try:
             asked.keep_alive &= not self.draining
             require_finish = asked.path in (CHAT, COMPLETIONS)
             relay = Relay(
@@ -257,17 +322,13 @@ class Front(web.Server):
             self.relays.add(relay)
             if asked.client.writing_paused:
                 relay.client_slow()
-            relay.start()
-        except ApiError as error:
-            self._ended(asked, None, error)
+            relay.start(now)
         except Exception:
-            if relay is not None:
-                relay.fail()
-            else:
-                log.exception("a request could not be handled", path=asked.path)
-                self._ended(asked, None, ApiError(500, FAILED))
+            if relay is None:
+                raise
+            relay.fail()
 
-    def _ended(self, asked: Asked, relay: Relay | None, error: ApiError | None) -> None:
+    def _ended(self, asked: Asked, relay: Relay | Tokenising | None, error: ApiError | None) -> None:
         """The request is over; an error is what its client has still to get."""
         goes_on = asked.keep_alive and not self.draining
         status = 499
@@ -331,7 +392,8 @@ def _size(pool: Pool, call: Call) -> tuple[int, int, int]:
     """The prompt's bytes to learn their tokens from (0: nothing to learn), its tokens (estimated where it is
     text), and those of the request's further prompts."""
     if call.tokens is not None:
-        return 0, len(call.tokens), call.more_tokens
+        more = pool.ratio.tokens_of(call.more_bytes) if call.more_bytes else call.more_tokens
+        return 0, len(call.tokens), more
     text = call.text
     if text is None:
         return 0, 1, 0

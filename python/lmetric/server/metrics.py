@@ -13,6 +13,7 @@ from lmetric.server.fleet import Fleet, Pool
 
 if TYPE_CHECKING:
     from lmetric.server.relay import Relay
+    from lmetric.server.tokenise import Tokenising
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -93,7 +94,13 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def request(
-        self, model: str, tenant: str, status: int, started: float, ended: float, relay: "Relay | None"
+        self,
+        model: str,
+        tenant: str,
+        status: int,
+        started: float,
+        ended: float,
+        relay: "Relay | Tokenising | None",
     ) -> None:
         """A request for an engine ended; times in seconds on the monotonic clock."""
         self.requests[model, tenant, status] += 1
@@ -156,12 +163,38 @@ class Metrics(Collector):
             for kind, count in values["failed"].items():
                 failed.add_metric((pool.name, kind), count)
         yield failed
+        yield from self._tokenizers()
         for name, text in _GAUGES.items():
             gauge = GaugeMetricFamily(f"lmetric_{name}", text, labels=("model",))
             for pool, values in stats:
                 gauge.add_metric((pool.name,), float(values[name]))
             yield gauge
         yield from self._instances(stats)
+
+    def _tokenizers(self) -> Iterator[Metric]:
+        """Of the pools that match prompts by token: their caches, and the prompts that were matched as text."""
+        as_text = CounterMetricFamily(
+            "lmetric_text_prompts",
+            "Prompts matched as text although there is a tokenizer, by why",
+            labels=("model", "reason"),
+        )
+        text = CounterMetricFamily(
+            "lmetric_prompt_text_bytes",
+            "Bytes of prompts whose tokens were remembered (found) or made (new)",
+            labels=("model", "tokens"),
+        )
+        memory = GaugeMetricFamily(
+            "lmetric_token_cache_bytes", "Memory of remembered tokens", labels=("model",)
+        )
+        for pool in self.fleet.pools:
+            for reason, count in pool.text_prompts.items():
+                as_text.add_metric((pool.name, reason), count)
+            if pool.tokenizer is not None:
+                stats = pool.tokenizer.encoder.stats()
+                text.add_metric((pool.name, "found"), stats["found_bytes"])
+                text.add_metric((pool.name, "new"), stats["new_bytes"])
+                memory.add_metric((pool.name,), stats["bytes"])
+        yield from (as_text, text, memory)
 
     def _instances(self, stats: list[tuple[Pool, dict[str, object]]]) -> Iterator[Metric]:
         families: dict[str, GaugeMetricFamily] = {}

@@ -13,6 +13,8 @@ from typing import Any
 
 import orjson
 
+from lmetric.tokens import Tokens
+
 JSON = Mapping[str, Any]
 
 # Fields that only a router or another engine may send (vLLM, SGLang, Dynamo).
@@ -99,14 +101,23 @@ class Call:
 
     model: str | None
     stream: bool
+    request: JSON
+    # A chat, which becomes a text or tokens when it is known whose it is.
+    chat: bool = False
     text: str | bytes | None = None
-    tokens: "array.array[int] | None" = None
+    tokens: "array.array[int] | Tokens | None" = None
     # Further prompts of the same request, which count as load and are not matched.
     more_bytes: int = 0
     more_tokens: int = 0
     max_tokens: int | None = None
     session: str | None = None
     salt: str | None = None
+
+    def as_text(self) -> str | bytes | None:
+        """The prompt as text, where it is not given as tokens. Raises ApiError (400) for a malformed chat."""
+        if self.chat and self.text is None:
+            self.text = render(self.request["messages"], self.request.get("tools"))
+        return self.text
 
 
 def parse(path: str, body: bytes) -> Call:
@@ -137,12 +148,12 @@ def parse(path: str, body: bytes) -> Call:
     stream = get("stream")
     if stream is not None and type(stream) is not bool:
         raise bad(f"stream must be true or false, not {_kind(stream)}", "stream")
-    call = Call(model, stream is True)
+    call = Call(model, stream is True, request)
     if path == CHAT:
         messages = get("messages")
         if type(messages) is not list or not messages:
             raise bad(f"messages must be a list of at least one message, not {_kind(messages)}", "messages")
-        call.text = render(messages, get("tools"))
+        call.chat = True
     elif path == COMPLETIONS:
         _prompt(call, get("prompt"))
     else:

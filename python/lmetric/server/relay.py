@@ -126,9 +126,9 @@ class Relay:
         self._require_finish = require_finish
         self._on_end = on_end
 
-    def start(self) -> None:
-        """Sends the request to the engine of the decision."""
-        self._go(self._decision.instance, self._asked.started)
+    def start(self, now: float) -> None:
+        """Sends the request to the engine of the decision, which was made at ``now``."""
+        self._go(self._decision.instance, now)
 
     def _go(self, name: str, now: float) -> None:
         engine = self._engine = self._pool.engines[name]

@@ -10,6 +10,7 @@ mod policies;
 mod router;
 mod simulate;
 mod ticket;
+mod tokens;
 mod wire;
 
 #[pymodule]
@@ -20,5 +21,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     engine::register(module)?;
     wire::register(module)?;
     simulate::register(module)?;
+    tokens::register(module)?;
     bench::register(module)
 }

@@ -31,7 +31,7 @@ from lmetric.engines.emulated.protocol import (
     TokenizeChat,
     TokenizePrompt,
 )
-from lmetric.engines.emulated.text import Text
+from lmetric.engines.emulated.text import TOKENIZER_PATH, Text
 
 _BODY = TypeVar("_BODY", bound=BaseModel)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -286,7 +286,7 @@ class Api:
             "object": "model",
             "created": self._created,
             "owned_by": "lmetric",
-            "root": self._options.model,
+            "root": str(TOKENIZER_PATH.parent),
             "parent": None,
             "max_model_len": self._max_model_len,
         }

@@ -84,7 +84,7 @@ def _plain_content(content: Any) -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError('parts should be {"type": "text", "text": "..."}; nothing else is supported')
-    return "".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content if part["text"])
 
 
 class Message(BaseModel):

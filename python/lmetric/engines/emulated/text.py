@@ -12,16 +12,9 @@ import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+# The folder is one that an engine's clients can load, too: it is what /v1/models names as root.
 TOKENIZER_PATH = Path(__file__).parent / "tokenizer.json"
-
-# ChatML. `content` is text by the time it comes here.
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\n' + message['content'] -}}"
-    "{%- if not (continue_final_message and loop.last) -%}{{- '<|im_end|>\n' -}}{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
-)
+CHAT_TEMPLATE_PATH = TOKENIZER_PATH.with_name("chat_template.jinja")
 
 
 class Text:
@@ -30,7 +23,8 @@ class Text:
     def __init__(self, path: Path = TOKENIZER_PATH) -> None:
         self._tokenizer = Tokenizer.from_file(str(path))
         self._tokenizer.encode_special_tokens = False
-        self._template = ImmutableSandboxedEnvironment().from_string(CHAT_TEMPLATE)
+        template = CHAT_TEMPLATE_PATH.read_text(encoding="utf-8")
+        self._template = ImmutableSandboxedEnvironment().from_string(template)
         self.vocabulary = self._tokenizer.get_vocab_size()
         names = {token: name for name, token in self._tokenizer.get_vocab().items()}
         candidates = [token for token, name in sorted(names.items()) if re.fullmatch("Ġ[a-z]{2,}", name)]

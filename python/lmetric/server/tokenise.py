@@ -1,0 +1,134 @@
+"""Prompts to tokens before the decision: at once where little of a prompt is new, else in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+import structlog
+
+from lmetric.server.fleet import Pool
+from lmetric.server.openai import ApiError, Call
+from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
+
+if TYPE_CHECKING:
+    from lmetric.server.relay import Asked
+
+# New text up to this size is tokenised in the loop: about a millisecond.
+AT_ONCE_BYTES = 4096
+# Tokenising keeps a core busy, and the loop needs one.
+THREADS = 2
+
+log = structlog.get_logger("lmetric.tokens")
+
+
+def prompt_text(tokenizer: PromptTokenizer, call: Call) -> Text:
+    """The text that the engine will tokenise. Raises NotPredictable."""
+    if call.chat:
+        return tokenizer.chat_text(call.request)
+    assert isinstance(call.text, str)
+    return tokenizer.completion_text(call.request, call.text)
+
+
+def as_text(pool: Pool, call: Call, why: NotPredictable) -> None:
+    """Counts a prompt that is matched as text. Raises ApiError (400) for a malformed chat."""
+    pool.text_prompts[why.reason] += 1
+    log.debug("a prompt is matched as text", model=pool.name, reason=why.reason, why=str(why))
+    call.as_text()
+
+
+class Tokenising:
+    """A request whose prompt is tokenised in a thread; in its relay's place until there is a decision.
+
+    ``then`` is called once with the tokens, or with why there are none; ``ended`` instead, once, with what the
+    client is to be told, where the request is over.
+    """
+
+    # As a relay has them.
+    committed = False
+    close_client = False
+    reason = ""
+    status = 0
+    output_tokens = 0
+    prompt_tokens: int | None = None
+    first_token_at: float | None = None
+
+    def __init__(
+        self,
+        asked: Asked,
+        work: asyncio.Future[Tokens | None],
+        then: Callable[[Tokens | NotPredictable], None],
+        ended: Callable[[Asked, Tokenising, ApiError | None], None],
+    ) -> None:
+        self._asked = asked
+        self._work = work
+        self._then = then
+        self._ended = ended
+        self._over = False
+        work.add_done_callback(self._done)
+
+    def _done(self, work: asyncio.Future[Tokens | None]) -> None:
+        if self._over or work.cancelled():
+            return
+        self._over = True
+        error = work.exception()
+        if error is None:
+            tokens = work.result()
+            assert tokens is not None
+            self._then(tokens)
+        elif isinstance(error, NotPredictable):
+            self._then(error)
+        else:
+            log.error("a prompt could not be tokenised", exc_info=error)
+            self._then(NotPredictable("tokenizer", str(error)))
+
+    def _leave(self, reason: str, error: ApiError | None = None) -> None:
+        """Ends the request. What a thread is in the midst of ends unheard."""
+        if self._over:
+            return
+        self._over = True
+        self._work.cancel()
+        self.reason = reason
+        self.close_client = error is None
+        self._ended(self._asked, self, error)
+
+    def client_gone(self) -> None:
+        """The client left."""
+        self._leave("the client left")
+
+    def client_slow(self) -> None:
+        """Nothing was sent yet."""
+
+    def client_ready(self) -> None:
+        """Nothing was sent yet."""
+
+    def check(self, now: float) -> None:
+        """There is no limit on tokenising."""
+
+    def stop(self) -> None:
+        """The server stops."""
+        why = "the router is shutting down"
+        self._leave(why, ApiError(503, why, headers={"retry-after": "5"}))
+
+    def fail(self) -> None:
+        """To be called where an exception was caught that nobody foresaw."""
+        self._leave("internal error", ApiError(500, "the router failed; its log says why"))
+
+
+class Tokenisers:
+    """The threads."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, "tokenise")
+
+    def begin(self, tokenizer: PromptTokenizer, text: Text) -> asyncio.Future[Tokens | None]:
+        """Tokenises in a thread; a cancelled one that waits is not begun."""
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._threads, partial(tokenizer.encode, text))
+
+    def close(self) -> None:
+        """Ends the threads, without waiting for what they are in the midst of."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,18 @@
+"""Prompts as the engines see them: chat templates and tokenizers."""
+
+from lmetric.tokens.chat import NotPredictable
+from lmetric.tokens.files import TokenizerError, find_folder
+from lmetric.tokens.prompt import PromptTokenizer, Text, Tokens
+from lmetric.tokens.verify import Difference, NotVerifiable, verify
+
+__all__ = [
+    "Difference",
+    "NotPredictable",
+    "NotVerifiable",
+    "PromptTokenizer",
+    "Text",
+    "TokenizerError",
+    "Tokens",
+    "find_folder",
+    "verify",
+]

@@ -1,0 +1,178 @@
+"""What lies in a model's folder: tokenizer, its configuration, chat templates."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lmetric._core import LmetricError
+from lmetric.tokens.template import ChatTemplate, TemplateError
+
+_SPECIAL = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    *("additional_special_tokens", "extra_special_tokens"),
+)
+# An added token as tokenizer.json has it.
+_TOKEN = {
+    "content": "",
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": True,
+    "special": False,
+}
+# Models whose engines render chats by code of their own, whatever template lies in the folder.
+_OWN_CHAT = {"gpt_oss": "Harmony", "deepseek_v32": "DeepSeek's own encoding", "deepseek_v4": "DeepSeek's own encoding"}
+
+
+class TokenizerError(LmetricError):
+    """A model's folder that cannot be used; the message says which file, and why."""
+
+
+@dataclass(slots=True)
+class ModelFiles:
+    """The files of a folder, read."""
+
+    folder: Path
+    tokenizer: bytes
+    # Added tokens of tokenizer_config.json, in their order, as tokenizer.json writes them.
+    added_tokens: list[dict[str, Any]] = field(default_factory=list)
+    # Special tokens by name, for templates: bos_token and so on.
+    special: dict[str, Any] = field(default_factory=dict)
+    # Templates: for chats without tools, and for those with tools; None: there is none.
+    template: ChatTemplate | None = None
+    tool_template: ChatTemplate | None = None
+    # Why chats cannot be rendered, where they cannot.
+    no_chat: str | None = None
+
+
+def read_folder(folder: str | os.PathLike[str], chat_template: str | None = None) -> ModelFiles:
+    """Reads a model's folder; ``chat_template`` (a file) replaces its own. Raises TokenizerError."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise TokenizerError(f"{path}: no such folder; a tokenizer is a folder with a tokenizer.json")
+    try:
+        tokenizer = (path / "tokenizer.json").read_bytes()
+    except FileNotFoundError:
+        others = [name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (path / name).exists()]
+        found = f" ({', '.join(others)} cannot be used)" if others else ""
+        raise TokenizerError(f"{path}: no tokenizer.json{found}") from None
+    except OSError as error:
+        raise TokenizerError(f"{path / 'tokenizer.json'}: {error.strerror}") from None
+    config = _json(path / "tokenizer_config.json")
+    files = ModelFiles(path, tokenizer)
+    files.added_tokens = _added_tokens(path, config)
+    files.special = _special_tokens(path, config)
+    model = _json(path / "config.json").get("model_type")
+    if isinstance(model, str) and model in _OWN_CHAT:
+        files.no_chat = f"engines render chats of {model} by {_OWN_CHAT[model]}, not by a template"
+        return files
+    if (path / "tekken.json").exists():
+        files.no_chat = "with a tekken.json, engines render chats by Mistral's own library"
+        return files
+    try:
+        _templates(files, config, chat_template)
+    except TemplateError as error:
+        raise TokenizerError(str(error)) from None
+    return files
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise TokenizerError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise TokenizerError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path}: expected an object, found {type(content).__name__}")
+    return content
+
+
+def _added_tokens(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
+    listed = config.get("added_tokens_decoder") or {}
+    try:
+        rows = sorted(((int(number), token) for number, token in listed.items()), key=lambda row: row[0])
+        return [{name: token.get(name, default) for name, default in _TOKEN.items()} for _, token in rows]
+    except (TypeError, ValueError, AttributeError):
+        raise TokenizerError(f"{path / 'tokenizer_config.json'}: added_tokens_decoder is malformed") from None
+
+
+def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    special = {}
+    for source in (_json(path / "special_tokens_map.json"), config):
+        for name in _SPECIAL:
+            value = source.get(name)
+            if isinstance(value, list):
+                special[name] = [_content(item) for item in value]
+            elif value is not None and (name.endswith("_token") or isinstance(value, list)):
+                special[name] = _content(value)
+    return special
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _templates(files: ModelFiles, config: dict[str, Any], given: str | None) -> None:
+    """Finds the templates, in the order in which Hugging Face's library and the engines look for them."""
+    path = files.folder
+    if given is not None:
+        files.template = files.tool_template = _compiled(Path(given))
+        return
+    named: dict[str, ChatTemplate] = {}
+    listed = config.get("chat_template")
+    source = f"{path / 'tokenizer_config.json'}: chat_template"
+    if isinstance(listed, str):
+        named["default"] = ChatTemplate(listed, source)
+    elif isinstance(listed, list):
+        for row in listed:
+            if not isinstance(row, dict) or not isinstance(row.get("template"), str):
+                raise TokenizerError(f"{source}: expected a text, or a list of name and template")
+            named[str(row.get("name"))] = ChatTemplate(row["template"], f"{source}: {row.get('name')}")
+    if (path / "chat_template.jinja").exists():
+        named = {"default": _compiled(path / "chat_template.jinja")}
+    if (path / "additional_chat_templates").is_dir():
+        for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+            named[file.stem] = _compiled(file)
+    files.template = named.get("default")
+    files.tool_template = named.get("tool_use", files.template)
+    # Of models that see: their processor's template goes first, except with tools.
+    processor = _json(path / "chat_template.json").get("chat_template")
+    if isinstance(processor, str):
+        files.template = ChatTemplate(processor, str(path / "chat_template.json"))
+    if files.template is None and files.tool_template is None:
+        files.no_chat = f"{path}: no chat template (chat_template.jinja, or in tokenizer_config.json)"
+
+
+def _compiled(file: Path) -> ChatTemplate:
+    try:
+        return ChatTemplate(file.read_text(encoding="utf-8"), str(file))
+    except OSError as error:
+        raise TokenizerError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{file}: not UTF-8 at byte {error.start}") from None
+
+
+def find_folder(root: str) -> Path | None:
+    """The folder of a model by what an engine calls it: a folder of this machine, or a repository's name in
+    the local cache of Hugging Face's library. None: it is not here."""
+    if Path(root).is_dir():
+        return Path(root)
+    owner, slash, name = root.partition("/")
+    if not slash or not owner or not name or "/" in name or ".." in root:
+        return None
+    home = os.environ.get("HF_HOME") or os.path.join(Path.home(), ".cache", "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub"))
+    repository = cache / f"models--{owner}--{name}"
+    try:
+        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    snapshot = repository / "snapshots" / commit
+    return snapshot if commit and "/" not in commit and snapshot.is_dir() else None

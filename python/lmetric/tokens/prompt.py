@@ -1,0 +1,127 @@
+"""A model's tokenizer and chat template: requests to the token ids that an engine will make of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from lmetric._core import BadValueError, TokenEncoder, TokenizeError
+from lmetric.tokens.chat import NotPredictable, messages_of, tools_of, variables_of
+from lmetric.tokens.files import ModelFiles, TokenizerError, read_folder
+from lmetric.tokens.template import TemplateError
+
+Tokens = NDArray[np.uint32]
+CACHE_BYTES = 256 << 20
+
+
+class Text(NamedTuple):
+    """A prompt as it goes into the tokenizer."""
+
+    text: str
+    add_special_tokens: bool
+
+
+class PromptTokenizer:
+    """What a model's engines make of prompts. `load` makes one; threads may share it.
+
+    Rendering follows vLLM; ``verify`` (in this package) compares with a running engine. Tokens of text between
+    two special tokens are kept (at most ``cache_bytes``), so that a conversation pays for its new turn only.
+    """
+
+    def __init__(self, files: ModelFiles, cache_bytes: int = CACHE_BYTES) -> None:
+        self.folder = files.folder
+        self._files = files
+        added = orjson.dumps(files.added_tokens)
+        try:
+            self.encoder = TokenEncoder(files.tokenizer, added_tokens=added, cache_bytes=cache_bytes)
+        except BadValueError as error:
+            raise TokenizerError(f"{files.folder / 'tokenizer.json'}: {error}") from None
+        files.tokenizer = b""
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        chat_template: str | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> PromptTokenizer:
+        """Reads a model's folder; takes a second where the vocabulary is large.
+
+        ``chat_template``: a file that replaces the folder's (vLLM's ``--chat-template``). Raises
+        TokenizerError.
+        """
+        return cls(read_folder(folder, chat_template), cache_bytes)
+
+    @property
+    def no_chat(self) -> str | None:
+        """Why chats cannot be rendered; None: they can."""
+        return self._files.no_chat
+
+    @property
+    def notes(self) -> list[str]:
+        """What an operator should know of it."""
+        whole = self.encoder.whole_because
+        said = [f"every prompt is tokenised whole: {whole}"] if whole else []
+        if self.no_chat:
+            said.append(f"chats are matched as text: {self.no_chat}")
+        return said
+
+    def chat_text(self, request: Mapping[str, Any]) -> Text:
+        """The rendered text of a body of /v1/chat/completions. Raises NotPredictable."""
+        files = self._files
+        if files.no_chat is not None:
+            raise NotPredictable("no_template", files.no_chat)
+        variables = {**files.special, **variables_of(request)}
+        tools = variables.pop("tools", None) or tools_of(request)
+        template = files.template if tools is None else files.tool_template
+        if template is None:
+            raise NotPredictable("no_template", f"{files.folder}: no chat template for this kind of request")
+        documents = request.get("documents")
+        try:
+            text = template.render(
+                messages_of(request, template.content_format),
+                tools=tools,
+                documents=variables.pop("documents", None) if documents is None else documents,
+                add_generation_prompt=bool(request.get("add_generation_prompt", True)),
+                continue_final_message=bool(request.get("continue_final_message", False)),
+                variables=variables,
+            )
+        except TemplateError as error:
+            raise NotPredictable("template", str(error)) from None
+        return Text(text, bool(request.get("add_special_tokens", False)))
+
+    def completion_text(self, request: Mapping[str, Any], prompt: str) -> Text:
+        """The text of a body of /v1/completions with this prompt. Raises NotPredictable."""
+        if request.get("truncate_prompt_tokens") is not None:
+            raise NotPredictable("truncation", "truncate_prompt_tokens")
+        return Text(prompt, bool(request.get("add_special_tokens", True)))
+
+    def encode(self, text: Text, at_most: int | None = None) -> Tokens | None:
+        """Token ids. None where more than ``at_most`` bytes of the text are new; without it, the interpreter
+        lock is let go, for a thread. Raises NotPredictable."""
+        try:
+            return self.encoder.encode(
+                text.text, add_special_tokens=text.add_special_tokens, at_most=at_most
+            )
+        except (TokenizeError, UnicodeEncodeError) as error:
+            raise NotPredictable("tokenizer", str(error)) from None
+
+    def chat(self, request: Mapping[str, Any]) -> Tokens:
+        """Token ids of a body of /v1/chat/completions. Raises NotPredictable."""
+        return self._all(self.chat_text(request))
+
+    def completion(self, prompt: str, *, add_special_tokens: bool = True) -> Tokens:
+        """Token ids of a completion's prompt. Raises NotPredictable."""
+        return self._all(Text(prompt, add_special_tokens))
+
+    def _all(self, text: Text) -> Tokens:
+        tokens = self.encode(text)
+        assert tokens is not None  # without a bound there always are
+        return tokens

@@ -1,0 +1,179 @@
+"""Chat templates: Jinja set up as Hugging Face's `apply_chat_template` sets it up, and what is asked of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import Any, Literal, NoReturn
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+ContentFormat = Literal["string", "openai"]
+
+# Marks where a final message that is to be continued ends; as Hugging Face does it, space and all.
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class TemplateError(Exception):
+    """A template that cannot be read, or that refuses a conversation."""
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks an assistant's text for training; here it is its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The body, with a scope of its own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT = _environment()
+
+
+class ChatTemplate:
+    """One compiled template. Raises TemplateError where it is not one."""
+
+    def __init__(self, source: str, name: str) -> None:
+        self.name = name
+        self._source = source
+        try:
+            tree = _ENVIRONMENT.parse(source)
+            self._template = _ENVIRONMENT.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"{name}: line {error.lineno}: {error.message}") from None
+        self.variables: frozenset[str] = frozenset(meta.find_undeclared_variables(tree))
+        self.content_format: ContentFormat = "openai" if _loops_over_parts(tree) else "string"
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: Any = None,
+        documents: Any = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any],
+    ) -> str:
+        """The conversation's text. Raises TemplateError where the template (or a wrong shape) refuses it."""
+        last = ""
+        if continue_final_message:
+            messages, last = _tagged(messages)
+        try:
+            text = self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except Exception as error:  # a template may fail in any way that Python can
+            raise TemplateError(f"{self.name}: {type(error).__name__}: {error}") from None
+        return _continued(text, last) if continue_final_message else text
+
+
+def _tagged(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The messages with a mark behind the last one's text, and that text."""
+    final = copy.deepcopy(messages[-1])
+    content = final.get("content")
+    if isinstance(content, str):
+        final["content"] = content + _CONTINUE
+        return [*messages[:-1], final], content
+    for part in reversed(content or []):
+        if "text" in part:
+            text: str = part["text"]
+            part["text"] = text + _CONTINUE
+            return [*messages[:-1], final], text
+    raise TemplateError("continue_final_message: the last message has no text to continue")
+
+
+def _continued(text: str, last: str) -> str:
+    """The text up to the end of the message to be continued."""
+    mark = _CONTINUE.strip()
+    if last.strip() not in text or mark not in text:
+        raise TemplateError("continue_final_message: the template drops the last message")
+    at = text.rindex(mark)
+    kept = text[:at]
+    # Where the template strips messages, what the mark kept from being stripped goes, too.
+    return kept if text.startswith(_CONTINUE, at) else kept.rstrip()
+
+
+# How vLLM finds out in which form a template wants a message's content (`--chat-template-content-format auto`):
+# as parts where it loops over them, else as text.
+
+
+def _loops_over_parts(tree: nodes.Template) -> bool:
+    conversations = {"messages"}
+    while True:
+        more = {
+            assign.target.name
+            for assign in tree.find_all(nodes.Assign)
+            if isinstance(assign.target, nodes.Name)
+            and any(_reads(assign.node, name) for name in conversations)
+        }
+        if more <= conversations:
+            break
+        conversations |= more
+    messages = set(_loop_variables(tree, conversations))
+    return any(
+        _reads(loop.iter, name, "content") for loop in tree.find_all(nodes.For) for name in messages
+    )
+
+
+def _loop_variables(tree: nodes.Template, over: Sequence[str] | set[str]) -> Iterator[str]:
+    for loop in tree.find_all(nodes.For):
+        if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in over):
+            yield loop.target.name
+
+
+def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
+    """Whether an expression is a variable (or its attribute `key`), filtered, tested or sliced."""
+    while True:
+        if isinstance(node, nodes.Filter | nodes.Test) or (
+            isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+        ):
+            node = node.node
+        elif key is None:
+            return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
+        elif isinstance(node, nodes.Getitem):
+            return isinstance(node.arg, nodes.Const) and node.arg.value == key and _reads(node.node, name)
+        else:
+            return isinstance(node, nodes.Getattr) and node.attr == key and _reads(node.node, name)

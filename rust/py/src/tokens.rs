@@ -1,0 +1,82 @@
+//! The Python face of `tokens`.
+use crate::errors::{BadValueError, LmetricError};
+use lmetric_tokens::{Encoder, TokensError};
+use numpy::PyArray1;
+use pyo3::create_exception;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString};
+
+create_exception!(lmetric, TokenizeError, LmetricError, "The tokenizer has no ids for a text.");
+
+/// Adds the class to the module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("TokenizeError", module.py().get_type::<TokenizeError>())?;
+    module.add_class::<TokenEncoder>()
+}
+
+fn error(error: TokensError) -> PyErr {
+    match error {
+        TokensError::Unusable(why) => BadValueError::new_err(why),
+        TokensError::Failed(_) => TokenizeError::new_err(error.to_string()),
+    }
+}
+
+/// Texts to token ids, where a text's parts between special tokens are tokenised once.
+///
+/// `tokenizer_json`: the file's bytes. `added_tokens`: further ones, a JSON list of objects as in that file. `cache_bytes`: hard
+/// bound on what is remembered. Threads may share an encoder. Raises `BadValueError`.
+#[pyclass(frozen, module = "lmetric._core")]
+struct TokenEncoder {
+    encoder: Encoder,
+}
+
+#[pymethods]
+impl TokenEncoder {
+    #[new]
+    #[pyo3(signature = (tokenizer_json, *, added_tokens=b"[]", cache_bytes=256 << 20))]
+    fn new(py: Python<'_>, tokenizer_json: &[u8], added_tokens: &[u8], cache_bytes: usize) -> PyResult<Self> {
+        let encoder = py.detach(|| Encoder::load(tokenizer_json, added_tokens, cache_bytes)).map_err(error)?;
+        Ok(TokenEncoder { encoder })
+    }
+
+    /// The ids of a text (uint32). With `at_most`, None where more than so many of its bytes (UTF-8) are new; the interpreter lock
+    /// is kept. Without, it is let go: for a thread. Raises `TokenizeError`.
+    #[pyo3(signature = (text, *, add_special_tokens=false, at_most=None))]
+    fn encode<'py>(
+        &self,
+        py: Python<'py>,
+        text: &Bound<'py, PyString>,
+        add_special_tokens: bool,
+        at_most: Option<usize>,
+    ) -> PyResult<Option<Bound<'py, PyArray1<u32>>>> {
+        let text = text.to_str()?;
+        let ids = match at_most {
+            Some(at_most) => self.encoder.encode(text, add_special_tokens, at_most),
+            None => py.detach(|| self.encoder.encode(text, add_special_tokens, usize::MAX)),
+        };
+        Ok(ids.map_err(error)?.map(|ids| PyArray1::from_vec(py, ids)))
+    }
+
+    /// Why texts are tokenised whole, where they are; None: they are cut at special tokens.
+    #[getter]
+    fn whole_because(&self) -> Option<&str> {
+        self.encoder.whole_because()
+    }
+
+    /// The id of a token by its name, or None.
+    fn id_of(&self, token: &str) -> Option<u32> {
+        self.encoder.id_of(token)
+    }
+
+    /// What the cache holds and was asked: `segments`, `bytes`, `evicted`, `found_bytes`, `new_bytes`.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.encoder.stats();
+        let dict = PyDict::new(py);
+        dict.set_item("segments", stats.segments)?;
+        dict.set_item("bytes", stats.bytes)?;
+        dict.set_item("evicted", stats.evicted)?;
+        dict.set_item("found_bytes", stats.found_bytes)?;
+        dict.set_item("new_bytes", stats.new_bytes)?;
+        Ok(dict)
+    }
+}

@@ -1,0 +1,197 @@
+//! Token ids by segment: bounded in bytes, the least recently used leave first.
+use hashbrown::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::Arc;
+
+const NONE: u32 = u32::MAX;
+
+/// Bytes of an entry beside its ids, with both tables at their emptiest (just doubled).
+const ENTRY_BYTES: usize = 2 * (size_of::<Slot>() + size_of::<(u128, u32)>()) + 32;
+
+/// A key is a hash already: its low half picks the bucket.
+#[derive(Default)]
+struct Low(u64);
+
+impl Hasher for Low {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        self.0 = bytes.iter().fold(self.0, |h, b| h.rotate_left(8) ^ u64::from(*b));
+    }
+    fn write_u128(&mut self, key: u128) {
+        self.0 = key as u64;
+    }
+}
+
+#[derive(Debug)]
+struct Slot {
+    key: u128,
+    ids: Arc<[u32]>,
+    newer: u32,
+    older: u32,
+}
+
+/// What a cache holds and what it was asked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheStats {
+    /// Segments held.
+    pub segments: usize,
+    /// Memory they take, in bytes; never above the bound.
+    pub bytes: usize,
+    /// Segments that left to keep the bound.
+    pub evicted: u64,
+    /// Bytes of text whose ids were found.
+    pub found_bytes: u64,
+    /// Bytes of text that had to be tokenised.
+    pub new_bytes: u64,
+}
+
+/// The cache. Slots form a list from the newest to the oldest.
+#[derive(Debug)]
+pub(crate) struct Cache {
+    map: HashMap<u128, u32, BuildHasherDefault<Low>>,
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    newest: u32,
+    oldest: u32,
+    limit: usize,
+    pub(crate) stats: CacheStats,
+}
+
+fn size(ids: &[u32]) -> usize {
+    ENTRY_BYTES + size_of_val(ids)
+}
+
+impl Cache {
+    pub(crate) fn new(limit: usize) -> Cache {
+        Cache {
+            map: HashMap::default(),
+            slots: Vec::new(),
+            free: Vec::new(),
+            newest: NONE,
+            oldest: NONE,
+            limit,
+            stats: CacheStats::default(),
+        }
+    }
+
+    /// The ids of a segment, which becomes the newest.
+    pub(crate) fn get(&mut self, key: u128) -> Option<Arc<[u32]>> {
+        let slot = *self.map.get(&key)?;
+        if slot != self.newest {
+            self.unlink(slot);
+            self.link(slot);
+        }
+        Some(self.slots[slot as usize].ids.clone())
+    }
+
+    /// Keeps a segment's ids, unless they alone are over the bound.
+    pub(crate) fn put(&mut self, key: u128, ids: Arc<[u32]>) {
+        let bytes = size(&ids);
+        if bytes > self.limit || self.map.contains_key(&key) {
+            return;
+        }
+        while self.stats.bytes + bytes > self.limit {
+            self.drop_oldest();
+        }
+        let entry = Slot { key, ids, newer: NONE, older: NONE };
+        let slot = match self.free.pop() {
+            Some(slot) => {
+                self.slots[slot as usize] = entry;
+                slot
+            }
+            None => {
+                self.slots.push(entry);
+                self.slots.len() as u32 - 1
+            }
+        };
+        self.map.insert(key, slot);
+        self.link(slot);
+        self.stats.bytes += bytes;
+        self.stats.segments += 1;
+    }
+
+    fn drop_oldest(&mut self) {
+        let slot = self.oldest;
+        self.unlink(slot);
+        let entry = &mut self.slots[slot as usize];
+        self.stats.bytes -= size(&entry.ids);
+        self.stats.segments -= 1;
+        self.stats.evicted += 1;
+        self.map.remove(&entry.key);
+        entry.ids = Arc::new([]);
+        self.free.push(slot);
+    }
+
+    fn link(&mut self, slot: u32) {
+        let entry = &mut self.slots[slot as usize];
+        (entry.newer, entry.older) = (NONE, self.newest);
+        match self.newest {
+            NONE => self.oldest = slot,
+            newest => self.slots[newest as usize].newer = slot,
+        }
+        self.newest = slot;
+    }
+
+    fn unlink(&mut self, slot: u32) {
+        let Slot { newer, older, .. } = self.slots[slot as usize];
+        match newer {
+            NONE => self.newest = older,
+            newer => self.slots[newer as usize].older = older,
+        }
+        match older {
+            NONE => self.oldest = newer,
+            older => self.slots[older as usize].newer = newer,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn ids(count: usize) -> Arc<[u32]> {
+        (0..count as u32).collect()
+    }
+
+    #[test]
+    fn what_is_too_large_is_not_kept_and_pushes_nothing_out() {
+        let mut cache = Cache::new(size(&ids(10)));
+        cache.put(1, ids(10));
+        cache.put(2, ids(11));
+        assert_eq!((cache.get(1), cache.get(2)), (Some(ids(10)), None));
+    }
+
+    proptest! {
+        /// Against a plain list, newest first.
+        #[test]
+        fn it_is_a_bounded_list_of_the_most_recent(
+            limit in 0usize..2000,
+            steps in prop::collection::vec((0u128..12, 0usize..40, any::<bool>()), 0..200),
+        ) {
+            let mut cache = Cache::new(limit);
+            let mut model: Vec<(u128, Arc<[u32]>)> = Vec::new();
+            for (key, count, put) in steps {
+                let at = model.iter().position(|(k, _)| *k == key);
+                if !put {
+                    let found = at.map(|at| model.remove(at));
+                    prop_assert_eq!(cache.get(key), found.as_ref().map(|(_, ids)| ids.clone()));
+                    model.splice(0..0, found);
+                } else if at.is_none() && size(&ids(count)) <= limit {
+                    cache.put(key, ids(count));
+                    model.insert(0, (key, ids(count)));
+                    while model.iter().map(|(_, ids)| size(ids)).sum::<usize>() > limit {
+                        model.pop();
+                    }
+                } else {
+                    cache.put(key, ids(count));
+                }
+                let bytes = model.iter().map(|(_, ids)| size(ids)).sum::<usize>();
+                prop_assert_eq!((cache.stats.bytes, cache.stats.segments), (bytes, model.len()));
+                prop_assert!(cache.stats.bytes <= limit);
+            }
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Where a text may be cut, so that the ids of its parts are the parts of its ids.
+//!
+//! A tokenizer first splits a text at its added tokens, from left to right, the longest first; every piece between two of them
+//! is normalised, split and tokenised for itself. So a text may be cut *before* a special token: the special token opens the
+//! right part, which keeps its pieces away from the start of the text (some tokenizers put a space before the first piece only).
+//! What would look over the cut is left alone: tokens that take the space on their left, and tokens that match as single words
+//! only.
+use aho_corasick::{AhoCorasick, MatchKind};
+use std::ops::Range;
+use tokenizers::AddedToken;
+
+#[derive(Debug)]
+pub(crate) struct Cuts {
+    finder: AhoCorasick,
+    /// By pattern: whether a text may be cut before it.
+    before: Vec<bool>,
+}
+
+impl Cuts {
+    /// The cuts for these added tokens; the reason where there are none.
+    pub(crate) fn new(added: &[AddedToken]) -> Result<Cuts, String> {
+        if let Some(token) = added.iter().find(|t| t.single_word) {
+            return Err(format!("added token {:?} matches as a single word only", token.content));
+        }
+        // Normalised tokens are looked for inside the pieces, later.
+        let patterns: Vec<&AddedToken> =
+            added.iter().filter(|t| !t.normalized && !t.content.is_empty()).collect();
+        let starts_with_space = |token: &AddedToken| token.content.starts_with(char::is_whitespace);
+        let before: Vec<bool> =
+            patterns.iter().map(|t| t.special && !t.lstrip && !starts_with_space(t)).collect();
+        if !before.contains(&true) {
+            return Err("no special token at which a text may be cut".into());
+        }
+        let finder = AhoCorasick::builder()
+            .match_kind(MatchKind::LeftmostLongest)
+            .build(patterns.iter().map(|t| &t.content))
+            .map_err(|error| format!("special tokens: {error}"))?;
+        Ok(Cuts { finder, before })
+    }
+
+    /// The segments of `text`, in order; together they are the text.
+    pub(crate) fn segments(&self, text: &str, out: &mut Vec<Range<usize>>) {
+        let mut start = 0;
+        for found in self.finder.find_iter(text) {
+            if self.before[found.pattern().as_usize()] && found.start() > start {
+                out.push(start..found.start());
+                start = found.start();
+            }
+        }
+        if start < text.len() {
+            out.push(start..text.len());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn special(content: &str) -> AddedToken {
+        AddedToken::from(content, true).normalized(false)
+    }
+
+    fn parts<'a>(cuts: &Cuts, text: &'a str) -> Vec<&'a str> {
+        let mut out = Vec::new();
+        cuts.segments(text, &mut out);
+        out.into_iter().map(|range| &text[range]).collect()
+    }
+
+    #[test]
+    fn a_text_is_cut_before_each_special_token() {
+        let cuts = Cuts::new(&[special("<s>"), special("<e>")]).unwrap();
+        assert_eq!(parts(&cuts, "a<s>b<e><s>"), ["a", "<s>b", "<e>", "<s>"]);
+        assert_eq!(parts(&cuts, "<s>b"), ["<s>b"]);
+        assert!(parts(&cuts, "").is_empty());
+    }
+
+    #[test]
+    fn the_longest_token_counts_wherever_it_stands() {
+        let added = [special("<s>"), special("<s>x"), AddedToken::from("q<s>", false).normalized(false)];
+        let cuts = Cuts::new(&added).unwrap();
+        assert_eq!(parts(&cuts, "a<s>xb"), ["a", "<s>xb"]);
+        assert_eq!(parts(&cuts, "aq<s>b<s>c"), ["aq<s>b", "<s>c"]);
+    }
+
+    #[test]
+    fn tokens_that_look_over_the_cut_do_not_cut() {
+        let cuts = Cuts::new(&[special("<s>"), special("<l>").lstrip(true), special("\n<n>")]).unwrap();
+        assert_eq!(parts(&cuts, "a <l>b\n<n>c<s>"), ["a <l>b\n<n>c", "<s>"]);
+        assert!(Cuts::new(&[special("<s>").single_word(true)]).unwrap_err().contains("single word"));
+        assert!(Cuts::new(&[AddedToken::from("<s>", true)]).unwrap_err().contains("no special token"));
+    }
+}

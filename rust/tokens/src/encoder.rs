@@ -1,0 +1,201 @@
+//! A tokenizer with a cache of what it tokenised before.
+use crate::TokensError;
+use crate::cache::{Cache, CacheStats};
+use crate::cuts::Cuts;
+use parking_lot::Mutex;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use tokenizers::{AddedToken, Tokenizer};
+use xxhash_rust::xxh3::xxh3_128_with_seed;
+
+/// Texts around the special tokens in the check of the cuts.
+const PROBES: [&str; 9] =
+    ["", " ", "a", " a", "a ", "\n\n", "Ünïcode 日本語 ", "a b\tc  d\n", "don't 123456 §½ ﬁ"];
+/// Special tokens that the check uses at most.
+const PROBED_TOKENS: usize = 24;
+
+/// Turns texts into token ids. Threads may share it.
+pub struct Encoder {
+    tokenizer: Tokenizer,
+    cuts: Result<Cuts, String>,
+    /// What the tokenizer puts before and after a text where it is told to; `None`: it does something else.
+    around: Option<(Vec<u32>, Vec<u32>)>,
+    seed: u64,
+    cache: Mutex<Cache>,
+}
+
+impl Encoder {
+    /// A tokenizer from the bytes of a `tokenizer.json`, with further added tokens (a JSON list of objects as there under
+    /// `added_tokens`; in their order), and a cache of at most `cache_bytes`.
+    ///
+    /// # Errors
+    /// `Unusable`: it is no tokenizer, or its ids are left to chance (BPE dropout).
+    pub fn load(json: &[u8], added: &[u8], cache_bytes: usize) -> Result<Encoder, TokensError> {
+        let unusable = |error: &dyn std::fmt::Display| TokensError::Unusable(error.to_string());
+        let added: Vec<AddedToken> = serde_json::from_slice(added).map_err(|e| unusable(&e))?;
+        let mut tokenizer = Tokenizer::from_bytes(json).map_err(|e| unusable(&e))?;
+        let value: serde_json::Value = serde_json::from_slice(json).map_err(|e| unusable(&e))?;
+        if value["model"]["dropout"].as_f64().is_some_and(|dropout| dropout > 0.0) {
+            return Err(unusable(&"its BPE has a dropout: the same text has other tokens each time"));
+        }
+        for token in added {
+            let special = token.special;
+            let result =
+                if special { tokenizer.add_special_tokens([token]) } else { tokenizer.add_tokens([token]) };
+            result.map_err(|e| unusable(&e))?;
+        }
+        // Both are the engine's to decide, by request.
+        tokenizer.with_truncation(None).map_err(|e| unusable(&e))?;
+        tokenizer.with_padding(None);
+        let mut known: Vec<(u32, AddedToken)> = tokenizer.get_added_tokens_decoder().into_iter().collect();
+        known.sort_unstable_by_key(|(id, _)| *id);
+        let known: Vec<AddedToken> = known.into_iter().map(|(_, token)| token).collect();
+        let mut encoder = Encoder {
+            cuts: Cuts::new(&known),
+            tokenizer,
+            around: None,
+            seed: RandomState::new().build_hasher().finish(),
+            cache: Mutex::new(Cache::new(cache_bytes)),
+        };
+        encoder.around = encoder.find_around()?;
+        if let Err(reason) = encoder.check_cuts(&known)? {
+            encoder.cuts = Err(reason);
+        }
+        encoder.cache.get_mut().stats = CacheStats::default();
+        Ok(encoder)
+    }
+
+    /// Why texts are tokenised whole, where they are: a conversation then pays for all its turns again.
+    pub fn whole_because(&self) -> Option<&str> {
+        self.cuts.as_ref().err().map(String::as_str)
+    }
+
+    /// What the cache holds and was asked.
+    pub fn stats(&self) -> CacheStats {
+        self.cache.lock().stats
+    }
+
+    /// The id of an added token or a word of the vocabulary.
+    pub fn id_of(&self, token: &str) -> Option<u32> {
+        self.tokenizer.token_to_id(token)
+    }
+
+    /// The ids of `text`; `None` where more than `at_most` bytes of it would have to be tokenised. `add_special_tokens`: with
+    /// what the tokenizer puts around a text (BOS), as engines do for completions; chat templates write it themselves.
+    ///
+    /// # Errors
+    /// `Failed`: the tokenizer has no ids for this text.
+    pub fn encode(
+        &self,
+        text: &str,
+        add_special_tokens: bool,
+        at_most: usize,
+    ) -> Result<Option<Vec<u32>>, TokensError> {
+        let (before, after): (&[u32], &[u32]) = match (&self.around, add_special_tokens) {
+            (_, false) => (&[], &[]),
+            (Some((before, after)), true) => (before, after),
+            (None, true) if text.len() > at_most => return Ok(None),
+            (None, true) => return self.tokenise(text, true).map(Some),
+        };
+        let mut segments = Vec::new();
+        match &self.cuts {
+            Ok(cuts) => cuts.segments(text, &mut segments),
+            Err(_) if text.is_empty() => {}
+            Err(_) => segments.push(0..text.len()),
+        }
+        let keys: Vec<u128> =
+            segments.iter().map(|s| xxh3_128_with_seed(&text.as_bytes()[s.clone()], self.seed)).collect();
+        let (mut found, new_bytes) = self.look_up(&segments, &keys);
+        if new_bytes > at_most {
+            return Ok(None);
+        }
+        let mut new = Vec::new();
+        for ((ids, segment), key) in found.iter_mut().zip(&segments).zip(&keys) {
+            if ids.is_none() {
+                let tokenised: Arc<[u32]> = self.tokenise(&text[segment.clone()], false)?.into();
+                new.push((*key, tokenised.clone()));
+                *ids = Some(tokenised);
+            }
+        }
+        let mut cache = self.cache.lock();
+        cache.stats.found_bytes += (text.len() - new_bytes) as u64;
+        cache.stats.new_bytes += new_bytes as u64;
+        for (key, ids) in new {
+            cache.put(key, ids);
+        }
+        drop(cache);
+        let parts = || found.iter().flatten();
+        let count = before.len() + parts().map(|ids| ids.len()).sum::<usize>() + after.len();
+        let mut out = Vec::with_capacity(count);
+        out.extend_from_slice(before);
+        parts().for_each(|ids| out.extend_from_slice(ids));
+        out.extend_from_slice(after);
+        Ok(Some(out))
+    }
+
+    /// What is known of each segment, and the bytes of those that are not.
+    fn look_up(&self, segments: &[Range<usize>], keys: &[u128]) -> (Vec<Option<Arc<[u32]>>>, usize) {
+        let mut cache = self.cache.lock();
+        let found: Vec<_> = keys.iter().map(|key| cache.get(*key)).collect();
+        drop(cache);
+        let new = segments.iter().zip(&found).filter(|(_, ids)| ids.is_none()).map(|(s, _)| s.len()).sum();
+        (found, new)
+    }
+
+    fn tokenise(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TokensError> {
+        // The library has panics of its own; one text must not take its caller down.
+        let result =
+            catch_unwind(AssertUnwindSafe(|| self.tokenizer.encode_fast(text, add_special_tokens)));
+        match result {
+            Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
+            Ok(Err(error)) => Err(TokensError::Failed(error.to_string())),
+            Err(_) => Err(TokensError::Failed("it panicked".into())),
+        }
+    }
+
+    /// What stands around every text, found by trying.
+    fn find_around(&self) -> Result<Option<(Vec<u32>, Vec<u32>)>, TokensError> {
+        let (inner, outer) = (self.tokenise("a", false)?, self.tokenise("a", true)?);
+        let at = outer.windows(inner.len().max(1)).position(|part| part == inner);
+        let Some(at) = at.filter(|_| !inner.is_empty()) else { return Ok(None) };
+        let around = (outer[..at].to_vec(), outer[at + inner.len()..].to_vec());
+        for probe in PROBES {
+            let expected = [&around.0[..], &self.tokenise(probe, false)?, &around.1].concat();
+            if self.tokenise(probe, true)? != expected {
+                return Ok(None);
+            }
+        }
+        Ok(Some(around))
+    }
+
+    /// Whether cutting gives the ids of the whole text: true by construction for what is known of tokenizers; tried here for what
+    /// is not.
+    fn check_cuts(&self, added: &[AddedToken]) -> Result<Result<(), String>, TokensError> {
+        let Ok(cuts) = &self.cuts else { return Ok(Ok(())) };
+        let special = added.iter().filter(|t| t.special).take(PROBED_TOKENS);
+        let others = added.iter().filter(|t| !t.special).take(PROBED_TOKENS);
+        let tokens: Vec<&str> = special.chain(others).map(|t| t.content.as_str()).collect();
+        let mut texts = Vec::new();
+        for (i, token) in tokens.iter().enumerate() {
+            let next = tokens[(i + 1) % tokens.len()];
+            for (j, probe) in PROBES.iter().enumerate() {
+                let other = PROBES[(i + j) % PROBES.len()];
+                texts.push(format!("{probe}{token}{other}{next}{probe}{token}"));
+            }
+        }
+        for text in texts {
+            let mut segments = Vec::new();
+            cuts.segments(&text, &mut segments);
+            let mut parts = Vec::new();
+            for segment in segments {
+                parts.extend(self.tokenise(&text[segment], false)?);
+            }
+            if parts != self.tokenise(&text, false)? {
+                return Ok(Err(format!("cut at special tokens, {text:?} has other ids")));
+            }
+        }
+        Ok(Ok(()))
+    }
+}

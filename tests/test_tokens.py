@@ -1,0 +1,324 @@
+"""Prompts to tokens: what is remembered changes nothing, and chats come out as engines render them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from token_folders import CHATML, INST, KINDS, byte_level, make_folder, metaspace, write_folder
+from tokenizers import AddedToken, Tokenizer
+
+from lmetric.tokens import NotPredictable, PromptTokenizer, TokenizerError, find_folder
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder_of(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = make_folder(tmp_path_factory.mktemp("model"), kind)
+        return made[kind]
+
+    return folder_of
+
+
+# Texts as they come: words, spaces in odd places, other scripts, and special tokens that users write.
+PIECES = st.sampled_from(
+    [
+        *("the router", " sends", "  ", "\n", "\n\n", "\t", " ", "a", "don't", "12345", "日本語", "é", "e\u0301", "🙂", "ﬁ½"),
+        *("<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "<unk>", "<think>", "<left>", "<right>", "<norm>"),
+        *("<|im_", "start|>", "[IN", "</", "▁", "user", "{}", "\u200b", "\u00a0"),
+    ]
+)
+TEXTS = st.lists(PIECES, max_size=8).map("".join)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[list[dict[str, Any]]]:
+    """A conversation as it grows, turn by turn; now and then an earlier message changes or is dropped."""
+    messages: list[dict[str, Any]] = []
+    turns = []
+    for _ in range(draw(st.integers(1, 6))):
+        if messages and draw(st.integers(0, 4)) == 0:
+            messages[draw(st.integers(0, len(messages) - 1))]["content"] = draw(TEXTS)
+        if len(messages) > 2 and draw(st.integers(0, 6)) == 0:
+            del messages[0]
+        messages.append({"role": "user", "content": draw(TEXTS)})
+        turns.append([dict(message) for message in messages])
+        messages.append({"role": "assistant", "content": draw(TEXTS)})
+    return turns
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(turns=conversations(), text=TEXTS, small=st.booleans())
+def test_remembered_tokens_are_those_of_the_whole_text(
+    folder_of: Callable[[str], Path], kind: str, turns: list[list[dict[str, Any]]], text: str, small: bool
+) -> None:
+    """Through the cache, or with one that is always too small: the ids of the library, given the whole text."""
+    folder = folder_of(kind)
+    ours = _loaded(folder, 2_000 if small else 1 << 20)
+    library = _library(folder)
+    assert ours.encoder.whole_because is None
+    for messages in turns:
+        prompt = ours.chat_text({"messages": messages})
+        tokens = ours.encode(prompt)
+        assert tokens is not None
+        assert tokens.dtype == np.uint32
+        assert tokens.tolist() == library.encode(prompt.text, add_special_tokens=False).ids
+    for special in (False, True):
+        expected = library.encode(text, add_special_tokens=special).ids
+        assert ours.completion(text, add_special_tokens=special).tolist() == expected
+        assert ours.completion(text, add_special_tokens=special).tolist() == expected
+    assert ours.encoder.stats()["bytes"] <= (2_000 if small else 1 << 20)
+
+
+_LOADED: dict[tuple[Path, int], PromptTokenizer] = {}
+_LIBRARY: dict[Path, Tokenizer] = {}
+
+
+def _loaded(folder: Path, cache_bytes: int) -> PromptTokenizer:
+    key = (folder, cache_bytes)
+    if key not in _LOADED:
+        _LOADED[key] = PromptTokenizer.load(folder, cache_bytes=cache_bytes)
+    return _LOADED[key]
+
+
+def _library(folder: Path) -> Tokenizer:
+    if folder not in _LIBRARY:
+        _LIBRARY[folder] = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return _LIBRARY[folder]
+
+
+def test_a_new_turn_costs_its_new_text_only(folder_of: Callable[[str], Path]) -> None:
+    tokenizer = PromptTokenizer.load(folder_of("byte-level"))
+    messages = [{"role": "system", "content": "Be brief. " * 500}, {"role": "user", "content": "Hello there"}]
+    tokenizer.chat({"messages": messages})
+    before = tokenizer.encoder.stats()
+    messages += [{"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "How are you?"}]
+    tokens = tokenizer.chat({"messages": messages})
+    after = tokenizer.encoder.stats()
+    assert after["new_bytes"] - before["new_bytes"] < 120
+    assert after["found_bytes"] - before["found_bytes"] > 5_000
+    # A change in the past costs the message that changed.
+    messages[1] = {"role": "user", "content": "Hello here"}
+    assert tokenizer.chat({"messages": messages}).tolist() != tokens.tolist()
+    assert tokenizer.encoder.stats()["new_bytes"] - after["new_bytes"] < 40
+
+
+def test_long_new_text_is_left_for_a_thread(folder_of: Callable[[str], Path]) -> None:
+    tokenizer = PromptTokenizer.load(folder_of("byte-level"))
+    text = tokenizer.completion_text({}, "words and words " * 100)
+    assert tokenizer.encode(text, at_most=1599) is None
+    assert tokenizer.encoder.stats()["new_bytes"] == 0
+    whole = tokenizer.encode(text)
+    assert whole is not None
+    again = tokenizer.encode(text, at_most=0)
+    assert again is not None
+    assert again.tolist() == whole.tolist()
+
+
+def test_where_cuts_would_be_wrong_texts_are_tokenised_whole(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken("<word>", single_word=True, normalized=False)])
+    ours = PromptTokenizer.load(write_folder(tmp_path / "m", tokenizer))
+    assert "single word" in str(ours.encoder.whole_because)
+    assert "tokenised whole" in ours.notes[0]
+    text = "<|im_start|>a<word> <word>b <|im_end|>"
+    assert ours.completion(text).tolist() == tokenizer.encode(text).ids
+
+
+def test_added_tokens_of_the_configuration_count(tmp_path: Path) -> None:
+    decoder = {str(byte_level().get_vocab_size()): {"content": "<|later|>", "special": True, "normalized": False}}
+    folder = write_folder(tmp_path / "m", byte_level(), added_tokens_decoder=decoder)
+    tokens = PromptTokenizer.load(folder).completion("a<|later|>b").tolist()
+    assert tokens[1] == byte_level().get_vocab_size()
+    assert len(tokens) == 3
+
+
+# Chats.
+
+
+def chat(folder: Path, **request: Any) -> str:
+    return PromptTokenizer.load(folder).chat_text(request).text
+
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"b": 1, "a": "ü<"}'}}
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        ({"messages": [USER]}, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        ({"messages": [USER], "add_generation_prompt": False}, "<|im_start|>user\nHi<|im_end|>\n"),
+        (
+            {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}},
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "So  "}], "continue_final_message": True}
+            | {"add_generation_prompt": False},
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nSo  ",
+        ),
+        (  # parts of text are joined by lines; what is empty is left out
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "", "b")]}]},
+            "<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (  # arguments become an object; a call without content has an empty one; reasoning after the question stays
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "hm"},
+                    {"role": "tool", "tool_call_id": "c1", "content": "[]"},
+                ],
+            },
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\n\n<tool_call>\n"
+            '{"name": "weather", "arguments": {"b": 1, "a": "ü<"}}\n</tool_call><|im_end|>\n'
+            "<|im_start|>user\n<tool_response>\n[]\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (  # tools: the engine's order of fields, absent ones as null
+            {"messages": [USER], "tools": [WEATHER | {"type": "function"}]},
+            '<|im_start|>system\n# Tools\n<tools>\n{"type": "function", "function": {"name": "weather", '
+            '"description": null, "parameters": {"type": "object"}}}\n</tools><|im_end|>\n'
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ],
+)
+def test_chats_as_text(folder_of: Callable[[str], Path], request_: dict[str, Any], expected: str) -> None:
+    assert chat(folder_of("byte-level"), **request_) == expected
+
+
+def test_a_template_that_wants_parts_gets_parts(folder_of: Callable[[str], Path]) -> None:
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "21", "tool_call_id": "c1"},
+        {"role": "assistant", "content": [{"type": "text", "text": " ok "}, {"type": "text", "text": "so"}]},
+    ]
+    expected = (
+        '<s>[INST] Hi [/INST][TOOL_CALLS] [{"arguments": {"b": 1, "a": "ü<"}, "name": "weather"}]</s>'
+        "[TOOL_RESULTS] 21[/TOOL_RESULTS] ok so</s>"
+    )
+    assert chat(folder_of("metaspace first"), messages=messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "media"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "media"),
+        ({"messages": [{"content": "x"}]}, "shape"),
+        ({"messages": ["x"]}, "shape"),
+        ({"messages": [{"role": 3, "content": "x"}]}, "shape"),
+        ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": ["x"]}]}, "shape"),
+        ({"messages": [USER], "tools": [{}]}, "shape"),
+        ({"messages": [{"role": "stranger", "content": "x"}]}, "template"),
+        ({"messages": [USER], "chat_template": "{{ 1 }}"}, "template"),
+        ({"messages": [USER], "chat_template_kwargs": {"tokenize": True}}, "template"),
+        ({"messages": [USER], "truncate_prompt_tokens": 5}, "truncation"),
+    ],
+)
+def test_what_cannot_be_predicted_is_said_to_be_so(
+    folder_of: Callable[[str], Path], request_: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(NotPredictable) as caught:
+        chat(folder_of("metaspace first"), **request_)
+    assert caught.value.reason == reason
+
+
+def test_templates_know_what_hugging_face_gives_them(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}\n"
+        "  {% if loop.index > 1 %}{% break %}{% endif %}\n"
+        "{{ {'k': m.content} | tojson }}{{ [1, 2] | tojson(indent=1) }}|{{ strftime_now('%Y')|length }}|\n"
+        "{% generation %}{{ eos_token }}{% endgeneration %}{% endfor %}"
+    )
+    folder = write_folder(tmp_path / "m", byte_level(), template)
+    text = chat(folder, messages=[{"role": "user", "content": "<é'>"}, USER])
+    assert text == '{"k": "<é\'>"}[\n 1,\n 2\n]|4|\n<|im_end|>'
+
+
+@pytest.mark.parametrize(
+    ("template", "content_format"),
+    [
+        (CHATML, "string"),
+        (INST, "openai"),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "string"),
+        ("{% for m in messages[1:] %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}", "openai"),
+        ("{% set all = messages %}{% for m in all %}{% for p in m['content'] | list %}x{% endfor %}{% endfor %}", "openai"),
+        ("{% for m in other %}{% for p in m.content %}x{% endfor %}{% endfor %}", "string"),
+    ],
+)
+def test_the_form_of_contents_is_read_from_the_template(tmp_path: Path, template: str, content_format: str) -> None:
+    tokenizer = PromptTokenizer.load(write_folder(tmp_path / "m", byte_level(), template))
+    assert tokenizer._files.template is not None
+    assert tokenizer._files.template.content_format == content_format
+
+
+def test_named_templates_and_files(tmp_path: Path) -> None:
+    tool = {"messages": [USER], "tools": [WEATHER]}
+    folder = write_folder(tmp_path / "list", byte_level(), None)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert chat(folder, messages=[USER]) == "plain"
+    assert chat(folder, **tool) == "tools"
+    (folder / "chat_template.jinja").write_text("file")
+    assert chat(folder, **tool) == "file"
+    own = tmp_path / "own.jinja"
+    own.write_text("given")
+    assert PromptTokenizer.load(folder, chat_template=str(own)).chat_text(tool).text == "given"
+
+
+def test_folders_that_cannot_be_used_say_why(tmp_path: Path) -> None:
+    def refused(folder: Path, says: str, **more: Any) -> None:
+        with pytest.raises(TokenizerError, match=says):
+            PromptTokenizer.load(folder, **more)
+
+    refused(tmp_path / "absent", "absent: no such folder")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "tekken.json").touch()
+    refused(tmp_path / "empty", r"no tokenizer.json \(tekken.json cannot be used\)")
+    (tmp_path / "empty" / "tokenizer.json").write_text('{"model": 3}')
+    refused(tmp_path / "empty", "empty/tokenizer.json: ")
+    folder = write_folder(tmp_path / "m", metaspace(), "{% for %}")
+    refused(folder, r"tokenizer_config.json: chat_template: line 1: ")
+    refused(folder, "gone.jinja: No such file", chat_template=str(tmp_path / "gone.jinja"))
+    (folder / "tokenizer_config.json").write_text("{")
+    refused(folder, "tokenizer_config.json: not JSON")
+    dropout = json.loads((folder / "tokenizer.json").read_text())
+    dropout["model"]["dropout"] = 0.1
+    (folder / "tokenizer.json").write_text(json.dumps(dropout))
+    (folder / "tokenizer_config.json").write_text("{}")
+    refused(folder, "dropout")
+
+
+def test_without_a_template_completions_work(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", byte_level(), None)
+    tokenizer = PromptTokenizer.load(folder)
+    assert tokenizer.completion("the router").tolist() == byte_level().encode("the router").ids
+    assert "no chat template" in tokenizer.notes[0]
+    with pytest.raises(NotPredictable):
+        tokenizer.chat({"messages": [USER]})
+
+
+def test_a_model_is_found_by_folder_or_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    repository = tmp_path / "hub" / "models--Owner--Name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    assert find_folder("Owner/Name") is None
+    (repository / "snapshots" / "abc").mkdir(parents=True)
+    assert find_folder("Owner/Name") == repository / "snapshots" / "abc"
+    assert find_folder(str(tmp_path)) == tmp_path
+    for other in ("Owner/Other", "Name", "../Name", "a/b/c", ""):
+        assert find_folder(other) is None
