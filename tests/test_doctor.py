@@ -1,8 +1,7 @@
-"""`lmetric-router doctor` on emulated engines: every verdict, green and red; real engines are in tests/real."""
+"""`lmetric-router doctor` on emulated engines: every verdict, green and red; for real ones see tests/real."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,15 @@ import yaml
 from typer.testing import CliRunner
 
 from lmetric.cli.app import build
-from lmetric.config import EngineConfig, PoolSettings, load_config
+from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor import CHECKS, Examination, Level, Target, examine
 from lmetric.engines.embedded import EmbeddedEngines
 from lmetric.engines.emulated import EngineOptions
 from lmetric.engines.emulated.text import CHAT_TEMPLATE, TOKENIZER_PATH
-from server_world import FakeEngine, plain
 
 EVENTS = {"kv_events_endpoint": "tcp://127.0.0.1:*", "kv_events_replay_endpoint": "tcp://127.0.0.1:*"}
+
+EVENTS_RED = ["kv_events", "block_hashes"]
 
 
 @pytest.fixture
@@ -54,15 +54,15 @@ async def test_all_green(tokenizer: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "settings", "wanting", "says"),
     [
-        ({"kv_events": False}, {}, ["kv_events", "block_hashes"], "--kv-events-config"),
+        ({"kv_events": False}, {}, EVENTS_RED, "--kv-events-config"),
         ({"cached_tokens": False}, {}, ["cached_tokens"], "--enable-prompt-tokens-details"),
         ({"metrics": False}, {}, ["load", "cancel"], "--disable-log-stats"),
         ({}, {"block_size": 32}, ["block_hashes"], "16 tokens"),
-        ({}, {"kv_events": {"topic": "other"}}, ["kv_events", "block_hashes"], "topic 'other'"),
-        ({}, {"kv_events": {"endpoint": "tcp://127.0.0.1:9"}}, ["kv_events", "block_hashes"], "nobody listens"),
-        ({}, {"kv_events": "off"}, ["kv_events", "block_hashes"], "off in the configuration"),
+        ({}, {"kv_events": {"topic": "other"}}, EVENTS_RED, "topic 'other'"),
+        ({}, {"kv_events": {"endpoint": "tcp://127.0.0.1:9"}}, EVENTS_RED, "nobody listens"),
+        ({}, {"kv_events": "off"}, EVENTS_RED, "off in the configuration"),
         ({}, {"tokenizer": "off"}, ["tokenizer"], "off"),
-        ({"tokenize": False}, {}, ["prefix_cache", "cached_tokens", "kv_events", "block_hashes", "tokenizer"], "/tokenize"),
+        ({"tokenize": False}, {}, ["prefix_cache", "cached_tokens", *EVENTS_RED, "tokenizer"], "/tokenize"),
         ({"fail_status": 500}, {}, list(CHECKS)[1:-2], "told to fail"),
     ],
 )  # fmt: skip

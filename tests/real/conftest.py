@@ -1,4 +1,4 @@
-"""Real engines for tests marked nightly. LMETRIC_VLLM_VENV names an environment that has vLLM; else one is installed."""
+"""Real engines for tests marked nightly. LMETRIC_VLLM_VENV names an environment with it; else one is made."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
 from vllm_process import Engines, VllmEngine
 
 _engines = pytest.StashKey[Engines]()

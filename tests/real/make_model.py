@@ -2,8 +2,8 @@
 
     VLLM_ENVIRONMENT/bin/python tests/real/make_model.py DIR
 
-Nothing is downloaded. The weights come from a seed, so two engines give the same greedy answers. The chat template
-takes tools and content in parts, as those of real models do.
+Nothing is downloaded. The weights come from a seed, so two engines give the same greedy answers. The chat
+template takes tools and content in parts, as those of real models do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LAYERS, HIDDEN, HEADS, CONTEXT = 2, 64, 2, 8192
 
 CHAT_TEMPLATE = """\
 {%- if tools -%}
-{{- '<|im_start|>system\\n# Tools\\nCall a function with <tool_call>{"name": ..., "arguments": ...}</tool_call>\\n' -}}
+{{- '<|im_start|>system\\n# Tools\\nCall with <tool_call>{"name": ..., "arguments": ...}</tool_call>\\n' -}}
 {%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- endif -%}

@@ -11,8 +11,9 @@ from typing import Any
 import aiohttp
 import orjson
 from openai import AsyncOpenAI
-from test_server_process import Process, router
 from vllm_process import VllmEngine
+
+from test_server_process import Process, router
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Served:
     async def until(self, true: Callable[[], Any], seconds: float = 10.0) -> None:
         """Waits for an awaitable that comes out true."""
         async with asyncio.timeout(seconds):
-            while not await true():
+            while not await true():  # noqa: ASYNC110 - another process is asked
                 await asyncio.sleep(0.05)
 
 

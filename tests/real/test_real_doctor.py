@@ -1,4 +1,4 @@
-"""`lmetric-router doctor` on real vLLM engines: green where all is right, red where something was broken on purpose."""
+"""`lmetric-router doctor` on real vLLM: green where all is right, red where something is broken."""
 
 from __future__ import annotations
 

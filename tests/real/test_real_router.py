@@ -1,4 +1,4 @@
-"""The router before two real vLLM engines: what clients get, what it predicts, what happens when things end."""
+"""The router before two real vLLM engines: what clients get, what it predicts, what happens when one dies."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ TOOLS = [
         },
     }
 ]
-WORDS = (
-    "river engine summer letter cache garden signal winter bridge market token memory queue castle".split()
-)
+WORDS = [
+    "river", "engine", "summer", "letter", "cache", "garden", "signal",
+    "winter", "bridge", "market", "token", "memory", "queue", "castle",
+]  # fmt: skip
 
 
 def text(rng: random.Random, words: int) -> str:

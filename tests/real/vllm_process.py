@@ -62,7 +62,7 @@ def _locked(name: str) -> Iterator[None]:
 
 
 def environment() -> Path:
-    """The virtual environment with vLLM: $LMETRIC_VLLM_VENV, else one in the cache, installed the first time."""
+    """The virtual environment with vLLM: $LMETRIC_VLLM_VENV, else one in the cache, made the first time."""
     if named := os.environ.get("LMETRIC_VLLM_VENV"):
         if not (Path(named) / "bin" / "python").exists():
             raise FileNotFoundError(f"LMETRIC_VLLM_VENV={named}: no virtual environment there")
@@ -186,7 +186,7 @@ class VllmEngine:
         return self.log.read_text(errors="replace")[-characters:] if self.log.exists() else ""
 
     def processes(self) -> list[int]:
-        """Ids of all processes it consists of: its session's, for its workers outlive the one that we started."""
+        """Ids of its processes: all of its session, for workers outlive the one that we started."""
         if self.process is None:
             return []
         found = []

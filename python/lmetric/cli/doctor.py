@@ -32,8 +32,8 @@ def command(
 ) -> None:
     """Examine engines: load reports, cache events, tokens, cancelling, each proved by doing it.
 
-    It sends each engine about ten short requests, and a long one that it leaves. Exit code 1: an engine is not
-    good for what --require says; the causes and what to set stand under the table.
+    It sends each engine some dozens of short requests, and a long one that it leaves. Exit code 1: an engine
+    is not good for what --require says; the causes and what to set stand under the table.
     """
     import asyncio
 

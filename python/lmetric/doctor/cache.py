@@ -1,7 +1,7 @@
-"""Does it keep prefixes, tell of them truly, and publish them: prefix_cache, cached_tokens, kv_events, block_hashes.
+"""Does it keep prefixes, and tell of them: prefix_cache, cached_tokens, kv_events, block_hashes.
 
-Two prompts of token ids that nobody has sent before share a prefix. The first teaches the index, fed as the server
-feeds it; then the index says what the engine should find of the second, and the engine says what it found.
+Two prompts of token ids that nobody has sent before share a prefix. The first teaches the index, which is fed
+as the server's is; then the index says what the engine should find of the second, and the engine what it did.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def _send(subject: Subject, prompt: list[int]) -> Answer:
 
 
 async def _probes(subject: Subject, block: int) -> Probes | None:
-    """New prompts in ids of the engine's own vocabulary; None, with the verdict, where there is no way to them."""
+    """New prompts in the engine's own token ids; None, with the verdict, where there is no way to them."""
     common = -(-PREFIX_TOKENS // block) * block
     if common < 2 * block and 3 * block < subject.max_tokens:
         common = 2 * block
@@ -95,7 +95,7 @@ async def _probes(subject: Subject, block: int) -> Probes | None:
 
 
 async def _heard(ear: Ear, name: str, probes: Probes) -> bool:
-    """Whether events come. They are waited for until the index knows the prompt: others' requests make events, too."""
+    """Whether events come. The index must know the prompt: others' requests make events, too."""
     deadline = time.monotonic() + EVENT_SECONDS
     while ear.predict(name, probes.first) < probes.common:
         if time.monotonic() > deadline:

@@ -73,7 +73,7 @@ class Ear:
             )
         if source.bind:
             return f"nothing connected to {source.endpoint}, where the router listens", (
-                f"let the engine's endpoint be an address of this machine with that port, or let it listen: {flag}"
+                f"let its endpoint be this machine's address and that port, or let it listen: {flag}"
             )
         if source.endpoint.startswith("tcp://") and (why := await _closed(source.endpoint)):
             return f"nobody listens at {source.endpoint} ({why})", (

@@ -45,9 +45,9 @@ class Examination:
 async def examine(
     targets: Sequence[Target], watch: Callable[[str, Verdict], None] = lambda engine, verdict: None
 ) -> list[Examination]:
-    """Examines engines, all at once, each check by doing it; every verdict is also told to `watch` when it is there.
+    """Examines engines, all at once; `watch` is told of each verdict as soon as it is there.
 
-    It costs an engine about ten short requests and one long stream that is left early.
+    It costs an engine some dozens of short requests, and a long stream that is left early.
     """
     ears = Ears()
     # A connection is not used again: a pool's keep-alive would look like an engine's fault.

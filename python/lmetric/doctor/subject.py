@@ -21,7 +21,7 @@ class Target:
     model: str | None = None
     """The model it should serve; None: it is asked."""
     settings: PoolSettings = field(default_factory=PoolSettings)
-    """Block size, KV events and tokenizer, where they are configured; what is not, the engine is asked for."""
+    """Block size, KV events and tokenizer, where configured; for what is not, the engine is asked."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from lmetric.doctor.subject import Subject
 from lmetric.tokens import PromptTokenizer, TokenizerError, find_folder, verify
 from lmetric.tokens.verify import NotVerifiable
 
-REMEDY = "tokenizer: FOLDER in the configuration (or --tokenizer), a folder with the model's tokenizer.json and chat template"
+REMEDY = "tokenizer: FOLDER in the configuration, or --tokenizer: with the tokenizer.json and chat template"
 
 
 async def check_tokenizer(subject: Subject) -> None:
@@ -60,6 +60,7 @@ def _folder(subject: Subject) -> Path | None:
         return Path(setting)
     folder = find_folder(root) if root else None
     if folder is None:
-        cause = f"the engine's model {root or subject.model!r} is no folder of this machine: prompts are matched as text"
+        named = root or subject.model
+        cause = f"the engine's model {named!r} is no folder of this machine: prompts are matched as text"
         subject.not_offered("tokenizer", cause, REMEDY)
     return folder
