@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from vllm_process import Engines, VllmEngine
 
 _engines = pytest.StashKey[Engines]()

@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import orjson
 from openai import AsyncOpenAI
-from vllm_process import VllmEngine
 
 from test_server_process import Process, router
+from vllm_process import VllmEngine
 
 
 @dataclass

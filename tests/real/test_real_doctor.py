@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from vllm_process import VllmEngine, free_port
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]

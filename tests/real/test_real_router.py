@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from router_world import Served, served
 from vllm_process import BLOCK, MODEL, VllmEngine
 

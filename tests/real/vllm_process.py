@@ -54,7 +54,8 @@ ENVIRONMENT = {
 
 
 @contextmanager
-def _locked(name: str) -> Iterator[None]:
+def locked(name: str) -> Iterator[None]:
+    """Holds a lock in the cache: two sessions do not make the same thing at once."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -68,7 +69,7 @@ def environment() -> Path:
             raise FileNotFoundError(f"LMETRIC_VLLM_VENV={named}: no virtual environment there")
         return Path(named)
     target = CACHE / "environment"
-    with _locked("environment"):
+    with locked("environment"):
         if not (target / "installed").exists():
             subprocess.run([HERE / "install_vllm", target], check=True, timeout=1800)
             (target / "installed").touch()
@@ -79,7 +80,7 @@ def model(venv: Path) -> Path:
     """The folder of the tiny model, made the first time."""
     target = CACHE / MODEL
     maker = HERE / "make_model.py"
-    with _locked(MODEL):
+    with locked(MODEL):
         made_by = target / "made_by"
         if not made_by.exists() or made_by.read_text() != maker.read_text():
             subprocess.run([venv / "bin" / "python", maker, target], check=True, timeout=300)
