@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from lmetric.engines.embedded import EmbeddedEngines
 from lmetric.engines.emulated import EngineOptions
 from lmetric.engines.emulated.text import CHAT_TEMPLATE, TOKENIZER_PATH
 
-EVENTS = {"kv_events_endpoint": "tcp://127.0.0.1:*", "kv_events_replay_endpoint": "tcp://127.0.0.1:*"}
+EVENTS = {"kv_events_endpoint": "tcp://*:0", "kv_events_replay_endpoint": "tcp://*:0"}
 
 EVENTS_RED = ["kv_events", "block_hashes"]
 
@@ -32,65 +34,83 @@ def tokenizer(tmp_path: Path) -> Path:
     return folder
 
 
-async def examined(options: dict[str, Any], url: str | None = None, **settings: Any) -> Examination:
-    """One emulated engine with these options, examined under these settings."""
-    async with EmbeddedEngines(1, EngineOptions(clock_speed=20, **EVENTS | options)) as engines:
-        target = Target(EngineConfig(url=engines.urls[0]), None, PoolSettings(**settings))
-        (found,) = await examine([target])
-        return found
-
-
 def outcomes(found: Examination) -> dict[str, str]:
     return {name: str(verdict.outcome) for name, verdict in found.verdicts.items()}
 
 
-async def test_all_green(tokenizer: Path) -> None:
-    found = await examined({}, tokenizer=str(tokenizer))
-    assert outcomes(found) == dict.fromkeys(CHECKS, "pass"), found
-    assert found.level is Level.EXACT
-    assert not any(found.wanting(level) for level in Level)
+@dataclass
+class Case:
+    """An engine with these options under these settings: what `exact` is then wanting, and a word of why."""
+
+    wanting: list[str]
+    says: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
-@pytest.mark.parametrize(
-    ("options", "settings", "wanting", "says"),
-    [
-        ({"kv_events": False}, {}, EVENTS_RED, "--kv-events-config"),
-        ({"cached_tokens": False}, {}, ["cached_tokens"], "--enable-prompt-tokens-details"),
-        ({"metrics": False}, {}, ["load", "cancel"], "--disable-log-stats"),
-        ({}, {"block_size": 32}, ["block_hashes"], "16 tokens"),
-        ({}, {"kv_events": {"topic": "other"}}, EVENTS_RED, "topic 'other'"),
-        ({}, {"kv_events": {"endpoint": "tcp://127.0.0.1:9"}}, EVENTS_RED, "nobody listens"),
-        ({}, {"kv_events": "off"}, EVENTS_RED, "off in the configuration"),
-        ({}, {"tokenizer": "off"}, ["tokenizer"], "off"),
-        ({"tokenize": False}, {}, ["prefix_cache", "cached_tokens", *EVENTS_RED, "tokenizer"], "/tokenize"),
-        ({"fail_status": 500}, {}, list(CHECKS)[1:-2], "told to fail"),
-    ],
-)  # fmt: skip
+def cases(tokenizer: Path, other: Path, busy: str) -> dict[str, Case]:
+    """By name. `other` is another model's folder, `busy` an address where nobody listens."""
+    blind = ["prefix_cache", "cached_tokens", *EVENTS_RED, "tokenizer"]
+    return {
+        "good": Case([]),
+        "no events": Case(EVENTS_RED, "--kv-events-config", {"kv_events": False}),
+        "events unwanted": Case(EVENTS_RED, "off in the configuration", settings={"kv_events": "off"}),
+        "other topic": Case(EVENTS_RED, "topic 'other'", settings={"kv_events": {"topic": "other"}}),
+        "other port": Case(EVENTS_RED, "nobody listens", settings={"kv_events": {"endpoint": busy}}),
+        "connects": Case(EVENTS_RED, busy, {"kv_events_endpoint": busy}),
+        "block size": Case(["block_hashes"], "16 tokens", settings={"block_size": 32}),
+        "untold": Case(["cached_tokens"], "--enable-prompt-tokens-details", {"cached_tokens": False}),
+        "no metrics": Case(["load", "cancel"], "--disable-log-stats", {"metrics": False}),
+        "stale metrics": Case(["load", "cancel"], "did not show", {"metrics_every_seconds": 60}),
+        "no tokenizer": Case(["tokenizer"], "off", settings={"tokenizer": "off"}),
+        "other tokenizer": Case(["tokenizer"], str(other), settings={"tokenizer": str(other)}),
+        "no tokenize": Case(blind, "/tokenize", {"tokenize": False}),
+        "fails": Case(list(CHECKS)[1:10], "told to fail", {"fail_status": 500}),
+    }
+
+
 async def test_what_is_wrong_is_red_and_nothing_else(
-    tokenizer: Path, options: dict[str, Any], settings: dict[str, Any], wanting: list[str], says: str
+    tokenizer: Path, tmp_path: Path, unused_tcp_port: int
 ) -> None:
-    found = await examined(options, **{"tokenizer": str(tokenizer)} | settings)
-    assert found.wanting(Level.EXACT) == wanting, found
-    first = found.verdicts[wanting[0]]
-    assert says in f"{first.seen} {first.remedy}"
+    other = tmp_path / "other"
+    shutil.copytree(tokenizer, other)
+    changed = CHAT_TEMPLATE.replace("assistant", "the assistant")
+    (other / "tokenizer_config.json").write_text(json.dumps({"chat_template": changed}))
+    all_cases = cases(tokenizer, other, f"tcp://127.0.0.1:{unused_tcp_port}")
+    # Each serves a model of its own: engines of one model share an index, and so a block size.
+    options = [
+        EngineOptions(clock_speed=20, model=name, **EVENTS | case.options) for name, case in all_cases.items()
+    ]
+    async with EmbeddedEngines(options=options) as engines:
+        targets = [
+            Target(EngineConfig(url=url), None, PoolSettings(**{"tokenizer": str(tokenizer)} | case.settings))
+            for url, case in zip(engines.urls, all_cases.values(), strict=True)
+        ]
+        for (name, case), found in zip(all_cases.items(), await examine(targets), strict=True):
+            assert found.wanting(Level.EXACT) == case.wanting, (name, found)
+            if case.wanting:
+                first = found.verdicts[case.wanting[0]]
+                assert case.says in f"{first.seen} {first.remedy}", (name, first)
+            else:
+                assert outcomes(found) == dict.fromkeys(CHECKS, "pass")
+                assert not any(found.wanting(level) for level in Level)
 
 
-async def test_a_tokenizer_of_another_model(tokenizer: Path) -> None:
-    file = tokenizer / "tokenizer_config.json"
-    file.write_text(json.dumps({"chat_template": CHAT_TEMPLATE.replace("assistant", "the assistant")}))
-    found = await examined({}, tokenizer=str(tokenizer))
-    assert found.wanting(Level.EXACT) == ["tokenizer"]
-    assert found.level is Level.APPROXIMATE
-
-
-async def test_an_engine_that_connects_to_us(tokenizer: Path, unused_tcp_port: int) -> None:
+async def test_engines_that_connect_to_us(tokenizer: Path, unused_tcp_port: int) -> None:
     endpoint = f"tcp://127.0.0.1:{unused_tcp_port}"
-    options = {"kv_events_endpoint": endpoint}
-    silent = await examined(options, tokenizer=str(tokenizer))
-    assert silent.wanting(Level.EXACT) == ["kv_events", "block_hashes"]
-    assert endpoint in silent.verdicts["kv_events"].seen
-    heard = await examined(options, tokenizer=str(tokenizer), kv_events={"endpoint": endpoint, "bind": True})
-    assert heard.wanting(Level.EXACT) == []
+    options = [EngineOptions(kv_events_endpoint=endpoint, kv_events_topic=topic) for topic in ("a@", "b@")]
+    async with EmbeddedEngines(options=options) as engines:
+        settings = PoolSettings(tokenizer=str(tokenizer), kv_events={"endpoint": endpoint, "bind": True})
+        found = await examine([Target(EngineConfig(url=url), None, settings) for url in engines.urls])
+    assert [each.wanting(Level.EXACT) for each in found] == [[], []], found
+
+
+async def test_engines_of_one_model_with_two_block_sizes(tokenizer: Path) -> None:
+    options = [EngineOptions(block_tokens=size, clock_speed=20, **EVENTS) for size in (16, 64)]
+    async with EmbeddedEngines(options=options) as engines:
+        settings = PoolSettings(tokenizer=str(tokenizer))
+        found = await examine([Target(EngineConfig(url=url), None, settings) for url in engines.urls])
+    assert sorted(each.wanting(Level.EXACT) for each in found) == [[], ["block_hashes"]]
 
 
 def test_the_command(tokenizer: Path, unused_tcp_port: int, tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ import time
 from dataclasses import dataclass
 
 from lmetric.doctor.client import Answer, Unanswered
-from lmetric.doctor.ears import Ear, Ears
+from lmetric.doctor.ears import BLOCK_SIZE, Ear, Ears
 from lmetric.doctor.subject import Subject
 from lmetric.engines.adapter import gauge_pattern
 
-EVENT_SECONDS = 3.0
-"""Until an event of a prompt just computed must have come; vLLM takes about 15 ms."""
+EVENT_SECONDS = (1.0, 3.0)
+"""Until an event of a prompt just computed must have come, at the first try and at the second: the subscription
+may be later than the first prompt. vLLM takes about 15 ms."""
 PREFIX_TOKENS = 64  # at least; whole blocks
 COUNTERS = {"vllm": "prefix_cache_hits_total", "sglang": "cached_tokens_total"}
 
@@ -34,20 +35,20 @@ class Probes:
 
 async def check_cache(subject: Subject, ears: Ears) -> None:
     """All four."""
-    block = subject.capabilities.block_size or subject.target.block_size or 16
+    block = subject.capabilities.block_size or subject.target.settings.block_size or BLOCK_SIZE
     ear = ears.listen(subject)
+    heard = False
     try:
-        probes = await _probes(subject, block)
-        if probes is None:
-            return
-        heard = False
-        for _ in range(2 if ear else 1):  # the subscription may have come after the first prompt
+        for seconds in EVENT_SECONDS:
+            probes = await _probes(subject, block)
+            if probes is None:
+                return
             await _send(subject, probes.first)
-            heard = ear is not None and await _heard(ear, subject.name, probes)
-            if heard or ear is None:
+            if ear is None:
                 break
-            again = await _probes(subject, block)
-            probes = again or probes
+            heard = await _heard(ear, subject.name, probes, seconds)
+            if heard:
+                break
         predicted = ear.predict(subject.name, probes.second) if ear else None
         before = await _counted(subject)
         answer = await _send(subject, probes.second)
@@ -94,9 +95,9 @@ async def _probes(subject: Subject, block: int) -> Probes | None:
     return Probes(prefix + tails[:tail], prefix + tails[tail : 2 * tail], common)
 
 
-async def _heard(ear: Ear, name: str, probes: Probes) -> bool:
+async def _heard(ear: Ear, name: str, probes: Probes, seconds: float) -> bool:
     """Whether events come. The index must know the prompt: others' requests make events, too."""
-    deadline = time.monotonic() + EVENT_SECONDS
+    deadline = time.monotonic() + seconds
     while ear.predict(name, probes.first) < probes.common:
         if time.monotonic() > deadline:
             return ear.events(name) > 0

@@ -40,8 +40,10 @@ async def check_load_and_cancel(subject: Subject) -> None:
 
 
 async def _follow(subject: Subject, path: str, *, last: bool) -> bool:
-    """One stream. True where there is nothing more to find out; only the last attempt may fail."""
+    """One stream. True: there is nothing more to find out. On an engine that serves others, only the last
+    attempt may fail."""
     before = await _read(subject, path)
+    last = last or _total(before) == 0
     tokens = max(min(OUTPUT_TOKENS, subject.max_tokens - 64), 16)
     body = {"model": subject.model, "prompt": "Go on and on.", "max_tokens": tokens, "ignore_eos": True}
     others = (
