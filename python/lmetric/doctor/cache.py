@@ -17,7 +17,7 @@ from lmetric.doctor.subject import Subject
 from lmetric.engines.adapter import gauge_pattern
 
 EVENT_SECONDS = (1.0, 3.0)
-"""Until an event of a prompt just computed must have come, at the first try and at the second: the subscription
+"""Until an event of a prompt just computed must have come, at the first try and the second: the subscription
 may be later than the first prompt. vLLM takes about 15 ms."""
 PREFIX_TOKENS = 64  # at least; whole blocks
 COUNTERS = {"vllm": "prefix_cache_hits_total", "sglang": "cached_tokens_total"}
