@@ -7,7 +7,6 @@ from typing import Any
 import orjson
 import pytest
 
-from lmetric.server.health import parse_load
 from lmetric.server.openai import CHAT, COMPLETIONS, INTERNAL_FIELDS, ApiError, parse
 from server_world import FakeEngine, answer, hang, plain, says, world
 
@@ -361,18 +360,6 @@ async def test_load_reports_reach_the_indicators() -> None:
         assert w.engines[0].requests[0].headers["endpoint-load-metrics-format"] == "TEXT"
         assert "endpoint-load-metrics" not in headers
         assert pool.router.indicators()["kv_usage"][0] == 0.5
-
-
-def test_load_is_read_from_either_engines_metrics() -> None:
-    ranks = b'vllm:num_requests_running{engine="0"} 3\nvllm:num_requests_running{engine="1"} 4\n'
-    assert parse_load(ranks + b"vllm:kv_cache_usage_perc 0.25\n") == {"running": 7.0, "kv_usage": 0.25}
-    assert parse_load(
-        b"sglang:num_running_reqs 2\nsglang:num_queue_reqs{} 1e0\nsglang:token_usage NaN\n"
-    ) == {
-        "running": 2.0,
-        "waiting": 1.0,
-    }
-    assert parse_load(b"x vllm:num_requests_running 3\nvllm:num_requests_running_total 9\n\xff") == {}
 
 
 async def test_sessions_stay_together() -> None:

@@ -348,7 +348,14 @@ class Engine:
         kv_events: bool = False,
     ) -> Engine: ...
     def submit(
-        self, prompt: _Buffer, output_tokens: int, now: float, *, priority: int = 0, salt: str | None = None
+        self,
+        prompt: _Buffer,
+        output_tokens: int,
+        now: float,
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+        report_cached: bool = False,  # blocks of the prompt that are cached already come as stored once more
     ) -> int: ...  # the request's key; BadValueError where the engine could never serve it
     def abort(self, id: int) -> bool: ...  # False: not in the engine
     def start_step(self, now: float) -> float | None: ...  # its end; None: nothing to do at `now`

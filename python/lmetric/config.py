@@ -16,8 +16,10 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     SecretStr,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -46,15 +48,58 @@ def _engine_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def _zmq_endpoint(endpoint: str) -> str:
+    scheme, _, rest = endpoint.partition("://")
+    _, _, port = rest.rpartition(":")
+    if not (scheme == "ipc" and rest) and not (scheme == "tcp" and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError("a ZMQ endpoint looks like tcp://host:port or ipc:///path")
+    return endpoint
+
+
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Positive = Annotated[int, Field(ge=1)]
 EngineUrl = Annotated[str, AfterValidator(_engine_url)]
+ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
 
 
 class Strict(BaseModel):
     """A section: unknown keys are errors, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class KvEvents(Strict):
+    """Where KV events come from, where an engine does not tell, or tells wrongly."""
+
+    endpoint: ZmqEndpoint | None = Field(
+        None, description="where to hear them; * is the engine's host; default: the engine is asked"
+    )
+    replay_endpoint: ZmqEndpoint | None = Field(
+        None, description="where past ones can be asked for; default: the engine is asked"
+    )
+    topic: str | None = Field(None, description="topic of the engine's events; default: the engine is asked")
+    bind: bool = Field(
+        False,
+        description="the router listens at endpoint and the engines connect to it, each with its own topic",
+    )
+    without_tokenizer: bool = Field(
+        False,
+        description="use them even where no tokenizer is known: for clients that send token ids; text then "
+        "counts as not cached",
+    )
+
+    @model_validator(mode="after")
+    def _bound_somewhere(self) -> Self:
+        if self.bind and self.endpoint is None:
+            raise ValueError("bind needs an endpoint to listen at, such as tcp://*:5557")
+        return self
+
+
+# The tags stand in brackets, so that they are not taken for keys where an error is told.
+KvEventsSetting = Annotated[
+    Annotated[Literal["auto", "off"], Tag("[word]")] | Annotated[KvEvents, Tag("[mapping]")],
+    Discriminator(lambda value: "[mapping]" if isinstance(value, dict | KvEvents) else "[word]"),
+]
 
 
 class EngineConfig(Strict):
@@ -66,6 +111,9 @@ class EngineConfig(Strict):
     )
     cache_blocks: Positive | None = Field(
         None, description="blocks its prefix cache holds; default: the model's cache_blocks"
+    )
+    kv_events: KvEventsSetting | None = Field(
+        None, description="its KV events; default: the model's kv_events"
     )
     api_key: SecretStr | None = Field(None, description="sent to it as a bearer token")
 
@@ -83,11 +131,18 @@ class PoolSettings(Strict):
         description="a policy's name, a score expression, or a mapping with filter, score, prefer, then",
     )
     knobs: dict[str, float] = Field(default_factory=dict, description="the policy's knobs by name")
-    block_size: Positive = Field(16, le=1 << 20, description="tokens a block, for prompts given as token ids")
+    block_size: Positive | None = Field(
+        None,
+        le=1 << 20,
+        description="tokens a block, for prompts whose tokens are known; default: the engines', 16 until one "
+        "tells",
+    )
     text_block_bytes: Positive = Field(
         256, le=1 << 20, description="bytes a block, for prompts given as text"
     )
-    cache_blocks: Positive | None = Field(None, description="blocks an engine's prefix cache holds")
+    cache_blocks: Positive | None = Field(
+        None, description="blocks an engine's prefix cache holds; default: the engine is asked"
+    )
     tokenizer: str | None = Field(
         None,
         min_length=1,
@@ -99,6 +154,11 @@ class PoolSettings(Strict):
     )
     token_cache_bytes: int = Field(
         256 << 20, ge=1 << 10, description="bound on remembered tokens of prompts, bytes"
+    )
+    kv_events: KvEventsSetting = Field(
+        "auto",
+        description="auto: the engines are asked where their KV events are; off: what is cached is guessed "
+        "from what was sent; or a mapping",
     )
     index_bytes: int = Field(512 << 20, ge=1 << 20, description="bound on the KV index, bytes")
     receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="bound on kept receipts, bytes")

@@ -1,5 +1,6 @@
 """The router's own pages: health, models, metrics, debugging, administration."""
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -74,14 +75,33 @@ def _json(value: Any) -> web.Response:
 
 
 def _engine(engine: Engine) -> dict[str, Any]:
+    pool, told = engine.pool, engine.capabilities
     return {
         "name": engine.name,
         "url": engine.config.url,
-        "model": engine.pool.name if engine.pool else None,
+        "model": pool.name if pool else None,
         "healthy": engine.healthy,
         "draining": engine.draining,
         "last_error": engine.last_error,
+        "mode": engine.mode.name,
+        "mode_reason": engine.mode.reason,
+        "capabilities": {**asdict(told), "full_report": told.full_report is not None},
+        "load": {
+            "reports": engine.load_reports,
+            "age_seconds": _report_age(engine),
+            "error": engine.load_error,
+        },
+        "kv_events": pool.kv.status(engine.name) if pool else None,
+        "refilling": engine.refill is not None,
     }
+
+
+def _report_age(engine: Engine) -> float | None:
+    """Seconds since its last load report."""
+    if engine.pool is None:
+        return None
+    age = engine.pool.router.stats()["instances"][engine.name]["report_age_seconds"]
+    return None if age is None else float(age)
 
 
 def _indicators(pool: Pool) -> dict[str, dict[str, float | None]]:

@@ -106,6 +106,8 @@ class Server:
         await self._monitor.stop()
         for engine in self.fleet.engines():
             engine.upstream.close()
+        for pool in self.fleet.pools:
+            pool.kv.close()
         log.info("stopped")
 
 

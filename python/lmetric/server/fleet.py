@@ -3,34 +3,55 @@
 import asyncio
 import difflib
 import os
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import orjson
 import structlog
 
 from lmetric._core import Router
 from lmetric.config import EngineConfig, ModelConfig, PoolSettings, ServerConfig
+from lmetric.engines.adapter import Adapter, Capabilities, Load
+from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.policies import Policy
 from lmetric.profiles import load_profile
+from lmetric.server.kv_feed import KvFeed
+from lmetric.server.modes import Mode, Pooled
 from lmetric.server.openai import ApiError
+from lmetric.server.refill import Refill
 from lmetric.server.upstream import Upstream, UpstreamError
 from lmetric.tokens import PromptTokenizer, TokenizerError, find_folder
+
+DEFAULT_BLOCK_SIZE = 16  # until an engine tells
+ASK_AGAIN_SECONDS = 30.0  # where a page of an engine did not answer
 
 log = structlog.get_logger("lmetric.fleet")
 
 
 class Engine:
-    """One engine of a pool: its connections and its health."""
+    """One engine of a pool: its connections, its health, what it is and can do."""
 
     def __init__(self, config: EngineConfig, server: ServerConfig) -> None:
         self.config = config
         self.name = config.label
+        self.host = urlsplit(config.url).hostname or ""
         self.upstream = Upstream(config, server)
         self.health = server.health
         self.pool: Pool | None = None
+        # What it told when it was last asked; it is asked again when it comes back.
+        self.identified = False
+        self.ask_again_at = math.inf
+        self.adapter: Adapter = UNKNOWN
+        self.capabilities = Capabilities("unknown", no_events="it was not asked yet")
+        self.mode = Mode("approximate", "it was not asked yet")
+        self.refill: Refill | None = None
+        self.lost_blocks = False  # taken for gone, so its blocks were forgotten
+        self.load_reports: Counter[str] = Counter()  # by where they came from
+        self.load_error: str | None = None
         self.healthy = False
         self.draining = False
         self.failures = 0
@@ -53,14 +74,25 @@ class Engine:
         if self.healthy and (kind == "refused" or self.failures >= self.health.down_after):
             self._turn(False, reason, gone=kind == "refused")
 
+    def report(self, load: Load, source: str) -> None:
+        """Takes in what it says of its load; ``source`` is where."""
+        if load and self.pool is not None:
+            self.load_reports[source] += 1
+            self.pool.router.engine_report(
+                self.name, waiting=load.waiting, running=load.running, kv_usage=load.kv_usage
+            )
+
     def _turn(self, healthy: bool, reason: str | None, *, gone: bool = False) -> None:
         self.healthy = healthy
         self.successes = 0
+        if not healthy:
+            self.identified = False
         if self.pool is not None:
             self.pool.router.set_health(self.name, healthy)
             if gone:
                 # Nobody listens there: the process is gone, and its cache with it.
                 self.pool.router.blocks_cleared(self.name)
+                self.lost_blocks = True
             if healthy:
                 log.info("engine up", model=self.pool.name, engine=self.name)
             else:
@@ -105,11 +137,13 @@ class Pool:
             self._use(self._load(settings.tokenizer))
         self.engines: dict[str, Engine] = {}
         self.created = int(time.time())
+        self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
+        self.block_size_from = "default" if settings.block_size is None else "the configuration"
         policy = Policy.from_config(settings.policy, knobs=settings.knobs)
         self.router = Router(
             policy,
             knobs=settings.knobs if isinstance(policy, str) else None,
-            block_size=settings.block_size,
+            block_size=self.block_size,
             text_block_bytes=settings.text_block_bytes,
             domain=[name],
             index_bytes=settings.index_bytes,
@@ -120,6 +154,7 @@ class Pool:
             step_time=_step_time(settings.profile),
             seed=settings.seed,
         )
+        self.kv = KvFeed(self.router)
 
     def add(self, engine: Engine) -> None:
         """Takes in an engine."""
@@ -134,6 +169,7 @@ class Pool:
         """Forgets an engine; its running requests end as they end."""
         engine = self.engines.pop(name)
         engine.pool = None
+        self.kv.unwire(name)
         engine.upstream.close()
         self.router.remove_instance(name)
 
@@ -174,6 +210,50 @@ class Pool:
             self.drop_tokenizer(str(error))
         else:
             self._use(tokenizer)
+
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether prompts given as text become token ids, as the engines' events have them."""
+        return self.tokenizer is not None
+
+    def wire(self, engine: Engine) -> None:
+        """Uses what an engine told: sizes of blocks and cache, and how its cache can be known."""
+        rewired = [engine]
+        if self._sized_by(engine):
+            rewired = [e for e in self.engines.values() if e is engine or e.identified]
+        pooled = Pooled(self.block_size, self.block_size_from, self.knows_tokens)
+        for each in rewired:
+            if (
+                not (each.config.cache_blocks or self.settings.cache_blocks)
+                and each.capabilities.cache_tokens
+            ):
+                self.router.set_cache_blocks(each.name, self._blocks_of(each.capabilities.cache_tokens))
+            self.kv.wire(each, pooled)
+
+    def _sized_by(self, engine: Engine) -> bool:
+        """Takes the engine's block size for the index, unless other engines have the one there is."""
+        told = engine.capabilities
+        if self.settings.block_size is not None or told.block_size is None:
+            return False
+        # Small blocks only cost where no events name them.
+        size = told.block_size if told.event_sources else max(told.block_size, DEFAULT_BLOCK_SIZE)
+        others = (e for e in self.engines.values() if e is not engine)
+        if size == self.block_size:
+            self.block_size_from = engine.name
+        elif not any(e.capabilities.block_size == self.block_size for e in others):
+            for each in self.engines.values():
+                self.kv.unwire(each.name)
+                self.router.blocks_cleared(each.name)
+            self.router.set_block_size(size)
+            self.block_size, self.block_size_from = size, engine.name
+            return True
+        return False
+
+    def _blocks_of(self, tokens: int) -> int:
+        """Blocks of the index that hold as much as an engine's cache of so many tokens."""
+        if self.knows_tokens:
+            return max(1, tokens // self.block_size)
+        return max(1, int(tokens * self.ratio.bytes / self.ratio.tokens) // self.settings.text_block_bytes)
 
     def decision_label(self, decision_id: int) -> str:
         """A decision's id over all pools: bare in the first, else `POOL-ID`."""
@@ -251,26 +331,80 @@ class Fleet:
         names = sorted(self.names)
         return ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
 
-    async def discover(self, engine: Engine) -> None:
-        """Asks an engine for its models and places it. Raises UpstreamError; ValueError: a strange answer."""
-        status, body = await engine.upstream.get("/v1/models", self.config.health.timeout)
-        if status != 200:
-            raise UpstreamError("status", f"GET /v1/models: status {status}")
+    async def identify(self, engine: Engine) -> None:
+        """Asks an engine what it is, places it where its model was not known, and wires it.
+
+        A page that does not answer counts as missing, and is asked for again later. Raises ValueError where
+        the engine's model was to be asked for and cannot be told.
+        """
+
+        unanswered = []
+
+        async def ask(path: str) -> tuple[int, bytes]:
+            try:
+                return await engine.upstream.get(path, self.config.health.timeout)
+            except UpstreamError as error:
+                unanswered.append(path)
+                return 504, str(error).encode()
+
+        before = engine.capabilities
         try:
-            cards = orjson.loads(body)["data"]
-            base = next(card["id"] for card in cards if not card.get("parent"))
-            adapters = [card["id"] for card in cards if card.get("parent")]
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, StopIteration):
-            raise ValueError(f"GET /v1/models: not a list of models: {body[:120]!r}") from None
-        pool = self.pool(base)
-        for adapter in adapters:
-            if adapter not in self.names:
-                self.names[adapter] = (pool, adapter)
-                pool.adapters.append(adapter)
-        if engine in self.unplaced:
-            self.unplaced.remove(engine)
-            pool.add(engine)
-            log.info("engine found", engine=engine.name, model=base)
+            async with asyncio.timeout(3 * self.config.health.timeout):
+                engine.adapter, engine.capabilities = await identify(ask)
+        except (ValueError, TimeoutError) as error:
+            reason = str(error) or f"its pages took longer than {3 * self.config.health.timeout:g} s"
+            if engine.pool is None:
+                raise ValueError(reason) from None
+            unanswered.append(reason)
+            engine.adapter, engine.capabilities = UNKNOWN, Capabilities("unknown", no_events=reason)
+        told = engine.capabilities
+        if engine.pool is None:
+            self._place(engine)
+        if engine.pool is None:
+            return  # removed meanwhile
+        pool = engine.pool
+        model = told.base(pool.name)
+        if model is not None and model.root is not None:
+            await pool.set_tokenizer(model.root)
+        if engine.pool is None:
+            return  # removed meanwhile
+        engine.identified = True
+        engine.ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS if unanswered else math.inf
+        pool.wire(engine)
+        if told == before:
+            return
+        log.info(
+            "engine identified",
+            engine=engine.name,
+            model=pool.name,
+            kind=told.engine,
+            version=told.version,
+            block_size=told.block_size,
+            cache_blocks=told.cache_blocks,
+            load=", ".join(told.load_names) or "none",
+            mode=engine.mode.name,
+            reason=engine.mode.reason,
+        )
+        names = [model.name for model in told.models]
+        if names and pool.name not in names:
+            log.warning(
+                "the engine does not serve its model", engine=engine.name, model=pool.name, serves=names
+            )
+
+    def _place(self, engine: Engine) -> None:
+        """Puts an engine into the pool of the model that it told."""
+        if engine not in self.unplaced:
+            return  # removed meanwhile
+        base = engine.capabilities.base()
+        assert base is not None  # else it would not have been identified
+        pool = self.pool(base.name)
+        for model in engine.capabilities.models:
+            if model.parent is not None and model.name not in self.names:
+                self.names[model.name] = (pool, model.name)
+                pool.adapters.append(model.name)
+        self.unplaced.remove(engine)
+        pool.add(engine)
+        log.info("engine found", engine=engine.name, model=base.name)
 
     def ready(self) -> bool:
         """At least one engine can take requests."""

@@ -1,8 +1,6 @@
 """What runs beside the requests: checks of the engines, their load, time limits, the guard."""
 
 import asyncio
-import math
-import re
 import time
 from collections.abc import Awaitable, Callable
 
@@ -14,22 +12,6 @@ from lmetric.server.metrics import Metrics
 from lmetric.server.upstream import UpstreamError
 
 log = structlog.get_logger("lmetric.health")
-
-_GAUGE = re.compile(
-    rb"^(?:vllm|sglang):(num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_running_reqs"
-    rb"|num_queue_reqs|token_usage)"
-    rb'(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?'
-    rb" +([0-9.eE+-]+)",
-    re.MULTILINE,
-)
-_MEANING = {
-    b"num_requests_running": "running",
-    b"num_running_reqs": "running",
-    b"num_requests_waiting": "waiting",
-    b"num_queue_reqs": "waiting",
-    b"kv_cache_usage_perc": "kv_usage",
-    b"token_usage": "kv_usage",
-}
 
 
 class Monitor:
@@ -58,6 +40,7 @@ class Monitor:
         self._spawn("time limits", sweep, self._sweep)
         if self.config.load.interval is not None:
             self._spawn("load", self.config.load.interval, self._load)
+        self._spawn("KV events", 1.0, self._kv)
         self._tasks.append(asyncio.create_task(self._tick(), name="guard"))
 
     async def stop(self) -> None:
@@ -83,8 +66,8 @@ class Monitor:
             status, _ = await engine.upstream.get(health.path, health.timeout)
             if status >= 500:
                 raise UpstreamError("status", f"GET {health.path}: status {status}")
-            if engine in self.fleet.unplaced:
-                await self.fleet.discover(engine)
+            if not engine.identified or time.monotonic() >= engine.ask_again_at:
+                await self.fleet.identify(engine)
         except (UpstreamError, ValueError) as error:
             reason = str(error)
             if not engine.healthy and engine.last_error != reason:
@@ -99,15 +82,23 @@ class Monitor:
         await asyncio.gather(*(self._load_of(engine) for engine in engines))
 
     async def _load_of(self, engine: Engine) -> None:
-        try:
-            status, body = await engine.upstream.get("/metrics", self.config.health.timeout)
-        except UpstreamError as error:
-            log.debug("no load report", engine=engine.name, reason=str(error))
+        path = engine.capabilities.load_path
+        if path is None:
             return
-        if status == 200 and engine.pool is not None:
-            report = parse_load(body)
-            if report:
-                engine.pool.router.engine_report(engine.name, **report)
+        try:
+            status, body = await engine.upstream.get(path, self.config.health.timeout)
+            if status != 200:
+                raise UpstreamError("status", f"GET {path}: status {status}")
+        except UpstreamError as error:
+            engine.load_error = str(error)
+            return
+        load = engine.adapter.load(body)
+        engine.load_error = None if load else f"GET {path}: no load under a known name"
+        engine.report(load, path.partition("?")[0])
+
+    async def _kv(self) -> None:
+        for pool in self.fleet.pools:
+            pool.kv.watch(pool.engines.values())
 
     async def _sweep(self) -> None:
         now = time.monotonic()
@@ -132,22 +123,3 @@ class Monitor:
                     details = {k: v for k, v in event.items() if k != "event"}
                     log.warning("hot-spot guard", model=pool.name, what=kind, **details)
             await asyncio.sleep(min(max(following - time.monotonic(), 0.05), 5.0))
-
-
-def parse_load(text: bytes) -> dict[str, float]:
-    """The load in an engine's /metrics, with the names of ``Router.engine_report``.
-
-    Counts are summed over data-parallel ranks; of the KV usage the highest counts.
-    """
-    report: dict[str, float] = {}
-    for name, value in _GAUGE.findall(text):
-        meaning = _MEANING[name]
-        try:
-            number = float(value)
-        except ValueError:
-            continue
-        if not math.isfinite(number) or number < 0:
-            continue
-        before = report.get(meaning, 0.0)
-        report[meaning] = max(before, number) if meaning == "kv_usage" else before + number
-    return report

@@ -170,6 +170,32 @@ class Metrics(Collector):
                 gauge.add_metric((pool.name,), float(values[name]))
             yield gauge
         yield from self._instances(stats)
+        yield from self._engines()
+
+    def _engines(self) -> Iterator[Metric]:
+        mode = GaugeMetricFamily(
+            "lmetric_engine_mode",
+            "1 for each engine: exact, approximate or load_only, and why",
+            labels=("model", "instance", "engine", "version", "mode", "reason"),
+        )
+        reports = CounterMetricFamily(
+            "lmetric_load_reports", "Load reports taken in, by source", labels=("model", "instance", "source")
+        )
+        events = CounterMetricFamily(
+            "lmetric_kv_events", "What the KV event feed counted", labels=("model", "instance", "what")
+        )
+        for pool in self.fleet.pools:
+            for engine in pool.engines.values():
+                told, chosen = engine.capabilities, engine.mode
+                labels = (pool.name, engine.name, told.engine, told.version or "", chosen.name, chosen.reason)
+                mode.add_metric(labels, 1)
+                for source, count in engine.load_reports.items():
+                    reports.add_metric((pool.name, engine.name, source), count)
+                for what, count in pool.kv.counts(engine.name).items():
+                    events.add_metric((pool.name, engine.name, what), count)
+        yield mode
+        yield reports
+        yield events
 
     def _tokenizers(self) -> Iterator[Metric]:
         """Of the pools that match prompts by token: their caches, and the prompts that were matched as text."""

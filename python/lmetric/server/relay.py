@@ -5,8 +5,6 @@ the ranking. After that the client learns of a failure by an event in its stream
 """
 
 import asyncio
-import contextlib
-import math
 import time
 from collections.abc import Callable
 
@@ -165,6 +163,11 @@ class Relay:
             return
         self._deadline_from = now
         body = self._body
+        refill = self._engine.refill
+        if refill is not None:
+            decision = self._decision
+            unknown = decision.prompt_tokens - decision.predicted_hit_tokens
+            body = refill.body(self._asked.path, body, unknown)
         head = self._asked.head.for_engine(
             self._engine.upstream.head(self._asked.head.target, self._stream), len(body)
         )
@@ -219,7 +222,7 @@ class Relay:
         status = reader.status
         retries = self._config.retries
         if status in retries.statuses:
-            self._settle("status", f"status {status}")
+            self._settle("status", f"status {status}{self._words(reader)}")
             return False
         if reader.event_stream and status == 200:
             code = reader.error_code
@@ -240,6 +243,12 @@ class Relay:
         write = self._transport.write
         write(reader.commit(extra, not self._asked.keep_alive, write))
         return True
+
+    def _words(self, reader: ResponseReader) -> str:
+        """What the engine says of its refusal, behind a colon."""
+        _, _, body = reader.commit(b"", True).partition(b"\r\n\r\n")
+        said = self._engine.adapter.error(body)
+        return f": {said}" if said else ""
 
     @property
     def _label(self) -> str:
@@ -264,7 +273,7 @@ class Relay:
             self._engine.failures = 0
         load = reader.load
         if load is not None:
-            report(self._pool, self._engine.name, load)
+            self._engine.report(self._engine.adapter.load_of_header(load), "header")
         connection, self._connection = self._connection, None
         if connection is not None:
             if self._stalled_at:
@@ -401,20 +410,3 @@ class Relay:
             limit = limits.first_byte if self._stream else limits.answer
             if now - self._deadline_from > limit:
                 self._settle("timeout", f"no answer within {limit:g} s")
-
-
-def report(pool: Pool, engine: str, header: str) -> None:
-    """Takes in an `endpoint-load-metrics` header of the TEXT form; what is no load is passed over."""
-    if engine not in pool.engines:
-        return  # removed while it answered
-    values: dict[str, float] = {}
-    for item in header.removeprefix("TEXT ").split(","):
-        name, _, value = item.partition("=")
-        with contextlib.suppress(ValueError):
-            number = float(value)
-            if math.isfinite(number) and number >= 0:
-                values[name.strip()] = number
-    waiting = values.get("named_metrics.num_requests_waiting")
-    usage = values.get("named_metrics.kv_cache_usage_perc")
-    if waiting is not None or usage is not None:
-        pool.router.engine_report(engine, waiting=waiting, kv_usage=usage)

@@ -86,7 +86,7 @@ impl Engine {
         Ok(Engine { engine, submitted: 0 })
     }
 
-    #[pyo3(signature = (prompt, output_tokens, now, *, priority=0, salt=None))]
+    #[pyo3(signature = (prompt, output_tokens, now, *, priority=0, salt=None, report_cached=false))]
     fn submit(
         &mut self,
         #[pyo3(from_py_with = tokens)] prompt: Vec<u32>,
@@ -94,10 +94,12 @@ impl Engine {
         now: f64,
         priority: i64,
         salt: Option<&str>,
+        report_cached: bool,
     ) -> PyResult<u64> {
         let id = self.submitted;
         let prompt = Prompt::Tokens(&prompt);
-        self.engine.submit(&Request { id, prompt, output_tokens, priority, salt }, now).map_err(to_python)?;
+        let request = Request { id, prompt, output_tokens, priority, salt, report_cached };
+        self.engine.submit(&request, now).map_err(to_python)?;
         self.submitted += 1;
         Ok(id)
     }

@@ -434,6 +434,7 @@ fn engine_request<'w>(workload: &'w Workload, config: &ClusterConfig, request: u
         output_tokens: workload.shape.output_tokens[request],
         priority: 0,
         salt: None,
+        report_cached: false,
     }
 }
 

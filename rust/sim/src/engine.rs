@@ -86,6 +86,8 @@ pub struct Request<'a> {
     pub priority: i64,
     /// Requests with different salts share no block.
     pub salt: Option<&'a str>,
+    /// The blocks of its prompt that are cached already are told of again, as stored.
+    pub report_cached: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -213,6 +215,7 @@ impl Engine {
         sequence.output_tokens = request.output_tokens;
         sequence.root = hash::root(request.salt);
         sequence.salt = request.salt.map(Arc::from);
+        sequence.report_cached = request.report_cached;
         match request.prompt {
             Prompt::Tokens(tokens) => {
                 sequence.prompt_tokens = tokens.len() as u32;

@@ -39,6 +39,7 @@ pub struct Sequence {
     /// Where the chain starts.
     pub root: u64,
     pub salt: Option<Arc<str>>,
+    pub report_cached: bool,
     /// Its blocks, and how many leading ones carry their hash.
     pub blocks: Vec<u32>,
     pub named: usize,

@@ -20,7 +20,7 @@ fn words() -> Generator {
 }
 
 fn ask(id: u64, tokens: &[u32], output_tokens: u32) -> Request<'_> {
-    Request { id, prompt: Prompt::Tokens(tokens), output_tokens, priority: 0, salt: None }
+    Request { id, prompt: Prompt::Tokens(tokens), output_tokens, priority: 0, salt: None, report_cached: false }
 }
 
 fn close(a: f64, b: f64) {
@@ -171,6 +171,19 @@ fn the_cache_log_names_parents_tokens_and_removals() {
     };
     assert_eq!((hashes.len(), &log.tokens[tokens.clone()]), (1, &third[32..48]));
     log.clear();
+
+    // A reuse is told again only where that was asked for: all three full blocks but the one of the last token.
+    for (id, report_cached, told) in [(4, false, 0), (5, true, 1)] {
+        engine.submit(&Request { report_cached, ..ask(id, &third, 1) }, 0.0).unwrap();
+        engine.start_step(0.0).unwrap();
+        assert_eq!(engine.finish_step().admitted[0].cached_tokens, 48);
+        let log = engine.kv_log();
+        assert_eq!(log.events.len(), told, "request {id}");
+        if let [KvEvent::Stored { parent: None, tokens, .. }] = &log.events[..] {
+            assert_eq!(&log.tokens[tokens.clone()], &third[..48]);
+        }
+        log.clear();
+    }
     assert!(engine.reset_cache());
     assert_eq!(engine.kv_log().events, [KvEvent::Cleared]);
 }
@@ -237,6 +250,7 @@ fn reserving_admission_lets_in_what_fits_and_one_always() {
         output_tokens,
         priority: 0,
         salt: None,
+        report_cached: false,
     };
     engine.submit(&chain(1, &[1, 2], 20, 5), 0.0).unwrap();
     engine.submit(&chain(2, &[1, 3, 4], 44, 5), 0.0).unwrap(); // 20 + 44 = 64: just fits

@@ -95,6 +95,7 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
                     output_tokens: output,
                     priority,
                     salt: None,
+                    report_cached: false,
                 };
                 engine.submit(&request, now).unwrap();
                 expected.insert(id, output);
@@ -183,7 +184,7 @@ proptest! {
                     let (at, tokens, output_tokens) = arrivals[next];
                     let hashes: Vec<u64> = (0..u64::from(tokens.div_ceil(profile.block_tokens))).collect();
                     let prompt = Prompt::Chain { hashes: &hashes, tokens };
-                    engine.submit(&Request { id: next as u64, prompt, output_tokens, priority: 0, salt: None }, at).unwrap();
+                    engine.submit(&Request { id: next as u64, prompt, output_tokens, priority: 0, salt: None, report_cached: false }, at).unwrap();
                     next += 1;
                 }
                 let until = arrivals.get(next).map_or(f64::INFINITY, |a| a.0);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 import uuid
 from array import array
@@ -36,6 +37,7 @@ from lmetric.engines.emulated.text import TOKENIZER_PATH, Text
 _BODY = TypeVar("_BODY", bound=BaseModel)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+VLLM = "0.32.0"  # whose API this is
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default of /v1/completions
 _MAX_BODY_BYTES = 256 * 2**20
 _THREAD_FROM_CHARACTERS = 16_384  # a longer text is tokenised in a thread: some ms
@@ -46,7 +48,10 @@ _log = logging.getLogger("lmetric.engine")
 
 
 class Api:
-    """The handlers of one engine."""
+    """The handlers of one engine, with vLLM's pages."""
+
+    _full_reports = True  # vllm_xargs.kv_cache_report_mode: "full" is honoured
+    _echoes_ids = True
 
     def __init__(
         self,
@@ -66,6 +71,8 @@ class Api:
         self._kv_feed = kv_feed
         self._in_progress = 0
         self._created = int(time.time())
+        self._metrics_page = b""
+        self._metrics_at = -math.inf
 
     def application(self) -> web.Application:
         """The routes."""
@@ -74,16 +81,20 @@ class Api:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
-        app.router.add_get("/version", self._version)
-        app.router.add_get("/load", self._load)
-        app.router.add_get("/kv_event_sources", self._kv_event_sources)
-        app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
         if self._options.metrics:
             app.router.add_get("/metrics", self._show_metrics)
-        if self._options.tokenize:
-            app.router.add_post("/tokenize", self._tokenize)
-            app.router.add_post("/detokenize", self._detokenize)
+        self._add_own(app.router)
         return app
+
+    def _add_own(self, router: web.UrlDispatcher) -> None:
+        """The pages that only this kind of engine has."""
+        router.add_get("/version", self._version)
+        router.add_get("/load", self._load)
+        router.add_get("/kv_event_sources", self._kv_event_sources)
+        router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
+        if self._options.tokenize:
+            router.add_post("/tokenize", self._tokenize)
+            router.add_post("/detokenize", self._detokenize)
 
     @web.middleware
     async def _around(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -95,15 +106,21 @@ class Api:
         try:
             response = await handler(request)
         except ApiError as error:
-            response = error.response()
+            response = self._refusal(error)
         except web.HTTPException as error:
-            response = ApiError(error.status, f"{request.method} {request.path}: {error.reason}").response()
+            response = self._refusal(
+                ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+            )
         except Exception:
             _log.exception("%s %s failed", request.method, request.path)
-            response = ApiError(500, "Internal server error").response()
-        if not response.prepared and (request_id := request.headers.get("X-Request-Id")):
+            response = self._refusal(ApiError(500, "Internal server error"))
+        request_id = request.headers.get("X-Request-Id")
+        if self._echoes_ids and request_id and not response.prepared:
             response.headers["X-Request-Id"] = request_id
         return response
+
+    def _refusal(self, error: ApiError) -> web.Response:
+        return error.response()
 
     # -- generation
 
@@ -160,9 +177,9 @@ class Api:
         try:
             if not body.stream:
                 generation = Generation(shape, max_tokens, break_after=options.fail_after_tokens)
-                return await self._answer_whole(request, generation, priority, body.cache_salt)
+                return await self._answer_whole(request, generation, priority, body)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-            if request.headers.get("X-Request-Id"):
+            if self._echoes_ids and request.headers.get("X-Request-Id"):
                 response.headers["X-Request-Id"] = request_id
             chunked = request.version >= (1, 1)
             if chunked:
@@ -179,7 +196,7 @@ class Api:
             if rejected:
                 stream.write(_event_error(_BUSY, 503))
             else:
-                await self._run(stream, priority, body.cache_salt)
+                await self._run(stream, priority, body)
                 if stream.broken:
                     await self._break(request, stream)
             await response.write_eof()
@@ -188,25 +205,26 @@ class Api:
             self._in_progress -= 1
 
     async def _answer_whole(
-        self, request: web.Request, generation: Generation, priority: int, salt: str | None
+        self, request: web.Request, generation: Generation, priority: int, body: CompletionBody | ChatBody
     ) -> web.Response:
-        await self._run(generation, priority, salt)
+        await self._run(generation, priority, body)
         if generation.broken:
             if self._options.fail_with == "event":
                 raise ApiError(500, _DIED)
             await self._break(request, None)
         cached = generation.cached_tokens if self._options.cached_tokens else None
-        body = generation.shape.whole(generation.tokens, generation.finish_reason or "length", cached)
-        response = web.Response(body=body, content_type="application/json")
+        answer = generation.shape.whole(generation.tokens, generation.finish_reason or "length", cached)
+        response = web.Response(body=answer, content_type="application/json")
         if self._options.load_header:
             self._add_load_header(request, response)
         return response
 
-    async def _run(self, generation: Generation, priority: int, salt: str | None) -> None:
+    async def _run(self, generation: Generation, priority: int, body: CompletionBody | ChatBody) -> None:
         """Waits until the engine is done with it. A client that leaves cancels this."""
         if generation.broken:
             return
-        self._driver.submit(generation, priority=priority, salt=salt)
+        full = self._full_reports and (body.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
+        self._driver.submit(generation, priority=priority, salt=body.cache_salt, report_cached=full)
         try:
             await generation.over
         finally:
@@ -296,13 +314,15 @@ class Api:
         return web.Response()
 
     async def _version(self, _request: web.Request) -> web.Response:
-        return web.json_response({"version": f"lmetric-{version('lmetric-router')}"})
+        return web.json_response({"version": f"{VLLM}+lmetric.{version('lmetric-router')}"})
 
     async def _load(self, _request: web.Request) -> web.Response:
         return web.json_response({"server_load": self._in_progress if self._options.server_load else 0})
 
     async def _show_metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        if time.monotonic() - self._metrics_at >= (self._options.metrics_every_seconds or 0.0):
+            self._metrics_page, self._metrics_at = self._metrics.render(), time.monotonic()
+        return web.Response(body=self._metrics_page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _kv_event_sources(self, _request: web.Request) -> web.Response:
         feed = self._kv_feed

@@ -61,11 +61,25 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._warned_late = False
 
-    def submit(self, generation: Generation, *, priority: int = 0, salt: str | None = None) -> None:
+    def submit(
+        self,
+        generation: Generation,
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+        report_cached: bool = False,
+    ) -> None:
         """Puts a request into the engine's queue."""
         now = self.clock.now()
         prompt = generation.shape.prompt
-        generation.key = self.engine.submit(prompt, generation.max_tokens, now, priority=priority, salt=salt)
+        generation.key = self.engine.submit(
+            prompt,
+            generation.max_tokens,
+            now,
+            priority=priority,
+            salt=salt,
+            report_cached=report_cached,
+        )
         generation.arrived = now
         self._live[generation.key] = generation
         if self._end is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -15,7 +16,10 @@ from lmetric.engines.emulated.errors import EngineStartError
 _END = (2**64 - 1).to_bytes(8, "big")
 
 
-def message(event: tuple[Any, ...], block_tokens: int) -> dict[str, Any]:
+Message = Callable[[tuple[Any, ...], int], dict[str, Any]]
+
+
+def vllm_message(event: tuple[Any, ...], block_tokens: int) -> dict[str, Any]:
     """The map that vLLM sends for an event of the engine model."""
     match event:
         case ("stored", parent, hashes, tokens, salt):
@@ -41,13 +45,38 @@ def message(event: tuple[Any, ...], block_tokens: int) -> dict[str, Any]:
             return {"type": "AllBlocksCleared"}
 
 
+def open_socket(socket: zmq.Socket[bytes], endpoint: str, bind: bool, what: str = "KV events") -> str:
+    """Binds or connects; gives the endpoint, a port of 0 or * replaced by the one that was found."""
+    try:
+        if not bind:
+            socket.connect(endpoint)
+            return endpoint
+        chosen = endpoint.removesuffix(":0") + ":*" if endpoint.endswith(":0") else endpoint
+        socket.bind(chosen)
+    except zmq.ZMQError as error:
+        verb = "bind" if bind else "connect to"
+        raise EngineStartError(f"cannot {verb} {what} endpoint {endpoint}: {error.strerror}") from error
+    if not chosen.endswith(":*"):
+        return endpoint
+    port = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode().rpartition(":")[2]
+    return f"{chosen[:-1]}{port}"
+
+
 class KvFeed:
     """Publishes batches of events, and plays past ones again to those who ask."""
 
     def __init__(
-        self, endpoint: str, replay_endpoint: str | None, *, topic: str, buffer_steps: int, block_tokens: int
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        *,
+        topic: str,
+        buffer_steps: int,
+        block_tokens: int,
+        message: Message = vllm_message,
     ) -> None:
         self._topic = topic.encode()
+        self._message = message
         self._block_tokens = block_tokens
         self._sequence = 0
         self._past: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)
@@ -58,13 +87,13 @@ class KvFeed:
         self._watched: int | None = None
         try:
             bind = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
-            self.endpoint = self._open(self._publisher, endpoint, bind)
+            self.endpoint = open_socket(self._publisher, endpoint, bind)
             self.replay_endpoint = None
             if replay_endpoint is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
                 # A replay is longer than any mark, and a ROUTER drops what is over it.
                 self._replay.set_hwm(0)
-                self.replay_endpoint = self._open(self._replay, replay_endpoint, True)
+                self.replay_endpoint = open_socket(self._replay, replay_endpoint, True)
         except EngineStartError:
             self._context.destroy(linger=0)
             raise
@@ -72,28 +101,9 @@ class KvFeed:
             self._watched = int(self._replay.getsockopt(zmq.FD))
             asyncio.get_running_loop().add_reader(self._watched, self._answer)
 
-    @staticmethod
-    def _open(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
-        """Binds or connects; gives the endpoint, a port of 0 or * replaced by the one that was found."""
-        try:
-            if not bind:
-                socket.connect(endpoint)
-                return endpoint
-            chosen = endpoint.removesuffix(":0") + ":*" if endpoint.endswith(":0") else endpoint
-            socket.bind(chosen)
-        except zmq.ZMQError as error:
-            what = "bind" if bind else "connect to"
-            raise EngineStartError(
-                f"cannot {what} KV events endpoint {endpoint}: {error.strerror}"
-            ) from error
-        if not chosen.endswith(":*"):
-            return endpoint
-        port = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode().rpartition(":")[2]
-        return f"{chosen[:-1]}{port}"
-
     def publish(self, events: list[tuple[Any, ...]]) -> None:
         """Sends the events of one step as a batch."""
-        batch = [time.time(), [message(event, self._block_tokens) for event in events], 0]
+        batch = [time.time(), [self._message(event, self._block_tokens) for event in events], 0]
         frame, payload = self._sequence.to_bytes(8, "big"), msgpack.packb(batch)
         self._sequence += 1
         self._past.append((frame, payload))

@@ -63,11 +63,13 @@ class Histogram:
 class EngineMetrics(Collector):
     """Everything /metrics shows, under vLLM's names. Times are seconds of the engine's own clock."""
 
+    prefix = "vllm:"
+
     def __init__(
         self, model: str, cache_config: Mapping[str, str], load: Callable[[], Mapping[str, Any]]
     ) -> None:
         self._labels = {"engine": "0", "model_name": model}
-        self._cache_config = dict(cache_config)
+        self.cache_config = dict(cache_config)
         self._load = load
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._inter_token = self._histograms["inter_token_latency_seconds"]
@@ -148,26 +150,29 @@ class EngineMetrics(Collector):
         rejections = {"max_num_queued_reqs": self.rejected, "max_num_queued_tokens": 0}
         yield self._by(CounterMetricFamily, "admission_rejections", "Requests refused.", "reason", rejections)
         config = GaugeMetricFamily(
-            "vllm:cache_config_info", "The cache's shape.", labels=[*self._cache_config, "engine"]
+            "vllm:cache_config_info", "The cache's shape.", labels=[*self.cache_config, "engine"]
         )
-        config.add_metric([*self._cache_config.values(), "0"], 1)
+        config.add_metric([*self.cache_config.values(), "0"], 1)
         yield config
         yield GaugeMetricFamily(
             "lmetric_engine_late_seconds", "Real seconds behind the clock.", self.late_seconds
         )
         for name, (text, _) in _HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-            buckets, total = self._histograms[name].buckets()
-            family.add_metric(list(self._labels.values()), buckets, total)
-            yield family
+            yield self._histogram(name, text)
+
+    def _histogram(self, name: str, text: str, measured: str | None = None) -> Metric:
+        family = HistogramMetricFamily(self.prefix + name, text, labels=list(self._labels))
+        buckets, total = self._histograms[measured or name].buckets()
+        family.add_metric(list(self._labels.values()), buckets, total)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family = GaugeMetricFamily(self.prefix + name, text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family = CounterMetricFamily(self.prefix + name, text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
@@ -179,7 +184,7 @@ class EngineMetrics(Collector):
         label: str,
         values: Mapping[str, float],
     ) -> Metric:
-        family = kind(f"vllm:{name}", text, labels=[*self._labels, label])
+        family = kind(self.prefix + name, text, labels=[*self._labels, label])
         for which, value in values.items():
             family.add_metric([*self._labels.values(), which], value)
         return family

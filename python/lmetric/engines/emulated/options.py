@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.profiles import Profile, check_profile, load_profile
@@ -20,6 +20,11 @@ class EngineOptions(BaseModel):
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one.")
     model: str = Field(default="emulated", min_length=1, description="Name of the served model.")
+    api: Literal["vllm", "sglang"] = Field(
+        default="vllm",
+        description="Whose pages, metrics and KV events: vllm; or sglang, a stand-in written from its "
+        "protocol (0.5.23) and never held against a running one.",
+    )
 
     profile: str = Field(
         default=DEFAULT_PROFILE, description="Shipped profile's name, or path of a YAML file."
@@ -68,6 +73,10 @@ class EngineOptions(BaseModel):
         default=10_000, gt=0, description="Batches of KV events kept for replay."
     )
 
+    load_publish_endpoint: str | None = Field(
+        default=None, description="ZMQ endpoint (bound) at which load is pushed; sglang only."
+    )
+
     kv_events: bool = Field(default=True, description="Publish KV events (where an endpoint is given).")
     cached_tokens: bool = Field(default=True, description="Report usage.prompt_tokens_details.cached_tokens.")
     stream_usage: bool = Field(default=True, description="Honour stream_options.include_usage.")
@@ -78,6 +87,9 @@ class EngineOptions(BaseModel):
         default=True, description="Answer endpoint-load-metrics-format with the load header."
     )
     metrics: bool = Field(default=True, description="Serve /metrics.")
+    metrics_every_seconds: float | None = Field(
+        default=None, gt=0, description="/metrics stays as it is for this long; default: always fresh."
+    )
     server_load: bool = Field(default=True, description="Count requests at /load; else it says 0.")
     tokenize: bool = Field(default=True, description="Serve /tokenize and /detokenize.")
 
@@ -96,6 +108,13 @@ class EngineOptions(BaseModel):
     exit_with_parent: bool = Field(
         default=False, description="Stop when standard input ends: the parent is gone."
     )
+
+    @field_validator("load_publish_endpoint")
+    @classmethod
+    def _pushed_by_sglang(cls, endpoint: str | None, info: ValidationInfo) -> str | None:
+        if endpoint is not None and info.data.get("api") != "sglang":
+            raise ValueError("only with api sglang: vLLM does not push its load")
+        return endpoint
 
     def resolved_profile(self) -> Profile:
         """The profile with the overrides applied; raises `lmetric.profiles.ProfileError`."""

@@ -49,6 +49,7 @@ class _Body(BaseModel):
     priority: int = Field(default=0, ge=-_PRIORITY, lt=_PRIORITY)
     cache_salt: str | None = Field(default=None, min_length=1)
     return_token_ids: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
     def refuse_unsupported(self) -> None:
         """400 for what the engine cannot do."""

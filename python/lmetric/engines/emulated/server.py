@@ -20,9 +20,10 @@ from lmetric._core import Engine
 from lmetric.engines.emulated.app import Api
 from lmetric.engines.emulated.driver import Clock, Driver
 from lmetric.engines.emulated.errors import EngineStartError
-from lmetric.engines.emulated.kv_feed import KvFeed
+from lmetric.engines.emulated.kv_feed import KvFeed, vllm_message
 from lmetric.engines.emulated.metrics import EngineMetrics
 from lmetric.engines.emulated.options import EngineOptions
+from lmetric.engines.emulated.sglang import LoadFeed, SglangApi, SglangMetrics, sglang_message
 from lmetric.engines.emulated.text import shared_text
 from lmetric.profiles import ProfileError
 
@@ -42,6 +43,7 @@ class EngineServer:
         self._runner: web.AppRunner | None = None
         self._driver: Driver | None = None
         self._kv_feed: KvFeed | None = None
+        self._load_feed: LoadFeed | None = None
 
     async def start(self) -> None:
         """Binds and serves."""
@@ -62,6 +64,7 @@ class EngineServer:
                 topic=options.kv_events_topic,
                 buffer_steps=options.kv_events_buffer_steps,
                 block_tokens=profile.block_tokens,
+                message=sglang_message if options.api == "sglang" else vllm_message,
             )
         engine = Engine(
             profile.constants(),
@@ -71,11 +74,18 @@ class EngineServer:
             order=options.order,
             kv_events=self._kv_feed is not None,
         )
-        cache_config = {"block_size": str(profile.block_tokens), "num_gpu_blocks": str(profile.cache_blocks)}
-        metrics = EngineMetrics(options.model, cache_config, engine.load)
+        cache_config = {
+            "block_size": str(profile.block_tokens),
+            "enable_prefix_caching": "True",
+            "num_gpu_blocks": str(profile.cache_blocks),
+        }
+        make_api, make_metrics = {"vllm": (Api, EngineMetrics), "sglang": (SglangApi, SglangMetrics)}[
+            options.api
+        ]
+        metrics = make_metrics(options.model, cache_config, engine.load)
         publish = self._kv_feed.publish if self._kv_feed else None
         self._driver = Driver(engine, Clock(options.clock_speed), metrics, publish)
-        api = Api(
+        api = make_api(
             options,
             driver=self._driver,
             metrics=metrics,
@@ -83,6 +93,12 @@ class EngineServer:
             max_model_len=max_model_len,
             kv_feed=self._kv_feed,
         )
+        if options.load_publish_endpoint is not None and isinstance(api, SglangApi):
+            try:
+                self._load_feed = api.load_feed = LoadFeed(options.load_publish_endpoint, api.counts)
+            except EngineStartError:
+                await self.stop()
+                raise
         self._runner = web.AppRunner(
             api.application(), access_log=None, handler_cancellation=True, shutdown_timeout=_DRAIN_SECONDS
         )
@@ -107,6 +123,9 @@ class EngineServer:
             self._driver.stop()
         if self._runner is not None:
             await self._runner.cleanup()
+        if self._load_feed is not None:
+            await self._load_feed.close()
+            self._load_feed = None
         if self._kv_feed is not None:
             self._kv_feed.close()
             self._kv_feed = None

@@ -91,6 +91,11 @@ impl Engine {
                 self.counters.prefix_cache_queries += u64::from(total);
                 self.counters.prefix_cache_hits += u64::from(hit);
             }
+            if first_time && sequence.report_cached && hit >= block {
+                let blocks = (hit / block) as usize;
+                let tokens = sequence.tokens.get(..blocks * block as usize).unwrap_or_default();
+                self.kv.stored(None, &sequence.chain[..blocks], tokens, sequence.salt.as_ref());
+            }
             self.events.admitted.push(Admitted { id: sequence.id, cached_tokens: hit, first_time });
             self.name_blocks(slot, hit + tokens);
         }
