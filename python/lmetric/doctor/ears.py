@@ -94,7 +94,7 @@ class Ear:
         self._feed.close()
 
     def _ranks(self, name: str) -> list[dict[str, object]]:
-        return list(self._feed.status(name)["ranks"])
+        return list(self._feed.status(name)["ranks"].values())
 
 
 class Ears:
