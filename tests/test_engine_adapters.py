@@ -160,6 +160,9 @@ def test_load_headers_of_both_forms() -> None:
     for header in (f"TEXT {text}", text, f"JSON {values}"):
         load = vllm.load_of_header(header)
         assert (load.waiting, load.running, load.kv_usage) == (7.0, None, 0.5), header
+    for header in sample("vllm-0.32.0")["load_headers"]:
+        load = vllm.load_of_header(header)
+        assert (load.waiting, load.running, load.kv_usage) == (0.0, None, 0.0), header
     for header in (
         "TEXT ",
         "",

@@ -112,6 +112,19 @@ async def test_stored_blocks_name_hashes_tokens_and_parents(context: zmq.asyncio
         assert event["extra_keys"] == [["tenant"], None]
 
 
+async def test_a_cached_prefix_is_told_again_where_asked_for(context: zmq.asyncio.Context) -> None:
+    async with EngineServer(options()) as server:
+        socket = await connected(context, server)
+        prompt = list(range(100, 140))
+        await complete(server.url, prompt)
+        _, [stored] = await batch(socket)
+        await complete(server.url, prompt)
+        await complete(server.url, prompt, vllm_xargs={"kv_cache_report_mode": "full"})
+        _, [again] = await batch(socket)
+        assert again == stored
+        assert not await socket.poll(50)
+
+
 async def test_evictions_come_before_what_they_made_room_for(context: zmq.asyncio.Context) -> None:
     async with EngineServer(options(cache_blocks=5)) as server:
         socket = await connected(context, server)

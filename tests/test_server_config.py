@@ -7,7 +7,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from lmetric.config import ConfigError, ServerConfig, load_config, render
+from lmetric.config import ConfigError, KvEvents, ServerConfig, load_config, render
 from lmetric.server.auth import Keys
 
 
@@ -66,12 +66,31 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
         ("- 1", {}, {}, "expected keys and values, found list"),
         ("1: 2", {}, {}, "key 1 is not a name"),
         ("retries: {failures: [crash]}", {}, {}, "retries.failures[0] = 'crash'"),
+        ("kv_events: sometimes", {}, {}, "kv_events = 'sometimes': Input should be 'auto' or 'off'"),
+        ("kv_events: {endpont: a}", {}, {}, "unknown key; did you mean 'endpoint'?"),
+        ("kv_events: {endpoint: 'tcp://*'}", {}, {}, "kv_events.endpoint = 'tcp://*': a ZMQ endpoint"),
+        ("kv_events: {bind: true}", {}, {}, "bind needs an endpoint"),
+        ("engines: [{url: 'http://h', kv_events: {topic: 3}}]", {}, {}, "engines[0].kv_events.topic = 3"),
     ],
 )
 def test_errors_name_the_place(text: str, overrides: Any, environ: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(text, tmp_path, overrides, environ)
     assert says in str(caught.value)
+
+
+def test_kv_events_in_each_form(tmp_path: Path) -> None:
+    # YAML reads off as false.
+    for text, meant in (("kv_events: off", "off"), ("kv_events: 'off'", "off"), ("kv_events: auto", "auto")):
+        config = load(text, tmp_path)
+        assert config.kv_events == meant
+        assert load(render(config), tmp_path) == config
+    engine = "{url: 'http://h', kv_events: {endpoint: 'tcp://*:5557', bind: true}}"
+    config = load(f"models: [{{name: a, kv_events: off, engines: [{engine}]}}]", tmp_path)
+    [model] = config.models
+    assert (config.pool_settings(model).kv_events, config.kv_events) == ("off", "auto")
+    assert isinstance(model.engines[0].kv_events, KvEvents)
+    assert load(render(config), tmp_path) == config
 
 
 def test_missing_file_and_all_errors_at_once(tmp_path: Path) -> None:

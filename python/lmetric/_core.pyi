@@ -21,6 +21,7 @@ __all__ = [
     "BadValueError",
     "Decision",
     "Engine",
+    "EventFeed",
     "ExpressionError",
     "LmetricError",
     "NoInstanceError",
@@ -85,6 +86,13 @@ class Router:
     def remove_instance(self, name: str) -> None: ...
     def set_health(self, name: str, healthy: bool) -> None: ...
     def drain(self, name: str, draining: bool = True) -> None: ...
+    def set_index_feed(self, name: str, index: str) -> None: ...  # "approximate" or "exact"
+    def set_cache_blocks(
+        self, name: str, cache_blocks: int | None
+    ) -> None: ...  # all ranks together; None: not known
+    def set_block_size(self, block_size: int) -> None: ...  # what was cached is forgotten
+    @property
+    def block_size(self) -> int: ...
     def instances(self) -> list[str]: ...
     def in_flight(self) -> int: ...
     def route(
@@ -97,7 +105,8 @@ class Router:
         expected_output_tokens: int | None = None,
         extra_tokens: int = 0,
         session: str | None = None,
-        salt: str | None = None,  # cache salt or adapter: prompts with different salts never match
+        adapter: str | None = None,  # LoRA adapter; prompts with other adapters or salts never match
+        salt: str | None = None,
         request_id: str | None = None,
         now: float | None = None,
     ) -> tuple[Decision, Ticket]: ...
@@ -117,10 +126,14 @@ class Router:
         tokens: _Buffer,
         *,
         parent: int | None = None,
+        adapter: str | None = None,
         salt: str | None = None,
-    ) -> None: ...
-    def blocks_removed(self, name: str, block_hashes: _Buffer) -> None: ...
-    def blocks_cleared(self, name: str) -> None: ...
+        rank: int = 0,
+    ) -> int: ...  # blocks that could not be placed
+    def blocks_removed(self, name: str, block_hashes: _Buffer, *, rank: int = 0) -> None: ...
+    def blocks_cleared(
+        self, name: str, *, rank: int | None = None
+    ) -> None: ...  # None: all ranks, and guesses
     def tick(self, now: float | None = None) -> tuple[list[dict[str, Any]], float]: ...
     def set_guard(self, on: bool) -> None: ...
     def hit_tokens(
@@ -130,6 +143,7 @@ class Router:
         text: str | bytes | None = None,
         block_hashes: _Buffer | None = None,
         prompt_tokens: int | None = None,
+        adapter: str | None = None,
         salt: str | None = None,
     ) -> NDArray[np.uint32]: ...
     def score(  # of all instances; nothing is booked
@@ -141,6 +155,7 @@ class Router:
         prompt_tokens: int | None = None,
         expected_output_tokens: int | None = None,
         session: str | None = None,
+        adapter: str | None = None,
         salt: str | None = None,
         now: float | None = None,
     ) -> NDArray[np.float64]: ...
@@ -150,6 +165,41 @@ class Router:
     def indicators(self, now: float | None = None) -> dict[str, NDArray[np.float64]]: ...
     def receipt(self, decision_id: int) -> dict[str, Any] | None: ...
     def stats(self) -> dict[str, Any]: ...  # counters and gauges, see `lmetric.server.metrics`
+
+@final
+class EventFeed:
+    """Listens to engines' KV cache events over ZMQ and applies them to the router's index, on a thread of its own (see
+    `rust/feed`). Only instances whose index feed is `"exact"` learn."""
+
+    def __new__(cls, router: Router) -> EventFeed: ...
+    @property
+    def router(self) -> Router: ...
+    def subscribe(
+        self,
+        instance: str,
+        endpoint: str,  # of this rank; with bind: where engines connect to the router, told apart by topic
+        *,
+        replay_endpoint: str | None = None,
+        topic: str = "",  # "": any
+        bind: bool = False,
+        rank: int = 0,
+        block_size: int | None = None,  # the engine's, which must be the router's
+    ) -> None: ...
+    def subscribe_load(
+        self, instance: str, endpoint: str, *, topic: str = ""
+    ) -> None: ...  # SGLang's LoadStat
+    def unsubscribe(self, instance: str) -> bool: ...  # what its events told is forgotten
+    def instances(self) -> list[str]: ...
+    def status(self, instance: str) -> dict[int, dict[str, Any]]: ...
+    # by rank: state "connecting" | "live" | "incomplete", connected, batches, replayed, events, blocks_stored, blocks_removed,
+    # cleared, gaps, resyncs, restarts, unanswered, unknown_parent, unknown_removed, skipped {reason: count},
+    # tiers {medium: blocks}, last_sequence, last_batch_age_seconds, block_size, reported_rank, other_topic, last_error, ...
+    def load_status(self, instance: str) -> dict[str, Any] | None: ...  # the same keys
+    def close(self) -> None: ...
+    def __enter__(self) -> EventFeed: ...
+    def __exit__(self, *args: object) -> None: ...
+    @staticmethod
+    def rank_endpoint(endpoint: str, rank: int) -> str: ...  # the rank is added to the port
 
 @final
 class Decision:

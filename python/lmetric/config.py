@@ -15,6 +15,7 @@ import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -95,9 +96,13 @@ class KvEvents(Strict):
         return self
 
 
-# The tags stand in brackets, so that they are not taken for keys where an error is told.
+# The tags stand in brackets, so that they are not taken for keys where an error is told. YAML reads off as
+# false.
 KvEventsSetting = Annotated[
-    Annotated[Literal["auto", "off"], Tag("[word]")] | Annotated[KvEvents, Tag("[mapping]")],
+    Annotated[
+        Literal["auto", "off"], BeforeValidator(lambda word: "off" if word is False else word), Tag("[word]")
+    ]
+    | Annotated[KvEvents, Tag("[mapping]")],
     Discriminator(lambda value: "[mapping]" if isinstance(value, dict | KvEvents) else "[word]"),
 ]
 

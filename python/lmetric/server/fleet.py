@@ -155,6 +155,7 @@ class Pool:
             seed=settings.seed,
         )
         self.kv = KvFeed(self.router)
+        self._pooled: Pooled | None = None
 
     def add(self, engine: Engine) -> None:
         """Takes in an engine."""
@@ -216,38 +217,37 @@ class Pool:
         """Whether prompts given as text become token ids, as the engines' events have them."""
         return self.tokenizer is not None
 
-    def wire(self, engine: Engine) -> None:
-        """Uses what an engine told: sizes of blocks and cache, and how its cache can be known."""
-        rewired = [engine]
-        if self._sized_by(engine):
-            rewired = [e for e in self.engines.values() if e is engine or e.identified]
+    def wire(self, engine: Engine | None = None) -> None:
+        """Uses what an engine told: sizes of blocks and cache, and how its cache can be known.
+
+        Where what holds for all has changed by that, or (without an engine) by something else, all are wired.
+        """
+        if engine is not None:
+            self._take_block_size(engine.capabilities)
         pooled = Pooled(self.block_size, self.block_size_from, self.knows_tokens)
-        for each in rewired:
-            if (
-                not (each.config.cache_blocks or self.settings.cache_blocks)
-                and each.capabilities.cache_tokens
-            ):
-                self.router.set_cache_blocks(each.name, self._blocks_of(each.capabilities.cache_tokens))
+        wired = [engine] if engine is not None else []
+        if pooled != self._pooled:
+            self._pooled = pooled
+            wired = [each for each in self.engines.values() if each.identified or each is engine]
+        for each in wired:
+            held = each.capabilities.cache_tokens
+            if held and not (each.config.cache_blocks or self.settings.cache_blocks):
+                self.router.set_cache_blocks(each.name, self._blocks_of(held))
             self.kv.wire(each, pooled)
 
-    def _sized_by(self, engine: Engine) -> bool:
-        """Takes the engine's block size for the index, unless other engines have the one there is."""
-        told = engine.capabilities
+    def _take_block_size(self, told: Capabilities) -> None:
+        """Takes an engine's block size for the index, unless that of another engine stands."""
         if self.settings.block_size is not None or told.block_size is None:
-            return False
+            return
         # Small blocks only cost where no events name them.
         size = told.block_size if told.event_sources else max(told.block_size, DEFAULT_BLOCK_SIZE)
-        others = (e for e in self.engines.values() if e is not engine)
-        if size == self.block_size:
-            self.block_size_from = engine.name
-        elif not any(e.capabilities.block_size == self.block_size for e in others):
-            for each in self.engines.values():
-                self.kv.unwire(each.name)
-                self.router.blocks_cleared(each.name)
+        standing = [e.name for e in self.engines.values() if e.capabilities.block_size == self.block_size]
+        if size != self.block_size and not standing:
             self.router.set_block_size(size)
-            self.block_size, self.block_size_from = size, engine.name
-            return True
-        return False
+            self.block_size = size
+            standing = [e.name for e in self.engines.values() if e.capabilities is told]
+        if standing and self.block_size_from not in standing:
+            self.block_size_from = standing[0]
 
     def _blocks_of(self, tokens: int) -> int:
         """Blocks of the index that hold as much as an engine's cache of so many tokens."""

@@ -98,6 +98,7 @@ class Monitor:
 
     async def _kv(self) -> None:
         for pool in self.fleet.pools:
+            pool.wire()
             pool.kv.watch(pool.engines.values())
 
     async def _sweep(self) -> None:

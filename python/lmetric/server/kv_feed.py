@@ -69,6 +69,7 @@ class _Tally:
     """A feed's status over an engine's ranks."""
 
     connected: bool
+    other_topic: str | None  # under which something came instead
     incomplete: bool
     batches: int
     restarts: int
@@ -76,12 +77,15 @@ class _Tally:
     block_size: int | None
 
     @staticmethod
-    def of(status: dict[str, Any]) -> _Tally:
-        ranks = list(status["ranks"].values())
+    def of(status: dict[int, dict[str, Any]]) -> _Tally:
+        ranks = list(status.values())
         sizes = {rank["block_size"] for rank in ranks} - {None}
         restarts, resyncs = (sum(rank[name] for rank in ranks) for name in ("restarts", "resyncs"))
         return _Tally(
-            connected=all(rank["state"] != "connecting" for rank in ranks),
+            connected=all(rank["connected"] for rank in ranks),
+            other_topic=next(
+                (rank["other_topic"] for rank in ranks if rank["other_topic"] is not None), None
+            ),
             incomplete=any(rank["state"] == "incomplete" for rank in ranks),
             batches=sum(rank["batches"] for rank in ranks),
             restarts=restarts,
@@ -115,7 +119,8 @@ class KvFeed:
                 self.unwire(engine.name)
                 mode = Mode("approximate", f"its KV events cannot be heard: {error}")
         else:
-            mode = engine.mode  # as the watch has it
+            if engine.mode.name != "exact":
+                mode = engine.mode  # as the watch has it
             if engine.lost_blocks:
                 # Taken for gone, its blocks were forgotten. If it is the same process, it still has them.
                 self._refill(engine)
@@ -128,16 +133,18 @@ class KvFeed:
             self._feed.unsubscribe(name)
 
     def status(self, name: str) -> dict[str, Any] | None:
-        """What the feed knows of an engine; None: it is not listened to."""
+        """What the feed knows of an engine's ranks and of its pushed load; None: it is not listened to."""
         if self._feed is None or name not in self._heard:
             return None
-        return dict(self._feed.status(name))
+        ranks = {str(rank): status for rank, status in self._feed.status(name).items()}
+        return {"ranks": ranks, "load": self._feed.load_status(name)}
 
     def counts(self, name: str) -> Counter[str]:
         """What the feed counts of an engine, over its ranks."""
         counts: Counter[str] = Counter()
-        for rank in (self.status(name) or {"ranks": {}})["ranks"].values():
-            counts.update({what: rank[what] for what in COUNTS})
+        if self._feed is not None:
+            for rank in self._feed.status(name).values():
+                counts.update({what: rank[what] for what in COUNTS})
         return counts
 
     def close(self) -> None:
@@ -180,13 +187,13 @@ class KvFeed:
         if now - heard.connected_at >= SILENT_SECONDS:
             return f"no connection to its KV events at {heard.where}"
         if silent:
-            return f"prompts were sent to it and no KV event came from {heard.where}; is its topic right?"
+            topic = "" if tally.other_topic is None else f", but some of topic {tally.other_topic!r}"
+            return f"prompts were sent to it and no KV event of its came from {heard.where}{topic}"
         return None
 
     def _subscribe(
         self, engine: Engine, subscriptions: tuple[Subscription, ...], mode: Mode, pooled: Pooled
     ) -> None:
-        self._tell_apart(subscriptions)
         if self._feed is None:
             self._feed = EventFeed(self._router)
         name = engine.name
@@ -209,17 +216,6 @@ class KvFeed:
                 self._feed.subscribe_load(name, endpoint, topic=engine.capabilities.load_topic)
             except (EndpointError, LmetricError) as error:
                 log.warning("pushed load cannot be heard", engine=name, reason=str(error))
-
-    def _tell_apart(self, subscriptions: tuple[Subscription, ...]) -> None:
-        """Raises LmetricError where another engine sends to the same bound endpoint under the same topic."""
-        for other, heard in self._heard.items():
-            for theirs in heard.subscriptions:
-                for ours in subscriptions:
-                    if ours.bind and (theirs.endpoint, theirs.topic) == (ours.endpoint, ours.topic):
-                        raise LmetricError(
-                            f"engine {other} sends to {ours.endpoint} with the same topic {ours.topic!r}; "
-                            "give each engine a topic of its own"
-                        )
 
     def _turn(self, engine: Engine, mode: Mode) -> None:
         if mode == engine.mode:
@@ -247,5 +243,5 @@ class KvFeed:
 
 COUNTS = (
     *("batches", "events", "blocks_stored", "blocks_removed", "cleared"),
-    *("gaps", "replayed", "resyncs", "restarts", "unknown_parent"),
+    *("gaps", "replayed", "resyncs", "restarts", "unanswered", "unknown_parent"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lmetric.config import KvEvents
@@ -38,7 +38,7 @@ class Pooled:
     """What of its pool matters for an engine's mode."""
 
     block_size: int
-    block_size_from: str  # who said so
+    block_size_from: str = field(compare=False)  # who said so
     knows_tokens: bool  # prompts given as text become token ids
 
 
@@ -91,8 +91,7 @@ def _sources(capabilities: Capabilities, given: KvEvents) -> tuple[EventSource, 
     return tuple(
         EventSource(
             source.rank,
-            # Ranks that connect to the router share its one socket.
-            given.endpoint if given.bind else at_rank(given.endpoint, source.rank),
+            at_rank(given.endpoint, source.rank),  # also where the ranks connect to the router
             source.topic,
             source.replay_endpoint,
             connects=given.bind,

@@ -1,9 +1,13 @@
 //! Index and hash, warm. `cargo bench -p lmetric-core --bench kv`; percentiles: `cargo run --release --example index_latency`.
 use criterion::{Criterion, criterion_group, criterion_main};
 use lmetric_core::InstanceId;
-use lmetric_core::kv::feeds::ExactFeed;
+use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::{chain, hash_text, hash_tokens};
 use lmetric_core::kv::index::KvIndex;
+use lmetric_core::kv::keys::Keys;
+use lmetric_core::policy::registry;
+use lmetric_core::router::feed::{KvFeed, Means, Stored};
+use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use std::hint::black_box;
 
 mod workload;
@@ -68,8 +72,14 @@ fn feeds(c: &mut Criterion) {
             criterion::BatchSize::SmallInput,
         );
     });
-    let (mut index, mut feed) = (KvIndex::new(1 << 26), ExactFeed::new(1 << 26));
-    index.add_instance(InstanceId(0), None);
+    let config =
+        RouterConfig { index_feed: IndexFeed::Exact, index_bytes: 1 << 27, ..RouterConfig::default() };
+    let policy = registry::build("lmetric", &[]).expect("a registered policy");
+    let mut router = Router::new(policy, config).expect("a router");
+    router.add_instance("engine", Role::Both, None).expect("an instance");
+    let keys = Keys::new(&[Some("model".into())], 16, 256).expect("a key scheme");
+    let feed = KvFeed::new(SharedRouter::new(router), keys, 1 << 27, true);
+    let source = feed.source("engine", 0).expect("the instance");
     let tokens: Vec<u32> = (0..256).collect();
     let mut n = 0;
     c.bench_function("exact feed: store 16 blocks, remove 16", |b| {
@@ -80,10 +90,19 @@ fn feeds(c: &mut Criterion) {
                 .iter_mut()
                 .enumerate()
                 .for_each(|(i, e)| *e = (n * 16 + i as u64).wrapping_mul(0x2545_f491_4f6c_dd1d));
-            let salted = workload::domain().with(if n % 2 == 0 { "a" } else { "b" });
-            feed.stored(&mut index, InstanceId(0), None, &engine, &tokens, 16, salted);
+            feed.stored(
+                source,
+                &Stored {
+                    parent: None,
+                    engine_hashes: &engine,
+                    token_ids: &tokens,
+                    domain: keys.tokens.of_request(None, Some(if n % 2 == 0 { "a" } else { "b" })),
+                    narrowing: &[],
+                    means: Means::NewCopy,
+                },
+            );
             engine.reverse();
-            feed.removed(&mut index, InstanceId(0), &engine)
+            feed.removed(source, &engine)
         });
     });
 }

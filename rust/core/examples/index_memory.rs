@@ -1,12 +1,13 @@
 //! Memory of the index under many distinct prompts: it rises to its bound and stays there.
 //!
-//! `cargo run --release -p lmetric-core --example index_memory -- [prompts] [index MiB] [feed MiB]` (10,000,000, 64 and 32). 64
-//! instances; each prompt has 24 blocks of 16 tokens, of which it shares the first 8 with a tenth of the others. "exact" also
+//! `cargo run --release -p lmetric-core --example index_memory -- [prompts] [MiB]` (10,000,000 and 96). 64 instances; each prompt has 24 blocks of 16 tokens, of which it shares the first 8 with a tenth of the others. "exact" also
 //! keeps the map from engine hashes, and every eighth block is removed again by its engine.
-use lmetric_core::InstanceId;
-use lmetric_core::kv::feeds::ExactFeed;
-use lmetric_core::kv::hash::{Domain, hash_tokens};
-use lmetric_core::kv::index::KvIndex;
+use lmetric_core::fleet::Role;
+use lmetric_core::kv::hash::hash_tokens;
+use lmetric_core::kv::keys::Keys;
+use lmetric_core::policy::registry;
+use lmetric_core::router::feed::{KvFeed, Means, Source, Stored};
+use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use std::time::Instant;
 
 const INSTANCES: u64 = 64;
@@ -35,15 +36,27 @@ fn resident_bytes() -> u64 {
 fn main() {
     let numbers: Vec<u64> = std::env::args().skip(1).map(|a| a.parse().expect("a number")).collect();
     let given = |n: usize, default: u64| numbers.get(n).copied().unwrap_or(default);
-    let (prompts, index_bytes, feed_bytes) = (given(0, 10_000_000), given(1, 64) << 20, given(2, 32) << 20);
+    let (prompts, bytes) = (given(0, 10_000_000), given(1, 96) << 20);
+    let keys = Keys::new(&[Some("model".into())], BLOCK, 256).expect("a key scheme");
     for exact in [false, true] {
-        let mut index = KvIndex::new(index_bytes as usize);
-        let mut feed = ExactFeed::new(feed_bytes as usize);
-        (0..INSTANCES as u32).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+        let index_feed = if exact { IndexFeed::Exact } else { IndexFeed::Approximate };
+        // The same bytes for the index in both; the names come on top.
+        let bytes = if exact { bytes } else { bytes - bytes / 3 } as usize;
+        let config = RouterConfig { index_feed, index_bytes: bytes, ..RouterConfig::default() };
+        let policy = registry::build("lmetric", &[]).expect("a registered policy");
+        let shared = SharedRouter::new(Router::new(policy, config).expect("a router"));
+        let feed = KvFeed::new(shared.clone(), keys, bytes, exact);
+        let sources: Vec<Source> = (0..INSTANCES)
+            .map(|i| {
+                let name = format!("engine-{i}");
+                shared.lock().add_instance(&name, Role::Both, None).expect("an instance");
+                feed.source(&name, 0).expect("the instance")
+            })
+            .collect();
         println!(
             "\n{} feed, index at most {} MiB",
             if exact { "exact" } else { "approximate" },
-            index_bytes >> 20
+            shared.lock().index().byte_bound() >> 20
         );
         let names = [
             "prompts",
@@ -63,8 +76,7 @@ fn main() {
         let (mut tokens, mut chain) = (Vec::new(), Vec::new());
         let (start, mut next) = (Instant::now(), 1000);
         for n in 0..prompts {
-            let instance =
-                InstanceId((n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32 % INSTANCES as u32);
+            let source = sources[((n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) % INSTANCES) as usize];
             prompt(n, &mut tokens);
             if exact {
                 let engine: [u64; BLOCKS as usize] = std::array::from_fn(|b| {
@@ -75,17 +87,26 @@ fn main() {
                     };
                     id.wrapping_mul(0x2545_f491_4f6c_dd1d)
                 });
-                let domain = Domain::new(&[Some("model")], BLOCK);
-                feed.reported(&mut index, instance, None, &engine, &tokens, BLOCK, domain);
-                feed.removed(&mut index, instance, &engine[BLOCKS as usize - 2..]);
+                let stored = Stored {
+                    parent: None,
+                    engine_hashes: &engine,
+                    token_ids: &tokens,
+                    domain: keys.tokens,
+                    narrowing: &[],
+                    means: Means::Report,
+                };
+                feed.stored(source, &stored);
+                feed.removed(source, &engine[BLOCKS as usize - 2..]);
             } else {
                 chain.clear();
-                hash_tokens(Domain::new(&[Some("model")], BLOCK), BLOCK, &tokens, &mut chain);
-                index.record(instance, &chain);
+                hash_tokens(keys.tokens, BLOCK, &tokens, &mut chain);
+                shared.lock().index_mut().record(source.instance, &chain);
             }
             if n + 1 == next || n + 1 == prompts {
                 next = if next.to_string().starts_with('1') { next * 3 } else { next / 3 * 10 };
-                let (pairs, entries) = (index.pairs(), feed.entries());
+                let (entries, name_bytes) = feed.names();
+                let router = shared.lock();
+                let (index, pairs) = (router.index(), router.index().pairs());
                 let per = |bytes: usize, n: usize| if n == 0 { 0.0 } else { bytes as f64 / n as f64 };
                 println!(
                     "{:>11}{:>11}{:>13}{:>8.1}{:>13}{:>8.1}{:>13}{:>13}{:>9.1}",
@@ -93,8 +114,8 @@ fn main() {
                     pairs,
                     index.bytes(),
                     per(index.bytes(), pairs),
-                    feed.bytes(),
-                    per(feed.bytes(), entries),
+                    name_bytes,
+                    per(name_bytes, entries),
                     resident_bytes(),
                     index.evicted_blocks(),
                     start.elapsed().as_secs_f64(),

@@ -6,6 +6,7 @@ mod buffers;
 mod engine;
 mod errors;
 mod expr;
+mod feed;
 mod policies;
 mod router;
 mod simulate;
@@ -17,6 +18,7 @@ mod wire;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::register(module)?;
     router::register(module)?;
+    feed::register(module)?;
     expr::register(module)?;
     engine::register(module)?;
     wire::register(module)?;

@@ -8,15 +8,17 @@ use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::indicators::{INDICATORS, Scope};
-use lmetric_core::kv::feeds::ExactFeed;
 use lmetric_core::kv::hash::{self, Domain};
+use lmetric_core::kv::keys::Keys;
 use lmetric_core::request::Request;
 use lmetric_core::router::books::Report;
+use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::{IndexFeed, Router as CoreRouter, RouterConfig, SharedRouter};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
+use std::sync::Arc;
 use std::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -80,15 +82,12 @@ impl Clock {
 pub struct Router {
     shared: SharedRouter,
     clock: Clock,
-    block_size: usize,
-    text_block_bytes: usize,
-    token_domain: Domain,
-    text_domain: Domain,
-    hash_domain: Domain,
+    /// What all prompts share: the key scheme is made anew where the block size changes.
+    parts: Vec<Option<String>>,
     /// Scratch of the prompt's chain.
     chain: Mutex<Vec<u64>>,
-    /// Engines' own block hashes to ours.
-    feed: Mutex<ExactFeed>,
+    /// The key scheme, and the engines' own names of their blocks.
+    feed: Arc<KvFeed>,
 }
 
 /// A request's prompt and what else is known of it, as Python gives it.
@@ -100,10 +99,31 @@ struct Prompt<'py> {
     extra_tokens: u32,
     expected_output_tokens: Option<u32>,
     session: Option<&'py str>,
+    adapter: Option<&'py str>,
     salt: Option<&'py str>,
 }
 
 impl Router {
+    /// What feeds its index.
+    pub fn feed(&self) -> &Arc<KvFeed> {
+        &self.feed
+    }
+
+    /// Its clock.
+    pub fn clock(&self) -> Clock {
+        self.clock
+    }
+
+    /// Calls `with` without holding the interpreter lock: feeding waits for others that feed, and they for the router.
+    fn feeding<T: Send>(
+        &self,
+        py: Python<'_>,
+        with: impl FnOnce(&KvFeed) -> std::result::Result<T, CoreError> + Send,
+    ) -> Result<T> {
+        policies::refuse_reentry()?;
+        Ok(py.detach(|| with(&self.feed))?)
+    }
+
     /// The router, taken without holding the interpreter lock while waiting.
     fn lock(&self, py: Python<'_>) -> Result<MutexGuard<'_, CoreRouter>> {
         lock(&self.shared, py)
@@ -144,13 +164,14 @@ impl Router {
             }
             .into());
         }
-        let salted = |domain: Domain| prompt.salt.map_or(domain, |salt| domain.with(salt));
+        let keys = self.feed.keys();
+        let of = |domain: Domain| domain.of_request(prompt.adapter, prompt.salt);
         let length = |tokens: usize| u32::try_from(tokens).unwrap_or(u32::MAX);
         if let Some(tokens) = &prompt.tokens {
             let ints = Ints::take(tokens, "tokens")?;
             let tokens = ints.tokens(py, "tokens")?;
-            hash::hash_tokens(salted(self.token_domain), self.block_size, &tokens, chain);
-            return Ok((prompt.prompt_tokens.unwrap_or(length(tokens.len())), self.block_size as f64));
+            hash::hash_tokens(of(keys.tokens), keys.block_size, &tokens, chain);
+            return Ok((prompt.prompt_tokens.unwrap_or(length(tokens.len())), keys.block_size as f64));
         }
         if let Some(text) = &prompt.text {
             let bytes: &[u8] = if let Ok(text) = text.cast::<PyString>() {
@@ -158,20 +179,20 @@ impl Router {
             } else {
                 text.cast::<PyBytes>().map_err(PyErr::from)?.as_bytes()
             };
-            hash::hash_text(salted(self.text_domain), self.text_block_bytes, bytes, chain);
+            hash::hash_text(of(keys.text), keys.text_block_bytes, bytes, chain);
             // Four bytes a token is English under today's tokenizers; callers that know better say so.
             let tokens = prompt.prompt_tokens.unwrap_or(length(bytes.len().div_ceil(4)));
             let per_byte = f64::from(tokens) / bytes.len().max(1) as f64;
-            return Ok((tokens, per_byte * self.text_block_bytes as f64));
+            return Ok((tokens, per_byte * keys.text_block_bytes as f64));
         }
         if let Some(hashes) = &prompt.block_hashes {
             let ints = Ints::take(hashes, "block_hashes")?;
             let local = ints.hashes(py, "block_hashes")?;
-            hash::chain(salted(self.hash_domain), &local, chain);
-            let tokens = prompt.prompt_tokens.unwrap_or(length(local.len() * self.block_size));
-            return Ok((tokens, self.block_size as f64));
+            hash::chain(of(keys.hashes), &local, chain);
+            let tokens = prompt.prompt_tokens.unwrap_or(length(local.len() * keys.block_size));
+            return Ok((tokens, keys.block_size as f64));
         }
-        Ok((prompt.prompt_tokens.unwrap_or(0), self.block_size as f64))
+        Ok((prompt.prompt_tokens.unwrap_or(0), keys.block_size as f64))
     }
 }
 
@@ -180,11 +201,14 @@ impl Router {
 /// # Errors
 /// `Policy` inside a policy function, which runs while its router is taken.
 pub fn lock<'a>(shared: &'a SharedRouter, py: Python<'_>) -> Result<MutexGuard<'a, CoreRouter>> {
+    if let Some(router) = shared.try_lock() {
+        return Ok(router);
+    }
+    policies::refuse_reentry()?;
     loop {
-        if let Some(router) = shared.try_lock() {
+        if let Some(router) = shared.lock_soon() {
             return Ok(router);
         }
-        policies::refuse_reentry()?;
         py.detach(|| drop(shared.lock()));
     }
 }
@@ -212,38 +236,11 @@ impl Router {
         drain: bool,
         seed: u64,
     ) -> Result<Router> {
-        let index_feed = match index {
-            "approximate" => IndexFeed::Approximate,
-            "exact" => IndexFeed::Exact,
-            other => {
-                return Err(CoreError::BadValue {
-                    what: "index".into(),
-                    got: format!("{other:?}"),
-                    expected: "\"approximate\" or \"exact\"".into(),
-                }
-                .into());
-            }
-        };
-        for (what, value) in [("block_size", block_size), ("text_block_bytes", text_block_bytes)] {
-            if value == 0 || value > 1 << 20 {
-                return Err(CoreError::BadValue {
-                    what: what.into(),
-                    got: value.to_string(),
-                    expected: "a whole number from 1 to 1048576".into(),
-                }
-                .into());
-            }
-        }
+        let index_feed = index_feed_of("index", index)?;
+        let parts = domain.unwrap_or_default();
+        let keys = Keys::new(&parts, block_size, text_block_bytes)?;
         let policy = policies::build(policy, knobs)?;
         let guard_on = guard.unwrap_or(policy.spec().name == "lmetric");
-        let parts = |kind| {
-            let mut parts: Vec<Option<&str>> = domain.iter().flatten().map(Option::as_deref).collect();
-            parts.push(Some(kind));
-            parts
-        };
-        // One bound for both: blocks take about two thirds, the map from engines' hashes one.
-        let feed_bytes = if index_feed == IndexFeed::Exact { index_bytes / 3 } else { 0 };
-        let index_bytes = index_bytes - feed_bytes;
         let config = RouterConfig {
             index_feed,
             index_bytes,
@@ -259,16 +256,13 @@ impl Router {
             step_time: step_time.map(step_time_of).transpose()?,
             ..RouterConfig::default()
         };
+        let shared = SharedRouter::new(CoreRouter::new(policy, config)?);
         Ok(Router {
-            shared: SharedRouter::new(CoreRouter::new(policy, config)?),
+            feed: Arc::new(KvFeed::new(shared.clone(), keys, index_bytes, index_feed == IndexFeed::Exact)),
+            shared,
             clock: Clock::new(py)?,
-            block_size,
-            text_block_bytes,
-            token_domain: Domain::new(&parts("tokens"), block_size),
-            text_domain: Domain::new(&parts("text"), text_block_bytes),
-            hash_domain: Domain::new(&parts("hashes"), block_size),
+            parts,
             chain: Mutex::default(),
-            feed: Mutex::new(ExactFeed::new(feed_bytes)),
         })
     }
 
@@ -302,10 +296,37 @@ impl Router {
 
     /// Removes an instance. Tickets open on it stay valid and touch no books any more. Raises `UnknownNameError`.
     fn remove_instance(&self, py: Python<'_>, name: &str) -> Result<()> {
-        let mut router = self.lock(py)?;
-        let id = router.fleet().find(name)?;
-        self.feed.lock().cleared(router.index_mut(), id);
-        Ok(router.remove_instance(name)?)
+        self.feeding(py, |feed| feed.remove_instance(name))
+    }
+
+    /// Says who feeds the index of an instance: `"approximate"` (it learns from what is placed there) or `"exact"` (from the engine's
+    /// events). A new instance has the router's `index`. Switched to exact, what was guessed is forgotten; switched to
+    /// approximate, what events said stays as a guess. Raises `UnknownNameError`, `BadValueError`.
+    fn set_index_feed(&self, py: Python<'_>, name: &str, index: &str) -> Result<()> {
+        let index_feed = index_feed_of(&format!("index of {name}"), index)?;
+        self.feeding(py, |feed| feed.set_index_feed(name, index_feed))
+    }
+
+    /// Says how many blocks an instance's KV cache holds, all ranks together; None: not known. The index keeps no more of it.
+    /// Raises `UnknownNameError`.
+    fn set_cache_blocks(&self, py: Python<'_>, name: &str, cache_blocks: Option<u32>) -> Result<()> {
+        self.feeding(py, |feed| feed.set_cache_blocks(name, cache_blocks))
+    }
+
+    /// Changes the tokens a block. What was cached is forgotten, since blocks of another size never match; an `EventFeed` asks
+    /// the engines to tell it again. Raises `BadValueError`.
+    fn set_block_size(&self, py: Python<'_>, block_size: usize) -> Result<()> {
+        let keys = Keys::new(&self.parts, block_size, self.feed.keys().text_block_bytes)?;
+        self.feeding(py, |feed| {
+            feed.set_keys(keys);
+            Ok(())
+        })
+    }
+
+    /// Tokens a block.
+    #[getter]
+    fn block_size(&self) -> usize {
+        self.feed.keys().block_size
     }
 
     /// Says whether an instance answers; one that does not gets no requests. Raises `UnknownNameError`.
@@ -340,14 +361,14 @@ impl Router {
     /// Exactly one of `tokens` (buffer of token ids), `text` (str or UTF-8 bytes) and `block_hashes` (buffer of 64-bit hashes, one a
     /// block of `block_size` tokens, chained here); or `prompt_tokens` alone, where nothing can match. `prompt_tokens`: prompt
     /// length in tokens, where the caller knows better (text is taken for 4 bytes a token). `expected_output_tokens`: output
-    /// length, where known. `extra_tokens`: of further prompts in the same request, which count as load and match nothing. `session`: key of session affinity. `salt`: cache salt or adapter; prompts with different salts never
+    /// length, where known. `extra_tokens`: of further prompts in the same request, which count as load and match nothing. `session`: key of session affinity. `adapter`: the LoRA adapter's name; `salt`: cache salt; prompts where they differ never
     /// match. `request_id`: for the receipt. `now`: seconds on the monotonic clock.
     ///
     /// Returns the decision and the ticket; a ticket that is dropped while open is an abort. Raises `NoInstanceError` (nothing is
     /// booked), `BadValueError` (a prompt of the wrong kind), `PolicyError` (a policy function failed).
     /// Source: LMETRIC, Figure 4 and section 5.
     #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
-        extra_tokens=0, session=None, salt=None, request_id=None, now=None))]
+        extra_tokens=0, session=None, adapter=None, salt=None, request_id=None, now=None))]
     fn route<'py>(
         &self,
         py: Python<'py>,
@@ -358,6 +379,7 @@ impl Router {
         expected_output_tokens: Option<u32>,
         extra_tokens: u32,
         session: Option<&'py str>,
+        adapter: Option<&'py str>,
         salt: Option<&'py str>,
         request_id: Option<&str>,
         now: Option<f64>,
@@ -370,6 +392,7 @@ impl Router {
             extra_tokens,
             expected_output_tokens,
             session,
+            adapter,
             salt,
         };
         let now = self.clock.now(now)?;
@@ -389,7 +412,7 @@ impl Router {
     ///
     /// The prompt as for `route`. The last token never counts: every engine computes it. Nothing is booked or touched.
     /// Raises `BadValueError`.
-    #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, salt=None))]
+    #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, adapter=None, salt=None))]
     fn hit_tokens<'py>(
         &self,
         py: Python<'py>,
@@ -397,6 +420,7 @@ impl Router {
         text: Option<Bound<'py, PyAny>>,
         block_hashes: Option<Bound<'py, PyAny>>,
         prompt_tokens: Option<u32>,
+        adapter: Option<&'py str>,
         salt: Option<&'py str>,
     ) -> Result<Bound<'py, PyArray1<u32>>> {
         let prompt = Prompt {
@@ -407,6 +431,7 @@ impl Router {
             extra_tokens: 0,
             expected_output_tokens: None,
             session: None,
+            adapter,
             salt,
         };
         let hits = self.with_request(py, &prompt, |request, chain| {
@@ -417,7 +442,7 @@ impl Router {
 
     /// Scores of the live instances, in the order of `instances()`; nothing is booked.
     #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
-        session=None, salt=None, now=None))]
+        session=None, adapter=None, salt=None, now=None))]
     fn score<'py>(
         &self,
         py: Python<'py>,
@@ -427,6 +452,7 @@ impl Router {
         prompt_tokens: Option<u32>,
         expected_output_tokens: Option<u32>,
         session: Option<&'py str>,
+        adapter: Option<&'py str>,
         salt: Option<&'py str>,
         now: Option<f64>,
     ) -> Result<Bound<'py, PyArray1<f64>>> {
@@ -438,6 +464,7 @@ impl Router {
             extra_tokens: 0,
             expected_output_tokens,
             session,
+            adapter,
             salt,
         };
         let now = self.clock.now(now)?;
@@ -476,15 +503,16 @@ impl Router {
         let (values, columns) = py.detach(|| {
             let mut out = Vec::new();
             let mut chain = Vec::new();
+            let keys = self.feed.keys();
             let mut router = self.shared.lock();
             for bounds in offsets.windows(2) {
                 let tokens = &tokens[bounds[0] as usize..bounds[1] as usize];
                 chain.clear();
-                hash::hash_tokens(self.token_domain, self.block_size, tokens, &mut chain);
+                hash::hash_tokens(keys.tokens, keys.block_size, tokens, &mut chain);
                 let request = Request {
                     chain: &chain,
                     prompt_tokens: tokens.len() as u32,
-                    tokens_per_block: self.block_size as f64,
+                    tokens_per_block: keys.block_size as f64,
                     ..Request::default()
                 };
                 scores_of(&mut router, &request, now, &mut out)?;
@@ -511,8 +539,11 @@ impl Router {
         Ok(self.lock(py)?.engine_report(name, report)?)
     }
 
-    /// The engine stored blocks; returns how many could not be placed because their parent is unknown.
-    #[pyo3(signature = (name, block_hashes, tokens, *, parent=None, salt=None))]
+    /// The engine stored consecutive blocks: one physical copy more of each. `block_hashes`: its own 64-bit hashes (a buffer);
+    /// `tokens`: a block's worth of ids to each; `parent`: its hash of the block before the first, None where they start the
+    /// prompt (then `adapter` and `salt` count); `rank`: its data-parallel rank, a cache of its own. Returns how many blocks could not be placed (unknown
+    /// parent, no room, or the instance does not learn by events). Raises `UnknownNameError`, `BadValueError`.
+    #[pyo3(signature = (name, block_hashes, tokens, *, parent=None, adapter=None, salt=None, rank=0))]
     fn blocks_stored(
         &self,
         py: Python<'_>,
@@ -520,42 +551,60 @@ impl Router {
         block_hashes: Bound<'_, PyAny>,
         tokens: Bound<'_, PyAny>,
         parent: Option<u64>,
+        adapter: Option<&str>,
         salt: Option<&str>,
+        rank: u32,
     ) -> Result<usize> {
         let (hashes, ids) = (Ints::take(&block_hashes, "block_hashes")?, Ints::take(&tokens, "tokens")?);
         let (hashes, ids) = (hashes.hashes(py, "block_hashes")?, ids.tokens(py, "tokens")?);
-        if hashes.len() * self.block_size != ids.len() {
+        let keys = self.feed.keys();
+        if hashes.len() * keys.block_size != ids.len() {
             return Err(CoreError::BadValue {
                 what: "tokens".into(),
                 got: format!("{} tokens for {} blocks", ids.len(), hashes.len()),
-                expected: format!("{} a block", self.block_size),
+                expected: format!("{} a block", keys.block_size),
             }
             .into());
         }
-        let domain = salt.map_or(self.token_domain, |s| self.token_domain.with(s));
-        let mut router = self.lock(py)?;
-        let id = router.fleet().find(name)?;
-        let mut feed = self.feed.lock();
-        Ok(feed.stored(router.index_mut(), id, parent, &hashes, &ids, self.block_size, domain))
+        let domain = keys.tokens.of_request(adapter, salt);
+        // Owned: the buffers may change while the interpreter lock is not held.
+        let (hashes, ids) = (hashes.into_owned(), ids.into_owned());
+        self.feeding(py, |feed| {
+            let (engine_hashes, token_ids) = (&hashes[..], &ids[..]);
+            let stored =
+                Stored { parent, engine_hashes, token_ids, domain, narrowing: &[], means: Means::NewCopy };
+            Ok(hashes.len() - feed.stored(feed.source(name, rank)?, &stored).done)
+        })
     }
 
     /// The engine evicted one physical copy of each of these blocks (its own 64-bit hashes, a buffer).
     /// Raises `UnknownNameError`, `BadValueError`.
-    fn blocks_removed(&self, py: Python<'_>, name: &str, block_hashes: Bound<'_, PyAny>) -> Result<()> {
+    #[pyo3(signature = (name, block_hashes, *, rank=0))]
+    fn blocks_removed(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        block_hashes: Bound<'_, PyAny>,
+        rank: u32,
+    ) -> Result<()> {
         let hashes = Ints::take(&block_hashes, "block_hashes")?;
-        let hashes = hashes.hashes(py, "block_hashes")?;
-        let mut router = self.lock(py)?;
-        let id = router.fleet().find(name)?;
-        self.feed.lock().removed(router.index_mut(), id, &hashes);
-        Ok(())
+        let hashes = hashes.hashes(py, "block_hashes")?.into_owned();
+        self.feeding(py, |feed| {
+            feed.removed(feed.source(name, rank)?, &hashes);
+            Ok(())
+        })
     }
 
-    /// The engine's whole cache was cleared, or the engine restarted. Raises `UnknownNameError`.
-    fn blocks_cleared(&self, py: Python<'_>, name: &str) -> Result<()> {
-        let mut router = self.lock(py)?;
-        let id = router.fleet().find(name)?;
-        self.feed.lock().cleared(router.index_mut(), id);
-        Ok(())
+    /// The engine's whole cache was cleared, or the engine restarted; `rank`: that of one rank alone. Raises `UnknownNameError`.
+    #[pyo3(signature = (name, *, rank=None))]
+    fn blocks_cleared(&self, py: Python<'_>, name: &str, rank: Option<u32>) -> Result<()> {
+        self.feeding(py, |feed| match rank {
+            None => feed.forget(name),
+            Some(rank) => {
+                feed.cleared(feed.source(name, rank)?);
+                Ok(())
+            }
+        })
     }
 
     /// Indicator columns of the live instances, in the order of `instances()`.
@@ -602,6 +651,20 @@ impl Router {
         let mut router = self.lock(py)?;
         router.derive_all(self.clock.now(None)?);
         Ok(crate::ticket::stats_dict(py, &router)?)
+    }
+}
+
+/// Who feeds an index, by name.
+fn index_feed_of(what: &str, name: &str) -> Result<IndexFeed> {
+    match name {
+        "approximate" => Ok(IndexFeed::Approximate),
+        "exact" => Ok(IndexFeed::Exact),
+        other => Err(CoreError::BadValue {
+            what: what.into(),
+            got: format!("{other:?}"),
+            expected: "\"approximate\" or \"exact\"".into(),
+        }
+        .into()),
     }
 }
 

@@ -9,6 +9,8 @@ use super::table::prefetch;
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_secret, xxh3_64_with_seed};
 
+const NARROW: u64 = 0x9e6c_63d0_676a_9a99;
+
 /// Tokens of the block size that has its own path: one cache line of token ids.
 const LINE_TOKENS: usize = 16;
 
@@ -17,10 +19,14 @@ const AHEAD: usize = 16 * 64;
 
 /// The domain of a hash chain. Prompts that must never match (another model, tokenizer, adapter, salt, block size, text
 /// against tokens) start from different seeds.
+///
+/// What all prompts of a router share keys the hash of every block. What a request brings of its own ([`Domain::with`]) moves
+/// only the start of its chain: engines name it with the first block alone, and all that follows hangs on that block's hash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Domain {
-    /// Where every chain of the domain starts.
-    pub seed: u64,
+    seed: u64,
+    /// Of the request's own parts; 0: it has none.
+    own: u64,
 }
 
 impl Domain {
@@ -34,18 +40,36 @@ impl Domain {
             hasher.update(&length.to_le_bytes());
             hasher.update(part.unwrap_or_default().as_bytes());
         }
-        Domain { seed: hasher.digest() }
+        Domain { seed: hasher.digest(), own: 0 }
     }
 
-    /// This domain narrowed by a request's own part (cache salt, adapter).
-    pub fn with(self, part: &str) -> Domain {
-        Domain { seed: xxh3_64_with_seed(part.as_bytes(), self.seed ^ 0x9e6c_63d0_676a_9a99) }
+    /// This domain narrowed by a part of the request's own.
+    pub fn with(self, part: &[u8]) -> Domain {
+        Domain { own: xxh3_64_with_seed(part, self.own ^ self.seed ^ NARROW) | 1, ..self }
     }
 
-    /// Where chains of one kind of blocks start, so that equal bytes of another kind never meet.
-    fn kind(self, kind: &str) -> u64 {
-        mix(self.with(kind).seed)
+    /// The domain of a request: one function for prompts and for engines' events, so that they meet.
+    pub fn of_request(self, adapter: Option<&str>, salt: Option<&str>) -> Domain {
+        let domain = adapter.map_or(self, |a| self.with(b"adapter").with(a.as_bytes()));
+        salt.map_or(domain, |s| domain.with(s.as_bytes()))
     }
+
+    /// Where chains of token blocks start.
+    pub fn token_start(self) -> u64 {
+        self.kind("tokens").1
+    }
+
+    /// What keys the blocks of one kind, so that equal bytes of another kind never meet, and where their chains start.
+    fn kind(self, kind: &str) -> (u64, u64) {
+        let keys = mix(xxh3_64_with_seed(kind.as_bytes(), self.seed ^ NARROW));
+        (keys, if self.own == 0 { keys } else { mix(keys ^ self.own) })
+    }
+}
+
+/// The state of a chain that goes on with a block which is more than its tokens (an image, an embedding): no other chain
+/// reaches it, and all that follows differs too. `part`: of what the block is besides.
+pub fn narrowed(last: u64, part: u64) -> u64 {
+    mix(last ^ mix(part ^ NARROW))
 }
 
 /// Appends the chained hashes of all full blocks of `tokens` to `out`. A `block_size` of 0 has no full blocks.
@@ -61,8 +85,8 @@ pub fn hash_tokens_after(
     tokens: &[u32],
     out: &mut Vec<u64>,
 ) {
-    let seed = domain.kind("tokens");
-    let mut h = last.unwrap_or(seed);
+    let (seed, start) = domain.kind("tokens");
+    let mut h = last.unwrap_or(start);
     if block_size == LINE_TOKENS {
         let keys = line_keys(seed);
         out.extend(bytes_of(tokens).as_chunks().0.iter().map(|line| {
@@ -88,8 +112,8 @@ pub fn hash_text_after(
     text: &[u8],
     out: &mut Vec<u64>,
 ) {
-    let seed = domain.kind("text");
-    hash_bytes(seed, last.unwrap_or(seed), block_bytes, text, out);
+    let (seed, start) = domain.kind("text");
+    hash_bytes(seed, last.unwrap_or(start), block_bytes, text, out);
 }
 
 /// Appends the chained hashes over `local` block hashes (e.g. a trace's `hash_ids`) to `out`. They may be small numbers:
@@ -100,9 +124,9 @@ pub fn chain(domain: Domain, local: &[u64], out: &mut Vec<u64>) {
 
 /// As [`chain`], for blocks that follow the one whose chained hash is `last` (`None`: they start the prompt).
 pub fn chain_after(domain: Domain, last: Option<u64>, local: &[u64], out: &mut Vec<u64>) {
-    let seed = domain.kind("local");
+    let (seed, start) = domain.kind("local");
     let keys = [mix(seed ^ 1), mix(seed ^ 2)];
-    let mut h = last.unwrap_or(seed);
+    let mut h = last.unwrap_or(start);
     out.extend(local.iter().map(|l| {
         h = step(h, mix_local(*l, keys));
         h
@@ -239,7 +263,7 @@ mod tests {
 
     #[test]
     fn parts_absence_order_and_block_size_separate_domains() {
-        let seeds: HashSet<u64> = [
+        let domains = [
             Domain::new(&[Some("a"), Some("b")], 16),
             Domain::new(&[Some("b"), Some("a")], 16),
             Domain::new(&[Some("ab"), Some("")], 16),
@@ -250,17 +274,37 @@ mod tests {
             Domain::new(&[Some("")], 16),
             Domain::new(&[], 16),
             Domain::new(&[Some("a"), Some("b")], 32),
-            domain().with("x"),
-            domain().with(""),
-            domain().with("x").with("y"),
-            domain().with("xy"),
+            domain().with(b"x"),
+            domain().with(b""),
+            domain().with(b"x").with(b"y"),
+            domain().with(b"xy"),
             domain(),
-        ]
-        .iter()
-        .map(|d| d.seed)
-        .collect();
-        assert_eq!(seeds.len(), 15);
-        assert_eq!(domain().with("x"), domain().with("x"));
+            domain().of_request(Some("x"), None),
+            domain().of_request(None, Some("adapter")),
+            domain().of_request(Some("x"), Some("y")),
+            domain().of_request(Some("y"), Some("x")),
+            domain().of_request(Some(""), None),
+        ];
+        let starts: HashSet<u64> = domains.iter().map(|d| d.token_start()).collect();
+        assert_eq!(starts.len(), domains.len());
+        assert_eq!(domain().of_request(None, Some("x")), domain().with(b"x"));
+        assert_eq!(domain().of_request(None, None), domain());
+    }
+
+    /// What follows the first block needs no word of the salt again.
+    #[test]
+    fn a_chain_goes_on_without_the_requests_own_parts() {
+        let prompt: Vec<u32> = (0..96).collect();
+        let salted = domain().of_request(Some("adapter"), Some("salt"));
+        for block_size in [16, 8] {
+            let whole = tokens(salted, block_size, &prompt);
+            let mut parts = whole[..2].to_vec();
+            hash_tokens_after(domain(), block_size, Some(whole[1]), &prompt[2 * block_size..], &mut parts);
+            assert_eq!(parts, whole);
+        }
+        let first = tokens(domain(), 16, &prompt[..16]);
+        let states = [first[0], narrowed(first[0], 1), narrowed(first[0], 2), narrowed(first[0], 0)];
+        assert_eq!(HashSet::from(states).len(), 4);
     }
 
     #[test]
@@ -271,8 +315,8 @@ mod tests {
         let mut all = tokens(domain(), 16, &words);
         hash_text(domain(), 64, text, &mut all);
         chain(domain(), &locals, &mut all);
-        all.extend(tokens(domain().with("tenant a"), 16, &words));
-        all.extend(tokens(domain().with("tenant b"), 16, &words));
+        all.extend(tokens(domain().with(b"tenant a"), 16, &words));
+        all.extend(tokens(domain().with(b"tenant b"), 16, &words));
         assert_eq!(all.iter().collect::<HashSet<_>>().len(), 4 + 4 + 32 + 4 + 4);
     }
 

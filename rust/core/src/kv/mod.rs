@@ -1,5 +1,6 @@
 //! What is cached where: prompt -> for each instance, how many leading blocks it holds.
-pub mod feeds;
 pub mod hash;
 pub mod index;
+pub mod keys;
+pub(crate) mod names;
 mod table;

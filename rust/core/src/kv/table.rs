@@ -182,12 +182,18 @@ impl<S: Slot> Table<S> {
         Some(slot)
     }
 
-    /// Keeps the entries of the key's segment for which `keep` is true; returns the share that went.
-    pub(crate) fn retain_near(&mut self, key: Key, mut keep: impl FnMut(S) -> bool) -> f64 {
+    /// Looks at up to `most` slots of the key's segment, from slot `at` on, and keeps the entries for which `keep` is true. Returns
+    /// how many went, and where to go on (`None`: that was the segment's end).
+    pub(crate) fn retain_some(
+        &mut self,
+        key: Key,
+        mut at: usize,
+        most: usize,
+        mut keep: impl FnMut(S) -> bool,
+    ) -> (usize, Option<usize>) {
         let segment = &mut self.segments[key.segment as usize];
-        let before = segment.used as usize;
-        let mut at = 0;
-        while at < segment.slots.len() {
+        let (before, end) = (segment.used, segment.slots.len().min(at.saturating_add(most)));
+        while at < end {
             let slot = segment.slots[at];
             if slot.is_empty() || keep(slot) {
                 at += 1;
@@ -195,8 +201,19 @@ impl<S: Slot> Table<S> {
                 segment.remove(at);
             }
         }
-        self.entries -= before - segment.used as usize;
-        1.0 - f64::from(segment.used) / (before.max(1) as f64)
+        let gone = (before - segment.used) as usize;
+        self.entries -= gone;
+        (gone, (at < segment.slots.len()).then_some(at))
+    }
+
+    /// Entries of the key's segment.
+    pub(crate) fn near(&self, key: Key) -> usize {
+        self.segments[key.segment as usize].used as usize
+    }
+
+    /// All entries.
+    pub(crate) fn into_iter(self) -> impl Iterator<Item = S> {
+        self.segments.into_iter().flat_map(|s| s.slots).filter(|s| !s.is_empty())
     }
 }
 
@@ -357,8 +374,14 @@ mod tests {
             let odd = |s: Pair| s.0 % 2 == 1;
             let all = table.len();
             for segment in 0..1u32 << bits {
-                let share = table.retain_near(Key { segment, place: 0 }, odd);
-                prop_assert!((0.0..=1.0).contains(&share));
+                let key = Key { segment, place: 0 };
+                let (mut at, mut left) = (Some(0), table.near(key));
+                while let Some(from) = at {
+                    let (gone, next) = table.retain_some(key, from, 7, odd);
+                    prop_assert!(gone <= left && next.is_none_or(|next| next > from || gone > 0));
+                    (at, left) = (next, left - gone);
+                }
+                prop_assert_eq!(table.near(key), left);
             }
             let gone = model.keys().filter(|h| *h % 2 == 0).count();
             prop_assert_eq!(table.len(), all - gone);
@@ -366,6 +389,9 @@ mod tests {
                 let found = table.find(key(&table, hash), |s| s.0 == hash);
                 prop_assert_eq!(found.is_some(), model.contains_key(&hash) && hash % 2 == 1);
             }
+            let mut hashes: Vec<u64> = table.into_iter().map(|s| s.0).collect();
+            hashes.sort_unstable();
+            prop_assert!(hashes.iter().eq(model.keys().filter(|h| *h % 2 == 1)));
         }
     }
 

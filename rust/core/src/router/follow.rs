@@ -28,7 +28,7 @@ impl Router {
             // The request is on its way, so its blocks will be there. Not told at the decision: many new blocks take tens of
             // microseconds, and an instance that refuses the request never holds them.
             state.told = true;
-            match self.config.index_feed {
+            match self.feeds[slot] {
                 IndexFeed::Approximate => {
                     self.index.record_hit(state.segment.instance, &state.chain, state.hit_blocks);
                 }

@@ -2,12 +2,13 @@
 //! end and keeps the receipts. One router serves one pool: the instances of one model.
 //!
 //! `decide` places a request, `follow` what becomes of it, `derive` the indicators of the moment, `explain` its receipt, `books`
-//! what is placed where, `tickets` who is in flight, `shared` the lock.
+//! what is placed where, `tickets` who is in flight, `shared` the lock, `feed` what the engines' events tell.
 
 pub mod books;
 mod decide;
 mod derive;
 mod explain;
+pub mod feed;
 mod follow;
 pub mod shared;
 pub mod tickets;
@@ -145,6 +146,8 @@ pub struct Router {
     placed: Vec<u64>,
     /// Blocks that each slot's KV cache holds, where known.
     cache_blocks: Vec<Option<u32>>,
+    /// Who feeds the index of each slot.
+    feeds: Vec<IndexFeed>,
     /// Scratch of the predicted times to first token.
     ttft: Vec<f64>,
     receipts: ReceiptRing,
@@ -176,6 +179,7 @@ impl Router {
             restriction: Restriction::Free,
             placed: Vec::new(),
             cache_blocks: Vec::new(),
+            feeds: Vec::new(),
             ttft: Vec::new(),
             receipts: ReceiptRing::new(config.receipt_bytes),
             totals: Totals::default(),
@@ -204,6 +208,8 @@ impl Router {
         self.placed[id.index()] = 0;
         self.cache_blocks.resize(slots, None);
         self.cache_blocks[id.index()] = cache_blocks;
+        self.feeds.resize(slots, self.config.index_feed);
+        self.feeds[id.index()] = self.config.index_feed;
         self.index.add_instance(id, cache_blocks);
         Ok(id)
     }
@@ -219,6 +225,38 @@ impl Router {
         self.index.remove_instance(id);
         self.guard.instance_removed(id);
         Ok(())
+    }
+
+    /// Who feeds the index of an instance.
+    pub fn index_feed(&self, id: InstanceId) -> IndexFeed {
+        self.feeds[id.index()]
+    }
+
+    /// Changes who feeds the index of an instance; what the index holds of it stays.
+    pub fn set_index_feed(&mut self, id: InstanceId, feed: IndexFeed) {
+        self.feeds[id.index()] = feed;
+    }
+
+    /// Blocks that an instance's cache holds, where known.
+    pub fn cache_blocks(&self, id: InstanceId) -> Option<u32> {
+        self.cache_blocks[id.index()]
+    }
+
+    /// Says what an instance's cache holds, all ranks together. What is beyond it leaves the index with [`KvIndex::trim`].
+    pub fn set_cache_blocks(&mut self, id: InstanceId, cache_blocks: Option<u32>) {
+        self.cache_blocks[id.index()] = cache_blocks;
+        self.index.set_capacity(id, cache_blocks);
+    }
+
+    /// Puts an empty index in the place of the present one, which is returned: dropping it takes a while.
+    pub fn renew_index(&mut self, byte_bound: usize) -> KvIndex {
+        let old = std::mem::replace(&mut self.index, KvIndex::new(byte_bound));
+        for slot in (0..self.fleet.slots()).map(|slot| InstanceId(slot as u32)) {
+            if self.fleet.is_live(slot) {
+                self.index.add_instance(slot, self.cache_blocks[slot.index()]);
+            }
+        }
+        old
     }
 
     /// The instances.

@@ -158,6 +158,29 @@ impl KvIndex {
         true
     }
 
+    /// Changes what an instance's cache holds, without evicting what is beyond it: see [`KvIndex::trim`].
+    pub fn set_capacity(&mut self, instance: InstanceId, capacity_blocks: Option<u32>) {
+        if let Some(book) = self.books.get_mut(instance.index()) {
+            book.capacity = capacity_blocks.unwrap_or(u32::MAX);
+        }
+    }
+
+    /// Evicts up to `most` blocks beyond the instance's capacity; returns how many are left beyond it.
+    pub fn trim(&mut self, instance: InstanceId, most: u32) -> u32 {
+        let Some(book) = self.books.get(instance.index()) else { return 0 };
+        let over = book.blocks.saturating_sub(book.capacity);
+        over - self.evict_from(instance, over.min(most))
+    }
+
+    /// Lowers the byte bound where less than that is taken; false where more is.
+    pub fn lower_bound(&mut self, byte_bound: usize) -> bool {
+        let fits = self.bytes() <= byte_bound;
+        if fits {
+            self.byte_bound = self.byte_bound.min(byte_bound.max(Self::MIN_BYTES));
+        }
+        fits
+    }
+
     /// Forgets everything of an instance.
     pub fn remove_instance(&mut self, instance: InstanceId) {
         self.cleared(instance);
@@ -271,6 +294,14 @@ impl KvIndex {
             self.queue_first(end, instance.0);
         }
         known
+    }
+
+    /// Forgets up to `most` blocks of the instance; returns how many are left.
+    pub fn clear_some(&mut self, instance: InstanceId, most: u32) -> u32 {
+        if self.is_open(instance) {
+            self.evict(instance.0, most, true);
+        }
+        self.blocks(instance)
     }
 
     /// Exact feed: the whole cache of `instance` was cleared.

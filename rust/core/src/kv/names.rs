@@ -1,0 +1,198 @@
+//! What the engines call their blocks.
+//!
+//! An engine names blocks by its own hash. For each block it stores, its event carries the tokens, from which the router's hash
+//! follows; the engine's is only remembered to find the block again when it is someone's parent or is removed. 16 bytes a
+//! physical copy, in tables that grow in small steps, one for each rank of an instance: two ranks of an engine have caches of their own, and
+//! what one evicts the other may still hold.
+use super::index::{Copies, KvIndex};
+use super::table::{Inserted, Key, Slot, Table};
+use crate::ids::InstanceId;
+
+/// Segments of a rank's table, as a power of two.
+const SEGMENT_BITS: u32 = 4;
+
+/// One physical copy of a block: two copies are two equal entries.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    engine: u64,
+    chain: u64,
+}
+
+impl Slot for Entry {
+    const EMPTY: Entry = Entry { engine: 0, chain: 0 };
+
+    fn is_empty(self) -> bool {
+        self.engine == 0 && self.chain == 0
+    }
+
+    fn place(self) -> u32 {
+        Key::new(self.engine, SEGMENT_BITS).place()
+    }
+}
+
+/// What storing a block means for the count of its physical copies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Means {
+    /// One more.
+    NewCopy,
+    /// It is there: one where none was known, else nothing new.
+    Report,
+}
+
+struct Rank {
+    rank: u32,
+    table: Table<Entry>,
+}
+
+/// The names of all blocks known by name, bounded in bytes.
+pub(crate) struct Names {
+    ranks: Vec<Vec<Rank>>,
+    byte_bound: usize,
+    table_bytes: usize,
+    /// Of the lists of tables.
+    list_bytes: usize,
+}
+
+impl Names {
+    pub(crate) fn new(byte_bound: usize) -> Names {
+        Names { ranks: Vec::new(), byte_bound, table_bytes: 0, list_bytes: 0 }
+    }
+
+    pub(crate) fn byte_bound(&self) -> usize {
+        self.byte_bound
+    }
+
+    pub(crate) fn set_byte_bound(&mut self, byte_bound: usize) {
+        self.byte_bound = byte_bound;
+    }
+
+    /// Physical copies known, over all instances.
+    pub(crate) fn len(&self) -> usize {
+        self.ranks.iter().flatten().map(|r| r.table.len()).sum()
+    }
+
+    /// Bytes taken now, allocations included.
+    pub(crate) fn bytes(&self) -> usize {
+        self.table_bytes + self.list_bytes
+    }
+
+    fn table(&self, instance: InstanceId, rank: u32) -> Option<&Table<Entry>> {
+        self.ranks.get(instance.index())?.iter().find(|r| r.rank == rank).map(|r| &r.table)
+    }
+
+    fn table_mut(&mut self, instance: InstanceId, rank: u32) -> Option<&mut Table<Entry>> {
+        self.ranks.get_mut(instance.index())?.iter_mut().find(|r| r.rank == rank).map(|r| &mut r.table)
+    }
+
+    /// Whether a rank of the instance other than this one is known.
+    pub(crate) fn has_others(&self, instance: InstanceId, rank: u32) -> bool {
+        self.ranks.get(instance.index()).is_some_and(|ranks| ranks.iter().any(|r| r.rank != rank))
+    }
+
+    /// The index's hash of what the rank calls `engine`.
+    pub(crate) fn find(&self, instance: InstanceId, rank: u32, engine: u64) -> Option<u64> {
+        let table = self.table(instance, rank)?;
+        table.find(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
+    }
+
+    /// Enters a copy; false if there is no room for it.
+    pub(crate) fn insert(&mut self, instance: InstanceId, rank: u32, engine: u64, chain: u64) -> bool {
+        if self.table(instance, rank).is_none() && !self.open(instance, rank) {
+            return false;
+        }
+        let limit = self.byte_bound.saturating_sub(self.bytes());
+        let Some(table) = self.table_mut(instance, rank) else { return false };
+        let (before, key) = (table.bytes(), table.key(engine));
+        let inserted = table.insert(key, Entry { engine, chain }, before + limit);
+        let grown = table.bytes() - before;
+        self.table_bytes += grown;
+        inserted != Inserted::No
+    }
+
+    /// Forgets a copy; returns the index's hash of it.
+    pub(crate) fn remove(&mut self, instance: InstanceId, rank: u32, engine: u64) -> Option<u64> {
+        let table = self.table_mut(instance, rank)?;
+        table.remove(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
+    }
+
+    /// Enters a copy of a block whose name is known already, given the index. Returns what it means there; `None`: no room.
+    pub(crate) fn enter_known(
+        &mut self,
+        index: &mut KvIndex,
+        instance: InstanceId,
+        rank: u32,
+        engine: u64,
+        chain: u64,
+        means: Means,
+    ) -> Option<Copies> {
+        let mut known = self.find(instance, rank, engine);
+        if known.is_some_and(|c| c != chain || !index.holds(instance, chain)) {
+            // The name is of another block by now, or of one that the index has evicted, which says nothing about copies.
+            while let Some(old) = self.remove(instance, rank, engine) {
+                if old != chain {
+                    index.removed(instance, old);
+                }
+            }
+            known = None;
+        }
+        match known {
+            Some(_) if means == Means::Report => Some(Copies::Keep),
+            _ => self.insert(instance, rank, engine, chain).then_some(Copies::Add),
+        }
+    }
+
+    /// Takes up to `most` slots of the table's part where `engine` belongs, from slot `at` on, and forgets what the index does not
+    /// hold any more. Returns how many went, and where to go on.
+    pub(crate) fn sweep(
+        &mut self,
+        index: &KvIndex,
+        (instance, rank): (InstanceId, u32),
+        engine: u64,
+        at: usize,
+        most: usize,
+    ) -> (usize, Option<usize>) {
+        let Some(table) = self.table_mut(instance, rank) else { return (0, None) };
+        table.retain_some(table.key(engine), at, most, |e| index.holds(instance, e.chain))
+    }
+
+    /// Names in the part of the table where `engine` belongs.
+    pub(crate) fn near(&self, instance: InstanceId, rank: u32, engine: u64) -> usize {
+        self.table(instance, rank).map_or(0, |table| table.near(table.key(engine)))
+    }
+
+    /// Forgets a rank; returns the index's hashes of its copies.
+    pub(crate) fn take(&mut self, instance: InstanceId, rank: u32) -> Option<impl Iterator<Item = u64>> {
+        let ranks = self.ranks.get_mut(instance.index())?;
+        let at = ranks.iter().position(|r| r.rank == rank)?;
+        let table = ranks.swap_remove(at).table;
+        self.table_bytes -= table.bytes();
+        Some(table.into_iter().map(|e| e.chain))
+    }
+
+    /// Forgets all ranks of an instance.
+    pub(crate) fn take_all(&mut self, instance: InstanceId) {
+        if let Some(ranks) = self.ranks.get_mut(instance.index()) {
+            let ranks = std::mem::take(ranks);
+            self.table_bytes -= ranks.iter().map(|r| r.table.bytes()).sum::<usize>();
+        }
+    }
+
+    /// Makes sure of the rank's table; false if there is no room for it.
+    fn open(&mut self, instance: InstanceId, rank: u32) -> bool {
+        let slots = (instance.index() + 1).saturating_sub(self.ranks.len());
+        let table = Table::new(SEGMENT_BITS);
+        let more = slots * size_of::<Vec<Rank>>() + size_of::<Rank>() + table.bytes();
+        let fits = self.bytes() + more <= self.byte_bound;
+        if fits {
+            self.ranks.reserve_exact(slots);
+            self.ranks.resize_with(self.ranks.len() + slots, Vec::new);
+            self.table_bytes += table.bytes();
+            let ranks = &mut self.ranks[instance.index()];
+            ranks.reserve_exact(1);
+            ranks.push(Rank { rank, table });
+            let listed: usize = self.ranks.iter().map(Vec::capacity).sum();
+            self.list_bytes = self.ranks.capacity() * size_of::<Vec<Rank>>() + listed * size_of::<Rank>();
+        }
+        fits
+    }
+}

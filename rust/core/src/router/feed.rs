@@ -1,0 +1,473 @@
+//! The engines' own block events, applied to the index beside the decisions.
+//!
+//! Whoever feeds (a subscriber's thread, an embedding program) calls the methods of a [`KvFeed`]. It hashes and keeps the engines' names of their blocks
+//! under a lock of its own, and takes the router only to change the index: a few dozen blocks at a time, so that no decision
+//! waits for more than that, whatever comes in one event.
+use super::shared::{Behind, SharedRouter};
+use super::{IndexFeed, Router};
+use crate::error::CoreError;
+use crate::ids::InstanceId;
+use crate::kv::hash::{Domain, hash_tokens_after, narrowed};
+use crate::kv::index::Copies;
+use crate::kv::keys::Keys;
+pub use crate::kv::names::Means;
+use crate::kv::names::Names;
+use parking_lot::{Mutex, RwLock};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Blocks for which the router is taken at once.
+const PIECE: usize = 64;
+/// Where fewer names than this share are of evicted blocks, more blocks are evicted.
+const SWEPT_SHARE: f64 = 0.0625;
+/// What goes then, as a share of an instance's blocks.
+const EVICTED_SHARE: u32 = 8;
+/// The names' share of the bytes of an index that engines feed: a name takes about 20 bytes, a pair in the index about 44.
+const NAMES_SHARE: usize = 3;
+
+/// Who stores blocks: a rank of an instance. Ranks have caches of their own; a block is held where one of them holds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// The instance.
+    pub instance: InstanceId,
+    /// Its generation: events of an instance that is gone reach nobody.
+    pub generation: u32,
+    /// The data-parallel rank.
+    pub rank: u32,
+}
+
+/// Consecutive blocks that an engine stored.
+#[derive(Clone, Copy, Debug)]
+pub struct Stored<'a> {
+    /// The engine's hash of the block before the first (`None`: they start the prompt).
+    pub parent: Option<u64>,
+    /// The engine's hashes of the blocks, whatever they are made of.
+    pub engine_hashes: &'a [u64],
+    /// A block's worth of ids to each.
+    pub token_ids: &'a [u32],
+    /// The prompt's domain; blocks behind a parent need no word of salt and adapter.
+    pub domain: Domain,
+    /// What a block is besides its tokens, hashed; 0: nothing. Empty where that holds for all.
+    pub narrowing: &'a [u64],
+    /// What it means where blocks are known already.
+    pub means: Means,
+}
+
+/// What became of the blocks of an event.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Applied {
+    /// Blocks taken in or out.
+    pub done: usize,
+    /// Blocks whose parent was not known.
+    pub unknown_parent: usize,
+    /// Blocks without tokens, or for which there was no room.
+    pub unplaced: usize,
+    /// Removals of blocks that were not known.
+    pub unknown_removed: usize,
+    /// Blocks of an instance that the router does not have (any more).
+    pub gone: usize,
+    /// Blocks of an instance that does not learn by events.
+    pub not_exact: usize,
+}
+
+/// Why an event reaches nobody.
+enum Refused {
+    Gone,
+    NotExact,
+}
+
+impl Applied {
+    fn refuse(&mut self, why: Refused, blocks: usize) {
+        *match why {
+            Refused::Gone => &mut self.gone,
+            Refused::NotExact => &mut self.not_exact,
+        } += blocks;
+    }
+}
+
+/// Feeds a router's index. See the module.
+pub struct KvFeed {
+    router: SharedRouter,
+    keys: RwLock<Keys>,
+    epoch: AtomicU64,
+    index_bytes: usize,
+    state: Mutex<State>,
+}
+
+struct State {
+    names: Names,
+    chain: Vec<u64>,
+}
+
+impl KvFeed {
+    /// A feed for the router, whose index and the names of whose blocks take `index_bytes` together. `exact`: instances are fed by
+    /// events from the start; else room for names is set aside with the first that is.
+    pub fn new(router: SharedRouter, keys: Keys, index_bytes: usize, exact: bool) -> KvFeed {
+        let state = State { names: Names::new(0), chain: Vec::new() };
+        let feed = KvFeed {
+            router,
+            keys: RwLock::new(keys),
+            epoch: AtomicU64::new(0),
+            index_bytes,
+            state: Mutex::new(state),
+        };
+        if exact {
+            feed.room_for_names(&mut feed.state.lock());
+        }
+        feed
+    }
+
+    /// The router.
+    pub fn router(&self) -> &SharedRouter {
+        &self.router
+    }
+
+    /// The key scheme in force.
+    pub fn keys(&self) -> Keys {
+        *self.keys.read()
+    }
+
+    /// Counts the changes after which what came before is to be told anew.
+    pub fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Acquire)
+    }
+
+    /// Changes the key scheme. What was cached under another is unreachable and is forgotten.
+    pub fn set_keys(&self, keys: Keys) {
+        if self.keys() == keys {
+            return;
+        }
+        let mut state = self.state.lock();
+        *self.keys.write() = keys;
+        let mut router = self.router.lock_behind();
+        for slot in 0..router.fleet().slots() {
+            state.names.take_all(InstanceId(slot as u32));
+        }
+        let bound = router.index().byte_bound();
+        let old = router.renew_index(bound);
+        self.epoch.fetch_add(1, Ordering::Release);
+        drop(router);
+        drop(old);
+    }
+
+    /// The source of events of a rank of an instance.
+    ///
+    /// # Errors
+    /// `UnknownName`.
+    pub fn source(&self, instance: &str, rank: u32) -> Result<Source, CoreError> {
+        let router = self.router.lock_behind();
+        let instance = router.fleet().find(instance)?;
+        Ok(Source { instance, generation: router.fleet().generation(instance), rank })
+    }
+
+    /// Whether the source's instance is still there.
+    pub fn is_current(&self, source: Source) -> bool {
+        self.router.lock_behind().fleet().is_current(source.instance, source.generation)
+    }
+
+    /// Says who feeds the index of an instance. Once engines do, what was guessed is forgotten; once they do not any more, what they said
+    /// stays as a guess.
+    ///
+    /// # Errors
+    /// `UnknownName`.
+    pub fn set_index_feed(&self, instance: &str, feed: IndexFeed) -> Result<(), CoreError> {
+        let mut state = self.state.lock();
+        if feed == IndexFeed::Exact {
+            self.room_for_names(&mut state);
+        }
+        let id = {
+            let mut router = self.router.lock_behind();
+            let id = router.fleet().find(instance)?;
+            if router.index_feed(id) == feed {
+                return Ok(());
+            }
+            router.set_index_feed(id, feed);
+            id
+        };
+        state.names.take_all(id);
+        if feed == IndexFeed::Exact {
+            self.clear_index(id, None);
+        }
+        // What came before reached nobody.
+        self.epoch.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+
+    /// Says how many blocks an instance's cache holds, all ranks together (`None`: not known): the index holds no more of it.
+    ///
+    /// # Errors
+    /// `UnknownName`.
+    pub fn set_cache_blocks(&self, instance: &str, blocks: Option<u32>) -> Result<(), CoreError> {
+        let id = {
+            let mut router = self.router.lock_behind();
+            let id = router.fleet().find(instance)?;
+            router.set_cache_blocks(id, blocks);
+            id
+        };
+        while self.router.lock_behind().index_mut().trim(id, PIECE as u32) > 0 {}
+        Ok(())
+    }
+
+    /// Blocks were stored.
+    pub fn stored(&self, source: Source, stored: &Stored<'_>) -> Applied {
+        let state = &mut *self.state.lock();
+        let (all, mut applied) = (stored.engine_hashes.len(), Applied::default());
+        let mut last = None;
+        if let Some(parent) = stored.parent {
+            last = state.names.find(source.instance, source.rank, parent);
+            if last.is_none() {
+                return Applied { unknown_parent: all, ..applied };
+            }
+        }
+        let mut chain = std::mem::take(&mut state.chain);
+        chain.clear();
+        hash_blocks(self.keys().block_size, last, stored, &mut chain);
+        chain.truncate(all);
+        for (engines, chain) in stored.engine_hashes.chunks(PIECE).zip(chain.chunks(PIECE)) {
+            match self.place(state, source, last, engines, chain, stored.means) {
+                Ok(placed) => {
+                    applied.done += placed;
+                    if placed < chain.len() {
+                        break;
+                    }
+                    last = chain.last().copied();
+                }
+                Err(why) => {
+                    applied.refuse(why, all - applied.done);
+                    break;
+                }
+            }
+        }
+        state.chain = chain;
+        applied.unplaced = all - applied.done - applied.gone - applied.not_exact;
+        applied
+    }
+
+    /// Places up to [`PIECE`] blocks; returns how many found room.
+    fn place(
+        &self,
+        state: &mut State,
+        source: Source,
+        parent: Option<u64>,
+        engines: &[u64],
+        chain: &[u64],
+        means: Means,
+    ) -> Result<usize, Refused> {
+        let Source { instance, rank, .. } = source;
+        // Names first: a block that could not be named could never be removed. New ones need no index.
+        let mut named = 0;
+        while named < chain.len()
+            && state.names.find(instance, rank, engines[named]).is_none()
+            && state.names.insert(instance, rank, engines[named], chain[named])
+        {
+            named += 1;
+        }
+        let stored = self.take(source).map(|mut router| {
+            let placed = router.index_mut().store(instance, parent, &chain[..named], Copies::Add);
+            trim(&mut router, instance);
+            placed
+        });
+        let mut placed = *stored.as_ref().unwrap_or(&0);
+        for engine in &engines[placed..named] {
+            state.names.remove(instance, rank, *engine);
+        }
+        let stuck = stored? < named;
+        // The others have a name, or there was no room: one by one.
+        while placed < chain.len() && !stuck {
+            let (engine, hash) = (engines[placed], chain[placed]);
+            let before = placed.checked_sub(1).map_or(parent, |at| Some(chain[at]));
+            let mut entered = self.enter(state, source, before, engine, hash, means)?;
+            if !entered && self.make_room(state, source, engine) {
+                entered = self.enter(state, source, before, engine, hash, means)?;
+            }
+            if !entered {
+                break;
+            }
+            placed += 1;
+        }
+        Ok(placed)
+    }
+
+    /// Enters a block whose name may be known; false: no room.
+    fn enter(
+        &self,
+        state: &mut State,
+        source: Source,
+        before: Option<u64>,
+        engine: u64,
+        hash: u64,
+        means: Means,
+    ) -> Result<bool, Refused> {
+        let Source { instance, rank, .. } = source;
+        let mut router = self.take(source)?;
+        let index = router.index_mut();
+        let Some(copies) = state.names.enter_known(index, instance, rank, engine, hash, means) else {
+            return Ok(false);
+        };
+        let placed = index.store(instance, before, &[hash], copies) == 1;
+        if !placed {
+            state.names.remove(instance, rank, engine);
+        }
+        trim(&mut router, instance);
+        Ok(placed)
+    }
+
+    /// One physical copy of each of these blocks is gone.
+    pub fn removed(&self, source: Source, engine_hashes: &[u64]) -> Applied {
+        let state = &mut *self.state.lock();
+        let mut applied = Applied::default();
+        for engines in engine_hashes.chunks(PIECE) {
+            let Source { instance, rank, .. } = source;
+            state.chain.clear();
+            state.chain.extend(engines.iter().filter_map(|e| state.names.remove(instance, rank, *e)));
+            let mut router = match self.take(source) {
+                Ok(router) => router,
+                Err(why) => {
+                    applied.refuse(why, engine_hashes.len() - applied.done - applied.unknown_removed);
+                    return applied;
+                }
+            };
+            let known = router.index_mut().removed_all(instance, &state.chain);
+            applied.done += known;
+            applied.unknown_removed += engines.len() - known;
+        }
+        applied
+    }
+
+    /// The rank's whole cache was cleared, or its engine is another one by now.
+    pub fn cleared(&self, source: Source) {
+        let state = &mut *self.state.lock();
+        let Source { instance, rank, .. } = source;
+        if !self.is_current(source) {
+            return;
+        }
+        if !state.names.has_others(instance, rank) {
+            drop(state.names.take(instance, rank));
+            return self.clear_index(instance, Some(source.generation));
+        }
+        let Some(hashes) = state.names.take(instance, rank) else { return };
+        let mut hashes = hashes.peekable();
+        while hashes.peek().is_some() {
+            state.chain.clear();
+            state.chain.extend(hashes.by_ref().take(PIECE));
+            let Ok(mut router) = self.take(source) else { return };
+            router.index_mut().removed_all(instance, &state.chain);
+        }
+    }
+
+    /// Forgets all that is known of an instance, all ranks.
+    ///
+    /// # Errors
+    /// `UnknownName`.
+    pub fn forget(&self, instance: &str) -> Result<(), CoreError> {
+        let mut state = self.state.lock();
+        let id = self.router.lock_behind().fleet().find(instance)?;
+        state.names.take_all(id);
+        self.clear_index(id, None);
+        Ok(())
+    }
+
+    /// Removes an instance from the router.
+    ///
+    /// # Errors
+    /// `UnknownName`.
+    pub fn remove_instance(&self, instance: &str) -> Result<(), CoreError> {
+        let mut state = self.state.lock();
+        let id = self.router.lock_behind().fleet().find(instance)?;
+        state.names.take_all(id);
+        self.clear_index(id, None);
+        self.router.lock_behind().remove_instance(instance)
+    }
+
+    /// Names known of all instances, and the bytes they take.
+    pub fn names(&self) -> (usize, usize) {
+        let state = self.state.lock();
+        (state.names.len(), state.names.bytes())
+    }
+
+    /// The router, if the source's instance is still there and learns by events.
+    fn take(&self, source: Source) -> Result<Behind<'_>, Refused> {
+        let router = self.router.lock_behind();
+        if !router.fleet().is_current(source.instance, source.generation) {
+            return Err(Refused::Gone);
+        }
+        match router.index_feed(source.instance) {
+            IndexFeed::Exact => Ok(router),
+            IndexFeed::Approximate => Err(Refused::NotExact),
+        }
+    }
+
+    /// Forgets an instance's blocks, some at a time, while it is of that generation.
+    fn clear_index(&self, instance: InstanceId, generation: Option<u32>) {
+        loop {
+            let mut router = self.router.lock_behind();
+            if generation.is_some_and(|g| !router.fleet().is_current(instance, g))
+                || router.index_mut().clear_some(instance, PIECE as u32) == 0
+            {
+                return;
+            }
+        }
+    }
+
+    /// Forgets names of what the index has evicted, and if that is too little, has it evict the instance's least recently used
+    /// blocks. Returns whether names went.
+    fn make_room(&self, state: &mut State, source: Source, engine: u64) -> bool {
+        let names = state.names.near(source.instance, source.rank, engine);
+        let mut gone = self.sweep(state, source, engine);
+        if (gone as f64) < SWEPT_SHARE * names as f64 {
+            let mut left = self.router.lock_behind().index().blocks(source.instance) / EVICTED_SHARE + 1;
+            while left > 0 {
+                let most = left.min(PIECE as u32);
+                let evicted = self.router.lock_behind().index_mut().evict_from(source.instance, most);
+                left = if evicted == 0 { 0 } else { left - most };
+            }
+            gone += self.sweep(state, source, engine);
+        }
+        gone > 0
+    }
+
+    fn sweep(&self, state: &mut State, source: Source, engine: u64) -> usize {
+        let (mut gone, mut at) = (0, Some(0));
+        while let Some(from) = at {
+            let router = self.router.lock_behind();
+            let of = (source.instance, source.rank);
+            let (went, next) = state.names.sweep(router.index(), of, engine, from, PIECE);
+            (gone, at) = (gone + went, next);
+        }
+        gone
+    }
+
+    /// Sets the names' share of the bytes aside, once.
+    fn room_for_names(&self, state: &mut State) {
+        if state.names.byte_bound() > 0 {
+            return;
+        }
+        let names = self.index_bytes / NAMES_SHARE;
+        state.names.set_byte_bound(names);
+        let mut router = self.router.lock_behind();
+        let index = self.index_bytes - names;
+        let old = (!router.index_mut().lower_bound(index)).then(|| router.renew_index(index));
+        drop(router);
+        drop(old);
+    }
+}
+
+/// Engines that say more than their caches hold do not fill the index.
+fn trim(router: &mut Router, instance: InstanceId) {
+    router.index_mut().trim(instance, 2 * PIECE as u32);
+}
+
+/// Appends the chained hashes of the event's blocks.
+fn hash_blocks(block_size: usize, last: Option<u64>, stored: &Stored<'_>, chain: &mut Vec<u64>) {
+    let domain = stored.domain;
+    if stored.narrowing.iter().all(|part| *part == 0) {
+        return hash_tokens_after(domain, block_size, last, stored.token_ids, chain);
+    }
+    let mut last = last.unwrap_or_else(|| domain.token_start());
+    for (at, block) in stored.token_ids.chunks_exact(block_size).enumerate() {
+        if let Some(part) = stored.narrowing.get(at).filter(|part| **part != 0) {
+            last = narrowed(last, *part);
+        }
+        hash_tokens_after(domain, block_size, Some(last), block, chain);
+        last = chain.last().copied().unwrap_or(last);
+    }
+}

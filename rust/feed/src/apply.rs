@@ -1,0 +1,295 @@
+//! Events become blocks of the index: which count, under which domain, and what it means where they are known already.
+use crate::decode::Reader;
+use crate::event::{Event, Removed, Scratch, Stored, read_batch};
+use lmetric_core::kv::hash::Domain;
+use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored as Blocks};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use xxhash_rust::xxh3::Xxh3;
+
+/// Names of tiers, and of other things that engines make up, that are told apart.
+const MOST_NAMES: usize = 16;
+/// The tier that requests are served from.
+const GPU: &str = "GPU";
+
+/// What a source has heard and done.
+#[derive(Clone, Debug, Default)]
+pub struct Tally {
+    /// Events, malformed ones included.
+    pub events: u64,
+    /// Blocks taken into the index (again, where a report repeats them).
+    pub blocks_stored: u64,
+    /// Blocks taken out of it.
+    pub blocks_removed: u64,
+    /// Whole caches cleared by their engine.
+    pub cleared: u64,
+    /// Blocks whose parent was not known.
+    pub unknown_parent: u64,
+    /// Removals of blocks that were not known.
+    pub unknown_removed: u64,
+    /// Blocks and events that were left out, by reason.
+    pub skipped: BTreeMap<&'static str, u64>,
+    /// Blocks on other tiers, by their name: stored less removed.
+    pub tiers: BTreeMap<String, i64>,
+    /// Tokens a block, as the engine says.
+    pub block_size: Option<u64>,
+    /// The data-parallel rank that the engine says.
+    pub reported_rank: Option<u64>,
+    /// What was wrong with the last message that could not be read.
+    pub last_error: Option<String>,
+}
+
+impl Tally {
+    /// Counts what was left out.
+    pub fn skip(&mut self, reason: &'static str, count: usize) {
+        if count > 0 {
+            *self.skipped.entry(reason).or_default() += count as u64;
+        }
+    }
+
+    fn tier(&mut self, name: &str, blocks: i64) {
+        let known = self.tiers.len() < MOST_NAMES || self.tiers.contains_key(name);
+        *self.tiers.entry(if known { name } else { "other" }.to_string()).or_default() += blocks;
+    }
+
+    fn add(&mut self, applied: Applied) {
+        self.unknown_parent += applied.unknown_parent as u64;
+        self.unknown_removed += applied.unknown_removed as u64;
+        self.skip("no_room", applied.unplaced);
+        self.skip("instance_gone", applied.gone);
+        self.skip("not_exact", applied.not_exact);
+    }
+}
+
+/// Applies one source's batches.
+pub struct Applier {
+    feed: Arc<KvFeed>,
+    source: Source,
+    /// The group of layers whose blocks count: the first of full attention.
+    group: Option<u64>,
+    tally: Tally,
+    removed: Vec<u64>,
+    narrowing: Vec<u64>,
+    scratch: Scratch,
+}
+
+impl Applier {
+    /// An applier of the source's batches.
+    pub fn new(feed: Arc<KvFeed>, source: Source) -> Applier {
+        Applier {
+            feed,
+            source,
+            group: None,
+            tally: Tally::default(),
+            removed: Vec::new(),
+            narrowing: Vec::new(),
+            scratch: Scratch::default(),
+        }
+    }
+
+    /// What it has done.
+    pub fn tally(&self) -> &Tally {
+        &self.tally
+    }
+
+    /// What it has done, to add to.
+    pub fn tally_mut(&mut self) -> &mut Tally {
+        &mut self.tally
+    }
+
+    /// Whose batches these are.
+    pub fn source(&self) -> Source {
+        self.source
+    }
+
+    /// The instance is another one of the same name.
+    pub fn set_source(&mut self, source: Source) {
+        self.source = source;
+    }
+
+    /// Forgets all that it knows of the source's cache.
+    pub fn clear(&mut self) {
+        self.feed.cleared(self.source);
+        self.tally.tiers.clear();
+    }
+
+    /// Applies a batch; true: it cleared the whole cache.
+    pub fn apply(&mut self, batch: &[u8]) -> bool {
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let mut cleared = false;
+        let read = read_batch(batch, &mut scratch, |event| {
+            if !matches!(event, Event::Removed(_)) {
+                self.remove();
+            }
+            match event {
+                Event::Stored(stored) => self.stored(&stored),
+                Event::Removed(removed) => self.removed(&removed),
+                Event::Cleared => {
+                    self.tally.cleared += 1;
+                    self.clear();
+                    cleared = true;
+                }
+                Event::Other(_) => self.tally.skip("unknown_event", 1),
+            }
+        });
+        self.remove();
+        self.scratch = scratch;
+        match read {
+            Ok(batch) => {
+                self.tally.events += batch.events;
+                self.tally.skip("malformed_event", batch.malformed as usize);
+                self.tally.reported_rank = batch.rank.or(self.tally.reported_rank);
+            }
+            Err(error) => {
+                self.tally.skip("malformed_batch", 1);
+                self.tally.last_error = Some(error.to_string());
+            }
+        }
+        cleared
+    }
+
+    fn stored(&mut self, event: &Stored<'_>) {
+        let blocks = event.hashes.len();
+        if let Some(tier) = other_tier(event.medium) {
+            return self.tally.tier(tier, blocks as i64);
+        }
+        if event.kind.is_some_and(|kind| !is_full_attention(kind)) {
+            return self.tally.skip("group", blocks);
+        }
+        // All groups of full attention hold the same blocks; counting one of them counts a block once.
+        if event.group.is_some()
+            && *self.group.get_or_insert(event.group.unwrap_or(0)) != event.group.unwrap_or(0)
+        {
+            return self.tally.skip("group", blocks);
+        }
+        if event.tokens.is_empty() {
+            return self.tally.skip("no_tokens", blocks);
+        }
+        self.tally.block_size = Some(event.block_size);
+        let keys = self.feed.keys();
+        if event.block_size != keys.block_size as u64 {
+            return self.tally.skip("block_size", blocks);
+        }
+        if event.tokens.len() != blocks * keys.block_size {
+            return self.tally.skip("malformed_event", 1);
+        }
+        let domain = self.domain(keys.tokens, event);
+        let means = match event.reused {
+            Some(true) => Means::Report,
+            Some(false) => Means::NewCopy,
+            // A full report begins at the prompt's first block, where new blocks that are known already are rare: taking
+            // one for a report forgets a copy too early, taking a report for a copy would keep a block for ever.
+            None if event.parent.is_none() => Means::Report,
+            None => Means::NewCopy,
+        };
+        let applied = self.feed.stored(
+            self.source,
+            &Blocks {
+                parent: event.parent,
+                engine_hashes: event.hashes,
+                token_ids: event.tokens,
+                domain,
+                narrowing: &self.narrowing,
+                means,
+            },
+        );
+        self.tally.blocks_stored += applied.done as u64;
+        self.tally.add(applied);
+    }
+
+    fn removed(&mut self, event: &Removed<'_>) {
+        if let Some(tier) = other_tier(event.medium) {
+            return self.tally.tier(tier, -(event.hashes.len() as i64));
+        }
+        if event.group.is_some() && event.group != self.group {
+            return self.tally.skip("group", event.hashes.len());
+        }
+        // Engines tell of each block by itself.
+        self.removed.extend_from_slice(event.hashes);
+    }
+
+    /// Takes out what was told of so far.
+    fn remove(&mut self) {
+        if !self.removed.is_empty() {
+            let applied = self.feed.removed(self.source, &self.removed);
+            self.tally.blocks_removed += applied.done as u64;
+            self.tally.add(applied);
+            self.removed.clear();
+        }
+    }
+
+    /// The domain of the event's blocks; fills `narrowing` with what they are besides their tokens and the request's own parts.
+    fn domain(&mut self, domain: Domain, event: &Stored<'_>) -> Domain {
+        self.narrowing.clear();
+        let mut salt = event.cache_salt;
+        for at in 0..event.hashes.len() {
+            let Some(keys) = event.extra_keys(at) else { break };
+            let mut rest = Rest::of(keys, event.lora_name);
+            if at == 0 && event.parent.is_none() {
+                salt = rest.salt.or(salt);
+                rest.narrowing = if rest.salt.is_some() { 0 } else { rest.narrowing };
+            }
+            self.narrowing.push(rest.narrowing);
+        }
+        let number;
+        let adapter = match (event.lora_name, event.lora_id) {
+            (None, Some(id)) => {
+                // A name that no request gives: what the adapter is called is not told.
+                number = format!("\0{id}");
+                Some(number.as_str())
+            }
+            (name, _) => name,
+        };
+        domain.of_request(adapter, salt)
+    }
+}
+
+/// What a block's extra keys hold besides the adapter's name.
+struct Rest<'a> {
+    /// The only one left, a text: in a prompt's first block, the cache salt.
+    salt: Option<&'a str>,
+    /// Hash of what is left; 0: nothing.
+    narrowing: u64,
+}
+
+impl<'a> Rest<'a> {
+    fn of(keys: &'a [u8], lora_name: Option<&str>) -> Rest<'a> {
+        let mut rest = Rest { salt: None, narrowing: 0 };
+        let mut reader = Reader::new(keys);
+        if reader.nil() {
+            return rest;
+        }
+        let mut hasher = Xxh3::new();
+        let (mut left, mut named) = (0, lora_name.is_none());
+        let Ok(length) = reader.array() else {
+            hasher.update(keys);
+            rest.narrowing = hasher.digest() | 1;
+            return rest;
+        };
+        for _ in 0..length {
+            let Ok(raw) = reader.raw() else { break };
+            let text = Reader::new(raw).text().ok();
+            if !named && text == lora_name {
+                named = true;
+                continue;
+            }
+            left += 1;
+            hasher.update(raw);
+            rest.salt = text.filter(|_| left == 1);
+        }
+        if left > 0 {
+            rest.narrowing = hasher.digest() | 1;
+        }
+        rest
+    }
+}
+
+/// The tier, if it is not the one that requests are served from.
+fn other_tier(medium: Option<&str>) -> Option<&str> {
+    medium.filter(|m| !m.is_empty() && !m.eq_ignore_ascii_case(GPU))
+}
+
+/// Whether a prefix is cached where these layers hold it: layers that look at all tokens. (Others hold a window or a state.)
+fn is_full_attention(kind: &str) -> bool {
+    matches!(kind, "full_attention" | "mla_attention" | "sink_full_attention")
+}

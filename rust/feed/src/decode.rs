@@ -1,0 +1,245 @@
+//! MessagePack, read in place: the few shapes that engines' events are made of. No I/O, no recursion, and nothing is set aside
+//! for what the bytes only promise.
+use rmp::Marker;
+
+/// Why bytes are not what they should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DecodeError {
+    /// They end within a value.
+    #[error("the message ends within a value")]
+    Truncated,
+    /// A value of another kind.
+    #[error("{0} expected, another kind of value found")]
+    Unexpected(&'static str),
+}
+
+/// The outcome of reading.
+pub type Decoded<T> = Result<T, DecodeError>;
+
+/// Reads values off the front of a message.
+#[derive(Clone, Copy, Debug)]
+pub struct Reader<'a> {
+    rest: &'a [u8],
+}
+
+/// What a value is, its content still to be read.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Head {
+    Nil,
+    Bool,
+    Unsigned(u64),
+    Signed(i64),
+    Float(f64),
+    /// Of so many bytes.
+    Text(usize),
+    Bytes(usize),
+    /// Of so many values, or pairs of them.
+    Array(usize),
+    Map(usize),
+}
+
+impl<'a> Reader<'a> {
+    /// A reader of the whole message.
+    pub fn new(message: &'a [u8]) -> Reader<'a> {
+        Reader { rest: message }
+    }
+
+    /// What is left of the message.
+    pub fn rest(&self) -> &'a [u8] {
+        self.rest
+    }
+
+    fn take(&mut self, bytes: usize) -> Decoded<&'a [u8]> {
+        let (taken, rest) = self.rest.split_at_checked(bytes).ok_or(DecodeError::Truncated)?;
+        self.rest = rest;
+        Ok(taken)
+    }
+
+    fn number<const N: usize>(&mut self) -> Decoded<[u8; N]> {
+        let (taken, rest) = self.rest.split_first_chunk::<N>().ok_or(DecodeError::Truncated)?;
+        self.rest = rest;
+        Ok(*taken)
+    }
+
+    fn length<const N: usize>(&mut self) -> Decoded<usize> {
+        Ok(self.number::<N>()?.iter().fold(0, |n, byte| n << 8 | usize::from(*byte)))
+    }
+
+    #[inline(always)]
+    fn head(&mut self) -> Decoded<Head> {
+        let [marker] = self.number::<1>()?;
+        Ok(match Marker::from_u8(marker) {
+            Marker::FixPos(n) => Head::Unsigned(n.into()),
+            Marker::U8 => Head::Unsigned(u8::from_be_bytes(self.number()?).into()),
+            Marker::U16 => Head::Unsigned(u16::from_be_bytes(self.number()?).into()),
+            Marker::U32 => Head::Unsigned(u32::from_be_bytes(self.number()?).into()),
+            Marker::U64 => Head::Unsigned(u64::from_be_bytes(self.number()?)),
+            Marker::FixNeg(n) => Head::Signed(n.into()),
+            Marker::I8 => Head::Signed(i8::from_be_bytes(self.number()?).into()),
+            Marker::I16 => Head::Signed(i16::from_be_bytes(self.number()?).into()),
+            Marker::I32 => Head::Signed(i32::from_be_bytes(self.number()?).into()),
+            Marker::I64 => Head::Signed(i64::from_be_bytes(self.number()?)),
+            Marker::Null => Head::Nil,
+            Marker::True | Marker::False => Head::Bool,
+            Marker::F32 => Head::Float(f32::from_be_bytes(self.number()?).into()),
+            Marker::F64 => Head::Float(f64::from_be_bytes(self.number()?)),
+            Marker::FixStr(n) => Head::Text(n.into()),
+            Marker::Str8 => Head::Text(self.length::<1>()?),
+            Marker::Str16 => Head::Text(self.length::<2>()?),
+            Marker::Str32 => Head::Text(self.length::<4>()?),
+            Marker::Bin8 => Head::Bytes(self.length::<1>()?),
+            Marker::Bin16 => Head::Bytes(self.length::<2>()?),
+            Marker::Bin32 => Head::Bytes(self.length::<4>()?),
+            Marker::FixArray(n) => Head::Array(n.into()),
+            Marker::Array16 => Head::Array(self.length::<2>()?),
+            Marker::Array32 => Head::Array(self.length::<4>()?),
+            Marker::FixMap(n) => Head::Map(n.into()),
+            Marker::Map16 => Head::Map(self.length::<2>()?),
+            Marker::Map32 => Head::Map(self.length::<4>()?),
+            // An extension is its type and its bytes.
+            Marker::FixExt1 => Head::Bytes(2),
+            Marker::FixExt2 => Head::Bytes(3),
+            Marker::FixExt4 => Head::Bytes(5),
+            Marker::FixExt8 => Head::Bytes(9),
+            Marker::FixExt16 => Head::Bytes(17),
+            Marker::Ext8 => Head::Bytes(self.length::<1>()? + 1),
+            Marker::Ext16 => Head::Bytes(self.length::<2>()? + 1),
+            Marker::Ext32 => Head::Bytes(self.length::<4>()? + 1),
+            Marker::Reserved => return Err(DecodeError::Unexpected("a value")),
+        })
+    }
+
+    /// The next value, if it is of the kind that `of` takes; else nothing was read.
+    fn expect<T>(&mut self, what: &'static str, of: impl FnOnce(Head) -> Option<T>) -> Decoded<T> {
+        let before = *self;
+        of(self.head()?).ok_or_else(|| {
+            *self = before;
+            DecodeError::Unexpected(what)
+        })
+    }
+
+    /// Skips a value, whatever it holds.
+    pub fn skip(&mut self) -> Decoded<()> {
+        let mut left = 1u64;
+        while left > 0 {
+            left -= 1;
+            match self.head()? {
+                Head::Text(n) | Head::Bytes(n) => drop(self.take(n)?),
+                Head::Array(n) => left += n as u64,
+                Head::Map(n) => left += 2 * n as u64,
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes of the next value, read as such.
+    pub fn raw(&mut self) -> Decoded<&'a [u8]> {
+        let before = self.rest;
+        self.skip()?;
+        Ok(&before[..before.len() - self.rest.len()])
+    }
+
+    /// Whether the next value is nil; if so, it is read.
+    pub fn nil(&mut self) -> bool {
+        let is = self.rest.first() == Some(&Marker::Null.to_u8());
+        self.rest = &self.rest[usize::from(is)..];
+        is
+    }
+
+    /// Length of an array; its values follow.
+    pub fn array(&mut self) -> Decoded<usize> {
+        self.expect("an array", |head| if let Head::Array(n) = head { Some(n) } else { None })
+    }
+
+    /// Pairs of a map; keys and values follow.
+    pub fn map(&mut self) -> Decoded<usize> {
+        self.expect("a map", |head| if let Head::Map(n) = head { Some(n) } else { None })
+    }
+
+    /// A text.
+    pub fn text(&mut self) -> Decoded<&'a str> {
+        let n = self.expect("a text", |head| if let Head::Text(n) = head { Some(n) } else { None })?;
+        std::str::from_utf8(self.take(n)?).map_err(|_| DecodeError::Unexpected("a text"))
+    }
+
+    /// A text, or nothing.
+    pub fn optional_text(&mut self) -> Decoded<Option<&'a str>> {
+        if self.nil() { Ok(None) } else { self.text().map(Some) }
+    }
+
+    /// A whole number of at least 0.
+    pub fn unsigned(&mut self) -> Decoded<u64> {
+        self.expect("a whole number", |head| match head {
+            Head::Unsigned(n) => Some(n),
+            Head::Signed(n) => u64::try_from(n).ok(),
+            _ => None,
+        })
+    }
+
+    /// A number.
+    pub fn float(&mut self) -> Decoded<f64> {
+        self.expect("a number", |head| match head {
+            Head::Unsigned(n) => Some(n as f64),
+            Head::Signed(n) => Some(n as f64),
+            Head::Float(n) => Some(n),
+            _ => None,
+        })
+    }
+
+    /// An engine's hash of a block: a number of either sign, or a digest, of which the last 8 bytes count (vLLM's numbers are just those).
+    #[inline]
+    pub fn hash(&mut self) -> Decoded<u64> {
+        let before = *self;
+        match self.head()? {
+            Head::Unsigned(n) => Ok(n),
+            Head::Signed(n) => Ok(n as u64),
+            Head::Bytes(n) if n > 0 => {
+                let digest = self.take(n)?;
+                let last = &digest[n.saturating_sub(8)..];
+                Ok(last.iter().fold(0, |hash, byte| hash << 8 | u64::from(*byte)))
+            }
+            _ => {
+                *self = before;
+                Err(DecodeError::Unexpected("a block hash"))
+            }
+        }
+    }
+
+    /// Hashes, appended to `out`.
+    pub fn hashes(&mut self, out: &mut Vec<u64>) -> Decoded<()> {
+        let n = self.array()?;
+        out.reserve(n.min(self.rest.len()));
+        for _ in 0..n {
+            out.push(self.hash()?);
+        }
+        Ok(())
+    }
+
+    /// Token ids, appended to `out`.
+    pub fn tokens(&mut self, out: &mut Vec<u32>) -> Decoded<()> {
+        let n = self.array()?;
+        out.reserve(n.min(self.rest.len()));
+        for _ in 0..n {
+            // The usual sizes first: most of an event is token ids.
+            let token = match *self.rest {
+                [0xcd, high, low, ref rest @ ..] => {
+                    self.rest = rest;
+                    u32::from(high) << 8 | u32::from(low)
+                }
+                [byte @ ..0x80, ref rest @ ..] => {
+                    self.rest = rest;
+                    u32::from(byte)
+                }
+                [0xce, a, b, c, d, ref rest @ ..] => {
+                    self.rest = rest;
+                    u32::from_be_bytes([a, b, c, d])
+                }
+                _ => u32::try_from(self.unsigned()?)
+                    .map_err(|_| DecodeError::Unexpected("a token id below 2^32"))?,
+            };
+            out.push(token);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,456 @@
+//! The thread that listens: one socket to each engine (or one that engines connect to), in turn, a few dozen messages at a
+//! time. Reconnecting is libzmq's; its monitor tells when a connection is another one.
+use crate::apply::Applier;
+use crate::source::{Blocks, Kind, RUN, Source, prepare, receive};
+use crate::status::Status;
+use crate::stream::{Counts, Standing};
+use lmetric_core::CoreError;
+use lmetric_core::router::feed::KvFeed;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread::JoinHandle;
+use zmq::{Context, DONTWAIT, Message, PAIR, POLLIN, SUB, Socket, SocketEvent};
+
+/// Sockets of one context are limited, and so is what its one I/O thread can do.
+const LINKS_PER_CONTEXT: usize = 128;
+/// How often the thread looks whether instances were replaced.
+const HOUSEKEEPING_SECONDS: f64 = 1.0;
+
+/// Where a rank of an instance publishes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Subscription {
+    /// Address of its events: of the engine, or with `bind` of the router.
+    pub endpoint: String,
+    /// Where past batches can be asked for.
+    pub replay_endpoint: Option<String>,
+    /// The topic of its messages; empty: any.
+    pub topic: String,
+    /// The engine connects to the router.
+    pub bind: bool,
+    /// The data-parallel rank.
+    pub rank: u32,
+    /// Load reports, not events of blocks.
+    pub load: bool,
+}
+
+type Reply = SyncSender<Result<(), CoreError>>;
+type Shown = Arc<Mutex<BTreeMap<String, Vec<Arc<Mutex<Status>>>>>>;
+
+enum Command {
+    Subscribe(String, Subscription, Reply),
+    Unsubscribe(String, SyncSender<bool>),
+    Close,
+}
+
+/// Subscriptions to engines' events, and the thread that applies them. Dropped, it closes.
+pub struct EventFeed {
+    door: Mutex<Option<Door>>,
+    shown: Shown,
+}
+
+struct Door {
+    commands: Sender<Command>,
+    wake: Socket,
+    thread: JoinHandle<()>,
+}
+
+impl EventFeed {
+    /// Starts the thread. `clock`: seconds on the router's clock.
+    ///
+    /// # Errors
+    /// `BadValue` where the system refuses sockets or a thread.
+    pub fn start(
+        feed: Arc<KvFeed>,
+        clock: impl Fn() -> f64 + Send + 'static,
+    ) -> Result<EventFeed, CoreError> {
+        let refused = |error: &dyn std::fmt::Display| {
+            bad("event feed", error, "a system with sockets and threads to spare")
+        };
+        let context = Context::new();
+        let pair = || {
+            let (inside, outside) = (context.socket(PAIR)?, context.socket(PAIR)?);
+            inside.bind("inproc://wake")?;
+            outside.connect("inproc://wake")?;
+            Ok((inside, outside))
+        };
+        let (inside, wake) = pair().map_err(|error: zmq::Error| refused(&error))?;
+        let (commands, received) = channel();
+        let shown = Shown::default();
+        let worker = Worker {
+            epoch: feed.epoch(),
+            feed,
+            clock: Box::new(clock),
+            context,
+            made: 0,
+            links: Vec::new(),
+            wake: inside,
+            commands: received,
+            shown: shown.clone(),
+            looked_at: 0.0,
+        };
+        let thread = std::thread::Builder::new().name("lmetric-feed".into()).spawn(move || worker.run());
+        let thread = thread.map_err(|error| refused(&error))?;
+        Ok(EventFeed { door: Mutex::new(Some(Door { commands, wake, thread })), shown })
+    }
+
+    /// Listens to a rank of an instance.
+    ///
+    /// # Errors
+    /// `UnknownName` (instance), `BadValue` (an address that cannot be, or a subscription that is there already).
+    pub fn subscribe(&self, instance: &str, subscription: Subscription) -> Result<(), CoreError> {
+        let (reply, answer) = sync_channel(1);
+        self.send(Command::Subscribe(instance.to_string(), subscription, reply))?;
+        answer.recv().unwrap_or_else(|_| Err(closed()))
+    }
+
+    /// Stops listening to an instance, and forgets what its events told. Whether there was a subscription.
+    ///
+    /// # Errors
+    /// `BadValue` where the feed is closed.
+    pub fn unsubscribe(&self, instance: &str) -> Result<bool, CoreError> {
+        let (reply, answer) = sync_channel(1);
+        self.send(Command::Unsubscribe(instance.to_string(), reply))?;
+        answer.recv().map_err(|_| closed())
+    }
+
+    /// What its sources have come to, by rank; load reports last.
+    pub fn status(&self, instance: &str) -> Vec<Status> {
+        let sources = self.shown.lock().get(instance).cloned().unwrap_or_default();
+        let mut all: Vec<Status> = sources.iter().map(|status| status.lock().clone()).collect();
+        all.sort_by_key(|status| (status.load, status.rank));
+        all
+    }
+
+    /// Names of the instances with a subscription.
+    pub fn instances(&self) -> Vec<String> {
+        self.shown.lock().keys().cloned().collect()
+    }
+
+    /// Ends the thread and closes all sockets; what the index holds stays.
+    pub fn close(&self) {
+        let Some(door) = self.door.lock().take() else { return };
+        // The thread may have ended; then there is nobody to tell.
+        let _ = door.commands.send(Command::Close);
+        let _ = door.wake.send(&b""[..], DONTWAIT);
+        let _ = door.thread.join();
+        self.shown.lock().clear();
+    }
+
+    fn send(&self, command: Command) -> Result<(), CoreError> {
+        let door = self.door.lock();
+        let door = door.as_ref().ok_or_else(closed)?;
+        door.commands.send(command).map_err(|_| closed())?;
+        // A full pipe wakes the thread as well.
+        let _ = door.wake.send(&b""[..], DONTWAIT);
+        Ok(())
+    }
+}
+
+impl Drop for EventFeed {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn bad(what: &str, got: impl std::fmt::Display, expected: &str) -> CoreError {
+    CoreError::BadValue { what: what.into(), got: got.to_string(), expected: expected.into() }
+}
+
+fn closed() -> CoreError {
+    bad("event feed", "a call after close()", "one that is open")
+}
+
+/// A socket, and those who hear through it.
+struct Link {
+    socket: Socket,
+    monitor: Socket,
+    endpoint: String,
+    bound: bool,
+    connections: i64,
+    sources: Vec<Source>,
+}
+
+struct Worker {
+    feed: Arc<KvFeed>,
+    epoch: u64,
+    clock: Box<dyn Fn() -> f64 + Send>,
+    context: Context,
+    /// Links made with contexts so far.
+    made: usize,
+    links: Vec<Link>,
+    wake: Socket,
+    commands: Receiver<Command>,
+    shown: Shown,
+    looked_at: f64,
+}
+
+impl Worker {
+    fn run(mut self) {
+        let mut readable = Vec::new();
+        loop {
+            self.poll(&mut readable);
+            if std::mem::take(&mut readable[0]) {
+                while self.wake.recv_msg(DONTWAIT).is_ok() {}
+            }
+            while let Ok(command) = self.commands.try_recv() {
+                match command {
+                    Command::Subscribe(instance, subscription, reply) => {
+                        // Whoever asked may have gone.
+                        let _ = reply.send(self.subscribe(instance, subscription));
+                        readable.clear();
+                    }
+                    Command::Unsubscribe(instance, reply) => {
+                        let _ = reply.send(self.unsubscribe(&instance));
+                        readable.clear();
+                    }
+                    Command::Close => return,
+                }
+            }
+            self.keep_house();
+            let now = (self.clock)();
+            let mut readable = readable.iter().skip(1).copied();
+            for link in &mut self.links {
+                // Both are asked for, whichever was readable: see `Link::hear`.
+                let (messages, events) = (readable.next(), readable.next());
+                if messages == Some(true) || events == Some(true) {
+                    link.hear(&self.feed, now);
+                }
+                for source in &mut link.sources {
+                    let replay = matches!(&source.kind, Kind::Blocks(b) if b.polled);
+                    let heard = replay && readable.next() == Some(true);
+                    if heard || source.deadline().is_some_and(|at| now >= at) {
+                        source.attend(heard, now);
+                        source.show();
+                    }
+                }
+            }
+        }
+    }
+
+    /// Waits until there is something to do. `readable`: the wake-up, then for each link its messages, its monitor, and the
+    /// open replays of its sources.
+    fn poll(&mut self, readable: &mut Vec<bool>) {
+        let now = (self.clock)();
+        let mut until = now + HOUSEKEEPING_SECONDS;
+        let mut items = vec![self.wake.as_poll_item(POLLIN)];
+        for link in &mut self.links {
+            for source in &mut link.sources {
+                until = until.min(source.deadline().unwrap_or(until));
+                if let Kind::Blocks(blocks) = &mut source.kind {
+                    blocks.polled = blocks.replay().is_some();
+                }
+            }
+        }
+        for link in &self.links {
+            items.push(link.socket.as_poll_item(POLLIN));
+            items.push(link.monitor.as_poll_item(POLLIN));
+            for source in &link.sources {
+                if let Kind::Blocks(blocks) = &source.kind
+                    && let Some(replay) = blocks.replay()
+                {
+                    items.push(replay.as_poll_item(POLLIN));
+                }
+            }
+        }
+        let wait = ((until - now).clamp(0.0, HOUSEKEEPING_SECONDS) * 1e3).ceil() as i64;
+        // An interrupted wait is a short one.
+        let _ = zmq::poll(&mut items, wait);
+        readable.clear();
+        readable.extend(items.iter().map(|item| item.is_readable()));
+    }
+
+    /// Looks whether what was applied is forgotten by now, and once a second whether instances were replaced.
+    fn keep_house(&mut self) {
+        let (epoch, now) = (self.feed.epoch(), (self.clock)());
+        let forgotten = epoch != self.epoch;
+        if !forgotten && (now - self.looked_at).abs() < HOUSEKEEPING_SECONDS {
+            return;
+        }
+        (self.epoch, self.looked_at) = (epoch, now);
+        for source in self.links.iter_mut().flat_map(|link| &mut link.sources) {
+            source.renew(&self.feed, forgotten, now);
+            source.show();
+        }
+    }
+
+    fn subscribe(&mut self, instance: String, wanted: Subscription) -> Result<(), CoreError> {
+        let origin = self.feed.source(&instance, wanted.rank)?;
+        let what = |what: &str| format!("{what} of {instance}");
+        for endpoint in [Some(&wanted.endpoint), wanted.replay_endpoint.as_ref()].into_iter().flatten() {
+            check_endpoint(&what("endpoint"), endpoint, wanted.bind && *endpoint == wanted.endpoint)?;
+        }
+        let same = |s: &&Source| {
+            s.instance == instance && s.rank == wanted.rank && matches!(s.kind, Kind::Load) == wanted.load
+        };
+        if self.links.iter().flat_map(|l| &l.sources).find(same).is_some() {
+            let got = format!("a second one of rank {}", wanted.rank);
+            return Err(bad(&what("subscription"), got, "one for each rank: unsubscribe the other first"));
+        }
+        let shared = self.links.iter().position(|l| l.bound && wanted.bind && l.endpoint == wanted.endpoint);
+        let topics = shared.map_or(&[][..], |at| &self.links[at].sources);
+        let taken =
+            |s: &Source| wanted.topic.is_empty() || s.topic.is_empty() || s.topic == wanted.topic.as_bytes();
+        if topics.iter().any(taken) {
+            let expected =
+                "a topic for each engine that connects to one address, none of them twice or empty";
+            return Err(bad(&what("topic"), format!("{:?}", wanted.topic), expected));
+        }
+        let link = match shared {
+            Some(at) => &mut self.links[at],
+            None => {
+                let link = self.open(&wanted).map_err(|error| {
+                    let doing = if wanted.bind { "bind" } else { "connect to" };
+                    let got = format!("{} ({error})", wanted.endpoint);
+                    bad(
+                        &what("endpoint"),
+                        got,
+                        &format!("an address to {doing}, such as tcp://10.0.0.7:5557"),
+                    )
+                })?;
+                self.links.push(link);
+                self.links.last_mut().expect("just added")
+            }
+        };
+        let kind = if wanted.load {
+            Kind::Load
+        } else {
+            let applier = Applier::new(self.feed.clone(), origin);
+            Kind::Blocks(Box::new(Blocks::new(applier, self.context.clone(), wanted.replay_endpoint.clone())))
+        };
+        let status = Status {
+            load: wanted.load,
+            rank: wanted.rank,
+            endpoint: wanted.endpoint,
+            bound: wanted.bind,
+            replay_endpoint: wanted.replay_endpoint,
+            topic: wanted.topic,
+            standing: Standing::Connecting,
+            connected: false,
+            connections: 0,
+            messages: 0,
+            last_message_at: None,
+            last_sequence: None,
+            other_topic: None,
+            counts: Counts::default(),
+            tally: Default::default(),
+        };
+        let mut source = Source::new(instance.clone(), wanted.rank, kind, status);
+        if link.connections > 0 {
+            source.connected(link.bound, (self.clock)());
+        }
+        self.shown.lock().entry(instance).or_default().push(source.shown.clone());
+        link.sources.push(source);
+        Ok(())
+    }
+
+    fn open(&mut self, wanted: &Subscription) -> zmq::Result<Link> {
+        if self.made > 0 && self.made.is_multiple_of(LINKS_PER_CONTEXT) {
+            self.context = Context::new();
+        }
+        let (socket, monitor) = (self.context.socket(SUB)?, self.context.socket(PAIR)?);
+        prepare(&socket)?;
+        // All topics: what comes under another one shall be seen, not missed in silence.
+        socket.set_subscribe(b"")?;
+        let watch = format!("inproc://monitor-{}", self.made);
+        let events = SocketEvent::HANDSHAKE_SUCCEEDED.to_raw() | SocketEvent::DISCONNECTED.to_raw();
+        socket.monitor(&watch, events.into())?;
+        monitor.set_linger(0)?;
+        monitor.connect(&watch)?;
+        match wanted.bind {
+            true => socket.bind(&wanted.endpoint)?,
+            false => socket.connect(&wanted.endpoint)?,
+        }
+        self.made += 1;
+        let (endpoint, bound) = (wanted.endpoint.clone(), wanted.bind);
+        Ok(Link { socket, monitor, endpoint, bound, connections: 0, sources: Vec::new() })
+    }
+
+    fn unsubscribe(&mut self, instance: &str) -> bool {
+        let sources = || self.links.iter().flat_map(|l| &l.sources);
+        let of_blocks = sources().any(|s| s.instance == instance && matches!(s.kind, Kind::Blocks(_)));
+        for link in &mut self.links {
+            link.sources.retain(|s| s.instance != instance);
+        }
+        self.links.retain(|link| !link.sources.is_empty());
+        if of_blocks {
+            // An instance that is gone is forgotten already.
+            let _ = self.feed.forget(instance);
+        }
+        self.shown.lock().remove(instance).is_some()
+    }
+}
+
+impl Link {
+    /// Takes some messages and hands them to whom they are for.
+    fn hear(&mut self, feed: &KvFeed, now: f64) {
+        let mut messages = Vec::new();
+        while messages.len() < RUN
+            && let Some(frames) = receive(&self.socket)
+        {
+            messages.push(frames);
+        }
+        // Messages first, then what the monitor says: it spoke of their connection before they came.
+        while let Some(frames) = receive(&self.monitor) {
+            let event = frames.first().and_then(|f| f.first_chunk::<2>()).map(|f| u16::from_ne_bytes(*f));
+            let stands = event == Some(SocketEvent::HANDSHAKE_SUCCEEDED.to_raw());
+            self.connections += if stands { 1 } else { -1 };
+            for source in &mut self.sources {
+                if stands {
+                    source.connected(self.bound, now);
+                } else if self.connections <= 0 {
+                    source.disconnected();
+                }
+            }
+        }
+        for frames in &messages {
+            self.hand_on(frames, feed, now);
+        }
+        self.sources.iter_mut().for_each(Source::show);
+    }
+
+    fn hand_on(&mut self, frames: &[Message], feed: &KvFeed, now: f64) {
+        let topic = frames.first().map_or(&[][..], |f| f);
+        match self.sources.iter_mut().find(|s| s.topic.is_empty() || s.topic == topic) {
+            Some(source) => source.hear(frames, feed, now),
+            None => self.sources.iter_mut().for_each(|s| s.hear_other(topic)),
+        }
+    }
+}
+
+/// Whether libzmq can make anything of the address.
+fn check_endpoint(what: &str, endpoint: &str, bind: bool) -> Result<(), CoreError> {
+    let expected = if bind {
+        "an address to bind, such as tcp://*:5557 or ipc:///run/kv"
+    } else {
+        "an engine's address, such as tcp://10.0.0.7:5557 or ipc:///run/kv (no wildcard: that is what the engine binds)"
+    };
+    let known = ["tcp://", "ipc://"].iter().any(|scheme| endpoint.starts_with(scheme));
+    let wild = !bind && ["://*", "://0.0.0.0:", "://[::]:"].iter().any(|w| endpoint.contains(w));
+    if known && !wild && !endpoint.contains('\0') {
+        return Ok(());
+    }
+    Err(bad(what, format!("{endpoint:?}"), expected))
+}
+
+/// The address of a data-parallel rank, given the engine's: vLLM and SGLang add the rank to the port.
+///
+/// # Errors
+/// `BadValue` where there is no port to add to.
+pub fn rank_endpoint(endpoint: &str, rank: u32) -> Result<String, CoreError> {
+    if rank == 0 {
+        return Ok(endpoint.to_string());
+    }
+    let parts = endpoint.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':'));
+    let port = parts
+        .and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?.checked_add(rank.try_into().ok()?)?)));
+    let (host, port) = port.ok_or_else(|| {
+        bad(
+            "endpoint",
+            format!("{endpoint:?} of rank {rank}"),
+            "tcp://HOST:PORT, to whose port the rank is added",
+        )
+    })?;
+    Ok(format!("tcp://{host}:{port}"))
+}

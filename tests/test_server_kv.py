@@ -1,0 +1,283 @@
+"""KV events in the server: each engine's mode, and what the router then knows, over emulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from array import array
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+import zmq
+
+from lmetric.engines.emulated import EngineOptions, EngineServer
+from lmetric.server import kv_feed
+from lmetric.server.fleet import Engine
+from server_world import FakeEngine, World, world
+
+# Clients here send token ids.
+IDS = {"without_tokenizer": True}
+
+
+def prompt(seed: int, tokens: int = 200) -> list[int]:
+    return [1000 + (seed * 7919 + n * 31) % 5000 for n in range(tokens)]
+
+
+@contextlib.asynccontextmanager
+async def emulated(**changes: Any) -> AsyncIterator[EngineServer]:
+    given = {
+        "port": 0,
+        "model": "tiny",
+        "clock_speed": 50.0,
+        "kv_events_endpoint": "tcp://*:0",
+        "kv_events_replay_endpoint": "tcp://*:0",
+    }
+    async with EngineServer(EngineOptions.model_validate(given | changes)) as engine:
+        yield engine
+
+
+@contextlib.asynccontextmanager
+async def routed(*engines: EngineServer | dict[str, Any], **config: Any) -> AsyncIterator[World]:
+    """A server before emulated engines named e0, e1, …"""
+    entries = [
+        engine if isinstance(engine, dict) else {"url": engine.url, "name": f"e{number}"}
+        for number, engine in enumerate(engines)
+    ]
+    settings = {"policy": "lmetric", "kv_events": IDS, "health": {"interval": 0.05}, **config}
+    async with world([], engines=entries, **settings) as w:
+        yield w
+
+
+def engines_of(w: World) -> dict[str, Engine]:
+    return {engine.name: engine for engine in w.server.fleet.engines()}
+
+
+async def direct(engine: EngineServer, ids: list[int], **body: Any) -> int:
+    """A request past the router: the cached tokens."""
+    url = f"{engine.url}/v1/completions"
+    body = {"prompt": ids, "max_tokens": 1, **body}
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
+        assert response.status == 200
+        return int((await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+async def through(w: World, ids: list[int], **body: Any) -> tuple[str, int, int]:
+    """A request through the router: where it went, and the cached tokens predicted and found."""
+    _, headers, answer = await w.post({"model": "tiny", "prompt": ids, "max_tokens": 1, **body})
+    [pool] = w.server.fleet.pools
+    receipt = pool.router.receipt(int(headers["x-lmetric-decision"]))
+    assert receipt is not None
+    found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return headers["x-lmetric-instance"], receipt["predicted_cached_tokens"], found
+
+
+async def hears(w: World, name: str, ids: list[int], tokens: int) -> None:
+    """Waits until the router knows so many tokens of a prompt at an engine."""
+    router = w.server.fleet.pools[0].router
+    index, key = router.instances().index(name), array("I", ids)
+    await w.until(lambda: router.hit_tokens(tokens=key)[index] == tokens)
+
+
+async def connected(w: World) -> None:
+    def all_are() -> bool:
+        [pool] = w.server.fleet.pools
+        statuses = [pool.kv.status(name) for name in pool.engines]
+        return all(s and all(r["state"] != "connecting" for r in s["ranks"].values()) for s in statuses)
+
+    await w.until(all_are)
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+async def test_what_an_engine_caches_is_known_whoever_sent_it(api: str) -> None:
+    async with emulated(api=api) as one, emulated(api=api) as two, routed(one, two) as w:
+        assert {name: e.mode.name for name, e in engines_of(w).items()} == {"e0": "exact", "e1": "exact"}
+        await connected(w)
+        for seed in range(6):
+            ids = prompt(seed)
+            await direct([one, two][seed % 2], ids)
+            await hears(w, f"e{seed % 2}", ids, 192)
+            assert await through(w, ids) == (f"e{seed % 2}", 192, 192)
+        # A salt is a cache of its own.
+        assert (await through(w, prompt(0), cache_salt="tenant"))[1:] == (0, 0)
+        await direct(one, prompt(7), cache_salt="tenant")
+        await asyncio.sleep(0.1)
+        assert (await through(w, prompt(7), cache_salt="tenant"))[1:] == (192, 192)
+        page = (await w.get("/metrics"))[1].decode()
+        assert 'mode="exact"' in page
+        assert 'lmetric_kv_events_total{instance="e0",model="tiny",what="blocks_stored"}' in page
+        shown = orjson.loads((await w.get("/debug/engines"))[1])
+        assert shown[0]["kv_events"]["ranks"]["0"]["state"] == "live"
+        assert shown[0]["capabilities"]["block_size"] == 16
+
+
+async def test_block_and_cache_size_are_the_engines() -> None:
+    async with emulated(block_tokens=32, cache_blocks=20) as engine, routed(engine) as w:
+        [pool] = w.server.fleet.pools
+        assert (pool.block_size, pool.block_size_from) == (32, "e0")
+        await connected(w)
+        for seed in range(8):
+            await direct(engine, prompt(seed))
+        await hears(w, "e0", prompt(7), 192)
+        assert pool.router.stats()["instances"]["e0"]["index_blocks"] <= 20
+        assert (await through(w, prompt(7)))[1:] == (192, 192)
+        assert (await through(w, prompt(0)))[1:] == (0, 0)  # evicted, and known to be
+
+
+async def test_a_block_size_that_differs_is_approximate_and_says_so() -> None:
+    async with emulated(block_tokens=32) as one, emulated(block_tokens=64) as two:
+        async with routed(one, two) as w:
+            engines = engines_of(w)
+            names = {engine.mode.name: engine for engine in engines.values()}
+            assert set(names) == {"exact", "approximate"}
+            reason = names["approximate"].mode.reason
+            assert "32" in reason
+            assert "64" in reason
+            assert f"by {names['exact'].name}" in reason
+        async with routed(one, block_size=16) as w:
+            [engine] = w.server.fleet.engines()
+            assert engine.mode.name == "approximate"
+            assert (
+                "its blocks have 32 tokens, its model's index 16 (by the configuration)" in engine.mode.reason
+            )
+
+
+async def test_a_restarted_engine_is_asked_again_and_starts_empty() -> None:
+    async with contextlib.AsyncExitStack() as first:
+        engine = await first.enter_async_context(emulated())
+        port = int(engine.url.rpartition(":")[2])
+        async with routed(engine, load={"interval": 0.05}) as w:
+            [pool] = w.server.fleet.pools
+            [known] = w.server.fleet.engines()
+            await connected(w)
+            await direct(engine, prompt(1))
+            await hears(w, "e0", prompt(1), 192)
+            await first.aclose()
+            await w.until(lambda: not known.healthy)
+            await hears(w, "e0", prompt(1), 0)
+            async with emulated(port=port, block_tokens=32) as again:
+                await w.until(lambda: known.healthy and pool.block_size == 32)
+                assert known.capabilities.block_size == 32
+                assert known.mode.name == "exact"
+                await connected(w)
+                await direct(again, prompt(2))
+                await hears(w, "e0", prompt(2), 192)
+                assert await through(w, prompt(1)) == ("e0", 0, 0)
+
+
+async def test_a_lost_index_is_filled_again_by_the_requests_that_come() -> None:
+    async with emulated(kv_events_buffer_steps=1) as engine:
+        for seed in range(5):
+            await direct(engine, prompt(seed))
+        async with routed(engine) as w:  # it comes too late for what was told
+            [known] = w.server.fleet.engines()
+            await connected(w)
+            await direct(engine, prompt(9))
+            await w.until(lambda: known.refill is not None)
+            before = known.refill.left
+            assert (await through(w, prompt(1)))[1:] == (0, 192)
+            assert known.refill.left == before - 1
+            await hears(w, "e0", prompt(1), 192)
+            assert (await through(w, prompt(1)))[1:] == (192, 192)
+            assert known.refill.left == before - 1  # nothing of it is unknown any more
+            # Another field of the client's is left alone, and the request is served.
+            assert (await through(w, prompt(2), vllm_xargs={"x": 1}))[1:] == (0, 192)
+
+
+async def test_an_endpoint_that_nobody_listens_at_is_no_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_feed, "SILENT_SECONDS", 0.3)
+    async with emulated() as engine:
+        entry = {"url": engine.url, "name": "e0", "kv_events": {**IDS, "endpoint": "tcp://127.0.0.1:9"}}
+        async with routed(entry) as w:
+            [known] = w.server.fleet.engines()
+            await w.until(lambda: known.mode.name == "approximate")
+            assert "no connection to its KV events at tcp://127.0.0.1:9" in known.mode.reason
+            # What is sent is believed to be cached, as where there are no events.
+            await through(w, prompt(1))
+            assert (await through(w, prompt(1)))[1:] == (192, 192)
+
+
+async def test_silence_where_there_should_be_events_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_feed, "SILENT_SECONDS", 0.3)
+    async with emulated(kv_events_topic="kv@right") as engine:
+        entry = {"url": engine.url, "name": "e0", "kv_events": {**IDS, "topic": "kv@wrong"}}
+        async with routed(entry) as w:
+            [known] = w.server.fleet.engines()
+            await asyncio.sleep(1.5)
+            assert known.mode.name == "exact"  # an idle engine says nothing
+            for seed in range(4):
+                await through(w, prompt(seed))
+                await asyncio.sleep(0.5)
+            await w.until(lambda: known.mode.name == "approximate")
+            assert "no KV event of its" in known.mode.reason
+            assert "topic 'kv@right'" in known.mode.reason
+
+
+async def test_engines_may_connect_to_the_router() -> None:
+    with socket_port() as port:
+        address = f"tcp://127.0.0.1:{port}"
+    async with (
+        emulated(kv_events_endpoint=address, kv_events_topic="kv@a", kv_events_replay_endpoint=None) as one,
+        emulated(kv_events_endpoint=address, kv_events_topic="kv@b", kv_events_replay_endpoint=None) as two,
+    ):
+        async with routed(one, two) as w:
+            for engine in w.server.fleet.engines():
+                assert engine.mode.name == "approximate"
+                assert "instead of listening" in engine.mode.reason
+        bound = {**IDS, "endpoint": address, "bind": True}
+        async with routed(one, two, kv_events=bound) as w:
+            assert {engine.mode.name for engine in w.server.fleet.engines()} == {"exact"}
+            await connected(w)
+            for seed in range(4):
+                await direct([one, two][seed % 2], prompt(seed))
+            for seed in range(4):
+                await hears(w, f"e{seed % 2}", prompt(seed), 192)
+    async with (
+        emulated(kv_events_endpoint=address, kv_events_topic="same") as one,
+        emulated(kv_events_endpoint=address, kv_events_topic="same") as two,
+        routed(one, two, kv_events=bound) as w,
+    ):
+        modes = sorted(engine.mode.name for engine in w.server.fleet.engines())
+        assert modes == ["approximate", "exact"]
+        [blind] = [e for e in w.server.fleet.engines() if e.mode.name == "approximate"]
+        assert "topic" in blind.mode.reason
+
+
+@contextlib.contextmanager
+def socket_port() -> Any:
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    yield socket.bind_to_random_port("tcp://127.0.0.1")
+    context.destroy(linger=0)
+
+
+async def test_pushed_load_is_heard() -> None:
+    async with (
+        emulated(api="sglang", load_publish_endpoint="tcp://*:0", max_sequences=1, clock_speed=1.0) as engine,
+        routed(engine) as w,  # which reads no pages: load.interval is null here
+    ):
+        [pool] = w.server.fleet.pools
+        asks = [asyncio.create_task(through(w, prompt(n), max_tokens=40)) for n in range(3)]
+        await w.until(lambda: pool.router.indicators()["reported_waiting"][0] == 2)
+        await asyncio.gather(*asks)
+        status = pool.kv.status("e0")
+        assert status is not None
+        assert status["load"]["connected"]
+
+
+async def test_an_engine_without_a_prefix_cache_is_routed_by_load_only() -> None:
+    page = b'vllm:cache_config_info{block_size="16",enable_prefix_caching="False",num_gpu_blocks="9"} 1\n'
+    async with world([FakeEngine(metrics=page)], policy="lmetric") as w:
+        [known] = w.server.fleet.engines()
+        assert (known.mode.name, known.mode.reason) == ("load_only", "its prefix cache is off")
+        for _ in range(3):
+            assert (await through(w, prompt(1)))[1] == 0
+
+
+async def test_text_prompts_without_a_tokenizer_are_approximate() -> None:
+    async with emulated() as engine, routed(engine, kv_events="auto", tokenizer="off") as w:
+        [known] = w.server.fleet.engines()
+        assert known.mode.name == "approximate"
+        assert "no tokenizer of the model is known" in known.mode.reason

@@ -1,0 +1,146 @@
+"""Engines' load in the server: where it is read, how old it is, and that old numbers make no herd."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+import pytest
+
+from lmetric.engines.emulated import EngineOptions, EngineServer
+from server_world import FakeEngine, Request, World, answer, plain, says, world
+
+
+@contextlib.asynccontextmanager
+async def emulated(count: int, **options: Any) -> AsyncIterator[list[dict[str, Any]]]:
+    """Emulated engines, as entries of a configuration."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(EngineServer(EngineOptions(port=0, **options)))
+            for _ in range(count)
+        ]
+        yield [{"url": engine.url, "name": f"e{number}"} for number, engine in enumerate(engines)]
+
+
+async def burst(w: World, count: int, **body: Any) -> Counter[str]:
+    """Requests sent at once, counted by the engine that answered."""
+
+    async def one(number: int) -> str:
+        prompt = {"model": "tiny", "prompt": f"{number} asks " * 40, "max_tokens": 4}
+        status, headers, _ = await w.post(prompt | body)
+        assert status == 200
+        return str(headers["x-lmetric-instance"])
+
+    return Counter(await asyncio.gather(*(one(number) for number in range(count))))
+
+
+def waits_for(go: asyncio.Event) -> Any:
+    async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        await go.wait()
+        return await answer(engine, request, writer)
+
+    return behave
+
+
+# A report that is never renewed: the first engine idles, the others run three requests of somebody else.
+FROZEN = [b"vllm:num_requests_running %d\nvllm:num_requests_waiting 0\n" % n for n in (0, 3, 3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "shares"),
+    [
+        # Own requests count at once, beside what is reported beyond them.
+        ("least_requests", {15, 16, 17, 18, 19}),
+        # What the reports alone lead to, and all that they do lead to (vllm-project/router#178).
+        ("reported_running", {64}),
+    ],
+)
+async def test_many_requests_within_one_report_are_spread(policy: str, shares: set[int]) -> None:
+    go = asyncio.Event()
+    engines = [FakeEngine(metrics=page, behave=waits_for(go)) for page in FROZEN]
+    async with world(engines, policy=policy, load={"interval": 0.02}) as w:
+        router = w.server.fleet.pools[0].router
+        await w.until(lambda: (router.indicators()["reported_running"] >= 0).all())
+        sent = asyncio.create_task(burst(w, 64))
+        await w.until(lambda: sum(len(engine.requests) for engine in engines) == 64)
+        await asyncio.sleep(0.1)  # for some more of the same reports
+        go.set()
+        placed = await sent
+    assert set(placed.values()) <= shares
+
+
+async def test_slow_and_frozen_metrics_of_real_sockets_make_no_herd() -> None:
+    """Two bursts over emulated engines whose /metrics lags behind by far more than a burst takes."""
+    async with (
+        emulated(4, model="tiny", metrics_every_seconds=1000.0) as engines,
+        world([], engines=engines, policy="lmetric", load={"interval": 0.02}) as w,
+    ):
+        for _ in range(2):
+            placed = await burst(w, 64, max_tokens=20)
+            assert len(placed) == 4
+            assert max(placed.values()) <= 24, placed
+            await w.settled()
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+async def test_load_is_read_where_the_engine_has_it(api: str) -> None:
+    async with (
+        emulated(1, model="tiny", api=api, max_sequences=1) as engines,
+        world([], engines=engines, policy="lmetric", load={"interval": 0.02}) as w,
+    ):
+        [pool] = w.server.fleet.pools
+        asks = [asyncio.create_task(w.post({"prompt": "a", "max_tokens": 60})) for _ in range(3)]
+
+        def reported() -> tuple[float, float]:
+            columns = pool.router.indicators()
+            return columns["reported_waiting"][0], columns["reported_running"][0]
+
+        await w.until(lambda: reported() == (2, 1))
+        [shown] = orjson.loads((await w.get("/debug/engines"))[1])
+        path = "/v1/loads" if api == "sglang" else "/metrics"
+        assert shown["load"]["reports"][path] > 0
+        assert 0 <= shown["load"]["age_seconds"] < 1
+        assert shown["load"]["error"] is None
+        assert shown["capabilities"]["engine"] == api
+        page = (await w.get("/metrics"))[1].decode()
+        assert f'lmetric_load_reports_total{{instance="e0",model="tiny",source="{path}"}}' in page
+        assert f'engine="{api}",instance="e0",mode="approximate",model="tiny",reason="' in page
+        for ask in asks:
+            assert (await ask)[0] == 200
+        columns = pool.router.indicators()
+        assert columns["bs"][0] == 0 or columns["report_age_seconds"][0] < 1
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"TEXT named_metrics.num_requests_waiting=7.0, named_metrics.kv_cache_usage_perc=0.5",
+        b'JSON {"named_metrics": {"num_requests_waiting": 7.0, "kv_cache_usage_perc": 0.5}}',
+    ],
+)
+async def test_load_comes_on_answers_in_either_form(header: bytes) -> None:
+    extra = b"endpoint-load-metrics: %s\r\n" % header
+    engine = FakeEngine(behave=says(plain(200, {"choices": []}, extra), then="keep"))
+    async with world([engine], policy="lmetric") as w:
+        await w.post()
+        columns = w.server.fleet.pools[0].router.indicators()
+        assert (columns["reported_waiting"][0], columns["kv_usage"][0]) == (7.0, 0.5)
+        [shown] = orjson.loads((await w.get("/debug/engines"))[1])
+        assert shown["load"]["reports"] == {"header": 1}
+
+
+async def test_an_engine_that_tells_no_load_is_said_to() -> None:
+    async with world([FakeEngine(metrics=b"other_gauge 1\n")], load={"interval": 0.02}) as w:
+        [engine] = w.server.fleet.engines()
+        await w.until(lambda: engine.load_error)
+        [shown] = orjson.loads((await w.get("/debug/engines"))[1])
+        assert shown["load"] == {
+            "reports": {},
+            "age_seconds": None,
+            "error": "GET /metrics: no load under a known name",
+        }
+        assert (shown["mode"], shown["capabilities"]["engine"]) == ("approximate", "unknown")
