@@ -5,14 +5,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from token_folders import CHATML, INST, KINDS, byte_level, make_folder, metaspace, write_folder
 from tokenizers import AddedToken, Tokenizer
 
-from lmetric.tokens import NotPredictable, PromptTokenizer, TokenizerError, find_folder
+from lmetric.engines.emulated.options import EngineOptions
+from lmetric.engines.emulated.server import EngineServer
+from lmetric.engines.emulated.text import TOKENIZER_PATH
+from lmetric.tokens import (
+    NotPredictable,
+    NotVerifiable,
+    PromptTokenizer,
+    TokenizerError,
+    find_folder,
+    verify,
+)
+from token_folders import CHATML, INST, KINDS, byte_level, make_folder, metaspace, write_folder
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -32,8 +43,35 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 # Texts as they come: words, spaces in odd places, other scripts, and special tokens that users write.
 PIECES = st.sampled_from(
     [
-        *("the router", " sends", "  ", "\n", "\n\n", "\t", " ", "a", "don't", "12345", "日本語", "é", "e\u0301", "🙂", "ﬁ½"),
-        *("<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "<unk>", "<think>", "<left>", "<right>", "<norm>"),
+        *(
+            "the router",
+            " sends",
+            "  ",
+            "\n",
+            "\n\n",
+            "\t",
+            " ",
+            "a",
+            "don't",
+            "12345",
+            "日本語",
+            "é",
+            "e\u0301",
+            "🙂",
+            "ﬁ½",
+        ),
+        *(
+            "<|im_start|>",
+            "<|im_end|>",
+            "<s>",
+            "</s>",
+            "[INST]",
+            "<unk>",
+            "<think>",
+            "<left>",
+            "<right>",
+            "<norm>",
+        ),
         *("<|im_", "start|>", "[IN", "</", "▁", "user", "{}", "\u200b", "\u00a0"),
     ]
 )
@@ -62,7 +100,7 @@ def conversations(draw: st.DrawFn) -> list[list[dict[str, Any]]]:
 def test_remembered_tokens_are_those_of_the_whole_text(
     folder_of: Callable[[str], Path], kind: str, turns: list[list[dict[str, Any]]], text: str, small: bool
 ) -> None:
-    """Through the cache, or with one that is always too small: the ids of the library, given the whole text."""
+    """Through the cache, or one that is always too small: the ids of the library, given the whole text."""
     folder = folder_of(kind)
     ours = _loaded(folder, 2_000 if small else 1 << 20)
     library = _library(folder)
@@ -136,7 +174,9 @@ def test_where_cuts_would_be_wrong_texts_are_tokenised_whole(tmp_path: Path) -> 
 
 
 def test_added_tokens_of_the_configuration_count(tmp_path: Path) -> None:
-    decoder = {str(byte_level().get_vocab_size()): {"content": "<|later|>", "special": True, "normalized": False}}
+    decoder = {
+        str(byte_level().get_vocab_size()): {"content": "<|later|>", "special": True, "normalized": False}
+    }
     folder = write_folder(tmp_path / "m", byte_level(), added_tokens_decoder=decoder)
     tokens = PromptTokenizer.load(folder).completion("a<|later|>b").tolist()
     assert tokens[1] == byte_level().get_vocab_size()
@@ -169,10 +209,14 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "argumen
             "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nSo  ",
         ),
         (  # parts of text are joined by lines; what is empty is left out
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "", "b")]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "", "b")]}
+                ]
+            },
             "<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n",
         ),
-        (  # arguments become an object; a call without content has an empty one; reasoning after the question stays
+        (  # arguments become an object; no content is an empty one; reasoning after the question stays
             {
                 "messages": [
                     USER,
@@ -213,7 +257,10 @@ def test_a_template_that_wants_parts_gets_parts(folder_of: Callable[[str], Path]
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "media"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "media",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "media"),
         ({"messages": [{"content": "x"}]}, "shape"),
         ({"messages": ["x"]}, "shape"),
@@ -253,11 +300,16 @@ def test_templates_know_what_hugging_face_gives_them(tmp_path: Path) -> None:
         (INST, "openai"),
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "string"),
         ("{% for m in messages[1:] %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}", "openai"),
-        ("{% set all = messages %}{% for m in all %}{% for p in m['content'] | list %}x{% endfor %}{% endfor %}", "openai"),
+        (
+            "{% set x = messages %}{% for m in x %}{% for p in m.content|list %}{% endfor %}{% endfor %}",
+            "openai",
+        ),
         ("{% for m in other %}{% for p in m.content %}x{% endfor %}{% endfor %}", "string"),
     ],
 )
-def test_the_form_of_contents_is_read_from_the_template(tmp_path: Path, template: str, content_format: str) -> None:
+def test_the_form_of_contents_is_read_from_the_template(
+    tmp_path: Path, template: str, content_format: str
+) -> None:
     tokenizer = PromptTokenizer.load(write_folder(tmp_path / "m", byte_level(), template))
     assert tokenizer._files.template is not None
     assert tokenizer._files.template.content_format == content_format
@@ -267,7 +319,10 @@ def test_named_templates_and_files(tmp_path: Path) -> None:
     tool = {"messages": [USER], "tools": [WEATHER]}
     folder = write_folder(tmp_path / "list", byte_level(), None)
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    config["chat_template"] = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools"},
+    ]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert chat(folder, messages=[USER]) == "plain"
     assert chat(folder, **tool) == "tools"
@@ -322,3 +377,23 @@ def test_a_model_is_found_by_folder_or_in_the_cache(tmp_path: Path, monkeypatch:
     assert find_folder(str(tmp_path)) == tmp_path
     for other in ("Owner/Other", "Name", "../Name", "a/b/c", ""):
         assert find_folder(other) is None
+
+
+async def test_a_running_engine_agrees(tmp_path: Path) -> None:
+    """The emulated engine's folder, against its own `/tokenize`; then one that renders otherwise."""
+    engine = TOKENIZER_PATH.parent
+    async with EngineServer(EngineOptions()) as server, aiohttp.ClientSession() as client:
+
+        async def post(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+            async with client.post(server.url + path, json=body) as response:
+                return response.status, await response.read()
+
+        ours = PromptTokenizer.load(engine)
+        assert await verify(ours, post) == []
+        (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+        other = PromptTokenizer.load(engine, chat_template=str(tmp_path / "t.jinja"))
+        differences = await verify(other, post)
+        assert {difference.kind for difference in differences} == {"chat"}
+        assert "tokens here" in str(differences[0])
+        with pytest.raises(NotVerifiable, match="404"):
+            await verify(ours, lambda path, body: post("/no" + path, body))

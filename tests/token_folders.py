@@ -24,8 +24,8 @@ CORPUS = [
     "  spaces   at the front, and  at the end  ",
 ] * 20
 
-# ChatML as Qwen's templates write it: tools in the system message, calls as JSON, results as user turns, thinking
-# kept only after the last question.
+# ChatML as Qwen's templates write it: tools in the system message, calls as JSON, results as user turns,
+# thinking kept only after the last question.
 CHATML = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -67,7 +67,9 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+    {%- if enable_thinking is defined and not enable_thinking %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
 {%- endif %}
 """
 
@@ -81,7 +83,9 @@ INST = """\
     {%- endif %}
     {%- if message['role'] == 'assistant' %}
         {%- generation %}
-        {%- if message.tool_calls %}{{ '[TOOL_CALLS] ' + message.tool_calls | map(attribute='function') | list | tojson }}{% endif %}
+        {%- if message.tool_calls %}
+            {{- '[TOOL_CALLS] ' + message.tool_calls | map(attribute='function') | list | tojson }}
+        {%- endif %}
         {%- for part in message['content'] %}{{ ' ' + part['text'] | trim }}{% endfor %}{{ eos_token }}
         {%- endgeneration %}
     {%- elif message['role'] == 'tool' %}
@@ -109,7 +113,10 @@ def _specials(tokens: tuple[str, ...], **how: bool) -> list[AddedToken]:
 def byte_level(add_prefix_space: bool = False) -> Tokenizer:
     """As GPT-2, Llama 3 and Qwen: bytes, a pattern, merges."""
     tokenizer = Tokenizer(models.BPE())
-    pattern = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    pattern = Regex(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -130,12 +137,10 @@ def byte_level(add_prefix_space: bool = False) -> Tokenizer:
 
 
 def metaspace(scheme: str = "first", legacy: bool = False) -> Tokenizer:
-    """As Llama 2 and Mistral: spaces become a letter, a leading one is put before the first piece; BOS in front."""
+    """As Llama 2 and Mistral: spaces become a letter, one is put before the first piece; BOS in front."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     if legacy:
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=False)
     tokenizer.decoder = decoders.Metaspace()
@@ -157,7 +162,9 @@ def metaspace(scheme: str = "first", legacy: bool = False) -> Tokenizer:
 def unigram() -> Tokenizer:
     """As T5 and XLM-R: a Unigram model behind a normaliser and Metaspace; EOS behind."""
     tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "always")
     trainer = trainers.UnigramTrainer(
         vocab_size=400, show_progress=False, special_tokens=list(INST_TOKENS), unk_token="<unk>"
@@ -190,9 +197,7 @@ KINDS = {
 }
 
 
-def write_folder(
-    folder: Path, tokenizer: Tokenizer, template: str | None = CHATML, **config: Any
-) -> Path:
+def write_folder(folder: Path, tokenizer: Tokenizer, template: str | None = CHATML, **config: Any) -> Path:
     """A model's folder as Hugging Face's library saves it."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

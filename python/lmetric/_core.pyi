@@ -33,6 +33,8 @@ __all__ = [
     "Router",
     "Ticket",
     "TicketError",
+    "TokenEncoder",
+    "TokenizeError",
     "UnknownNameError",
     "WireError",
     "Workload",
@@ -422,6 +424,43 @@ class Engine:
 def generate(
     words: _Buffer, vocabulary: int, prompt: _Buffer, n: int
 ) -> list[int]: ...  # what an engine answers
+
+# -- tokens (rust/py/src/tokens.rs) -------------------------------------------------------------------------------
+
+class TokenizeError(LmetricError): ...
+
+@final
+class TokenEncoder:
+    """Texts to token ids, where a text's parts between special tokens are tokenised once.
+
+    ``tokenizer_json``: the file's bytes. ``added_tokens``: further ones, a JSON list of objects as in that file.
+    ``around``: names of the tokens put before and after a text, in place of what the tokenizer itself would put.
+    ``cache_bytes``: hard bound on what is remembered. Threads may share an encoder. Raises BadValueError.
+    """
+
+    def __new__(
+        cls,
+        tokenizer_json: bytes,
+        *,
+        added_tokens: bytes = b"[]",
+        around: tuple[Sequence[str], Sequence[str]] | None = None,
+        cache_bytes: int = 268_435_456,
+    ) -> Self: ...
+    @property
+    def whole_because(self) -> str | None:
+        """Why texts are tokenised whole, where they are; None: they are cut at special tokens."""
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = False, at_most: int | None = None
+    ) -> NDArray[np.uint32] | None:
+        """The ids of a text. With ``at_most``, None where more than so many of its bytes (UTF-8) are new; the
+        interpreter lock is kept. Without, it is let go: for a thread. Raises TokenizeError."""
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name."""
+
+    def stats(self) -> dict[str, int]:
+        """What the cache holds and was asked: segments, bytes, evicted, found_bytes, new_bytes."""
 
 # -- simulator (rust/py/src/simulate.rs) -------------------------------------------------------------------------
 

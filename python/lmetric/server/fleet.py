@@ -192,7 +192,7 @@ class Pool:
         log.warning("prompts are matched as text", model=self.name, reason=reason)
 
     async def set_tokenizer(self, root: str) -> None:
-        """Takes the tokenizer of the model that an engine names as its root, unless the configuration says which.
+        """Takes the tokenizer of the model that an engine names as root, unless the configuration has one.
 
         Asked again with the same root, it does nothing. What cannot be used leaves prompts to be matched as
         text; ``tokenizer_note`` then says why.

@@ -70,7 +70,7 @@ class Front(web.Server):
                 for wait in waits:
                     wait.cancel()
 
-    async def shutdown(self, timeout: float | None = None) -> None:
+    async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
         """Closes the connections and ends the threads."""
         self._tokenisers.close()
         await super().shutdown(timeout)
@@ -289,9 +289,7 @@ class Front(web.Server):
         asked.client.relay = waiting
         self.relays.add(waiting)
 
-    def _place(
-        self, asked: Asked, body: bytes, call: Call, pool: Pool, salt: str | None, now: float
-    ) -> None:
+    def _place(self, asked: Asked, body: bytes, call: Call, pool: Pool, salt: str | None, now: float) -> None:
         """Decides and relays. Raises ApiError."""
         relay: Relay | None = None
         asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)

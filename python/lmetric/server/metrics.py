@@ -198,7 +198,7 @@ class Metrics(Collector):
         yield events
 
     def _tokenizers(self) -> Iterator[Metric]:
-        """Of the pools that match prompts by token: their caches, and the prompts that were matched as text."""
+        """Of pools that match prompts by token: their caches, and the prompts that were matched as text."""
         as_text = CounterMetricFamily(
             "lmetric_text_prompts",
             "Prompts matched as text although there is a tokenizer, by why",

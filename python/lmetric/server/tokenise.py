@@ -43,8 +43,8 @@ def as_text(pool: Pool, call: Call, why: NotPredictable) -> None:
 class Tokenising:
     """A request whose prompt is tokenised in a thread; in its relay's place until there is a decision.
 
-    ``then`` is called once with the tokens, or with why there are none; ``ended`` instead, once, with what the
-    client is to be told, where the request is over.
+    ``then`` is called once with the tokens, or with why there are none; ``ended`` instead, once, with what
+    the client is to be told, where the request is over.
     """
 
     # As a relay has them.

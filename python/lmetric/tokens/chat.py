@@ -1,6 +1,6 @@
 """A chat request as vLLM hands it to the template: messages, tools and variables.
 
-What the engine drops or reshapes is dropped or reshaped here, since a template may write whatever it is given.
+What the engine drops or reshapes is dropped or reshaped here: a template may write whatever it is given.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _TEXT_PARTS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
+_BILLING_HEADER = "x-anthropic-billing-header"
 # Arguments of Hugging Face's apply_chat_template which, as chat_template_kwargs, would do more than set a
 # variable of the template.
 _NOT_VARIABLES = frozenset(
@@ -28,10 +29,16 @@ _NOT_VARIABLES = frozenset(
     }
 )
 
+# Variables that the request sets by fields of its own, whatever chat_template_kwargs say.
+_BY_REQUEST = ("add_generation_prompt", "continue_final_message")
+
 
 class NotPredictable(Exception):
-    """The tokens that an engine will make of a request cannot be known here. ``reason`` is a word for counters:
-    ``media``, ``template`` (it failed, or came with the request), ``shape``, ``truncation``, ``tokenizer``."""
+    """The tokens that an engine will make of a request cannot be known here.
+
+    ``reason`` is a word for counters: ``media``, ``no_template``, ``template`` (it failed, or came with the
+    request), ``shape``, ``truncation``, ``tokenizer``.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -47,6 +54,29 @@ def messages_of(request: Mapping[str, Any], content_format: ContentFormat) -> li
     return [_message(message, wrap) for message in messages]
 
 
+def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for a template that knows no role `developer`: it becomes `system`, and what stands later
+    under that role joins the first message."""
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    system, others, merge = [], [], False
+    for index, message in enumerate(messages):
+        if message["role"] not in ("developer", "system"):
+            others.append(message)
+            continue
+        merge = merge or index > 0
+        system.append({k: v for k, v in message.items() if k != "tools"} | {"role": "system"})
+    if not merge:
+        return [*system, *others]
+    texts = []
+    for message in system:
+        content = message["content"]
+        text = content if type(content) is str else "\n".join(part["text"] for part in content)
+        if text:
+            texts.append(text)
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
 def _message(message: Any, wrap: bool) -> dict[str, Any]:
     try:
         role = message["role"]
@@ -55,6 +85,8 @@ def _message(message: Any, wrap: bool) -> dict[str, Any]:
         raise NotPredictable("shape", "a message must be an object with a role") from None
     if type(role) is not str:
         raise NotPredictable("shape", "a role must be a string")
+    if role == "system" and content:
+        content = _without_billing_header(content)
     if type(content) is str:
         content = [{"type": "text", "text": content}] if wrap else content
     elif content is None:
@@ -65,6 +97,25 @@ def _message(message: Any, wrap: bool) -> dict[str, Any]:
     if len(message) > 2:
         _further(message, role, shaped)
     return shaped
+
+
+def _without_billing_header(content: Any) -> Any:
+    """A system message without the line in which Claude Code names what changes with each request."""
+    if type(content) is str:
+        if not content.startswith(_BILLING_HEADER):
+            return content
+        rest = content.partition("\n")[2]
+        return rest or None
+    if type(content) is not list:
+        return content
+    kept = []
+    for part in content:
+        text = part.get("text") if type(part) is dict and part.get("type") == "text" else part
+        if type(text) is not str or not text.startswith(_BILLING_HEADER):
+            kept.append(part)
+        elif rest := text.partition("\n")[2]:
+            kept.append({"type": "text", "text": rest})
+    return kept
 
 
 def _further(message: Mapping[str, Any], role: Any, shaped: dict[str, Any]) -> None:
@@ -86,9 +137,10 @@ def _further(message: Mapping[str, Any], role: Any, shaped: dict[str, Any]) -> N
             shaped["content"] = "\n".join(part["text"] for part in content)
     elif role == "developer":
         shaped["tools"] = message.get("tools")
-    name = message.get("name")
-    if type(name) is str:
-        shaped["name"] = name
+    for field in ("name", "task"):
+        value = message.get(field)
+        if type(value) is str:
+            shaped[field] = value
 
 
 def _parts(parts: Any, wrap: bool) -> Any:
@@ -118,18 +170,23 @@ def _call(call: Any) -> dict[str, Any]:
     """A tool call: its arguments become an object, as templates want them."""
     try:
         function = call["function"]
-        arguments = function["arguments"]
         # Fields in the order of the OpenAI client's types, by which the engine checks and rebuilds them.
         return {
             "id": call["id"],
-            "function": {
-                "arguments": json.loads(arguments) if arguments else {},
-                "name": function["name"],
-            },
+            "function": {"arguments": _arguments(function["arguments"]), "name": function["name"]},
             "type": call["type"],
         }
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError):
         raise NotPredictable("shape", "a tool call is malformed") from None
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """What is no object is an empty one."""
+    try:
+        value = json.loads(text) if text else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def tools_of(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -144,14 +201,18 @@ def tools_of(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(tool["function"])
-    ordered = {
-        "name": function.pop("name"),
-        "description": function.pop("description", None),
-        "parameters": function.pop("parameters", None),
-    }
-    further = {name: value for name, value in tool.items() if name not in ("type", "function")}
-    return {"type": tool.get("type", "function"), "function": ordered | function, **further}
+    given = tool["function"]
+    function = {name: given.get(name) for name in ("name", "description", "parameters")}
+    shaped = {"type": tool.get("type", "function"), "function": function}
+    strict, deferred = given.get("strict"), tool.get("defer_loading")
+    own_deferred = given.get("defer_loading")
+    if strict is not None:
+        function["strict"] = strict
+    if own_deferred is not None or deferred is not None:
+        function["defer_loading"] = deferred if own_deferred is None else own_deferred
+    if deferred is not None:
+        shaped["defer_loading"] = deferred
+    return shaped
 
 
 def variables_of(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +224,7 @@ def variables_of(request: Mapping[str, Any]) -> dict[str, Any]:
     given = request.get("chat_template_kwargs") or {}
     if not isinstance(given, dict) or not _NOT_VARIABLES.isdisjoint(given):
         raise NotPredictable("template", "chat_template_kwargs do more than set variables")
-    variables = dict(given)
+    variables = {name: value for name, value in given.items() if name not in _BY_REQUEST}
     effort = request.get("reasoning_effort")
     if effort is not None:
         variables["reasoning_effort"] = effort

@@ -11,10 +11,6 @@ from typing import Any
 from lmetric._core import LmetricError
 from lmetric.tokens.template import ChatTemplate, TemplateError
 
-_SPECIAL = (
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
-    *("additional_special_tokens", "extra_special_tokens"),
-)
 # An added token as tokenizer.json has it.
 _TOKEN = {
     "content": "",
@@ -25,7 +21,11 @@ _TOKEN = {
     "special": False,
 }
 # Models whose engines render chats by code of their own, whatever template lies in the folder.
-_OWN_CHAT = {"gpt_oss": "Harmony", "deepseek_v32": "DeepSeek's own encoding", "deepseek_v4": "DeepSeek's own encoding"}
+_OWN_CHAT = {
+    "gpt_oss": "Harmony",
+    "deepseek_v32": "DeepSeek's own encoding",
+    "deepseek_v4": "DeepSeek's own encoding",
+}
 
 
 class TokenizerError(LmetricError):
@@ -41,7 +41,9 @@ class ModelFiles:
     # Added tokens of tokenizer_config.json, in their order, as tokenizer.json writes them.
     added_tokens: list[dict[str, Any]] = field(default_factory=list)
     # Special tokens by name, for templates: bos_token and so on.
-    special: dict[str, Any] = field(default_factory=dict)
+    special: dict[str, str] = field(default_factory=dict)
+    # Tokens that go around a text, where not the tokenizer but its configuration says so.
+    around: tuple[list[str], list[str]] | None = None
     # Templates: for chats without tools, and for those with tools; None: there is none.
     template: ChatTemplate | None = None
     tool_template: ChatTemplate | None = None
@@ -66,6 +68,7 @@ def read_folder(folder: str | os.PathLike[str], chat_template: str | None = None
     files = ModelFiles(path, tokenizer)
     files.added_tokens = _added_tokens(path, config)
     files.special = _special_tokens(path, config)
+    files.around = _around(config, files.special)
     model = _json(path / "config.json").get("model_type")
     if isinstance(model, str) and model in _OWN_CHAT:
         files.no_chat = f"engines render chats of {model} by {_OWN_CHAT[model]}, not by a template"
@@ -103,20 +106,26 @@ def _added_tokens(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
         raise TokenizerError(f"{path / 'tokenizer_config.json'}: added_tokens_decoder is malformed") from None
 
 
-def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
     special = {}
     for source in (_json(path / "special_tokens_map.json"), config):
-        for name in _SPECIAL:
-            value = source.get(name)
-            if isinstance(value, list):
-                special[name] = [_content(item) for item in value]
-            elif value is not None and (name.endswith("_token") or isinstance(value, list)):
-                special[name] = _content(value)
+        for name, value in source.items():
+            if name.endswith("_token"):
+                content = value.get("content") if isinstance(value, dict) else value
+                if isinstance(content, str):
+                    special[name] = content
     return special
 
 
-def _content(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
+def _around(config: dict[str, Any], special: dict[str, str]) -> tuple[list[str], list[str]] | None:
+    """Tokens put before and after a text, where the configuration says so in place of the tokenizer."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return None
+    bos, eos = special.get("bos_token"), special.get("eos_token")
+    return (
+        [bos] if bos is not None and config.get("add_bos_token") else [],
+        [eos] if eos is not None and config.get("add_eos_token") else [],
+    )
 
 
 def _templates(files: ModelFiles, config: dict[str, Any], given: str | None) -> None:
@@ -160,10 +169,10 @@ def _compiled(file: Path) -> ChatTemplate:
 
 
 def find_folder(root: str) -> Path | None:
-    """The folder of a model by what an engine calls it: a folder of this machine, or a repository's name in
-    the local cache of Hugging Face's library. None: it is not here."""
-    if Path(root).is_dir():
-        return Path(root)
+    """The folder of a model by what an engine calls it: an absolute path on this machine, or a repository's
+    name in the local cache of Hugging Face's library. None: it is not here."""
+    if Path(root).is_absolute():
+        return Path(root) if Path(root).is_dir() else None
     owner, slash, name = root.partition("/")
     if not slash or not owner or not name or "/" in name or ".." in root:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ import orjson
 from numpy.typing import NDArray
 
 from lmetric._core import BadValueError, TokenEncoder, TokenizeError
-from lmetric.tokens.chat import NotPredictable, messages_of, tools_of, variables_of
+from lmetric.tokens.chat import NotPredictable, messages_of, tools_of, variables_of, without_developer
 from lmetric.tokens.files import ModelFiles, TokenizerError, read_folder
 from lmetric.tokens.template import TemplateError
 
@@ -30,8 +29,8 @@ class Text(NamedTuple):
 class PromptTokenizer:
     """What a model's engines make of prompts. `load` makes one; threads may share it.
 
-    Rendering follows vLLM; ``verify`` (in this package) compares with a running engine. Tokens of text between
-    two special tokens are kept (at most ``cache_bytes``), so that a conversation pays for its new turn only.
+    Rendering follows vLLM; ``verify`` (in this package) compares with a running engine. Tokens of text
+    between two special tokens are kept (at most ``cache_bytes``): a conversation pays for its new turn only.
     """
 
     def __init__(self, files: ModelFiles, cache_bytes: int = CACHE_BYTES) -> None:
@@ -39,7 +38,9 @@ class PromptTokenizer:
         self._files = files
         added = orjson.dumps(files.added_tokens)
         try:
-            self.encoder = TokenEncoder(files.tokenizer, added_tokens=added, cache_bytes=cache_bytes)
+            self.encoder = TokenEncoder(
+                files.tokenizer, added_tokens=added, around=files.around, cache_bytes=cache_bytes
+            )
         except BadValueError as error:
             raise TokenizerError(f"{files.folder / 'tokenizer.json'}: {error}") from None
         files.tokenizer = b""
@@ -84,9 +85,12 @@ class PromptTokenizer:
         if template is None:
             raise NotPredictable("no_template", f"{files.folder}: no chat template for this kind of request")
         documents = request.get("documents")
+        messages = messages_of(request, template.content_format)
+        if not template.knows_developer:
+            messages = without_developer(messages)
         try:
             text = template.render(
-                messages_of(request, template.content_format),
+                messages,
                 tools=tools,
                 documents=variables.pop("documents", None) if documents is None else documents,
                 add_generation_prompt=bool(request.get("add_generation_prompt", True)),
@@ -107,9 +111,7 @@ class PromptTokenizer:
         """Token ids. None where more than ``at_most`` bytes of the text are new; without it, the interpreter
         lock is let go, for a thread. Raises NotPredictable."""
         try:
-            return self.encoder.encode(
-                text.text, add_special_tokens=text.add_special_tokens, at_most=at_most
-            )
+            return self.encoder.encode(text.text, add_special_tokens=text.add_special_tokens, at_most=at_most)
         except (TokenizeError, UnicodeEncodeError) as error:
             raise NotPredictable("tokenizer", str(error)) from None
 

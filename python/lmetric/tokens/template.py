@@ -1,10 +1,9 @@
-"""Chat templates: Jinja set up as Hugging Face's `apply_chat_template` sets it up, and what is asked of them."""
+"""Chat templates: Jinja set up as Hugging Face's `apply_chat_template` does it."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, Literal, NoReturn
 
@@ -27,7 +26,7 @@ class TemplateError(Exception):
 class _Generation(Extension):
     """`{% generation %}`: marks an assistant's text for training; here it is its body."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (as the base class declares it)
 
     def parse(self, parser: Parser) -> nodes.Node:
         """The body, with a scope of its own."""
@@ -74,13 +73,13 @@ class ChatTemplate:
 
     def __init__(self, source: str, name: str) -> None:
         self.name = name
-        self._source = source
         try:
             tree = _ENVIRONMENT.parse(source)
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"{name}: line {error.lineno}: {error.message}") from None
         self.variables: frozenset[str] = frozenset(meta.find_undeclared_variables(tree))
+        self.knows_developer = "'developer'" in source or '"developer"' in source
         self.content_format: ContentFormat = "openai" if _loops_over_parts(tree) else "string"
 
     def render(
@@ -136,8 +135,8 @@ def _continued(text: str, last: str) -> str:
     return kept if text.startswith(_CONTINUE, at) else kept.rstrip()
 
 
-# How vLLM finds out in which form a template wants a message's content (`--chat-template-content-format auto`):
-# as parts where it loops over them, else as text.
+# How vLLM finds out in which form a template wants a message's content (`--chat-template-content-format
+# auto`): as parts where it loops over them, else as text.
 
 
 def _loops_over_parts(tree: nodes.Template) -> bool:
@@ -152,16 +151,40 @@ def _loops_over_parts(tree: nodes.Template) -> bool:
         if more <= conversations:
             break
         conversations |= more
-    messages = set(_loop_variables(tree, conversations))
+    messages = {
+        loop.target.name
+        for loop in tree.find_all(nodes.For)
+        if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in conversations)
+    }
+
+    def is_content(node: nodes.Node) -> bool:
+        return any(_reads(node, name, "content") for name in messages)
+
+    # Loops over a variable that holds a content: `content` itself, or what a macro is given one as.
+    in_macros: dict[int, set[str]] = {}
+    for macro in tree.find_all(nodes.Macro):
+        calls = [
+            call
+            for call in tree.find_all(nodes.Call)
+            if isinstance(call.node, nodes.Name) and call.node.name == macro.name
+        ]
+        names = [parameter.name for parameter in macro.args]
+        held = {
+            name for call in calls for name, value in zip(names, call.args, strict=False) if is_content(value)
+        }
+        held |= {
+            keyword.key
+            for call in calls
+            for keyword in call.kwargs
+            if keyword.key in names and is_content(keyword.value)
+        }
+        for loop in macro.find_all(nodes.For):
+            in_macros[id(loop)] = held
     return any(
-        _reads(loop.iter, name, "content") for loop in tree.find_all(nodes.For) for name in messages
+        is_content(loop.iter)
+        or (isinstance(loop.iter, nodes.Name) and loop.iter.name in in_macros.get(id(loop), {"content"}))
+        for loop in tree.find_all(nodes.For)
     )
-
-
-def _loop_variables(tree: nodes.Template, over: Sequence[str] | set[str]) -> Iterator[str]:
-    for loop in tree.find_all(nodes.For):
-        if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in over):
-            yield loop.target.name
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
@@ -172,8 +195,12 @@ def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
         ):
             node = node.node
         elif key is None:
-            return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
+            return node is not None and _plain(node, name)
         elif isinstance(node, nodes.Getitem):
-            return isinstance(node.arg, nodes.Const) and node.arg.value == key and _reads(node.node, name)
+            return isinstance(node.arg, nodes.Const) and node.arg.value == key and _plain(node.node, name)
         else:
-            return isinstance(node, nodes.Getattr) and node.attr == key and _reads(node.node, name)
+            return isinstance(node, nodes.Getattr) and node.attr == key and _plain(node.node, name)
+
+
+def _plain(node: nodes.Node, name: str) -> bool:
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name

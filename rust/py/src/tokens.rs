@@ -23,8 +23,9 @@ fn error(error: TokensError) -> PyErr {
 
 /// Texts to token ids, where a text's parts between special tokens are tokenised once.
 ///
-/// `tokenizer_json`: the file's bytes. `added_tokens`: further ones, a JSON list of objects as in that file. `cache_bytes`: hard
-/// bound on what is remembered. Threads may share an encoder. Raises `BadValueError`.
+/// `tokenizer_json`: the file's bytes. `added_tokens`: further ones, a JSON list of objects as in that file. `around`: names of
+/// the tokens put before and after a text, in place of what the tokenizer itself would put. `cache_bytes`: hard bound on what is
+/// remembered. Threads may share an encoder. Raises `BadValueError`.
 #[pyclass(frozen, module = "lmetric._core")]
 struct TokenEncoder {
     encoder: Encoder,
@@ -33,9 +34,16 @@ struct TokenEncoder {
 #[pymethods]
 impl TokenEncoder {
     #[new]
-    #[pyo3(signature = (tokenizer_json, *, added_tokens=b"[]", cache_bytes=256 << 20))]
-    fn new(py: Python<'_>, tokenizer_json: &[u8], added_tokens: &[u8], cache_bytes: usize) -> PyResult<Self> {
-        let encoder = py.detach(|| Encoder::load(tokenizer_json, added_tokens, cache_bytes)).map_err(error)?;
+    #[pyo3(signature = (tokenizer_json, *, added_tokens=b"[]", around=None, cache_bytes=256 << 20))]
+    fn new(
+        py: Python<'_>,
+        tokenizer_json: &[u8],
+        added_tokens: &[u8],
+        around: Option<(Vec<String>, Vec<String>)>,
+        cache_bytes: usize,
+    ) -> PyResult<Self> {
+        let load = || Encoder::load(tokenizer_json, added_tokens, around, cache_bytes);
+        let encoder = py.detach(load).map_err(error)?;
         Ok(TokenEncoder { encoder })
     }
 

@@ -88,6 +88,6 @@ mod tests {
         let cuts = Cuts::new(&[special("<s>"), special("<l>").lstrip(true), special("\n<n>")]).unwrap();
         assert_eq!(parts(&cuts, "a <l>b\n<n>c<s>"), ["a <l>b\n<n>c", "<s>"]);
         assert!(Cuts::new(&[special("<s>").single_word(true)]).unwrap_err().contains("single word"));
-        assert!(Cuts::new(&[AddedToken::from("<s>", true)]).unwrap_err().contains("no special token"));
+        assert!(Cuts::new(&[special("<s>").normalized(true)]).unwrap_err().contains("no special token"));
     }
 }

@@ -28,11 +28,17 @@ pub struct Encoder {
 
 impl Encoder {
     /// A tokenizer from the bytes of a `tokenizer.json`, with further added tokens (a JSON list of objects as there under
-    /// `added_tokens`; in their order), and a cache of at most `cache_bytes`.
+    /// `added_tokens`; in their order), and a cache of at most `cache_bytes`. `around`: names of the tokens put before and after a
+    /// text, in place of what the tokenizer itself would put.
     ///
     /// # Errors
-    /// `Unusable`: it is no tokenizer, or its ids are left to chance (BPE dropout).
-    pub fn load(json: &[u8], added: &[u8], cache_bytes: usize) -> Result<Encoder, TokensError> {
+    /// `Unusable`: it is no tokenizer, a name in `around` is none of its tokens, or its ids are left to chance (BPE dropout).
+    pub fn load(
+        json: &[u8],
+        added: &[u8],
+        around: Option<(Vec<String>, Vec<String>)>,
+        cache_bytes: usize,
+    ) -> Result<Encoder, TokensError> {
         let unusable = |error: &dyn std::fmt::Display| TokensError::Unusable(error.to_string());
         let added: Vec<AddedToken> = serde_json::from_slice(added).map_err(|e| unusable(&e))?;
         let mut tokenizer = Tokenizer::from_bytes(json).map_err(|e| unusable(&e))?;
@@ -59,7 +65,10 @@ impl Encoder {
             seed: RandomState::new().build_hasher().finish(),
             cache: Mutex::new(Cache::new(cache_bytes)),
         };
-        encoder.around = encoder.find_around()?;
+        encoder.around = match around {
+            Some((before, after)) => Some((encoder.ids_of(before)?, encoder.ids_of(after)?)),
+            None => encoder.find_around()?,
+        };
         if let Err(reason) = encoder.check_cuts(&known)? {
             encoder.cuts = Err(reason);
         }
@@ -133,6 +142,11 @@ impl Encoder {
         parts().for_each(|ids| out.extend_from_slice(ids));
         out.extend_from_slice(after);
         Ok(Some(out))
+    }
+
+    fn ids_of(&self, names: Vec<String>) -> Result<Vec<u32>, TokensError> {
+        let id = |name: &String| self.id_of(name).ok_or(format!("{name:?} is none of its tokens"));
+        names.iter().map(id).collect::<Result<_, _>>().map_err(TokensError::Unusable)
     }
 
     /// What is known of each segment, and the bytes of those that are not.

@@ -1,0 +1,202 @@
+"""The server's prompts as tokens: what is matched, what stays text, and what a working thread changes."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from lmetric.config import ServerConfig
+from lmetric.server import Server
+from lmetric.server import tokenise as server_tokenise
+from lmetric.tokens import PromptTokenizer, Text, TokenizerError, Tokens
+from server_world import World, world
+from token_folders import CHATML, INST, byte_level, metaspace, write_folder
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"), byte_level(), CHATML)
+
+
+def chat(*contents: str, **more: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    return {"model": "tiny", "messages": messages, **more}
+
+
+async def receipt(w: World, body: dict[str, Any], path: str = CHAT) -> dict[str, Any]:
+    """The receipt of a request that went well."""
+    status, headers, answer = await w.post(body, path)
+    assert status == 200, answer
+    got = w.server.fleet.pools[0].router.receipt(int(headers["x-lmetric-decision"]))
+    assert got is not None
+    return got
+
+
+async def test_chats_and_completions_are_matched_by_token(folder: Path) -> None:
+    tokenizer = PromptTokenizer.load(folder)
+    async with world(1, tokenizer=str(folder), block_size=4) as w:
+        first = chat("What is a router?")
+        tokens = tokenizer.chat(first)
+        assert (await receipt(w, first))["prompt_tokens"] == len(tokens)
+        longer = chat("What is a router?", "It sends requests on.", "Why?")
+        got = await receipt(w, longer)
+        # All full blocks that both begin with: the first prompt ends where the answer goes on.
+        assert got["predicted_cached_tokens"] == len(tokens) // 4 * 4
+        text = {"model": "tiny", "prompt": "<|im_start|>user\nWhat is a router?<|im_end|>\n"}
+        got = await receipt(w, text, "/v1/completions")
+        ids = tokenizer.completion(text["prompt"])
+        assert got["prompt_tokens"] == len(ids)
+        assert got["predicted_cached_tokens"] == len(ids) // 4 * 4
+        # Token ids go their own way, and meet the same blocks.
+        ids_given = {"model": "tiny", "prompt": ids.tolist()}
+        assert (await receipt(w, ids_given, "/v1/completions"))["predicted_cached_tokens"] == len(
+            ids
+        ) // 4 * 4
+        assert not w.server.fleet.pools[0].text_prompts
+
+
+async def test_several_prompts_count_as_load(folder: Path) -> None:
+    async with world(1, tokenizer=str(folder)) as w:
+        body = {"model": "tiny", "prompt": ["the router", "word " * 400]}
+        alone = len(PromptTokenizer.load(folder).completion("the router"))
+        assert (await receipt(w, body, "/v1/completions"))["prompt_tokens"] > alone + 200
+
+
+async def test_what_cannot_be_predicted_is_matched_as_text_and_counted(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", metaspace(), INST)
+    async with world(1, tokenizer=str(folder)) as w:
+        image = {"type": "image_url", "image_url": {"url": "data:,"}}
+        odd = [
+            {"model": "tiny", "messages": [{"role": "stranger", "content": "hi"}]},
+            {"model": "tiny", "messages": [{"role": "user", "content": [image]}]},
+            chat("x", truncate_prompt_tokens=1),
+        ]
+        for body in odd:
+            status, _, _ = await w.post(body, CHAT)
+            assert status == 200
+        assert len(w.engines[0].requests) == 3
+        assert w.server.fleet.pools[0].text_prompts == {"template": 1, "media": 1, "truncation": 1}
+        _, metrics = await w.get("/metrics")
+        assert b'lmetric_text_prompts_total{model="tiny",reason="media"} 1.0' in metrics
+        # What no engine would take is refused as ever.
+        status, _, answer = await w.post({"model": "tiny", "messages": [{"content": "x"}]}, CHAT)
+        assert (status, answer["error"]["param"]) == (400, "messages[0].role")
+
+
+async def test_off_and_other_paths_stay_text(folder: Path) -> None:
+    async with world(1, tokenizer="off") as w:
+        pool = w.server.fleet.pools[0]
+        assert (pool.tokenizer, pool.tokenizer_note) == (None, "tokenizer: off")
+        assert (await receipt(w, chat("hi")))["prompt_tokens"]
+    async with world(1, tokenizer=str(folder)) as w:
+        body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+        assert (await w.post(body, "/v1/messages"))[0] == 200
+        tokenizer = w.server.fleet.pools[0].tokenizer
+        assert tokenizer is not None
+        assert tokenizer.encoder.stats()["new_bytes"] == 0
+
+
+async def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, folder: Path) -> None:
+    """Named in the configuration it is an error; found by asking the engine, a note."""
+    engine = {"url": "http://127.0.0.1:9", "name": "e"}
+    config = {"model": "tiny", "engines": [engine], "tokenizer": str(tmp_path / "gone")}
+    with pytest.raises(TokenizerError, match="gone: no such folder"):
+        Server(ServerConfig.model_validate(config)).fleet.build()
+    async with world(1) as w:
+        pool = w.server.fleet.pools[0]
+        await pool.set_tokenizer(str(tmp_path))
+        assert pool.tokenizer is None
+        assert "no tokenizer.json" in str(pool.tokenizer_note)
+        await pool.set_tokenizer("owner/name")
+        assert "'owner/name' is no folder of this machine; set tokenizer" in str(pool.tokenizer_note)
+        await pool.set_tokenizer(str(folder))
+        assert pool.tokenizer is not None
+        assert pool.tokenizer_note is None
+
+
+# While a thread tokenises.
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Threads wait for this before they tokenise."""
+    go = threading.Event()
+    encode = PromptTokenizer.encode
+
+    def slow(self: PromptTokenizer, text: Text, at_most: int | None = None) -> Tokens | None:
+        if at_most is None:
+            assert go.wait(10)
+        return encode(self, text, at_most)
+
+    monkeypatch.setattr(PromptTokenizer, "encode", slow)
+    yield go
+    go.set()
+
+
+LONG = "some words that are new " * 400
+
+
+async def test_long_new_text_waits_for_a_thread_while_others_pass(
+    folder: Path, held: threading.Event
+) -> None:
+    async with world(1, tokenizer=str(folder)) as w:
+        long = asyncio.create_task(w.post(chat(LONG), CHAT))
+        await w.until(lambda: w.server.front.relays)
+        assert w.in_flight() == 0
+        status, _, _ = await w.post(chat("short"), CHAT)
+        assert status == 200
+        assert not long.done()
+        held.set()
+        status, headers, _ = await long
+        assert status == 200
+        got = w.server.fleet.pools[0].router.receipt(int(headers["x-lmetric-decision"]))
+        assert got is not None
+        assert got["prompt_tokens"] == len(PromptTokenizer.load(folder).chat(chat(LONG)))
+
+
+async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(
+    folder: Path, held: threading.Event
+) -> None:
+    async with world(1, tokenizer=str(folder)) as w:
+        with pytest.raises(aiohttp.ServerTimeoutError):
+            async with w.client.post(
+                w.url + CHAT, json=chat(LONG), timeout=aiohttp.ClientTimeout(sock_read=0.2)
+            ):
+                pass
+        await w.until(lambda: not w.server.front.relays)
+        held.set()
+        await asyncio.sleep(0.05)
+        assert not w.engines[0].requests
+        assert w.in_flight() == 0
+        assert w.server.metrics.requests["tiny", "", 499] == 1
+
+
+async def test_requests_that_wait_count_and_end_with_the_server(folder: Path, held: threading.Event) -> None:
+    limits = {"max_concurrent_requests": 1}
+    async with world(1, tokenizer=str(folder), limits=limits) as w:
+        waiting = asyncio.create_task(w.post(chat(LONG), CHAT))
+        await w.until(lambda: w.server.front.relays)
+        status, _, answer = await w.post(chat("short"), CHAT)
+        assert (status, answer["error"]["code"]) == (503, "too_many")
+        await w.server.stop()
+        status, _, answer = await waiting
+        assert (status, answer["error"]["type"]) == (503, "overloaded_error")
+        held.set()
+
+
+async def test_a_failing_tokenizer_fails_no_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    async with world(1, tokenizer=str(folder)) as w:
+        monkeypatch.setattr(server_tokenise, "partial", lambda *_: fail)
+        status, _, _ = await w.post(chat(LONG), CHAT)
+        assert status == 200
+        assert w.server.fleet.pools[0].text_prompts == {"tokenizer": 1}
