@@ -47,7 +47,7 @@ async def check_cache(subject: Subject, ears: Ears) -> None:
             if ear is None:
                 break
             heard = await _heard(ear, subject.name, probes, seconds)
-            if heard:
+            if heard or not ear.connected(subject.name):
                 break
         predicted = ear.predict(subject.name, probes.second) if ear else None
         before = await _counted(subject)
@@ -64,7 +64,9 @@ async def check_cache(subject: Subject, ears: Ears) -> None:
 
 async def _send(subject: Subject, prompt: list[int]) -> Answer:
     body = {"model": subject.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-    answer = await subject.client.post("/v1/completions", body)
+    # Ranks do not share their caches: both prompts go to the first.
+    one = {"x-data-parallel-rank": "0"} if len(subject.capabilities.event_sources) > 1 else None
+    answer = await subject.client.post("/v1/completions", body, one)
     if answer.status != 200:
         raise Unanswered(f"a prompt of {len(prompt)} token ids: {answer.error()}")
     return answer

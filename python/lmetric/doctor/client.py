@@ -64,15 +64,21 @@ class EngineClient:
         """Raises Unanswered."""
         return await self._ask("GET", path, None, seconds)
 
-    async def post(self, path: str, body: Any, seconds: float = PATIENCE_SECONDS) -> Answer:
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
         """Raises Unanswered."""
-        return await self._ask("POST", path, body, seconds)
+        return await self._ask("POST", path, body, PATIENCE_SECONDS, headers)
 
-    async def _ask(self, method: str, path: str, body: Any, seconds: float) -> Answer:
+    async def _ask(
+        self, method: str, path: str, body: Any, seconds: float, headers: Mapping[str, str] | None = None
+    ) -> Answer:
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             async with self._session.request(
-                method, self.url + path, json=body, headers=self._headers, timeout=timeout
+                method,
+                self.url + path,
+                json=body,
+                headers={**self._headers, **(headers or {})},
+                timeout=timeout,
             ) as response:
                 return Answer(response.status, dict(response.headers), await response.read())
         except TimeoutError:

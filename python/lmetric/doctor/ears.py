@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from array import array
+from typing import Any
 from urllib.parse import urlsplit
 
 from lmetric._core import EventFeed, LmetricError, Router
@@ -22,12 +23,10 @@ class Ear:
         self.pool = Pooled(block_size, block_size_from, knows_tokens=True)
         self._router = Router(block_size=block_size, domain=[model], index="exact", drain=False)
         self._feed = EventFeed(self._router)
-        self._sources: dict[str, tuple[Subscription, ...]] = {}
 
     def subscribe(self, name: str, sources: tuple[Subscription, ...], cache_blocks: int | None) -> None:
         """Listens to an engine's ranks. Raises LmetricError."""
         self._router.add_instance(name, cache_blocks=cache_blocks)
-        self._sources[name] = sources
         for source in sources:
             self._feed.subscribe(
                 name,
@@ -43,58 +42,58 @@ class Ear:
         hits = self._router.hit_tokens(tokens=array("I", prompt))
         return int(hits[self._router.instances().index(name)])
 
+    def connected(self, name: str) -> bool:
+        """Whether there is a connection to each of its ranks."""
+        return all(rank["connected"] for rank in self._ranks(name))
+
     def events(self, name: str) -> int:
         """Events that came from it."""
-        return sum(int(rank["events"]) for rank in self._ranks(name))
+        return sum(rank["events"] for rank in self._ranks(name))
 
     def mismatch(self, name: str) -> str | None:
         """What is wrong with the size of the blocks that it tells of, where they are not the index's."""
-        seen = next((size for rank in self._ranks(name) if (size := rank.get("block_size"))), None)
+        seen = next((size for rank in self._ranks(name) if (size := rank["block_size"])), None)
         return mismatch(seen, self.pool) if seen and seen != self.pool.block_size else None
 
     def describe(self, name: str) -> str:
         """What came, and from where."""
-        sources = self._sources[name]
-        replay = (
-            ""
-            if all(source.replay_endpoint for source in sources)
-            else "; no replay_endpoint: a lost batch costs the index"
-        )
-        where = ", ".join(source.endpoint for source in sources)
-        return f"{self.events(name)} events from {where}{replay}"
+        ranks = self._ranks(name)
+        where = ", ".join(rank["endpoint"] for rank in ranks)
+        replays = all(rank["replay_endpoint"] for rank in ranks)
+        blind = "" if replays else "; it has no replay_endpoint: a lost batch costs all that is known of it"
+        return f"{self.events(name)} events from {where}{blind}"
 
     async def why_silent(self, subject: Subject) -> tuple[str, str | None]:
         """Why no events came from an engine that has just computed a new prompt, and what to set."""
-        sources = self._sources[subject.name]
-        source, flag = sources[0], subject.flag("kv_events")
         if not subject.has("prefix_cache"):
-            return "nothing came: an engine that caches no prefixes publishes no blocks", subject.flag(
-                "prefix_cache"
-            )
-        if source.bind:
-            return f"nothing connected to {source.endpoint}, where the router listens", (
-                f"let its endpoint be this machine's address and that port, or let it listen: {flag}"
-            )
-        if source.endpoint.startswith("tcp://") and (why := await _closed(source.endpoint)):
-            return f"nobody listens at {source.endpoint} ({why})", (
-                f"let the engine listen there, and its network let the router through: {flag}"
-            )
-        told = {s.topic for s in subject.capabilities.event_sources}
-        if told and source.topic not in told and not any(topic.startswith(source.topic) for topic in told):
-            topics = ", ".join(map(repr, sorted(told)))
-            return f"nothing came under topic {source.topic!r}: the engine publishes under {topics}", (
-                "kv_events.topic in the configuration: leave it out, and the engine is asked"
-            )
-        return f"connected to {source.endpoint}, and nothing came of a new prompt", (
-            "is that port this engine's? Its --kv-events-config tells the endpoint"
+            return "an engine that caches no prefixes publishes no blocks", subject.flag("prefix_cache")
+        flag = subject.flag("kv_events")
+        for rank in self._ranks(subject.name):
+            endpoint, topic, other = rank["endpoint"], rank["topic"], rank["other_topic"]
+            if rank["bind"] and not rank["connected"]:
+                return f"nothing connected to {endpoint}, where the router listens", (
+                    f"give its endpoint this machine's address and that port, or let it listen: {flag}"
+                )
+            if not rank["connected"]:
+                why = await _closed(endpoint) or "no ZMQ publisher answers there"
+                return f"nobody listens at {endpoint}: {why}", (
+                    f"let the engine listen there, and the network let the router through: {flag}"
+                )
+            if other is not None:
+                return f"its events have topic {other!r}, not {topic!r}", (
+                    "kv_events.topic in the configuration: leave it out, and the engine is asked"
+                )
+        where = ", ".join(rank["endpoint"] for rank in self._ranks(subject.name))
+        return f"connected to {where}, and nothing came of a new prompt", (
+            "is that the port of this engine's --kv-events-config?"
         )
 
     def close(self) -> None:
         """Ends the feed's thread."""
         self._feed.close()
 
-    def _ranks(self, name: str) -> list[dict[str, object]]:
-        return list(self._feed.status(name)["ranks"].values())
+    def _ranks(self, name: str) -> list[dict[str, Any]]:
+        return list(self._feed.status(name).values())
 
 
 class Ears:
@@ -112,10 +111,10 @@ class Ears:
         # Block size and tokenizer have verdicts of their own.
         pool = Pooled(capabilities.block_size or BLOCK_SIZE, "the engine", knows_tokens=True)
         mode, subscriptions = choose(capabilities, host, setting, pool)
-        flag = subject.flag("kv_events")
         if not subscriptions:
             told = capabilities.event_sources or (isinstance(setting, KvEvents) and setting.endpoint)
             say = subject.failed if told and setting != "off" else subject.not_offered
+            flag = subject.flag("prefix_cache" if capabilities.prefix_caching is False else "kv_events")
             say("kv_events", mode.reason, None if "--kv-events-config" in mode.reason else flag)
             return None
         if subject.model not in self._ears:
