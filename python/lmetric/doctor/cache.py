@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from lmetric.doctor.client import Answer, Unanswered
 from lmetric.doctor.ears import BLOCK_SIZE, Ear, Ears
 from lmetric.doctor.subject import Subject
-from lmetric.engines.adapter import gauge_pattern
+from lmetric.engines.adapter import samples
 
 EVENT_SECONDS = (1.0, 3.0)
 """Until an event of a prompt just computed must have come, at the first try and the second: the subscription
@@ -35,14 +35,13 @@ class Probes:
 
 async def check_cache(subject: Subject, ears: Ears) -> None:
     """All four."""
-    block = subject.capabilities.block_size or subject.target.settings.block_size or BLOCK_SIZE
     ear = ears.listen(subject)
     heard = False
     try:
-        for seconds in EVENT_SECONDS:
-            probes = await _probes(subject, block)
-            if probes is None:
-                return
+        tries = await _probes(subject)
+        if not tries:
+            return
+        for probes, seconds in zip(tries, EVENT_SECONDS, strict=True):
             await _send(subject, probes.first)
             if ear is None:
                 break
@@ -72,29 +71,32 @@ async def _send(subject: Subject, prompt: list[int]) -> Answer:
     return answer
 
 
-async def _probes(subject: Subject, block: int) -> Probes | None:
-    """New prompts in the engine's own token ids; None, with the verdict, where there is no way to them."""
-    common = -(-PREFIX_TOKENS // block) * block
-    if common < 2 * block and 3 * block < subject.max_tokens:
-        common = 2 * block
+async def _probes(subject: Subject) -> list[Probes]:
+    """New prompts for each try, in the engine's token ids; none, with the verdict, where there is no way."""
+    block = subject.capabilities.block_size or subject.target.settings.block_size or BLOCK_SIZE
+    common = max(1, -(-PREFIX_TOKENS // block)) * block
     tail = block // 2 + 1
-    wanted = common + 2 * tail
     if common + tail >= subject.max_tokens:
         cause = (
             f"its requests of {subject.max_tokens} tokens are too short for a block of {block} and an answer"
         )
         subject.not_offered("prefix_cache", cause)
-        return None
-    words = " ".join(secrets.token_hex(4) for _ in range(wanted))
+        return []
+    each = common + 2 * tail
+    wanted = len(EVENT_SECONDS) * each
+    words = " ".join(secrets.token_hex(2) for _ in range(wanted))
     answer = await subject.client.post("/tokenize", {"model": subject.model, "prompt": words})
     told = answer.json
     ids = told.get("tokens") if isinstance(told, dict) else None
     if answer.status != 200 or not isinstance(ids, list) or len(ids) < wanted:
         cause = f"POST /tokenize gives no token ids to make prompts of ({answer.error()[:80]})"
         subject.not_offered("prefix_cache", cause)
-        return None
-    prefix, tails = ids[:common], ids[common:]
-    return Probes(prefix + tails[:tail], prefix + tails[tail : 2 * tail], common)
+        return []
+    prompts = []
+    for at in range(0, wanted, each):
+        prefix, one, two = ids[at : at + common], ids[at + common :][:tail], ids[at + common + tail :][:tail]
+        prompts.append(Probes(prefix + one, prefix + two, common))
+    return prompts
 
 
 async def _heard(ear: Ear, name: str, probes: Probes, seconds: float) -> bool:
@@ -113,11 +115,7 @@ async def _counted(subject: Subject) -> float | None:
     if name is None or path is None or subject.adapter is None:
         return None
     page = (await subject.client.get("/metrics")).body
-    found = [
-        float(value)
-        for key, _, value in gauge_pattern(subject.adapter.prefix).findall(page)
-        if key.decode() == name
-    ]
+    found = [number for _, _, number in samples(page, subject.adapter.prefix, [name])]
     return sum(found) if found else None
 
 
