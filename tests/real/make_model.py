@@ -39,7 +39,7 @@ def make(target: Path) -> None:
     """Writes configuration, weights and tokenizer."""
     import torch
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     end, padding = (tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>"))
@@ -69,6 +69,9 @@ def make(target: Path) -> None:
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(target)
+    # Engines load it as the class of the model's kind, which cuts words in its own way, whatever the file
+    # says. Files of real models agree with their class; so must this one.
+    AutoTokenizer.from_pretrained(target).save_pretrained(target)
 
 
 if __name__ == "__main__":
