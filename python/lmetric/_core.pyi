@@ -442,7 +442,7 @@ class TokenEncoder:
         cls,
         tokenizer_json: bytes,
         *,
-        added_tokens: bytes = b"[]",
+        added_tokens: bytes | None = None,
         around: tuple[Sequence[str], Sequence[str]] | None = None,
         cache_bytes: int = 268_435_456,
     ) -> Self: ...

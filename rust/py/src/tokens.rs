@@ -34,15 +34,15 @@ struct TokenEncoder {
 #[pymethods]
 impl TokenEncoder {
     #[new]
-    #[pyo3(signature = (tokenizer_json, *, added_tokens=b"[]", around=None, cache_bytes=256 << 20))]
+    #[pyo3(signature = (tokenizer_json, *, added_tokens=None, around=None, cache_bytes=256 << 20))]
     fn new(
         py: Python<'_>,
         tokenizer_json: &[u8],
-        added_tokens: &[u8],
+        added_tokens: Option<&[u8]>,
         around: Option<(Vec<String>, Vec<String>)>,
         cache_bytes: usize,
     ) -> PyResult<Self> {
-        let load = || Encoder::load(tokenizer_json, added_tokens, around, cache_bytes);
+        let load = || Encoder::load(tokenizer_json, added_tokens.unwrap_or(b"[]"), around, cache_bytes);
         let encoder = py.detach(load).map_err(error)?;
         Ok(TokenEncoder { encoder })
     }

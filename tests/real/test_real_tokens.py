@@ -1,0 +1,228 @@
+"""Our tokens against vLLM's: its own code over many requests, a running engine's cache over many turns."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from router_world import served
+from vllm_process import BLOCK, VllmEngine, environment
+
+from lmetric.tokens import NotPredictable, PromptTokenizer, verify
+from token_folders import KINDS, make_folder
+
+pytestmark = pytest.mark.nightly
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+WORDS = (
+    *(
+        "the router",
+        " sends",
+        "  two",
+        "\n",
+        "\n\n",
+        "\t",
+        "don't",
+        "12345",
+        "日本語",
+        "é",
+        "🙂",
+        "½ﬁ",
+        '{"a": 1}',
+    ),
+    *("<|im_start|>", "<|im_end|>", "</s>", "[INST]", "<think>", "</think>", "", " "),
+)
+
+
+class Requests:
+    """Requests as clients send them, odd ones among them; from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def text(self, most: int = 12) -> str:
+        return "".join(self._random.choices(WORDS, k=self._random.randint(0, most)))
+
+    def _some(self, share: float) -> bool:
+        return self._random.random() < share
+
+    def _content(self) -> Any:
+        if self._some(0.75):
+            return self.text()
+        if self._some(0.2):
+            return None
+        kinds = ("text", "text", "text", "refusal")
+        parts: list[Any] = [{"type": kind, kind: self.text()} for kind in self._random.choices(kinds, k=3)]
+        if self._some(0.3):
+            parts.append(self.text())
+        if self._some(0.3):
+            parts[0]["cache_control"] = {"type": "ephemeral"}
+        return parts
+
+    def _value(self, depth: int = 0) -> Any:
+        if depth < 3 and self._some(0.4):
+            return {self.text(2): self._value(depth + 1) for _ in range(self._random.randint(0, 3))}
+        if depth < 3 and self._some(0.3):
+            return [self._value(depth + 1) for _ in range(self._random.randint(0, 3))]
+        return self._random.choice([None, True, 0, -1.5, 1e30, 2**40, self.text()])
+
+    def _call(self) -> dict[str, Any]:
+        arguments = json.dumps(self._value(), ensure_ascii=self._some(0.5))
+        if self._some(0.2):
+            arguments = self._random.choice(["", "{", "[]", '{"b": 1, "a": NaN}', '{"x": 1,   "x": 2}'])
+        function = {"name": self._random.choice(["weather", "f_1"]), "arguments": arguments}
+        call = {"type": "function", "function": function, "id": f"c{self._random.randrange(99)}"}
+        return call | ({"index": 0} if self._some(0.2) else {})
+
+    def _message(self, role: str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": role, "content": self._content()}
+        if role == "assistant":
+            if self._some(0.4):
+                message["tool_calls"] = [self._call() for _ in range(self._random.randint(0, 2))]
+            if self._some(0.3):
+                message[self._random.choice(["reasoning", "reasoning_content"])] = self.text()
+        elif role == "tool":
+            message["tool_call_id"] = f"c{self._random.randrange(99)}"
+        if self._some(0.1):
+            message["name"] = "ann"
+        if self._some(0.1):
+            message["unknown"] = self.text()
+        if role == "system" and self._some(0.2):
+            message["content"] = "x-anthropic-billing-header: cch=1;" + self._random.choice(
+                ["", "\nBe brief."]
+            )
+        return message
+
+    def _tool(self) -> dict[str, Any]:
+        function: dict[str, Any] = {"parameters": {"type": "object", "properties": self._value(1)}}
+        function["name"] = "weather"
+        if self._some(0.5):
+            function["description"] = self.text()
+        if self._some(0.3):
+            function["strict"] = self._some(0.5)
+        if self._some(0.2):
+            function["extra"] = 1
+        tool: dict[str, Any] = {"function": function, "type": "function"}
+        if self._some(0.2):
+            tool["defer_loading"] = True
+        if self._some(0.2):
+            tool["cache_control"] = {"type": "ephemeral"}
+        return tool
+
+    def chat(self) -> dict[str, Any]:
+        roles = ["user", "assistant", "user", "assistant", "tool", "user"][: self._random.randint(1, 6)]
+        messages = [self._message(role) for role in roles]
+        if self._some(0.5):
+            messages.insert(0, self._message(self._random.choice(["system", "system", "developer"])))
+        if self._some(0.1):
+            messages.append(self._message(self._random.choice(["system", "developer", "stranger"])))
+        body: dict[str, Any] = {"messages": messages}
+        if self._some(0.4):
+            body["tools"] = [self._tool() for _ in range(self._random.randint(1, 3))]
+            if self._some(0.5):
+                body["tool_choice"] = self._random.choice(["auto", "none"])
+        if self._some(0.2):
+            body["chat_template_kwargs"] = {"enable_thinking": self._some(0.5), "other": 1}
+        if self._some(0.2):
+            body["reasoning_effort"] = self._random.choice(["none", "low", "high"])
+        if self._some(0.2):
+            body["add_generation_prompt"] = False
+            body["continue_final_message"] = self._some(0.5)
+        if self._some(0.1):
+            body["add_special_tokens"] = True
+        if self._some(0.1):
+            body["documents"] = [{"title": "t", "text": self.text()}]
+        return body
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_makes_the_same_tokens_of_every_request(tmp_path: Path, kind: str) -> None:
+    """What vLLM refuses is not compared: such a request reaches the engine, which says so."""
+    folder = make_folder(tmp_path / "model", kind)
+    made = Requests(7)
+    requests: list[tuple[str, dict[str, Any]]] = [(CHAT, made.chat()) for _ in range(600)]
+    requests += [(COMPLETIONS, {"prompt": made.text(30)}) for _ in range(100)]
+    requests += [(COMPLETIONS, {"prompt": made.text(30), "add_special_tokens": False}) for _ in range(20)]
+    told = subprocess.run(
+        [environment() / "bin" / "python", Path(__file__).with_name("vllm_tokens.py"), folder],
+        input=json.dumps(requests),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=600,
+    )
+    theirs = json.loads(told.stdout.splitlines()[-1])
+    tokenizer = PromptTokenizer.load(folder)
+    compared = 0
+    for (path, body), expected in zip(requests, theirs, strict=True):
+        if isinstance(expected, str):
+            continue
+        try:
+            if path == CHAT:
+                got = tokenizer.chat(body)
+            else:
+                got = tokenizer.completion(
+                    body["prompt"], add_special_tokens=body.get("add_special_tokens", True)
+                )
+        except NotPredictable as error:
+            raise AssertionError(f"{body}: {error}; vLLM makes {len(expected)} tokens of it") from None
+        assert got.tolist() == expected, body
+        compared += 1
+    assert compared > 400, [answer for answer in theirs if isinstance(answer, str)][:5]
+
+
+async def test_a_running_engine_agrees_and_its_cache_is_predicted(
+    vllm_engines: Callable[..., list[VllmEngine]], tmp_path: Path
+) -> None:
+    """Chat and completion, with tools and without, over many turns: what is predicted is what is cached."""
+    folder = make_folder(tmp_path / "model", "byte-level")
+    (engine,) = vllm_engines(1, tokenizer=str(folder))
+    tokenizer = PromptTokenizer.load(folder)
+    async with aiohttp.ClientSession() as session:
+
+        async def post(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+            async with session.post(engine.url + path, json=body) as response:
+                return response.status, await response.read()
+
+        assert await verify(tokenizer, post) == []
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    flags = ("--set", f"tokenizer={folder}", "--set", f"block_size={BLOCK}")
+    async with served([engine], *flags) as w:
+
+        async def check(path: str, body: dict[str, Any]) -> None:
+            body = body | {"model": "tiny", "max_tokens": 4}
+            async with w.session.post(w.url + path, json=body) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+                receipt = await w.receipt(response.headers)
+            usage = answer["usage"]
+            assert receipt["prompt_tokens"] == usage["prompt_tokens"]
+            # The engine computes at least one token of every prompt.
+            predicted = min(receipt["predicted_cached_tokens"], (usage["prompt_tokens"] - 1) // BLOCK * BLOCK)
+            real = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+            assert predicted == real, (path, body, receipt, usage)
+            seen.append(real)
+
+        for more in ({}, {"tools": [tool]}, {"tools": [tool], "tool_choice": "none"}):
+            seen: list[int] = []
+            messages: list[dict[str, Any]] = [{"role": "system", "content": f"Rules of {more}. " * 8}]
+            for turn in range(8):
+                messages.append(
+                    {"role": "user", "content": f"Question {turn}: " + "what is a router? " * turn}
+                )
+                await check(CHAT, {"messages": messages} | more)
+                messages.append({"role": "assistant", "content": f"Answer {turn}: it sends requests on."})
+            assert sorted(seen[1:]) == seen[1:]
+            assert seen[-1] > 10 * BLOCK
+        seen = []
+        prompt = ""
+        for turn in range(8):
+            prompt += f"Turn {turn}: " + "one router and many engines, " * 6
+            await check(COMPLETIONS, {"prompt": prompt})
+        assert seen[-1] > 5 * BLOCK
