@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from typer.testing import CliRunner
 
@@ -17,21 +16,11 @@ from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor import CHECKS, Examination, Level, Target, examine
 from lmetric.engines.embedded import EmbeddedEngines
 from lmetric.engines.emulated import EngineOptions
-from lmetric.engines.emulated.text import CHAT_TEMPLATE, TOKENIZER_PATH
+from lmetric.engines.emulated.text import CHAT_TEMPLATE_PATH, TOKENIZER_PATH
 
 EVENTS = {"kv_events_endpoint": "tcp://*:0", "kv_events_replay_endpoint": "tcp://*:0"}
 
 EVENTS_RED = ["kv_events", "block_hashes"]
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    """The emulated engines' tokenizer and template, as a model's folder has them."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_bytes(TOKENIZER_PATH.read_bytes())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
-    return folder
 
 
 def outcomes(found: Examination) -> dict[str, str]:
@@ -48,14 +37,14 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def cases(tokenizer: Path, other: Path, busy: str) -> dict[str, Case]:
+def cases(other: Path, busy: str) -> dict[str, Case]:
     """By name. `other` is another model's folder, `busy` an address where nobody listens."""
     blind = ["prefix_cache", "cached_tokens", *EVENTS_RED, "tokenizer"]
     return {
         "good": Case([]),
         "no events": Case(EVENTS_RED, "--kv-events-config", {"kv_events": False}),
         "events unwanted": Case(EVENTS_RED, "off in the configuration", settings={"kv_events": "off"}),
-        "other topic": Case(EVENTS_RED, "topic 'other'", settings={"kv_events": {"topic": "other"}}),
+        "other topic": Case(EVENTS_RED, "topic '', not 'other'", settings={"kv_events": {"topic": "other"}}),
         "other port": Case(EVENTS_RED, "nobody listens", settings={"kv_events": {"endpoint": busy}}),
         "connects": Case(EVENTS_RED, busy, {"kv_events_endpoint": busy}),
         "block size": Case(["block_hashes"], "16 tokens", settings={"block_size": 32}),
@@ -69,21 +58,20 @@ def cases(tokenizer: Path, other: Path, busy: str) -> dict[str, Case]:
     }
 
 
-async def test_what_is_wrong_is_red_and_nothing_else(
-    tokenizer: Path, tmp_path: Path, unused_tcp_port: int
-) -> None:
+async def test_what_is_wrong_is_red_and_nothing_else(tmp_path: Path, unused_tcp_port: int) -> None:
     other = tmp_path / "other"
-    shutil.copytree(tokenizer, other)
-    changed = CHAT_TEMPLATE.replace("assistant", "the assistant")
-    (other / "tokenizer_config.json").write_text(json.dumps({"chat_template": changed}))
-    all_cases = cases(tokenizer, other, f"tcp://127.0.0.1:{unused_tcp_port}")
+    other.mkdir()
+    shutil.copy(TOKENIZER_PATH, other)
+    template = CHAT_TEMPLATE_PATH.read_text()
+    (other / CHAT_TEMPLATE_PATH.name).write_text(template.replace("assistant", "the assistant"))
+    all_cases = cases(other, f"tcp://127.0.0.1:{unused_tcp_port}")
     # Each serves a model of its own: engines of one model share an index, and so a block size.
     options = [
         EngineOptions(clock_speed=20, model=name, **EVENTS | case.options) for name, case in all_cases.items()
     ]
     async with EmbeddedEngines(options=options) as engines:
         targets = [
-            Target(EngineConfig(url=url), None, PoolSettings(**{"tokenizer": str(tokenizer)} | case.settings))
+            Target(EngineConfig(url=url), None, PoolSettings(**case.settings))
             for url, case in zip(engines.urls, all_cases.values(), strict=True)
         ]
         for (name, case), found in zip(all_cases.items(), await examine(targets), strict=True):
@@ -96,24 +84,23 @@ async def test_what_is_wrong_is_red_and_nothing_else(
                 assert not any(found.wanting(level) for level in Level)
 
 
-async def test_engines_that_connect_to_us(tokenizer: Path, unused_tcp_port: int) -> None:
+async def test_engines_that_connect_to_us(unused_tcp_port: int) -> None:
     endpoint = f"tcp://127.0.0.1:{unused_tcp_port}"
     options = [EngineOptions(kv_events_endpoint=endpoint, kv_events_topic=topic) for topic in ("a@", "b@")]
     async with EmbeddedEngines(options=options) as engines:
-        settings = PoolSettings(tokenizer=str(tokenizer), kv_events={"endpoint": endpoint, "bind": True})
+        settings = PoolSettings(kv_events={"endpoint": endpoint, "bind": True})
         found = await examine([Target(EngineConfig(url=url), None, settings) for url in engines.urls])
     assert [each.wanting(Level.EXACT) for each in found] == [[], []], found
 
 
-async def test_engines_of_one_model_with_two_block_sizes(tokenizer: Path) -> None:
+async def test_engines_of_one_model_with_two_block_sizes() -> None:
     options = [EngineOptions(block_tokens=size, clock_speed=20, **EVENTS) for size in (16, 64)]
     async with EmbeddedEngines(options=options) as engines:
-        settings = PoolSettings(tokenizer=str(tokenizer))
-        found = await examine([Target(EngineConfig(url=url), None, settings) for url in engines.urls])
+        found = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
     assert sorted(each.wanting(Level.EXACT) for each in found) == [[], ["block_hashes"]]
 
 
-def test_the_command(tokenizer: Path, unused_tcp_port: int, tmp_path: Path) -> None:
+def test_the_command(unused_tcp_port: int, tmp_path: Path) -> None:
     dead = f"http://127.0.0.1:{unused_tcp_port}"
     app = build(["doctor"])
     shown = CliRunner().invoke(app, ["doctor", dead])

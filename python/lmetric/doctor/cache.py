@@ -102,9 +102,9 @@ async def _probes(subject: Subject) -> list[Probes]:
 async def _heard(ear: Ear, name: str, probes: Probes, seconds: float) -> bool:
     """Whether events come. The index must know the prompt: others' requests make events, too."""
     deadline = time.monotonic() + seconds
-    while ear.predict(name, probes.first) < probes.common:
+    while not ear.messages(name) or ear.predict(name, probes.first) < probes.common:
         if time.monotonic() > deadline:
-            return ear.events(name) > 0
+            return ear.messages(name) > 0
         await asyncio.sleep(0.02)
     return True
 

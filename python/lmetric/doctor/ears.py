@@ -46,9 +46,9 @@ class Ear:
         """Whether there is a connection to each of its ranks."""
         return all(rank["connected"] for rank in self._ranks(name))
 
-    def events(self, name: str) -> int:
-        """Events that came from it."""
-        return sum(rank["events"] for rank in self._ranks(name))
+    def messages(self, name: str) -> int:
+        """Batches heard as they were published. (What is only replayed proves nothing of the future.)"""
+        return sum(rank["messages"] for rank in self._ranks(name))
 
     def mismatch(self, name: str) -> str | None:
         """What is wrong with the size of the blocks that it tells of, where they are not the index's."""
@@ -61,7 +61,7 @@ class Ear:
         where = ", ".join(rank["endpoint"] for rank in ranks)
         replays = all(rank["replay_endpoint"] for rank in ranks)
         blind = "" if replays else "; it has no replay_endpoint: a lost batch costs all that is known of it"
-        return f"{self.events(name)} events from {where}{blind}"
+        return f"{self.messages(name)} batches from {where}{blind}"
 
     async def why_silent(self, subject: Subject) -> tuple[str, str | None]:
         """Why no events came from an engine that has just computed a new prompt, and what to set."""
