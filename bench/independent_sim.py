@@ -5,12 +5,16 @@ exact indicators as of the end of the step that runs, reserving admission, the M
 2.2 times its speed over 16 engines of 4,000 blocks of 512 tokens. Usage::
 
     python bench/independent_sim.py TRACE [--seeds 8] [--their-ties] [--json OUT]
+    python bench/independent_sim.py TRACE --plain
 
 Their row is one run whose ties go to the first instance in order from the request's number on; ours is a
 mean over seeds that draw ties at random. ``--their-ties`` plays their rule instead, and the seeds move each
 arrival by up to a millisecond, to show how far one run lies from the next. Listed are means (TTFT, TPOT, hit)
 and p99s more than 3 % off and outside of the seeds' range. A further run lies outside of the range of n with
 a chance of 2 in n + 1: of 20 p99s four or five do for 8 seeds, one for 32. Exits with 1 where a mean does.
+
+``--plain`` asks who is right: the rules in plain Python (`plain_simulator.py`), their ties included, against
+one run of ours; exits with 1 where any request's figure differs.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ import orjson
 from numpy.typing import NDArray
 
 import lmetric as lm
+import plain_simulator as plain
 from lmetric._core import Program
+from lmetric.profiles import load_profile
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.traces import Trace, load_trace
 
@@ -36,6 +42,8 @@ PROFILE = "independent-sim"
 INSTANCES = 16
 SPEED = 2.2
 TOLERANCE = 0.03
+# Floats are summed in another order; one step more or less would be 0.009.
+SAME_SECONDS = 1e-6
 
 _BACKLOG = "queued_prefill_tokens + new_tokens"
 POLICIES: dict[str, str | lm.Policy] = {
@@ -64,10 +72,11 @@ def with_their_ties(policy: str | lm.Policy) -> lm.PolicyFunction:
     requests = itertools.count()
 
     def score(columns: Mapping[str, Any]) -> NDArray[np.float64]:
-        order = np.roll(np.arange(INSTANCES), -(next(requests) % INSTANCES))
         values = {name: np.atleast_1d(value) for name, value in columns.items()}
+        instances = max(map(len, values.values()))
+        order = np.roll(np.arange(instances), -(next(requests) % instances))
         keys = [program.evaluate(values).ravel()[order] for program in reversed(programs)]
-        chosen = np.ones(INSTANCES)
+        chosen = np.ones(instances)
         chosen[order[np.lexsort(keys)[0]]] = 0
         return chosen
 
@@ -109,10 +118,13 @@ def main() -> int:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--their-ties", action="store_true")
+    parser.add_argument("--plain", action="store_true", help="against the rules in plain Python instead")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
     workload = prepare(load_trace(options.trace).faster(SPEED), PROFILE)
+    if options.plain:
+        return arbitrate(workload)
     rows, off, failed = [], [], False
     print("policy".ljust(18), *(name.rjust(21) for name in FIGURES), "  (ours, theirs, ratio)")
     for name, policy in POLICIES.items():
@@ -141,6 +153,39 @@ def main() -> int:
     return int(failed)
 
 
+def arbitrate(workload: Workload) -> int:
+    """One run of ours a policy beside the rules in plain Python: 1 where a request differs."""
+    failed = False
+    for name, policy in POLICIES.items():
+        ours = simulated(workload, with_their_ties(policy))
+        theirs = plainly(workload.trace, name)
+        largest = float(np.abs(columns(ours) - theirs).max())
+        verdict = "equal" if largest <= SAME_SECONDS else f"DIFFERENT, up to {largest:g}"
+        row = "  ".join(f"{what} {value:.4g}" for what, value in zip(FIGURES, figures(ours), strict=True))
+        print(f"{name:18} {verdict}  {row}", flush=True)
+        failed |= largest > SAME_SECONDS
+    return int(failed)
+
+
+def plainly(trace: Trace, policy: str, instances: int = INSTANCES) -> NDArray[np.float64]:
+    """(n, 4): arrival, first token, last token, blocks hit, by the plain simulator."""
+    profile = load_profile(PROFILE)
+    engines = [plain.Engine(profile.cache_blocks, profile.block_tokens) for _ in range(instances)]
+    rows = zip(trace.arrival_seconds, trace.input_tokens, trace.output_tokens, strict=True)
+    requests = [
+        plain.Request(float(arrival), int(prompt), max(1, int(output)), trace.blocks(i).tolist())
+        for i, (arrival, prompt, output) in enumerate(rows)
+    ]
+    return plain.play(requests, policy, engines)
+
+
+def columns(run: Run) -> NDArray[np.float64]:
+    """The same of a run of ours."""
+    return np.stack(
+        [run.arrival_seconds, run.first_token_seconds, run.finished_seconds, run.hit_blocks], axis=1
+    )
+
+
 def play(workload: Workload, policy: str | lm.Policy, seed: int, their_ties: bool) -> tuple[float, ...]:
     """One run's row."""
     chosen: str | lm.Policy | lm.PolicyFunction = policy
@@ -148,16 +193,22 @@ def play(workload: Workload, policy: str | lm.Policy, seed: int, their_ties: boo
         chosen, trace = with_their_ties(policy), workload.trace
         if seed:
             workload = prepare(_jittered(trace, seed), PROFILE)
-    run = simulate(
+    return figures(simulated(workload, chosen, seed))
+
+
+def simulated(
+    workload: Workload, policy: str | lm.Policy | lm.PolicyFunction, seed: int = 0, instances: int = INSTANCES
+) -> Run:
+    """One run of ours, set up by the rules."""
+    return simulate(
         workload,
-        policy=chosen,
-        instances=INSTANCES,
+        policy=policy,
+        instances=instances,
         profile=PROFILE,
         seed=seed,
         signals="step_end",
         guard=False,
     )
-    return figures(run)
 
 
 def _jittered(trace: Trace, seed: int) -> Trace:

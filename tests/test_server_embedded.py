@@ -1,5 +1,8 @@
 """`serve --embedded`: the official client against emulated engines, through the router."""
 
+import asyncio
+from typing import Any
+
 import openai
 import orjson
 import pytest
@@ -42,5 +45,35 @@ async def test_the_official_client_gets_plain_and_streamed_answers() -> None:
             )
             with pytest.raises(openai.NotFoundError, match=model):
                 await client.chat.completions.create(model="nope", messages=messages)
+        r.process.terminate()
+        assert await r.ended() == 0
+
+
+async def test_embedded_engines_are_exact_and_every_hit_is_as_predicted() -> None:
+    async with router("--embedded", "2", "--policy", "lmetric") as r:
+        await r.listening()
+        async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
+            engines = orjson.loads(await client.get(f"{r.url}/debug/engines", cast_to=str))
+            assert [(e["mode"], e["mode_reason"]) for e in engines] == [("exact", "KV events")] * 2
+            assert all(e["tokenizer"]["folder"] for e in engines)
+            model = (await client.models.list()).data[0].id
+            messages: Any = [{"role": "system", "content": "You tell of routers at length. " * 20}]
+            for turn in range(6):
+                messages.append({"role": "user", "content": f"Turn {turn}: go on, please. " * 8})
+                answer = await client.chat.completions.with_raw_response.create(
+                    model=model, messages=messages, max_tokens=40
+                )
+                chat = answer.parse()
+                messages.append({"role": "assistant", "content": chat.choices[0].message.content})
+                decision = answer.headers["x-lmetric-decision"]
+                receipt = orjson.loads(await client.get(f"{r.url}/debug/decisions/{decision}", cast_to=str))
+                assert chat.usage is not None
+                assert chat.usage.prompt_tokens_details is not None
+                cached = chat.usage.prompt_tokens_details.cached_tokens
+                # Known to the block, the answer's own tokens among them, which no guess by what was sent has.
+                assert receipt["prompt_tokens"] == chat.usage.prompt_tokens
+                assert receipt["predicted_cached_tokens"] == receipt["cached_tokens"] == cached
+                assert (cached or 0) >= 16 * ((chat.usage.prompt_tokens - 200) // 16) or turn == 0
+                await asyncio.sleep(0.1)  # events come a few milliseconds behind the answer
         r.process.terminate()
         assert await r.ended() == 0

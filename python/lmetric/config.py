@@ -57,6 +57,11 @@ def _zmq_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def _off(word: object) -> object:
+    """YAML reads off as false."""
+    return "off" if word is False else word
+
+
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Positive = Annotated[int, Field(ge=1)]
 EngineUrl = Annotated[str, AfterValidator(_engine_url)]
@@ -96,12 +101,9 @@ class KvEvents(Strict):
         return self
 
 
-# The tags stand in brackets, so that they are not taken for keys where an error is told. YAML reads off as
-# false.
+# The tags stand in brackets, so that they are not taken for keys where an error is told.
 KvEventsSetting = Annotated[
-    Annotated[
-        Literal["auto", "off"], BeforeValidator(lambda word: "off" if word is False else word), Tag("[word]")
-    ]
+    Annotated[Literal["auto", "off"], BeforeValidator(_off), Tag("[word]")]
     | Annotated[KvEvents, Tag("[mapping]")],
     Discriminator(lambda value: "[mapping]" if isinstance(value, dict | KvEvents) else "[word]"),
 ]
@@ -148,7 +150,12 @@ class PoolSettings(Strict):
     cache_blocks: Positive | None = Field(
         None, description="blocks an engine's prefix cache holds; default: the engine is asked"
     )
-    tokenizer: str | None = Field(
+    kv_events: KvEventsSetting = Field(
+        "auto",
+        description="auto: the engines are asked where their KV events are; off: what is cached is guessed "
+        "from what was sent; or a mapping",
+    )
+    tokenizer: Annotated[str, BeforeValidator(_off)] | None = Field(
         None,
         min_length=1,
         description="folder of the model's tokenizer.json and chat template, so that prompts are matched by "
@@ -159,11 +166,6 @@ class PoolSettings(Strict):
     )
     token_cache_bytes: int = Field(
         256 << 20, ge=1 << 10, description="bound on remembered tokens of prompts, bytes"
-    )
-    kv_events: KvEventsSetting = Field(
-        "auto",
-        description="auto: the engines are asked where their KV events are; off: what is cached is guessed "
-        "from what was sent; or a mapping",
     )
     index_bytes: int = Field(512 << 20, ge=1 << 20, description="bound on the KV index, bytes")
     receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="bound on kept receipts, bytes")

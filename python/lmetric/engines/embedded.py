@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,17 +36,28 @@ class EmbeddedEngines:
 
     Args:
         options: one for all engines (each gets a free port), with their number; or one for each.
+        kv_events: they publish KV events at local sockets, which /kv_event_sources names.
 
     Raises:
         EngineStartError: an engine did not start; says what it said. The others are stopped.
     """
 
     def __init__(
-        self, count: int = 1, options: EngineOptions | Sequence[EngineOptions] | None = None
+        self,
+        count: int = 1,
+        options: EngineOptions | Sequence[EngineOptions] | None = None,
+        *,
+        kv_events: bool = False,
     ) -> None:
         if options is None or isinstance(options, EngineOptions):
             options = [options or EngineOptions()] * count
         self._options = [each.model_copy(update={"port": 0, "exit_with_parent": True}) for each in options]
+        self._sockets = tempfile.TemporaryDirectory(prefix="lmetric-") if kv_events else None
+        if self._sockets is not None:
+            for number, each in enumerate(self._options):
+                socket = f"ipc://{self._sockets.name}/{number}"
+                update = {"kv_events_endpoint": socket, "kv_events_replay_endpoint": f"{socket}-replay"}
+                self._options[number] = each.model_copy(update=update)
         self._children: list[asyncio.subprocess.Process] = []
         self._readers: list[asyncio.Task[None]] = []
         self.engines: list[EmbeddedEngine] = []
@@ -79,6 +91,8 @@ class EmbeddedEngines:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
         self._readers.clear()
+        if self._sockets is not None:
+            self._sockets.cleanup()
 
     async def _start(self, number: int, options: EngineOptions) -> EmbeddedEngine:
         child = await asyncio.create_subprocess_exec(

@@ -1,5 +1,7 @@
 """The router's own pages: health, models, metrics, debugging, administration."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -47,7 +49,7 @@ async def pages(front: Front, request: web.BaseRequest, path: str, query: str) -
         cards = orjson.loads(front.fleet.models())["data"]
         return _json(next(card for card in cards if card["id"] == name))
     if path == "/debug/engines":
-        return _json([_engine(engine) for engine in front.fleet.engines()])
+        return _json(_engines(front.fleet.engines()))
     if path == "/debug/indicators":
         return _json({pool.name: _indicators(pool) for pool in front.fleet.pools})
     return _json(_receipt(front, path.removeprefix("/debug/decisions/")))
@@ -74,34 +76,42 @@ def _json(value: Any) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
-def _engine(engine: Engine) -> dict[str, Any]:
-    pool, told = engine.pool, engine.capabilities
-    return {
-        "name": engine.name,
-        "url": engine.config.url,
-        "model": pool.name if pool else None,
-        "healthy": engine.healthy,
-        "draining": engine.draining,
-        "last_error": engine.last_error,
-        "mode": engine.mode.name,
-        "mode_reason": engine.mode.reason,
-        "capabilities": {**asdict(told), "full_report": told.full_report is not None},
-        "load": {
-            "reports": engine.load_reports,
-            "age_seconds": _report_age(engine),
-            "error": engine.load_error,
-        },
-        "kv_events": pool.kv.status(engine.name) if pool else None,
-        "refilling": engine.refill is not None,
-    }
+def _engines(engines: Iterable[Engine]) -> list[dict[str, Any]]:
+    ages: dict[str, float] = {}
+    shown = []
+    for engine in engines:
+        pool, told = engine.pool, engine.capabilities
+        if pool is not None and engine.name not in ages:
+            column = pool.router.indicators()["report_age_seconds"]
+            ages |= dict(zip(pool.router.instances(), column.tolist(), strict=True))
+        age = ages.get(engine.name, math.nan)
+        shown.append(
+            {
+                "name": engine.name,
+                "url": engine.config.url,
+                "model": pool.name if pool else None,
+                "healthy": engine.healthy,
+                "draining": engine.draining,
+                "last_error": engine.last_error,
+                "mode": engine.mode.name,
+                "mode_reason": engine.mode.reason,
+                "capabilities": {**asdict(told), "full_report": told.full_report is not None},
+                "load": {
+                    "reports": engine.load_reports,
+                    "age_seconds": age if math.isfinite(age) else None,
+                    "error": engine.load_error,
+                },
+                "kv_events": pool.kv.status(engine.name) if pool else None,
+                "refilling": engine.refill is not None,
+                "tokenizer": _tokenizer(pool) if pool else None,
+            }
+        )
+    return shown
 
 
-def _report_age(engine: Engine) -> float | None:
-    """Seconds since its last load report."""
-    if engine.pool is None:
-        return None
-    age = engine.pool.router.stats()["instances"][engine.name]["report_age_seconds"]
-    return None if age is None else float(age)
+def _tokenizer(pool: Pool) -> dict[str, Any]:
+    known = pool.tokenizer
+    return {"folder": str(known.folder) if known is not None else None, "note": pool.tokenizer_note}
 
 
 def _indicators(pool: Pool) -> dict[str, dict[str, float | None]]:
@@ -155,7 +165,7 @@ async def _admin(front: Front, request: web.BaseRequest, path: str) -> web.Respo
         engine.pool.router.drain(name, engine.draining)
     else:
         raise _unknown(front, path)
-    return _json(_engine(engine))
+    return _json(*_engines([engine]))
 
 
 async def _add(front: Front, request: web.BaseRequest) -> dict[str, Any]:
@@ -179,7 +189,7 @@ async def _add(front: Front, request: web.BaseRequest) -> dict[str, Any]:
             raise bad(str(error)) from None
     else:
         raise bad("model must be a name", "model")
-    return _engine(engine)
+    return _engines([engine])[0]
 
 
 async def _object(request: web.BaseRequest, known: set[str]) -> dict[str, Any]:

@@ -161,7 +161,7 @@ async def _with_embedded(config: ServerConfig) -> AsyncIterator[ServerConfig]:
         return
     from lmetric.engines.embedded import EmbeddedEngines
 
-    async with EmbeddedEngines(config.embedded) as embedded:
+    async with EmbeddedEngines(config.embedded, kv_events=True) as embedded:
         engines = [
             EngineConfig(url=url, name=f"embedded-{number}") for number, url in enumerate(embedded.urls)
         ]

@@ -2,8 +2,8 @@
 
 import asyncio
 import difflib
-import os
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.policies import Policy
 from lmetric.profiles import load_profile
 from lmetric.server.kv_feed import KvFeed
-from lmetric.server.modes import Mode, Pooled
+from lmetric.server.modes import UNASKED, Pooled
 from lmetric.server.openai import ApiError
 from lmetric.server.refill import Refill
 from lmetric.server.upstream import Upstream, UpstreamError
@@ -46,8 +46,8 @@ class Engine:
         self.identified = False
         self.ask_again_at = math.inf
         self.adapter: Adapter = UNKNOWN
-        self.capabilities = Capabilities("unknown", no_events="it was not asked yet")
-        self.mode = Mode("approximate", "it was not asked yet")
+        self.capabilities = Capabilities("unknown")
+        self.mode = UNASKED
         self.refill: Refill | None = None
         self.lost_blocks = False  # taken for gone, so its blocks were forgotten
         self.load_reports: Counter[str] = Counter()  # by where they came from
@@ -156,6 +156,7 @@ class Pool:
         )
         self.kv = KvFeed(self.router)
         self._pooled: Pooled | None = None
+        self.asking = asyncio.Lock()  # for a tokenizer: the others wait until it is known
 
     def add(self, engine: Engine) -> None:
         """Takes in an engine."""
@@ -173,44 +174,6 @@ class Pool:
         self.kv.unwire(name)
         engine.upstream.close()
         self.router.remove_instance(name)
-
-    def _load(self, folder: str | os.PathLike[str]) -> PromptTokenizer:
-        settings = self.settings
-        return PromptTokenizer.load(
-            folder, chat_template=settings.chat_template, cache_bytes=settings.token_cache_bytes
-        )
-
-    def _use(self, tokenizer: PromptTokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.tokenizer_note = "; ".join(tokenizer.notes) or None
-        log.info("tokenizer", model=self.name, folder=str(tokenizer.folder), note=self.tokenizer_note)
-
-    def drop_tokenizer(self, reason: str) -> None:
-        """From now on prompts are matched as text; said once in the log."""
-        self.tokenizer = None
-        self.tokenizer_note = reason
-        log.warning("prompts are matched as text", model=self.name, reason=reason)
-
-    async def set_tokenizer(self, root: str) -> None:
-        """Takes the tokenizer of the model that an engine names as root, unless the configuration has one.
-
-        Asked again with the same root, it does nothing. What cannot be used leaves prompts to be matched as
-        text; ``tokenizer_note`` then says why.
-        """
-        if self.settings.tokenizer is not None or root == self._root:
-            return
-        self._root = root
-        folder = find_folder(root)
-        if folder is None:
-            self.drop_tokenizer(f"the engine's model {root!r} is no folder of this machine; set tokenizer")
-            return
-        try:
-            # Reading a large vocabulary takes a second.
-            tokenizer = await asyncio.to_thread(self._load, folder)
-        except TokenizerError as error:
-            self.drop_tokenizer(str(error))
-        else:
-            self._use(tokenizer)
 
     @property
     def knows_tokens(self) -> bool:
@@ -254,6 +217,46 @@ class Pool:
         if self.knows_tokens:
             return max(1, tokens // self.block_size)
         return max(1, int(tokens * self.ratio.bytes / self.ratio.tokens) // self.settings.text_block_bytes)
+
+    def _load(self, folder: str | os.PathLike[str]) -> PromptTokenizer:
+        settings = self.settings
+        return PromptTokenizer.load(
+            folder, chat_template=settings.chat_template, cache_bytes=settings.token_cache_bytes
+        )
+
+    def _use(self, tokenizer: PromptTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.tokenizer_note = "; ".join(tokenizer.notes) or None
+        log.info("tokenizer", model=self.name, folder=str(tokenizer.folder), note=self.tokenizer_note)
+
+    def drop_tokenizer(self, reason: str) -> None:
+        """From now on prompts are matched as text; said once in the log."""
+        self.tokenizer = None
+        self.tokenizer_note = reason
+        log.warning("prompts are matched as text", model=self.name, reason=reason)
+
+    async def set_tokenizer(self, root: str) -> None:
+        """Takes the tokenizer of the model that an engine names as root, unless the configuration has one.
+
+        Asked again with the same root, it does nothing. What cannot be used leaves prompts to be matched as
+        text; ``tokenizer_note`` then says why.
+        """
+        if self.settings.tokenizer is not None or root == self._root:
+            return
+        self._root = root
+        folder = find_folder(root)
+        if folder is None and self.tokenizer is not None:
+            return  # another engine has named one
+        if folder is None:
+            self.drop_tokenizer(f"the engine's model {root!r} is no folder of this machine; set tokenizer")
+            return
+        try:
+            # Reading a large vocabulary takes a second.
+            tokenizer = await asyncio.to_thread(self._load, folder)
+        except TokenizerError as error:
+            self.drop_tokenizer(str(error))
+        else:
+            self._use(tokenizer)
 
     def decision_label(self, decision_id: int) -> str:
         """A decision's id over all pools: bare in the first, else `POOL-ID`."""
@@ -363,11 +366,12 @@ class Fleet:
         if engine.pool is None:
             return  # removed meanwhile
         pool = engine.pool
-        model = told.base(pool.name)
-        if model is not None and model.root is not None:
-            await pool.set_tokenizer(model.root)
-        if engine.pool is None:
-            return  # removed meanwhile
+        base = told.base(pool.name)
+        if base is not None and base.root is not None:
+            async with pool.asking:
+                await pool.set_tokenizer(base.root)
+            if engine.pool is not pool:
+                return  # removed meanwhile
         engine.identified = True
         engine.ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS if unanswered else math.inf
         pool.wire(engine)
@@ -404,7 +408,6 @@ class Fleet:
                 pool.adapters.append(model.name)
         self.unplaced.remove(engine)
         pool.add(engine)
-        log.info("engine found", engine=engine.name, model=base.name)
 
     def ready(self) -> bool:
         """At least one engine can take requests."""

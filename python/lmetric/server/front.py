@@ -237,9 +237,8 @@ class Front(web.Server):
             call = parse(asked.path, body)
             pool, adapter = self.fleet.find(call.model)
             asked.pool = pool
-            salt = call.salt if adapter is None else f"{adapter}\0{call.salt or ''}"
             tokenizer = pool.tokenizer
-            place = partial(self._place, asked, body, call, pool, salt)
+            place = partial(self._place, asked, body, call, pool, adapter)
             if tokenizer is not None and call.tokens is None and (call.chat or asked.path == COMPLETIONS):
                 try:
                     text = prompt_text(tokenizer, call)
@@ -289,7 +288,9 @@ class Front(web.Server):
         asked.client.relay = waiting
         self.relays.add(waiting)
 
-    def _place(self, asked: Asked, body: bytes, call: Call, pool: Pool, salt: str | None, now: float) -> None:
+    def _place(
+        self, asked: Asked, body: bytes, call: Call, pool: Pool, adapter: str | None, now: float
+    ) -> None:
         """Decides and relays. Raises ApiError."""
         relay: Relay | None = None
         asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
@@ -302,7 +303,8 @@ class Front(web.Server):
                 expected_output_tokens=call.max_tokens,
                 extra_tokens=extra_tokens,
                 session=head.session or call.session,
-                salt=salt,
+                adapter=adapter,
+                salt=call.salt,
                 request_id=head.request_id,
                 now=now,
             )

@@ -13,7 +13,7 @@ import structlog
 
 from lmetric._core import EventFeed, LmetricError, Router
 from lmetric.engines.endpoints import EndpointError, reachable
-from lmetric.server.modes import Mode, Pooled, Subscription, choose, mismatch
+from lmetric.server.modes import UNASKED, Mode, Pooled, Subscription, choose, mismatch
 from lmetric.server.refill import Refill
 
 if TYPE_CHECKING:
@@ -227,8 +227,9 @@ class KvFeed:
             self._router.set_index_feed(engine.name, feed)
         if mode.name != "exact":
             engine.refill = None
-        told = log.warning if before.name == "exact" else log.info
-        told("cache knowledge", engine=engine.name, mode=mode.name, reason=mode.reason)
+        if before is not UNASKED:  # else it is told with what the engine is
+            told = log.warning if before.name == "exact" else log.info
+            told("cache knowledge", engine=engine.name, mode=mode.name, reason=mode.reason)
 
     def _refill(self, engine: Engine) -> None:
         field = engine.capabilities.full_report

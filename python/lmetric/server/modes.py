@@ -22,6 +22,9 @@ class Mode:
     reason: str
 
 
+UNASKED = Mode("approximate", "it was not asked yet")
+
+
 @dataclass(frozen=True, slots=True)
 class Subscription:
     """Where the events of one data-parallel rank are heard."""
