@@ -11,6 +11,7 @@ from lmetric.cli import (
     calibrate,
     config,
     demo,
+    doctor,
     engine,
     indicators,
     policies,
@@ -23,6 +24,7 @@ from lmetric.cli import (
 
 MODULES = (
     serve,
+    doctor,
     engine,
     demo,
     replay,
