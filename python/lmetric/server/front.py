@@ -15,6 +15,7 @@ from lmetric._core import NoInstanceError, RequestHead, RequestReader
 from lmetric.config import ServerConfig
 from lmetric.server.auth import Keys
 from lmetric.server.client import ClientConnection, Relayed, in_short
+from lmetric.server.discovery import Discovery
 from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
 from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, parse
@@ -41,6 +42,7 @@ class Front(web.Server):
         self.fleet = fleet
         self.keys = keys
         self.metrics = metrics
+        self.discovery: Discovery  # set by the server
         self.pages = pages
         self.relays: set[Relay | Tokenising] = set()
         self._tokenisers = Tokenisers()

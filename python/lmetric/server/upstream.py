@@ -91,6 +91,12 @@ class Upstream:
         self._limit = server.limits.max_connections_per_engine
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
+        self._closed = False
+
+    @property
+    def in_use(self) -> int:
+        """Connections on which a request is on its way, or that are made for one."""
+        return len(self._open) - len(self._idle)
 
     def head(self, target: bytes, stream: bool) -> bytes:
         """Request line, host, the engine's key, and for plain answers the wish for its load, for a POST."""
@@ -112,6 +118,9 @@ class Upstream:
 
     def give(self, connection: Connection) -> None:
         """Keeps a connection for the next request."""
+        if self._closed:
+            connection.transport.close()
+            return
         connection.idle_since = time.monotonic()
         self._idle.append(connection)
 
@@ -174,12 +183,18 @@ class Upstream:
     def expire(self, now: float) -> None:
         """Closes connections that waited too long."""
         while self._idle and now - self._idle[0].idle_since > self._idle_seconds:
-            self._idle.popleft().transport.close()
+            self._close_oldest()
 
     def close(self) -> None:
-        """Closes the waiting connections; those in use end with their requests."""
+        """Closes the waiting connections; those in use close with their requests."""
+        self._closed = True
         while self._idle:
-            self._idle.popleft().transport.close()
+            self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        connection = self._idle.popleft()
+        self._open.discard(connection)
+        connection.transport.close()
 
 
 class _Fetch:
