@@ -110,7 +110,7 @@ class KvFeed:
         setting = engine.config.kv_events
         if setting is None:
             setting = engine.pool.settings.kv_events
-        mode, subscriptions = choose(engine.capabilities, engine.host, setting, pooled)
+        mode, subscriptions = choose(engine.capabilities, engine.host, setting, pooled, engine.tokens_differ)
         heard, pushed = self._heard.get(engine.name), _pushed_load(engine)
         same = heard is not None and (heard.subscriptions, heard.pooled) == (subscriptions, pooled)
         if not same or self._pushed.get(engine.name) != pushed:
