@@ -183,7 +183,7 @@ class KvFeed:
     ) -> str | None:
         """Why an engine's events cannot be relied on now."""
         if tally.restarts > heard.restarts:
-            engine.identified = False  # another process: it may have other blocks and another version
+            engine.ask_anew()
         came = tally.batches > heard.batches
         heard.batches, heard.restarts = tally.batches, tally.restarts
         if tally.connected or not engine.healthy:
