@@ -14,7 +14,7 @@ import pytest
 
 from router_world import served
 from test_server_process import router
-from vllm_process import CACHE, HERE, MODEL, VllmEngine, environment, locked, model
+from vllm_process import CACHE, HERE, MODEL, NAMED, VllmEngine, environment, locked, model
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -23,8 +23,8 @@ SESSIONS, TURNS = 24, 4
 
 def aiperf() -> Path:
     """The program: from $LMETRIC_AIPERF_VENV, else from an environment in the cache, made the first time."""
-    named = os.environ.get("LMETRIC_AIPERF_VENV")
-    target = Path(named) if named else CACHE.parent / "aiperf"
+    named = NAMED["AIPERF"]
+    target = Path(named or CACHE.parent / "aiperf")
     if not named:
         with locked("aiperf"):
             if not (target / "bin" / "aiperf").exists():
