@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +60,6 @@ async def drive(url: str, model_name: str, folder: Path, out: Path, *flags: str)
         *(str(part) for pair in words.items() for part in pair),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
         start_new_session=True,
     )
     said, _ = await asyncio.wait_for(process.communicate(), 600)
