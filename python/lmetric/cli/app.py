@@ -8,6 +8,7 @@ import typer
 
 from lmetric.cli import (
     bench,
+    calibrate,
     config,
     demo,
     doctor,
@@ -21,7 +22,21 @@ from lmetric.cli import (
     trace,
 )
 
-MODULES = (serve, doctor, engine, demo, replay, simulate, study, trace, policies, indicators, config, bench)
+MODULES = (
+    serve,
+    doctor,
+    engine,
+    demo,
+    replay,
+    simulate,
+    study,
+    trace,
+    calibrate,
+    policies,
+    indicators,
+    config,
+    bench,
+)
 
 
 def build(words: Collection[str]) -> typer.Typer:

@@ -108,7 +108,7 @@ class KvFeed:
         setting = engine.config.kv_events
         if setting is None:
             setting = engine.pool.settings.kv_events
-        mode, subscriptions = choose(engine.capabilities, engine.host, setting, pooled)
+        mode, subscriptions = choose(engine.capabilities, engine.host, setting, pooled, engine.tokens_differ)
         heard = self._heard.get(engine.name)
         if heard is None or (heard.subscriptions, heard.pooled) != (subscriptions, pooled):
             self.unwire(engine.name)

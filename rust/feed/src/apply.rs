@@ -111,6 +111,7 @@ impl Applier {
     pub fn clear(&mut self) {
         self.feed.cleared(self.source);
         self.tally.tiers.clear();
+        self.tally.block_size = None;
     }
 
     /// Applies a batch; true: it cleared the whole cache.
@@ -165,7 +166,8 @@ impl Applier {
         if event.tokens.is_empty() {
             return self.tally.skip("no_tokens", blocks);
         }
-        self.tally.block_size = Some(event.block_size);
+        // The largest: parts of blocks are told of as smaller ones.
+        self.tally.block_size = self.tally.block_size.max(Some(event.block_size));
         let keys = self.feed.keys();
         if event.block_size != keys.block_size as u64 {
             return self.tally.skip("block_size", blocks);
@@ -177,8 +179,9 @@ impl Applier {
         let means = match event.reused {
             Some(true) => Means::Report,
             Some(false) => Means::NewCopy,
-            // A full report begins at the prompt's first block, where new blocks that are known already are rare: taking
-            // one for a report forgets a copy too early, taking a report for a copy would keep a block for ever.
+            // A full report (vLLM's `kv_cache_report_mode`) always begins at the prompt's first block; a second copy of known blocks hardly
+            // ever does, since their front would have been a hit. Taking such a copy for a report forgets it too early, which
+            // costs a hit; taking a report for a copy would keep a block that is gone.
             None if event.parent.is_none() => Means::Report,
             None => Means::NewCopy,
         };

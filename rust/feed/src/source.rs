@@ -34,6 +34,8 @@ pub struct Blocks {
     pub stream: Stream,
     /// Whether the last look was also at its replay.
     pub polled: bool,
+    /// In which what was applied is known.
+    epoch: u64,
     hands: Hands,
 }
 
@@ -73,8 +75,9 @@ impl Sink for Hands {
 
 impl Blocks {
     /// The stream of a rank's events.
-    pub fn new(applier: Applier, context: Context, replay_endpoint: Option<String>) -> Blocks {
+    pub fn new(applier: Applier, context: Context, replay_endpoint: Option<String>, epoch: u64) -> Blocks {
         Blocks {
+            epoch,
             stream: Stream::new(replay_endpoint.is_some()),
             polled: false,
             hands: Hands { applier, context, replay_endpoint, replay: None },
@@ -201,16 +204,18 @@ impl Source {
         }
     }
 
-    /// What was applied is forgotten by the router, or the instance is another one by now.
-    pub fn renew(&mut self, feed: &KvFeed, forgotten: bool, now: f64) {
+    /// Looks whether what was applied was forgotten by the router, or the instance is another one by now.
+    pub fn renew(&mut self, feed: &KvFeed, now: f64) {
         let Kind::Blocks(blocks) = &mut self.kind else { return };
-        let replaced = !feed.is_current(blocks.hands.applier.source());
-        if replaced {
+        if !feed.is_current(blocks.hands.applier.source()) {
             let Ok(source) = feed.source(&self.instance, self.rank) else { return };
             blocks.hands.applier.set_source(source);
+            blocks.epoch = u64::MAX; // no epoch of that instance
         }
-        if replaced || forgotten {
-            blocks.stream.restart(now, &mut blocks.hands);
+        let epoch = feed.epoch_of(blocks.hands.applier.source());
+        if blocks.epoch != epoch {
+            blocks.epoch = epoch;
+            blocks.stream.begin_anew(now, &mut blocks.hands);
         }
     }
 

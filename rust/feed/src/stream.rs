@@ -12,6 +12,8 @@ use xxhash_rust::xxh3::xxh3_64;
 const PATIENCE_SECONDS: f64 = 2.0;
 /// How often a question is asked again.
 const ATTEMPTS: u32 = 3;
+/// When it is asked again, after nobody answered: an engine may be busy for long while it starts.
+const AGAIN_SECONDS: f64 = 30.0;
 /// What is held at most while a replay runs.
 const HELD_BATCHES: usize = 8192;
 const HELD_BYTES: usize = 64 << 20;
@@ -74,6 +76,8 @@ impl Standing {
 #[derive(Clone, Copy, Debug)]
 struct Replay {
     from: u64,
+    /// From the start, in the place of what is known in part.
+    anew: bool,
     /// Nothing has come yet.
     first: bool,
     /// A batch was missing in the answer: publishers drop what they cannot send at once.
@@ -96,6 +100,8 @@ pub struct Stream {
     complete: bool,
     replay: Option<Replay>,
     attempts: u32,
+    /// When to ask for all anew, where nobody answered.
+    again_at: Option<f64>,
     held: VecDeque<(u64, Vec<u8>)>,
     held_bytes: usize,
     counts: Counts,
@@ -113,6 +119,7 @@ impl Stream {
             complete: false,
             replay: None,
             attempts: 0,
+            again_at: None,
             held: VecDeque::new(),
             held_bytes: 0,
             counts: Counts::default(),
@@ -142,7 +149,7 @@ impl Stream {
 
     /// When [`Stream::tick`] has something to do.
     pub fn deadline(&self) -> Option<f64> {
-        self.replay.map(|r| r.deadline)
+        self.replay.map(|r| r.deadline).or(self.again_at)
     }
 
     /// A connection stands. What was said on one before may be of another process.
@@ -169,10 +176,11 @@ impl Stream {
         self.connected = false;
     }
 
-    /// All that was applied is forgotten by others: it is to be told anew.
-    pub fn restart(&mut self, now: f64, sink: &mut impl Sink) {
+    /// What was applied was forgotten by others: all is to be told anew.
+    pub fn begin_anew(&mut self, now: f64, sink: &mut impl Sink) {
         (self.next, self.complete, self.replay) = (None, false, None);
         self.let_go();
+        sink.clear();
         if self.can_replay && self.connected {
             self.attempts = 0;
             self.ask(now, sink);
@@ -218,6 +226,10 @@ impl Stream {
         let Some(replay) = &mut self.replay else { return };
         replay.deadline = now + PATIENCE_SECONDS;
         let first = std::mem::replace(&mut replay.first, false);
+        if first && replay.anew {
+            self.next = None;
+            sink.clear();
+        }
         match self.next.filter(|next| *next > 0) {
             Some(next) if first && number == next - 1 => {
                 if xxh3_64(batch) != self.last {
@@ -246,7 +258,8 @@ impl Stream {
     /// All that was asked for has come.
     pub fn replay_ended(&mut self, now: f64, sink: &mut impl Sink) {
         let Some(replay) = self.replay.take() else { return };
-        if replay.first {
+        self.again_at = self.again_at.filter(|_| replay.from > 0);
+        if replay.first && !replay.anew {
             if replay.from > 0 {
                 // Not even the batch that was applied last: its publisher is another one, or keeps nothing.
                 self.restarted(sink);
@@ -269,25 +282,38 @@ impl Stream {
         }
     }
 
-    /// The replay could not be asked for or got no answer; or time has passed.
+    /// Time has passed: an answer may be overdue.
     pub fn tick(&mut self, now: f64, sink: &mut impl Sink) {
-        if self.replay.is_none_or(|r| now < r.deadline) {
+        if self.deadline().is_none_or(|at| now < at) {
             return;
         }
+        let Some(replay) = self.replay else {
+            (self.attempts, self.again_at) = (0, None);
+            if !self.complete {
+                self.ask_for(0, true, now, sink);
+            }
+            return;
+        };
         self.attempts += 1;
         if self.attempts < ATTEMPTS {
-            return self.ask(now, sink);
+            let anew = replay.anew && replay.first;
+            return if anew { self.ask_for(0, true, now, sink) } else { self.ask(now, sink) };
         }
         self.counts.unanswered += 1;
-        self.replay = None;
+        (self.replay, self.again_at) = (None, Some(now + AGAIN_SECONDS));
         self.catch_up(sink);
-        self.give_up(sink);
+        if !(replay.anew && self.held.is_empty()) {
+            self.give_up(sink);
+        }
     }
 
     fn ask(&mut self, now: f64, sink: &mut impl Sink) {
-        let from = self.next.unwrap_or(0).saturating_sub(1);
+        self.ask_for(self.next.unwrap_or(0).saturating_sub(1), false, now, sink);
+    }
+
+    fn ask_for(&mut self, from: u64, anew: bool, now: f64, sink: &mut impl Sink) {
         let deadline = now + PATIENCE_SECONDS;
-        self.replay = Some(Replay { from, first: true, hole: false, progressed: false, deadline });
+        self.replay = Some(Replay { from, anew, first: true, hole: false, progressed: false, deadline });
         sink.ask(from);
     }
 

@@ -264,13 +264,12 @@ impl Worker {
     /// Looks whether what was applied is forgotten by now, and once a second whether instances were replaced.
     fn keep_house(&mut self) {
         let (epoch, now) = (self.feed.epoch(), (self.clock)());
-        let forgotten = epoch != self.epoch;
-        if !forgotten && (now - self.looked_at).abs() < HOUSEKEEPING_SECONDS {
+        if epoch == self.epoch && (now - self.looked_at).abs() < HOUSEKEEPING_SECONDS {
             return;
         }
         (self.epoch, self.looked_at) = (epoch, now);
         for source in self.links.iter_mut().flat_map(|link| &mut link.sources) {
-            source.renew(&self.feed, forgotten, now);
+            source.renew(&self.feed, now);
             source.show();
         }
     }
@@ -317,7 +316,8 @@ impl Worker {
             Kind::Load
         } else {
             let applier = Applier::new(self.feed.clone(), origin);
-            Kind::Blocks(Box::new(Blocks::new(applier, self.context.clone(), wanted.replay_endpoint.clone())))
+            let (replay, epoch) = (wanted.replay_endpoint.clone(), self.feed.epoch_of(origin));
+            Kind::Blocks(Box::new(Blocks::new(applier, self.context.clone(), replay, epoch)))
         };
         let status = Status {
             load: wanted.load,

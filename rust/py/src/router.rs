@@ -323,7 +323,7 @@ impl Router {
         })
     }
 
-    /// Tokens a block.
+    /// Tokens a block, of prompts and of the engines' events.
     #[getter]
     fn block_size(&self) -> usize {
         self.feed.keys().block_size

@@ -71,6 +71,12 @@ impl TokenEncoder {
         self.encoder.whole_because()
     }
 
+    /// Whether the faster of the two libraries is used: it made the same ids as the engines' library of all that was tried.
+    #[getter]
+    fn fast(&self) -> bool {
+        self.encoder.is_fast()
+    }
+
     /// The id of a token by its name, or None.
     fn id_of(&self, token: &str) -> Option<u32> {
         self.encoder.id_of(token)

@@ -96,13 +96,26 @@ pub struct KvFeed {
 struct State {
     names: Names,
     chain: Vec<u64>,
+    /// Epoch of each slot.
+    epochs: Vec<u64>,
+}
+
+impl State {
+    /// What events told of the instance is forgotten: they are to be told anew.
+    fn begin_anew(&mut self, instance: InstanceId, epoch: &AtomicU64) {
+        self.names.take_all(instance);
+        if self.epochs.len() <= instance.index() {
+            self.epochs.resize(instance.index() + 1, 0);
+        }
+        self.epochs[instance.index()] = epoch.fetch_add(1, Ordering::AcqRel) + 1;
+    }
 }
 
 impl KvFeed {
     /// A feed for the router, whose index and the names of whose blocks take `index_bytes` together. `exact`: instances are fed by
     /// events from the start; else room for names is set aside with the first that is.
     pub fn new(router: SharedRouter, keys: Keys, index_bytes: usize, exact: bool) -> KvFeed {
-        let state = State { names: Names::new(0), chain: Vec::new() };
+        let state = State { names: Names::new(0), chain: Vec::new(), epochs: Vec::new() };
         let feed = KvFeed {
             router,
             keys: RwLock::new(keys),
@@ -126,9 +139,14 @@ impl KvFeed {
         *self.keys.read()
     }
 
-    /// Counts the changes after which what came before is to be told anew.
+    /// Changes whenever what the events of some instance told is forgotten (not by them): see [`KvFeed::epoch_of`].
     pub fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
+    }
+
+    /// Changes when what the events of this instance told is forgotten: they are to be told anew.
+    pub fn epoch_of(&self, source: Source) -> u64 {
+        self.state.lock().epochs.get(source.instance.index()).copied().unwrap_or(0)
     }
 
     /// Changes the key scheme. What was cached under another is unreachable and is forgotten.
@@ -140,11 +158,10 @@ impl KvFeed {
         *self.keys.write() = keys;
         let mut router = self.router.lock_behind();
         for slot in 0..router.fleet().slots() {
-            state.names.take_all(InstanceId(slot as u32));
+            state.begin_anew(InstanceId(slot as u32), &self.epoch);
         }
         let bound = router.index().byte_bound();
         let old = router.renew_index(bound);
-        self.epoch.fetch_add(1, Ordering::Release);
         drop(router);
         drop(old);
     }
@@ -183,12 +200,10 @@ impl KvFeed {
             router.set_index_feed(id, feed);
             id
         };
-        state.names.take_all(id);
+        state.begin_anew(id, &self.epoch);
         if feed == IndexFeed::Exact {
             self.clear_index(id, None);
         }
-        // What came before reached nobody.
-        self.epoch.fetch_add(1, Ordering::Release);
         Ok(())
     }
 
@@ -361,7 +376,7 @@ impl KvFeed {
     pub fn forget(&self, instance: &str) -> Result<(), CoreError> {
         let mut state = self.state.lock();
         let id = self.router.lock_behind().fleet().find(instance)?;
-        state.names.take_all(id);
+        state.begin_anew(id, &self.epoch);
         self.clear_index(id, None);
         Ok(())
     }

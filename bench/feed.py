@@ -1,0 +1,250 @@
+"""The engines' events into the index over ZMQ: how many, what they cost, and what decisions beside them cost.
+
+    python bench/feed.py [--seconds 5] [--calls 20000] [--json] [--out FILE]
+
+Another process publishes for 256 instances as vLLM does: batches of one `BlockStored` of 32 blocks of 16
+tokens, and the `BlockRemoved` of 32 others, one event each. Every cache is full, so that what is stored has
+a place that another left: 2,048 blocks an instance, half a million pairs in all.
+
+- `feed`: as fast as it can. Blocks stored a second of wall clock, and a second of the feed's own processor
+  time (its thread decodes, hashes and applies; libzmq's I/O threads are told apart).
+- `decide`: `Router.route` over prompts of 8k tokens, nine tenths of which some instance holds, one after
+  the other with a pause between: alone, while 100,000 blocks a second come, and while all come that can.
+
+Microseconds of wall clock around each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import zmq
+
+from common import about, percentile, write_result
+from fleet import BLOCK, INSTANCES, Fleet
+from lmetric._core import EventFeed, Router
+
+BATCH_BLOCKS = 32
+CHAINS = 128  # of each instance, half of them cached at a time
+SLICE = 4  # batches to one instance at once
+RANK = 1  # the fleet's own blocks are of rank 0
+RATE = 100_000
+PAUSE = 250e-6
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def names(instance: int, chain: int) -> list[int]:
+    """What an engine calls the blocks of one of its chains."""
+    numbers = [instance << 40 | chain << 16 | block + 1 for block in range(BATCH_BLOCKS)]
+    return [number * 0x9E3779B97F4A7C15 % 2**64 for number in numbers]
+
+
+def batch(instance: int, chain: int) -> bytes:
+    """Removes the blocks that came half a round before, last ones first, and stores those of one chain."""
+    rng = np.random.default_rng(instance * CHAINS + chain)
+    gone = reversed(names(instance, (chain + CHAINS // 2) % CHAINS))
+    removed = [
+        {"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU", "group_idx": 0} for block in gone
+    ]
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": names(instance, chain),
+        "parent_block_hash": None,
+        "token_ids": rng.integers(0, 150_000, BATCH_BLOCKS * BLOCK).tolist(),
+        "block_size": BLOCK,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [None] * BATCH_BLOCKS,
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
+    return bytes(msgpack.packb([time.time(), [*removed, stored], 0]))
+
+
+def publish(folder: str, ready: Event, rate: Synchronized[float], over: Event) -> None:
+    """The engines' publishers, a process of their own. ``rate``: blocks a second; below 0: all it can."""
+    context = zmq.Context()
+    sockets = []
+    for instance in range(INSTANCES):
+        socket = context.socket(zmq.PUB)
+        socket.setsockopt(zmq.SNDHWM, 64)
+        socket.setsockopt(zmq.XPUB_NODROP, 1)  # a queue that is full is waited for: nothing is lost
+        socket.setsockopt(zmq.SNDTIMEO, 100)
+        socket.bind(f"ipc://{folder}/{instance}")
+        sockets.append(socket)
+    batches = [[batch(instance, chain) for chain in range(CHAINS)] for instance in range(INSTANCES)]
+    ready.set()
+    turn, done, began, last = 0, 0, 0.0, 0.0
+    while not over.is_set():
+        wanted = rate.value
+        if wanted != last:
+            done, began, last = 0, time.monotonic(), wanted
+        ahead = began + done / wanted - time.monotonic() if wanted > 0 else 0.0
+        if wanted == 0 or ahead > 0:
+            time.sleep(min(ahead, 0.01) or 0.01)
+            continue
+        instance, first = turn % INSTANCES, turn // INSTANCES * SLICE
+        turn += 1
+        for number in range(first, first + SLICE):
+            while not over.is_set():
+                try:
+                    payload = batches[instance][number % CHAINS]
+                    sockets[instance].send_multipart((b"", number.to_bytes(8, "big"), payload))
+                    break
+                except zmq.Again:
+                    continue
+        done += SLICE * BATCH_BLOCKS
+    context.destroy(linger=0)
+
+
+def thread_seconds() -> dict[str, float]:
+    """Processor time of this process's threads, by name."""
+    seconds: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        fields = rest.split()
+        seconds[name] = seconds.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / TICKS
+    return seconds
+
+
+class Tally:
+    """What the feed did between two moments."""
+
+    def __init__(self, feed: EventFeed) -> None:
+        self.feed, self.began, self.cpu = feed, time.monotonic(), thread_seconds()
+        self.stored, self.removed, self.lost = self._counts()
+
+    def _counts(self) -> tuple[int, int, int]:
+        rows = [self.feed.status(name)[RANK] for name in self.feed.instances()]
+        lost = sum(sum(row["skipped"].values()) + row["gaps"] + row["unknown_parent"] for row in rows)
+        return sum(row["blocks_stored"] for row in rows), sum(row["blocks_removed"] for row in rows), lost
+
+    def figures(self) -> dict[str, float]:
+        """Rates since it began."""
+        stored, removed, lost = self._counts()
+        seconds, cpu = time.monotonic() - self.began, thread_seconds()
+        used = {name: cpu[name] - self.cpu.get(name, 0.0) for name in cpu}
+        thread = used.get("lmetric-feed", 0.0)
+        stored -= self.stored
+        return {
+            "seconds": seconds,
+            "stored_blocks_per_second": stored / seconds,
+            "removed_blocks_per_second": (removed - self.removed) / seconds,
+            "thread_cpu_share": thread / seconds,
+            "io_cpu_share": sum(s for name, s in used.items() if name.startswith("ZMQbg")) / seconds,
+            "stored_blocks_per_thread_cpu_second": stored / thread if thread else 0.0,
+            "lost": lost - self.lost,
+        }
+
+
+def decide(router: Router, fleet: Fleet, calls: int) -> list[float]:
+    """Microseconds of each decision."""
+    prompts, samples = fleet.prompts[512], []
+    for call in range(calls):
+        tokens = prompts[call % len(prompts)].tokens
+        began = time.perf_counter_ns()
+        _, ticket = router.route(tokens=tokens)
+        samples.append((time.perf_counter_ns() - began) / 1e3)
+        ticket.finished()
+        time.sleep(PAUSE)
+    return samples
+
+
+def figures(samples: list[float]) -> dict[str, float]:
+    """Median, 99th and 99.9th percentile and number of the samples."""
+    ordered = sorted(samples)
+    shares = {"p50_us": 0.5, "p99_us": 0.99, "p999_us": 0.999}
+    return {name: percentile(ordered, share) for name, share in shares.items()} | {"calls": len(ordered)}
+
+
+def run(seconds: float, calls: int) -> list[dict[str, Any]]:
+    """All cases, one after the other."""
+    fleet = Fleet({512: 500})
+    router = fleet.router()
+    spawn = multiprocessing.get_context("spawn")
+    ready, over, rate = spawn.Event(), spawn.Event(), spawn.Value("d", 0.0)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, EventFeed(router) as feed:
+        process = spawn.Process(target=publish, args=(folder, ready, rate, over), daemon=True)
+        process.start()
+        try:
+            if not ready.wait(120):
+                sys.exit("feed.py: the publishers did not start")
+            for instance, name in enumerate(fleet.names):
+                feed.subscribe(name, f"ipc://{folder}/{instance}", rank=RANK)
+            while not all(feed.status(name)[RANK]["connected"] for name in fleet.names):
+                time.sleep(0.05)
+            time.sleep(0.5)  # the publishers learn who listens
+            rate.value = -1.0
+            while Tally(feed).removed < INSTANCES * CHAINS * BATCH_BLOCKS:
+                time.sleep(0.2)
+            tally = Tally(feed)
+            time.sleep(seconds)
+            rows.append({"case": "feed, as fast as it can"} | tally.figures())
+            for case, blocks in (
+                ("decide, nothing beside", 0.0),
+                (f"decide, {RATE:,} blocks/s beside", RATE),
+                ("decide, all it can beside", -1.0),
+            ):
+                rate.value = blocks
+                time.sleep(1.0)
+                decide(router, fleet, calls // 10)
+                tally = Tally(feed)
+                decided = figures(decide(router, fleet, calls))
+                rows.append({"case": case} | decided | tally.figures())
+        finally:
+            over.set()
+            process.join(10)
+            process.kill()
+    return rows
+
+
+def main() -> None:
+    """Runs, prints a table, keeps the raw figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--calls", type=int, default=20_000)
+    parser.add_argument("--json", action="store_true", help="print the raw figures")
+    parser.add_argument("--out", type=Path, help="where to keep them (bench/results/DATE-feed.json)")
+    options = parser.parse_args()
+    result = about(None, ["rustc"]) | {"rows": run(options.seconds, options.calls)}
+    kept = write_result(result, "feed", options.out)
+    if options.json:
+        print(json.dumps(result, indent=1))
+        return
+    print(
+        "| case | decide p50 / p99 / p99.9 us | blocks stored / removed a second | thread, I/O cores | lost |"
+    )
+    print("|---|---|---|---|---|")
+    for row in result["rows"]:
+        decided = (
+            " / ".join(f"{row[p]:.1f}" for p in ("p50_us", "p99_us", "p999_us")) if "calls" in row else "-"
+        )
+        rates = f"{row['stored_blocks_per_second']:,.0f} / {row['removed_blocks_per_second']:,.0f}"
+        cores = f"{row['thread_cpu_share']:.2f}, {row['io_cpu_share']:.2f}"
+        print(f"| {row['case']} | {decided} | {rates} | {cores} | {row['lost']:.0f} |")
+        if "calls" not in row:
+            print(
+                f"stored a second of the thread's time: {row['stored_blocks_per_thread_cpu_second']:,.0f}",
+                file=sys.stderr,
+            )
+    print(f"raw figures: {kept}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
