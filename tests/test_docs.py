@@ -102,7 +102,15 @@ def test_deployment_files_run_commands_that_exist_with_settings_that_load(tmp_pa
         GROUP.commands[words[0]].make_context(words[0], words[1:])
     (tmp_path / "router.yaml").write_text(by_kind["ConfigMap"]["data"]["router.yaml"])
     config = load_config(tmp_path / "router.yaml", environ={})
-    assert len(config.engines) == 2
+    (source,) = config.discovery
+    assert source.kubernetes is not None
+    (rule,) = by_kind["Role"]["rules"]
+    assert (rule["apiGroups"], rule["resources"], rule["verbs"]) == ([""], ["pods"], ["list", "watch"])
+    account = by_kind["Deployment"]["spec"]["template"]["spec"]["serviceAccountName"]
+    binding = by_kind["RoleBinding"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+    assert by_kind["ServiceAccount"]["metadata"]["name"] == account
+    assert binding["roleRef"]["name"] == by_kind["Role"]["metadata"]["name"]
     names = {by_kind["ConfigMap"]["metadata"]["name"], container["volumeMounts"][0]["name"]}
     volume = by_kind["Deployment"]["spec"]["template"]["spec"]["volumes"][0]
     assert names == {volume["configMap"]["name"], volume["name"]}

@@ -12,6 +12,7 @@ import pytest
 
 import lmetric as lm
 from lmetric import _core
+from lmetric.profiles import load_profile
 
 
 def fleet(policy: object = "lmetric", n: int = 4, **settings: object) -> _core.Router:
@@ -368,3 +369,55 @@ def public_things() -> list[tuple[str, object]]:
 @pytest.mark.parametrize(("name", "thing"), public_things(), ids=lambda x: x if isinstance(x, str) else "")
 def test_every_public_name_is_documented(name: str, thing: object) -> None:
     assert len((thing.__doc__ or "").strip()) > 15, f"{name} has no docstring"
+
+
+def test_step_times_are_learned_from_streams_and_predictions_say_what_they_rest_on() -> None:
+    router = _core.Router("lmetric")
+    router.add_instance("a")
+    row = router.stats()["instances"]["a"]
+    assert row["predicted_ttft_source"] == "prior"
+    assert row["step_seconds"] is None
+    assert row["step_relative_error"] is None
+    assert row["prefill_relative_error"] is None
+    now = 0.0
+    for number in range(30):
+        # 10 ms a step, 0.1 ms a prompt token.
+        prompt = 100 + 50 * (number % 7)
+        decision, ticket = router.route(prompt_tokens=prompt, now=now)
+        ticket.sent(now=now)
+        now += 0.01 + 1e-4 * prompt
+        ticket.first_token(now=now)
+        for _ in range(40):
+            now += 0.01
+            ticket.tokens(1, now=now)
+        ticket.finished(now=now)
+        if number == 0:
+            assert router.stats()["instances"]["a"]["predicted_ttft_source"] == "learned_rate"
+        now += 1.0
+        assert decision.instance == "a"
+    row = router.stats()["instances"]["a"]
+    assert row["predicted_ttft_source"] == "learned_step_time"
+    assert row["step_relative_error"] < 0.05
+    assert row["prefill_relative_error"] < 0.5
+    router.add_instance("b")
+    assert router.stats()["instances"]["b"]["predicted_ttft_source"] == "pool_rate"
+    indicators = router.indicators(now)
+    assert indicators["step_seconds"][0] == pytest.approx(0.01, rel=0.1)
+    assert np.isnan(indicators["step_seconds"][1])
+
+    profile = load_profile("llama-3.1-8b-a100").constants()
+    told = _core.Router("lmetric", step_time=profile)
+    told.add_instance("a")
+    assert told.stats()["instances"]["a"]["predicted_ttft_source"] == "profile"
+    # One request with 1,000 tokens of context joins an empty batch.
+    tpot = _core.Router("predicted_tpot_seconds", step_time=profile)
+    tpot.add_instance("a")
+    wanted = sum(
+        profile[name] * times
+        for name, times in (
+            ("fixed_seconds", 1),
+            ("decode_seconds_per_sequence", 1),
+            ("decode_seconds_per_context_token", 1000),
+        )
+    )
+    assert tpot.score(prompt_tokens=1000)[0] == pytest.approx(wanted)

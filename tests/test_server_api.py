@@ -289,6 +289,7 @@ async def test_own_pages() -> None:
             'lmetric_time_to_first_token_seconds_count{model="tiny"} 1.0',
             'lmetric_request_seconds_count{model="tiny"} 2.0',
             'lmetric_instance_healthy{instance="e0",model="tiny"} 1.0',
+            'lmetric_instance_predicted_ttft_source{instance="e0",model="tiny",source="',
         ):
             assert line in text, line
         assert "_created" not in text

@@ -112,6 +112,10 @@ def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
 def test_the_rendered_configuration_is_one(tmp_path: Path) -> None:
     config = load("models: [{name: a, policy: {score: bs}, engines: [{url: 'http://h:1'}]}]", tmp_path)
     assert load(render(config), tmp_path) == config
+    sources = "{file: a}, {dns: {name: n, port: 1}}, {kubernetes: {selector: s, port: http}}"
+    config = load(f"discovery: [{sources}, {{name: k, kubernetes: {{selector: s, port: '80'}}}}]", tmp_path)
+    assert load(render(config), tmp_path) == config
+    assert [source.kubernetes.port for source in config.discovery if source.kubernetes] == ["http", 80]
 
 
 def test_every_setting_is_described() -> None:
@@ -122,9 +126,18 @@ def test_every_setting_is_described() -> None:
                 walk(field.annotation, f"{path}{name}.")
 
     walk(ServerConfig, "")
-    from lmetric.config import EngineConfig, ModelConfig
+    from lmetric.config import (
+        DiscoverySource,
+        DnsSource,
+        EngineConfig,
+        KubernetesSource,
+        ModelConfig,
+    )
 
     walk(EngineConfig, "engines.")
+    walk(DiscoverySource, "discovery.")
+    walk(DnsSource, "discovery.dns.")
+    walk(KubernetesSource, "discovery.kubernetes.")
     walk(ModelConfig, "models.")
 
 

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 
 from lmetric.config import ServerConfig
+from lmetric.engines.emulated.options import EngineOptions
+from lmetric.engines.emulated.server import EngineServer
 from lmetric.server import Server
 from lmetric.server import tokenise as server_tokenise
 from lmetric.tokens import PromptTokenizer, Text, TokenizerError, Tokens
-from server_world import World, world
+from server_world import Request, World, world
 from token_folders import CHATML, INST, byte_level, metaspace, write_folder
 
 CHAT = "/v1/chat/completions"
@@ -37,6 +40,11 @@ async def receipt(w: World, body: dict[str, Any], path: str = CHAT) -> dict[str,
     got = w.server.fleet.pools[0].router.receipt(int(headers["x-lmetric-decision"]))
     assert got is not None
     return got
+
+
+def asked(w: World) -> list[Request]:
+    """What clients asked the engine."""
+    return [request for request in w.engines[0].requests if request.path != "/tokenize"]
 
 
 async def test_chats_and_completions_are_matched_by_token(folder: Path) -> None:
@@ -81,7 +89,7 @@ async def test_what_cannot_be_predicted_is_matched_as_text_and_counted(tmp_path:
         for body in odd:
             status, _, _ = await w.post(body, CHAT)
             assert status == 200
-        assert len(w.engines[0].requests) == 3
+        assert len(asked(w)) == 3
         assert w.server.fleet.pools[0].text_prompts == {"template": 1, "media": 1, "truncation": 1}
         _, metrics = await w.get("/metrics")
         assert b'lmetric_text_prompts_total{model="tiny",reason="media"} 1.0' in metrics
@@ -96,11 +104,12 @@ async def test_off_and_other_paths_stay_text(folder: Path) -> None:
         assert (pool.tokenizer, pool.tokenizer_note) == (None, "tokenizer: off")
         assert (await receipt(w, chat("hi")))["prompt_tokens"]
     async with world(1, tokenizer=str(folder)) as w:
-        body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
-        assert (await w.post(body, "/v1/messages"))[0] == 200
         tokenizer = w.server.fleet.pools[0].tokenizer
         assert tokenizer is not None
-        assert tokenizer.encoder.stats()["new_bytes"] == 0
+        before = tokenizer.encoder.stats()
+        body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+        assert (await w.post(body, "/v1/messages"))[0] == 200
+        assert tokenizer.encoder.stats() == before
 
 
 async def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, folder: Path) -> None:
@@ -131,7 +140,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     encode = PromptTokenizer.encode
 
     def slow(self: PromptTokenizer, text: Text, at_most: int | None = None) -> Tokens | None:
-        if at_most is None:
+        if threading.current_thread() is not threading.main_thread():
             assert go.wait(10)
         return encode(self, text, at_most)
 
@@ -140,7 +149,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go.set()
 
 
-LONG = "some words that are new " * 400
+LONG = "some words that are new " * 3000
 
 
 async def test_long_new_text_waits_for_a_thread_while_others_pass(
@@ -173,7 +182,7 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(
         await w.until(lambda: not w.server.front.relays)
         held.set()
         await asyncio.sleep(0.05)
-        assert not w.engines[0].requests
+        assert not asked(w)
         assert w.in_flight() == 0
         assert w.server.metrics.requests["tiny", "", 499] == 1
 
@@ -200,3 +209,23 @@ async def test_a_failing_tokenizer_fails_no_request(folder: Path, monkeypatch: p
         status, _, _ = await w.post(chat(LONG), CHAT)
         assert status == 200
         assert w.server.fleet.pools[0].text_prompts == {"tokenizer": 1}
+
+
+async def test_an_engine_that_makes_other_tokens_is_approximate(tmp_path: Path) -> None:
+    """Found out when it is identified, by its `/tokenize`; the page of engines says which prompt differs."""
+    other = tmp_path / "other.jinja"
+    other.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    async with EngineServer(
+        EngineOptions(kv_events=True, kv_events_endpoint=f"ipc://{tmp_path}/events")
+    ) as engine:
+        for template, mode in ((None, "exact"), (str(other), "approximate")):
+            engines = [{"url": engine.url, "name": "e0"}]
+            async with world(0, engines=engines, chat_template=template) as w:
+                (page,) = orjson.loads((await w.get("/debug/engines"))[1])
+                assert page["mode"] == mode, page
+                assert page["tokenizer"]["compared"]
+                if template is None:
+                    assert page["tokenizer"]["differs"] is None
+                else:
+                    assert "makes other tokens of prompts than the router: a chat with" in page["mode_reason"]
+                    assert "tokens here" in page["tokenizer"]["differs"]

@@ -450,6 +450,10 @@ class TokenEncoder:
     def whole_because(self) -> str | None:
         """Why texts are tokenised whole, where they are; None: they are cut at special tokens."""
 
+    @property
+    def fast(self) -> bool:
+        """Whether the faster of the two libraries is used: it made the same ids as the engines' of all tried."""
+
     def encode(
         self, text: str, *, add_special_tokens: bool = False, at_most: int | None = None
     ) -> NDArray[np.uint32] | None:

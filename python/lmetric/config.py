@@ -4,7 +4,10 @@ A flag wins over the environment, the environment over the file, the file over t
 where the value came from, its key path, the value, and the nearest right key.
 """
 
+import contextlib
 import difflib
+import ipaddress
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +22,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PlainValidator,
     SecretStr,
     Tag,
     ValidationError,
@@ -28,6 +32,10 @@ from pydantic import (
 from lmetric._core import LmetricError
 
 ENV_PREFIX = "LMETRIC_"
+
+# Sources of engines beside those in `discovery`.
+CONFIGURED = "configuration"
+ADMIN = "admin"
 
 
 class ConfigError(LmetricError):
@@ -49,6 +57,30 @@ def _engine_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def _nameserver(text: str) -> str:
+    host, _, port = text.removeprefix("[").rpartition("]:" if text.startswith("[") else ":")
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(text)
+        return text
+    try:
+        ipaddress.ip_address(host)
+        if not 1 <= int(port) <= 65_535:
+            raise ValueError
+    except ValueError:
+        raise ValueError("a name server is an IP address, or IP:PORT") from None
+    return text
+
+
+def _port(value: object) -> int | str:
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65_535:
+        return value
+    if isinstance(value, str) and 1 <= len(value) <= 15 and value.replace("-", "").isalnum():
+        return value
+    raise ValueError("a port is a number from 1 to 65535, or the name of a container's port")
+
+
 def _zmq_endpoint(endpoint: str) -> str:
     scheme, _, rest = endpoint.partition("://")
     _, _, port = rest.rpartition(":")
@@ -62,6 +94,7 @@ def _off(word: object) -> object:
     return "off" if word is False else word
 
 
+Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Positive = Annotated[int, Field(ge=1)]
 EngineUrl = Annotated[str, AfterValidator(_engine_url)]
@@ -123,6 +156,9 @@ class EngineConfig(Strict):
         None, description="its KV events; default: the model's kv_events"
     )
     api_key: SecretStr | None = Field(None, description="sent to it as a bearer token")
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both", description="what it does; whole requests go to `both` only"
+    )
 
     @property
     def label(self) -> str:
@@ -189,6 +225,85 @@ class ModelConfig(PoolSettings):
     )
 
 
+class DnsSource(Strict):
+    """Engines behind a DNS name: one for each address, or for each SRV record."""
+
+    name: str = Field(min_length=1, description="the name to look up, e.g. that of a headless service")
+    type: Literal["A", "AAAA", "SRV"] = Field(
+        "A", description="of the records; priority and weight of SRV count for nothing"
+    )
+    port: Port | None = Field(None, description="on which every engine listens; SRV records bring their own")
+    interval: Seconds = Field(10.0, description="between two look-ups; less where the answer's TTL is less")
+    grace: float = Field(
+        300.0, ge=0, le=86_400, description="that the last answer holds while look-ups fail, seconds"
+    )
+    nameservers: list[Annotated[str, AfterValidator(_nameserver)]] = Field(
+        default_factory=list, description="IP or IP:PORT; default: the system's"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.type == "SRV") != (self.port is None):
+            raise ValueError("records of type A and AAAA need a port, those of type SRV bring their own")
+        return self
+
+
+class KubernetesSource(Strict):
+    """Engines in the pods that a label selector matches."""
+
+    selector: str = Field(min_length=1, description="label selector, e.g. app=vllm")
+    port: Annotated[int | str, PlainValidator(_port)] = Field(
+        description="on which the engines listen: a number, or the name of a container's port"
+    )
+    namespace: str | None = Field(
+        None, min_length=1, description="of the pods; default: the router's own, or the kubeconfig context's"
+    )
+    model_key: str | None = Field(
+        None, description="annotation or label with the model of a pod; default: the engine is asked"
+    )
+    role_key: str | None = Field(
+        None, description="annotation or label with the role of a pod: both, prefill or decode"
+    )
+    kubeconfig: Path | None = Field(
+        None, description="credentials; default: the pod's service account, or else kubectl's configuration"
+    )
+    context: str | None = Field(None, description="of the kubeconfig; default: its current one")
+
+
+class DiscoverySource(Strict):
+    """Tells which engines there are: one of `file`, `dns` and `kubernetes`."""
+
+    file: Path | None = Field(
+        None, description="YAML or JSON list of engines, each as in `engines` and with `model`; watched"
+    )
+    dns: DnsSource | None = Field(None, description="engines behind a DNS name")
+    kubernetes: KubernetesSource | None = Field(None, description="engines in pods")
+    name: str | None = Field(
+        None, min_length=1, description="in logs, metrics and /debug/engines; default: made from what it is"
+    )
+    model: str | None = Field(
+        None, min_length=1, description="of engines that name none; default: the top level's"
+    )
+    api_key: SecretStr | None = Field(None, description="sent to engines that name none, as a bearer token")
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if sum(kind is not None for kind in (self.file, self.dns, self.kubernetes)) != 1:
+            raise ValueError("a source is exactly one of file, dns and kubernetes")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The source's name, or what it is."""
+        if self.name is not None:
+            return self.name
+        if self.dns is not None:
+            return f"dns:{self.dns.name}"
+        if self.kubernetes is not None:
+            return f"kubernetes:{self.kubernetes.namespace or ''}/{self.kubernetes.selector}"
+        return f"file:{self.file}"
+
+
 class Timeouts(Strict):
     """Limits by phase, seconds."""
 
@@ -199,6 +314,9 @@ class Timeouts(Strict):
     between_chunks: Seconds = Field(120.0, description="between two chunks of an answer")
     slow_client: Seconds = Field(300.0, description="that a client may leave an answer unread")
     keep_alive: Seconds = Field(75.0, description="that a client's idle connection stays open")
+    engine_drain: float = Field(
+        300.0, ge=0, le=86_400, description="for requests on an engine that its source names no more"
+    )
     drain_grace: float = Field(0.0, ge=0, le=86_400, description="after SIGTERM, still taking new requests")
     drain: float = Field(30.0, ge=0, le=86_400, description="after that, for running requests to end")
 
@@ -272,11 +390,14 @@ class ServerConfig(PoolSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8080, ge=0, le=65_535, description="port to listen on; 0: any free one")
-    model: str | None = Field(None, description="model of the engines below; default: the engines are asked")
+    model: str | None = Field(None, description="model of engines that name none; default: they are asked")
     engines: list[EngineConfig] = Field(default_factory=list, description="engines outside `models`")
     models: list[ModelConfig] = Field(default_factory=list, description="models with their engines")
     embedded: int | None = Field(
         None, ge=1, le=1024, description="emulated engines started as child processes"
+    )
+    discovery: list[DiscoverySource] = Field(
+        default_factory=list, description="sources of further engines, which come and go"
     )
     paths: list[Annotated[str, Field(pattern="^/")]] = Field(
         default_factory=list, description="further POST paths passed through to the engines"
@@ -297,6 +418,10 @@ class ServerConfig(PoolSettings):
             if engine.label in labels:
                 raise ValueError(f"two engines are named {engine.label!r}; give one another name")
             labels.add(engine.label)
+        sources = [CONFIGURED, ADMIN, *(source.label for source in self.discovery)]
+        for number, label in enumerate(sources):
+            if label in sources[:number]:
+                raise ValueError(f"two sources of engines are named {label!r}; give one another name")
         names: set[str] = set()
         for name in [n for model in self.models for n in (model.name, *model.adapters)]:
             if name in names:
@@ -350,7 +475,7 @@ def render(config: ServerConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class UniqueKeys(yaml.SafeLoader):
     """YAML in which a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -364,10 +489,11 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml_mapping(file: Path) -> dict[Any, Any]:
-    """The mapping in a YAML file. Raises ConfigError, which names the file and the line."""
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Makes ConfigErrors, which name the file and the line, of what can go wrong with a YAML or JSON file."""
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
+        yield
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -377,6 +503,14 @@ def read_yaml_mapping(file: Path) -> dict[Any, Any]:
         raise ConfigError(f"{file}{line}: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}:{error.lineno}: {error.msg}") from None
+
+
+def read_yaml_mapping(file: Path) -> dict[Any, Any]:
+    """The mapping in a YAML file. Raises ConfigError, which names the file and the line."""
+    with reading(file):
+        content = yaml.load(file.read_text(encoding="utf-8"), UniqueKeys)
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -11,11 +11,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from router_world import served
-from vllm_process import BLOCK, VllmEngine, environment
 
 from lmetric.tokens import NotPredictable, PromptTokenizer, verify
+from router_world import served
 from token_folders import KINDS, make_folder
+from vllm_process import BLOCK, VllmEngine, environment
 
 pytestmark = pytest.mark.nightly
 

@@ -8,8 +8,10 @@ import typer
 
 from lmetric.cli import (
     bench,
+    calibrate,
     config,
     demo,
+    doctor,
     engine,
     indicators,
     policies,
@@ -20,7 +22,21 @@ from lmetric.cli import (
     trace,
 )
 
-MODULES = (serve, engine, demo, replay, simulate, study, trace, policies, indicators, config, bench)
+MODULES = (
+    serve,
+    doctor,
+    engine,
+    demo,
+    replay,
+    simulate,
+    study,
+    trace,
+    calibrate,
+    policies,
+    indicators,
+    config,
+    bench,
+)
 
 
 def build(words: Collection[str]) -> typer.Typer:

@@ -12,8 +12,8 @@ def command() -> None:
     or make it fail, for tests of what stands in front of it. When it is ready it prints one JSON line with
     its address. SIGTERM and Ctrl-C stop it.
 
-    With --api sglang it has SGLang's pages, metrics and events: a stand-in written from SGLang's sources, never
-    held against a running one.
+    With --api sglang it has SGLang's pages, metrics and events: a stand-in written from SGLang's sources,
+    never held against a running one.
     """
 
 

@@ -43,6 +43,7 @@ class Record:
         None  # kind: connect, reset, timeout, truncated, http_N, stream_error, malformed, aborted, empty
     )
     detail: str = ""
+    token_times: list[float] | None = None  # of each token, where a list is given to fill
 
     @property
     def completed(self) -> bool:
@@ -117,9 +118,14 @@ class Client:
             )
         return names[0]
 
-    def body(self, prompt: str | orjson.Fragment, output_tokens: int) -> bytes:
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The connections, for other questions to the same server."""
+        return self._session
+
+    def body(self, prompt: str | orjson.Fragment, output_tokens: int, **fields: Any) -> bytes:
         """The request for `output_tokens` (at least 1) tokens after `prompt`: text, or the JSON of token ids
-        (not for `chat`)."""
+        (not for `chat`); with further `fields`."""
         request: dict[str, Any] = {
             "model": self.model,
             "max_tokens": max(1, output_tokens),
@@ -133,7 +139,7 @@ class Client:
             request["messages"] = [{"role": "user", "content": prompt}]
         else:
             request["prompt"] = prompt
-        return orjson.dumps(request)
+        return orjson.dumps(request | fields)
 
     async def send(self, body: bytes, record: Record, start: float) -> None:
         """Send `body` now and fill in `record`; `start` is the run's begin by ``time.monotonic()``."""
@@ -183,6 +189,8 @@ class Client:
                         record.first_token = now
                     record.last_token = now
                     record.output_tokens += 1
+                    if record.token_times is not None:
+                        record.token_times += [now] * len(choice.get("token_ids") or (1,))
                 reason = choice.get("finish_reason")
                 if reason in _ENDS:
                     record.ended = True

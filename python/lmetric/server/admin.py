@@ -4,14 +4,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import parse_qs
 
 import numpy as np
 import orjson
 from aiohttp import web
 from pydantic import ValidationError
 
-from lmetric._core import LmetricError
-from lmetric.config import EngineConfig
+from lmetric.config import ADMIN, CONFIGURED, EngineConfig
+from lmetric.server.discovery import Found
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.front import Front
 from lmetric.server.metrics import CONTENT_TYPE
@@ -34,12 +35,12 @@ async def pages(front: Front, request: web.BaseRequest, path: str, query: str) -
     if path == "/metrics":
         _only(request, path, "GET", "HEAD")
         return web.Response(body=front.metrics.render(), headers={"content-type": CONTENT_TYPE})
-    known = path in ("/v1/models", "/debug/engines", "/debug/indicators")
+    known = path in ("/v1/models", "/debug/engines", "/debug/indicators", "/debug/discovery")
     if not known and not path.startswith(("/v1/models/", "/debug/decisions/", "/admin/")):
         raise _unknown(front, path)
     front.keys.tenant(request.headers.get("authorization"), request.headers.get("x-api-key"))
     if path.startswith("/admin/"):
-        return await _admin(front, request, path)
+        return await _admin(front, request, path, query)
     _only(request, path, "GET", "HEAD")
     if path == "/v1/models":
         return _json(front.fleet.models())
@@ -50,6 +51,8 @@ async def pages(front: Front, request: web.BaseRequest, path: str, query: str) -
         return _json(next(card for card in cards if card["id"] == name))
     if path == "/debug/engines":
         return _json(_engines(front.fleet.engines()))
+    if path == "/debug/discovery":
+        return _json(front.discovery.state())
     if path == "/debug/indicators":
         return _json({pool.name: _indicators(pool) for pool in front.fleet.pools})
     return _json(_receipt(front, path.removeprefix("/debug/decisions/")))
@@ -90,8 +93,13 @@ def _engines(engines: Iterable[Engine]) -> list[dict[str, Any]]:
                 "name": engine.name,
                 "url": engine.config.url,
                 "model": pool.name if pool else None,
+                "source": engine.source,
+                "role": engine.config.role,
                 "healthy": engine.healthy,
+                "ready": engine.ready,
                 "draining": engine.draining,
+                "leaving": engine.leaving,
+                "running": engine.running,
                 "last_error": engine.last_error,
                 "mode": engine.mode.name,
                 "mode_reason": engine.mode.reason,
@@ -103,15 +111,20 @@ def _engines(engines: Iterable[Engine]) -> list[dict[str, Any]]:
                 },
                 "kv_events": pool.kv.status(engine.name) if pool else None,
                 "refilling": engine.refill is not None,
-                "tokenizer": _tokenizer(pool) if pool else None,
+                "tokenizer": _tokenizer(pool, engine) if pool else None,
             }
         )
     return shown
 
 
-def _tokenizer(pool: Pool) -> dict[str, Any]:
+def _tokenizer(pool: Pool, engine: Engine) -> dict[str, Any]:
     known = pool.tokenizer
-    return {"folder": str(known.folder) if known is not None else None, "note": pool.tokenizer_note}
+    return {
+        "folder": str(known.folder) if known is not None else None,
+        "note": pool.tokenizer_note,
+        "compared": known is not None and engine.compared is known,
+        "differs": engine.tokens_differ,
+    }
 
 
 def _indicators(pool: Pool) -> dict[str, dict[str, float | None]]:
@@ -129,16 +142,15 @@ def _receipt(front: Front, label: str) -> dict[str, Any]:
     index, number = (head, tail) if dash else ("0", head)
     if not (index.isascii() and index.isdigit() and number.isascii() and number.isdigit()) or len(label) > 40:
         raise bad(f"{label!r} is not the id of a decision; the header x-lmetric-decision has it")
-    pools = front.fleet.pools
-    if int(index) < len(pools):
-        pool = pools[int(index)]
+    pool = next((pool for pool in front.fleet.pools if pool.index == int(index)), None)
+    if pool is not None:
         receipt = pool.router.receipt(int(number)) if int(number) < 2**64 else None
         if receipt is not None:
             return {"model": pool.name, **receipt, "id": pool.decision_label(receipt["id"])}
     raise ApiError(404, f"no receipt of decision {label}: unknown, or too old (receipt_bytes bounds them)")
 
 
-async def _admin(front: Front, request: web.BaseRequest, path: str) -> web.Response:
+async def _admin(front: Front, request: web.BaseRequest, path: str, query: str) -> web.Response:
     if not front.config.admin:
         raise ApiError(403, "administration is off; set admin: true")
     if path == "/admin/engines":
@@ -152,43 +164,69 @@ async def _admin(front: Front, request: web.BaseRequest, path: str) -> web.Respo
         for pool in front.fleet.pools:
             pool.router.set_guard(body["on"])
         return _json({"guard": body["on"]})
-    name, _, verb = path.removeprefix("/admin/engines/").partition("/")
-    engine = next((e for e in front.fleet.engines() if e.name == name), None)
-    if engine is None or engine.pool is None:
+    named = {engine.name: engine for engine in front.fleet.engines()}
+    name, verb = path.removeprefix("/admin/engines/"), ""
+    if name not in named:  # a name may have slashes itself
+        name, _, verb = name.rpartition("/") if "/" in name else (name, "", "")
+    engine = named.get(name)
+    if engine is None:
         raise ApiError(404, f"no engine {name!r}; /debug/engines lists them")
     if not verb:
         _only(request, path, "DELETE")
-        engine.pool.remove(name)
-    elif verb in ("drain", "undrain"):
-        _only(request, path, "POST")
-        engine.draining = verb == "drain"
-        engine.pool.router.drain(name, engine.draining)
-    else:
+        await _remove(front, engine, query)
+        removed = all(other is not engine for other in front.fleet.engines())
+        return _json({**_engines([engine])[0], "removed": removed})
+    if verb not in ("drain", "undrain"):
         raise _unknown(front, path)
+    _only(request, path, "POST")
+    engine.draining = verb == "drain"
+    engine.hold()
     return _json(*_engines([engine]))
+
+
+async def _remove(front: Front, engine: Engine, query: str) -> None:
+    """Removes an engine; with ``drain=SECONDS`` when it is idle, or the time is up."""
+    given = parse_qs(query, keep_blank_values=True)
+    try:
+        (text,) = given.pop("drain", ["0"])
+        seconds = float(text)
+        if given or not 0 <= seconds <= 86_400:
+            raise ValueError
+    except ValueError:
+        raise bad("the query of a removal is empty, or drain=SECONDS (0 to 86400)", "drain") from None
+    members = front.discovery.members
+    if engine.source not in (CONFIGURED, ADMIN):
+        raise ApiError(
+            409,
+            f"{engine.name} comes from {engine.source}, which would bring it back: remove it there, or drain",
+            code="discovered",
+        )
+    others = [each for each in members.of(engine.source) if each.config.label != engine.name]
+    members.update(engine.source, others, seconds)
+    await members.settled(engine)
 
 
 async def _add(front: Front, request: web.BaseRequest) -> dict[str, Any]:
     body = await _object(request, {"model", *EngineConfig.model_fields})
     model = body.pop("model", None)
+    if model is not None and (not isinstance(model, str) or not model):
+        raise bad("model must be a name", "model")
     try:
         config = EngineConfig.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise bad(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    fleet = front.fleet
-    if any(engine.name == config.label for engine in fleet.engines()):
-        raise ApiError(409, f"there is an engine {config.label!r} already")
-    engine = Engine(config, front.config)
-    if model is None:
-        fleet.unplaced.append(engine)
-    elif isinstance(model, str) and model:
-        try:
-            fleet.pool(model).add(engine)
-        except LmetricError as error:
-            raise bad(str(error)) from None
-    else:
-        raise bad("model must be a name", "model")
+    fleet, members = front.fleet, front.discovery.members
+    added = Found(config, model)
+    for other in fleet.engines():
+        known = Found(other.config, other.model)
+        if not other.leaving and (other.name == config.label or added.is_also(known)):
+            raise ApiError(409, f"there is an engine {other.name!r} at {other.config.url} already")
+    members.update(ADMIN, [*members.of(ADMIN), added])
+    engine = next((engine for engine in fleet.engines() if engine.name == config.label), None)
+    if engine is None:
+        members.update(ADMIN, [each for each in members.of(ADMIN) if each.config.label != config.label])
+        raise bad(f"the engine cannot be taken in for model {model!r}; the log says why")
     return _engines([engine])[0]
 
 

@@ -12,6 +12,7 @@ import structlog
 from lmetric.config import ConfigError, EngineConfig, ServerConfig
 from lmetric.server.admin import pages
 from lmetric.server.auth import Keys
+from lmetric.server.discovery import Discovery
 from lmetric.server.fleet import Fleet
 from lmetric.server.front import Front
 from lmetric.server.health import Monitor
@@ -42,6 +43,7 @@ class Server:
         self.metrics = Metrics(self.fleet)
         self.front: Front
         self._monitor: Monitor
+        self._discovery: Discovery
         self._listener: asyncio.Server
 
     async def start(self) -> None:
@@ -52,19 +54,23 @@ class Server:
         config = self.config
         keys = Keys.load(config.auth.keys_file)
         self.fleet.build()
-        if not self.fleet.pools and not self.fleet.unplaced and not config.admin:
+        if not self.fleet.pools and not self.fleet.unplaced and not config.admin and not config.discovery:
             raise ConfigError(
-                "no engines: give --engine URL, --embedded N, or engines in the configuration file"
+                "no engines: give --engine URL, --embedded N, or engines or discovery in the configuration"
             )
         self.front = Front(config, self.fleet, keys, self.metrics, pages)
         self._monitor = Monitor(self.fleet, self.front, self.metrics)
+        self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
+        self.metrics.further.append(self._discovery.metrics)
         await self._monitor.check_all()
+        await self._discovery.start()
         loop = asyncio.get_running_loop()
         try:
             self._listener = await loop.create_server(self.front, config.host, config.port, backlog=2048)
         except (OSError, OverflowError) as error:
             number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
             reason = os.strerror(number) if number > 0 else error
+            await self._discovery.stop()
             raise PortError(number, f"cannot listen on {config.host}:{config.port}: {reason}") from None
         self.port = self._listener.sockets[0].getsockname()[1]
         self._monitor.start()
@@ -104,6 +110,7 @@ class Server:
         self.front.close_idle()
         await self.front.shutdown(STOP_SECONDS)
         await self._monitor.stop()
+        await self._discovery.stop()
         for engine in self.fleet.engines():
             engine.upstream.close()
         for pool in self.fleet.pools:

@@ -8,13 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
 import structlog
 
 from lmetric._core import Router
-from lmetric.config import EngineConfig, ModelConfig, PoolSettings, ServerConfig
+from lmetric.config import CONFIGURED, EngineConfig, ModelConfig, PoolSettings, ServerConfig
 from lmetric.engines.adapter import Adapter, Capabilities, Load
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.policies import Policy
@@ -24,19 +25,31 @@ from lmetric.server.modes import UNASKED, Pooled
 from lmetric.server.openai import ApiError
 from lmetric.server.refill import Refill
 from lmetric.server.upstream import Upstream, UpstreamError
-from lmetric.tokens import PromptTokenizer, TokenizerError, find_folder
+from lmetric.tokens import NotVerifiable, PromptTokenizer, TokenizerError, find_folder, verify
 
 DEFAULT_BLOCK_SIZE = 16  # until an engine tells
 ASK_AGAIN_SECONDS = 30.0  # where a page of an engine did not answer
 
 log = structlog.get_logger("lmetric.fleet")
 
+# That a model is answered for with 503 when no engine serves it: longer than engines take to load one.
+UNSERVED_SECONDS = 3600.0
+
 
 class Engine:
-    """One engine of a pool: its connections, its health, what it is and can do."""
+    """One engine of a pool: its connections, its health, what it is and can do.
 
-    def __init__(self, config: EngineConfig, server: ServerConfig) -> None:
+    ``source`` names who told of it, ``model`` is the model it was told to serve (None: it is asked). It gets
+    no requests while it is ``draining`` (an administrator said so), ``leaving`` (its source names it no
+    more), or not ``ready`` (its source says so).
+    """
+
+    def __init__(
+        self, config: EngineConfig, server: ServerConfig, source: str = CONFIGURED, model: str | None = None
+    ) -> None:
         self.config = config
+        self.source = source
+        self.model = model
         self.name = config.label
         self.host = urlsplit(config.url).hostname or ""
         self.upstream = Upstream(config, server)
@@ -49,14 +62,34 @@ class Engine:
         self.capabilities = Capabilities("unknown")
         self.mode = UNASKED
         self.refill: Refill | None = None
+        # Of which prompt it makes other tokens than the tokenizer that it was last held against.
+        self.tokens_differ: str | None = None
+        self.compared: PromptTokenizer | None = None
         self.lost_blocks = False  # taken for gone, so its blocks were forgotten
         self.load_reports: Counter[str] = Counter()  # by where they came from
         self.load_error: str | None = None
         self.healthy = False
         self.draining = False
+        self.leaving = False
+        self.ready = True
         self.failures = 0
         self.successes = 0
         self.last_error: str | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether it gets no new requests, however healthy."""
+        return self.draining or self.leaving or not self.ready
+
+    @property
+    def running(self) -> int:
+        """Requests of ours on their way to it and back."""
+        return self.upstream.in_use
+
+    def hold(self) -> None:
+        """Tells the router whether it is held; to be called when that changed."""
+        if self.pool is not None:
+            self.pool.router.drain(self.name, self.held)
 
     def succeeded(self) -> None:
         """A good check or answer."""
@@ -82,11 +115,16 @@ class Engine:
                 self.name, waiting=load.waiting, running=load.running, kv_usage=load.kv_usage
             )
 
+    def ask_anew(self) -> None:
+        """To be called where it may be another process: with other blocks, another version, other tokens."""
+        self.identified = False
+        self.compared = None
+
     def _turn(self, healthy: bool, reason: str | None, *, gone: bool = False) -> None:
         self.healthy = healthy
         self.successes = 0
         if not healthy:
-            self.identified = False
+            self.ask_anew()
         if self.pool is not None:
             self.pool.router.set_health(self.name, healthy)
             if gone:
@@ -137,6 +175,7 @@ class Pool:
             self._use(self._load(settings.tokenizer))
         self.engines: dict[str, Engine] = {}
         self.created = int(time.time())
+        self.unserved_since: float | None = time.monotonic()  # None: it has engines
         self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
         self.block_size_from = "default" if settings.block_size is None else "the configuration"
         policy = Policy.from_config(settings.policy, knobs=settings.knobs)
@@ -161,11 +200,15 @@ class Pool:
     def add(self, engine: Engine) -> None:
         """Takes in an engine."""
         self.router.add_instance(
-            engine.name, cache_blocks=engine.config.cache_blocks or self.settings.cache_blocks
+            engine.name,
+            cache_blocks=engine.config.cache_blocks or self.settings.cache_blocks,
+            role=engine.config.role,
         )
         self.router.set_health(engine.name, engine.healthy)
         engine.pool = self
+        engine.hold()
         self.engines[engine.name] = engine
+        self.unserved_since = None
 
     def remove(self, name: str) -> None:
         """Forgets an engine; its running requests end as they end."""
@@ -174,6 +217,8 @@ class Pool:
         self.kv.unwire(name)
         engine.upstream.close()
         self.router.remove_instance(name)
+        if not self.engines:
+            self.unserved_since = time.monotonic()
 
     @property
     def knows_tokens(self) -> bool:
@@ -258,6 +303,30 @@ class Pool:
         else:
             self._use(tokenizer)
 
+    async def compare_tokens(self, engine: Engine, seconds: float) -> None:
+        """Holds the tokenizer against what an engine itself makes of some prompts, once for each engine."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or engine.compared is tokenizer:
+            return
+
+        async def post(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+            return await engine.upstream.post(path, orjson.dumps(body), seconds)
+
+        try:
+            differences = await verify(tokenizer, post, self.name)
+        except (NotVerifiable, UpstreamError) as error:
+            log.info("tokens not compared", model=self.name, engine=engine.name, reason=str(error))
+            return
+        engine.compared = tokenizer
+        engine.tokens_differ = str(differences[0]) if differences else None
+        if differences:
+            log.warning(
+                "the engine makes other tokens of prompts",
+                model=self.name,
+                engine=engine.name,
+                differences=[str(difference) for difference in differences],
+            )
+
     def decision_label(self, decision_id: int) -> str:
         """A decision's id over all pools: bare in the first, else `POOL-ID`."""
         return str(decision_id) if self.index == 0 else f"{self.index}-{decision_id}"
@@ -276,6 +345,7 @@ class Fleet:
     pools: list[Pool] = field(default_factory=list)
     names: dict[str, tuple[Pool, str | None]] = field(default_factory=dict)
     unplaced: list[Engine] = field(default_factory=list)
+    pools_made: int = 0
 
     def build(self) -> None:
         """Sets up what the configuration names. Raises LmetricError for an unknown policy or knob."""
@@ -283,29 +353,58 @@ class Fleet:
         for model in config.models:
             pool = self.pool(model.name, model)
             for engine in model.engines:
-                pool.add(Engine(engine, config))
-        for engine in config.engines:
-            self.unplaced.append(Engine(engine, config))
+                pool.add(Engine(engine, config, model=model.name))
         if config.model is not None:
-            pool = self.pool(config.model)
-            for waiting in self.unplaced:
-                pool.add(waiting)
-            self.unplaced.clear()
-        elif self.unplaced and not self.pools:
+            self.pool(config.model)
+        for engine in config.engines:
+            self.add(engine)
+        if not self.pools or self.unplaced or config.discovery:
             # A policy that cannot be built should be told now, not when the first engine answers.
             Pool(0, "", [], config.pool_settings())
+
+    def add(self, config: EngineConfig, source: str = CONFIGURED, model: str | None = None) -> Engine:
+        """Takes in an engine; one whose model is not known is asked for it. Raises LmetricError."""
+        model = model or self.config.model
+        engine = Engine(config, self.config, source, model)
+        if model is None:
+            self.unplaced.append(engine)
+        else:
+            self.pool(model).add(engine)
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        """Forgets an engine; its running requests end as they end."""
+        if engine.pool is not None:
+            engine.pool.remove(engine.name)
+        elif engine in self.unplaced:
+            self.unplaced.remove(engine)
+            engine.upstream.close()
 
     def pool(self, name: str, model: ModelConfig | None = None) -> Pool:
         """The pool of a model, made where it is new."""
         if name in self.names:
             return self.names[name][0]
         adapters = model.adapters if model else []
-        pool = Pool(len(self.pools), name, adapters, self.config.pool_settings(model))
+        pool = Pool(self.pools_made, name, adapters, self.config.pool_settings(model))
+        self.pools_made += 1
         self.pools.append(pool)
         self.names[name] = (pool, None)
         for adapter in adapters:
             self.names[adapter] = (pool, adapter)
         return pool
+
+    def forget_unserved(self, now: float) -> None:
+        """Drops models that had no engine for long and that the configuration does not name."""
+        named = {self.config.model, *(model.name for model in self.config.models)}
+        for pool in list(self.pools):
+            since = pool.unserved_since
+            if since is None or now - since < UNSERVED_SECONDS or pool.name in named:
+                continue
+            if not pool.router.in_flight():
+                self.pools.remove(pool)
+                pool.kv.close()
+                self.names = {name: known for name, known in self.names.items() if known[0] is not pool}
+                log.info("model forgotten", model=pool.name, unserved_seconds=round(now - since))
 
     def engines(self) -> Iterator[Engine]:
         """All engines, placed or not."""
@@ -370,8 +469,9 @@ class Fleet:
         if base is not None and base.root is not None:
             async with pool.asking:
                 await pool.set_tokenizer(base.root)
-            if engine.pool is not pool:
-                return  # removed meanwhile
+        await pool.compare_tokens(engine, self.config.health.timeout)
+        if engine.pool is not pool:
+            return  # removed meanwhile
         engine.identified = True
         engine.ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS if unanswered else math.inf
         pool.wire(engine)
@@ -411,9 +511,7 @@ class Fleet:
 
     def ready(self) -> bool:
         """At least one engine can take requests."""
-        return any(
-            engine.healthy and not engine.draining for p in self.pools for engine in p.engines.values()
-        )
+        return any(engine.healthy and not engine.held for p in self.pools for engine in p.engines.values())
 
     def models(self) -> bytes:
         """The answer to GET /v1/models."""

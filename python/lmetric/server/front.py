@@ -15,11 +15,12 @@ from lmetric._core import NoInstanceError, RequestHead, RequestReader
 from lmetric.config import ServerConfig
 from lmetric.server.auth import Keys
 from lmetric.server.client import ClientConnection, Relayed, in_short
+from lmetric.server.discovery import Discovery
 from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
 from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, parse
 from lmetric.server.relay import FAILED, Asked, Relay
-from lmetric.server.tokenise import AT_ONCE_BYTES, Tokenisers, Tokenising, as_text, prompt_text
+from lmetric.server.tokenise import Tokenisers, Tokenising, as_text, prompt_text
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
 
 log = structlog.get_logger("lmetric.access")
@@ -41,6 +42,7 @@ class Front(web.Server):
         self.fleet = fleet
         self.keys = keys
         self.metrics = metrics
+        self.discovery: Discovery  # set by the server
         self.pages = pages
         self.relays: set[Relay | Tokenising] = set()
         self._tokenisers = Tokenisers()
@@ -242,7 +244,7 @@ class Front(web.Server):
             if tokenizer is not None and call.tokens is None and (call.chat or asked.path == COMPLETIONS):
                 try:
                     text = prompt_text(tokenizer, call)
-                    call.tokens = tokenizer.encode(text, AT_ONCE_BYTES)
+                    call.tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
                 except NotPredictable as error:
                     as_text(pool, call, error)
                 else:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
@@ -26,7 +26,12 @@ class Monitor:
 
     async def check_all(self) -> None:
         """One round of checks, all engines at once."""
-        await asyncio.gather(*(self._check(engine) for engine in list(self.fleet.engines())))
+        self.fleet.forget_unserved(time.monotonic())
+        await self.check(list(self.fleet.engines()))
+
+    async def check(self, engines: Iterable[Engine]) -> None:
+        """Checks these engines now, all at once."""
+        await asyncio.gather(*(self._check(engine) for engine in engines))
 
     def start(self) -> None:
         """Starts the periodic tasks."""

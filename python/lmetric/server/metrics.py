@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -90,6 +90,7 @@ class Metrics(Collector):
         self.events: Counter[tuple[str, str]] = Counter()
         self._times: dict[str, _Times] = {}
         self._running = 0
+        self.further: list[Callable[[], Iterator[Metric]]] = []
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -150,6 +151,8 @@ class Metrics(Collector):
             guard.add_metric((model, event), count)
         yield guard
         yield from self._routers()
+        for further in self.further:
+            yield from further()
 
     def _routers(self) -> Iterator[Metric]:
         stats = [(pool, pool.router.stats()) for pool in self.fleet.pools]
@@ -227,6 +230,11 @@ class Metrics(Collector):
         placed = CounterMetricFamily(
             "lmetric_instance_decisions", "Requests placed on an instance", labels=("model", "instance")
         )
+        source = GaugeMetricFamily(
+            "lmetric_instance_predicted_ttft_source",
+            "What predicted times to first token rest on; always 1",
+            labels=("model", "instance", "source"),
+        )
         for pool, values in stats:
             instances = values["instances"]
             assert isinstance(instances, dict)
@@ -234,6 +242,8 @@ class Metrics(Collector):
                 for key, value in row.items():
                     if key == "decisions":
                         placed.add_metric((pool.name, name), value)
+                    elif key == "predicted_ttft_source":
+                        source.add_metric((pool.name, name, value), 1)
                     elif value is not None:
                         family = families.get(key)
                         if family is None:
@@ -244,4 +254,5 @@ class Metrics(Collector):
                             )
                         family.add_metric((pool.name, name), float(value))
         yield placed
+        yield source
         yield from families.values()

@@ -46,9 +46,14 @@ class Pooled:
 
 
 def choose(
-    capabilities: Capabilities, host: str, setting: KvEvents | Literal["auto", "off"], pool: Pooled
+    capabilities: Capabilities,
+    host: str,
+    setting: KvEvents | Literal["auto", "off"],
+    pool: Pooled,
+    tokens_differ: str | None = None,
 ) -> tuple[Mode, tuple[Subscription, ...]]:
-    """The best mode that an engine at `host` allows, and what to subscribe to for it."""
+    """The best mode that an engine at `host` allows, and what to subscribe to for it. ``tokens_differ``: of
+    which prompt it makes other tokens than the router, as far as known."""
     if capabilities.prefix_caching is False:
         return Mode("load_only", "its prefix cache is off"), ()
     if setting == "off":
@@ -63,6 +68,8 @@ def choose(
             "set tokenizer, or kv_events.without_tokenizer where clients send token ids"
         )
         return Mode("approximate", reason), ()
+    if pool.knows_tokens and tokens_differ is not None:
+        return Mode("approximate", f"it makes other tokens of prompts than the router: {tokens_differ}"), ()
     size = capabilities.block_size
     if size is not None and size != pool.block_size:
         return Mode("approximate", mismatch(size, pool)), ()

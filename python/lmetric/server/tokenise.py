@@ -17,8 +17,6 @@ from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
 if TYPE_CHECKING:
     from lmetric.server.relay import Asked
 
-# New text up to this size is tokenised in the loop: about a millisecond.
-AT_ONCE_BYTES = 4096
 # Tokenising keeps a core busy, and the loop needs one.
 THREADS = 2
 

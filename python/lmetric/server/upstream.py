@@ -91,6 +91,12 @@ class Upstream:
         self._limit = server.limits.max_connections_per_engine
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
+        self._closed = False
+
+    @property
+    def in_use(self) -> int:
+        """Connections on which a request is on its way, or that are made for one."""
+        return len(self._open) - len(self._idle)
 
     def head(self, target: bytes, stream: bool) -> bytes:
         """Request line, host, the engine's key, and for plain answers the wish for its load, for a POST."""
@@ -112,6 +118,9 @@ class Upstream:
 
     def give(self, connection: Connection) -> None:
         """Keeps a connection for the next request."""
+        if self._closed:
+            connection.transport.close()
+            return
         connection.idle_since = time.monotonic()
         self._idle.append(connection)
 
@@ -146,31 +155,46 @@ class Upstream:
 
     async def get(self, path: str, seconds: float) -> tuple[int, bytes]:
         """Status and body of a GET, on a connection beside the bounded ones. Raises UpstreamError."""
+        return await self._fetch("GET", path, "", b"", seconds)
+
+    async def post(self, path: str, body: bytes, seconds: float) -> tuple[int, bytes]:
+        """Status and body of a POST of JSON, as `get`."""
+        fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        return await self._fetch("POST", path, fields, body, seconds)
+
+    async def _fetch(
+        self, method: str, path: str, fields: str, body: bytes, seconds: float
+    ) -> tuple[int, bytes]:
         connection = Connection(self)
         await self._connect(connection)
         if connection.transport.is_closing():
-            raise UpstreamError("reset", f"no answer to GET {path}: connection closed at once")
+            raise UpstreamError("reset", f"no answer to {method} {path}: connection closed at once")
         fetch = _Fetch(connection)
-        fetch.connection.transport.write(
-            f"GET {self._path}{path} HTTP/1.1\r\n{self._fixed}connection: close\r\n\r\n".encode()
-        )
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._fixed}{fields}connection: close\r\n\r\n"
+        fetch.connection.transport.write(head.encode() + body)
         try:
             async with asyncio.timeout(seconds):
                 return await fetch.done
         except TimeoutError:
-            raise UpstreamError("timeout", f"no answer to GET {path} within {seconds:g} s") from None
+            raise UpstreamError("timeout", f"no answer to {method} {path} within {seconds:g} s") from None
         finally:
             fetch.connection.drop()
 
     def expire(self, now: float) -> None:
         """Closes connections that waited too long."""
         while self._idle and now - self._idle[0].idle_since > self._idle_seconds:
-            self._idle.popleft().transport.close()
+            self._close_oldest()
 
     def close(self) -> None:
-        """Closes the waiting connections; those in use end with their requests."""
+        """Closes the waiting connections; those in use close with their requests."""
+        self._closed = True
         while self._idle:
-            self._idle.popleft().transport.close()
+            self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        connection = self._idle.popleft()
+        self._open.discard(connection)
+        connection.transport.close()
 
 
 class _Fetch:

@@ -17,6 +17,8 @@ from lmetric.tokens.template import TemplateError
 
 Tokens = NDArray[np.uint32]
 CACHE_BYTES = 256 << 20
+# Text that is tokenised in half a millisecond or so, by the library in use.
+_AT_ONCE_BYTES, _AT_ONCE_BYTES_FAST = 2 << 10, 64 << 10
 
 
 class Text(NamedTuple):
@@ -59,6 +61,11 @@ class PromptTokenizer:
         TokenizerError.
         """
         return cls(read_folder(folder, chat_template), cache_bytes)
+
+    @property
+    def at_once_bytes(self) -> int:
+        """New text up to this size takes no longer than an event loop can wait."""
+        return _AT_ONCE_BYTES_FAST if self.encoder.fast else _AT_ONCE_BYTES
 
     @property
     def no_chat(self) -> str | None:

@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 const BLIND_TO_LOAD: [&str; 3] = ["round_robin", "random", "always_worst"];
 
 /// Indicators that may be absent.
-const MAY_BE_ABSENT: [Indicator; 7] = [
+const MAY_BE_ABSENT: [Indicator; 11] = [
     Indicator::KvUsage,
     Indicator::ReportedWaiting,
     Indicator::ReportedRunning,
@@ -20,6 +20,10 @@ const MAY_BE_ABSENT: [Indicator; 7] = [
     Indicator::PrefillTokensPerSecond,
     Indicator::PredictedTtftSeconds,
     Indicator::CacheFreeTokens,
+    Indicator::PrefillRelativeError,
+    Indicator::StepSeconds,
+    Indicator::StepRelativeError,
+    Indicator::PredictedTpotSeconds,
 ];
 
 fn every(check: impl Fn(&'static PolicySpec, &dyn Policy)) {

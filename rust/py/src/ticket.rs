@@ -340,6 +340,7 @@ pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, 
                 row.set_item(indicator.name, (!value.is_nan()).then_some(value))?;
             }
         }
+        row.set_item("predicted_ttft_source", router.ttft_source(id).name())?;
         instances.set_item(name, row)?;
     }
     dict.set_item("instances", instances)?;

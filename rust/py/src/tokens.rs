@@ -34,7 +34,7 @@ struct TokenEncoder {
 #[pymethods]
 impl TokenEncoder {
     #[new]
-    #[pyo3(signature = (tokenizer_json, *, added_tokens=None, around=None, cache_bytes=256 << 20))]
+    #[pyo3(signature = (tokenizer_json, *, added_tokens=None, around=None, cache_bytes=268_435_456))]
     fn new(
         py: Python<'_>,
         tokenizer_json: &[u8],
@@ -69,6 +69,12 @@ impl TokenEncoder {
     #[getter]
     fn whole_because(&self) -> Option<&str> {
         self.encoder.whole_because()
+    }
+
+    /// Whether the faster of the two libraries is used: it made the same ids as the engines' library of all that was tried.
+    #[getter]
+    fn fast(&self) -> bool {
+        self.encoder.is_fast()
     }
 
     /// The id of a token by its name, or None.

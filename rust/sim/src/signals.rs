@@ -64,6 +64,9 @@ const BY_TOKEN: IndicatorSet = IndicatorSet::of(&[
     Indicator::RemainingTokens,
     Indicator::WindowOutputTokens,
     Indicator::PredictedTtftSeconds,
+    Indicator::PredictedTpotSeconds,
+    Indicator::StepSeconds,
+    Indicator::StepRelativeError,
 ]);
 const REPORTED: IndicatorSet = IndicatorSet::of(&[
     Indicator::KvUsage,

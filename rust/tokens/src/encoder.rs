@@ -2,10 +2,10 @@
 use crate::TokensError;
 use crate::cache::{Cache, CacheStats};
 use crate::cuts::Cuts;
+use crate::libraries::Libraries;
 use parking_lot::Mutex;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use tokenizers::{AddedToken, Tokenizer};
 use xxhash_rust::xxh3::xxh3_128_with_seed;
@@ -18,7 +18,7 @@ const PROBED_TOKENS: usize = 24;
 
 /// Turns texts into token ids. Threads may share it.
 pub struct Encoder {
-    tokenizer: Tokenizer,
+    libraries: Libraries,
     cuts: Result<Cuts, String>,
     /// What the tokenizer puts before and after a text where it is told to; `None`: it does something else.
     around: Option<(Vec<u32>, Vec<u32>)>,
@@ -58,9 +58,10 @@ impl Encoder {
         let mut known: Vec<(u32, AddedToken)> = tokenizer.get_added_tokens_decoder().into_iter().collect();
         known.sort_unstable_by_key(|(id, _)| *id);
         let known: Vec<AddedToken> = known.into_iter().map(|(_, token)| token).collect();
+        let probes = probes(&known);
         let mut encoder = Encoder {
             cuts: Cuts::new(&known),
-            tokenizer,
+            libraries: Libraries::new(tokenizer, &probes),
             around: None,
             seed: RandomState::new().build_hasher().finish(),
             cache: Mutex::new(Cache::new(cache_bytes)),
@@ -69,16 +70,20 @@ impl Encoder {
             Some((before, after)) => Some((encoder.ids_of(before)?, encoder.ids_of(after)?)),
             None => encoder.find_around()?,
         };
-        if let Err(reason) = encoder.check_cuts(&known)? {
+        if let Err(reason) = encoder.check_cuts(&probes)? {
             encoder.cuts = Err(reason);
         }
-        encoder.cache.get_mut().stats = CacheStats::default();
         Ok(encoder)
     }
 
     /// Why texts are tokenised whole, where they are: a conversation then pays for all its turns again.
     pub fn whole_because(&self) -> Option<&str> {
         self.cuts.as_ref().err().map(String::as_str)
+    }
+
+    /// Whether the faster of the two libraries is used.
+    pub fn is_fast(&self) -> bool {
+        self.libraries.is_fast()
     }
 
     /// What the cache holds and was asked.
@@ -88,7 +93,7 @@ impl Encoder {
 
     /// The id of an added token or a word of the vocabulary.
     pub fn id_of(&self, token: &str) -> Option<u32> {
-        self.tokenizer.token_to_id(token)
+        self.libraries.tokenizer.token_to_id(token)
     }
 
     /// The ids of `text`; `None` where more than `at_most` bytes of it would have to be tokenised. `add_special_tokens`: with
@@ -106,7 +111,7 @@ impl Encoder {
             (_, false) => (&[], &[]),
             (Some((before, after)), true) => (before, after),
             (None, true) if text.len() > at_most => return Ok(None),
-            (None, true) => return self.tokenise(text, true).map(Some),
+            (None, true) => return self.libraries.by_reference(text, true).map(Some),
         };
         let mut segments = Vec::new();
         match &self.cuts {
@@ -123,7 +128,7 @@ impl Encoder {
         let mut new = Vec::new();
         for ((ids, segment), key) in found.iter_mut().zip(&segments).zip(&keys) {
             if ids.is_none() {
-                let tokenised: Arc<[u32]> = self.tokenise(&text[segment.clone()], false)?.into();
+                let tokenised: Arc<[u32]> = self.tokenise(&text[segment.clone()])?.into();
                 new.push((*key, tokenised.clone()));
                 *ids = Some(tokenised);
             }
@@ -158,26 +163,21 @@ impl Encoder {
         (found, new)
     }
 
-    fn tokenise(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TokensError> {
-        // The library has panics of its own; one text must not take its caller down.
-        let result =
-            catch_unwind(AssertUnwindSafe(|| self.tokenizer.encode_fast(text, add_special_tokens)));
-        match result {
-            Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
-            Ok(Err(error)) => Err(TokensError::Failed(error.to_string())),
-            Err(_) => Err(TokensError::Failed("it panicked".into())),
-        }
+    fn tokenise(&self, text: &str) -> Result<Vec<u32>, TokensError> {
+        let mut ids = Vec::new();
+        self.libraries.encode(text, &mut ids)?;
+        Ok(ids)
     }
 
     /// What stands around every text, found by trying.
     fn find_around(&self) -> Result<Option<(Vec<u32>, Vec<u32>)>, TokensError> {
-        let (inner, outer) = (self.tokenise("a", false)?, self.tokenise("a", true)?);
+        let reference = |text, special| self.libraries.by_reference(text, special);
+        let (inner, outer) = (reference("a", false)?, reference("a", true)?);
         let at = outer.windows(inner.len().max(1)).position(|part| part == inner);
         let Some(at) = at.filter(|_| !inner.is_empty()) else { return Ok(None) };
         let around = (outer[..at].to_vec(), outer[at + inner.len()..].to_vec());
         for probe in PROBES {
-            let expected = [&around.0[..], &self.tokenise(probe, false)?, &around.1].concat();
-            if self.tokenise(probe, true)? != expected {
+            if reference(probe, true)? != [&around.0[..], &reference(probe, false)?, &around.1].concat() {
                 return Ok(None);
             }
         }
@@ -186,30 +186,35 @@ impl Encoder {
 
     /// Whether cutting gives the ids of the whole text: true by construction for what is known of tokenizers; tried here for what
     /// is not.
-    fn check_cuts(&self, added: &[AddedToken]) -> Result<Result<(), String>, TokensError> {
+    fn check_cuts(&self, probes: &[String]) -> Result<Result<(), String>, TokensError> {
         let Ok(cuts) = &self.cuts else { return Ok(Ok(())) };
-        let special = added.iter().filter(|t| t.special).take(PROBED_TOKENS);
-        let others = added.iter().filter(|t| !t.special).take(PROBED_TOKENS);
-        let tokens: Vec<&str> = special.chain(others).map(|t| t.content.as_str()).collect();
-        let mut texts = Vec::new();
-        for (i, token) in tokens.iter().enumerate() {
-            let next = tokens[(i + 1) % tokens.len()];
-            for (j, probe) in PROBES.iter().enumerate() {
-                let other = PROBES[(i + j) % PROBES.len()];
-                texts.push(format!("{probe}{token}{other}{next}{probe}{token}"));
-            }
-        }
-        for text in texts {
+        for text in probes {
             let mut segments = Vec::new();
-            cuts.segments(&text, &mut segments);
+            cuts.segments(text, &mut segments);
             let mut parts = Vec::new();
             for segment in segments {
-                parts.extend(self.tokenise(&text[segment], false)?);
+                self.libraries.encode(&text[segment], &mut parts)?;
             }
-            if parts != self.tokenise(&text, false)? {
+            if parts != self.libraries.by_reference(text, false)? {
                 return Ok(Err(format!("cut at special tokens, {text:?} has other ids")));
             }
         }
         Ok(Ok(()))
     }
+}
+
+/// Texts with added tokens between what could matter to them.
+fn probes(added: &[AddedToken]) -> Vec<String> {
+    let special = added.iter().filter(|t| t.special).take(PROBED_TOKENS);
+    let others = added.iter().filter(|t| !t.special).take(PROBED_TOKENS);
+    let tokens: Vec<&str> = special.chain(others).map(|t| t.content.as_str()).collect();
+    let mut texts: Vec<String> = PROBES.iter().map(|p| p.to_string()).collect();
+    for (i, token) in tokens.iter().enumerate() {
+        let next = tokens[(i + 1) % tokens.len()];
+        for (j, probe) in PROBES.iter().enumerate() {
+            let other = PROBES[(i + j) % PROBES.len()];
+            texts.push(format!("{probe}{token}{other}{next}{probe}{token}"));
+        }
+    }
+    texts
 }

@@ -3,6 +3,7 @@
 mod cache;
 mod cuts;
 mod encoder;
+mod libraries;
 
 pub use cache::CacheStats;
 pub use encoder::Encoder;

@@ -3,6 +3,10 @@ use crate::ids::Seconds;
 
 /// Weight that an observation keeps when the next one comes: the last fifty or so count.
 const KEEP: f64 = 0.98;
+/// The same for errors of predictions: the last twenty.
+const KEEP_ERROR: f64 = 0.95;
+/// Predictions judged, decayed, before their error is told: four.
+const LEAST_JUDGED: f64 = 3.0;
 /// Tokens and pairs are told apart where this much of the pairs is not in proportion to the tokens.
 const LEAST_INDEPENDENT: f64 = 1e-3;
 
@@ -22,6 +26,9 @@ pub struct PrefillRate {
     /// Sums of pairs squared, and of pairs times seconds, each over tokens.
     pairs_pairs: f64,
     pairs_seconds: f64,
+    /// Decayed sums: squared relative errors of predictions made before the observation, and their number.
+    errors: f64,
+    judged: f64,
 }
 
 impl PrefillRate {
@@ -29,6 +36,11 @@ impl PrefillRate {
     /// could begin.
     pub fn observe(&mut self, tokens: f64, pairs: f64, seconds: Seconds) {
         if tokens > 0.0 && seconds > 0.0 {
+            if let Some(predicted) = self.seconds(tokens, pairs).filter(|predicted| *predicted > 0.0) {
+                let error = (seconds / predicted - 1.0).min(10.0);
+                self.errors = self.errors * KEEP_ERROR + error * error;
+                self.judged = self.judged * KEEP_ERROR + 1.0;
+            }
             for (sum, value) in [
                 (&mut self.tokens, tokens),
                 (&mut self.seconds, seconds),
@@ -44,6 +56,12 @@ impl PrefillRate {
     /// Tokens per second over all, once anything was observed.
     pub fn tokens_per_second(&self) -> Option<f64> {
         (self.seconds > 0.0).then(|| self.tokens / self.seconds)
+    }
+
+    /// Relative error, root mean square, of the predictions made before each of the last twenty or so prefills. None until there were
+    /// enough.
+    pub fn relative_error(&self) -> Option<f64> {
+        (self.judged >= LEAST_JUDGED).then(|| (self.errors / self.judged).sqrt())
     }
 
     /// Seconds that a prefill of `tokens` tokens with so many attention `pairs` takes, once anything was observed.
@@ -82,6 +100,15 @@ mod tests {
         assert!((rate.tokens_per_second().unwrap() - 10_000.0).abs() < 1.0);
         rate.observe(5.0, 0.0, 0.0);
         assert!(rate.tokens_per_second().unwrap().is_finite());
+    }
+
+    #[test]
+    fn tells_how_far_off_it_was() {
+        let mut rate = PrefillRate::default();
+        (0..5).for_each(|_| rate.observe(1000.0, 0.0, 0.1));
+        assert!(rate.relative_error().unwrap() < 1e-9);
+        (0..200).for_each(|i| rate.observe(1000.0, 0.0, if i % 2 == 0 { 0.08 } else { 0.12 }));
+        assert!((rate.relative_error().unwrap() - 0.2).abs() < 0.02);
     }
 
     proptest! {

@@ -20,6 +20,13 @@ pub struct StepTime {
 }
 
 impl StepTime {
+    /// Seconds of a step in which `decoding` sequences with `context` tokens make a token each, and nothing prefills.
+    pub fn step(&self, decoding: f64, context: f64) -> Seconds {
+        self.fixed_seconds
+            + self.decode_seconds_per_sequence * decoding
+            + self.decode_seconds_per_context_token * context
+    }
+
     /// Seconds until a prompt's first token, if `queued` prefill tokens go first, `decoding` sequences with `context` tokens run
     /// beside it, and of the prompt `hit` tokens are cached and `new` are not.
     pub fn ttft(&self, queued: f64, hit: f64, new: f64, decoding: f64, context: f64) -> Seconds {
@@ -27,10 +34,7 @@ impl StepTime {
         let budget = (self.max_batch_tokens - decoding).max(1.0);
         let steps = (prefill / budget).ceil().max(1.0);
         let pairs = attention_pairs(hit, new);
-        steps
-            * (self.fixed_seconds
-                + self.decode_seconds_per_sequence * decoding
-                + self.decode_seconds_per_context_token * context)
+        steps * self.step(decoding, context)
             + self.prefill_seconds_per_token * prefill
             + self.prefill_seconds_per_attention_pair * pairs
     }

@@ -87,6 +87,12 @@ indicators! {
         "Tokens that the instance's KV cache can still take before it evicts, by the KV index: its capacity less what it holds, at least 0.";
     PrefillTokensPerSecond "prefill_tokens_per_second", "tokens/s", Instance, Router, "learned from first tokens", "until the first prefill was seen",
         "Prefill rate learned from our own traffic.";
+    PrefillRelativeError "prefill_relative_error", "fraction", Instance, Router, "learned from first tokens", "until five prefills were seen",
+        "How far the learned cost of prefills was off, relative root mean square over the last twenty or so of our own: 0.1 is 10%.";
+    StepSeconds "step_seconds", "s", Instance, Router, "learned from our streams' tokens; for the batch at once", "until some hundred steps of our streams were seen",
+        "Time of the next decode step with the batch as it is (`decode_bs`, `decode_tokens`), by the step-time model learned from our own streams.";
+    StepRelativeError "step_relative_error", "fraction", Instance, Router, "learned from our streams' tokens", "until some hundred steps of our streams were seen",
+        "How far the learned step-time model was off, relative root mean square over the last twenty or so stretches of steps: 0.1 is 10%.";
     WindowPrefillTokens "window_prefill_tokens", "tokens", Instance, Router, "at once; decays with a time constant of 180 s", "never",
         "Uncached prompt tokens placed on the instance of late.";
     WindowOutputTokens "window_output_tokens", "tokens", Instance, Router, "at each token; decays with a time constant of 180 s", "never",
@@ -108,7 +114,9 @@ indicators! {
     PToken "p_token", "tokens", Pair, Router, "at once", "never",
         "LMETRIC's P-token: `queued_prefill_tokens + new_tokens`, at least 1 (LMETRIC section 5.1, Figure 18c).";
     PredictedTtftSeconds "predicted_ttft_seconds", "s", Pair, Router, "at once", "never: until a prefill rate was learned, the pool's mean or an assumed 8,000 tokens/s serves",
-        "Time to first token if placed here: by the step-time model where a profile is set, else `p_token` at the learned rate.";
+        "Time to first token if placed here: by the step-time model where a profile is set, or one was learned here and is off by less than a third; else `p_token` at the learned rate. Its source is in `Router.stats()` and `/metrics`.";
+    PredictedTpotSeconds "predicted_tpot_seconds", "s", Pair, Router, "at once", "without a profile, until the instance's step time was learned",
+        "Time per output token if placed here: a decode step of the batch with this request in it, by the step-time model (the profile's, else the learned one).";
     PromptTokens "prompt_tokens", "tokens", Request, Request, "at once", "never",
         "Prompt length; estimated where the prompt is text and no tokenizer is known.";
     ExpectedOutputTokens "expected_output_tokens", "tokens", Request, Request, "at once", "where the request does not say",

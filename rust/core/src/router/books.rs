@@ -3,7 +3,8 @@
 //! Counts live beside the indicator columns and are written through to them at each event, so that a decision reads plain
 //! columns. Everything here is integers in `f64`, so adding and taking away leaves no residue
 //! (but for what drains between events, which is set to 0 with the last prefill).
-use crate::estimate::{PrefillRate, attention_pairs};
+use crate::estimate::step_watch::{Batch, Prefilled, StepWatch};
+use crate::estimate::{PrefillRate, StepFit, attention_pairs};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator};
 use crate::wide::{greater, wide_fn};
@@ -38,6 +39,9 @@ struct Counts {
     window_prefill: Decayed,
     window_output: Decayed,
     rate: PrefillRate,
+    steps: StepWatch,
+    /// When the last of those that decoded ended.
+    decoded_until: Seconds,
     report: Option<Report>,
 }
 
@@ -99,6 +103,11 @@ impl Counts {
             Some(seconds) if tokens > 0.0 => seconds / tokens,
             _ => 1.0 / prior_rate,
         }
+    }
+
+    /// What decodes.
+    fn batch(&self) -> Batch {
+        Batch { sequences: self.decoding, context: self.decode_tokens }
     }
 
     /// Works out anew what all that is left takes.
@@ -186,6 +195,8 @@ impl Books {
             Indicator::ReportedRunning,
             Indicator::ReportAgeSeconds,
             Indicator::PrefillTokensPerSecond,
+            Indicator::PrefillRelativeError,
+            Indicator::StepRelativeError,
         ] {
             columns.get_mut(id)[slot] = f64::NAN;
         }
@@ -262,13 +273,21 @@ impl Books {
         if entry.stage == Stage::Decoding {
             return;
         }
+        let (mut ended, mut idle_since) = (Prefilled::default(), None);
         if let Some((tokens, pairs, seconds)) = self.end_prefills_to(slot, ticket, now) {
             let c = &mut self.counts[slot];
+            ended = Prefilled { tokens, pairs };
+            let alone = c.decoding == 0.0 && c.decoded_until <= now - seconds;
+            idle_since = alone.then_some(now - seconds);
             c.rate.observe(tokens, pairs, seconds);
             c.price(self.prior_rate);
             self.drain_rate(slot);
-            if let Some(rate) = self.counts[slot].rate.tokens_per_second() {
-                columns.get_mut(Indicator::PrefillTokensPerSecond)[slot] = rate;
+            let rate = &self.counts[slot].rate;
+            for (id, value) in [
+                (Indicator::PrefillTokensPerSecond, rate.tokens_per_second()),
+                (Indicator::PrefillRelativeError, rate.relative_error()),
+            ] {
+                columns.get_mut(id)[slot] = value.unwrap_or(f64::NAN);
             }
         }
         let c = &mut self.counts[slot];
@@ -283,12 +302,31 @@ impl Books {
         c.bound_tokens -= entry.prompt_tokens;
         c.decode_tokens += entry.context();
         entry.stage = Stage::Decoding;
-        self.tokens(slot, entry, 1.0, now, columns);
+        self.count(slot, entry, 1.0, now, columns);
+        let c = &mut self.counts[slot];
+        c.steps.first_token(ticket, ended, idle_since, now, c.batch(), !c.prefills.is_empty());
         self.write(slot, columns);
     }
 
     /// `n` further output tokens came.
-    pub fn tokens(&mut self, slot: usize, entry: &mut Entry, n: f64, now: Seconds, columns: &mut Columns) {
+    pub fn tokens(
+        &mut self,
+        slot: usize,
+        ticket: u32,
+        entry: &mut Entry,
+        n: f64,
+        now: Seconds,
+        columns: &mut Columns,
+    ) {
+        self.count(slot, entry, n, now, columns);
+        let c = &mut self.counts[slot];
+        if c.steps.tokens(ticket, n, now, c.batch(), !c.prefills.is_empty()) {
+            columns.get_mut(Indicator::StepRelativeError)[slot] =
+                c.steps.fit().relative_error().unwrap_or(f64::NAN);
+        }
+    }
+
+    fn count(&mut self, slot: usize, entry: &mut Entry, n: f64, now: Seconds, columns: &mut Columns) {
         let c = &mut self.counts[slot];
         c.remaining_tokens -= entry.remaining();
         entry.output_tokens += n;
@@ -306,6 +344,7 @@ impl Books {
             self.end_prefill(slot, ticket, now);
         }
         let c = &mut self.counts[slot];
+        c.steps.ended(ticket);
         match entry.stage {
             Stage::Bound => c.leave_queue(),
             Stage::Scheduled => {
@@ -314,6 +353,7 @@ impl Books {
             }
             Stage::Decoding => {
                 c.decoding -= 1.0;
+                c.decoded_until = now;
                 c.remaining_tokens -= entry.remaining();
             }
         }
@@ -355,6 +395,7 @@ impl Books {
         let c = &mut self.counts[slot];
         let Some(i) = c.prefills.iter().position(|p| p.ticket == ticket) else { return };
         let gone = c.prefills.remove(i).expect("just found");
+        c.steps.disturbed();
         if i == 0 {
             c.head_since = now;
         }
@@ -415,6 +456,11 @@ impl Books {
             columns.get_mut(id)[slot] = kept.unwrap_or(f64::NAN);
         }
         self.write(slot, columns);
+    }
+
+    /// The step time learned of the slot's instance.
+    pub fn step_fit(&self, slot: usize) -> &StepFit {
+        self.counts[slot].steps.fit()
     }
 
     /// When the instance last reported its load.

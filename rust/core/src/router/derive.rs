@@ -1,5 +1,6 @@
 //! Fills in the indicators that depend on the request or on the time, and only those that are read.
 use super::Router;
+use crate::estimate::StepTime;
 use crate::ids::Seconds;
 use crate::indicators::{Indicator, IndicatorSet};
 use crate::request::Request;
@@ -27,6 +28,40 @@ const HITS: IndicatorSet = IndicatorSet::of(&[
     Indicator::NewTokens,
     Indicator::PredictedTtftSeconds,
 ]);
+
+/// A learned step-time model that is off by more serves no prediction of the time to first token.
+const MOST_STEP_ERROR: f64 = 1.0 / 3.0;
+
+/// What a prediction of the time to first token rests on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TtftSource {
+    /// The step-time model of the configured profile.
+    Profile,
+    /// The step-time model learned from our own streams on the instance.
+    LearnedStepTime,
+    /// The prefill rate learned from our own first tokens on the instance.
+    LearnedRate,
+    /// The mean of the rates learned on other instances.
+    PoolRate,
+    /// The assumed rate.
+    Prior,
+}
+
+impl TtftSource {
+    /// All of them, with the names used in metrics.
+    pub const NAMES: [(&'static str, TtftSource); 5] = [
+        ("profile", TtftSource::Profile),
+        ("learned_step_time", TtftSource::LearnedStepTime),
+        ("learned_rate", TtftSource::LearnedRate),
+        ("pool_rate", TtftSource::PoolRate),
+        ("prior", TtftSource::Prior),
+    ];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        TtftSource::NAMES.iter().find(|(_, source)| *source == self).expect("every source has a name").0
+    }
+}
 
 impl Router {
     /// Fills in what `reads` names, for `request` at `now`. Per-instance indicators owned by the books are there already.
@@ -83,6 +118,12 @@ impl Router {
         if reads.contains(Indicator::PredictedTtftSeconds) {
             self.predict_ttft();
         }
+        for (id, joining) in [(Indicator::StepSeconds, None), (Indicator::PredictedTpotSeconds, Some(prompt))]
+        {
+            if reads.contains(id) {
+                self.predict_step(id, joining);
+            }
+        }
     }
 
     /// Prompt tokens that `blocks` matched blocks save.
@@ -98,30 +139,66 @@ impl Router {
         blocks_to_tokens(blocks, request.tokens_per_block, most);
     }
 
+    /// What a prediction of the time to first token on a slot rests on.
+    pub fn ttft_source(&self, id: crate::InstanceId) -> TtftSource {
+        let rates = self.columns.get(Indicator::PrefillTokensPerSecond);
+        match () {
+            () if self.config.step_time.is_some() => TtftSource::Profile,
+            () if self.learned(id.index()).is_some() => TtftSource::LearnedStepTime,
+            () if !rates[id.index()].is_nan() => TtftSource::LearnedRate,
+            () if rates.iter().any(|rate| !rate.is_nan()) => TtftSource::PoolRate,
+            () => TtftSource::Prior,
+        }
+    }
+
+    /// The step-time model learned from our own streams on an instance; None until there were enough of them.
+    pub fn step_time(&self, id: crate::InstanceId) -> Option<StepTime> {
+        self.books.step_fit(id.index()).step_time()
+    }
+
+    /// The step-time model learned on a slot, where prefills are to be predicted by it.
+    fn learned(&self, slot: usize) -> Option<StepTime> {
+        let fit = self.books.step_fit(slot);
+        let good = fit.knows_prefill() && fit.relative_error().is_some_and(|error| error < MOST_STEP_ERROR);
+        if good { fit.step_time() } else { None }
+    }
+
     fn predict_ttft(&mut self) {
-        let slots = self.columns.slots();
-        let mut predicted = std::mem::take(&mut self.ttft);
+        let mut predicted = std::mem::take(&mut self.scratch);
         predicted.clear();
         let column = |id| self.columns.get(id);
         let (queued, hit) = (column(Indicator::QueuedPrefillTokens), column(Indicator::HitTokens));
         let (new, rate) = (column(Indicator::NewTokens), column(Indicator::PrefillTokensPerSecond));
-        if let Some(model) = self.config.step_time {
-            let (decoding, context) = (column(Indicator::RBs), column(Indicator::DecodeTokens));
-            predicted
-                .extend((0..slots).map(|i| model.ttft(queued[i], hit[i], new[i], decoding[i], context[i])));
-        } else {
-            // An instance without a learned rate is taken for an average one, or it would never be tried.
-            let known = rate.iter().filter(|r| !r.is_nan());
-            let (sum, count) = known.fold((0.0, 0.0), |(s, n), r| (s + r, n + 1.0));
-            let average = if count > 0.0 { sum / count } else { self.config.prior_prefill_tokens_per_second };
-            predicted.extend(
-                (0..slots).map(|i| {
-                    (queued[i] + new[i]).max(1.0) / if rate[i].is_nan() { average } else { rate[i] }
-                }),
-            );
-        }
+        let (decoding, context) = (column(Indicator::RBs), column(Indicator::DecodeTokens));
+        // An instance without a learned rate is taken for an average one, or it would never be tried.
+        let known = rate.iter().filter(|r| !r.is_nan());
+        let (sum, count) = known.fold((0.0, 0.0), |(s, n), r| (s + r, n + 1.0));
+        let average = if count > 0.0 { sum / count } else { self.config.prior_prefill_tokens_per_second };
+        predicted.extend((0..self.columns.slots()).map(|i| {
+            match self.config.step_time.or_else(|| self.learned(i)) {
+                Some(model) => model.ttft(queued[i], hit[i], new[i], decoding[i], context[i]),
+                None => (queued[i] + new[i]).max(1.0) / if rate[i].is_nan() { average } else { rate[i] },
+            }
+        }));
         self.columns.get_mut(Indicator::PredictedTtftSeconds).copy_from_slice(&predicted);
-        self.ttft = predicted;
+        self.scratch = predicted;
+    }
+
+    /// A decode step of each slot's batch as it is, by what was learned; or with a request of so many prompt tokens joining it, by the
+    /// profile where one is set.
+    fn predict_step(&mut self, id: Indicator, joining: Option<f64>) {
+        let mut predicted = std::mem::take(&mut self.scratch);
+        predicted.clear();
+        let (decoding, context) =
+            (self.columns.get(Indicator::DecodeBs), self.columns.get(Indicator::DecodeTokens));
+        let profile = joining.and(self.config.step_time);
+        let (more, tokens) = joining.map_or((0.0, 0.0), |prompt| (1.0, prompt));
+        predicted.extend((0..self.columns.slots()).map(|i| {
+            let model = profile.or_else(|| self.books.step_fit(i).step_time());
+            model.map_or(f64::NAN, |model| model.step(decoding[i] + more, context[i] + tokens))
+        }));
+        self.columns.get_mut(id).copy_from_slice(&predicted);
+        self.scratch = predicted;
     }
 }
 

@@ -70,7 +70,8 @@ impl Router {
             Event::Tokens(n) => {
                 self.totals.output_tokens += u64::from(n);
                 if current && state.entry.stage == Stage::Decoding {
-                    self.books.tokens(slot, &mut state.entry, f64::from(n), now, &mut self.columns);
+                    let (n, ticket) = (f64::from(n), tickets::slot(ticket));
+                    self.books.tokens(slot, ticket, &mut state.entry, n, now, &mut self.columns);
                 }
             }
             Event::Finished(usage) => self.finish(ticket, usage, now),

@@ -13,6 +13,7 @@ mod follow;
 pub mod shared;
 pub mod tickets;
 
+pub use derive::TtftSource;
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;
 
@@ -56,7 +57,7 @@ pub struct RouterConfig {
     pub drain: bool,
     /// The hot-spot guard.
     pub guard: GuardConfig,
-    /// Step-time model behind `predicted_ttft_seconds`; without one the learned prefill rate serves.
+    /// Step-time model behind `predicted_ttft_seconds`; without one, what is learned serves.
     pub step_time: Option<StepTime>,
     /// Prefill rate assumed until one was learned, in tokens/s.
     pub prior_prefill_tokens_per_second: f64,
@@ -148,8 +149,8 @@ pub struct Router {
     cache_blocks: Vec<Option<u32>>,
     /// Who feeds the index of each slot.
     feeds: Vec<IndexFeed>,
-    /// Scratch of the predicted times to first token.
-    ttft: Vec<f64>,
+    /// Scratch of predicted times.
+    scratch: Vec<f64>,
     receipts: ReceiptRing,
     totals: Totals,
     latest: Seconds,
@@ -180,7 +181,7 @@ impl Router {
             placed: Vec::new(),
             cache_blocks: Vec::new(),
             feeds: Vec::new(),
-            ttft: Vec::new(),
+            scratch: Vec::new(),
             receipts: ReceiptRing::new(config.receipt_bytes),
             totals: Totals::default(),
             latest: 0.0,

@@ -1,0 +1,122 @@
+"""What an engine says about itself, before anything is measured."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import aiohttp
+import orjson
+
+from lmetric.calibrate.plan import CalibrationError
+from lmetric.engines.adapter import Adapter, Load, count_of
+from lmetric.engines.identify import identify
+
+_SECONDS = 10.0
+# The pages that show an engine's settings: vLLM's in its development mode, SGLang's.
+_SETTINGS = "/server_info?config_format=json"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the engine told; None: it did not say. Sizes in tokens or blocks as the profile's fields."""
+
+    model: str
+    engine: str  # kind and version
+    max_model_len: int | None = None
+    block_tokens: int | None = None
+    cache_blocks: int | None = None
+    max_sequences: int | None = None
+    max_batch_tokens: int | None = None
+
+
+class Asker:
+    """Asks one engine. `session` carries the credentials."""
+
+    def __init__(self, session: aiohttp.ClientSession, root: str) -> None:
+        self._session = session
+        self._root = root
+        self._adapter: Adapter | None = None
+        self._load_path: str | None = None
+
+    async def facts(self, model: str | None) -> EngineFacts:
+        """Everything the engine says; `model`: the one to probe, where it serves several.
+
+        Raises:
+            CalibrationError: not reachable, no list of models, the model is not among them.
+        """
+        try:
+            self._adapter, can = await identify(self._get)
+        except ValueError as error:
+            raise CalibrationError(f"{self._root}: {error}") from None
+        self._load_path = can.load_path
+        bases = [served.name for served in can.models if served.parent is None]
+        if model is None:
+            if len(bases) != 1:
+                raise CalibrationError(f"{self._root} serves {', '.join(bases)}: name one with --model")
+            model = bases[0]
+        served = {each.name: each for each in can.models}
+        if model not in served:
+            raise CalibrationError(f"{self._root} serves {', '.join(served)}, not {model!r}")
+        settings = await self._settings()
+        return EngineFacts(
+            model=model,
+            engine=f"{can.engine} {can.version or 'of unknown version'}",
+            max_model_len=served[model].max_model_len or settings.get("context_length"),
+            block_tokens=can.block_size,
+            cache_blocks=can.cache_blocks,
+            max_sequences=settings.get("max_num_seqs") or settings.get("max_running_requests"),
+            max_batch_tokens=settings.get("max_num_batched_tokens") or settings.get("chunked_prefill_size"),
+        )
+
+    async def load(self) -> Load:
+        """What runs and waits there now, as far as it tells."""
+        if self._adapter is None or self._load_path is None:
+            return Load()
+        status, body = await self._get(self._load_path)
+        return self._adapter.load(body) if status == 200 else Load()
+
+    async def settle(self, seconds: float = 5.0) -> Load:
+        """Waits until nothing runs there, at most so long; gives the last load seen."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while True:
+            load = await self.load()
+            if load.running is None:
+                await asyncio.sleep(0.3)  # it does not tell: what was cancelled ends soon
+            if not busy(load) or asyncio.get_running_loop().time() > deadline:
+                return load
+            await asyncio.sleep(0.1)
+
+    async def _settings(self) -> dict[str, int]:
+        """Its settings that are counts, the first of each name at whatever depth: versions differ in that."""
+        status, body = await self._get(_SETTINGS)
+        try:
+            return dict(reversed(list(_counts(orjson.loads(body))))) if status == 200 else {}
+        except orjson.JSONDecodeError:
+            return {}
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        try:
+            timeout = aiohttp.ClientTimeout(total=_SECONDS)
+            async with self._session.get(self._root + path, timeout=timeout) as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise CalibrationError(f"cannot reach {self._root}: {error or type(error).__name__}") from None
+
+
+def busy(load: Load) -> bool:
+    """Whether somebody's requests are there."""
+    return bool(load.running or load.waiting)
+
+
+def _counts(tree: object) -> Iterator[tuple[str, int]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if (count := count_of(tree, key)) is not None:
+                yield key, count
+            else:
+                yield from _counts(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _counts(value)

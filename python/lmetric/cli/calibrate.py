@@ -1,0 +1,181 @@
+"""``lmetric-router calibrate``: fit a profile to a running engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lmetric.cli.options import check_file
+
+if TYPE_CHECKING:
+    from lmetric.calibrate import Calibration, Calibrator
+
+
+def command(
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="The engine, e.g. http://10.0.0.1:8000.")],
+    tokens_budget: Annotated[
+        int, typer.Option(min=1, help="Prompt and output tokens to spend, at most.")
+    ] = 200_000,
+    max_batch: Annotated[int, typer.Option(min=1, max=4096, help="Requests at once, at most.")] = 32,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt [default: what model and budget allow].")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the profile here [default: print it].")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask for [default: the only one served].")
+    ] = None,
+    block_tokens: Annotated[int | None, typer.Option(min=1, help="Where the engine does not say.")] = None,
+    cache_blocks: Annotated[int | None, typer.Option(min=1, help="Where the engine does not say.")] = None,
+    max_sequences: Annotated[int | None, typer.Option(min=1, help="Where the engine does not say.")] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Where the engine does not say.")
+    ] = None,
+    clock_speed: Annotated[
+        float, typer.Option(help="The engine's clock runs N times as fast (an emulated one's).")
+    ] = 1.0,
+    timeout: Annotated[float, typer.Option(help="Give up after S seconds of silence.")] = 120.0,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = None,
+    force: Annotated[bool, typer.Option(help="Go on although others use the engine.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Probe a running engine within a token budget; fit the step-time model; write a profile.
+
+    The profile serves `simulate --profile FILE` and `serve --profile FILE`. It says first what the
+    probes will cost, and refuses an engine that others use. Ctrl-C ends them, and nothing is written.
+    """
+    from lmetric.calibrate import Calibrator
+    from lmetric.cli.show import note, print_json
+    from lmetric.profiles.roofline import as_yaml
+
+    for name, value in (("--clock-speed", clock_speed), ("--timeout", timeout)):
+        if not value > 0:
+            raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
+    check_file("--out", out)
+    _need_scipy()
+    sizes = {
+        "block_tokens": block_tokens,
+        "cache_blocks": cache_blocks,
+        "max_sequences": max_sequences,
+        "max_batch_tokens": max_batch_tokens,
+    }
+    calibrator = Calibrator(
+        engine,
+        budget_tokens=tokens_budget,
+        max_batch=max_batch,
+        max_prompt_tokens=max_prompt_tokens,
+        model=model,
+        api_key=api_key,
+        force=force,
+        clock_speed=clock_speed,
+        timeout_seconds=timeout,
+        overrides={name: size for name, size in sizes.items() if size is not None},
+    )
+    made = _run(calibrator)
+    text = as_yaml(made.profile)
+    if as_json:
+        print_json(_as_data(made))
+    else:
+        _print(made)
+        if out is None:
+            print(text, end="")
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+        note(f"written: {out}; use it with simulate --profile {out} or serve --profile {out}")
+
+
+def _need_scipy() -> None:
+    """An error before anything is sent."""
+    from importlib.util import find_spec
+
+    from lmetric.calibrate import CalibrationError
+
+    if find_spec("scipy") is None:
+        raise CalibrationError("calibrating needs scipy: install lmetric-router[calibrate], or scipy itself")
+
+
+def _run(calibrator: Calibrator) -> Calibration:
+    import uvloop
+
+    from lmetric.calibrate.plan import ROUNDS
+    from lmetric.cli.show import note, progress
+
+    async def run() -> Calibration:
+        async with calibrator:
+            plan, facts = calibrator.plan, calibrator.facts
+            note(
+                f"{facts.engine}, model {facts.model}: {len(plan.probes)} probes, {ROUNDS} times each, with "
+                f"at most {plan.most_tokens:,} tokens ({calibrator.budget_tokens:,} with repetitions), "
+                f"{plan.largest_batch} requests at once, prompts of up to {plan.longest_prompt:,} tokens"
+            )
+            with progress("probes") as bar:
+                task = bar.add_task("", total=ROUNDS * len(plan.probes))
+                return await calibrator.run(
+                    lambda probe: bar.update(task, advance=1, description=probe.label)
+                )
+
+    return uvloop.run(run())
+
+
+def _as_data(made: Calibration) -> dict[str, Any]:
+    return {
+        "profile": made.profile.model_dump(),
+        "standard_errors": made.fit.standard_errors,
+        "request_seconds": made.fit.request_seconds,
+        "median_relative_error": made.fit.median_error,
+        "unidentified": made.fit.unidentified,
+        "assumed": made.assumed,
+        "dropped_probes": made.dropped,
+        "tokens_used": made.tokens_used,
+        "engine": made.facts,
+        "probes": [
+            {
+                "kind": residual.kind,
+                "probe": residual.label,
+                "measured_seconds": residual.measured_seconds,
+                "predicted_seconds": residual.predicted_seconds,
+                "relative_error": residual.relative_error,
+                "relative_spread": residual.spread,
+            }
+            for residual in made.fit.residuals
+        ],
+    }
+
+
+def _print(made: Calibration) -> None:
+    from lmetric.calibrate.plan import KINDS
+    from lmetric.cli.show import note, print_table
+
+    fit = made.fit
+    rows = [
+        [
+            r.kind,
+            r.label,
+            f"{r.measured_seconds * 1e3:.2f}",
+            f"{r.predicted_seconds * 1e3:.2f}",
+            f"{r.relative_error:+.1%}",
+            f"{r.spread:.1%}",
+        ]
+        for r in sorted(fit.residuals, key=lambda r: (KINDS.index(r.kind), r.measured_seconds))
+    ]
+    print_table(
+        ["kind", "probe", "measured, ms", "predicted, ms", "off by", "measurements apart"],
+        rows,
+        title="A prefill's time to first token, a decode step, or all steps beside a prompt",
+    )
+    by_kind = []
+    for kind in KINDS:
+        errors = sorted(abs(r.relative_error) for r in fit.residuals if r.kind == kind)
+        if errors:
+            by_kind.append([kind, str(len(errors)), f"{errors[len(errors) // 2]:.1%}", f"{errors[-1]:.1%}"])
+    print_table(["kind", "probes", "median error", "worst"], by_kind)
+    constants = [
+        [name, f"{value:.4g}", f"{fit.standard_errors[name]:.2g}"] for name, value in fit.constants.items()
+    ]
+    constants.append(["(each request, not in the profile)", f"{fit.request_seconds:.4g}", ""])
+    print_table(
+        ["constant", "seconds", "standard error"], constants, title=f"{made.tokens_used:,} tokens used"
+    )
+    for text in (*fit.unidentified, *made.assumed, *(f"no figure from {text}" for text in made.dropped)):
+        note(f"note: {text}")

@@ -1,0 +1,124 @@
+"""``lmetric-router doctor``: what engines give the router, proved by doing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from lmetric.doctor import Examination, Level, Target, Verdict
+
+_MARKS = {"pass": "pass", "fail": "FAIL", "not offered": "–"}
+
+
+def command(
+    url: Annotated[list[str] | None, typer.Argument(help="Engines [default: the configuration's].")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings, as for serve.")] = None,
+    require: Annotated[
+        Literal["exact", "approximate", "load"], typer.Option(help="What every engine must be good for.")
+    ] = "exact",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Tokenizer [default: the configuration's, else the engine's model]."
+        ),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what was seen where a check passed, too.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
+) -> None:
+    """Examine engines: load reports, cache events, tokens, cancelling, each proved by doing it.
+
+    It sends each engine some dozens of short requests, and a long one that it leaves. Exit code 1: an engine
+    is not good for what --require says; the causes and what to set stand under the table.
+    """
+    import asyncio
+
+    from lmetric.cli.show import note, print_json
+    from lmetric.doctor import Level, examine
+
+    level = Level(require)
+    targets = _targets(url or [], config, tokenizer)
+    note(f"examining {len(targets)} engine{'s' * (len(targets) > 1)}")
+    found = asyncio.run(examine(targets))
+    good = not any(examination.wanting(level) for examination in found)
+    if as_json:
+        engines = [_data(examination, level) for examination in found]
+        print_json({"require": level, "good": good, "engines": engines})
+    else:
+        _show(found, level, verbose)
+    if not good:
+        raise typer.Exit(1)
+
+
+def _targets(urls: list[str], file: Path | None, tokenizer: str | None) -> list[Target]:
+    """What to examine. Raises ConfigError."""
+    from lmetric.config import ConfigError, load_config
+    from lmetric.doctor import Target
+
+    # URLs go through the configuration, too: it checks them, and has what else is to be known of them.
+    config = load_config(file, {"tokenizer": tokenizer})
+    targets = [
+        Target(engine, model.name if model else config.model, config.pool_settings(model))
+        for model in (*config.models, None)
+        for engine in (model.engines if model else config.engines)
+    ]
+    if urls:
+        known = {target.engine.url: target for target in targets}
+        named = load_config(overrides={"engines": [{"url": url} for url in dict.fromkeys(urls)]}, environ={})
+        return [
+            known.get(engine.url) or Target(engine, config.model, config.pool_settings())
+            for engine in named.engines
+        ]
+    if not targets:
+        raise ConfigError("no engines: give their URLs, or --config with a file that has some")
+    return targets
+
+
+def _data(examination: Examination, level: Level) -> dict[str, Any]:
+    return {
+        "engine": examination.engine,
+        "url": examination.url,
+        "model": examination.model,
+        "good_for": examination.level,
+        "wanting": examination.wanting(level),
+        "verdicts": list(examination.verdicts.values()),
+    }
+
+
+def _show(found: list[Examination], level: Level, verbose: bool) -> None:
+    from rich.text import Text
+
+    from lmetric.cli.show import stdout, table
+    from lmetric.doctor import CHECKS
+
+    console = stdout()
+    rows = table(["engine", *(name.replace("_", "\n") for name in CHECKS), "good for"], [])
+    for examination in found:
+        wanting = examination.wanting(level)
+        cells = [
+            Text(_MARKS[verdict.outcome] if verdict else "", style="bold red" if name in wanting else "")
+            for name, verdict in ((name, examination.verdicts.get(name)) for name in CHECKS)
+        ]
+        rows.add_row(examination.engine, *cells, examination.level or "nothing")
+    console.print(rows)
+    for examination in found:
+        shown = [v for v in examination.verdicts.values() if verbose or v.outcome != "pass"]
+        if shown:
+            console.print(Text(examination.engine, style="bold"))
+        for verdict in shown:
+            wanted = verdict.check in examination.wanting(level)
+            console.print(_told(verdict, wanted), soft_wrap=True)
+
+
+def _told(verdict: Verdict, wanted: bool) -> Any:
+    from rich.text import Text
+
+    text = Text(f"  {_MARKS[verdict.outcome]:<4} ", style="bold red" if wanted else "")
+    text.append(f"{verdict.check}: {verdict.seen}", style="default not bold")
+    if verdict.remedy:
+        text.append(f"\n       set: {verdict.remedy}", style="default not bold")
+    return text

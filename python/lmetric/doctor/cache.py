@@ -1,0 +1,158 @@
+"""Does it keep prefixes, and tell of them: prefix_cache, cached_tokens, kv_events, block_hashes.
+
+Two prompts of token ids that nobody has sent before share a prefix. The first teaches the index, which is fed
+as the server's is; then the index says what the engine should find of the second, and the engine what it did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+
+from lmetric.doctor.client import Answer, Unanswered
+from lmetric.doctor.ears import BLOCK_SIZE, Ear, Ears
+from lmetric.doctor.subject import Subject
+from lmetric.engines.adapter import samples
+
+EVENT_SECONDS = (1.0, 3.0)
+"""Until an event of a prompt just computed must have come, at the first try and the second: the subscription
+may be later than the first prompt. vLLM takes about 15 ms."""
+PREFIX_TOKENS = 64  # at least; whole blocks
+COUNTERS = {"vllm": "prefix_cache_hits_total", "sglang": "cached_tokens_total"}
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """Prompts of token ids."""
+
+    first: list[int]
+    second: list[int]
+    common: int
+    """Tokens that both begin with: whole blocks."""
+
+
+async def check_cache(subject: Subject, ears: Ears) -> None:
+    """All four."""
+    ear = ears.listen(subject)
+    heard = False
+    try:
+        tries = await _probes(subject)
+        if not tries:
+            return
+        for probes, seconds in zip(tries, EVENT_SECONDS, strict=True):
+            await _send(subject, probes.first)
+            if ear is None:
+                break
+            heard = await _heard(ear, subject.name, probes, seconds)
+            if heard or not ear.connected(subject.name):
+                break
+        predicted = ear.predict(subject.name, probes.second) if ear else None
+        before = await _counted(subject)
+        answer = await _send(subject, probes.second)
+        after = await _counted(subject)
+    except Unanswered as error:
+        subject.failed("prefix_cache", str(error))
+        return
+    told = answer.cached_tokens()
+    _judge_caching(subject, probes, told, None if before is None or after is None else after - before)
+    if ear is not None:
+        await _judge_events(subject, ear, probes, heard, predicted, told)
+
+
+async def _send(subject: Subject, prompt: list[int]) -> Answer:
+    body = {"model": subject.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    # Ranks do not share their caches: both prompts go to the first.
+    one = {"x-data-parallel-rank": "0"} if len(subject.capabilities.event_sources) > 1 else None
+    answer = await subject.client.post("/v1/completions", body, one)
+    if answer.status != 200:
+        raise Unanswered(f"a prompt of {len(prompt)} token ids: {answer.error()}")
+    return answer
+
+
+async def _probes(subject: Subject) -> list[Probes]:
+    """New prompts for each try, in the engine's token ids; none, with the verdict, where there is no way."""
+    block = subject.capabilities.block_size or subject.target.settings.block_size or BLOCK_SIZE
+    common = max(1, -(-PREFIX_TOKENS // block)) * block
+    tail = block // 2 + 1
+    if common + tail >= subject.max_tokens:
+        cause = (
+            f"its requests of {subject.max_tokens} tokens are too short for a block of {block} and an answer"
+        )
+        subject.not_offered("prefix_cache", cause)
+        return []
+    each = common + 2 * tail
+    wanted = len(EVENT_SECONDS) * each
+    words = " ".join(secrets.token_hex(2) for _ in range(wanted))
+    answer = await subject.client.post("/tokenize", {"model": subject.model, "prompt": words})
+    told = answer.json
+    ids = told.get("tokens") if isinstance(told, dict) else None
+    if answer.status != 200 or not isinstance(ids, list) or len(ids) < wanted:
+        cause = f"POST /tokenize gives no token ids to make prompts of ({answer.error()[:80]})"
+        subject.not_offered("prefix_cache", cause)
+        return []
+    prompts = []
+    for at in range(0, wanted, each):
+        prefix, one, two = ids[at : at + common], ids[at + common :][:tail], ids[at + common + tail :][:tail]
+        prompts.append(Probes(prefix + one, prefix + two, common))
+    return prompts
+
+
+async def _heard(ear: Ear, name: str, probes: Probes, seconds: float) -> bool:
+    """Whether events come. The index must know the prompt: others' requests make events, too."""
+    deadline = time.monotonic() + seconds
+    while not ear.messages(name) or ear.predict(name, probes.first) < probes.common:
+        if time.monotonic() > deadline:
+            return ear.messages(name) > 0
+        await asyncio.sleep(0.02)
+    return True
+
+
+async def _counted(subject: Subject) -> float | None:
+    """Prompt tokens found in the cache so far, by the engine's own counter."""
+    name, path = COUNTERS.get(subject.capabilities.engine), subject.capabilities.load_path
+    if name is None or path is None or subject.adapter is None:
+        return None
+    page = (await subject.client.get("/metrics")).body
+    found = [number for _, _, number in samples(page, subject.adapter.prefix, [name])]
+    return sum(found) if found else None
+
+
+def _judge_caching(subject: Subject, probes: Probes, told: int | None, counted: float | None) -> None:
+    found, by = (told, "usage") if told else (counted, "its counter of cached tokens")
+    if found:
+        subject.passed("prefix_cache", f"{found:.0f} of {probes.common} common tokens were cached, by {by}")
+    elif told == 0 or counted == 0:
+        cause = f"a prefix of {probes.common} tokens sent twice was computed twice"
+        subject.failed("prefix_cache", cause, subject.flag("prefix_cache"))
+    else:
+        cause = "neither usage nor a counter tells whether a prefix was cached"
+        subject.not_offered("prefix_cache", cause, subject.flag("cached_tokens"))
+    if told is None:
+        cause = "its usage has no prompt_tokens_details.cached_tokens"
+        subject.not_offered("cached_tokens", cause, subject.flag("cached_tokens"))
+    elif told == probes.common or not found:
+        subject.passed("cached_tokens", f"{told} told of {len(probes.second)}, as it had to be")
+    else:
+        subject.failed(
+            "cached_tokens", f"{told} told, and both prompts began with {probes.common} common tokens"
+        )
+
+
+async def _judge_events(
+    subject: Subject, ear: Ear, probes: Probes, heard: bool, predicted: int | None, told: int | None
+) -> None:
+    if not heard:
+        cause, remedy = await ear.why_silent(subject)
+        subject.failed("kv_events", cause, remedy)
+        return
+    subject.passed("kv_events", ear.describe(subject.name))
+    truth = probes.common if told is None else told
+    if wrong := ear.mismatch(subject.name):
+        subject.failed("block_hashes", wrong)
+    elif predicted != truth:
+        cause = f"the index predicts {predicted} cached tokens of the second prompt, the engine found {truth}"
+        subject.failed("block_hashes", cause, "report this with `--json`: the index should follow the events")
+    else:
+        subject.passed("block_hashes", f"predicted {predicted} of {len(probes.second)} tokens, found {truth}")

@@ -1,0 +1,156 @@
+"""The index that the doctor fills from engines' events, wired as the server's is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from array import array
+from typing import Any
+from urllib.parse import urlsplit
+
+from lmetric._core import EventFeed, LmetricError, Router
+from lmetric.config import KvEvents
+from lmetric.doctor.subject import Subject
+from lmetric.server.modes import Pooled, Subscription, choose, mismatch
+
+BLOCK_SIZE = 16  # where neither configuration nor engine tells
+
+
+class Ear:
+    """The index of one model's engines, and the feed that fills it."""
+
+    def __init__(self, model: str, block_size: int, block_size_from: str) -> None:
+        self.pool = Pooled(block_size, block_size_from, knows_tokens=True)
+        self._router = Router(block_size=block_size, domain=[model], index="exact", drain=False)
+        self._feed = EventFeed(self._router)
+
+    def subscribe(self, name: str, sources: tuple[Subscription, ...], cache_blocks: int | None) -> None:
+        """Listens to an engine's ranks. Raises LmetricError."""
+        self._router.add_instance(name, cache_blocks=cache_blocks)
+        for source in sources:
+            self._feed.subscribe(
+                name,
+                source.endpoint,
+                replay_endpoint=source.replay_endpoint,
+                topic=source.topic,
+                bind=source.bind,
+                rank=source.rank,
+            )
+
+    def predict(self, name: str, prompt: list[int]) -> int:
+        """Leading tokens of a prompt that the engine holds, by its events."""
+        hits = self._router.hit_tokens(tokens=array("I", prompt))
+        return int(hits[self._router.instances().index(name)])
+
+    def connected(self, name: str) -> bool:
+        """Whether there is a connection to each of its ranks."""
+        return all(rank["connected"] for rank in self._ranks(name))
+
+    def messages(self, name: str) -> int:
+        """Batches heard as they were published. (What is only replayed proves nothing of the future.)"""
+        return sum(rank["messages"] for rank in self._ranks(name))
+
+    def mismatch(self, name: str) -> str | None:
+        """What is wrong with the size of the blocks that it tells of, where they are not the index's."""
+        seen = next((size for rank in self._ranks(name) if (size := rank["block_size"])), None)
+        return mismatch(seen, self.pool) if seen and seen != self.pool.block_size else None
+
+    def describe(self, name: str) -> str:
+        """What came, and from where."""
+        ranks = self._ranks(name)
+        where = ", ".join(rank["endpoint"] for rank in ranks)
+        replays = all(rank["replay_endpoint"] for rank in ranks)
+        blind = "" if replays else "; it has no replay_endpoint: a lost batch costs all that is known of it"
+        return f"{self.messages(name)} batches from {where}{blind}"
+
+    async def why_silent(self, subject: Subject) -> tuple[str, str | None]:
+        """Why no events came from an engine that has just computed a new prompt, and what to set."""
+        if not subject.has("prefix_cache"):
+            return "an engine that caches no prefixes publishes no blocks", subject.flag("prefix_cache")
+        flag = subject.flag("kv_events")
+        for rank in self._ranks(subject.name):
+            endpoint, topic, other = rank["endpoint"], rank["topic"], rank["other_topic"]
+            if rank["bind"] and not rank["connected"]:
+                return f"nothing connected to {endpoint}, where the router listens", (
+                    f"give its endpoint this machine's address and that port, or let it listen: {flag}"
+                )
+            if not rank["connected"]:
+                why = await _closed(endpoint) or "no ZMQ publisher answers there"
+                return f"nobody listens at {endpoint}: {why}", (
+                    f"let the engine listen there, and the network let the router through: {flag}"
+                )
+            if other is not None:
+                return f"its events have topic {other!r}, not {topic!r}", (
+                    "kv_events.topic in the configuration: leave it out, and the engine is asked"
+                )
+        where = ", ".join(rank["endpoint"] for rank in self._ranks(subject.name))
+        return f"connected to {where}, and nothing came of a new prompt", (
+            "is that the port of this engine's --kv-events-config?"
+        )
+
+    def close(self) -> None:
+        """Ends the feed's thread."""
+        self._feed.close()
+
+    def _ranks(self, name: str) -> list[dict[str, Any]]:
+        return list(self._feed.status(name).values())
+
+
+class Ears:
+    """One for each model: as in the server, its engines share an index, and so a block size."""
+
+    def __init__(self) -> None:
+        self._ears: dict[str, Ear] = {}
+
+    def listen(self, subject: Subject) -> Ear | None:
+        """Subscribes to an engine; None, with the verdict, where there is nothing to subscribe to."""
+        capabilities, settings = subject.capabilities, subject.target.settings
+        own = subject.target.engine.kv_events
+        setting = settings.kv_events if own is None else own
+        host = urlsplit(subject.client.url).hostname or ""
+        # Block size and tokenizer have verdicts of their own.
+        pool = Pooled(capabilities.block_size or BLOCK_SIZE, "the engine", knows_tokens=True)
+        mode, subscriptions = choose(capabilities, host, setting, pool)
+        if not subscriptions:
+            told = capabilities.event_sources or (isinstance(setting, KvEvents) and setting.endpoint)
+            say = subject.failed if told and setting != "off" else subject.not_offered
+            flag = subject.flag("prefix_cache" if capabilities.prefix_caching is False else "kv_events")
+            say("kv_events", mode.reason, None if "--kv-events-config" in mode.reason else flag)
+            return None
+        if subject.model not in self._ears:
+            size = settings.block_size or capabilities.block_size or BLOCK_SIZE
+            self._ears[subject.model] = Ear(
+                subject.model,
+                size,
+                "the configuration" if settings.block_size else "another engine of the model",
+            )
+        ear = self._ears[subject.model]
+        try:
+            ear.subscribe(subject.name, subscriptions, capabilities.cache_blocks)
+        except LmetricError as error:
+            subject.failed(
+                "kv_events", str(error), "while serve runs, it has the address; see its /debug/engines"
+            )
+            return None
+        return ear
+
+    def close(self) -> None:
+        """Ends all."""
+        for ear in self._ears.values():
+            ear.close()
+
+
+async def _closed(endpoint: str) -> str | None:
+    """Why no TCP connection can be made there; None where one can."""
+    parts = urlsplit(endpoint)
+    try:
+        async with asyncio.timeout(3):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except TimeoutError:
+        return "no answer within 3 s"
+    except OSError as error:
+        return error.strerror or str(error)
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return None

@@ -1,0 +1,97 @@
+"""Do load reports follow what happens, and does a request whose client leaves stop: load, cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from lmetric.doctor.client import Unanswered
+from lmetric.doctor.subject import Subject
+from lmetric.engines.adapter import Load
+
+FRESH_SECONDS = 3.0
+CANCEL_SECONDS = 3.0
+POLL_SECONDS = 0.02
+OUTPUT_TOKENS = 4096
+ATTEMPTS = 3  # other requests come and go on an engine that serves
+
+
+async def check_load_and_cancel(subject: Subject) -> None:
+    """A long stream of ours must show in the reports while it runs, and go from them when we leave."""
+    path = subject.capabilities.load_path
+    if path is None:
+        subject.not_offered("load", "no page with load gauges was found", subject.flag("load"))
+        subject.not_offered(
+            "cancel", "without load reports nothing shows whether a request runs", subject.flag("load")
+        )
+        return
+    try:
+        before = await _read(subject, path)
+        if before.running is None or before.waiting is None:
+            missing = "running" if before.running is None else "waiting"
+            subject.failed("load", f"{path} tells no number of {missing} requests", subject.flag("load"))
+            return
+        for attempt in range(ATTEMPTS):
+            if await _follow(subject, path, last=attempt == ATTEMPTS - 1):
+                return
+    except Unanswered as error:
+        subject.failed("load", str(error))
+
+
+async def _follow(subject: Subject, path: str, *, last: bool) -> bool:
+    """One stream. True: there is nothing more to find out. On an engine that serves others, only the last
+    attempt may fail."""
+    before = await _read(subject, path)
+    last = last or _total(before) == 0
+    tokens = max(min(OUTPUT_TOKENS, subject.max_tokens - 64), 16)
+    body = {"model": subject.model, "prompt": "Go on and on.", "max_tokens": tokens, "ignore_eos": True}
+    others = (
+        f" beside {before.running:.0f} others: repeat it when the engine is idle" if before.running else ""
+    )
+    async with subject.client.stream(body) as stream:
+        rose = await _until(subject, path, lambda load: _total(load) > _total(before), FRESH_SECONDS)
+        ran = not stream.ended
+    if rose is None:
+        if last:
+            cause = (
+                f"{path} did not show a request of {tokens} tokens of ours within {FRESH_SECONDS:g} s{others}"
+            )
+            remedy = "let the router reach the engine itself, not a page that is cached on the way"
+            subject.failed("load", cause, remedy)
+        return last
+    names = ", ".join(before.names[:3])
+    subject.passed("load", f"{path} ({names}): a request of ours showed after {rose * 1e3:.0f} ms")
+    fell = await _until(subject, path, lambda load: _total(load) <= _total(before), CANCEL_SECONDS)
+    if fell is not None and ran:
+        subject.passed("cancel", f"a stream of {tokens} tokens left early was gone after {fell * 1e3:.0f} ms")
+        return True
+    if last:
+        cause = (
+            f"left early, a stream still runs after {CANCEL_SECONDS:g} s{others}"
+            if ran
+            else f"a stream of {tokens} tokens ended before it could be left{others}"
+        )
+        subject.failed("cancel", cause, "let no proxy between router and engine keep the connection open")
+    return last
+
+
+def _total(load: Load) -> float:
+    return (load.running or 0.0) + (load.waiting or 0.0)
+
+
+async def _read(subject: Subject, path: str) -> Load:
+    answer = await subject.client.get(path, seconds=5)
+    if answer.status != 200 or subject.adapter is None:
+        raise Unanswered(f"GET {path}: {answer.error()}")
+    return subject.adapter.load(answer.body)
+
+
+async def _until(subject: Subject, path: str, true: Callable[[Load], bool], seconds: float) -> float | None:
+    """Seconds until the report satisfies `true`; None: it did not in time."""
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < seconds:
+        if true(await _read(subject, path)):
+            return waited
+        await asyncio.sleep(POLL_SECONDS)
+    return None

@@ -1,0 +1,96 @@
+"""An examination: all checks of all engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from lmetric.doctor.cache import check_cache
+from lmetric.doctor.client import EngineClient
+from lmetric.doctor.ears import Ears
+from lmetric.doctor.load import check_load_and_cancel
+from lmetric.doctor.reach import check_model, check_priority, check_reachable
+from lmetric.doctor.subject import Subject, Target
+from lmetric.doctor.tokens import check_tokenizer
+from lmetric.doctor.verdict import CHECKS, Level, Verdict, needed
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What was found out about one engine."""
+
+    engine: str
+    url: str
+    model: str | None
+    verdicts: dict[str, Verdict]
+    """By check, in the order of `CHECKS`. A check that could not be tried has none."""
+
+    def wanting(self, level: Level) -> list[str]:
+        """The checks that `level` needs and that did not pass."""
+        return [
+            name
+            for name in CHECKS
+            if needed(name, level) and (name not in self.verdicts or self.verdicts[name].outcome != "pass")
+        ]
+
+    @property
+    def level(self) -> Level | None:
+        """The best level that it is good for; None: none."""
+        return next((level for level in Level if not self.wanting(level)), None)
+
+
+async def examine(
+    targets: Sequence[Target], watch: Callable[[str, Verdict], None] = lambda engine, verdict: None
+) -> list[Examination]:
+    """Examines engines, all at once; `watch` is told of each verdict as soon as it is there.
+
+    It costs an engine some dozens of short requests, and a long stream that is left early.
+    """
+    ears = Ears()
+    # A connection is not used again: a pool's keep-alive would look like an engine's fault.
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+        try:
+            subjects = [_subject(target, session, watch) for target in targets]
+            await asyncio.gather(*(_examine(subject, ears) for subject in subjects))
+        finally:
+            await asyncio.to_thread(ears.close)
+    return [
+        Examination(
+            subject.name,
+            subject.client.url,
+            subject.model or None,
+            {name: subject.verdicts[name] for name in CHECKS if name in subject.verdicts},
+        )
+        for subject in subjects
+    ]
+
+
+def _subject(
+    target: Target, session: aiohttp.ClientSession, watch: Callable[[str, Verdict], None]
+) -> Subject:
+    engine = target.engine
+    key = engine.api_key.get_secret_value() if engine.api_key else None
+    client = EngineClient(session, engine.url, key)
+    return Subject(target, client, lambda verdict: watch(engine.label, verdict))
+
+
+async def _examine(subject: Subject, ears: Ears) -> None:
+    await check_reachable(subject)
+    if not subject.has("reachable"):
+        return
+    await check_model(subject)
+    if not subject.has("model"):
+        return
+    await check_load_and_cancel(subject)
+    await check_cache(subject, ears)
+    await check_tokenizer(subject)
+    await check_priority(subject)
+
+
+def worst(examinations: Iterable[Examination]) -> Level | None:
+    """The level that all of them are good for."""
+    levels = [examination.level for examination in examinations]
+    return None if None in levels else max((level for level in levels if level), key=list(Level).index)

@@ -1,0 +1,186 @@
+"""The sources at work: each followed by a task, begun again with a growing pause where it fails."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import structlog
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lmetric.config import DiscoverySource, ServerConfig
+from lmetric.server.discovery.members import Members
+from lmetric.server.discovery.source import Found, Source, SourceError
+from lmetric.server.fleet import Engine, Fleet
+
+log = structlog.get_logger("lmetric.discovery")
+
+FIRST_SECONDS = 5.0  # that the start waits for what the sources tell first
+_PAUSES = (1.0, 30.0)  # between two tries to follow a source: first, longest
+
+
+def make_source(config: DiscoverySource) -> Source:
+    """The source that a section describes. Raises ConfigError where a package is missing."""
+    # Imported where used: most routers need one of them, and Kubernetes' client is an extra.
+    if config.dns is not None:
+        from lmetric.server.discovery.dns import DnsNames
+
+        return DnsNames(config.dns, config)
+    if config.kubernetes is not None:
+        from lmetric.server.discovery.kubernetes import Pods
+
+        return Pods(config.kubernetes, config)
+    from lmetric.server.discovery.file import WatchedFile
+
+    assert config.file is not None
+    return WatchedFile(config.file, config)
+
+
+class _Followed:
+    """A source with what is known of it; the sink that it tells."""
+
+    def __init__(self, name: str, source: Source, members: Members) -> None:
+        self.name = name
+        self.source = source
+        self.updates = 0
+        self.failures = 0
+        self.updated_at: float | None = None
+        self.wrong: str | None = None
+        self.told = asyncio.Event()  # of engines, or of a problem
+        self._members = members
+
+    def found(self, engines: Sequence[Found], problem: str | None = None) -> None:
+        """As `Sink.found`."""
+        self.updates += 1
+        self.updated_at = time.monotonic()
+        self._members.update(self.name, engines)
+        self._say(problem)
+
+    def problem(self, reason: str) -> None:
+        """As `Sink.problem`."""
+        self.failures += 1
+        self._say(reason)
+
+    def _say(self, wrong: str | None) -> None:
+        engines = len(self._members.of(self.name))
+        if wrong is not None and wrong != self.wrong:
+            log.warning("discovery failed", source=self.name, reason=wrong, engines_kept=engines)
+        elif wrong is None and self.wrong is not None:
+            log.info("discovery works again", source=self.name, engines=engines)
+        self.wrong = wrong
+        self.told.set()
+
+    async def forever(self) -> None:
+        """Follows the source; after a failure again."""
+        pause, longest = _PAUSES
+        while True:
+            updates = self.updates
+            try:
+                await self.source.follow(self)
+            except SourceError as error:
+                self.problem(str(error))
+            except Exception as error:
+                log.exception("a source failed in a way that was not foreseen", source=self.name)
+                self.problem(f"{type(error).__name__}; the log says more")
+            if self.updates > updates:
+                pause = _PAUSES[0]
+            # Spread, so that the routers of a fleet do not ask all at once.
+            await asyncio.sleep(pause * random.uniform(0.75, 1.25))
+            pause = min(2 * pause, longest)
+
+
+class Discovery:
+    """The members of the fleet, and the sources that tell of them.
+
+    Args:
+        check: checks engines; called for those that come.
+
+    Raises ConfigError where a source needs a package that is not installed.
+    """
+
+    def __init__(
+        self, config: ServerConfig, fleet: Fleet, check: Callable[[list[Engine]], Awaitable[None]]
+    ) -> None:
+        self.members = Members(config, fleet, self._came)
+        self._check = check
+        self._sources = [
+            _Followed(source.label, make_source(source), self.members) for source in config.discovery
+        ]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._checks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Follows the sources; returns when all have told and their engines are checked, or soon."""
+        for source in self._sources:
+            self._tasks.append(asyncio.create_task(source.forever(), name=f"discovery {source.name}"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_SECONDS):
+                for source in self._sources:
+                    await source.told.wait()
+        if self._checks:
+            await asyncio.wait(self._checks, timeout=FIRST_SECONDS)
+
+    async def stop(self) -> None:
+        """Ends all of it; the fleet stays as it is."""
+        tasks = [*self._tasks, *self._checks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.members.stop()
+
+    def _came(self, engines: list[Engine]) -> None:
+        task = asyncio.create_task(self._checked(engines), name="check of new engines")
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
+
+    async def _checked(self, engines: list[Engine]) -> None:
+        try:
+            await self._check(engines)
+        except Exception:
+            log.exception("new engines could not be checked")
+
+    def state(self) -> list[dict[str, Any]]:
+        """For /debug/discovery: a row for each source."""
+        now = time.monotonic()
+        return [
+            {
+                "source": source.name,
+                "engines": len(self.members.of(source.name)),
+                "problem": source.wrong,
+                "updates": source.updates,
+                "failures": source.failures,
+                "last_update_age_seconds": None
+                if source.updated_at is None
+                else round(now - source.updated_at, 3),
+            }
+            for source in self._sources
+        ]
+
+    def metrics(self) -> Iterator[Metric]:
+        """For /metrics."""
+        engines = GaugeMetricFamily(
+            "lmetric_discovery_engines", "Engines that a source told of last", labels=("source",)
+        )
+        working = GaugeMetricFamily(
+            "lmetric_discovery_up", "Whether a source could be read in full last", labels=("source",)
+        )
+        updates = CounterMetricFamily(
+            "lmetric_discovery_updates", "How often a source told of its engines", labels=("source",)
+        )
+        failures = CounterMetricFamily(
+            "lmetric_discovery_failures", "How often a source could not be read", labels=("source",)
+        )
+        for source in self._sources:
+            label = (source.name,)
+            engines.add_metric(label, len(self.members.of(source.name)))
+            working.add_metric(label, float(source.updated_at is not None and source.wrong is None))
+            updates.add_metric(label, source.updates)
+            failures.add_metric(label, source.failures)
+        yield from (engines, working, updates, failures)
+        for name, text, value in (
+            ("lmetric_engines_added", "Engines that came while the router ran", self.members.added),
+            ("lmetric_engines_removed", "Engines that were forgotten", self.members.removed),
+        ):
+            yield CounterMetricFamily(name, text, value=value)

@@ -1,0 +1,206 @@
+"""Engines in the pods of a Kubernetes cluster, found by a label selector: listed once, then watched.
+
+Pods that run and have an address are engines. One that is not ready (its condition ``Ready``) gets no
+requests but stays known, with its cache; one that is being deleted is an engine no more.
+"""
+
+import asyncio
+import ipaddress
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import yaml
+from pydantic import ValidationError
+
+from lmetric.config import ConfigError, DiscoverySource, EngineConfig, KubernetesSource, explain
+from lmetric.server.discovery.source import Found, Sink, SourceError
+
+try:
+    from kubernetes_asyncio import client
+    from kubernetes_asyncio.config import (
+        KUBE_CONFIG_DEFAULT_LOCATION,
+        ConfigException,
+        load_incluster_config,
+        load_kube_config,
+    )
+except ImportError as missing:
+    raise ConfigError(
+        f"discovery by kubernetes needs another package ({missing}): pip install 'lmetric-router[kubernetes]'"
+    ) from None
+
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+WATCH_SECONDS = 240  # of one watch; the next one goes on where it ended
+PATIENCE_SECONDS = 10.0  # for a connection, and for the end of a watch that should have ended
+PACE_SECONDS = 1.0  # at least, from one request to the API server to the next
+_HINTS = {
+    401: "; the credentials are not accepted",
+    403: "; the router's service account needs a Role that allows to list and watch pods",
+}
+
+
+class Pods:
+    """A source: the pods that a label selector matches in one namespace.
+
+    Where the API server cannot be reached, refuses or forgets, the engines known last stay.
+    """
+
+    def __init__(self, config: KubernetesSource, defaults: DiscoverySource) -> None:
+        self._config = config
+        self._defaults = defaults
+        self._asked_at = float("-inf")
+
+    async def follow(self, sink: Sink) -> None:
+        """As `Source.follow`."""
+        settings = client.Configuration()
+        namespace = await self._load(settings)
+        try:
+            async with client.ApiClient(settings) as api:
+                request = client.CoreV1Api(api).list_namespaced_pod
+                while True:
+                    await self._follow(sink, request, namespace)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            why = str(error) or type(error).__name__
+            raise SourceError(f"the API server at {settings.host} does not answer: {why}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SourceError(f"the API server at {settings.host} answers strangely: {error!r}") from None
+
+    async def _load(self, settings: Any) -> str:
+        """Loads the credentials, anew whenever following begins; returns the namespace."""
+        config = self._config
+        try:
+            if config.kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+                load_incluster_config(client_configuration=settings)
+                return config.namespace or NAMESPACE_FILE.read_text().strip()  # noqa: ASYNC240 (short)
+            files = _kubeconfigs(config.kubeconfig)
+            loader = await load_kube_config(
+                files, config.context, client_configuration=settings, persist_config=False
+            )
+            return config.namespace or loader.current_context["context"].get("namespace") or "default"
+        except (ConfigException, OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+            raise SourceError(f"no credentials for the API server: {error}") from None
+
+    async def _follow(self, sink: Sink, request: Any, namespace: str) -> None:
+        """Lists, then watches until the API server says that it remembers no more."""
+        pods: dict[str, Found | str | None] = {}
+        answer = await self._ask(request, namespace)
+        async with answer:
+            listed = orjson.loads(await answer.read())
+        for pod in listed["items"] or ():
+            pods[pod["metadata"]["name"]] = self._found(pod)
+        self._tell(sink, pods)
+        async for kind, pod in self._events(request, namespace, listed["metadata"]["resourceVersion"]):
+            name = pod["metadata"]["name"]
+            found = None if kind == "DELETED" else self._found(pod)
+            if found != pods.get(name):
+                pods[name] = found
+                self._tell(sink, pods)
+            if kind == "DELETED":
+                pods.pop(name, None)
+
+    async def _events(
+        self, request: Any, namespace: str, version: str
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Kind and pod of each change since ``version``; ends where that is too long ago."""
+        while True:
+            answer = await self._ask(
+                *(request, namespace),
+                watch=True,
+                resource_version=version,
+                allow_watch_bookmarks=True,
+                timeout_seconds=WATCH_SECONDS,
+            )
+            async with answer:
+                if answer.status == 410:
+                    return
+                async for line in answer.content:
+                    event = orjson.loads(line)
+                    kind, pod = event["type"], event["object"]
+                    if kind == "ERROR":
+                        if pod.get("code") == 410:
+                            return
+                        raise SourceError(f"watching the pods of {namespace}: {pod.get('message')}")
+                    version = pod["metadata"]["resourceVersion"]
+                    if kind != "BOOKMARK":
+                        yield kind, pod
+
+    async def _ask(self, request: Any, namespace: str, **options: Any) -> aiohttp.ClientResponse:
+        now = time.monotonic()
+        await asyncio.sleep(self._asked_at + PACE_SECONDS - now)
+        self._asked_at = max(now, self._asked_at + PACE_SECONDS)
+        silence = WATCH_SECONDS + PATIENCE_SECONDS if options else PATIENCE_SECONDS
+        answer: aiohttp.ClientResponse = await request(
+            namespace,
+            label_selector=self._config.selector,
+            _preload_content=False,  # the client's own parsing makes objects of everything in a pod
+            _request_timeout=(PATIENCE_SECONDS, silence),
+            **options,
+        )
+        if answer.status != 200 and not (answer.status == 410 and options):
+            async with answer:
+                body = await answer.read()
+            try:
+                message = orjson.loads(body)["message"]
+            except (orjson.JSONDecodeError, KeyError, TypeError):
+                message = body[:200].decode(errors="replace")
+            hint = _HINTS.get(answer.status, "")
+            raise SourceError(f"the pods of {namespace}: status {answer.status}: {message}{hint}")
+        return answer
+
+    def _tell(self, sink: Sink, pods: dict[str, Found | str | None]) -> None:
+        wrong = sorted(found for found in pods.values() if isinstance(found, str))
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        sink.found(
+            [found for found in pods.values() if isinstance(found, Found)],
+            wrong[0] + more if wrong else None,
+        )
+
+    def _found(self, pod: dict[str, Any]) -> Found | str | None:
+        """The engine in a pod, None where there is none, or why it cannot be used."""
+        metadata, status = pod["metadata"], pod.get("status") or {}
+        address = status.get("podIP")
+        if metadata.get("deletionTimestamp") or status.get("phase") != "Running" or not address:
+            return None
+        port = self._port(pod["spec"])
+        if port is None:
+            return f"pod {metadata['name']} has no container port named {self._config.port!r}"
+        host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
+        said = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
+        try:
+            config = EngineConfig.model_validate(
+                {
+                    "url": f"http://{host}:{port}",
+                    "name": f"{metadata['name']}.{metadata['namespace']}",
+                    "api_key": self._defaults.api_key,
+                    "role": said.get(self._config.role_key) or "both",
+                }
+            )
+        except ValidationError as error:
+            return f"pod {metadata['name']}: {'; '.join(explain(error, {}, EngineConfig))}"
+        ready = any(
+            condition["type"] == "Ready" and condition["status"] == "True"
+            for condition in status.get("conditions") or ()
+        )
+        return Found(config, said.get(self._config.model_key) or self._defaults.model, ready)
+
+    def _port(self, spec: dict[str, Any]) -> int | None:
+        port = self._config.port
+        if isinstance(port, int):
+            return port
+        for container in (*spec["containers"], *(spec.get("initContainers") or ())):
+            for listed in container.get("ports") or ():
+                if listed.get("name") == port:
+                    return int(listed["containerPort"])
+        return None
+
+
+def _kubeconfigs(given: Path | None) -> str:
+    """The kubeconfig, or kubectl's, which may be several. Raises FileNotFoundError where none exists."""
+    files = str(given or KUBE_CONFIG_DEFAULT_LOCATION)
+    if not any(os.path.exists(os.path.expanduser(file)) for file in files.split(os.pathsep)):
+        raise FileNotFoundError(f"this is no pod, and there is no {files}")
+    return files

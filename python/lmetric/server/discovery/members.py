@@ -1,0 +1,170 @@
+"""One fleet of what all sources tell: which engine is whose, which come and which leave.
+
+An engine that two sources name, by its name or its URL (for the same model), is one engine: that of the
+first, in the order configuration, administrator, `discovery`. One that no source names any more gets no
+further requests; it is forgotten as soon as none runs there, or after the time that draining may take.
+Requests that still run then run on; nothing here ever cuts one.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from lmetric._core import LmetricError
+from lmetric.config import ADMIN, CONFIGURED, ServerConfig
+from lmetric.server.discovery.source import Found
+from lmetric.server.fleet import Engine, Fleet
+
+log = structlog.get_logger("lmetric.discovery")
+
+_LOOK_SECONDS = 0.05  # between two looks at whether a leaving engine is idle
+
+
+@dataclass(slots=True)
+class _Leave:
+    deadline: float  # on the monotonic clock
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Members:
+    """Keeps the fleet what its sources say.
+
+    Args:
+        on_new: is told of engines that came.
+    """
+
+    def __init__(self, config: ServerConfig, fleet: Fleet, on_new: Callable[[list[Engine]], None]) -> None:
+        self.fleet = fleet
+        self.added = 0
+        self.removed = 0
+        self._on_new = on_new
+        self._drain_seconds = config.timeouts.engine_drain
+        # In the order of precedence.
+        self._lists: dict[str, Sequence[Found]] = {
+            CONFIGURED: [Found(engine.config, engine.model) for engine in fleet.engines()],
+            ADMIN: [],
+            **{source.label: [] for source in config.discovery},
+        }
+        self._refused: set[str] = set()
+        self._leaving: dict[Engine, _Leave] = {}
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def of(self, source: str) -> Sequence[Found]:
+        """What a source told last."""
+        return self._lists[source]
+
+    def update(self, source: str, found: Sequence[Found], drain_seconds: float | None = None) -> None:
+        """Takes in all engines of a source. ``drain_seconds``: that those which are gone may drain."""
+        self._lists[source] = found
+        wanted, refused = self._wanted()
+        here = {engine.name: engine for engine in self.fleet.engines()}
+        for name, engine in here.items():
+            if name not in wanted:
+                self._leave(engine, self._drain_seconds if drain_seconds is None else drain_seconds)
+        new = []
+        for name, (owner, each) in wanted.items():
+            old = here.get(name)
+            if old is not None and (old.config, old.model) != (each.config, each.model or self._model):
+                # Another engine under the same name: the requests of the old one run on without it.
+                self._forget(old)
+                old = None
+            if old is not None:
+                self._stay(old, owner, each.ready)
+                continue
+            try:
+                engine = self.fleet.add(each.config, owner, each.model)
+            except LmetricError as error:
+                refused.add(f"engine {name} of {owner} cannot be taken in: {error}")
+                continue
+            engine.ready = each.ready
+            engine.hold()
+            new.append(engine)
+        for reason in sorted(refused - self._refused):
+            log.warning("engine left out", reason=reason)
+        self._refused = refused
+        if new:
+            self.added += len(new)
+            log.info("engines added", source=source, engines=_some(engine.name for engine in new))
+            self._on_new(new)
+
+    @property
+    def _model(self) -> str | None:
+        return self.fleet.config.model
+
+    def _wanted(self) -> tuple[dict[str, tuple[str, Found]], set[str]]:
+        """The engines there should be, with whose they are; and what was wrong with others."""
+        wanted: dict[str, tuple[str, Found]] = {}
+        at: dict[str, list[tuple[str, Found]]] = {}
+        refused: set[str] = set()
+        for source, found in self._lists.items():
+            for each in found:
+                name, url = each.config.label, each.config.url
+                if name in wanted:
+                    owner, first = wanted[name]
+                    if first.config.url != url:
+                        refused.add(f"{source} and {owner} both name an engine {name}: {owner}'s is taken")
+                elif not any(owner != source and each.is_also(first) for owner, first in at.get(url, ())):
+                    wanted[name] = (source, each)
+                    at.setdefault(url, []).append((source, each))
+        return wanted, refused
+
+    def _stay(self, engine: Engine, source: str, ready: bool) -> None:
+        leave = self._leaving.pop(engine, None)
+        if leave is not None:
+            leave.over.set()
+            log.info("engine is back", source=source, engine=engine.name)
+        held = engine.held
+        engine.source, engine.ready, engine.leaving = source, ready, False
+        if engine.held != held:
+            engine.hold()
+
+    def _leave(self, engine: Engine, seconds: float) -> None:
+        if engine in self._leaving:
+            return
+        engine.leaving = True
+        engine.hold()
+        if not engine.running or seconds <= 0:
+            self._forget(engine)
+            return
+        log.info("engine leaves", source=engine.source, engine=engine.name, running=engine.running)
+        self._leaving[engine] = _Leave(time.monotonic() + seconds)
+        if self._sweeper is None or self._sweeper.done():
+            self._sweeper = asyncio.create_task(self._sweep(), name="leaving engines")
+
+    async def _sweep(self) -> None:
+        while self._leaving:
+            await asyncio.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            for engine, leave in list(self._leaving.items()):
+                if not engine.running or now >= leave.deadline:
+                    self._forget(engine)
+
+    def _forget(self, engine: Engine) -> None:
+        self.fleet.remove(engine)
+        self.removed += 1
+        leave = self._leaving.pop(engine, None)
+        if leave is not None:
+            leave.over.set()
+        log.info("engine removed", source=engine.source, engine=engine.name, running=engine.running)
+
+    async def settled(self, engine: Engine) -> None:
+        """Waits until an engine that leaves is forgotten, or stays after all."""
+        leave = self._leaving.get(engine)
+        if leave is not None:
+            await leave.over.wait()
+
+    async def stop(self) -> None:
+        """Looks after leaving engines no more."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:20]) + (f" and {len(listed) - 20} more" if len(listed) > 20 else "")

@@ -1,0 +1,46 @@
+"""What a source of engines is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lmetric._core import LmetricError
+from lmetric.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An engine of a source: its ``model`` (None: to be asked), and whether it may get requests."""
+
+    config: EngineConfig
+    model: str | None = None
+    ready: bool = True
+
+    def is_also(self, other: "Found") -> bool:
+        """Whether both may be one engine, by URL and model. (A server of two models is two engines.)"""
+        models = (self.model, other.model)
+        return self.config.url == other.config.url and (None in models or models[0] == models[1])
+
+
+class SourceError(LmetricError):
+    """A source cannot be followed now; the message says which thing failed, and why."""
+
+
+class Sink(Protocol):
+    """Who is told of a source's engines."""
+
+    def found(self, engines: Sequence[Found], problem: str | None = None) -> None:
+        """These are all engines of the source now; ``problem``: what is wrong with others."""
+
+    def problem(self, reason: str) -> None:
+        """What the source knows cannot be read now; the engines it told of last stay."""
+
+
+class Source(Protocol):
+    """A place that knows engines."""
+
+    async def follow(self, sink: Sink) -> None:
+        """Tells ``sink`` of the engines, at once and whenever they change, until cancelled.
+
+        Raises SourceError where that ends; it is called again after a while.
+        """

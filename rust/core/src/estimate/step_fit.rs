@@ -1,0 +1,276 @@
+//! The step-time model, learned as traffic passes: least squares over decayed observations, no cost below zero.
+use super::StepTime;
+use crate::ids::Seconds;
+
+/// Terms of the model: steps, decoding sequences, their context tokens, prefill tokens, prefill attention pairs.
+pub const TERMS: usize = 5;
+/// The terms summed over the steps of some time.
+pub type Work = [f64; TERMS];
+
+/// Weight that an observation keeps when the next one comes: the last seventy or so count.
+const KEEP: f64 = 0.985;
+/// The same for the errors of predictions: the last twenty.
+const KEEP_ERROR: f64 = 0.95;
+/// Observations before anything is said.
+const LEAST: f64 = 8.0;
+/// How far an observation may pull, in times of the usual error.
+const PULL: f64 = 3.0;
+/// The least that counts as usual error.
+const LEAST_ERROR: f64 = 0.05;
+/// Pull towards the costs so far, as a share of what was observed of a term. It decides what observations leave open.
+const HOLD: f64 = 1e-3;
+/// Costs of a usual engine (the profile `llama-3.1-8b-a100`). Only their proportions count, until traffic tells terms apart.
+const USUAL: Work = [0.01, 2e-5, 8e-8, 6e-5, 2.2e-9];
+/// Tokens that a step is taken to hold until one was seen to hold more: vLLM's smallest default.
+const USUAL_BATCH_TOKENS: f64 = 2048.0;
+
+fn dot(a: &Work, b: &Work) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// Step seconds = costs x work, learned for one instance. Terms that its traffic does not tell apart keep the proportions they
+/// began with, so the sum is right where the traffic was, and only there. A constant number of bytes and of operations.
+#[derive(Clone, Debug)]
+pub struct StepFit {
+    /// Sums of products of terms, and of terms and seconds.
+    products: [Work; TERMS],
+    seconds: Work,
+    costs: Work,
+    observations: f64,
+    /// Decayed sums: squared relative errors of predictions made before the observation, and their number.
+    errors: f64,
+    judged: f64,
+    batch_tokens: f64,
+}
+
+impl Default for StepFit {
+    fn default() -> Self {
+        StepFit {
+            products: [[0.0; TERMS]; TERMS],
+            seconds: [0.0; TERMS],
+            costs: [0.0; TERMS],
+            observations: 0.0,
+            errors: 0.0,
+            judged: 0.0,
+            batch_tokens: USUAL_BATCH_TOKENS,
+        }
+    }
+}
+
+impl StepFit {
+    /// The instance did `work` in `seconds`. What no engine can do is passed over.
+    pub fn observe(&mut self, work: &Work, seconds: Seconds) {
+        let sane = work.iter().all(|term| (0.0..1e15).contains(term)) && work[0] >= 1.0;
+        if !(sane && (1e-9..1e9).contains(&seconds)) {
+            return;
+        }
+        if self.observations == 0.0 {
+            self.costs = USUAL.map(|cost| cost * seconds / dot(work, &USUAL));
+        }
+        // A prediction of nothing would weigh without bound.
+        let predicted = dot(work, &self.costs).max(seconds / 100.0);
+        let mut error = seconds / predicted - 1.0;
+        if self.judged >= LEAST {
+            let most = PULL * self.error().max(LEAST_ERROR);
+            error = error.clamp(-most, most);
+        }
+        if self.observations > 0.0 {
+            self.errors = self.errors * KEEP_ERROR + error * error;
+            self.judged = self.judged * KEEP_ERROR + 1.0;
+        }
+        self.observations = self.observations * KEEP + 1.0;
+        let (seconds, weight) = (predicted * (1.0 + error), 1.0 / predicted);
+        for i in 0..TERMS {
+            self.seconds[i] = self.seconds[i] * KEEP + weight * work[i] * seconds;
+            for j in 0..TERMS {
+                self.products[i][j] = self.products[i][j] * KEEP + weight * work[i] * work[j];
+            }
+        }
+        self.solve();
+    }
+
+    /// So many prefill tokens were computed in so many steps: a bound from below on what a step may hold.
+    pub fn saw_chunks(&mut self, tokens: f64, steps: f64) {
+        // The first step of a time may be full before it, of the same prefill.
+        self.batch_tokens = self.batch_tokens.max((tokens / (steps + 1.0)).min(1e9));
+    }
+
+    /// Steps that a prefill of `tokens` tokens takes alone.
+    pub fn steps(&self, tokens: f64) -> f64 {
+        (tokens / self.batch_tokens).ceil().max(1.0)
+    }
+
+    /// Seconds of a decode step, by what is learned so far; 0 before anything was.
+    pub fn decode_seconds(&self, sequences: f64, context: f64) -> Seconds {
+        self.costs[0] + self.costs[1] * sequences + self.costs[2] * context
+    }
+
+    /// The costs that explain best what was observed; of the terms that would be below zero, the lowest is taken out in turn.
+    fn solve(&mut self) {
+        let scale: Work = std::array::from_fn(|i| self.products[i][i].sqrt());
+        let mut free: [bool; TERMS] = std::array::from_fn(|i| scale[i] > 0.0);
+        loop {
+            // In units in which each term was observed once. What was never observed keeps its cost.
+            let mut rows = [[0.0; TERMS + 1]; TERMS];
+            for i in 0..TERMS {
+                rows[i][i] = 1.0;
+                if free[i] {
+                    for j in (0..TERMS).filter(|j| free[*j]) {
+                        rows[i][j] = self.products[i][j] / (scale[i] * scale[j]);
+                    }
+                    rows[i][i] = 1.0 + HOLD;
+                    rows[i][TERMS] = self.seconds[i] / scale[i] + HOLD * self.costs[i] * scale[i];
+                }
+            }
+            let solved = eliminate(&mut rows);
+            let lowest = (0..TERMS).filter(|i| free[*i]).min_by(|i, j| solved[*i].total_cmp(&solved[*j]));
+            match lowest {
+                Some(i) if solved[i] < 0.0 => free[i] = false,
+                _ => {
+                    for i in (0..TERMS).filter(|i| scale[*i] > 0.0) {
+                        self.costs[i] = if free[i] { solved[i] / scale[i] } else { 0.0 };
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    fn error(&self) -> f64 {
+        (self.errors / self.judged).sqrt()
+    }
+
+    /// Relative error, root mean square, of the predictions made before each of the last twenty or so observations. None until there
+    /// were enough.
+    pub fn relative_error(&self) -> Option<f64> {
+        (self.judged >= LEAST).then(|| self.error())
+    }
+
+    /// The model. None until enough was observed.
+    pub fn step_time(&self) -> Option<StepTime> {
+        (self.judged >= LEAST).then(|| StepTime {
+            fixed_seconds: self.costs[0],
+            decode_seconds_per_sequence: self.costs[1],
+            decode_seconds_per_context_token: self.costs[2],
+            prefill_seconds_per_token: self.costs[3],
+            prefill_seconds_per_attention_pair: self.costs[4],
+            max_batch_tokens: self.batch_tokens,
+        })
+    }
+
+    /// Whether prefills were among what was observed.
+    pub fn knows_prefill(&self) -> bool {
+        self.products[3][3] > 0.0
+    }
+}
+
+/// Solves a system whose diagonal dominates enough to need no pivots: a Gram matrix with unit diagonal and something added to it.
+fn eliminate(rows: &mut [[f64; TERMS + 1]; TERMS]) -> Work {
+    for i in 0..TERMS {
+        let pivot = rows[i];
+        for row in rows.iter_mut().skip(i + 1) {
+            let factor = row[i] / pivot[i];
+            for (value, from) in row.iter_mut().zip(&pivot).skip(i) {
+                *value -= factor * from;
+            }
+        }
+    }
+    let mut solved = [0.0; TERMS];
+    for i in (0..TERMS).rev() {
+        let known: f64 = (i + 1..TERMS).map(|j| rows[i][j] * solved[j]).sum();
+        solved[i] = (rows[i][TERMS] - known) / rows[i][i];
+    }
+    solved
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use rand::{RngExt, SeedableRng};
+
+    /// Stretches of traffic: every other one with a prefill in it.
+    fn works(seed: u64) -> Vec<Work> {
+        let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(seed);
+        let mut some = |from: f64, to: f64| rng.random_range(from..to);
+        let mut one = || {
+            let decodes = some(1.0, 40.0) * some(1.0, 200.0);
+            let (tokens, before) = (some(-1e4, 1e4).max(0.0), some(0.0, 2e4));
+            [some(1.0, 40.0), decodes, decodes * some(50.0, 8000.0), tokens, tokens * (before + tokens / 2.0)]
+        };
+        (0..250).map(|_| one()).collect()
+    }
+
+    fn costs() -> impl Strategy<Value = Work> {
+        let factor = || 0.2f64..5.0;
+        [factor(), factor(), factor(), factor(), factor()]
+            .prop_map(|f| std::array::from_fn(|i| USUAL[i] * f[i]))
+    }
+
+    proptest! {
+        /// Whatever an engine costs, its traffic tells: of varied work, each cost; and where an outlier lies among it, nearly so.
+        #[test]
+        fn learns_the_costs(costs in costs(), seed: u64, outlier: bool) {
+            let works = works(seed);
+            let mut fit = StepFit::default();
+            for (i, work) in works.iter().enumerate() {
+                fit.observe(work, dot(work, &costs) * if outlier && i == 100 { 50.0 } else { 1.0 });
+            }
+            let off = |work: &Work| (dot(work, &fit.costs) / dot(work, &costs) - 1.0).abs();
+            let tolerance = if outlier { 0.1 } else { 0.02 };
+            for work in &works {
+                prop_assert!(off(work) < tolerance, "{} of {work:?}: {:?} for {costs:?}", off(work), fit.costs);
+            }
+            prop_assert!(fit.relative_error().unwrap() < tolerance);
+        }
+
+        /// Whatever comes, costs are numbers of at least 0.
+        #[test]
+        fn costs_are_never_negative(
+            observed in prop::collection::vec((prop::array::uniform5(-1.0f64..1e9), -1.0f64..1e4), 1..100),
+            odd in prop::array::uniform5(prop::num::f64::ANY), seconds in prop::num::f64::ANY,
+        ) {
+            let mut fit = StepFit::default();
+            for (work, seconds) in &observed {
+                fit.observe(work, *seconds);
+            }
+            fit.observe(&odd, seconds);
+            prop_assert!(fit.costs.iter().all(|c| c.is_finite() && *c >= 0.0), "{:?}", fit.costs);
+            prop_assert!(fit.relative_error().is_none_or(|e| e.is_finite() && e >= 0.0));
+        }
+    }
+
+    #[test]
+    fn one_batch_size_teaches_its_step_and_later_ones_the_parts() {
+        let truth: Work = [0.01, 1e-4, 0.0, 0.0, 0.0];
+        let mut fit = StepFit::default();
+        let decode = |batch: f64| [8.0, 8.0 * batch, 8.0 * batch * 1000.0, 0.0, 0.0];
+        assert_eq!((fit.step_time(), fit.relative_error()), (None, None));
+        (0..100).for_each(|_| fit.observe(&decode(10.0), dot(&decode(10.0), &truth)));
+        let step = |fit: &StepFit, batch: f64| fit.step_time().unwrap().step(batch, batch * 1000.0);
+        assert!((step(&fit, 10.0) / 0.011 - 1.0).abs() < 1e-6);
+        assert!(step(&fit, 100.0) < 0.03, "no sequence is taken for a whole step");
+        assert!(!fit.knows_prefill());
+        (0..200).for_each(|i| fit.observe(&decode(f64::from(i)), dot(&decode(f64::from(i)), &truth)));
+        assert!((step(&fit, 100.0) / 0.02 - 1.0).abs() < 0.01);
+    }
+
+    #[test]
+    fn an_engine_that_changes_is_learned_anew() {
+        let mut fit = StepFit::default();
+        let work: Work = [8.0, 80.0, 80_000.0, 500.0, 125_000.0];
+        (0..300).for_each(|_| fit.observe(&work, 0.2));
+        (0..300).for_each(|_| fit.observe(&work, 0.6));
+        assert!((dot(&work, &fit.costs) / 0.6 - 1.0).abs() < 0.1, "{}", dot(&work, &fit.costs));
+        assert!(fit.relative_error().unwrap() < 0.1);
+    }
+
+    #[test]
+    fn long_prefills_show_how_many_tokens_a_step_holds() {
+        let mut fit = StepFit::default();
+        fit.saw_chunks(1000.0, 1.0);
+        assert_eq!((fit.steps(0.0), fit.steps(4096.0)), (1.0, 2.0));
+        fit.saw_chunks(8192.0 * 12.0, 12.0);
+        assert_eq!(fit.steps(7000.0), 1.0);
+    }
+}

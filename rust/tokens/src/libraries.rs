@@ -1,0 +1,77 @@
+//! One tokenizer in two libraries: the one that engines use, and its successor, many times as fast, which does not read every
+//! tokenizer and is used only for those where both make the same ids of everything tried.
+use crate::TokensError;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use tokenizers::Tokenizer;
+use tokenizers_fast::pipeline::{EncodeOptions, PipelineToken, PipelineTokenizer};
+
+/// Words of the vocabulary that both are held against each other on.
+const COMPARED_WORDS: u32 = 6000;
+
+pub(crate) struct Libraries {
+    pub(crate) tokenizer: Tokenizer,
+    fast: Option<PipelineTokenizer>,
+}
+
+impl Libraries {
+    /// Compares both on `texts` and on words of the vocabulary.
+    pub(crate) fn new(tokenizer: Tokenizer, texts: &[String]) -> Libraries {
+        let read = || {
+            let json = tokenizers_fast::canonicalize_str(&tokenizer.to_string(false).ok()?).ok()?;
+            tokenizers_fast::from_json(&json).ok()
+        };
+        let fast = catch_unwind(AssertUnwindSafe(read)).ok().flatten();
+        let libraries = Libraries { tokenizer, fast };
+        let agree =
+            texts.iter().all(|t| libraries.agree(t)) && libraries.words().iter().all(|t| libraries.agree(t));
+        Libraries { fast: libraries.fast.filter(|_| agree), tokenizer: libraries.tokenizer }
+    }
+
+    /// Whether the fast one is used.
+    pub(crate) fn is_fast(&self) -> bool {
+        self.fast.is_some()
+    }
+
+    /// Appends the ids of a text, without what the tokenizer puts around it.
+    pub(crate) fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<(), TokensError> {
+        match self.by_fast(text) {
+            Some(ids) => out.extend(ids.into_iter().map(PipelineToken::id)),
+            None => out.extend(self.by_reference(text, false)?),
+        }
+        Ok(())
+    }
+
+    /// The ids as engines make them.
+    pub(crate) fn by_reference(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TokensError> {
+        // The library has panics of its own; one text must not take its caller down.
+        let encode = || self.tokenizer.encode_fast(text, add_special_tokens);
+        match catch_unwind(AssertUnwindSafe(encode)) {
+            Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
+            Ok(Err(error)) => Err(TokensError::Failed(error.to_string())),
+            Err(_) => Err(TokensError::Failed("it panicked".into())),
+        }
+    }
+
+    fn by_fast(&self, text: &str) -> Option<Vec<PipelineToken>> {
+        let fast = self.fast.as_ref()?;
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        let encode = || fast.encode_into(text, &EncodeOptions::no_specials(), &mut ids).ok();
+        catch_unwind(AssertUnwindSafe(encode)).ok().flatten()?;
+        Some(ids)
+    }
+
+    fn agree(&self, text: &str) -> bool {
+        let fast = self.by_fast(text).map(|ids| ids.into_iter().map(PipelineToken::id).collect::<Vec<_>>());
+        fast.is_some() && fast == self.by_reference(text, false).ok()
+    }
+
+    /// Words from all over the vocabulary, a few hundred a text.
+    fn words(&self) -> Vec<String> {
+        let size = self.tokenizer.get_vocab_size(true) as u32;
+        let ids: Vec<u32> = (0..size).step_by((size / COMPARED_WORDS).max(1) as usize).collect();
+        ids.chunks(300)
+            .map(|ids| self.tokenizer.decode(ids, false).unwrap_or_default())
+            .filter(|text| !text.is_empty())
+            .collect()
+    }
+}

@@ -1,0 +1,295 @@
+"""What follows a source in tests, and what answers it over sockets: a DNS server, a Kubernetes API server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import ssl
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import dns.flags
+import dns.message
+import dns.rcode
+import dns.rdatatype
+import dns.rrset
+import orjson
+from aiohttp import web
+
+from lmetric.server.discovery import Found, Source, SourceError
+
+
+class Told:
+    """A sink that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[Found]] = []
+        self.problems: list[str] = []
+
+    def found(self, engines: Sequence[Found], problem: str | None = None) -> None:
+        self.lists.append(list(engines))
+        if problem is not None:
+            self.problems.append(problem)
+
+    def problem(self, reason: str) -> None:
+        self.problems.append(reason)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(each.config.label for each in self.lists[-1]) if self.lists else []
+
+    async def until(self, true: Callable[[], object]) -> None:
+        for _ in range(500):
+            if true():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"did not come true: {self.names}, {self.problems}")
+
+
+@contextlib.asynccontextmanager
+async def following(source: Source) -> AsyncIterator[Told]:
+    """Follows a source, again at once where that ends."""
+    told = Told()
+
+    async def forever() -> None:
+        while True:
+            try:
+                await source.follow(told)
+            except SourceError as error:
+                told.problem(str(error))
+            await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(forever())
+    try:
+        yield told
+    finally:
+        assert not task.done(), "following ended with an error nobody foresaw"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class DnsServer(asyncio.DatagramProtocol):
+    """Answers what is in ``zone``, (name, type) to records; else that the name does not exist.
+
+    Over UDP, and over TCP what is longer than 512 bytes.
+    """
+
+    def __init__(self) -> None:
+        self.zone: dict[tuple[str, str], list[str]] = {}
+        self.ttl = 1
+        self.fails = False
+        self.silent = False
+        self.address = ""
+
+    async def __aenter__(self) -> DnsServer:
+        loop = asyncio.get_running_loop()
+        self._streams = await asyncio.start_server(self._stream, "127.0.0.1", 0)
+        self._transport, _ = await loop.create_datagram_endpoint(
+            lambda: self, self._streams.sockets[0].getsockname()
+        )
+        self.address = "{}:{}".format(*self._transport.get_extra_info("sockname"))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._transport.close()
+        self._streams.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        pass
+
+    def datagram_received(self, data: bytes, address: Any) -> None:
+        if self.silent:
+            return
+        answer = self._answer(data)
+        wire = answer.to_wire()
+        if len(wire) > 512:
+            answer.answer.clear()
+            answer.flags |= dns.flags.TC
+            wire = answer.to_wire()
+        self._transport.sendto(wire, address)
+
+    async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        wire = self._answer(await reader.readexactly(int.from_bytes(await reader.readexactly(2)))).to_wire()
+        writer.write(len(wire).to_bytes(2) + wire)
+        await writer.drain()
+        writer.close()
+
+    def _answer(self, data: bytes) -> dns.message.Message:
+        query = dns.message.from_wire(data)
+        question = query.question[0]
+        answer = dns.message.make_response(query)
+        answer.flags |= dns.flags.RA
+        name = question.name.to_text(omit_final_dot=True)
+        records = self.zone.get((name, dns.rdatatype.to_text(question.rdtype)))
+        if self.fails:
+            answer.set_rcode(dns.rcode.SERVFAIL)
+        elif records:
+            answer.answer.append(
+                dns.rrset.from_text(
+                    question.name, self.ttl, "IN", dns.rdatatype.to_text(question.rdtype), *records
+                )
+            )
+        elif not any(known == name for known, _ in self.zone):
+            answer.set_rcode(dns.rcode.NXDOMAIN)
+        return answer
+
+
+def pod(name: str, url: str = "http://127.0.0.1:1", **changes: Any) -> dict[str, Any]:
+    """A pod that runs and is ready, its engine's port named http.
+
+    ``changes``: ready, phase, labels, annotations.
+    """
+    host, port = url.removeprefix("http://").rsplit(":", 1)
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "fleet",
+            "labels": {"app": "vllm", **changes.get("labels", {})},
+            "annotations": changes.get("annotations"),
+        },
+        "spec": {
+            "containers": [
+                {"name": "side"},
+                {"ports": [{"containerPort": 9}, {"name": "http", "containerPort": int(port)}]},
+            ]
+        },
+        "status": {
+            "phase": changes.get("phase", "Running"),
+            "podIP": host.strip("[]"),
+            "conditions": [
+                {"type": "Initialized", "status": "True"},
+                {"type": "Ready", "status": "True" if changes.get("ready", True) else "False"},
+            ],
+        },
+    }  # fmt: skip
+
+
+class ApiServer:
+    """The part of the Kubernetes API that lists and watches pods of one namespace.
+
+    Changes get ascending resource versions; ``forget()`` drops their history, as time does in a real one.
+    """
+
+    def __init__(self, token: str = "t0ken", tls: ssl.SSLContext | None = None) -> None:
+        self.token = token
+        self.allowed = True
+        self.gone_by_status = False  # how a version that is too old is told: by status, or by an event
+        self.lists = 0
+        self.watches = 0
+        self.selectors: set[str] = set()
+        self.port = 0
+        self._tls = tls
+        self._pods: dict[str, dict[str, Any]] = {}
+        self._versions = itertools.count(1000)
+        self._version = next(self._versions)
+        self._oldest = self._version
+        self._history: list[tuple[int, dict[str, Any]]] = []
+        self._changed = asyncio.Event()
+        self._generation = 0
+
+    @property
+    def url(self) -> str:
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
+
+    def kubeconfig(self, token: str | None = None) -> dict[str, Any]:
+        return {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "here",
+            "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u", "namespace": "fleet"}}],
+            "clusters": [{"name": "c", "cluster": {"server": self.url}}],
+            "users": [{"name": "u", "user": {"token": token or self.token}}],
+        }
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/api/v1/namespaces/fleet/pods", self._answer)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._tls)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        self.hang_up()
+        await self._runner.cleanup()
+
+    async def __aenter__(self) -> ApiServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def put(self, *pods: dict[str, Any]) -> None:
+        """Makes or changes pods."""
+        for each in pods:
+            name = each["metadata"]["name"]
+            self._happens("MODIFIED" if name in self._pods else "ADDED", each)
+            self._pods[name] = each
+
+    def delete(self, name: str) -> None:
+        self._happens("DELETED", self._pods.pop(name))
+
+    def bookmark(self) -> None:
+        self._happens("BOOKMARK", {"metadata": {}})
+
+    def forget(self) -> None:
+        """Versions up to now are too old to be watched from."""
+        self._version = self._oldest = next(self._versions)
+        self._history.clear()
+
+    def hang_up(self) -> None:
+        """Ends all watches, as a server does when their time is over."""
+        self._generation += 1
+        self._changed.set()
+
+    def _happens(self, kind: str, thing: dict[str, Any]) -> None:
+        self._version = next(self._versions)
+        thing["metadata"]["resourceVersion"] = str(self._version)
+        self._history.append((self._version, {"type": kind, "object": orjson.loads(orjson.dumps(thing))}))
+        self._changed.set()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("authorization") != f"Bearer {self.token}":
+            return _status(401, "Unauthorized")
+        if not self.allowed:
+            return _status(403, 'pods is forbidden: User "router" cannot list resource "pods"')
+        self.selectors.add(request.query.get("labelSelector", ""))
+        if request.query.get("watch") not in ("true", "True"):
+            self.lists += 1
+            body = {"metadata": {"resourceVersion": str(self._version)}, "items": list(self._pods.values())}
+            return web.json_response(body)
+        self.watches += 1
+        since = int(request.query["resourceVersion"])
+        too_old = since < self._oldest
+        if too_old and self.gone_by_status:
+            return _status(410, "too old resource version")
+        response = web.StreamResponse(headers={"content-type": "application/json"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        if too_old:
+            gone = {"code": 410, "reason": "Expired", "message": f"too old resource version: {since}"}
+            await _line(response, {"type": "ERROR", "object": gone})
+            return response
+        generation = self._generation
+        while generation == self._generation:
+            self._changed.clear()
+            for version, event in [each for each in self._history if each[0] > since]:
+                await _line(response, event)
+                since = version
+            await self._changed.wait()
+        return response
+
+
+async def _line(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    """An event in two chunks, as networks cut them."""
+    line = orjson.dumps(event) + b"\n"
+    for piece in (line[:7], line[7:]):
+        await response.write(piece)
+        await asyncio.sleep(0)
+
+
+def _status(code: int, message: str) -> web.Response:
+    return web.json_response({"kind": "Status", "code": code, "message": message}, status=code)

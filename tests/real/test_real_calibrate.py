@@ -1,0 +1,50 @@
+"""`calibrate` on real vLLM: what it says of itself, sane constants, prompts that were no probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil, isfinite
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmetric.calibrate import Calibrator
+from lmetric.calibrate.fit import CONSTANTS
+from lmetric.calibrate.plan import KINDS
+from lmetric.profiles import load_profile
+from lmetric.profiles.roofline import as_yaml
+from vllm_process import VllmEngine
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+
+async def test_a_real_engine_gets_a_profile_that_foretells(
+    vllm_engines: Callable[..., list[VllmEngine]], tmp_path: Path
+) -> None:
+    (engine,) = vllm_engines(1)
+    async with Calibrator(engine.url, budget_tokens=80_000, max_batch=8) as calibrator:
+        made = await calibrator.run()
+        held_out = {
+            length: min([await calibrator.time_to_first_token(length) for _ in range(5)])
+            for length in (300, 1_100, 2_300)
+        }
+    profile, facts = made.profile, made.facts
+    assert facts.engine.startswith("vllm 0.")
+    assert (profile.block_tokens, profile.cache_blocks) == (32, 512)
+    assert (facts.max_batch_tokens, facts.max_sequences) == (512, 32), "the development pages tell"
+    assert made.tokens_used <= 80_000
+    assert {residual.kind for residual in made.fit.residuals} == set(KINDS)
+    assert all(isfinite(residual.relative_error) for residual in made.fit.residuals)
+    costs = [getattr(profile, name) for name in CONSTANTS]
+    assert all(isfinite(cost) and cost >= 0 for cost in costs)
+    assert profile.prefill_seconds_per_token + profile.prefill_seconds_per_attention_pair > 0
+    # A tiny model on a few shared cores: steps of some milliseconds, of which the sockets are a good part.
+    for length, seconds in held_out.items():
+        steps = ceil(length / profile.max_batch_tokens)
+        work = (steps, 0, 0, length, length * length / 2)
+        foretold = made.fit.request_seconds + float(np.dot(costs, work))
+        assert 0.5 < foretold / seconds < 2, (length, foretold, seconds, profile)
+    path = tmp_path / "mine.yaml"
+    path.write_text(as_yaml(profile))
+    assert load_profile(str(path)) == profile

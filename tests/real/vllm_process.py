@@ -1,0 +1,279 @@
+"""Real vLLM engines as child processes, on CPU, with a tiny model."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+CACHE = HERE.parents[1] / ".cache" / "vllm"
+START_SECONDS = 300.0
+# Taken out of the environment, where the router would take them for settings of its own.
+NAMED = {name: os.environ.pop(f"LMETRIC_{name}_VENV", None) for name in ("VLLM", "AIPERF")}
+
+MODEL = "tiny"
+BLOCK = 32  # tokens; on CPU a multiple of 32
+# What docs/engines.md tells an operator to set, and what makes the engine small.
+FLAGS: dict[str, Any] = {
+    "served_model_name": MODEL,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 4096,
+    "block_size": BLOCK,
+    "num_gpu_blocks_override": 512,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 512,
+    "enable_prefix_caching": True,
+    "enable_prompt_tokens_details": True,
+    "enable_request_id_headers": True,
+    "scheduling_policy": "priority",
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+    "uvicorn_log_level": "warning",
+}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+}
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Holds a lock in the cache: two sessions do not make the same thing at once."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def environment() -> Path:
+    """The virtual environment with vLLM: $LMETRIC_VLLM_VENV, else one in the cache, made the first time."""
+    if named := NAMED["VLLM"]:
+        if not (Path(named) / "bin" / "python").exists():
+            raise FileNotFoundError(f"LMETRIC_VLLM_VENV={named}: no virtual environment there")
+        return Path(named)
+    target = CACHE / "environment"
+    with locked("environment"):
+        if not (target / "installed").exists():
+            subprocess.run([HERE / "install_vllm", target], check=True, timeout=1800)
+            (target / "installed").touch()
+    return target
+
+
+def model(venv: Path) -> Path:
+    """The folder of the tiny model, made the first time."""
+    target = CACHE / MODEL
+    maker = HERE / "make_model.py"
+    with locked(MODEL):
+        made_by = target / "made_by"
+        if not made_by.exists() or made_by.read_text() != maker.read_text():
+            subprocess.run([venv / "bin" / "python", maker, target], check=True, timeout=300)
+            made_by.write_text(maker.read_text())
+    return target
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def command_line(flags: dict[str, Any]) -> list[str]:
+    """``max_num_seqs=8`` as ``--max-num-seqs 8``; True: the bare flag, False: ``--no-…``, None: left out."""
+    words: list[str] = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
+
+
+@dataclass
+class VllmEngine:
+    """One engine: its flags (over `FLAGS`), its address, its processes."""
+
+    venv: Path
+    model: Path
+    folder: Path
+    flags: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    port: int = field(default_factory=free_port)
+    events_port: int = field(default_factory=free_port)
+    replay_port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def name(self) -> str:
+        """As the router calls it."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> Path:
+        """All it said."""
+        return self.folder / f"{self.port}.log"
+
+    def all_flags(self) -> dict[str, Any]:
+        """The flags it is started with."""
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.events_port}",
+            "replay_endpoint": f"tcp://*:{self.replay_port}",
+        }
+        return FLAGS | {"kv_events_config": events} | self.flags
+
+    def start(self) -> None:
+        """Starts it; `wait` until it is ready."""
+        words = command_line({"model": self.model, "host": "127.0.0.1", "port": self.port} | self.all_flags())
+        inherited = {n: v for n, v in os.environ.items() if not n.startswith(("LMETRIC_", "PYTHON"))}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [self.venv / "bin" / "python", "-m", "vllm.entrypoints.openai.api_server", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                env=inherited | ENVIRONMENT | self.environ,
+                start_new_session=True,
+            )
+
+    def healthy(self) -> bool:
+        """Whether it answers GET /health well."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def wait(self) -> None:
+        """Until it is ready. Raises RuntimeError with the end of its log where it ends instead."""
+        assert self.process is not None
+        deadline = time.monotonic() + START_SECONDS
+        while not self.healthy():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                what = "is not ready" if self.process.poll() is None else "ended"
+                self.stop()
+                raise RuntimeError(f"the engine on port {self.port} {what}:\n{self.said()}")
+            time.sleep(0.3)
+
+    def said(self, characters: int = 6000) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-characters:] if self.log.exists() else ""
+
+    def processes(self) -> list[int]:
+        """Ids of its processes: all of its session, for workers outlive the one that we started."""
+        if self.process is None:
+            return []
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                except OSError:
+                    continue  # it ended just now
+                if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                    found.append(int(entry.name))
+        return found
+
+    def kill(self) -> None:
+        """Ends it at once, as a machine that fails."""
+        self._signal(signal.SIGKILL, 10)
+
+    def stop(self) -> None:
+        """SIGTERM; SIGKILL for what is left after 20 s."""
+        self._signal(signal.SIGTERM, 20)
+        self._signal(signal.SIGKILL, 10)
+        self.process = None
+
+    def _signal(self, number: signal.Signals, patience_seconds: float) -> None:
+        if self.process is None:
+            return
+        targets = [self.process.pid] if number == signal.SIGTERM else self.processes()
+        for pid in targets:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+        deadline = time.monotonic() + patience_seconds
+        while self.processes() and time.monotonic() < deadline:
+            self.process.poll()
+            time.sleep(0.05)
+        self.process.poll()
+
+
+class Engines:
+    """Engines that tests share: those with the flags asked for are used again, others make room."""
+
+    AT_ONCE = 2  # each takes 1.4 GB, and a core while it starts
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: list[VllmEngine] = []
+        self.handed_out: list[VllmEngine] = []  # in the present test
+
+    def get(self, count: int = 1, *, environ: dict[str, str] | None = None, **flags: Any) -> list[VllmEngine]:
+        """`count` engines that are ready, with `flags` over the defaults (see `command_line`).
+
+        ``kv_events_config=None`` leaves the events off. A test may kill and restart what it got.
+        """
+        environ = environ or {}
+        fitting = [
+            engine
+            for engine in self._running
+            if engine not in self.handed_out and (engine.flags, engine.environ) == (flags, environ)
+        ]
+        got = [engine for engine in fitting if engine.healthy()][:count]
+        keep = [*got, *self.handed_out]
+        room = self.AT_ONCE - count - len(self.handed_out)
+        for engine in [e for e in self._running if e not in keep]:
+            if room <= 0 or not engine.healthy():
+                engine.stop()
+                self._running.remove(engine)
+            room -= 1
+        venv = environment()
+        new = [
+            VllmEngine(venv, model(venv), self._folder, dict(flags), dict(environ))
+            for _ in range(count - len(got))
+        ]
+        self._running += new
+        self.handed_out += [*got, *new]
+        for engine in new:
+            engine.start()
+        for engine in new:
+            engine.wait()
+        return [*got, *new]
+
+    def stop(self) -> None:
+        """Stops all."""
+        for engine in self._running:
+            engine.stop()
+        self._running.clear()

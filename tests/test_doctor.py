@@ -1,0 +1,118 @@
+"""`lmetric-router doctor` on emulated engines: every verdict, green and red; for real ones see tests/real."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typer.testing import CliRunner
+
+from lmetric.cli.app import build
+from lmetric.config import EngineConfig, PoolSettings
+from lmetric.doctor import CHECKS, Examination, Level, Target, examine
+from lmetric.engines.embedded import EmbeddedEngines
+from lmetric.engines.emulated import EngineOptions
+from lmetric.engines.emulated.text import CHAT_TEMPLATE_PATH, TOKENIZER_PATH
+
+EVENTS = {"kv_events_endpoint": "tcp://*:0", "kv_events_replay_endpoint": "tcp://*:0"}
+
+EVENTS_RED = ["kv_events", "block_hashes"]
+
+
+def outcomes(found: Examination) -> dict[str, str]:
+    return {name: str(verdict.outcome) for name, verdict in found.verdicts.items()}
+
+
+@dataclass
+class Case:
+    """An engine with these options under these settings: what `exact` is then wanting, and a word of why."""
+
+    wanting: list[str]
+    says: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def cases(other: Path, busy: str) -> dict[str, Case]:
+    """By name. `other` is another model's folder, `busy` an address where nobody listens."""
+    blind = ["prefix_cache", "cached_tokens", *EVENTS_RED, "tokenizer"]
+    return {
+        "good": Case([]),
+        "no events": Case(EVENTS_RED, "--kv-events-config", {"kv_events": False}),
+        "events unwanted": Case(EVENTS_RED, "off in the configuration", settings={"kv_events": "off"}),
+        "other topic": Case(EVENTS_RED, "topic '', not 'other'", settings={"kv_events": {"topic": "other"}}),
+        "other port": Case(EVENTS_RED, "nobody listens", settings={"kv_events": {"endpoint": busy}}),
+        "connects": Case(EVENTS_RED, busy, {"kv_events_endpoint": busy}),
+        "block size": Case(["block_hashes"], "16 tokens", settings={"block_size": 32}),
+        "untold": Case(["cached_tokens"], "--enable-prompt-tokens-details", {"cached_tokens": False}),
+        "no metrics": Case(["load", "cancel"], "--disable-log-stats", {"metrics": False}),
+        "stale metrics": Case(["load", "cancel"], "did not show", {"metrics_every_seconds": 60}),
+        "no tokenizer": Case(["tokenizer"], "off", settings={"tokenizer": "off"}),
+        "other tokenizer": Case(["tokenizer"], str(other), settings={"tokenizer": str(other)}),
+        "no tokenize": Case(blind, "/tokenize", {"tokenize": False}),
+        "fails": Case(list(CHECKS)[1:10], "told to fail", {"fail_status": 500}),
+    }
+
+
+async def test_what_is_wrong_is_red_and_nothing_else(tmp_path: Path, unused_tcp_port: int) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(TOKENIZER_PATH, other)
+    template = CHAT_TEMPLATE_PATH.read_text()
+    (other / CHAT_TEMPLATE_PATH.name).write_text(template.replace("assistant", "the assistant"))
+    all_cases = cases(other, f"tcp://127.0.0.1:{unused_tcp_port}")
+    # Each serves a model of its own: engines of one model share an index, and so a block size.
+    options = [
+        EngineOptions(clock_speed=20, model=name, **EVENTS | case.options) for name, case in all_cases.items()
+    ]
+    async with EmbeddedEngines(options=options) as engines:
+        targets = [
+            Target(EngineConfig(url=url), None, PoolSettings(**case.settings))
+            for url, case in zip(engines.urls, all_cases.values(), strict=True)
+        ]
+        for (name, case), found in zip(all_cases.items(), await examine(targets), strict=True):
+            assert found.wanting(Level.EXACT) == case.wanting, (name, found)
+            if case.wanting:
+                first = found.verdicts[case.wanting[0]]
+                assert case.says in f"{first.seen} {first.remedy}", (name, first)
+            else:
+                assert outcomes(found) == dict.fromkeys(CHECKS, "pass")
+                assert not any(found.wanting(level) for level in Level)
+
+
+async def test_engines_that_connect_to_us(unused_tcp_port: int) -> None:
+    endpoint = f"tcp://127.0.0.1:{unused_tcp_port}"
+    options = [EngineOptions(kv_events_endpoint=endpoint, kv_events_topic=topic) for topic in ("a@", "b@")]
+    async with EmbeddedEngines(options=options) as engines:
+        settings = PoolSettings(kv_events={"endpoint": endpoint, "bind": True})
+        found = await examine([Target(EngineConfig(url=url), None, settings) for url in engines.urls])
+    assert [each.wanting(Level.EXACT) for each in found] == [[], []], found
+
+
+async def test_engines_of_one_model_with_two_block_sizes() -> None:
+    options = [EngineOptions(block_tokens=size, clock_speed=20, **EVENTS) for size in (16, 64)]
+    async with EmbeddedEngines(options=options) as engines:
+        found = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
+    assert sorted(each.wanting(Level.EXACT) for each in found) == [[], ["block_hashes"]]
+
+
+def test_the_command(unused_tcp_port: int, tmp_path: Path) -> None:
+    dead = f"http://127.0.0.1:{unused_tcp_port}"
+    app = build(["doctor"])
+    shown = CliRunner().invoke(app, ["doctor", dead])
+    assert shown.exit_code == 1
+    assert "FAIL reachable: no connection: Connect" in shown.output
+    said = CliRunner().invoke(app, ["doctor", "--json", "--require", "load", dead])
+    assert said.exit_code == 1
+    found = json.loads(said.stdout)
+    assert (found["require"], found["good"]) == ("load", False)
+    assert found["engines"][0]["good_for"] is None
+    file = tmp_path / "router.yaml"
+    file.write_text(yaml.safe_dump({"engines": [{"url": dead, "name": "first"}]}))
+    named = CliRunner().invoke(app, ["doctor", "--config", str(file)])
+    assert named.exit_code == 1
+    assert "first" in named.stdout

@@ -1,0 +1,119 @@
+"""The protocol samples through the real event feed: ZMQ in, what the router knows out."""
+
+from __future__ import annotations
+
+import json
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import zmq
+
+import lmetric as lm
+from lmetric._core import EventFeed
+
+SAMPLES = Path(__file__).parent / "samples"
+
+
+def until(true: Callable[[], object]) -> None:
+    for _ in range(500):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("did not come true")
+
+
+@contextmanager
+def publisher() -> Iterator[tuple[str, Callable[[Any], None]]]:
+    """An endpoint, and what sends the frames of a sample there."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PUB)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+    def send(sample: Any) -> None:
+        topic, sequence, payload = sample
+        socket.send_multipart((topic.encode(), sequence.to_bytes(8, "big"), msgpack.packb(payload)))
+
+    try:
+        yield f"tcp://127.0.0.1:{port}", send
+    finally:
+        context.destroy(linger=0)
+
+
+@contextmanager
+def hearing(block_size: int, endpoint: str, topic: str) -> Iterator[tuple[lm.Router, EventFeed]]:
+    router = lm.Router("lmetric", block_size=block_size)
+    router.add_instance("e0")
+    router.set_index_feed("e0", "exact")
+    with EventFeed(router) as feed:
+        feed.subscribe("e0", endpoint, topic=topic)
+        until(lambda: feed.status("e0")[0]["connected"])
+        time.sleep(0.2)  # a subscription reaches the publisher a moment after the connection
+        yield router, feed
+
+
+def held(router: lm.Router, tokens: list[int], **domain: str) -> int:
+    return int(router.hit_tokens(tokens=array("I", [*tokens, 1]), **domain)[0])
+
+
+def test_vllm_events() -> None:
+    events = json.loads((SAMPLES / "vllm-0.32.0.json").read_text())["events"]
+    topic, [stored] = events[0][0], events[0][2][1]
+    tokens = stored["token_ids"]
+    with publisher() as (endpoint, send), hearing(32, endpoint, topic) as (router, feed):
+        send(events[0])
+        until(lambda: held(router, tokens) == 96)
+        assert held(router, tokens, salt="tenantA") == 0
+        send(events[1])
+        until(lambda: held(router, tokens, salt="tenantA") == 96)
+        send(events[2])  # the same again, on request: no further copies of the blocks
+        removed = {"type": "BlockRemoved", "block_hashes": stored["block_hashes"][2:], "medium": "GPU"}
+        send([topic, 3, [0.0, [removed], 0]])
+        until(lambda: held(router, tokens) == 64)
+        status = feed.status("e0")[0]
+        assert (status["batches"], status["gaps"], status["skipped"]) == (4, 0, {})
+        assert status["block_size"] == 32
+
+
+def test_sglang_events() -> None:
+    plain, salted, adapted, moved, cleared = json.loads((SAMPLES / "sglang-0.5.23.json").read_text())[
+        "events"
+    ]
+    tokens = [11, 12, 13, 14, 15, 16, 17, 18]
+    with publisher() as (endpoint, send), hearing(4, endpoint, "kv") as (router, feed):
+        send(plain)
+        until(lambda: held(router, tokens) == 4)
+        send(salted)
+        until(lambda: held(router, tokens, salt="tenant") == 8)
+        send(adapted)
+        until(lambda: held(router, tokens) == 8)
+        assert held(router, tokens, adapter="sql") == 4
+        send(moved)
+        until(lambda: held(router, tokens, salt="tenant") == 0)
+        status = feed.status("e0")[0]
+        assert status["tiers"] == {"CPU_PINNED": 1}
+        assert held(router, tokens) == 8  # a copy elsewhere takes none away
+        send(cleared)
+        until(lambda: held(router, tokens) == 0)
+        status = feed.status("e0")[0]
+        assert (status["batches"], status["gaps"], status["cleared"]) == (5, 0, 1)
+        assert (status["blocks_removed"], status["unknown_parent"], status["skipped"]) == (2, 0, {})
+
+
+def test_sglang_load() -> None:
+    [stat] = json.loads((SAMPLES / "sglang-0.5.23.json").read_text())["load"]
+    with publisher() as (endpoint, send):
+        router = lm.Router("lmetric")
+        router.add_instance("e0")
+        with EventFeed(router) as feed:
+            feed.subscribe_load("e0", endpoint, topic="load")
+            until(lambda: feed.load_status("e0")["connected"])
+            time.sleep(0.2)
+            send(stat)
+            until(lambda: router.indicators()["reported_waiting"][0] == 2)
+            assert router.indicators()["reported_running"][0] == 3
+            assert router.indicators()["kv_usage"][0] == 13107 / 131072

@@ -1,0 +1,152 @@
+"""Engines behind a DNS name, asked of a DNS server on the loopback."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from discovery_world import DnsServer, following
+from lmetric.config import ConfigError, DiscoverySource, load_config
+from lmetric.server.discovery import dns as module
+from lmetric.server.discovery.dns import DnsNames
+from server_world import FakeEngine, world
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHORTEST_SECONDS", 0.02)
+    monkeypatch.setattr(module, "LOOK_UP_SECONDS", 0.2)
+
+
+def source(server: DnsServer, **values: Any) -> DnsNames:
+    values = {"name": "vllm.test", "port": 8000, "interval": 0.05, "nameservers": [server.address], **values}
+    config = DiscoverySource.model_validate({"dns": values})
+    assert config.dns is not None
+    return DnsNames(config.dns, config)
+
+
+async def test_addresses_come_and_go() -> None:
+    async with DnsServer() as server:
+        server.zone["vllm.test", "A"] = ["10.0.0.1", "10.0.0.2"]
+        server.zone["vllm.test", "AAAA"] = ["fd00::1"]
+        async with following(source(server)) as told:
+            await told.until(lambda: told.names == ["10.0.0.1:8000", "10.0.0.2:8000"])
+            server.zone["vllm.test", "A"] = ["10.0.0.2", "10.0.0.3"]
+            await told.until(lambda: told.names == ["10.0.0.2:8000", "10.0.0.3:8000"])
+        async with following(source(server, type="AAAA")) as told:
+            await told.until(lambda: told.lists)
+            assert [each.config.url for each in told.lists[0]] == ["http://[fd00::1]:8000"]
+
+
+async def test_service_records_bring_ports_and_names() -> None:
+    async with DnsServer() as server:
+        server.zone["_http._tcp.vllm.test", "SRV"] = [
+            "0 5 8001 e-1.test.",
+            "0 5 8000 e-0.test.",
+            "0 5 1 lost.test.",
+        ]
+        server.zone["e-0.test", "A"] = ["10.0.0.1"]
+        server.zone["e-1.test", "AAAA"] = ["fd00::2"]
+        async with following(source(server, name="_http._tcp.vllm.test", type="SRV", port=None)) as told:
+            await told.until(lambda: told.lists)
+            assert {each.config.label: each.config.url for each in told.lists[0]} == {
+                "e-0.test:8000": "http://10.0.0.1:8000",
+                "e-1.test:8001": "http://[fd00::2]:8001",
+            }
+            assert told.problems[0] == "SRV of _http._tcp.vllm.test: lost.test:1 has no address"
+
+
+async def test_a_long_answer_comes_whole() -> None:
+    async with DnsServer() as server:
+        server.zone["vllm.test", "A"] = [f"10.0.{number}.1" for number in range(200)]
+        async with following(source(server)) as told:
+            await told.until(lambda: len(told.names) == 200)
+
+
+async def test_a_shorter_time_to_live_is_heeded() -> None:
+    async with DnsServer() as server:
+        server.ttl = 0
+        server.zone["vllm.test", "A"] = ["10.0.0.1"]
+        async with following(source(server, interval=3600)) as told:
+            await told.until(lambda: len(told.lists) > 2)
+
+
+@pytest.mark.parametrize("how", ["fails", "silent", "unknown", "no records"])
+async def test_a_failing_look_up_keeps_the_last_answer_for_the_grace(how: str) -> None:
+    async with DnsServer() as server:
+        server.zone["vllm.test", "A"] = ["10.0.0.1"]
+        async with following(source(server, grace=0.5)) as told:
+            await told.until(lambda: told.names == ["10.0.0.1:8000"])
+            server.fails, server.silent = how == "fails", how == "silent"
+            if how == "unknown":
+                server.zone.clear()
+            elif how == "no records":
+                server.zone = {("vllm.test", "TXT"): ["x"]}
+            await told.until(lambda: told.problems)
+            assert told.names == ["10.0.0.1:8000"]
+            expected = {
+                "fails": "answered SERVFAIL",
+                "silent": "no answer within 0.2 s",
+                "unknown": "does not exist",
+                "no records": "does not contain an answer",
+            }
+            assert expected[how] in told.problems[0]
+            assert told.problems[0].startswith("A of vllm.test: ")
+            await told.until(lambda: told.lists[-1] == [])
+            assert told.problems[-1].endswith("nothing for 0.5 s") or told.problems[-1] == told.problems[0]
+            server.zone["vllm.test", "A"] = ["10.0.0.1"]
+            server.fails = server.silent = False
+            await told.until(lambda: told.names == ["10.0.0.1:8000"])
+
+
+async def test_requests_reach_engines_by_their_address() -> None:
+    first = FakeEngine(host="127.0.0.2")
+    await first.start()
+    second = FakeEngine(host="127.0.0.3", port=first.port)
+    await second.start()
+    async with DnsServer() as server:
+        server.zone["vllm.test", "A"] = ["127.0.0.2"]
+        dns = {"name": "vllm.test", "port": first.port, "interval": 0.05, "nameservers": [server.address]}
+        async with world(0, discovery=[{"dns": dns}]) as it:
+            assert (await it.post())[1]["x-lmetric-instance"] == f"127.0.0.2:{first.port}"
+            server.zone["vllm.test", "A"] = ["127.0.0.3"]
+            await it.until(lambda: [e.config.url for e in it.server.fleet.engines()] == [second.url])
+            await it.until(it.server.fleet.ready)
+            assert (await it.post())[1]["x-lmetric-instance"] == f"127.0.0.3:{first.port}"
+    await first.stop()
+    await second.stop()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{dns: {name: a}}", "need a port"),
+        ("{dns: {name: a, type: SRV, port: 3}}", "need a port"),
+        ("{dns: {name: a, port: 70000}}", "discovery[0].dns.port = 70000"),
+        ("{dns: {name: a, prt: 1}}", "discovery[0].dns.prt = 1: unknown key; did you mean 'port'?"),
+        (
+            "{dns: {name: a, port: 1, nameservers: ['ns.local']}}",
+            "a name server is an IP address, or IP:PORT",
+        ),
+        ("{dns: {name: a, port: 1}, file: x}", "exactly one of file, dns and kubernetes"),
+        ("{}", "exactly one of file, dns and kubernetes"),
+        ("{kubernetes: {port: http}}", "discovery[0].kubernetes.selector: missing"),
+        ("{kubernetes: {selector: a, port: 0}}", "a port is a number from 1 to 65535"),
+        ("{file: a}, {file: a}", "two sources of engines are named 'file:a'"),
+        ("{file: a, name: admin}", "two sources of engines are named 'admin'"),
+    ],
+)
+def test_what_is_wrong_with_a_source_is_told(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text(f"discovery: [{text}]")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, environ={})
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1", "10.0.0.1:5353", "fd00::1", "[fd00::1]:53"])
+def test_name_servers(text: str) -> None:
+    source = DiscoverySource.model_validate({"dns": {"name": "a", "port": 1, "nameservers": [text]}})
+    assert source.dns is not None
+    server = module._nameserver(source.dns.nameservers[0])
+    assert str(server) in ("Do53:10.0.0.1@53", "Do53:10.0.0.1@5353", "Do53:fd00::1@53")
