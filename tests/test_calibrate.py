@@ -17,7 +17,15 @@ import pytest
 import yaml
 
 from lmetric.calibrate import Calibration, CalibrationError, Calibrator, Limits, make_plan
-from lmetric.calibrate.fit import CONSTANTS, Observation, batch_tokens, fit_profile, pieces
+from lmetric.calibrate.fit import (
+    CONSTANTS,
+    Observation,
+    batch_tokens,
+    disagreement,
+    fit_profile,
+    pieces,
+    settled,
+)
 from lmetric.calibrate.plan import KINDS, Plan
 from lmetric.engines.embedded import EmbeddedEngines
 from lmetric.engines.emulated import EngineOptions
@@ -127,6 +135,16 @@ def test_what_the_probes_do_not_tell_is_said_and_bounded() -> None:
 def test_too_few_figures_are_an_error() -> None:
     with pytest.raises(CalibrationError, match="at least 8, prefills and decodes"):
         fit_profile(work(make_plan(LIMITS), TRUTH)[:5])
+
+
+def test_of_several_measurements_the_lower_quartile_counts_and_the_closest_two_tell_the_doubt() -> None:
+    blank = work(make_plan(LIMITS), TRUTH)[0]
+    times = [0.5, 0.102, 0.1, 0.2, 0.9]
+    chosen = settled([replace(blank, seconds=time) for time in times])
+    assert chosen.seconds == 0.102
+    assert chosen.doubt == pytest.approx(0.02)
+    assert chosen.spread == pytest.approx(0.8 / 0.102)
+    assert disagreement([blank]) == inf
 
 
 def test_the_times_between_tokens_show_the_pieces_of_a_prompt() -> None:

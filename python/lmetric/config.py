@@ -210,7 +210,7 @@ class PoolSettings(Strict):
     guard_period_seconds: Seconds = Field(1.0, description="how often the hot-spot guard looks")
     profile: str | None = Field(
         None,
-        description="engine profile (shipped name or file) for predicted times; default: the learned rate",
+        description="engine profile (shipped name or file) for predicted times; default: what is learned",
     )
     seed: int = Field(0, ge=0, description="seed of the tie-breaks")
 

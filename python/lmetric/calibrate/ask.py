@@ -13,7 +13,7 @@ from lmetric.calibrate.plan import CalibrationError
 from lmetric.engines.adapter import Adapter, Load, count_of
 from lmetric.engines.identify import identify
 
-_SECONDS = 10.0
+_SECONDS = 30.0
 # The pages that show an engine's settings: vLLM's in its development mode, SGLang's.
 _SETTINGS = "/server_info?config_format=json"
 

@@ -331,6 +331,9 @@ class Calibrator:
         chunk: tuple[float, float] | None = None,
     ) -> None:
         new = prompt - cached
+        if seconds <= 0.0:  # this machine was away meanwhile
+            self._dropped[probe] = "its tokens all came at once"
+            return
         self._dropped.pop(probe, None)
         self._measured.setdefault(probe, []).append(
             Observation(

@@ -24,6 +24,9 @@ def _read(
         str | None, typer.Option(metavar="NAME_OR_EXPRESSION", help="Policy, or a score to minimise.")
     ] = None,
     knob: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Repeatable.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="What engines' steps cost: a shipped profile, or a YAML file.")
+    ] = None,
     api_keys: Annotated[Path | None, typer.Option(help="YAML file of API keys and tenants.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_json: Annotated[
@@ -44,6 +47,7 @@ def _read(
         "model": model,
         "policy": policy,
         "knobs": dict(_pair("--knob", text) for text in knob) if knob else None,
+        "profile": profile,
         "auth.keys_file": api_keys,
         "log.level": log_level,
         "log.json": log_json,

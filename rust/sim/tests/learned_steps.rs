@@ -57,7 +57,12 @@ fn play(profile: &Profile, asks: &[Ask], jitter: f64) -> Router {
                 tickets.insert(next as u64, ticket);
                 let prompt = Prompt::Chain { hashes: &chain, tokens };
                 let id = next as u64;
-                engine.submit(&Request { id, prompt, output_tokens, priority: 0, salt: None }, at).unwrap();
+                engine
+                    .submit(
+                        &Request { id, prompt, output_tokens, priority: 0, salt: None, report_cached: false },
+                        at,
+                    )
+                    .unwrap();
                 (next, now) = (next + 1, at);
             }
             (Some(at), _) => {
