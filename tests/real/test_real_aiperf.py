@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from router_world import served
 from test_server_process import router
-from vllm_process import CACHE, HERE, MODEL, VllmEngine, environment, locked, model
+from vllm_process import CACHE, HERE, MODEL, NAMED, VllmEngine, environment, locked, model
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -23,8 +22,8 @@ SESSIONS, TURNS = 24, 4
 
 def aiperf() -> Path:
     """The program: from $LMETRIC_AIPERF_VENV, else from an environment in the cache, made the first time."""
-    named = os.environ.get("LMETRIC_AIPERF_VENV")
-    target = Path(named) if named else CACHE.parent / "aiperf"
+    named = NAMED["AIPERF"]
+    target = Path(named or CACHE.parent / "aiperf")
     if not named:
         with locked("aiperf"):
             if not (target / "bin" / "aiperf").exists():
@@ -61,7 +60,6 @@ async def drive(url: str, model_name: str, folder: Path, out: Path, *flags: str)
         *(str(part) for pair in words.items() for part in pair),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
         start_new_session=True,
     )
     said, _ = await asyncio.wait_for(process.communicate(), 600)

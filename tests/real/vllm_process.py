@@ -19,6 +19,8 @@ from typing import Any
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".cache" / "vllm"
 START_SECONDS = 300.0
+# Taken out of the environment, where the router would take them for settings of its own.
+NAMED = {name: os.environ.pop(f"LMETRIC_{name}_VENV", None) for name in ("VLLM", "AIPERF")}
 
 MODEL = "tiny"
 BLOCK = 32  # tokens; on CPU a multiple of 32
@@ -38,6 +40,7 @@ FLAGS: dict[str, Any] = {
     "scheduling_policy": "priority",
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
+    "uvicorn_log_level": "warning",
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -64,7 +67,7 @@ def locked(name: str) -> Iterator[None]:
 
 def environment() -> Path:
     """The virtual environment with vLLM: $LMETRIC_VLLM_VENV, else one in the cache, made the first time."""
-    if named := os.environ.get("LMETRIC_VLLM_VENV"):
+    if named := NAMED["VLLM"]:
         if not (Path(named) / "bin" / "python").exists():
             raise FileNotFoundError(f"LMETRIC_VLLM_VENV={named}: no virtual environment there")
         return Path(named)
