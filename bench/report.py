@@ -73,9 +73,11 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
             "met" if met else "**MISSED**",
         ]
 
-    core, memory, decision, http, simulator = (
-        results[what][1] for what in ("core", "memory", "decision", "http", "simulator")
+    core, memory, decision, http, simulator, tokens = (
+        results[what][1] for what in ("core", "memory", "decision", "http", "simulator", "tokens")
     )
+    later = tokens["ours"]["100000 later"]["ms"][0]
+    yield line("chat of 100k tokens, 99k seen before, body to decision, p50", later, 3, "ms of one core")
     for row in simulator["rows"]:
         if row["budget_seconds"]:
             yield line(
@@ -252,9 +254,28 @@ def simulator(result: Figures) -> str:
     return table(["run", "processor, s", "wall clock, s", "peak MiB", "repeats"], rows)
 
 
+def tokens(result: Figures) -> str:
+    """Chats to decisions, ours beside transformers."""
+
+    def spread(figure: list[float]) -> str:
+        return f"{figure[0]:.2f} [{figure[1]:.2f}-{figure[2]:.2f}]"
+
+    parts = ("parse", "render", "tokenise", "decide")
+    rows = []
+    for name, ours in result["ours"].items():
+        theirs = result["transformers"][name]
+        each = [f"{ours['parts_ms'][part]:.2f}" for part in parts]
+        size, turn = name.split()
+        row = [f"{int(size):,}", turn, f"{ours['tokens']:,}", str(ours["messages"]), *each]
+        rows.append([*row, spread(ours["ms"]), spread(theirs), f"{theirs[0] / ours['ms'][0]:.0f}x"])
+    head = ["size", "turn", "tokens", "messages", *parts, "ours, ms", "transformers, ms", "ratio"]
+    return table(head, rows)
+
+
 def main() -> None:
     """Renders the page."""
-    results = {what: newest(what) for what in ("core", "memory", "decision", "http", "simulator")}
+    kinds = ("core", "memory", "decision", "http", "simulator", "tokens")
+    results = {what: newest(what) for what in kinds}
     parts = {
         "machine": machine(results),
         "budgets": table(["what", "budget", "measured", ""], list(budgets(results))),
@@ -262,6 +283,7 @@ def main() -> None:
         "decision": decision(results["decision"][1]),
         "http": http(results["http"][1]),
         "simulator": simulator(results["simulator"][1]),
+        "tokens": tokens(results["tokens"][1]),
     }
     page = PAGE.read_text()
     for name, text in parts.items():

@@ -9,6 +9,8 @@ VENV=${VENV:-.venv}
 [ -x "$rivals/bin/python" ] || bench/rivals/install.sh "$rivals"
 "$VENV/bin/python" bench/core.py latency
 "$VENV/bin/python" bench/index_vs_dynamo.py --rivals "$rivals"
+# Beside transformers, where an environment has it (vLLM's, for one).
+"$VENV/bin/python" bench/tokens.py ${TRANSFORMERS:+--peer "$TRANSFORMERS"}
 "$VENV/bin/python" bench/http/run.py --rivals "$rivals"
 # The Mooncake conversation trace, where its path is given.
 [ -z "${2:-}" ] || "$VENV/bin/python" bench/simulator.py "$2" --rivals "$rivals"

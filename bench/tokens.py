@@ -1,6 +1,6 @@
 """Chat requests to a decision: parsed, rendered, tokenised, hashed and placed, first and later turns.
 
-    python bench/tokens.py [--peer VENV] [--sizes 1000 10000 100000] [--turns 20] [--json] [--out FILE]
+    python bench/tokens.py [--peer VENV] [--sizes 1000 10000 32000 100000] [--turns 20] [--json] [--out FILE]
 
 A conversation of user and assistant turns of about 500 tokens each (text: Python's standard library,
 docstrings and code; tokenizer: byte-level BPE of 32k words trained on it, with a ChatML template that takes
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -207,14 +208,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer", type=Path, help="environment with transformers")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1_000, 10_000, 100_000])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1_000, 10_000, 32_000, 100_000])
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    folder = model_folder()
+    folder, load = model_folder(), os.getloadavg()
     ours, conversations = measure(folder, arguments.sizes, arguments.turns)
-    result = {"about": about(None, ["rustc"]), "ours": ours}
+    result = {**about(None, ["rustc"]), "ours": ours}
     if arguments.peer is not None:
         told = subprocess.run(
             [str(arguments.peer / "bin" / "python"), "-c", PEER, str(folder)],
@@ -225,8 +226,9 @@ def main() -> None:
             env={"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PATH": ""},
         )
         peer = json.loads(told.stdout)
-        version = peer.pop("version")
-        result["transformers"] = {"version": version} | {k: median_range(v) for k, v in peer.items()}
+        result["versions"]["transformers"] = peer.pop("version")
+        result["transformers"] = {name: median_range(values) for name, values in peer.items()}
+    result["load_average"] = [load, os.getloadavg()]
     if arguments.json:
         print(json.dumps(result, indent=1))
     else:

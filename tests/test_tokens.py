@@ -41,8 +41,10 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 # Texts as they come: words, spaces in odd places, other scripts, and special tokens that users write.
+LONG = "a stretch of words that is long enough to be remembered by itself, wherever it may come to stand; "
 PIECES = st.sampled_from(
     [
+        *(LONG, LONG, LONG + "<|im_start|>", "<s>" + LONG),
         *(
             "the router",
             " sends",
@@ -142,18 +144,21 @@ def test_the_fast_library_is_used_where_it_reads_the_tokenizer(folder_of: Callab
 
 def test_a_new_turn_costs_its_new_text_only(folder_of: Callable[[str], Path]) -> None:
     tokenizer = PromptTokenizer.load(folder_of("byte-level"))
-    messages = [{"role": "system", "content": "Be brief. " * 500}, {"role": "user", "content": "Hello there"}]
-    tokenizer.chat({"messages": messages})
-    before = tokenizer.encoder.stats()
-    messages += [{"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "How are you?"}]
-    tokens = tokenizer.chat({"messages": messages})
-    after = tokenizer.encoder.stats()
-    assert after["new_bytes"] - before["new_bytes"] < 120
-    assert after["found_bytes"] - before["found_bytes"] > 5_000
+
+    def new_bytes(*contents: str) -> int:
+        roles = ("system", "user", "assistant")
+        messages = [{"role": roles[i and 2 - i % 2], "content": text} for i, text in enumerate(contents)]
+        before = tokenizer.encoder.stats()["new_bytes"]
+        tokenizer.chat({"messages": messages})
+        return tokenizer.encoder.stats()["new_bytes"] - before
+
+    first = ["Be brief. " * 500, *(f"Message {i} of some length. " * 20 for i in range(1, 8))]
+    assert new_bytes(*first) > 8_000
+    assert new_bytes(*first, "The answer. " * 20, "How are you?") < 400
+    assert new_bytes(*first, "The answer. " * 20, "How are you?") == 0
     # A change in the past costs the message that changed.
-    messages[1] = {"role": "user", "content": "Hello here"}
-    assert tokenizer.chat({"messages": messages}).tolist() != tokens.tolist()
-    assert tokenizer.encoder.stats()["new_bytes"] - after["new_bytes"] < 40
+    first[3] = "Message changed. " * 20
+    assert 300 < new_bytes(*first, "The answer. " * 20, "How are you?") < 500
 
 
 def test_long_new_text_is_left_for_a_thread(folder_of: Callable[[str], Path]) -> None:
@@ -166,6 +171,9 @@ def test_long_new_text_is_left_for_a_thread(folder_of: Callable[[str], Path]) ->
     again = tokenizer.encode(text, at_most=0)
     assert again is not None
     assert again.tolist() == whole.tolist()
+    huge = tokenizer.completion_text({}, "word " * 250_000)
+    assert tokenizer.encode(huge, at_most=1 << 30) is None
+    assert len(tokenizer.completion(huge.text)) > 250_000
 
 
 def test_where_cuts_would_be_wrong_texts_are_tokenised_whole(tmp_path: Path) -> None:

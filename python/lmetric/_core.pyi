@@ -444,7 +444,7 @@ class TokenEncoder:
         *,
         added_tokens: bytes | None = None,
         around: tuple[Sequence[str], Sequence[str]] | None = None,
-        cache_bytes: int = 268_435_456,
+        cache_bytes: int = ...,
     ) -> Self: ...
     @property
     def whole_because(self) -> str | None:

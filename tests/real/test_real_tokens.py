@@ -37,6 +37,7 @@ WORDS = (
         '{"a": 1}',
     ),
     *("<|im_start|>", "<|im_end|>", "</s>", "[INST]", "<think>", "</think>", "", " "),
+    *(3 * ("a stretch of words long enough to be remembered by itself, wherever it may come to stand ",)),
 )
 
 

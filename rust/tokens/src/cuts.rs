@@ -9,6 +9,9 @@ use aho_corasick::{AhoCorasick, MatchKind};
 use std::ops::Range;
 use tokenizers::AddedToken;
 
+/// Shortest segment, in bytes: a text of nothing but special tokens must not cost much more than another of its length.
+const SHORTEST: usize = 64;
+
 #[derive(Debug)]
 pub(crate) struct Cuts {
     finder: AhoCorasick,
@@ -38,11 +41,11 @@ impl Cuts {
         Ok(Cuts { finder, before })
     }
 
-    /// The segments of `text`, in order; together they are the text.
+    /// The segments of `text`, in order; together they are the text. Those of a prefix are those of the text, but for the last.
     pub(crate) fn segments(&self, text: &str, out: &mut Vec<Range<usize>>) {
         let mut start = 0;
         for found in self.finder.find_iter(text) {
-            if self.before[found.pattern().as_usize()] && found.start() > start {
+            if self.before[found.pattern().as_usize()] && found.start() - start >= SHORTEST {
                 out.push(start..found.start());
                 start = found.start();
             }
@@ -67,26 +70,45 @@ mod tests {
         out.into_iter().map(|range| &text[range]).collect()
     }
 
+    fn long(text: &str) -> String {
+        format!("{text}{}", ".".repeat(SHORTEST))
+    }
+
     #[test]
     fn a_text_is_cut_before_each_special_token() {
         let cuts = Cuts::new(&[special("<s>"), special("<e>")]).unwrap();
-        assert_eq!(parts(&cuts, "a<s>b<e><s>"), ["a", "<s>b", "<e>", "<s>"]);
+        let pieces = [long("a"), long("<s>b"), long("<e>"), "<s>".into()];
+        assert_eq!(parts(&cuts, &pieces.concat()), pieces);
         assert_eq!(parts(&cuts, "<s>b"), ["<s>b"]);
         assert!(parts(&cuts, "").is_empty());
+    }
+
+    #[test]
+    fn segments_are_not_too_many_and_those_of_a_prefix_stay() {
+        let cuts = Cuts::new(&[special("<s>")]).unwrap();
+        let text = "<s>".repeat(10_000);
+        let whole = parts(&cuts, &text);
+        assert!(whole.len() <= text.len() / SHORTEST);
+        assert_eq!(whole.concat(), text);
+        let part = parts(&cuts, &text[..text.len() / 2]);
+        assert_eq!(part[..part.len() - 1], whole[..part.len() - 1]);
     }
 
     #[test]
     fn the_longest_token_counts_wherever_it_stands() {
         let added = [special("<s>"), special("<s>x"), AddedToken::from("q<s>", false).normalized(false)];
         let cuts = Cuts::new(&added).unwrap();
-        assert_eq!(parts(&cuts, "a<s>xb"), ["a", "<s>xb"]);
-        assert_eq!(parts(&cuts, "aq<s>b<s>c"), ["aq<s>b", "<s>c"]);
+        let pieces = [long("a"), "<s>xb".into()];
+        assert_eq!(parts(&cuts, &pieces.concat()), pieces);
+        let pieces = [long("a") + "q<s>b", "<s>c".into()];
+        assert_eq!(parts(&cuts, &pieces.concat()), pieces);
     }
 
     #[test]
     fn tokens_that_look_over_the_cut_do_not_cut() {
         let cuts = Cuts::new(&[special("<s>"), special("<l>").lstrip(true), special("\n<n>")]).unwrap();
-        assert_eq!(parts(&cuts, "a <l>b\n<n>c<s>"), ["a <l>b\n<n>c", "<s>"]);
+        let pieces = [long("a") + " <l>b" + &long("\n<n>c"), "<s>".into()];
+        assert_eq!(parts(&cuts, &pieces.concat()), pieces);
         assert!(Cuts::new(&[special("<s>").single_word(true)]).unwrap_err().contains("single word"));
         assert!(Cuts::new(&[special("<s>").normalized(true)]).unwrap_err().contains("no special token"));
     }

@@ -13,6 +13,12 @@ use xxhash_rust::xxh3::xxh3_128_with_seed;
 /// Texts around the special tokens in the check of the cuts.
 const PROBES: [&str; 9] =
     ["", " ", "a", " a", "a ", "\n\n", "Ünïcode 日本語 ", "a b\tc  d\n", "don't 123456 §½ ﬁ"];
+/// Text longer than the shortest segment.
+const FILLER: &str = "some words, so that what comes next is cut off from what was before them";
+/// Texts up to this size are looked at while the caller's event loop waits: two milliseconds.
+const AT_ONCE_BYTES: usize = 1 << 20;
+/// Segments asked for or kept at a time, while other threads wait.
+const BATCH: usize = 512;
 /// Special tokens that the check uses at most.
 const PROBED_TOKENS: usize = 24;
 
@@ -96,7 +102,8 @@ impl Encoder {
         self.libraries.tokenizer.token_to_id(token)
     }
 
-    /// The ids of `text`; `None` where more than `at_most` bytes of it would have to be tokenised. `add_special_tokens`: with
+    /// The ids of `text`; `None` where more than `at_most` bytes of it would have to be tokenised, or (with a bound) where it is so
+    /// long that finding that out takes long. `add_special_tokens`: with
     /// what the tokenizer puts around a text (BOS), as engines do for completions; chat templates write it themselves.
     ///
     /// # Errors
@@ -107,6 +114,9 @@ impl Encoder {
         add_special_tokens: bool,
         at_most: usize,
     ) -> Result<Option<Vec<u32>>, TokensError> {
+        if at_most < usize::MAX && text.len() > AT_ONCE_BYTES {
+            return Ok(None);
+        }
         let (before, after): (&[u32], &[u32]) = match (&self.around, add_special_tokens) {
             (_, false) => (&[], &[]),
             (Some((before, after)), true) => (before, after),
@@ -133,13 +143,7 @@ impl Encoder {
                 *ids = Some(tokenised);
             }
         }
-        let mut cache = self.cache.lock();
-        cache.stats.found_bytes += (text.len() - new_bytes) as u64;
-        cache.stats.new_bytes += new_bytes as u64;
-        for (key, ids) in new {
-            cache.put(key, ids);
-        }
-        drop(cache);
+        self.keep(new, text.len() - new_bytes, new_bytes);
         let parts = || found.iter().flatten();
         let count = before.len() + parts().map(|ids| ids.len()).sum::<usize>() + after.len();
         let mut out = Vec::with_capacity(count);
@@ -156,11 +160,25 @@ impl Encoder {
 
     /// What is known of each segment, and the bytes of those that are not.
     fn look_up(&self, segments: &[Range<usize>], keys: &[u128]) -> (Vec<Option<Arc<[u32]>>>, usize) {
-        let mut cache = self.cache.lock();
-        let found: Vec<_> = keys.iter().map(|key| cache.get(*key)).collect();
-        drop(cache);
+        let mut found = Vec::with_capacity(keys.len());
+        for batch in keys.chunks(BATCH) {
+            let mut cache = self.cache.lock();
+            found.extend(batch.iter().map(|key| cache.get(*key)));
+        }
         let new = segments.iter().zip(&found).filter(|(_, ids)| ids.is_none()).map(|(s, _)| s.len()).sum();
         (found, new)
+    }
+
+    fn keep(&self, new: Vec<(u128, Arc<[u32]>)>, found_bytes: usize, new_bytes: usize) {
+        let mut cache = self.cache.lock();
+        cache.stats.found_bytes += found_bytes as u64;
+        cache.stats.new_bytes += new_bytes as u64;
+        drop(cache);
+        let mut new = new.into_iter().peekable();
+        while new.peek().is_some() {
+            let mut cache = self.cache.lock();
+            new.by_ref().take(BATCH).for_each(|(key, ids)| cache.put(key, ids));
+        }
     }
 
     fn tokenise(&self, text: &str) -> Result<Vec<u32>, TokensError> {
@@ -213,7 +231,9 @@ fn probes(added: &[AddedToken]) -> Vec<String> {
         let next = tokens[(i + 1) % tokens.len()];
         for (j, probe) in PROBES.iter().enumerate() {
             let other = PROBES[(i + j) % PROBES.len()];
+            // Once as it is, once with segments long enough to be cut.
             texts.push(format!("{probe}{token}{other}{next}{probe}{token}"));
+            texts.push(format!("{FILLER}{probe}{token}{other}{FILLER}{other}{next}{FILLER}{probe}{token}"));
         }
     }
     texts
