@@ -39,7 +39,6 @@ class Case:
 
 def cases(other: Path, busy: str) -> dict[str, Case]:
     """By name. `other` is another model's folder, `busy` an address where nobody listens."""
-    blind = ["prefix_cache", "cached_tokens", *EVENTS_RED, "tokenizer"]
     return {
         "good": Case([]),
         "no events": Case(EVENTS_RED, "--kv-events-config", {"kv_events": False}),
@@ -53,7 +52,8 @@ def cases(other: Path, busy: str) -> dict[str, Case]:
         "stale metrics": Case(["load", "cancel"], "did not show", {"metrics_every_seconds": 60}),
         "no tokenizer": Case(["tokenizer"], "off", settings={"tokenizer": "off"}),
         "other tokenizer": Case(["tokenizer"], str(other), settings={"tokenizer": str(other)}),
-        "no tokenize": Case(blind, "/tokenize", {"tokenize": False}),
+        "no tokenize": Case([], options={"tokenize": False}),
+        "a stand-in for SGLang": Case([], options={"api": "sglang", "order": "priority"}),
         "fails": Case(list(CHECKS)[1:10], "told to fail", {"fail_status": 500}),
     }
 

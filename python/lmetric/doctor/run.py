@@ -85,8 +85,8 @@ async def _examine(subject: Subject, ears: Ears) -> None:
     if not subject.has("model"):
         return
     await check_load_and_cancel(subject)
-    await check_cache(subject, ears)
     await check_tokenizer(subject)
+    await check_cache(subject, ears)
     await check_priority(subject)
 
 

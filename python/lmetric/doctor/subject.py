@@ -9,6 +9,7 @@ from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor.client import EngineClient
 from lmetric.doctor.verdict import Outcome, Verdict
 from lmetric.engines.adapter import Adapter, Capabilities
+from lmetric.tokens import PromptTokenizer
 
 Say = Callable[[Verdict], None]
 
@@ -34,6 +35,8 @@ class Subject:
     adapter: Adapter | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities("unknown"))
     model: str = ""
+    tokenizer: PromptTokenizer | None = None
+    """The router's, where it has one."""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
 
     @property
