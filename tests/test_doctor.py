@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from typer.testing import CliRunner
 
@@ -100,8 +103,15 @@ async def test_engines_of_one_model_with_two_block_sizes() -> None:
     assert sorted(each.wanting(Level.EXACT) for each in found) == [[], ["block_hashes"]]
 
 
-def test_the_command(unused_tcp_port: int, tmp_path: Path) -> None:
-    dead = f"http://127.0.0.1:{unused_tcp_port}"
+@pytest.fixture
+def dead() -> Iterator[str]:
+    """Where nobody listens, and nobody will."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_the_command(dead: str, tmp_path: Path) -> None:
     app = build(["doctor"])
     shown = CliRunner().invoke(app, ["doctor", dead])
     assert shown.exit_code == 1
