@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -171,6 +171,7 @@ class Slow(BaseHTTPRequestHandler):
     """One model; answers completions with one token, then nothing for a long time."""
 
     protocol_version = "HTTP/1.0"
+    asked = Event()
 
     def do_GET(self) -> None:
         self.answer("application/json", b'{"data": [{"id": "m"}]}')
@@ -178,6 +179,7 @@ class Slow(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
         self.answer("text/event-stream", b'data: {"choices": [{"text": " a", "finish_reason": null}]}\n\n')
+        self.asked.set()
         time.sleep(20)
 
     def answer(self, kind: str, body: bytes) -> None:
@@ -193,6 +195,7 @@ class Slow(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def slow_server() -> Iterator[str]:
+    Slow.asked.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
     server.daemon_threads = True
     Thread(target=server.serve_forever, daemon=True).start()
@@ -209,9 +212,9 @@ def test_ctrl_c_prints_what_there_is(tmp_path: Path, slow_server: str) -> None:
         [*COMMAND, "replay", "--trace", str(path), "--target", slow_server, "--json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    time.sleep(3)
+    assert Slow.asked.wait(30)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     report = json.loads(out)["report"]

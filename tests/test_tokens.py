@@ -135,6 +135,11 @@ def _library(folder: Path) -> Tokenizer:
     return _LIBRARY[folder]
 
 
+def test_the_fast_library_is_used_where_it_reads_the_tokenizer(folder_of: Callable[[str], Path]) -> None:
+    fast = {kind: _loaded(folder_of(kind), 1 << 20).encoder.fast for kind in KINDS}
+    assert [kind for kind, is_fast in fast.items() if not is_fast] == ["byte-level, prefix space"]
+
+
 def test_a_new_turn_costs_its_new_text_only(folder_of: Callable[[str], Path]) -> None:
     tokenizer = PromptTokenizer.load(folder_of("byte-level"))
     messages = [{"role": "system", "content": "Be brief. " * 500}, {"role": "user", "content": "Hello there"}]

@@ -152,6 +152,10 @@ def metaspace(scheme: str = "first", legacy: bool = False) -> Tokenizer:
         max_token_length=12,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
+    made = json.loads(tokenizer.to_str())
+    vocabulary = made["model"]["vocab"]
+    vocabulary.update({f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)})
+    tokenizer = Tokenizer.from_str(json.dumps(made))
     bos = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", bos)]

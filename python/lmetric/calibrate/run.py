@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 import numpy as np
 import orjson
 
-from lmetric.calibrate.ask import Asker, EngineFacts, Load
+from lmetric.calibrate.ask import Asker, EngineFacts, busy
 from lmetric.calibrate.fit import Fit, Observation, disagreement, fit_profile, pieces, settled
 from lmetric.calibrate.plan import (
     ROUNDS,
@@ -27,6 +27,7 @@ from lmetric.calibrate.plan import (
     Probe,
     make_plan,
 )
+from lmetric.engines.adapter import Load
 from lmetric.profiles import Profile
 from lmetric.replay.client import Client, Record
 
@@ -126,9 +127,9 @@ class Calibrator:
         )
 
     def _refuse_busy(self, load: Load) -> None:
-        if load.busy and not self.force:
+        if busy(load) and not self.force:
             raise CalibrationError(
-                f"{self.url} is busy: {load.running or 0} requests run and {load.waiting or 0} wait there. "
+                f"{self.url} is busy: {load.running or 0:g} requests run, {load.waiting or 0:g} wait there. "
                 "They would be slowed down and the figures wrong: take it out of service, or use --force"
             )
 
@@ -310,7 +311,7 @@ class Calibrator:
             await asyncio.sleep(0.02)
             load = await self._ask.load()
             if load.running and load.waiting:
-                seen[load.running] += 1
+                seen[int(load.running)] += 1
 
     def _prompt(self, tokens: int) -> list[int]:
         """Token ids that no prompt before began with."""

@@ -115,11 +115,16 @@ class Engine:
                 self.name, waiting=load.waiting, running=load.running, kv_usage=load.kv_usage
             )
 
+    def ask_anew(self) -> None:
+        """To be called where it may be another process: with other blocks, another version, other tokens."""
+        self.identified = False
+        self.compared = None
+
     def _turn(self, healthy: bool, reason: str | None, *, gone: bool = False) -> None:
         self.healthy = healthy
         self.successes = 0
         if not healthy:
-            self.identified = False
+            self.ask_anew()
         if self.pool is not None:
             self.pool.router.set_health(self.name, healthy)
             if gone:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -101,6 +102,7 @@ class KvFeed:
         self._router = router
         self._feed: EventFeed | None = None  # made, with its thread, at the first subscription
         self._heard: dict[str, _Heard] = {}
+        self._pushed: dict[str, tuple[str, str] | None] = {}  # where they push their load
 
     def wire(self, engine: Engine, pooled: Pooled) -> None:
         """Chooses the engine's mode by what it told, and subscribes to what that needs."""
@@ -109,9 +111,12 @@ class KvFeed:
         if setting is None:
             setting = engine.pool.settings.kv_events
         mode, subscriptions = choose(engine.capabilities, engine.host, setting, pooled, engine.tokens_differ)
-        heard = self._heard.get(engine.name)
-        if heard is None or (heard.subscriptions, heard.pooled) != (subscriptions, pooled):
+        heard, pushed = self._heard.get(engine.name), _pushed_load(engine)
+        same = heard is not None and (heard.subscriptions, heard.pooled) == (subscriptions, pooled)
+        if not same or self._pushed.get(engine.name) != pushed:
             self.unwire(engine.name)
+            self._pushed[engine.name] = pushed
+            self._hear_load(engine.name, pushed)
             try:
                 if subscriptions:
                     self._subscribe(engine, subscriptions, mode, pooled)
@@ -129,12 +134,14 @@ class KvFeed:
 
     def unwire(self, name: str) -> None:
         """Hears no more of an engine."""
-        if self._heard.pop(name, None) is not None and self._feed is not None:
+        self._heard.pop(name, None)
+        self._pushed.pop(name, None)
+        if self._feed is not None:
             self._feed.unsubscribe(name)
 
     def status(self, name: str) -> dict[str, Any] | None:
         """What the feed knows of an engine's ranks and of its pushed load; None: it is not listened to."""
-        if self._feed is None or name not in self._heard:
+        if self._feed is None:
             return None
         ranks = {str(rank): status for rank, status in self._feed.status(name).items()}
         return {"ranks": ranks, "load": self._feed.load_status(name)}
@@ -176,7 +183,7 @@ class KvFeed:
     ) -> str | None:
         """Why an engine's events cannot be relied on now."""
         if tally.restarts > heard.restarts:
-            engine.identified = False  # another process: it may have other blocks and another version
+            engine.ask_anew()
         came = tally.batches > heard.batches
         heard.batches, heard.restarts = tally.batches, tally.restarts
         if tally.connected or not engine.healthy:
@@ -209,13 +216,17 @@ class KvFeed:
                 rank=one.rank,
                 block_size=pooled.block_size,
             )
-        # One of several ranks would pass for the whole: their load is polled.
-        if len(engine.capabilities.load_feeds) == 1:
-            try:
-                endpoint = reachable(engine.capabilities.load_feeds[0], engine.host)
-                self._feed.subscribe_load(name, endpoint, topic=engine.capabilities.load_topic)
-            except (EndpointError, LmetricError) as error:
-                log.warning("pushed load cannot be heard", engine=name, reason=str(error))
+
+    def _hear_load(self, name: str, pushed: tuple[str, str] | None) -> None:
+        """Has the engine push its load."""
+        if pushed is None:
+            return
+        if self._feed is None:
+            self._feed = EventFeed(self._router)
+        try:
+            self._feed.subscribe_load(name, pushed[0], topic=pushed[1])
+        except LmetricError as error:
+            log.warning("pushed load cannot be heard", engine=name, reason=str(error))
 
     def _turn(self, engine: Engine, mode: Mode) -> None:
         if mode == engine.mode:
@@ -240,6 +251,14 @@ class KvFeed:
             what = "what it cached before is asked for"
             engine.refill = Refill(field, engine.pool.block_size, time.monotonic())
         log.info("the index of an engine has holes", engine=engine.name, note=what)
+
+
+def _pushed_load(engine: Engine) -> tuple[str, str] | None:
+    """Where an engine pushes its load, and the topic. (One of several ranks would pass for the whole.)"""
+    feeds = engine.capabilities.load_feeds
+    with contextlib.suppress(EndpointError):
+        return (reachable(feeds[0], engine.host), engine.capabilities.load_topic) if len(feeds) == 1 else None
+    return None
 
 
 COUNTS = (

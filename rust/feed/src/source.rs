@@ -3,8 +3,10 @@ use crate::apply::Applier;
 use crate::event::read_load;
 use crate::status::Status;
 use crate::stream::{Sink, Stream};
+use crate::subscriber::watch;
 use lmetric_core::router::books::Report;
 use lmetric_core::router::feed::KvFeed;
+use mio::Registry;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use zmq::{Context, DEALER, DONTWAIT, Message, Socket};
@@ -32,8 +34,8 @@ pub enum Kind {
 pub struct Blocks {
     /// Its order.
     pub stream: Stream,
-    /// Whether the last look was also at its replay.
-    pub polled: bool,
+    /// The answer may go on without a signal.
+    more: bool,
     /// In which what was applied is known.
     epoch: u64,
     hands: Hands,
@@ -42,9 +44,21 @@ pub struct Blocks {
 /// What a stream acts through.
 struct Hands {
     applier: Applier,
-    context: Context,
-    replay_endpoint: Option<String>,
-    replay: Option<Socket>,
+    line: Line,
+}
+
+/// The line on which the past is asked for.
+pub struct Line {
+    /// Of the socket to come.
+    pub context: Context,
+    /// Where to ask.
+    pub endpoint: Option<String>,
+    /// While a question is open.
+    pub socket: Option<Socket>,
+    /// Where its descriptor is watched.
+    pub registry: Registry,
+    /// What that signals.
+    pub id: usize,
 }
 
 impl Sink for Hands {
@@ -58,16 +72,18 @@ impl Sink for Hands {
 
     fn ask(&mut self, from: u64) {
         // A socket of its own for each question: what it receives answers that one.
-        self.replay = None;
-        let Some(endpoint) = &self.replay_endpoint else { return };
-        let asked = self.context.socket(DEALER).and_then(|socket| {
+        let line = &mut self.line;
+        line.socket = None;
+        let Some(endpoint) = &line.endpoint else { return };
+        let asked = line.context.socket(DEALER).and_then(|socket| {
             prepare(&socket)?;
             socket.connect(endpoint)?;
             socket.send_multipart([&[][..], &from.to_be_bytes()], DONTWAIT)?;
+            watch(&line.registry, &socket, line.id).map_err(|_| zmq::Error::EMFILE)?;
             Ok(socket)
         });
         match asked {
-            Ok(socket) => self.replay = Some(socket),
+            Ok(socket) => line.socket = Some(socket),
             Err(error) => self.applier.tally_mut().last_error = Some(format!("replay: {error}")),
         }
     }
@@ -75,40 +91,39 @@ impl Sink for Hands {
 
 impl Blocks {
     /// The stream of a rank's events.
-    pub fn new(applier: Applier, context: Context, replay_endpoint: Option<String>, epoch: u64) -> Blocks {
+    pub fn new(applier: Applier, line: Line, epoch: u64) -> Blocks {
         Blocks {
             epoch,
-            stream: Stream::new(replay_endpoint.is_some()),
-            polled: false,
-            hands: Hands { applier, context, replay_endpoint, replay: None },
+            stream: Stream::new(line.endpoint.is_some()),
+            more: false,
+            hands: Hands { applier, line },
         }
-    }
-
-    /// Where answers come from, while a question is open.
-    pub fn replay(&self) -> Option<&Socket> {
-        self.hands.replay.as_ref()
     }
 
     /// Takes some of an answer.
     fn hear_replay(&mut self, now: f64) {
+        self.more = false;
         for _ in 0..4 * RUN {
-            let Some(frames) = self.hands.replay.as_ref().and_then(receive) else { break };
+            let Some(frames) = self.hands.line.socket.as_ref().and_then(receive) else { return };
             // Older engines leave out the topic.
             let [.., number, batch] = &frames[..] else { continue };
             match number_of(number) {
                 Some(u64::MAX) => {
-                    self.hands.replay = None;
+                    self.hands.line.socket = None;
                     self.stream.replay_ended(now, &mut self.hands);
                 }
                 Some(number) => self.stream.replayed(number, batch, now, &mut self.hands),
                 None => self.hands.applier.tally_mut().skip("malformed_message", 1),
             }
         }
+        self.more = true;
     }
 }
 
 /// A subscription of an instance.
 pub struct Source {
+    /// What its replay signals.
+    pub id: usize,
     /// Whose.
     pub instance: String,
     /// Its rank.
@@ -124,9 +139,9 @@ pub struct Source {
 
 impl Source {
     /// A source that has heard nothing yet; `status` says whose it is.
-    pub fn new(instance: String, rank: u32, kind: Kind, status: Status) -> Source {
-        let topic = status.topic.clone().into_bytes();
-        Source { instance, rank, topic, kind, shown: Arc::new(Mutex::new(status.clone())), status }
+    pub fn new(id: usize, instance: String, kind: Kind, status: Status) -> Source {
+        let (topic, rank) = (status.topic.clone().into_bytes(), status.rank);
+        Source { id, instance, rank, topic, kind, shown: Arc::new(Mutex::new(status.clone())), status }
     }
 
     /// A connection came to stand. `bound`: of one of possibly many engines.
@@ -134,7 +149,7 @@ impl Source {
         self.status.connected = true;
         self.status.connections += 1;
         if let Kind::Blocks(blocks) = &mut self.kind {
-            if bound && blocks.hands.replay_endpoint.is_none() {
+            if bound && blocks.hands.line.endpoint.is_none() {
                 // It may be any engine's: the numbers alone must tell.
                 blocks.stream.reachable();
             } else {
@@ -194,12 +209,10 @@ impl Source {
         }
     }
 
-    /// Takes what was asked for, and looks at the time.
-    pub fn attend(&mut self, readable: bool, now: f64) {
+    /// Takes of what was asked for, and looks at the time.
+    pub fn attend(&mut self, now: f64) {
         if let Kind::Blocks(blocks) = &mut self.kind {
-            if readable {
-                blocks.hear_replay(now);
-            }
+            blocks.hear_replay(now);
             blocks.stream.tick(now, &mut blocks.hands);
         }
     }
@@ -222,6 +235,7 @@ impl Source {
     /// When [`Source::attend`] has something to do of itself.
     pub fn deadline(&self) -> Option<f64> {
         match &self.kind {
+            Kind::Blocks(blocks) if blocks.more => Some(0.0),
             Kind::Blocks(blocks) => blocks.stream.deadline(),
             Kind::Load => None,
         }

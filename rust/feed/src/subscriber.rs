@@ -1,20 +1,28 @@
 //! The thread that listens: one socket to each engine (or one that engines connect to), in turn, a few dozen messages at a
 //! time. Reconnecting is libzmq's; its monitor tells when a connection is another one.
+//!
+//! What is waited for are the sockets' file descriptors: asking hundreds of sockets in turn, as `zmq_poll` does, costs more than
+//! what they bring. A descriptor signals once, so a socket is read until it is empty, or is looked at again without waiting.
 use crate::apply::Applier;
-use crate::source::{Blocks, Kind, RUN, Source, prepare, receive};
+use crate::source::{Blocks, Kind, Line, RUN, Source, prepare, receive};
 use crate::status::Status;
 use crate::stream::{Counts, Standing};
 use lmetric_core::CoreError;
 use lmetric_core::router::feed::KvFeed;
+use mio::unix::SourceFd;
+use mio::{Events, Interest, Poll, Registry, Token};
 use parking_lot::Mutex;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
-use zmq::{Context, DONTWAIT, Message, PAIR, POLLIN, SUB, Socket, SocketEvent};
+use std::time::Duration;
+use zmq::{Context, DONTWAIT, Message, PAIR, SUB, Socket, SocketEvent};
 
 /// Sockets of one context are limited, and so is what its one I/O thread can do.
 const LINKS_PER_CONTEXT: usize = 128;
+/// What the wake-up signals.
+const WAKE: usize = 0;
 /// How often the thread looks whether instances were replaced.
 const HOUSEKEEPING_SECONDS: f64 = 1.0;
 
@@ -76,6 +84,11 @@ impl EventFeed {
             Ok((inside, outside))
         };
         let (inside, wake) = pair().map_err(|error: zmq::Error| refused(&error))?;
+        let poll = Poll::new().and_then(|poll| {
+            watch(poll.registry(), &inside, WAKE)?;
+            Ok((poll.registry().try_clone()?, poll))
+        });
+        let (registry, poll) = poll.map_err(|error| refused(&error))?;
         let (commands, received) = channel();
         let shown = Shown::default();
         let worker = Worker {
@@ -83,7 +96,10 @@ impl EventFeed {
             feed,
             clock: Box::new(clock),
             context,
+            poll,
+            registry,
             made: 0,
+            ids: WAKE,
             links: Vec::new(),
             wake: inside,
             commands: received,
@@ -168,6 +184,10 @@ struct Link {
     monitor: Socket,
     endpoint: String,
     bound: bool,
+    /// What both of its descriptors signal.
+    id: usize,
+    /// It may have more to say without a signal.
+    pending: bool,
     connections: i64,
     sources: Vec<Source>,
 }
@@ -177,8 +197,12 @@ struct Worker {
     epoch: u64,
     clock: Box<dyn Fn() -> f64 + Send>,
     context: Context,
-    /// Links made with contexts so far.
+    poll: Poll,
+    registry: Registry,
+    /// Links made so far.
     made: usize,
+    /// The last number given to what may signal.
+    ids: usize,
     links: Vec<Link>,
     wake: Socket,
     commands: Receiver<Command>,
@@ -188,40 +212,33 @@ struct Worker {
 
 impl Worker {
     fn run(mut self) {
-        let mut readable = Vec::new();
+        let (mut events, mut signalled) = (Events::with_capacity(256), HashSet::new());
         loop {
-            self.poll(&mut readable);
-            if std::mem::take(&mut readable[0]) {
-                while self.wake.recv_msg(DONTWAIT).is_ok() {}
-            }
+            self.wait(&mut events);
+            signalled.clear();
+            signalled.extend(events.iter().map(|event| event.token().0));
+            while signalled.contains(&WAKE) && self.wake.recv_msg(DONTWAIT).is_ok() {}
             while let Ok(command) = self.commands.try_recv() {
                 match command {
                     Command::Subscribe(instance, subscription, reply) => {
                         // Whoever asked may have gone.
                         let _ = reply.send(self.subscribe(instance, subscription));
-                        readable.clear();
                     }
                     Command::Unsubscribe(instance, reply) => {
                         let _ = reply.send(self.unsubscribe(&instance));
-                        readable.clear();
                     }
                     Command::Close => return,
                 }
             }
             self.keep_house();
             let now = (self.clock)();
-            let mut readable = readable.iter().skip(1).copied();
             for link in &mut self.links {
-                // Both are asked for, whichever was readable: see `Link::hear`.
-                let (messages, events) = (readable.next(), readable.next());
-                if messages == Some(true) || events == Some(true) {
+                if link.pending || signalled.contains(&link.id) {
                     link.hear(&self.feed, now);
                 }
                 for source in &mut link.sources {
-                    let replay = matches!(&source.kind, Kind::Blocks(b) if b.polled);
-                    let heard = replay && readable.next() == Some(true);
-                    if heard || source.deadline().is_some_and(|at| now >= at) {
-                        source.attend(heard, now);
+                    if signalled.contains(&source.id) || source.deadline().is_some_and(|at| now >= at) {
+                        source.attend(now);
                         source.show();
                     }
                 }
@@ -229,36 +246,18 @@ impl Worker {
         }
     }
 
-    /// Waits until there is something to do. `readable`: the wake-up, then for each link its messages, its monitor, and the
-    /// open replays of its sources.
-    fn poll(&mut self, readable: &mut Vec<bool>) {
+    /// Waits until there is something to do.
+    fn wait(&mut self, events: &mut Events) {
         let now = (self.clock)();
         let mut until = now + HOUSEKEEPING_SECONDS;
-        let mut items = vec![self.wake.as_poll_item(POLLIN)];
-        for link in &mut self.links {
-            for source in &mut link.sources {
-                until = until.min(source.deadline().unwrap_or(until));
-                if let Kind::Blocks(blocks) = &mut source.kind {
-                    blocks.polled = blocks.replay().is_some();
-                }
-            }
-        }
         for link in &self.links {
-            items.push(link.socket.as_poll_item(POLLIN));
-            items.push(link.monitor.as_poll_item(POLLIN));
-            for source in &link.sources {
-                if let Kind::Blocks(blocks) = &source.kind
-                    && let Some(replay) = blocks.replay()
-                {
-                    items.push(replay.as_poll_item(POLLIN));
-                }
-            }
+            let deadlines = link.sources.iter().filter_map(Source::deadline);
+            until = deadlines.fold(if link.pending { now } else { until }, f64::min);
         }
-        let wait = ((until - now).clamp(0.0, HOUSEKEEPING_SECONDS) * 1e3).ceil() as i64;
-        // An interrupted wait is a short one.
-        let _ = zmq::poll(&mut items, wait);
-        readable.clear();
-        readable.extend(items.iter().map(|item| item.is_readable()));
+        let seconds = (until - now).clamp(0.0, HOUSEKEEPING_SECONDS);
+        if self.poll.poll(events, Some(Duration::from_secs_f64(seconds))).is_err() {
+            events.clear(); // an interrupted wait is a short one
+        }
     }
 
     /// Looks whether what was applied is forgotten by now, and once a second whether instances were replaced.
@@ -312,12 +311,23 @@ impl Worker {
                 self.links.last_mut().expect("just added")
             }
         };
+        self.ids += 1;
+        let id = self.ids;
         let kind = if wanted.load {
             Kind::Load
         } else {
             let applier = Applier::new(self.feed.clone(), origin);
-            let (replay, epoch) = (wanted.replay_endpoint.clone(), self.feed.epoch_of(origin));
-            Kind::Blocks(Box::new(Blocks::new(applier, self.context.clone(), replay, epoch)))
+            let line = Line {
+                context: self.context.clone(),
+                endpoint: wanted.replay_endpoint.clone(),
+                socket: None,
+                registry: self
+                    .registry
+                    .try_clone()
+                    .map_err(|e| bad(&what("subscription"), e, "more files"))?,
+                id,
+            };
+            Kind::Blocks(Box::new(Blocks::new(applier, line, self.feed.epoch_of(origin))))
         };
         let status = Status {
             load: wanted.load,
@@ -336,7 +346,7 @@ impl Worker {
             counts: Counts::default(),
             tally: Default::default(),
         };
-        let mut source = Source::new(instance.clone(), wanted.rank, kind, status);
+        let mut source = Source::new(id, instance.clone(), kind, status);
         if link.connections > 0 {
             source.connected(link.bound, (self.clock)());
         }
@@ -353,18 +363,31 @@ impl Worker {
         prepare(&socket)?;
         // All topics: what comes under another one shall be seen, not missed in silence.
         socket.set_subscribe(b"")?;
-        let watch = format!("inproc://monitor-{}", self.made);
+        let said_at = format!("inproc://monitor-{}", self.made);
         let events = SocketEvent::HANDSHAKE_SUCCEEDED.to_raw() | SocketEvent::DISCONNECTED.to_raw();
-        socket.monitor(&watch, events.into())?;
+        socket.monitor(&said_at, events.into())?;
         monitor.set_linger(0)?;
-        monitor.connect(&watch)?;
+        monitor.connect(&said_at)?;
         match wanted.bind {
             true => socket.bind(&wanted.endpoint)?,
             false => socket.connect(&wanted.endpoint)?,
         }
         self.made += 1;
         let (endpoint, bound) = (wanted.endpoint.clone(), wanted.bind);
-        Ok(Link { socket, monitor, endpoint, bound, connections: 0, sources: Vec::new() })
+        self.ids += 1;
+        for socket in [&socket, &monitor] {
+            watch(&self.registry, socket, self.ids).map_err(|_| zmq::Error::EMFILE)?;
+        }
+        Ok(Link {
+            socket,
+            monitor,
+            endpoint,
+            bound,
+            id: self.ids,
+            pending: true,
+            connections: 0,
+            sources: Vec::new(),
+        })
     }
 
     fn unsubscribe(&mut self, instance: &str) -> bool {
@@ -391,6 +414,7 @@ impl Link {
         {
             messages.push(frames);
         }
+        self.pending = messages.len() == RUN;
         // Messages first, then what the monitor says: it spoke of their connection before they came.
         while let Some(frames) = receive(&self.monitor) {
             let event = frames.first().and_then(|f| f.first_chunk::<2>()).map(|f| u16::from_ne_bytes(*f));
@@ -417,6 +441,12 @@ impl Link {
             None => self.sources.iter_mut().for_each(|s| s.hear_other(topic)),
         }
     }
+}
+
+/// Has a socket's descriptor signal this number.
+pub fn watch(registry: &Registry, socket: &Socket, id: usize) -> std::io::Result<()> {
+    let descriptor = socket.get_fd().map_err(|error| std::io::Error::other(error.message()))?;
+    registry.register(&mut SourceFd(&descriptor), Token(id), Interest::READABLE)
 }
 
 /// Whether libzmq can make anything of the address.

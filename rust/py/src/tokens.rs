@@ -34,7 +34,7 @@ struct TokenEncoder {
 #[pymethods]
 impl TokenEncoder {
     #[new]
-    #[pyo3(signature = (tokenizer_json, *, added_tokens=None, around=None, cache_bytes=256 << 20))]
+    #[pyo3(signature = (tokenizer_json, *, added_tokens=None, around=None, cache_bytes=268_435_456))]
     fn new(
         py: Python<'_>,
         tokenizer_json: &[u8],
