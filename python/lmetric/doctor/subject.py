@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lmetric.config import EngineConfig, PoolSettings
@@ -10,8 +9,6 @@ from lmetric.doctor.client import EngineClient
 from lmetric.doctor.verdict import Outcome, Verdict
 from lmetric.engines.adapter import Adapter, Capabilities
 from lmetric.tokens import PromptTokenizer
-
-Say = Callable[[Verdict], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,6 @@ class Subject:
 
     target: Target
     client: EngineClient
-    say: Say
     adapter: Adapter | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities("unknown"))
     model: str = ""
@@ -52,15 +48,15 @@ class Subject:
 
     def passed(self, check: str, seen: str) -> None:
         """It does."""
-        self._verdict(Verdict(check, Outcome.PASS, seen))
+        self.verdicts[check] = Verdict(check, Outcome.PASS, seen)
 
     def failed(self, check: str, cause: str, remedy: str | None = None) -> None:
         """It does not, or does wrong."""
-        self._verdict(Verdict(check, Outcome.FAIL, cause, remedy))
+        self.verdicts[check] = Verdict(check, Outcome.FAIL, cause, remedy)
 
     def not_offered(self, check: str, why: str, remedy: str | None = None) -> None:
         """It does not say that it would."""
-        self._verdict(Verdict(check, Outcome.NOT_OFFERED, why, remedy))
+        self.verdicts[check] = Verdict(check, Outcome.NOT_OFFERED, why, remedy)
 
     def has(self, check: str) -> bool:
         """Whether that check passed."""
@@ -70,10 +66,6 @@ class Subject:
     def flag(self, feature: str) -> str | None:
         """What to set on this kind of engine for that feature."""
         return FLAGS.get(self.capabilities.engine, {}).get(feature)
-
-    def _verdict(self, verdict: Verdict) -> None:
-        self.verdicts[verdict.check] = verdict
-        self.say(verdict)
 
 
 # Flags as in vLLM 0.32 and SGLang 0.5.23.
