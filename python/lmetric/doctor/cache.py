@@ -20,7 +20,6 @@ EVENT_SECONDS = (1.0, 3.0)
 """Until an event of a prompt just computed must have come, at the first try and the second: the subscription
 may be later than the first prompt. vLLM takes about 15 ms."""
 PREFIX_TOKENS = 64  # at least; whole blocks
-COUNTERS = {"vllm": "prefix_cache_hits_total", "sglang": "cached_tokens_total"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +112,11 @@ async def _heard(ear: Ear, name: str, probes: Probes, seconds: float) -> bool:
 
 async def _counted(subject: Subject) -> float | None:
     """Prompt tokens found in the cache so far, by the engine's own counter."""
-    name, path = COUNTERS.get(subject.capabilities.engine), subject.capabilities.load_path
-    if name is None or path is None or subject.adapter is None:
+    adapter = subject.adapter
+    if adapter is None or adapter.cached_counter is None:
         return None
     page = (await subject.client.get("/metrics")).body
-    found = [number for _, _, number in samples(page, subject.adapter.prefix, [name])]
+    found = [number for _, _, number in samples(page, adapter.prefix, [adapter.cached_counter])]
     return sum(found) if found else None
 
 

@@ -65,25 +65,4 @@ class Subject:
 
     def flag(self, feature: str) -> str | None:
         """What to set on this kind of engine for that feature."""
-        return FLAGS.get(self.capabilities.engine, {}).get(feature)
-
-
-# Flags as in vLLM 0.32 and SGLang 0.5.23.
-FLAGS = {
-    "vllm": {
-        "load": "leave out --disable-log-stats",
-        "prefix_cache": "--enable-prefix-caching",
-        "cached_tokens": "--enable-prompt-tokens-details",
-        "kv_events": """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
-        """"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'""",
-        "priority": "--scheduling-policy priority",
-    },
-    "sglang": {
-        "load": "--enable-metrics",
-        "prefix_cache": "leave out --disable-radix-cache",
-        "cached_tokens": "--enable-cache-report",
-        "kv_events": """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", """
-        """"replay_endpoint": "tcp://*:5558"}'""",
-        "priority": "--enable-priority-scheduling",
-    },
-}
+        return self.adapter.flags.get(feature) if self.adapter else None
