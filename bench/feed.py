@@ -150,6 +150,15 @@ class Tally:
         }
 
 
+def drain(feed: EventFeed) -> None:
+    """Waits until nothing more comes."""
+    while True:
+        tally = Tally(feed)
+        time.sleep(0.5)
+        if tally.figures()["stored_blocks_per_second"] == 0:
+            return
+
+
 def decide(router: Router, fleet: Fleet, calls: int) -> list[float]:
     """Microseconds of each decision."""
     prompts, samples = fleet.prompts[512], []
@@ -199,6 +208,8 @@ def run(seconds: float, calls: int) -> list[dict[str, Any]]:
                 (f"decide, {RATE:,} blocks/s beside", RATE),
                 ("decide, all it can beside", -1.0),
             ):
+                rate.value = 0.0
+                drain(feed)
                 rate.value = blocks
                 time.sleep(1.0)
                 decide(router, fleet, calls // 10)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -488,6 +490,23 @@ def test_pushed_load_reports_reach_the_indicators(bed: Bed) -> None:
         columns = bed.router.indicators()
         assert (columns["r_bs"][1], columns["q_bs"][1], columns["kv_usage"][1]) == (3, 5, 0.25)
         assert bed.feed.status("e1") == {}
+
+
+def test_what_vllm_said(bed: Bed) -> None:
+    """Recorded: a prompt of three blocks, the same with a salt, and a full report of the first."""
+    recorded = json.loads((Path(__file__).parent / "samples" / "vllm-0.32.0.json").read_text())["events"]
+    tokens = recorded[0][2][1][0]["token_ids"]
+    bed.router.set_block_size(32)
+    with publisher(topic=recorded[0][0]) as engine:
+        bed.subscribe(engine, topic=recorded[0][0], block_size=32)
+        bed.settle(engine, "live")
+        for _, _, (_, events, _) in recorded:
+            engine.publish(*events)
+        engine.publish(removed(recorded[0][2][1][0]["block_hashes"][2], group_idx=0))
+        bed.settle(engine, "live")
+        assert bed.status()["skipped"] == {}
+        # `held` counts blocks of 16 tokens. The report was no second copy.
+        assert (bed.held(tokens), bed.held(tokens, salt="tenantA")) == (4, 6)
 
 
 async def test_what_is_predicted_is_what_the_engine_has_cached(bed: Bed) -> None:

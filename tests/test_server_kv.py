@@ -205,6 +205,8 @@ async def test_silence_where_there_should_be_events_is_noticed(monkeypatch: pyte
         entry = {"url": engine.url, "name": "e0", "kv_events": {**IDS, "topic": "kv@wrong"}}
         async with routed(entry) as w:
             [known] = w.server.fleet.engines()
+            await connected(w)
+            await w.until(lambda: known.mode.name == "exact")
             await asyncio.sleep(1.5)
             assert known.mode.name == "exact"  # an idle engine says nothing
             for seed in range(4):

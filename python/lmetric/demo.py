@@ -90,7 +90,7 @@ async def _play(
 ) -> Report:
     options = EngineOptions(profile=setting.profile, clock_speed=setting.clock_speed)
     async with (
-        EmbeddedEngines(setting.engines, options, kv_events=True) as engines,
+        EmbeddedEngines(setting.engines, options) as engines,
         _router(policy, engines.urls) as url,
         Client(url) as client,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,

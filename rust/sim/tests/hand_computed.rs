@@ -20,7 +20,14 @@ fn words() -> Generator {
 }
 
 fn ask(id: u64, tokens: &[u32], output_tokens: u32) -> Request<'_> {
-    Request { id, prompt: Prompt::Tokens(tokens), output_tokens, priority: 0, salt: None, report_cached: false }
+    Request {
+        id,
+        prompt: Prompt::Tokens(tokens),
+        output_tokens,
+        priority: 0,
+        salt: None,
+        report_cached: false,
+    }
 }
 
 fn close(a: f64, b: f64) {
