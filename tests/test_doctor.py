@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from typer.testing import CliRunner
 
@@ -39,7 +42,6 @@ class Case:
 
 def cases(other: Path, busy: str) -> dict[str, Case]:
     """By name. `other` is another model's folder, `busy` an address where nobody listens."""
-    blind = ["prefix_cache", "cached_tokens", *EVENTS_RED, "tokenizer"]
     return {
         "good": Case([]),
         "no events": Case(EVENTS_RED, "--kv-events-config", {"kv_events": False}),
@@ -53,7 +55,8 @@ def cases(other: Path, busy: str) -> dict[str, Case]:
         "stale metrics": Case(["load", "cancel"], "did not show", {"metrics_every_seconds": 60}),
         "no tokenizer": Case(["tokenizer"], "off", settings={"tokenizer": "off"}),
         "other tokenizer": Case(["tokenizer"], str(other), settings={"tokenizer": str(other)}),
-        "no tokenize": Case(blind, "/tokenize", {"tokenize": False}),
+        "no tokenize": Case([], options={"tokenize": False}),
+        "a stand-in for SGLang": Case([], options={"api": "sglang", "order": "priority"}),
         "fails": Case(list(CHECKS)[1:10], "told to fail", {"fail_status": 500}),
     }
 
@@ -100,8 +103,15 @@ async def test_engines_of_one_model_with_two_block_sizes() -> None:
     assert sorted(each.wanting(Level.EXACT) for each in found) == [[], ["block_hashes"]]
 
 
-def test_the_command(unused_tcp_port: int, tmp_path: Path) -> None:
-    dead = f"http://127.0.0.1:{unused_tcp_port}"
+@pytest.fixture
+def dead() -> Iterator[str]:
+    """Where nobody listens, and nobody will."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_the_command(dead: str, tmp_path: Path) -> None:
     app = build(["doctor"])
     shown = CliRunner().invoke(app, ["doctor", dead])
     assert shown.exit_code == 1

@@ -32,6 +32,7 @@ async def doctor(*words: str) -> tuple[int, dict[str, Any]]:
     )
     out, err = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode in (0, 1), err.decode()
+    assert out, err.decode()
     print(out.decode())
     return process.returncode, json.loads(out)
 

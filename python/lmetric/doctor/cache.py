@@ -20,7 +20,6 @@ EVENT_SECONDS = (1.0, 3.0)
 """Until an event of a prompt just computed must have come, at the first try and the second: the subscription
 may be later than the first prompt. vLLM takes about 15 ms."""
 PREFIX_TOKENS = 64  # at least; whole blocks
-COUNTERS = {"vllm": "prefix_cache_hits_total", "sglang": "cached_tokens_total"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ async def check_cache(subject: Subject, ears: Ears) -> None:
     except Unanswered as error:
         subject.failed("prefix_cache", str(error))
         return
-    told = answer.cached_tokens()
+    told = answer.usage("prompt_tokens_details", "cached_tokens")
     _judge_caching(subject, probes, told, None if before is None or after is None else after - before)
     if ear is not None:
         await _judge_events(subject, ear, probes, heard, predicted, told)
@@ -88,7 +87,9 @@ async def _probes(subject: Subject) -> list[Probes]:
     answer = await subject.client.post("/tokenize", {"model": subject.model, "prompt": words})
     told = answer.json
     ids = told.get("tokens") if isinstance(told, dict) else None
-    if answer.status != 200 or not isinstance(ids, list) or len(ids) < wanted:
+    if answer.status != 200 and subject.tokenizer is not None:
+        ids = subject.tokenizer.completion(words).tolist()
+    if not isinstance(ids, list) or len(ids) < wanted:
         cause = f"POST /tokenize gives no token ids to make prompts of ({answer.error()[:80]})"
         subject.not_offered("prefix_cache", cause)
         return []
@@ -111,11 +112,11 @@ async def _heard(ear: Ear, name: str, probes: Probes, seconds: float) -> bool:
 
 async def _counted(subject: Subject) -> float | None:
     """Prompt tokens found in the cache so far, by the engine's own counter."""
-    name, path = COUNTERS.get(subject.capabilities.engine), subject.capabilities.load_path
-    if name is None or path is None or subject.adapter is None:
+    adapter = subject.adapter
+    if adapter is None or adapter.cached_counter is None:
         return None
     page = (await subject.client.get("/metrics")).body
-    found = [number for _, _, number in samples(page, subject.adapter.prefix, [name])]
+    found = [number for _, _, number in samples(page, adapter.prefix, [adapter.cached_counter])]
     return sum(found) if found else None
 
 

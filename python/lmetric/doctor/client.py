@@ -44,10 +44,10 @@ class Answer:
         text = said if isinstance(said, str) else self.body.decode(errors="replace")
         return f"status {self.status}" + (f": {' '.join(text.split())[:200]}" if text.strip() else "")
 
-    def cached_tokens(self) -> int | None:
-        """``usage.prompt_tokens_details.cached_tokens``; None where it is not told."""
+    def usage(self, *path: str) -> int | None:
+        """A number in the answer's `usage`; None where it is not told."""
         told: Any = self.json
-        for key in ("usage", "prompt_tokens_details", "cached_tokens"):
+        for key in ("usage", *path):
             told = told.get(key) if isinstance(told, dict) else None
         return told if isinstance(told, int) else None
 

@@ -83,14 +83,12 @@ async def check_model(subject: Subject) -> None:
     engine = " ".join(filter(None, (capabilities.engine, capabilities.version)))
     length = f", {subject.max_tokens} tokens" if base.max_model_len else ""
     subject.passed("model", f"{subject.model} on {engine}{length}")
-    _check_role(subject, answer.json)
+    _check_role(subject, answer.usage("completion_tokens"))
 
 
-def _check_role(subject: Subject, answered: object) -> None:
+def _check_role(subject: Subject, produced: int | None) -> None:
     """One that prefills and decodes gives the tokens asked for."""
-    usage = answered.get("usage") if isinstance(answered, dict) else None
-    produced = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    if not isinstance(produced, int):
+    if produced is None:
         subject.failed("role", "its answer has no usage: the router could not count what it did")
     elif produced < 2:
         cause = f"asked for 2 tokens, it gave {produced}: it seems to serve prefill only"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -42,10 +42,8 @@ class Examination:
         return next((level for level in Level if not self.wanting(level)), None)
 
 
-async def examine(
-    targets: Sequence[Target], watch: Callable[[str, Verdict], None] = lambda engine, verdict: None
-) -> list[Examination]:
-    """Examines engines, all at once; `watch` is told of each verdict as soon as it is there.
+async def examine(targets: Sequence[Target]) -> list[Examination]:
+    """Examines engines, all at once.
 
     It costs an engine some dozens of short requests, and a long stream that is left early.
     """
@@ -53,7 +51,7 @@ async def examine(
     # A connection is not used again: a pool's keep-alive would look like an engine's fault.
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
         try:
-            subjects = [_subject(target, session, watch) for target in targets]
+            subjects = [_subject(target, session) for target in targets]
             await asyncio.gather(*(_examine(subject, ears) for subject in subjects))
         finally:
             await asyncio.to_thread(ears.close)
@@ -68,13 +66,10 @@ async def examine(
     ]
 
 
-def _subject(
-    target: Target, session: aiohttp.ClientSession, watch: Callable[[str, Verdict], None]
-) -> Subject:
+def _subject(target: Target, session: aiohttp.ClientSession) -> Subject:
     engine = target.engine
     key = engine.api_key.get_secret_value() if engine.api_key else None
-    client = EngineClient(session, engine.url, key)
-    return Subject(target, client, lambda verdict: watch(engine.label, verdict))
+    return Subject(target, EngineClient(session, engine.url, key))
 
 
 async def _examine(subject: Subject, ears: Ears) -> None:
@@ -85,12 +80,6 @@ async def _examine(subject: Subject, ears: Ears) -> None:
     if not subject.has("model"):
         return
     await check_load_and_cancel(subject)
-    await check_cache(subject, ears)
     await check_tokenizer(subject)
+    await check_cache(subject, ears)
     await check_priority(subject)
-
-
-def worst(examinations: Iterable[Examination]) -> Level | None:
-    """The level that all of them are good for."""
-    levels = [examination.level for examination in examinations]
-    return None if None in levels else max((level for level in levels if level), key=list(Level).index)

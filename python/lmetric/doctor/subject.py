@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor.client import EngineClient
 from lmetric.doctor.verdict import Outcome, Verdict
 from lmetric.engines.adapter import Adapter, Capabilities
-
-Say = Callable[[Verdict], None]
+from lmetric.tokens import PromptTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +28,11 @@ class Subject:
 
     target: Target
     client: EngineClient
-    say: Say
     adapter: Adapter | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities("unknown"))
     model: str = ""
+    tokenizer: PromptTokenizer | None = None
+    """The router's, where it has one."""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
 
     @property
@@ -49,15 +48,15 @@ class Subject:
 
     def passed(self, check: str, seen: str) -> None:
         """It does."""
-        self._verdict(Verdict(check, Outcome.PASS, seen))
+        self.verdicts[check] = Verdict(check, Outcome.PASS, seen)
 
     def failed(self, check: str, cause: str, remedy: str | None = None) -> None:
         """It does not, or does wrong."""
-        self._verdict(Verdict(check, Outcome.FAIL, cause, remedy))
+        self.verdicts[check] = Verdict(check, Outcome.FAIL, cause, remedy)
 
     def not_offered(self, check: str, why: str, remedy: str | None = None) -> None:
         """It does not say that it would."""
-        self._verdict(Verdict(check, Outcome.NOT_OFFERED, why, remedy))
+        self.verdicts[check] = Verdict(check, Outcome.NOT_OFFERED, why, remedy)
 
     def has(self, check: str) -> bool:
         """Whether that check passed."""
@@ -66,29 +65,4 @@ class Subject:
 
     def flag(self, feature: str) -> str | None:
         """What to set on this kind of engine for that feature."""
-        return FLAGS.get(self.capabilities.engine, {}).get(feature)
-
-    def _verdict(self, verdict: Verdict) -> None:
-        self.verdicts[verdict.check] = verdict
-        self.say(verdict)
-
-
-# Flags as in vLLM 0.32 and SGLang 0.5.23.
-FLAGS = {
-    "vllm": {
-        "load": "leave out --disable-log-stats",
-        "prefix_cache": "--enable-prefix-caching",
-        "cached_tokens": "--enable-prompt-tokens-details",
-        "kv_events": """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
-        """"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'""",
-        "priority": "--scheduling-policy priority",
-    },
-    "sglang": {
-        "load": "--enable-metrics",
-        "prefix_cache": "leave out --disable-radix-cache",
-        "cached_tokens": "--enable-cache-report",
-        "kv_events": """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", """
-        """"replay_endpoint": "tcp://*:5558"}'""",
-        "priority": "--enable-priority-scheduling",
-    },
-}
+        return self.adapter.flags.get(feature) if self.adapter else None

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from lmetric.doctor.client import Unanswered
+from lmetric.doctor.reach import PROMPT
 from lmetric.doctor.subject import Subject
-from lmetric.tokens import PromptTokenizer, TokenizerError, find_folder, verify
+from lmetric.tokens import NotPredictable, PromptTokenizer, TokenizerError, find_folder, verify
 from lmetric.tokens.verify import NotVerifiable
 
 REMEDY = "tokenizer: FOLDER in the configuration, or --tokenizer: with the tokenizer.json and chat template"
+
+REFUSED = "the engine refuses it"  # as `verify` says it
 
 
 async def check_tokenizer(subject: Subject) -> None:
@@ -32,19 +35,55 @@ async def check_tokenizer(subject: Subject) -> None:
         answer = await subject.client.post(path, body)
         return answer.status, answer.body
 
+    subject.tokenizer = tokenizer
+    seen = "chats and texts have the engine's tokens"
     try:
-        differences = await verify(tokenizer, post, subject.model)
-    except NotVerifiable as error:
-        subject.not_offered("tokenizer", str(error))
-    except Unanswered as error:
-        subject.failed("tokenizer", str(error))
+        try:
+            differences = await verify(tokenizer, post, subject.model)
+            wrong = [str(difference) for difference in differences]
+            # SGLang's takes texts only.
+            tells = not wrong or any(d.kind == "text" or not d.why.startswith(REFUSED) for d in differences)
+        except NotVerifiable:
+            tells = False
+        if not tells:
+            wrong = await _by_count(subject, tokenizer)
+            seen = (
+                "chats and texts have as many tokens as the engine counts: its /tokenize does not tell them"
+            )
+    except (Unanswered, NotPredictable) as error:
+        subject.failed("tokenizer", str(error), REMEDY)
+        return
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        subject.failed("tokenizer", f"{folder}: {wrong[0]}{more}", REMEDY)
     else:
-        if differences:
-            more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-            subject.failed("tokenizer", f"{folder}: {differences[0]}{more}", REMEDY)
-        else:
-            notes = "".join(f"; {note}" for note in tokenizer.notes)
-            subject.passed("tokenizer", f"{folder}: chats and texts have the engine's tokens{notes}")
+        subject.passed("tokenizer", "; ".join([f"{folder}: {seen}", *tokenizer.notes]))
+
+
+async def _by_count(subject: Subject, tokenizer: PromptTokenizer) -> list[str]:
+    """What differs in number, where an engine does not tell its tokens. Raises Unanswered, NotPredictable."""
+    talk = [
+        {"role": "system", "content": "You answer briefly."},
+        {"role": "user", "content": "What is a router?\n\n  It is  not\ta switch, 語."},
+        {"role": "assistant", "content": "It forwards."},
+        {"role": "user", "content": "Why?"},
+    ]
+    cases = [
+        ("/v1/completions", {"prompt": text}, tokenizer.completion(text)) for text in (PROMPT, "½ ﬁ\n\n")
+    ]
+    if tokenizer.no_chat is None:
+        for messages in (talk, talk[1:2]):
+            body: dict[str, Any] = {"messages": messages}
+            cases.append(("/v1/chat/completions", body, tokenizer.chat(body)))
+    wrong = []
+    for path, body, ours in cases:
+        answer = await subject.client.post(path, {"model": subject.model, "max_tokens": 1, **body})
+        if answer.status != 200:
+            raise Unanswered(f"POST {path}: {answer.error()}")
+        theirs = answer.usage("prompt_tokens")
+        if theirs != len(ours):
+            wrong.append(f"{path}: {len(ours)} tokens here, {theirs} in the engine")
+    return wrong
 
 
 def _folder(subject: Subject) -> Path | None:

@@ -13,6 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import orjson
@@ -179,6 +180,9 @@ class Adapter(ABC):
     # Gauges by which it tells its load, over all its versions: name without prefix, and what of `Load` it is.
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]]
     prefix: str  # of its metrics' names
+    cached_counter: str | None = None  # its counter of prompt tokens found in the cache, without its prefix
+    # What to set on it for load, prefix_cache, cached_tokens, kv_events, priority; shown by the doctor.
+    flags: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     async def recognises(self, pages: Pages) -> bool:

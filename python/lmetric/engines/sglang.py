@@ -36,6 +36,14 @@ class Sglang(Adapter):
         "num_queue_reqs": "waiting",
         "token_usage": "kv_usage",
     }
+    cached_counter = "cached_tokens_total"
+    flags: Mapping[str, str] = {
+        "load": "--enable-metrics",
+        "prefix_cache": "leave out --disable-radix-cache",
+        "cached_tokens": "--enable-cache-report",
+        "kv_events": _EVENTS_FLAG,
+        "priority": "--enable-priority-scheduling",
+    }
 
     async def recognises(self, pages: Pages) -> bool:
         """By the owner it names, or its metrics."""

@@ -36,6 +36,14 @@ class Vllm(Adapter):
         "kv_cache_usage_perc": "kv_usage",
         "gpu_cache_usage_perc": "kv_usage",  # until 0.10
     }
+    cached_counter = "prefix_cache_hits_total"
+    flags: Mapping[str, str] = {
+        "load": "leave out --disable-log-stats",
+        "prefix_cache": "--enable-prefix-caching",
+        "cached_tokens": "--enable-prompt-tokens-details",
+        "kv_events": _EVENTS_FLAG,
+        "priority": "--scheduling-policy priority",
+    }
 
     async def recognises(self, pages: Pages) -> bool:
         """By the owner it names, its metrics, or its version page."""
