@@ -111,7 +111,7 @@ def publish(folder: str, ready: Event, rate: Synchronized[float], over: Event) -
 
 
 def thread_seconds() -> dict[str, float]:
-    """Processor time of the feed's thread, and of libzmq's, which bear the name of the thread that made them."""
+    """Processor time of the feed's thread, and of libzmq's, which bear their maker's name."""
     seconds = {"feed": 0.0, "io": 0.0}
     found = False
     for task in sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name)):
