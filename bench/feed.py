@@ -111,12 +111,16 @@ def publish(folder: str, ready: Event, rate: Synchronized[float], over: Event) -
 
 
 def thread_seconds() -> dict[str, float]:
-    """Processor time of this process's threads, by name."""
-    seconds: dict[str, float] = {}
-    for task in Path("/proc/self/task").iterdir():
+    """Processor time of the feed's thread, and of libzmq's, which bear their maker's name."""
+    seconds = {"feed": 0.0, "io": 0.0}
+    found = False
+    for task in sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name)):
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
         fields = rest.split()
-        seconds[name] = seconds.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / TICKS
+        first = name == "lmetric-feed" and not found
+        found = found or first
+        if int(task.name) != os.getpid():
+            seconds["feed" if first else "io"] += (int(fields[11]) + int(fields[12])) / TICKS
     return seconds
 
 
@@ -136,15 +140,14 @@ class Tally:
         """Rates since it began."""
         stored, removed, lost = self._counts()
         seconds, cpu = time.monotonic() - self.began, thread_seconds()
-        used = {name: cpu[name] - self.cpu.get(name, 0.0) for name in cpu}
-        thread = used.get("lmetric-feed", 0.0)
+        thread, io = (cpu[name] - self.cpu[name] for name in ("feed", "io"))
         stored -= self.stored
         return {
             "seconds": seconds,
             "stored_blocks_per_second": stored / seconds,
             "removed_blocks_per_second": (removed - self.removed) / seconds,
             "thread_cpu_share": thread / seconds,
-            "io_cpu_share": sum(s for name, s in used.items() if name.startswith("ZMQbg")) / seconds,
+            "io_cpu_share": io / seconds,
             "stored_blocks_per_thread_cpu_second": stored / thread if thread else 0.0,
             "lost": lost - self.lost,
         }
