@@ -22,12 +22,15 @@ const BATCH: usize = 512;
 /// Special tokens that the check uses at most.
 const PROBED_TOKENS: usize = 24;
 
+/// Ids before and after every text.
+type Around = (Vec<u32>, Vec<u32>);
+
 /// Turns texts into token ids. Threads may share it.
 pub struct Encoder {
     libraries: Libraries,
     cuts: Result<Cuts, String>,
     /// What the tokenizer puts before and after a text where it is told to; `None`: it does something else.
-    around: Option<(Vec<u32>, Vec<u32>)>,
+    around: Option<Around>,
     seed: u64,
     cache: Mutex<Cache>,
 }
@@ -188,7 +191,7 @@ impl Encoder {
     }
 
     /// What stands around every text, found by trying.
-    fn find_around(&self) -> Result<Option<(Vec<u32>, Vec<u32>)>, TokensError> {
+    fn find_around(&self) -> Result<Option<Around>, TokensError> {
         let reference = |text, special| self.libraries.by_reference(text, special);
         let (inner, outer) = (reference("a", false)?, reference("a", true)?);
         let at = outer.windows(inner.len().max(1)).position(|part| part == inner);
