@@ -293,7 +293,7 @@ async def test_ctrl_c_ends_the_probes_and_the_engines_work(tmp_path: Path) -> No
         process = await start(url, "--out", str(out))
         await until_running(http, url)
         process.send_signal(signal.SIGINT)
-        _, stderr = await asyncio.wait_for(process.communicate(), 10)
+        _, stderr = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == 130, stderr
         assert b"Traceback" not in stderr
         assert not out.exists()
