@@ -1,10 +1,17 @@
 """Shared by all tests."""
 
 import asyncio
+import signal
 from collections.abc import Callable, Mapping
 
 import pytest
 import uvloop
+
+
+def pytest_configure() -> None:
+    """Ctrl-C works although the tests may run in the background, where a shell has it ignored: what the tests
+    start would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_asyncio_loop_factories(
