@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
@@ -209,6 +210,7 @@ async def test_a_running_engine_agrees_and_its_cache_is_predicted(
             real = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
             assert predicted == real, (path, body, receipt, usage)
             seen.append(real)
+            await asyncio.sleep(0.05)  # events of its last blocks are on their way
 
         for more in ({}, {"tools": [tool]}, {"tools": [tool], "tool_choice": "none"}):
             seen: list[int] = []
