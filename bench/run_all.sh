@@ -9,6 +9,7 @@ VENV=${VENV:-.venv}
 [ -x "$rivals/bin/python" ] || bench/rivals/install.sh "$rivals"
 "$VENV/bin/python" bench/core.py latency
 "$VENV/bin/python" bench/index_vs_dynamo.py --rivals "$rivals"
+"$VENV/bin/python" bench/feed.py
 # Beside transformers, where an environment has it (vLLM's, for one).
 "$VENV/bin/python" bench/tokens.py ${TRANSFORMERS:+--peer "$TRANSFORMERS"}
 "$VENV/bin/python" bench/http/run.py --rivals "$rivals"

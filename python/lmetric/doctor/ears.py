@@ -28,14 +28,7 @@ class Ear:
         """Listens to an engine's ranks. Raises LmetricError."""
         self._router.add_instance(name, cache_blocks=cache_blocks)
         for source in sources:
-            self._feed.subscribe(
-                name,
-                source.endpoint,
-                replay_endpoint=source.replay_endpoint,
-                topic=source.topic,
-                bind=source.bind,
-                rank=source.rank,
-            )
+            source.open(self._feed, name)
 
     def predict(self, name: str, prompt: list[int]) -> int:
         """Leading tokens of a prompt that the engine holds, by its events."""

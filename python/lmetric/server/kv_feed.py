@@ -201,30 +201,25 @@ class KvFeed:
     def _subscribe(
         self, engine: Engine, subscriptions: tuple[Subscription, ...], mode: Mode, pooled: Pooled
     ) -> None:
-        if self._feed is None:
-            self._feed = EventFeed(self._router)
-        name = engine.name
+        feed, name = self._opened(), engine.name
         self._heard[name] = _Heard(subscriptions, mode, pooled, connected_at=time.monotonic())
         self._router.set_index_feed(name, "exact")
         for one in subscriptions:
-            self._feed.subscribe(
-                name,
-                one.endpoint,
-                replay_endpoint=one.replay_endpoint,
-                topic=one.topic,
-                bind=one.bind,
-                rank=one.rank,
-                block_size=pooled.block_size,
-            )
+            one.open(feed, name, pooled.block_size)
+
+    def _opened(self) -> EventFeed:
+        """The feed; its thread starts with the first engine that is heard."""
+        if self._feed is None:
+            self._feed = EventFeed(self._router)
+        return self._feed
 
     def _hear_load(self, name: str, pushed: tuple[str, str] | None) -> None:
         """Has the engine push its load."""
         if pushed is None:
             return
-        if self._feed is None:
-            self._feed = EventFeed(self._router)
+        feed = self._opened()
         try:
-            self._feed.subscribe_load(name, pushed[0], topic=pushed[1])
+            feed.subscribe_load(name, pushed[0], topic=pushed[1])
         except LmetricError as error:
             log.warning("pushed load cannot be heard", engine=name, reason=str(error))
 

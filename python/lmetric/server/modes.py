@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lmetric._core import EventFeed
 from lmetric.config import KvEvents
 from lmetric.engines.adapter import Capabilities, EventSource
 from lmetric.engines.endpoints import EndpointError, at_rank, reachable
@@ -34,6 +35,18 @@ class Subscription:
     topic: str = ""
     bind: bool = False
     rank: int = 0
+
+    def open(self, feed: EventFeed, instance: str, block_size: int | None = None) -> None:
+        """Has the feed hear them for an instance. Raises LmetricError."""
+        feed.subscribe(
+            instance,
+            self.endpoint,
+            replay_endpoint=self.replay_endpoint,
+            topic=self.topic,
+            bind=self.bind,
+            rank=self.rank,
+            block_size=block_size,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,13 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 
 from lmetric.server.fleet import Pool
 from lmetric.server.openai import ApiError, Call
+from lmetric.server.relay import FAILED, Asked
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
-
-if TYPE_CHECKING:
-    from lmetric.server.relay import Asked
 
 # Tokenising keeps a core busy, and the loop needs one.
 THREADS = 2
@@ -113,7 +110,7 @@ class Tokenising:
 
     def fail(self) -> None:
         """To be called where an exception was caught that nobody foresaw."""
-        self._leave("internal error", ApiError(500, "the router failed; its log says why"))
+        self._leave("internal error", ApiError(500, FAILED))
 
 
 class Tokenisers:
