@@ -150,7 +150,8 @@ def test_other_blocks_hold_as_many_tokens() -> None:
 
 def test_equation_15_is_a_profile_and_a_bad_curve_is_named(tmp_path: Path) -> None:
     held, printed = load_profile("sibyl-eq15-held"), load_profile("sibyl-eq15-as-printed")
-    assert held.decode_throughput is not None and printed.decode_throughput is not None
+    assert held.decode_throughput is not None
+    assert printed.decode_throughput is not None
     assert held.decode_throughput == printed.decode_throughput.model_copy(update={"hold_peak": True})
     curve = {"alpha": -0.423, "beta": 44.766, "gamma": -7.753, "hold_peak": False}
     assert printed.constants()["decode_throughput"] == curve

@@ -60,7 +60,13 @@ def test_named_lengths_have_the_papers_figures(
     name: str, prompt: float, longest_prompt: int, answer: float, deviation: float
 ) -> None:
     trace = check_synthetic(
-        {"synthetic": "requests", "rate": 2000, "duration_seconds": 100, "lengths": name, "block_tokens": 512},
+        {
+            "synthetic": "requests",
+            "rate": 2000,
+            "duration_seconds": 100,
+            "lengths": name,
+            "block_tokens": 512,
+        },
         "here",
     ).make()
     assert trace.input_tokens.mean() == pytest.approx(prompt, rel=0.02)
@@ -73,7 +79,9 @@ def test_named_lengths_have_the_papers_figures(
 def test_named_lengths_stand_for_both_and_are_named_when_wrong() -> None:
     named = {"synthetic": "requests", "rate": 5.0, "duration_seconds": 100}
     spelled = LENGTHS["zeta-like"].model_dump()
-    trace, same = (check_synthetic(named | more, "here").make() for more in ({"lengths": "zeta-like"}, spelled))
+    trace, same = (
+        check_synthetic(named | more, "here").make() for more in ({"lengths": "zeta-like"}, spelled)
+    )
     assert trace.output_tokens.tolist() == same.output_tokens.tolist()
     for more, told in (
         ({"lengths": "zeta"}, "sibyl-random, sharegpt-like, zeta-like, got 'zeta'"),

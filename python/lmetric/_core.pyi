@@ -512,4 +512,12 @@ def simulate(
     step_time: Mapping[str, float] | None = None,
     output_known: bool = True,
     timeline_seconds: float = 10.0,
+    roles: Sequence[str] | None = None,  # "prefill", "decode" or "both" of each instance; None: all do both
+    decode_policy: str | Expr | Policy | PolicyFunction | None = None,
+    decode_knobs: Mapping[str, float] | None = None,
+    binding: str = "early",
+    unlimited_prefill: bool = False,
+    transfer_seconds_per_token: float = 0.0,
+    transfer_fixed_seconds: float = 0.0,
+    transfer_overlap: str = "end",
 ) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; the interpreter lock is released

@@ -44,7 +44,9 @@ class Roles:
             parts = re.findall(r"(\d+)([PDB])", value.upper())
             letters = [letter for _, letter in parts]
             if "".join(map("".join, parts)) != value.upper().strip() or len(set(letters)) < len(letters):
-                raise BadValueError(f"roles {value!r} is not valid; expected counts of P, D and B, e.g. 16P64D")
+                raise BadValueError(
+                    f"roles {value!r} is not valid; expected counts of P, D and B, e.g. 16P64D"
+                )
             counts = {_LETTERS[letter]: int(count) for count, letter in parts}
         elif isinstance(value, Mapping):
             counts = dict(value)
@@ -102,14 +104,14 @@ class Transfer:
         Raises:
             BadValueError: anything else.
         """
+        fields: dict[str, object] = {}
         if value is None or isinstance(value, cls):
             return value
-        fields: dict[str, object] = {}
         if isinstance(value, Mapping):
             fields = dict(value)
-        elif value.strip().lower() == "none":
+        elif isinstance(value, str) and value.strip().lower() == "none":
             return None
-        else:
+        elif isinstance(value, str):
             for part in (part.strip() for part in value.split(",")):
                 if part in ("end", "layers"):
                     fields["overlap"] = part

@@ -379,6 +379,11 @@ impl Engine {
             .map(|step| if step.steps > 1 { step.start + step.lasting(step.steps - 1) } else { step.start })
     }
 
+    /// Whether the step under way has no end.
+    pub fn stalled(&self) -> bool {
+        self.step.is_some_and(|step| step.end.is_infinite())
+    }
+
     /// Of the steps under way, how many have begun before `at` and how many have ended by then.
     pub fn progress(&self, at: Seconds) -> (u32, u32) {
         let Some(step) = &self.step else { return (0, 0) };

@@ -15,6 +15,7 @@ pub mod record;
 mod sequence;
 pub mod signals;
 pub mod text;
+pub mod transfer;
 pub mod workload;
 
 pub use cluster::{ClusterConfig, Outcome, simulate};
@@ -24,4 +25,5 @@ pub use profile::{DecodeThroughput, Profile, StepWork};
 pub use record::{Quantity, Records, Timeline};
 pub use signals::Signals;
 pub use text::Generator;
+pub use transfer::{Overlap, Transfer};
 pub use workload::{Trace, Workload};

@@ -153,7 +153,10 @@ impl Profile {
             return bad("max_batch_tokens", self.max_batch_tokens.to_string(), expected);
         }
         if let Some(curve) = &self.decode_throughput {
-            if !(curve.alpha < 0.0 && curve.beta > 0.0 && [curve.alpha, curve.beta, curve.gamma].iter().all(|x| x.is_finite())) {
+            if !(curve.alpha < 0.0
+                && curve.beta > 0.0
+                && [curve.alpha, curve.beta, curve.gamma].iter().all(|x| x.is_finite()))
+            {
                 let got = format!("alpha {}, beta {}, gamma {}", curve.alpha, curve.beta, curve.gamma);
                 return bad("decode_throughput", got, "finite numbers, alpha below 0, beta above".into());
             }
@@ -243,7 +246,10 @@ pub(crate) mod tests {
                 "decode_throughput",
             ),
             (
-                Profile { decode_throughput: Some(DecodeThroughput { gamma: -50.0, ..eq15(true) }), ..round() },
+                Profile {
+                    decode_throughput: Some(DecodeThroughput { gamma: -50.0, ..eq15(true) }),
+                    ..round()
+                },
                 "decode_throughput",
             ),
         ] {

@@ -1,5 +1,7 @@
 //! Small cases worked out by hand.
-use lmetric_sim::{Admission, DecodeThroughput, Engine, Generator, KvEvent, Order, Profile, Prompt, Request, Settings};
+use lmetric_sim::{
+    Admission, DecodeThroughput, Engine, Generator, KvEvent, Order, Profile, Prompt, Request, Settings,
+};
 
 fn round() -> Profile {
     Profile {
@@ -363,7 +365,10 @@ fn a_pulled_prompt_computes_its_last_token_as_a_decode_does() {
         // Three tokens at 100, 101 and 102 tokens of context: 1 + 0.1 + 0.1, and so on. Nothing is prefilled.
         let end = engine.start_step(0.0).unwrap();
         close(end, 1.2);
-        assert_eq!(engine.load().kv_usage * 32.0, if admission == Admission::Vllm { 7.0 } else { 100.0 / 16.0 });
+        assert_eq!(
+            engine.load().kv_usage * 32.0,
+            if admission == Admission::Vllm { 7.0 } else { 100.0 / 16.0 }
+        );
         let events = engine.finish_step();
         let admitted = events.admitted[0];
         assert_eq!((admitted.cached_tokens, admitted.pulled_tokens, admitted.first_time), (0, 99, true));
@@ -417,8 +422,7 @@ fn a_pulled_request_waits_for_a_place_in_the_batch_and_for_memory() {
 #[test]
 fn what_was_pulled_is_lost_with_a_preemption() {
     // 4 blocks: both fit with 2 blocks each, until the first needs its third one.
-    let mut engine =
-        Engine::new(Profile { cache_blocks: 4, ..round() }, Settings::default(), None).unwrap();
+    let mut engine = Engine::new(Profile { cache_blocks: 4, ..round() }, Settings::default(), None).unwrap();
     for id in [1, 2] {
         engine.submit(&Request { pulled_tokens: 30, ..chain(id, &[], 30, 20) }, 0.0).unwrap();
     }

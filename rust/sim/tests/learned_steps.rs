@@ -60,7 +60,15 @@ fn play(profile: &Profile, asks: &[Ask], jitter: f64) -> Router {
                 let id = next as u64;
                 engine
                     .submit(
-                        &Request { id, prompt, output_tokens, priority: 0, salt: None, report_cached: false, pulled_tokens: 0 },
+                        &Request {
+                            id,
+                            prompt,
+                            output_tokens,
+                            priority: 0,
+                            salt: None,
+                            report_cached: false,
+                            pulled_tokens: 0,
+                        },
                         at,
                     )
                     .unwrap();

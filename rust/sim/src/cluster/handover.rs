@@ -1,5 +1,6 @@
 //! From one segment of a plan to the next: a prompt is prefilled on one instance, its KV moves, and it decodes on another.
 use super::{Cluster, Event};
+use crate::events::{Admitted, Prefilled};
 use crate::record::Quantity;
 use crate::transfer::Load;
 use lmetric_core::CoreError;
@@ -25,7 +26,9 @@ impl Cluster<'_> {
         let tokens = self.workload.shape.input_tokens[request];
         let seconds = self.engines[instance].profile().prefill_seconds(tokens);
         self.records.scheduled_seconds[request] = self.now;
-        self.observer.scheduled(request as u64, 0, self.now)?;
+        let id = request as u64;
+        let admitted = Admitted { id, cached_tokens: 0, pulled_tokens: 0, first_time: true };
+        self.observer.started(&[admitted], self.now)?;
         let (start, end) = (self.now, self.now + seconds);
         self.timeline.add(instance, Quantity::Running, start, end, 1.0);
         self.timeline.add(instance, Quantity::PrefillTokens, start, end, f64::from(tokens) / seconds);
@@ -33,15 +36,13 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// A request's prefill has ended at `ended`: its KV begins to move, or has begun to, towards where it decodes.
-    pub(super) fn prefilled(&mut self, request: usize, ended: Seconds) -> Result<(), CoreError> {
-        let tokens = self.workload.shape.input_tokens[request];
-        let late = self.config.router.binding == Binding::Late;
-        if late {
+    /// The prefill of a request is known to be over, at `ended`: the router says where it decodes.
+    pub(super) fn next_segment(&mut self, request: usize, ended: Seconds) -> Result<(), CoreError> {
+        if self.config.router.binding == Binding::Late {
             self.observer.catch_up(&self.engines, self.now)?;
         }
         let usage = Usage {
-            prompt_tokens: Some(tokens),
+            prompt_tokens: Some(self.workload.shape.input_tokens[request]),
             cached_tokens: Some(self.records.hit_tokens[request] as u32),
             output_tokens: Some(1),
         };
@@ -49,19 +50,30 @@ impl Cluster<'_> {
             let got = format!("request {request} without a segment behind its prefill");
             return super::bad("plan", got, "one that leads to the request's end");
         };
-        let to = instance.index();
         self.legs[request] = Leg::Decode;
+        let bound = std::mem::replace(&mut self.records.decode_instance[request], instance.index() as i64);
+        self.early[request] = bound == instance.index() as i64;
         self.records.handoff_seconds[request] = ended;
-        self.records.decode_instance[request] = to as i64;
+        Ok(())
+    }
+
+    /// A request's prefill is over: its KV begins to move to where it decodes, or has begun to.
+    pub(super) fn prefilled(&mut self, request: usize) -> Result<(), CoreError> {
+        let tokens = self.workload.shape.input_tokens[request];
+        if self.legs[request] == Leg::Prefill {
+            let chunk = Prefilled { id: request as u64, tokens, done: true };
+            self.observer.prefilled(&chunk, false, self.now)?;
+            self.next_segment(request, self.now)?;
+        }
+        let to = self.records.decode_instance[request] as usize;
         self.records.handoff_least_loaded[request] = i64::from(self.least_loaded(to));
-        let chain = super::chain(self.workload, self.config, request);
-        let held = self.engines[to].hit_tokens(chain, tokens);
+        let held = self.engines[to].hit_tokens(super::chain(self.workload, self.config, request), tokens);
         let there = self.links.carry(Load {
             from: self.records.instance[request] as usize,
             to,
             tokens: tokens - held,
-            began: (!late).then_some(self.records.scheduled_seconds[request]),
-            ended,
+            began: self.early[request].then_some(self.records.scheduled_seconds[request]),
+            ended: self.now,
         });
         self.at(there, Event::HandOver { request: request as u32 });
         Ok(())
@@ -83,5 +95,15 @@ impl Cluster<'_> {
         let own = tokens(instance);
         let decodes = |i: &usize| self.config.roles.get(*i) == Some(&Role::Decode);
         (0..self.engines.len()).filter(decodes).all(|i| own <= tokens(i))
+    }
+
+    /// Engines that stand still for ever do so with a batch: it counts until the last thing that happened.
+    pub(super) fn time_stalls(&mut self) {
+        for (instance, engine) in self.engines.iter().enumerate() {
+            if let Some(start) = engine.last_step_start().filter(|_| self.stalled > 0 && engine.stalled()) {
+                let running = f64::from(engine.running());
+                self.timeline.add(instance, Quantity::Running, start, self.now, running);
+            }
+        }
     }
 }
