@@ -54,7 +54,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="X,Y,…",
-            help="Where requests decode, paired with each of --policy [default: least_requests]. Needs --roles.",
+            help="With --roles: where requests decode, each with each --policy [default: least_requests].",
         ),
     ] = None,
     binding: Annotated[
@@ -130,13 +130,14 @@ def command(
     """
     from lmetric.cli.show import note
     from lmetric.sim.pools import Roles, Transfer
-    from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, trace_label
+    from lmetric.sim.setups import Setup, TraceChoice, trace_label
     from lmetric.sim.summary import Slo, parse_share
 
     pools = None if roles is None else Roles.of(roles)
     if pools is None or not pools.decode:
         told = {
-            "--decode-policy": decode_policy, "--binding": binding, "--prefill": prefill, "--transfer": transfer
+            "--decode-policy": decode_policy, "--binding": binding, "--prefill": prefill,
+            "--transfer": transfer,
         }  # fmt: skip
         for name, given in told.items():
             if given is not None:
@@ -171,7 +172,8 @@ def command(
     setups = [
         Setup(
             trace=taken, policy=choice, decode_policy=second, profile=profile, speed=speed, seed=seed,
-            instances=instances if pools is None else pools.instances, roles=None if pools is None else str(pools),
+            instances=instances if pools is None else pools.instances,
+            roles=None if pools is None else str(pools),
             block_tokens=block_tokens,
             settings=settings, measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
         )

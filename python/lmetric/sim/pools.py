@@ -26,8 +26,8 @@ class Roles:
         counts = (self.prefill, self.decode, self.both)
         if min(counts) < 0 or (self.prefill > 0) != (self.decode > 0) or not any(counts):
             raise BadValueError(
-                f"roles: {self.prefill} prefill, {self.decode} decode, {self.both} both is not valid; expected "
-                "at least one of each kind that hands over to the other, e.g. 16P64D"
+                f"roles: {self.prefill} prefill, {self.decode} decode, {self.both} both is not valid; "
+                "expected at least one of each kind that hands over to the other, e.g. 16P64D"
             )
 
     @classmethod
@@ -77,29 +77,29 @@ class Roles:
 class Transfer:
     """How a prompt's KV moves from where it was prefilled to where it decodes.
 
-    Each instance sends one prompt at a time and receives one at a time. The defaults: a 400 Gb/s port for each
-    GPU (ConnectX-7, as HGX servers of the H20, H100 and H200 have them) and a millisecond for the request and
-    the answer, which is a guess; not a measurement of any connector.
+    Each instance sends one prompt at a time and receives one at a time. The defaults: a 400 Gb/s port for
+    each GPU (ConnectX-7, as HGX servers of the H20, H100 and H200 have them) and a millisecond for the
+    request and the answer, which is a guess; not a measurement of any connector.
     """
 
     gigabytes_per_second: float = 50.0
     fixed_seconds: float = 0.001
-    # "end": begins when the prefill has ended, as vLLM's NIXL connector pulls. "layers": moves while it runs, where
-    # the decode instance is known by then (early binding); only what the prefill does not hide counts.
+    # "end": begins when the prefill has ended, as vLLM's NIXL connector pulls. "layers": moves while it runs,
+    # where the decode instance is known by then (early binding); only what the prefill does not hide counts.
     overlap: Literal["end", "layers"] = "end"
 
     def __post_init__(self) -> None:
         speed, fixed = self.gigabytes_per_second, self.fixed_seconds
         if not (speed > 0 and 0 <= fixed < 1e6) or self.overlap not in ("end", "layers"):
             raise BadValueError(
-                f"transfer at {speed:g} GB/s, {fixed:g} s besides, overlap {self.overlap!r} is not valid; expected "
-                "more than 0 GB/s, 0 s or more, overlap end or layers"
+                f"transfer at {speed:g} GB/s, {fixed:g} s besides, overlap {self.overlap!r} is not valid; "
+                "expected more than 0 GB/s, 0 s or more, overlap end or layers"
             )
 
     @classmethod
     def of(cls, value: str | Mapping[str, float | str] | Self | None) -> Self | None:
-        """From ``50``, ``50 GB/s, layers``, ``25, fixed=0.005``, or a mapping of the fields; ``none`` and None:
-        nothing moves, the KV is there at once (as in SIBYL's Algorithm 2).
+        """From ``50``, ``50 GB/s, layers``, ``25, fixed=0.005``, or a mapping of the fields; ``none`` and
+        None: nothing moves, the KV is there at once (as in SIBYL's Algorithm 2).
 
         Raises:
             BadValueError: anything else.
@@ -123,15 +123,15 @@ class Transfer:
             return cls(**fields)  # type: ignore[arg-type]
         except TypeError:
             raise BadValueError(
-                f"transfer {value!r} is not valid; expected none, or GB/s with end or layers and fixed=SECONDS, "
-                'e.g. "50, layers"'
+                f"transfer {value!r} is not valid; expected none, or GB/s with end or layers and "
+                'fixed=SECONDS, e.g. "50, layers"'
             ) from None
 
     def seconds_per_token(self, profile: Profile) -> float:
-        """Of a token's KV on a free link. Raises `BadValueError` where the profile does not say how large it is."""
+        """Of a token's KV on a free link. Raises `BadValueError` where the profile does not say its size."""
         if profile.kv_bytes_per_token is None:
             raise BadValueError(
-                "transfer: the profile has no kv_bytes_per_token; add it, or say transfer none (nothing to move)"
+                "transfer: the profile has no kv_bytes_per_token; add it, or say transfer none"
             )
         return profile.kv_bytes_per_token / (self.gigabytes_per_second * 1e9)
 

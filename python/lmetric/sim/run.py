@@ -75,7 +75,8 @@ class Run:
     decode_instance: NDArray[np.int64]  # -1: decoded where it was prefilled
     handoff_seconds: NDArray[np.float64]  # when its prefill ended, to decode elsewhere
     decode_start_seconds: NDArray[np.float64]  # when it first left the queue there
-    # 1: when its prefill ended, no decode instance held fewer context tokens than its own; 0: one did; -1: no hand-over.
+    # 1: no decode instance held fewer context tokens than its own when its prefill ended; 0: one did; -1: no
+    # hand-over.
     handoff_least_loaded: NDArray[np.int64]
     timeline: Timeline
     guard_alarms: int  # prefixes that the hot-spot guard suspected
@@ -105,14 +106,14 @@ class Run:
 
     @property
     def decode_tpot_seconds(self) -> NDArray[np.float64]:
-        """From the start of the decode elsewhere to the last token, by tokens; NaN without a hand-over. (The first
-        of them comes from there, too, so none is left out.)"""
+        """From the start of the decode elsewhere to the last token, by tokens; NaN without a hand-over. (The
+        first of them comes from there, too, so none is left out.)"""
         return np.asarray((self.finished_seconds - self.decode_start_seconds) / self.output_tokens)
 
     @property
     def optimal_assignment_ratio(self) -> float | None:
-        """The share of hand-overs whose instance held the least context tokens of all when the prefill ended (ties
-        count): SIBYL, Table 1. None: no hand-over."""
+        """The share of hand-overs whose instance held the least context tokens of all when the prefill ended
+        (ties count): SIBYL, Table 1. None: no hand-over."""
         return optimal_assignment_ratio(self.handoff_least_loaded)
 
     @property
@@ -218,14 +219,14 @@ def simulate(
         predictor: the profile that `predicted_ttft_seconds` is computed from (None: the engines' own).
         output_known: whether the router knows how long each answer will be.
         timeline_seconds: length of the timeline's buckets.
-        roles: pools in place of `instances` that do all: ``"16P64D"``, or ``{"prefill": 16, "decode": 64}``. A
-            request is prefilled where `policy` says and decodes where `decode_policy` (with `decode_knobs`) says;
-            the default of that is `least_requests`.
-        binding: when that is chosen: ``"early"``, as the request arrives, or ``"late"``, when its prefill has ended.
-        transfer: what moving its KV takes, see `lmetric.sim.pools.Transfer`: ``"50, layers"``, a mapping, or None or
-            ``"none"`` (it is there at once). Its size comes from the profile.
-        prefill: ``"queues"``, as engines do; ``"unlimited"``, every prompt takes its own time and waits for none
-            (SIBYL, Algorithm 2). Then any number of prefill instances does the same.
+        roles: pools in place of `instances` that do all: ``"16P64D"``, or ``{"prefill": 16, "decode": 64}``.
+            A request is prefilled where `policy` says and decodes where `decode_policy` (with `decode_knobs`)
+            says, `least_requests` if nothing is said.
+        binding: when that is chosen: ``"early"``, as the request arrives, or ``"late"``, after its prefill.
+        transfer: what moving its KV takes, see `lmetric.sim.pools.Transfer`: ``"50, layers"``, a mapping, or
+            None or ``"none"`` (it is there at once). Its size comes from the profile.
+        prefill: ``"queues"``, as engines do; ``"unlimited"``, every prompt takes its own time and waits for
+            none (SIBYL, Algorithm 2). Then any number of prefill instances does the same.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.

@@ -161,8 +161,8 @@ def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunF
 
 
 def optimal_assignment_ratio(least_loaded: NDArray[np.int64]) -> float | None:
-    """The share of hand-overs (entries of 0 or 1, see `Run.handoff_least_loaded`) whose instance held the least
-    context tokens of all when the prefill ended: SIBYL, Table 1. None: no hand-over."""
+    """The share of hand-overs (entries of 0 or 1, see `Run.handoff_least_loaded`) whose instance held the
+    least context tokens of all when the prefill ended: SIBYL, Table 1. None: no hand-over."""
     known = least_loaded[least_loaded >= 0]
     return float(known.mean()) if len(known) else None
 
