@@ -182,10 +182,12 @@ def test_what_engines_say_of_an_error() -> None:
             "The request queue is full.",
         ),
         (b'{"detail": "Not Found"}', "Not Found"),
-        (b'{"error": "x"}', None),
-        (b"<html>", None),
-        (b"[1]", None),
-        (b'{"message": 3}', None),
+        (b'{"error": "x"}', "x"),
+        (b"<html>\n bad gateway", "<html> bad gateway"),
+        (b"[1]", "[1]"),
+        (b'{"message": 3}', '{"message": 3}'),
+        (b"a" * 1000, "a" * 300),
+        (b"", ""),
     ):
         assert Vllm().error(body) == said
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from lmetric.doctor.cache import check_cache
-from lmetric.doctor.client import EngineClient
+from lmetric.doctor.client import StreamingClient
 from lmetric.doctor.ears import Ears
 from lmetric.doctor.load import check_load_and_cancel
 from lmetric.doctor.reach import check_model, check_priority, check_reachable
@@ -69,7 +69,7 @@ async def examine(targets: Sequence[Target]) -> list[Examination]:
 def _subject(target: Target, session: aiohttp.ClientSession) -> Subject:
     engine = target.engine
     key = engine.api_key.get_secret_value() if engine.api_key else None
-    return Subject(target, EngineClient(session, engine.url, key))
+    return Subject(target, StreamingClient(session, engine.url, key))
 
 
 async def _examine(subject: Subject, ears: Ears) -> None:

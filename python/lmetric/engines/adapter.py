@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import orjson
 
+from lmetric.engines.errors import error_text
+
 # GET of a path with its query: status and body. Raises what its maker raises where nobody answers.
 Ask = Callable[[str], Awaitable[tuple[int, bytes]]]
 
@@ -217,17 +219,9 @@ class Adapter(ABC):
                 found[meaning] = number
         return Load(**found, names=tuple(name for name in values if name in self.gauges))
 
-    def error(self, body: bytes) -> str | None:
-        """What an error answer of the engine says, on one line; None where it says nothing."""
-        try:
-            value = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            return None
-        if isinstance(value, dict) and isinstance(value.get("error"), dict):
-            value = value["error"]
-        # Errors stand bare in older vLLMs' and in SGLang's plain answers, and in FastAPI's own as `detail`.
-        message = (value.get("message") or value.get("detail")) if isinstance(value, dict) else None
-        return " ".join(message.split())[:300] if isinstance(message, str) and message.strip() else None
+    def error(self, body: bytes) -> str:
+        """What an error answer of the engine says, on one line; empty where it says nothing."""
+        return error_text(body)
 
 
 @functools.cache
