@@ -18,13 +18,12 @@ from lmetric._core import (
     PASS,
     READY,
     Decision,
-    RequestHead,
     ResponseReader,
     Ticket,
     WireError,
 )
 from lmetric.config import ServerConfig
-from lmetric.server.client import ClientConnection
+from lmetric.server.asked import STOPPING, Asked, Underway
 from lmetric.server.fleet import Pool
 from lmetric.server.openai import ApiError
 from lmetric.server.upstream import Connection, UpstreamError
@@ -32,68 +31,20 @@ from lmetric.server.upstream import Connection, UpstreamError
 # Bodies up to this size go out in one write with the head.
 JOIN_BYTES = 64 * 1024
 
-FAILED = "the router failed; its log says why"
 _STATUS = {"refused": 502, "reset": 502, "timeout": 504, "status": 503}
 
 log = structlog.get_logger("lmetric.relay")
 
 
-class Asked:
-    """A request for an engine as its client sent it; ``done`` is told whether the connection goes on."""
-
-    __slots__ = (
-        "client",
-        "done",
-        "head",
-        "http11",
-        "keep_alive",
-        "path",
-        "pool",
-        "prompt_bytes",
-        "started",
-        "tenant",
-        "transport",
-    )
-
-    def __init__(
-        self,
-        client: ClientConnection,
-        transport: asyncio.Transport,
-        head: RequestHead,
-        http11: bool,
-        keep_alive: bool,
-        done: Callable[[bool], None],
-    ) -> None:
-        self.client = client
-        self.transport = transport
-        self.head = head
-        self.path = head.path
-        self.http11 = http11
-        self.keep_alive = keep_alive
-        self.done = done
-        self.started = time.monotonic()
-        self.tenant = ""
-        self.pool: Pool | None = None
-        self.prompt_bytes = 0  # 0 where the prompt was given as tokens
-
-
-class Relay:
+class Relay(Underway):
     """One routed request: `start()`, then callbacks move it on until it tells ``on_end``, once.
 
     ``on_end`` gets the request, the relay, and an ApiError where the client has nothing yet. By then the
     ticket is closed.
     """
 
-    # Most requests change few of these; what they do not change is not set for each of them.
-    committed = False
-    close_client = False
     error = False  # the engine reported an error inside its answer
     ended = False
-    reason = ""
-    status = 0
-    output_tokens = 0
-    first_token_at: float | None = None
-    prompt_tokens: int | None = None  # as the engine counted them
     _pieces = 0  # of the answer, at the last check
     _deadline_from = 0.0
     _connection: Connection | None = None
@@ -111,7 +62,7 @@ class Relay:
         body: bytes,
         stream: bool,
         require_finish: bool,
-        on_end: Callable[[Asked, "Relay", ApiError | None], None],
+        on_end: Callable[[Asked, Underway, ApiError | None], None],
     ) -> None:
         self._config = config
         self._asked = asked
@@ -364,11 +315,7 @@ class Relay:
     def fail(self) -> None:
         """To be called where an exception was caught that nobody foresaw."""
         log.exception("a request could not be relayed", engine=self._engine.name)
-        self._leave("internal error", None if self.committed else ApiError(500, FAILED))
-
-    def client_gone(self) -> None:
-        """The client left."""
-        self._leave("the client left")
+        super().fail()
 
     def client_slow(self) -> None:
         """The client does not keep up: stop reading from the engine."""
@@ -385,10 +332,9 @@ class Relay:
 
     def stop(self) -> None:
         """The server stops: ends the answer with an error."""
-        why = "the router is shutting down"
         if self.committed and self._connection is not None:
-            self._cut(ApiError(503, why, code="shutting_down"))
-        self._leave(why, None if self.committed else ApiError(503, why, headers={"retry-after": "5"}))
+            self._cut(ApiError(503, STOPPING, code="shutting_down"))
+        super().stop()
 
     def check(self, now: float) -> None:
         """Called now and then: ends what takes too long."""
