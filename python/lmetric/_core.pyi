@@ -391,7 +391,7 @@ class Engine:
 
     def __new__(
         cls,
-        profile: Mapping[str, float],
+        profile: Mapping[str, Any],
         words: _Buffer,
         vocabulary: int,
         *,
@@ -408,6 +408,7 @@ class Engine:
         priority: int = 0,
         salt: str | None = None,
         report_cached: bool = False,  # blocks of the prompt that are cached already come as stored once more
+        pulled_tokens: int = 0,  # leading prompt tokens whose KV comes from another engine
     ) -> int: ...  # the request's key; BadValueError where the engine could never serve it
     def abort(self, id: int) -> bool: ...  # False: not in the engine
     def start_step(self, now: float) -> float | None: ...  # its end; None: nothing to do at `now`
@@ -497,7 +498,7 @@ def simulate(
     *,
     policy: str | Expr | Policy | PolicyFunction | None = None,
     knobs: Mapping[str, float] | None = None,
-    profiles: Sequence[Mapping[str, float]],  # one for each instance
+    profiles: Sequence[Mapping[str, Any]],  # one for each instance
     seed: int = 0,
     signals: str = "exact",
     admission: str = "reserve",

@@ -435,6 +435,7 @@ fn engine_request<'w>(workload: &'w Workload, config: &ClusterConfig, request: u
         priority: 0,
         salt: None,
         report_cached: false,
+        pulled_tokens: 0,
     }
 }
 

@@ -20,6 +20,7 @@ fn round() -> Profile {
         max_sequences: 8,
         block_tokens: 16,
         cache_blocks: 32,
+        decode_throughput: None,
     }
 }
 

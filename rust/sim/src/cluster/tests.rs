@@ -17,6 +17,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         max_sequences: 4,
         block_tokens: 16,
         cache_blocks,
+        decode_throughput: None,
     };
     ClusterConfig {
         profiles: vec![profile; instances],
