@@ -9,6 +9,7 @@ import difflib
 import ipaddress
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -89,11 +90,21 @@ def _zmq_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def _embedded(value: object) -> int | str:
+    text = str(value).upper()
+    parts = re.fullmatch(r"(\d+)(?:P(\d+)D)?", text)
+    counts = [int(part) for part in parts.groups() if part] if parts and not isinstance(value, bool) else []
+    if not counts or min(counts) < 1 or sum(counts) > 1024:
+        raise ValueError("a number of engines from 1 to 1024, or such as 2P4D")
+    return text if len(counts) == 2 else counts[0]
+
+
 def _off(word: object) -> object:
     """YAML reads off as false."""
     return "off" if word is False else word
 
 
+Role = Literal["both", "prefill", "decode"]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Positive = Annotated[int, Field(ge=1)]
@@ -156,8 +167,10 @@ class EngineConfig(Strict):
         None, description="its KV events; default: the model's kv_events"
     )
     api_key: SecretStr | None = Field(None, description="sent to it as a bearer token")
-    role: Literal["both", "prefill", "decode"] = Field(
-        "both", description="what it does; whole requests go to `both` only"
+    role: Role | None = Field(
+        None,
+        description="both: whole requests; prefill: it computes prompts, and the rest is decoded by one of role "
+        "decode; default: what the engine tells, else both",
     )
 
     @property
@@ -174,6 +187,31 @@ class PoolSettings(Strict):
         description="a policy's name, a score expression, or a mapping with filter, score, prefer, then",
     )
     knobs: dict[str, float] = Field(default_factory=dict, description="the policy's knobs by name")
+    decode_policy: str | dict[str, Any] = Field(
+        "least_requests",
+        description="where requests decode whose prompt another engine computed; as policy",
+    )
+    decode_knobs: dict[str, float] = Field(
+        default_factory=dict, description="the decode policy's knobs by name"
+    )
+    binding: Literal["early", "late"] = Field(
+        "early",
+        description="when the decode engine is chosen: with the prefill engine, or when the prompt is computed; "
+        "SGLang's need early",
+    )
+    colocate: bool = Field(
+        True, description="where one of the two roles is missing, the other takes whole requests"
+    )
+    handover: Literal["auto", "nixl", "bootstrap"] = Field(
+        "auto",
+        description="how prefill engines hand KV caches to decode engines; auto: they are asked; engines that "
+        "cannot do it get no requests",
+    )
+    handover_seconds: Seconds | None = Field(
+        None,
+        description="after the prompt was computed, its KV cache is fetched within this time or computed again; "
+        "default: two thirds of the engine's lease, 20 where it does not tell",
+    )
     block_size: Positive | None = Field(
         None,
         le=1 << 20,
@@ -393,8 +431,10 @@ class ServerConfig(PoolSettings):
     model: str | None = Field(None, description="model of engines that name none; default: they are asked")
     engines: list[EngineConfig] = Field(default_factory=list, description="engines outside `models`")
     models: list[ModelConfig] = Field(default_factory=list, description="models with their engines")
-    embedded: int | None = Field(
-        None, ge=1, le=1024, description="emulated engines started as child processes"
+    embedded: Annotated[int | str, PlainValidator(_embedded)] | None = Field(
+        None,
+        description="emulated engines started as child processes: a number, or 2P4D for 2 that prefill and 4 that "
+        "decode",
     )
     discovery: list[DiscoverySource] = Field(
         default_factory=list, description="sources of further engines, which come and go"
@@ -435,8 +475,9 @@ class ServerConfig(PoolSettings):
         if model is not None:
             own = model.model_fields_set & PoolSettings.model_fields.keys()
             values |= {name: getattr(model, name) for name in own}
-            if "policy" in own and "knobs" not in own:
-                values["knobs"] = {}
+            for policy, knobs in (("policy", "knobs"), ("decode_policy", "decode_knobs")):
+                if policy in own and knobs not in own:
+                    values[knobs] = {}
         return PoolSettings.model_construct(**values)
 
 
@@ -553,7 +594,7 @@ def _merge(
         here = (*path, key)
         old = into.get(key)
         # Knobs and policies belong together: they replace, sections merge.
-        if isinstance(value, Mapping) and isinstance(old, dict) and key != "policy":
+        if isinstance(value, Mapping) and isinstance(old, dict) and key not in ("policy", "decode_policy"):
             _merge(old, value, origin, source, here)
         elif isinstance(value, Mapping):
             into[key] = {}
