@@ -162,6 +162,7 @@ class Shape:
         stream_options: StreamOptions | None = None,
     ) -> None:
         self.chat = chat
+        self.request_id = request_id
         self.prompt = prompt
         self.token_ids = token_ids
         self.include_usage = bool(stream_options and stream_options.include_usage)
