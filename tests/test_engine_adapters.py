@@ -51,7 +51,7 @@ async def test_vllm_as_it_is() -> None:
     }
     assert told.full_report == {"vllm_xargs": {"kv_cache_report_mode": "full"}}
     assert told.priority == Priority("lower_first", None)
-    assert (told.cached_tokens, told.handover) == (None, ())  # what it does not tell is not made up
+    assert (told.cached_tokens, told.handover) == (None, None)  # what it does not tell is not made up
 
 
 async def test_sglang_as_its_sources_have_it() -> None:

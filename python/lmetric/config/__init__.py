@@ -5,7 +5,7 @@ where the value came from, its key path, the value, and the nearest right key.
 """
 
 from lmetric.config.files import ConfigError, UniqueKeys, read_yaml_mapping, reading
-from lmetric.config.kinds import EngineUrl, Port, Positive, Seconds, Strict, ZmqEndpoint
+from lmetric.config.kinds import EngineUrl, Port, Positive, Role, Seconds, Strict, ZmqEndpoint
 from lmetric.config.load import ENV_PREFIX, load_config, render
 from lmetric.config.problems import explain
 from lmetric.config.schema import (
@@ -51,6 +51,7 @@ __all__ = [
     "Port",
     "Positive",
     "Retries",
+    "Role",
     "Seconds",
     "ServerConfig",
     "Strict",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-from typing import Annotated
+import re
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
@@ -57,11 +58,21 @@ def _zmq_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def _embedded(value: object) -> int | str:
+    text = str(value).upper()
+    parts = re.fullmatch(r"(\d+)(?:P(\d+)D)?", text)
+    counts = [int(part) for part in parts.groups() if part] if parts and not isinstance(value, bool) else []
+    if not counts or min(counts) < 1 or sum(counts) > 1024:
+        raise ValueError("a number of engines from 1 to 1024, or such as 2P4D")
+    return text if len(counts) == 2 else counts[0]
+
+
 def _off(word: object) -> object:
     """YAML reads off as false."""
     return "off" if word is False else word
 
 
+Role = Literal["both", "prefill", "decode"]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Positive = Annotated[int, Field(ge=1)]
@@ -69,6 +80,7 @@ EngineUrl = Annotated[str, AfterValidator(_engine_url)]
 ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
 Nameserver = Annotated[str, AfterValidator(_nameserver)]
 PodPort = Annotated[int | str, PlainValidator(_port)]
+Embedded = Annotated[int | str, PlainValidator(_embedded)]
 OFF_IS_A_WORD = BeforeValidator(_off)
 
 

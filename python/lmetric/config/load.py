@@ -87,7 +87,7 @@ def _merge(
         here = (*path, key)
         old = into.get(key)
         # Knobs and policies belong together: they replace, sections merge.
-        if isinstance(value, Mapping) and isinstance(old, dict) and key != "policy":
+        if isinstance(value, Mapping) and isinstance(old, dict) and key not in ("policy", "decode_policy"):
             _merge(old, value, origin, source, here)
         elif isinstance(value, Mapping):
             into[key] = {}

@@ -8,11 +8,13 @@ from pydantic import ConfigDict, Discriminator, Field, SecretStr, Tag, model_val
 
 from lmetric.config.kinds import (
     OFF_IS_A_WORD,
+    Embedded,
     EngineUrl,
     Nameserver,
     PodPort,
     Port,
     Positive,
+    Role,
     Seconds,
     Strict,
     ZmqEndpoint,
@@ -71,8 +73,10 @@ class EngineConfig(Strict):
         None, description="its KV events; default: the model's kv_events"
     )
     api_key: SecretStr | None = Field(None, description="sent to it as a bearer token")
-    role: Literal["both", "prefill", "decode"] = Field(
-        "both", description="what it does; whole requests go to `both` only"
+    role: Role | None = Field(
+        None,
+        description="both: whole requests; prefill: it computes prompts, and the rest is decoded by one of role "
+        "decode; default: what the engine tells, else both",
     )
 
     @property
@@ -89,6 +93,31 @@ class PoolSettings(Strict):
         description="a policy's name, a score expression, or a mapping with filter, score, prefer, then",
     )
     knobs: dict[str, float] = Field(default_factory=dict, description="the policy's knobs by name")
+    decode_policy: str | dict[str, Any] = Field(
+        "least_requests",
+        description="where requests decode whose prompt another engine computed; as policy",
+    )
+    decode_knobs: dict[str, float] = Field(
+        default_factory=dict, description="the decode policy's knobs by name"
+    )
+    binding: Literal["early", "late"] = Field(
+        "early",
+        description="when the decode engine is chosen: with the prefill engine, or when the prompt is computed; "
+        "SGLang's need early",
+    )
+    colocate: bool = Field(
+        True, description="where one of the two roles is missing, the other takes whole requests"
+    )
+    handover: Literal["auto", "nixl", "bootstrap"] = Field(
+        "auto",
+        description="how prefill engines hand KV caches to decode engines; auto: they are asked; engines that "
+        "cannot do it get no requests",
+    )
+    handover_seconds: Seconds | None = Field(
+        None,
+        description="after the prompt was computed, its KV cache is fetched within this time or computed again; "
+        "default: two thirds of the engine's lease, 20 where it does not tell",
+    )
     block_size: Positive | None = Field(
         None,
         le=1 << 20,
@@ -308,8 +337,10 @@ class ServerConfig(PoolSettings):
     model: str | None = Field(None, description="model of engines that name none; default: they are asked")
     engines: list[EngineConfig] = Field(default_factory=list, description="engines outside `models`")
     models: list[ModelConfig] = Field(default_factory=list, description="models with their engines")
-    embedded: int | None = Field(
-        None, ge=1, le=1024, description="emulated engines started as child processes"
+    embedded: Embedded | None = Field(
+        None,
+        description="emulated engines started as child processes: a number, or 2P4D for 2 that prefill and 4 that "
+        "decode",
     )
     discovery: list[DiscoverySource] = Field(
         default_factory=list, description="sources of further engines, which come and go"
@@ -350,6 +381,7 @@ class ServerConfig(PoolSettings):
         if model is not None:
             own = model.model_fields_set & PoolSettings.model_fields.keys()
             values |= {name: getattr(model, name) for name in own}
-            if "policy" in own and "knobs" not in own:
-                values["knobs"] = {}
+            for policy, knobs in (("policy", "knobs"), ("decode_policy", "decode_knobs")):
+                if policy in own and knobs not in own:
+                    values[knobs] = {}
         return PoolSettings.model_construct(**values)

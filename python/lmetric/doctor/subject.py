@@ -41,6 +41,11 @@ class Subject:
         return self.target.engine.label
 
     @property
+    def role(self) -> str:
+        """As the configuration says, else as it tells."""
+        return self.target.engine.role or self.capabilities.role or "both"
+
+    @property
     def max_tokens(self) -> int:
         """Tokens that a request may have; a modest number where the engine does not tell."""
         model = self.capabilities.base(self.model)

@@ -146,6 +146,15 @@ class Metrics(Collector):
         for (model, event), count in self.events.items():
             guard.add_metric((model, event), count)
         yield guard
+        handovers = CounterMetricFamily(
+            "lmetric_handovers",
+            "Prompts handed to a decode engine (handed_over), or computed again there, by why",
+            labels=("model", "outcome"),
+        )
+        for pool in self.fleet.pools:
+            for outcome, count in pool.handovers.items():
+                handovers.add_metric((pool.name, outcome), count)
+        yield handovers
         yield from self._routers()
         for further in self.further:
             yield from further()
