@@ -233,6 +233,8 @@ class Ticket:
     def from_token(self) -> int: ...  # where the open segment begins
     @property
     def follows(self) -> bool: ...  # whether another segment follows it
+    @property
+    def next_instance(self) -> str | None: ...  # where that is bound to; None: nowhere yet
     def sent(self, now: float | None = None) -> None: ...
     def scheduled(self, now: float | None = None) -> None: ...  # optional: the engine took it off its queue
     def prefilled(

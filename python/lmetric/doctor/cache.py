@@ -11,10 +11,10 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from lmetric.doctor.client import Answer, Unanswered
 from lmetric.doctor.ears import BLOCK_SIZE, Ear, Ears
 from lmetric.doctor.subject import Subject
 from lmetric.engines.adapter import samples
+from lmetric.engines.http import Answer, Unanswered
 
 EVENT_SECONDS = (1.0, 3.0)
 """Until an event of a prompt just computed must have come, at the first try and the second: the subscription

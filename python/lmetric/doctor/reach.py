@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from email.utils import parsedate_to_datetime
 
-from lmetric.doctor.client import Unanswered
 from lmetric.doctor.subject import Subject
+from lmetric.engines.http import Unanswered
 from lmetric.engines.identify import identify
 
 CLOCK_SECONDS = 2.0
@@ -49,13 +49,8 @@ def _check_clock(subject: Subject, date: str | None, now: float) -> None:
 
 async def check_model(subject: Subject) -> None:
     """It is asked what it is, and answers a completion."""
-
-    async def ask(path: str) -> tuple[int, bytes]:
-        answer = await subject.client.get(path, seconds=10)
-        return answer.status, answer.body
-
     try:
-        subject.adapter, subject.capabilities = await identify(ask)
+        subject.adapter, subject.capabilities = await identify(subject.client.page)
     except (Unanswered, ValueError) as error:
         key = "give the engine's key (api_key in the configuration)" if "status 401" in str(error) else None
         subject.failed("model", str(error), key)

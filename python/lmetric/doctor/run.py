@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import aiohttp
 
 from lmetric.doctor.cache import check_cache
-from lmetric.doctor.client import EngineClient
+from lmetric.doctor.client import StreamingClient
 from lmetric.doctor.ears import Ears
+from lmetric.doctor.handover import check_handovers
 from lmetric.doctor.load import check_load_and_cancel
 from lmetric.doctor.reach import check_model, check_priority, check_reachable
 from lmetric.doctor.subject import Subject, Target
@@ -25,6 +26,7 @@ class Examination:
     engine: str
     url: str
     model: str | None
+    role: str
     verdicts: dict[str, Verdict]
     """By check, in the order of `CHECKS`. A check that could not be tried has none."""
 
@@ -33,7 +35,8 @@ class Examination:
         return [
             name
             for name in CHECKS
-            if needed(name, level) and (name not in self.verdicts or self.verdicts[name].outcome != "pass")
+            if (needed(name, level) or (name == "handover" and self.role != "both"))
+            and (name not in self.verdicts or self.verdicts[name].outcome != "pass")
         ]
 
     @property
@@ -53,6 +56,7 @@ async def examine(targets: Sequence[Target]) -> list[Examination]:
         try:
             subjects = [_subject(target, session) for target in targets]
             await asyncio.gather(*(_examine(subject, ears) for subject in subjects))
+            await check_handovers([subject for subject in subjects if subject.has("reachable")])
         finally:
             await asyncio.to_thread(ears.close)
     return [
@@ -60,6 +64,7 @@ async def examine(targets: Sequence[Target]) -> list[Examination]:
             subject.name,
             subject.client.url,
             subject.model or None,
+            subject.role,
             {name: subject.verdicts[name] for name in CHECKS if name in subject.verdicts},
         )
         for subject in subjects
@@ -69,7 +74,7 @@ async def examine(targets: Sequence[Target]) -> list[Examination]:
 def _subject(target: Target, session: aiohttp.ClientSession) -> Subject:
     engine = target.engine
     key = engine.api_key.get_secret_value() if engine.api_key else None
-    return Subject(target, EngineClient(session, engine.url, key))
+    return Subject(target, StreamingClient(session, engine.url, key))
 
 
 async def _examine(subject: Subject, ears: Ears) -> None:

@@ -28,6 +28,9 @@ from lmetric.engines.emulated.text import shared_text
 from lmetric.profiles import ProfileError
 
 _DRAIN_SECONDS = 2.0
+KV_BYTES_PER_TOKEN = (
+    131_072  # where the profile has none: a model of 8B parameters with 8 KV heads, in 16 bits
+)
 
 
 class EngineServer:
@@ -42,6 +45,7 @@ class EngineServer:
         self.url = ""
         self._runner: web.AppRunner | None = None
         self._driver: Driver | None = None
+        self._api: Api | None = None
         self._kv_feed: KvFeed | None = None
         self._load_feed: LoadFeed | None = None
 
@@ -92,7 +96,14 @@ class EngineServer:
             text=text,
             max_model_len=max_model_len,
             kv_feed=self._kv_feed,
+            kv_bytes_per_token=profile.kv_bytes_per_token or KV_BYTES_PER_TOKEN,
         )
+        self._api = api
+        try:
+            await api.start()
+        except EngineStartError:
+            await self.stop()
+            raise
         if options.load_publish_endpoint is not None and isinstance(api, SglangApi):
             try:
                 self._load_feed = api.load_feed = LoadFeed(options.load_publish_endpoint, api.counts)
@@ -123,6 +134,8 @@ class EngineServer:
             self._driver.stop()
         if self._runner is not None:
             await self._runner.cleanup()
+        if self._api is not None:
+            await self._api.stop()
         if self._load_feed is not None:
             await self._load_feed.close()
             self._load_feed = None
