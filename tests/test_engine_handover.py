@@ -282,7 +282,9 @@ async def test_neither_half_waits_for_one_that_left() -> None:
         assert status == 500
         await until(empty)
     async with EngineServer(sglang("decode")) as decode:
-        status, said = await post(decode, BODY | {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1})
+        status, said = await post(
+            decode, BODY | {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
+        )
         assert (status, "no engine at 127.0.0.1:1" in said["message"]) == (500, True)
 
 

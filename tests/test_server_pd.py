@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import aiohttp
 import pytest
 
 from lmetric.engines.emulated import EngineOptions, EngineServer
@@ -93,9 +92,7 @@ def second(params: Any) -> Any:
     """A prefill engine whose first legs are answered with these parameters."""
 
     async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
-        writer.write(
-            plain(200, {"choices": [], "usage": usage(cached=4), "kv_transfer_params": params})
-        )
+        writer.write(plain(200, {"choices": [], "usage": usage(cached=4), "kv_transfer_params": params}))
         return True
 
     return behave
@@ -104,17 +101,13 @@ def second(params: Any) -> Any:
 PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
-    "remote_block_ids": [[1]],
+    "remote_block_ids": [list(range(1, 100))],
     "remote_engine_id": "e",
     "remote_request_id": "r",
     "remote_host": "127.0.0.1",
     "remote_port": 1,
     "remote_num_tokens": 10,
 }
-
-
-def roles(*given: str) -> dict[str, Any]:
-    return {"roles_": given}
 
 
 async def fakes(*engines: FakeEngine) -> list[dict[str, Any]]:
@@ -135,7 +128,7 @@ async def fakes(*engines: FakeEngine) -> list[dict[str, Any]]:
 async def test_what_the_second_leg_is_sent(params: Any, outcome: str) -> None:
     prefill, decode = FakeEngine(behave=second(params)), FakeEngine()
     async with world([], engines=await fakes(prefill, decode)) as w:
-        raw = b'{"model": "tiny", "prompt": "hello",  "stream": true, "max_tokens": 7, "odd": 1e400}'
+        raw = b'{"model": "tiny", "prompt": "hello",  "stream": true, "max_tokens": 7, "odd": 1.500}'
         status, headers, _ = await w.post(raw, headers={"x-request-id": "rid-1"})
         assert (status, headers["x-lmetric-instance"]) == (200, "e1")
         (first,), (then,) = prefill.requests, decode.requests
@@ -237,7 +230,9 @@ async def test_a_decode_engine_dies_in_mid_stream() -> None:
             asyncio.create_task(w.stream(BODY | {"prompt": f"{n} {PROMPT}", "max_tokens": 200}))
             for n in range(4)
         ]
-        await w.until(lambda: w.load("d0")["generation_tokens"] > 10 and w.load("d1")["generation_tokens"] > 10)
+        await w.until(
+            lambda: w.load("d0")["generation_tokens"] > 10 and w.load("d1")["generation_tokens"] > 10
+        )
         await w.kill("d0")
         ends = await asyncio.gather(*streams)
         assert sorted(end.endswith("<reset>") for end in ends) == [False, False, True, True]
@@ -340,7 +335,5 @@ async def test_slow_clients_and_the_stop_of_the_server() -> None:
         await w.until(lambda: w.busy("p0") == 1)
         for relay in list(w.server.front.relays):
             relay.stop()
-        with pytest.raises(aiohttp.ClientError):
-            status, _, said = await asking
-            assert (status, said["error"]["type"]) == (503, "overloaded_error")
-            raise aiohttp.ClientError
+        status, _, said = await asking
+        assert (status, said["error"]["type"]) == (503, "overloaded_error")

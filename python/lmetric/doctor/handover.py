@@ -1,8 +1,8 @@
 """Does it hand a request's KV cache to another engine, and take one over: handover.
 
-Two engines of one model serve a prompt that nobody has sent before: the first computes it, the second decodes.
-What comes must be what one engine alone says, and the second must have fetched the prompt instead of computing
-it, by its own counter.
+Two engines of one model serve a prompt that nobody has sent before: the first computes it, the second
+decodes. What comes must be what one engine alone says, and the second must have fetched the prompt instead of
+computing it, by its own counter.
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ async def _try(prefill: Subject, decode: Subject) -> None:
         seen = await _hand_over(prefill, decode, told)
     except (Unanswered, HandoverError) as error:
         for subject in (prefill, decode):
-            subject.failed(
-                "handover", f"{prefill.name} to {decode.name}: {error}", subject.flag("handover")
-            )
+            subject.failed("handover", f"{prefill.name} to {decode.name}: {error}", subject.flag("handover"))
     else:
         for subject in (prefill, decode):
             subject.passed("handover", f"{prefill.name} to {decode.name}, {seen}")
@@ -103,7 +101,9 @@ async def _hand_over(prefill: Subject, decode: Subject, told: Handover) -> str:
     said = f"{prompt} tokens in {seconds:.2f} s"
     if before is not None and after is not None and prompt:
         if after - before < prompt / 2:
-            raise HandoverError(f"the prompt was computed again: {after - before:.0f} of {prompt} tokens came over")
+            raise HandoverError(
+                f"the prompt was computed again: {after - before:.0f} of {prompt} tokens came over"
+            )
         said = f"{after - before:.0f} of {prompt} tokens fetched in {seconds:.2f} s"
     if connector.at_once:
         return said  # neither of them serves whole requests

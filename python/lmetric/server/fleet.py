@@ -256,7 +256,9 @@ class Pool:
         if role != "both" and engine.capabilities.engine != "unknown":
             told, does = engine.capabilities.role, engine.connector
             if does is None:
-                engine.unfit = f"role {role}, but {engine.capabilities.no_handover or 'it hands nothing over'}"
+                engine.unfit = (
+                    f"role {role}, but {engine.capabilities.no_handover or 'it hands nothing over'}"
+                )
             elif does.at_once and told != role:
                 engine.unfit = f"role {role}, but it was started as {told or 'something else'}"
             elif does.at_once and self.settings.binding == "late":

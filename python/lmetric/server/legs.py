@@ -1,8 +1,8 @@
 """Requests whose plan has two segments: the prompt is computed by one engine, the answer comes from another.
 
-The first leg is silent: its answer is the router's. The second is the relay's own. What a first leg hands over
-is used once and in time; else the second engine computes the prompt itself, which costs time and never the
-answer.
+The first leg is silent: its answer is the router's. The second is the relay's own. What a first leg hands
+over is used once and in time; else the second engine computes the prompt itself, which costs time and never
+the answer.
 """
 
 import asyncio
@@ -108,7 +108,9 @@ class Silent(Leg):
 class Legs:
     """What a relay keeps of a plan with two segments."""
 
-    def __init__(self, relay: "Relay", config: ServerConfig, asked: "Asked", pool: Pool, ticket: Ticket) -> None:
+    def __init__(
+        self, relay: "Relay", config: ServerConfig, asked: "Asked", pool: Pool, ticket: Ticket
+    ) -> None:
         self._relay = relay
         self._config = config
         self._asked = asked
@@ -133,7 +135,9 @@ class Legs:
             leg = connector.first(self._asked.path, body, orjson.loads(body), engine.host, told)
         except HandoverError as error:
             if connector is not None and connector.at_once:
-                self._relay.end_with(bad(f"{self._pool.name} is served by prefill and decode engines: {error}"))
+                self._relay.end_with(
+                    bad(f"{self._pool.name} is served by prefill and decode engines: {error}")
+                )
                 return
             self._recompute("not_cut", str(error))
             self._go_on(None, None)
@@ -148,7 +152,7 @@ class Legs:
                 self._relay.go(following, now)
 
     def second(self, engine: Engine, now: float) -> None:
-        """The second segment's turn is now, at this engine; where both run at once, it may be at work there."""
+        """The second segment's turn is now, at this engine; it may be at work where both run at once."""
         if self._joined is None:
             self._relay.go(engine, now)
         elif not self._relay.at_work(engine):
@@ -283,8 +287,9 @@ class Legs:
         except HandoverError as error:
             self._recompute("missing", str(error))
             return
-        seconds = self._pool.settings.handover_seconds or connector.deadline_seconds(told)
-        self._deadline = time.monotonic() + seconds
+        self._deadline = time.monotonic() + (
+            self._pool.settings.handover_seconds or connector.deadline_seconds(told)
+        )
 
     def _go_on(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
         """The first segment is over: on to the next, unless both run at once and it is at work already."""
@@ -292,9 +297,7 @@ class Legs:
             following = self._ticket.finished(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
         except NoInstanceError as error:
             self._relay.end_with(
-                ApiError(
-                    503, f"{self._pool.name}: {error}", code="no_engine", headers={"retry-after": "2"}
-                )
+                ApiError(503, f"{self._pool.name}: {error}", code="no_engine", headers={"retry-after": "2"})
             )
             return
         assert following is not None  # another segment follows

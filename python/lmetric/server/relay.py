@@ -212,10 +212,6 @@ class Relay(Leg):
     def _commit(self, flags: int, reader: ResponseReader) -> bool:
         status = reader.status
         retries = self._config.retries
-        if self._legs is not None and self._legs.broke(status, reader.error_code):
-            self._drop()
-            self.go(self._engine, time.monotonic())
-            return False
         if status in retries.statuses:
             self.settle("status", f"status {status}{self._words(reader)}")
             return False
@@ -227,6 +223,10 @@ class Relay(Leg):
             if flags & INCOMPLETE and not reader.tokens:
                 self.settle("reset", "the stream ended without a token")
                 return False
+        if self._legs is not None and self._legs.broke(status, reader.error_code):
+            self._drop()
+            self.go(self._engine, time.monotonic())
+            return False
         self.committed = True
         self.status = status
         self.body = b""

@@ -44,7 +44,10 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 
 # Of NIXL's transfers; they are there from the start where it is on, and tell a router that it is.
 _NIXL: dict[str, tuple[str, Sequence[float]]] = {
-    "nixl_xfer_time_seconds": ("A transfer.", _bounds("0.005 0.01 0.025 0.05 0.075 0.1 0.2 0.3 0.5 0.75 1 5")),
+    "nixl_xfer_time_seconds": (
+        "A transfer.",
+        _bounds("0.005 0.01 0.025 0.05 0.075 0.1 0.2 0.3 0.5 0.75 1 5"),
+    ),
     "nixl_bytes_transferred": ("Its bytes.", [2.0 ** (10 + i) for i in range(1, 25, 2)]),
 }
 

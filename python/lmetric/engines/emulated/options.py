@@ -95,8 +95,8 @@ class EngineOptions(BaseModel):
 
     role: Literal["both", "prefill", "decode"] = Field(
         default="both",
-        description="What it tells to be there for. vLLM's engines do all the same; SGLang's prefill and decode "
-        "engines serve halves of requests only, which meet by bootstrap.",
+        description="What it tells to be there for. vLLM's engines do all the same; SGLang's prefill and "
+        "decode engines serve halves of requests only, which meet by bootstrap.",
     )
     kv_connector: Literal["none", "nixl"] = Field(
         default="none",
@@ -106,8 +106,8 @@ class EngineOptions(BaseModel):
         default=0,
         ge=0,
         le=65535,
-        description="Port on which other engines ask for KV caches (NIXL's side channel, SGLang's bootstrap); "
-        "0: any free one.",
+        description="Port on which other engines ask for KV caches (NIXL's side channel, SGLang's "
+        "bootstrap); 0: any free one.",
     )
     kv_lease_seconds: float = Field(
         default=30.0, gt=0, description="A KV cache that no one fetches is held this long."
@@ -122,7 +122,9 @@ class EngineOptions(BaseModel):
     kv_transfer_gigabytes_per_second: float = Field(
         default=25.0, gt=0, description="Bandwidth at which a KV cache comes in."
     )
-    kv_transfer_seconds: float = Field(default=0.002, ge=0, description="Time of a transfer whatever its size.")
+    kv_transfer_seconds: float = Field(
+        default=0.002, ge=0, description="Time of a transfer whatever its size."
+    )
     kv_patience_seconds: float = Field(
         default=120.0, gt=0, description="Either half of a request waits this long for the other (sglang)."
     )

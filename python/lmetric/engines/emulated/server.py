@@ -28,7 +28,9 @@ from lmetric.engines.emulated.text import shared_text
 from lmetric.profiles import ProfileError
 
 _DRAIN_SECONDS = 2.0
-KV_BYTES_PER_TOKEN = 131_072  # where the profile has none: a model of 8B parameters with 8 KV heads, in 16 bits
+KV_BYTES_PER_TOKEN = (
+    131_072  # where the profile has none: a model of 8B parameters with 8 KV heads, in 16 bits
+)
 
 
 class EngineServer:
