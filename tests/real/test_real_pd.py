@@ -19,7 +19,7 @@ from router_world import Served, served
 from test_real_router import running, text
 from vllm_process import MODEL, NIXL, VllmEngine
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 Start = Callable[..., list[VllmEngine]]
 FIXED = {"ignore_eos": True}

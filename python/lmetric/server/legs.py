@@ -178,7 +178,9 @@ class Legs:
                 self._recompute("spent", "what was handed over was sent to an engine that failed")
             return body
         first = self._first
-        if first is None or engine.connector is not first.connector:
+        if engine is first:
+            self._recompute("same_engine", "it has the prompt in its own cache")
+        elif first is None or engine.connector is not first.connector:
             self._recompute("other_connector", f"{engine.name} cannot take over from {first and first.name}")
         elif now > self._deadline:
             self._recompute("late", "the engine that computed the prompt may have let go of it")
@@ -238,26 +240,28 @@ class Legs:
 
     def answered(self, silent: Silent, status: int, body: bytes) -> None:
         """It answered."""
-        engine = silent.engine
-        retries = self._config.retries
+        engine, self._silent = silent.engine, None
+        if self._relay.committed:
+            return  # both ran at once, and the answer is on its way
         if status != 200:
-            self._silent = None
-            if status in retries.statuses:
-                said = engine.adapter.error(body)
-                self._relay.move(engine, "status", f"status {status}" + (f": {said}" if said else ""))
-            elif not self._relay.committed:
-                if status >= 500:
-                    engine.failed("status", f"status {status}")
-                self._relay.end_with(EngineRefusal(status, body))
+            self._refused(engine, status, body)
             return
         engine.failures = 0
-        self._silent = None
         if not self._ticket.follows:
             return  # the second leg's first token was here before
         prompt, cached = _usage(body)
         if self._joined is None:
             self._accept(engine, body)
         self._go_on(prompt, cached)
+
+    def _refused(self, engine: Engine, status: int, body: bytes) -> None:
+        if status in self._config.retries.statuses:
+            said = engine.adapter.error(body)
+            self._relay.move(engine, "status", f"status {status}" + (f": {said}" if said else ""))
+            return
+        if status >= 500:
+            engine.failed("status", f"status {status}")
+        self._relay.end_with(EngineRefusal(status, body))
 
     def failed(self, silent: Silent, kind: str, reason: str) -> None:
         """It failed."""
@@ -305,7 +309,7 @@ class Legs:
 
     def _recompute(self, outcome: str, reason: str) -> None:
         self._pool.handovers[outcome] += 1
-        log.info("the prompt is computed again", model=self._pool.name, why=outcome, reason=reason)
+        log.debug("the prompt is computed again", model=self._pool.name, why=outcome, reason=reason)
 
 
 def _usage(answer: bytes) -> tuple[int | None, int | None]:
