@@ -83,7 +83,7 @@ async def test_what_is_wrong_is_red_and_nothing_else(tmp_path: Path, unused_tcp_
                 first = found.verdicts[case.wanting[0]]
                 assert case.says in f"{first.seen} {first.remedy}", (name, first)
             else:
-                assert outcomes(found) == dict.fromkeys(CHECKS, "pass")
+                assert outcomes(found) == dict.fromkeys(CHECKS, "pass") | {"handover": "not offered"}
                 assert not any(found.wanting(level) for level in Level)
 
 
@@ -101,6 +101,40 @@ async def test_engines_of_one_model_with_two_block_sizes() -> None:
     async with EmbeddedEngines(options=options) as engines:
         found = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
     assert sorted(each.wanting(Level.EXACT) for each in found) == [[], ["block_hashes"]]
+
+
+async def test_two_engines_that_hand_over() -> None:
+    pairs = [
+        EngineOptions(clock_speed=20, model=model, kv_connector="nixl", role=role)
+        for model, role in (("a", "prefill"), ("a", "decode"), ("b", "both"), ("c", "both"))
+    ]
+    halves = [EngineOptions(clock_speed=20, model="d", api="sglang", role=r) for r in ("prefill", "decode")]
+    bare = EngineOptions(clock_speed=20, model="e")
+    async with EmbeddedEngines(options=[*pairs, *halves, bare]) as engines:
+        configs = [EngineConfig(url=url) for url in engines.urls[:-1]]
+        configs.append(EngineConfig(url=engines.urls[-1], role="decode"))
+        found = await examine([Target(config) for config in configs])
+    verdicts = [each.verdicts["handover"] for each in found]
+    outcomes = ["pass", "pass", "not offered", "not offered", "pass", "pass", "fail"]
+    assert [verdict.outcome for verdict in verdicts] == outcomes, verdicts
+    assert "with the answer of one engine alone" in verdicts[0].seen
+    assert "no other engine was named" in verdicts[2].seen
+    assert "--kv-transfer-config" in str(verdicts[-1].remedy)
+    assert "handover" in found[-1].wanting(Level.LOAD)
+    assert "handover" not in found[2].wanting(Level.LOAD)
+
+
+async def test_one_that_hands_over_something_else() -> None:
+    """Fetched too late, nothing tells but the text."""
+    options = [
+        EngineOptions(clock_speed=20, kv_connector="nixl", role=role, **late)
+        for role, late in (("prefill", {"kv_lease_seconds": 1e-6}), ("decode", {}))
+    ]
+    async with EmbeddedEngines(options=options) as engines:
+        found = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
+    for each in found:
+        verdict = each.verdicts["handover"]
+        assert (verdict.outcome, "not what one engine alone says" in verdict.seen) == ("fail", True)
 
 
 @pytest.fixture
