@@ -190,6 +190,8 @@ async def test_engines_die(vllm_engines: Start, tmp_path: Path) -> None:
     """One that decodes, in mid-stream, then one that prefills: later requests are answered, and rightly."""
     engines = vllm_engines(4, kv_transfer_config=NIXL)
     async with two_and_two(engines, tmp_path) as (world, prefill, decode):
+        bodies = [completion(seed) for seed in range(710, 717)]
+        right = [await alone(prefill[1], body) for body in bodies]
 
         async def stream(seed: int) -> tuple[str, bool]:
             """Where it ran, and whether it ended with an error event."""
@@ -209,20 +211,15 @@ async def test_engines_die(vllm_engines: Start, tmp_path: Path) -> None:
         decode[0].kill()
         ends = await asyncio.gather(*streams)
         assert {(where, broke) for where, broke in ends} == {(decode[0].name, True), (decode[1].name, False)}
-        for seed in range(710, 713):
-            body = completion(seed)
+        for number, body in enumerate(bodies[:3]):
             said, headers = await ask(world, body)
-            assert headers["x-lmetric-instance"] == decode[1].name
-            assert said == await alone(prefill[0], body)
+            assert (headers["x-lmetric-instance"], said) == (decode[1].name, right[number])
         prefill[0].kill()
-        for seed in range(720, 723):
-            body = completion(seed)
+        for number, body in enumerate(bodies[3:6], 3):
             said, headers = await ask(world, body)
-            assert headers["x-lmetric-prefill"] == prefill[1].name
-            assert said == await alone(prefill[1], body)
+            assert (headers["x-lmetric-prefill"], said) == (prefill[1].name, right[number])
         # Nobody prefills any more: who decodes takes whole requests.
         prefill[1].kill()
-        body = completion(730)
-        said, headers = await ask(world, body)
-        assert headers["x-lmetric-instance"] == decode[1].name
-        assert said == await alone(decode[1], body)
+        said, headers = await ask(world, bodies[6])
+        assert (headers["x-lmetric-instance"], said) == (decode[1].name, right[6])
+        assert "x-lmetric-prefill" not in headers

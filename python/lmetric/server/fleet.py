@@ -122,7 +122,9 @@ class Engine:
         self.failures += 1
         self.last_error = reason
         if self.healthy and (kind == "refused" or self.failures >= self.health.down_after):
-            self._turn(False, reason, gone=kind == "refused")
+            self._turn(False, reason)
+        if kind == "refused" and not self.lost_blocks:
+            self._forget()
 
     def report(self, load: Load, source: str) -> None:
         """Takes in what it says of its load; ``source`` is where."""
@@ -137,17 +139,20 @@ class Engine:
         self.identified = False
         self.compared = None
 
-    def _turn(self, healthy: bool, reason: str | None, *, gone: bool = False) -> None:
+    def _forget(self) -> None:
+        """Nobody listens there: the process is gone, and with it its cache and what others asked of it."""
+        if self.pool is not None:
+            self.pool.router.blocks_cleared(self.name)
+            self.pool.router.engine_report(self.name, waiting=0, running=0)
+            self.lost_blocks = True
+
+    def _turn(self, healthy: bool, reason: str | None) -> None:
         self.healthy = healthy
         self.successes = 0
         if not healthy:
             self.ask_anew()
         if self.pool is not None:
             self.pool.router.set_health(self.name, healthy)
-            if gone:
-                # Nobody listens there: the process is gone, and its cache with it.
-                self.pool.router.blocks_cleared(self.name)
-                self.lost_blocks = True
             if healthy:
                 log.info("engine up", model=self.pool.name, engine=self.name)
             else:
