@@ -213,8 +213,6 @@ def test_the_command_runs_the_pairs(trace_file: Path) -> None:
 def test_wrong_pools_are_named(trace_file: Path) -> None:
     for arguments, told in (
         (("--decode-policy", "sibyl"), "--roles"),
-        (("--roles", "4P"), "16P64D"),
-        (("--roles", "2P4D", "--transfer", "slow"), "transfer"),
         (("--roles", "2P4D", "--decode-policy", "sybil"), "sibyl"),
     ):
         done = simulate("--trace", trace_file, *arguments)

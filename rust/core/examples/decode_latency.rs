@@ -15,7 +15,7 @@ fn main() {
     let mut args = std::env::args().skip(1).map(|a| a.parse::<usize>().expect("a number"));
     let given = (args.next(), args.next());
     println!("{:<16}{:>10}{:>10}{:>10}{:>10}", "policy", "instances", "requests", "p50", "p99");
-    for policy in ["round_robin", "least_requests", "ils", "sibyl"] {
+    for policy in ["round_robin", "least_requests", "ils", "sibyl", "sibyl_plus"] {
         for instances in given.0.map_or(vec![16, 64, 256], |n| vec![n]) {
             for requests in given.1.map_or(vec![16, 64, 256], |n| vec![n]) {
                 let (p50, p99) = measure(policy, instances, requests);

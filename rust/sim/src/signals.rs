@@ -72,6 +72,7 @@ const BY_TOKEN: IndicatorSet = IndicatorSet::of(&[
     Indicator::HandoffArrivedTokens,
     Indicator::HandoffArrivedTokensForCertain,
     Indicator::HandoffComingTokens,
+    Indicator::DecodePressure,
 ]);
 const REPORTED: IndicatorSet = IndicatorSet::of(&[
     Indicator::KvUsage,

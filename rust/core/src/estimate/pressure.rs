@@ -7,6 +7,7 @@
 //! ahead by the impulse response of `G / C`, where C is the minimum-phase filter with `|C|^2 = |G|^2 + PRICE max |G|^2`. A request then counts for
 //! `sum over m of w(m) S(g + m) / S(g) (a + b (prompt + g + m))`.
 use super::survival::{BUCKET_TOKENS, BUCKETS, Survival};
+use crate::wide::wide_fn;
 use rustfft::FftPlanner;
 use rustfft::num_complex::Complex;
 
@@ -30,13 +31,20 @@ pub struct DecodeCost {
     pub context_token_seconds: f64,
 }
 
-/// Weights of requests by their bucket of generated tokens: a request counts for `requests + prompt_tokens x prompt`.
-#[derive(Clone, Debug, Default, PartialEq)]
+/// Weights of requests by their bucket of generated tokens.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Pressure {
+    /// Of a request as such, and of each token of its context, in each bucket.
     requests: Vec<f64>,
-    prompts: Vec<f64>,
-    /// Of a request that has not begun.
+    context: Vec<f64>,
+    /// Of a request that has not begun, and of each token of its prompt.
     start: (f64, f64),
+}
+
+impl Default for Pressure {
+    fn default() -> Pressure {
+        Pressure { requests: Vec::new(), context: Vec::new(), start: (1.0, 0.0) }
+    }
 }
 
 impl Pressure {
@@ -44,7 +52,8 @@ impl Pressure {
     pub fn new(survival: &Survival, cost: DecodeCost, prompt_tokens: f64) -> Pressure {
         let curve = survival.boundaries();
         let last = (1..curve.len()).rev().find(|&i| curve[i] >= FEW).map_or(1, |i| (i + 1).min(BUCKETS));
-        let sample = last as f64 * BUCKET_TOKENS / SAMPLES as f64;
+        let end = last as f64 * BUCKET_TOKENS;
+        let sample = end / SAMPLES as f64;
         let at = |generated: f64, prompt: f64| {
             cost.sequence_seconds + cost.context_token_seconds * (prompt + generated)
         };
@@ -58,29 +67,53 @@ impl Pressure {
             let (mut requests, mut prompts) = (0.0, 0.0);
             for (lag, weight) in weights.iter().enumerate() {
                 let then = generated + (lag as f64 + 0.5) * sample;
+                if then >= end {
+                    break;
+                }
                 let weight = weight * survival.at(then) / alive;
                 requests += weight * at(then, 0.0);
                 prompts += weight * cost.context_token_seconds;
             }
             (requests, prompts)
         };
-        let scale = 1.0 / of(0.0).0.abs().max(f64::MIN_POSITIVE);
-        let (requests, prompts) = (0..last)
-            .map(|bucket| of((bucket as f64 + 0.5) * BUCKET_TOKENS))
-            .map(|(requests, prompts)| (requests * scale, prompts * scale))
+        let start = of(0.0);
+        let scale = 1.0 / start.0.abs().max(f64::MIN_POSITIVE);
+        let (requests, context) = (0..last)
+            .map(|bucket| (bucket as f64 + 0.5) * BUCKET_TOKENS)
+            .map(|generated| (generated, of(generated)))
+            // What is kept of each bucket is context: prompts, and as many generated tokens as its middle has.
+            .map(|(generated, (one, token))| ((one - generated * token) * scale, token * scale))
             .unzip();
-        let (start_requests, start_prompts) = of(0.0);
-        Pressure { requests, prompts, start: (start_requests * scale, start_prompts * scale) }
+        Pressure { requests, context, start: (start.0 * scale, start.1 * scale) }
     }
 
-    /// Weights of a request, and of each token of its prompt, in each bucket of generated tokens; what is longer weighs as the last.
-    pub fn buckets(&self) -> (&[f64], &[f64]) {
-        (&self.requests, &self.prompts)
+    /// What the requests of an instance weigh, in requests that have just begun behind no prompt. `requests` and `context`: how many decode there, and
+    /// their context tokens, by bucket of generated tokens. `pending`: prompt tokens of those bound there.
+    ///
+    /// Until lengths are known, each request weighs 1.
+    pub fn of(&self, requests: &[f64], context: &[f64], pending: impl Iterator<Item = f64>) -> f64 {
+        let bound: f64 = pending.map(|prompt| self.start.0 + prompt * self.start.1).sum();
+        let within = requests.len().min(self.requests.len());
+        let sum = weigh(&requests[..within], &context[..within], &self.requests, &self.context);
+        // Longer than answers are: as those that are nearly as long.
+        let (one, token) = match (self.requests.last(), self.context.last()) {
+            (Some(one), Some(token)) => (*one, *token),
+            _ => (1.0, 0.0),
+        };
+        let beyond = (within..requests.len()).map(|i| requests[i] * one + context[i] * token);
+        bound + sum + beyond.sum::<f64>()
     }
+}
 
-    /// The same of a request that has not begun to decode.
-    pub fn start(&self) -> (f64, f64) {
-        self.start
+wide_fn! {
+    fn weigh(requests: &[f64], context: &[f64], one: &[f64], token: &[f64]) -> f64 {
+        let n = requests.len();
+        let (context, one, token) = (&context[..n], &one[..n], &token[..n]);
+        let mut sums = [0.0; 4];
+        for i in 0..n {
+            sums[i & 3] += requests[i] * one[i] + context[i] * token[i];
+        }
+        sums.iter().sum()
     }
 }
 
@@ -117,6 +150,7 @@ fn inner(response: &[f64]) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::estimate::DecodeLoad;
 
     const COST: DecodeCost = DecodeCost { sequence_seconds: 7e-5, context_token_seconds: 8.2e-8 };
 
@@ -141,10 +175,20 @@ mod tests {
     fn long_prompts_weigh_more_and_answers_near_their_end_less() {
         let survival = lengths((0..4000).map(|i| 500 + i % 4000));
         let pressure = Pressure::new(&survival, COST, 1000.0);
-        let (requests, prompts) = pressure.buckets();
-        assert!(prompts.iter().all(|w| *w >= -1e-6) && requests.iter().all(|w| w.is_finite()));
-        assert!(requests[requests.len() - 2] < requests[0], "{requests:?}");
-        assert!((pressure.start().0 - 1.0).abs() < 1e-9 && pressure.start().1 > 0.0);
+        let one = |generated: f64, prompt: f64| {
+            let mut load = DecodeLoad::default();
+            load.enter(prompt, generated);
+            let (requests, context) = load.buckets();
+            pressure.of(requests, context, std::iter::empty())
+        };
+        assert!(one(100.0, 4000.0) > one(100.0, 1000.0));
+        assert!(one(1000.0, 1000.0) > one(100.0, 1000.0), "it grows and still stays long");
+        assert!(one(4400.0, 1000.0) < 0.7 * one(3500.0, 1000.0), "it will be gone");
+        assert!(one(9000.0, 1000.0) > 0.0, "longer than any seen");
+        assert!((pressure.of(&[], &[], [0.0, 0.0].into_iter()) - 2.0).abs() < 1e-9);
+        assert!(pressure.of(&[], &[], [5000.0].into_iter()) > 1.0);
+        let unknown = Pressure::default();
+        assert_eq!(unknown.of(&[2.0, 1.0], &[900.0, 70.0], [10.0].into_iter()), 4.0);
     }
 
     #[test]
@@ -157,7 +201,6 @@ mod tests {
         }));
         let cost = DecodeCost { sequence_seconds: 1.0, context_token_seconds: 0.0 };
         let pressure = Pressure::new(&survival, cost, 0.0);
-        let (requests, _) = pressure.buckets();
-        assert!(requests[..15].iter().all(|w| (w - 1.0).abs() < 0.1), "{requests:?}");
+        assert!(pressure.requests[..15].iter().all(|w| (w - 1.0).abs() < 0.1), "{pressure:?}");
     }
 }

@@ -13,11 +13,19 @@ pub const ALPHA: f64 = 0.999;
 /// The curve never falls below: nothing divides by 0, and fewer than one in a thousand cannot be told from none.
 pub const FLOOR: f64 = 1e-3;
 
+/// Requests that count as seen before any was, and their mean length in tokens.
+const PRIOR: f64 = 2.0;
+const PRIOR_TOKENS: f64 = 2000.0;
+
 /// S(l) = P(L > l): non-increasing, S(0) = 1. Until an answer was seen S is 1 everywhere.
 #[derive(Clone, Debug)]
 pub struct Survival {
     alpha: f64,
     seen: u64,
+    /// Answers that came to each bucket, and that ended there, those of long ago for less; `weight` is what one counts for now.
+    entries: Vec<f64>,
+    exits: Vec<f64>,
+    weight: f64,
     /// S at `i * BUCKET_TOKENS`.
     curve: Vec<f64>,
     /// The same, at least [`FLOOR`], and 1 over its value in the middle of each bucket.
@@ -37,6 +45,9 @@ impl Survival {
         Survival {
             alpha,
             seen: 0,
+            entries: vec![0.0; BUCKETS],
+            exits: vec![0.0; BUCKETS],
+            weight: 1.0,
             curve: vec![1.0; BUCKETS + 1],
             floored: vec![1.0; BUCKETS + 1],
             inverse: vec![1.0; BUCKETS],
@@ -52,6 +63,35 @@ impl Survival {
         longer.iter_mut().for_each(|s| *s = *s * keep + (1.0 - keep));
         shorter.iter_mut().for_each(|s| *s *= keep);
         refine(&self.curve, &mut self.floored, &mut self.inverse);
+        self.weight /= self.alpha.max(1e-3);
+        self.exits[(passed - 1).min(BUCKETS - 1)] += self.weight;
+        if self.weight > 1e100 {
+            let scale = 1.0 / self.weight;
+            self.exits.iter_mut().chain(&mut self.entries).for_each(|e| *e *= scale);
+            self.weight = 1.0;
+        }
+    }
+
+    /// A running answer went on from `before` tokens to `after` (from 0: it began).
+    pub fn passed(&mut self, before: f64, after: f64) {
+        let bucket = |tokens: f64| (tokens / BUCKET_TOKENS).ceil().min(BUCKETS as f64) as usize;
+        for entries in &mut self.entries[bucket(before)..bucket(after)] {
+            *entries += self.weight;
+        }
+    }
+
+    /// The same curve by the product-limit estimator (Kaplan and Meier): in each bucket, those that ended of those that came to it, wherever the others are by
+    /// now. A mean over ended answers alone sees the short ones first, and is too short for as long as a life takes.
+    pub fn product_limit(&self) -> Survival {
+        let mut limit = Survival { seen: self.seen, ..Survival::new(self.alpha) };
+        let mut s = 1.0;
+        for (i, (ended, came)) in self.exits.iter().zip(&self.entries).enumerate() {
+            let ended = ended / self.weight + PRIOR * BUCKET_TOKENS / PRIOR_TOKENS;
+            s *= 1.0 - (ended / (came / self.weight + PRIOR)).min(1.0);
+            limit.curve[i + 1] = s;
+        }
+        refine(&limit.curve, &mut limit.floored, &mut limit.inverse);
+        limit
     }
 
     /// Answers seen.
@@ -114,6 +154,26 @@ mod tests {
             s.observe(tokens);
             assert_eq!(s.at(64.0), expected);
         }
+    }
+
+    #[test]
+    fn answers_that_still_run_count_as_long() {
+        let mut s = Survival::default();
+        for _ in 0..100 {
+            s.passed(0.0, 1.0);
+            s.passed(1.0, 100.0);
+            s.observe(100);
+            // As many have come to 650 tokens, and run on.
+            s.passed(0.0, 650.0);
+        }
+        assert!(s.at(640.0) <= 2.0 * FLOOR);
+        let limit = s.product_limit();
+        assert!((limit.at(64.0) - 1.0).abs() < 0.01 && (limit.at(128.0) - 0.5).abs() < 0.01);
+        assert!((limit.at(640.0) - 0.5).abs() < 0.02, "{}", limit.at(640.0));
+        let b = limit.boundaries();
+        assert!(b[0] == 1.0 && b.windows(2).all(|w| w[0] >= w[1]));
+        // Where nobody has been, the prior's rate holds.
+        assert!(limit.at(2640.0) < 0.25 && limit.at(2640.0) > 0.1, "{}", limit.at(2640.0));
     }
 
     proptest! {

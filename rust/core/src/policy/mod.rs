@@ -33,6 +33,7 @@ mod ray_prefix;
 mod round_robin;
 mod session_affinity;
 mod sibyl;
+mod sibyl_plus;
 mod simulation;
 mod vllm;
 

@@ -32,6 +32,7 @@ static POLICIES: &[(&PolicySpec, Build)] = policies![
     preble,
     least_prefill,
     sibyl,
+    sibyl_plus,
     ils,
     ils_requests,
     least_tokens,

@@ -2,7 +2,7 @@
 //!
 //! Fed by the same events as the books: who is bound where and when it is expected to start, who decodes and how far it is, how fast
 //! decodes go, and how long answers were.
-use crate::estimate::{DecodeLoad, Survival};
+use crate::estimate::{DecodeCost, DecodeLoad, Pressure, Survival};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 
@@ -13,12 +13,27 @@ pub const AHEAD: IndicatorSet = IndicatorSet::of(&[
     Indicator::HandoffArrivedTokensForCertain,
     Indicator::HandoffComingTokens,
     Indicator::DecodeTokensPerSecond,
+    Indicator::DecodePressure,
+]);
+
+/// SIBYL's.
+const PROJECTED: IndicatorSet = IndicatorSet::of(&[
+    Indicator::HandoffRunningTokens,
+    Indicator::HandoffArrivedTokens,
+    Indicator::HandoffArrivedTokensForCertain,
+    Indicator::HandoffComingTokens,
 ]);
 
 /// Time constant of the learned decode rates, in seconds.
 const PACE_SECONDS: f64 = 10.0;
 /// Weight of the latest hand-over in the mean of their lengths.
 const LAG_WEIGHT: f64 = 0.05;
+
+/// Answers that end before the weights are worked out first, and seconds until they are again.
+const LEAST_ENDED: u64 = 16;
+const REFRESH_SECONDS: f64 = 1.0;
+/// Weight of the latest prompt in the mean of their lengths.
+const PROMPT_WEIGHT: f64 = 0.01;
 
 /// How fast requests decode of late: tokens over request-seconds, both fading.
 #[derive(Clone, Copy, Debug, Default)]
@@ -54,6 +69,10 @@ pub struct Ahead {
     /// Mean seconds from the end of a first segment to the first token of the second.
     lag: Seconds,
     lag_known: bool,
+    /// What requests weigh, from how many ended answers and when that was worked out.
+    pressure: Pressure,
+    weighed: (u64, Seconds),
+    mean_prompt_tokens: f64,
 }
 
 impl Ahead {
@@ -86,6 +105,8 @@ impl Ahead {
 
     /// A request is bound to a slot and expected to start decoding there at `start`.
     pub fn bind(&mut self, slot: usize, ticket: u32, prompt_tokens: f64, start: Seconds) {
+        let weight = if self.mean_prompt_tokens == 0.0 { 1.0 } else { PROMPT_WEIGHT };
+        self.mean_prompt_tokens += weight * (prompt_tokens - self.mean_prompt_tokens);
         self.loads[slot].bind(ticket, prompt_tokens, start);
     }
 
@@ -100,6 +121,7 @@ impl Ahead {
     ) {
         self.loads[slot].unbind(ticket);
         self.loads[slot].enter(prompt_tokens, 1.0);
+        self.survival.passed(0.0, 1.0);
         for pace in [&mut self.paces[slot], &mut self.pace] {
             pace.pass(now);
             pace.requests += 1.0;
@@ -114,6 +136,7 @@ impl Ahead {
     /// It made `tokens` tokens behind the `generated` it had.
     pub fn grow(&mut self, slot: usize, prompt_tokens: f64, generated: f64, tokens: f64, now: Seconds) {
         self.loads[slot].grow(prompt_tokens, generated, tokens);
+        self.survival.passed(generated, generated + tokens);
         for pace in [&mut self.paces[slot], &mut self.pace] {
             pace.pass(now);
             pace.tokens += tokens;
@@ -141,9 +164,16 @@ impl Ahead {
         }
     }
 
-    /// An answer ended well after so many tokens.
-    pub fn finished(&mut self, output_tokens: u32) {
+    /// An answer ended well after so many tokens, of which `seen` were told of. `cost`: what a step costs by what is known.
+    pub fn finished(&mut self, output_tokens: u32, seen: f64, cost: DecodeCost, now: Seconds) {
+        self.survival.passed(seen, f64::from(output_tokens).max(seen));
         self.survival.observe(output_tokens);
+        let ended = self.survival.seen();
+        let (last, at) = self.weighed;
+        if ended >= last + LEAST_ENDED && (last == 0 || now >= at + REFRESH_SECONDS) {
+            self.weighed = (ended, now);
+            self.pressure = Pressure::new(&self.survival.product_limit(), cost, self.mean_prompt_tokens);
+        }
     }
 
     /// Writes the projections for a request that starts to decode at `then`.
@@ -152,7 +182,12 @@ impl Ahead {
         for (slot, (load, pace)) in self.loads.iter().zip(&self.paces).enumerate() {
             let rate = pace.rate();
             columns.get_mut(Indicator::DecodeTokensPerSecond)[slot] = rate.unwrap_or(f64::NAN);
-            if reads.intersects(AHEAD) {
+            if reads.contains(Indicator::DecodePressure) {
+                let (requests, context) = load.buckets();
+                let bound = load.pending().map(|(prompt, _)| prompt);
+                columns.get_mut(Indicator::DecodePressure)[slot] = self.pressure.of(requests, context, bound);
+            }
+            if reads.intersects(PROJECTED) {
                 let p = load.project(&self.survival, now, then, rate.unwrap_or(mean_rate), mean_rate);
                 for (id, value) in [
                     (Indicator::HandoffRunningTokens, p.running),

@@ -1,7 +1,7 @@
 //! Fills in the indicators that depend on the request or on the time, and only those that are read.
 use super::Router;
 use super::ahead::AHEAD;
-use crate::estimate::StepTime;
+use crate::estimate::{DecodeCost, StepTime};
 use crate::ids::Seconds;
 use crate::indicators::{Indicator, IndicatorSet};
 use crate::request::Request;
@@ -169,6 +169,23 @@ impl Router {
     /// The step-time model learned from our own streams on an instance; None until there were enough of them.
     pub fn step_time(&self, id: crate::InstanceId) -> Option<StepTime> {
         self.books.step_fit(id.index()).step_time()
+    }
+
+    /// What a decode step costs for each sequence and token of context: by the profile, else by what is learned on an instance, else as if a request cost as
+    /// much as a thousand tokens of its context.
+    pub(super) fn decode_cost(&self) -> DecodeCost {
+        let learned = || {
+            (0..self.fleet.slots()).filter_map(|slot| self.books.step_fit(slot).step_time()).find(|model| {
+                model.decode_seconds_per_sequence > 0.0 || model.decode_seconds_per_context_token > 0.0
+            })
+        };
+        match self.config.step_time.or_else(learned) {
+            Some(model) => DecodeCost {
+                sequence_seconds: model.decode_seconds_per_sequence,
+                context_token_seconds: model.decode_seconds_per_context_token,
+            },
+            None => DecodeCost { sequence_seconds: 1.0, context_token_seconds: 1e-3 },
+        }
     }
 
     /// The step-time model learned on a slot, where prefills are to be predicted by it.

@@ -132,8 +132,10 @@ impl Router {
     fn finish(&mut self, ticket: TicketId, usage: Usage, now: Seconds) {
         let Some(state) = self.close(ticket, now) else { return };
         let made = usage.output_tokens.unwrap_or(state.leg.entry.output_tokens as u32);
-        if let Some(ahead) = self.ahead.as_mut().filter(|_| made > 0) {
-            ahead.finished(made);
+        if self.ahead.is_some() && made > 0 {
+            let cost = self.decode_cost();
+            let seen = state.leg.entry.output_tokens;
+            self.ahead.iter_mut().for_each(|ahead| ahead.finished(made, seen, cost, now));
         }
         let prompt = usage.prompt_tokens.unwrap_or(state.leg.entry.prompt_tokens as u32);
         self.totals.finished += 1;

@@ -1,0 +1,34 @@
+//! The least pressure: each request weighed by the load that it will still bring, as the best linear rule for even loads weighs it.
+//!
+//! From SIBYL it has the length curve and the sight of what is bound; not its question. The load at one moment in the future is no better guide than the
+//! present one: both send a cohort to where a cohort will soon be gone, and it comes back with its whole life. `estimate/pressure.rs` has the rule,
+//! docs/reproduction.md what it gains.
+use super::*;
+
+pub static SPEC: PolicySpec = PolicySpec::new(
+    "sibyl_plus",
+    "decode_pressure + others' requests, lowest",
+    "ours, from SIBYL's survival curve",
+    &[],
+);
+
+pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
+    // What is in bs beyond our own is others' load, of which only the number is known.
+    lowest(&SPEC, knobs, "decode_pressure + (bs - decode_bs - bound_bs)", &[])
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::indicators::Indicator::*;
+    use crate::policy::fleet::{Fleet, policy};
+
+    #[test]
+    fn others_requests_count_one_each() {
+        let fleet = Fleet::new(2)
+            .set(DecodePressure, &[3.5, 2.0])
+            .set(Bs, &[4.0, 6.0])
+            .set(DecodeBs, &[3.0, 2.0])
+            .set(BoundBs, &[1.0, 1.0]);
+        assert_eq!(fleet.score(&*policy("sibyl_plus", &[])), [3.5, 5.0]);
+    }
+}
