@@ -27,6 +27,9 @@ struct Counts {
     /// Others' waiting and running, from the last report.
     foreign_waiting: f64,
     foreign_running: f64,
+    own_since: Span,
+    /// What was last compared with our own: waiting, running, and the KV cache's usage, which tells two samples apart.
+    compared: Option<(f64, f64, Option<f64>)>,
     decode_tokens: f64,
     bound_tokens: f64,
     remaining_tokens: f64,
@@ -43,6 +46,14 @@ struct Counts {
     /// When the last of those that decoded ended.
     decoded_until: Seconds,
     report: Option<Report>,
+}
+
+/// The fewest and the most own requests on an instance since its last report that said anything new: when in that time
+/// a report was sampled is not known.
+#[derive(Clone, Copy, Debug, Default)]
+struct Span {
+    least: f64,
+    most: f64,
 }
 
 /// A prefill not known to be over.
@@ -103,6 +114,34 @@ impl Counts {
             Some(seconds) if tokens > 0.0 => seconds / tokens,
             _ => 1.0 / prior_rate,
         }
+    }
+
+    /// Own requests.
+    fn own(&self) -> f64 {
+        self.queued + self.scheduled + self.decoding
+    }
+
+    /// Their number changed.
+    fn own_changed(&mut self) {
+        let own = self.own();
+        self.own_since = Span { least: self.own_since.least.min(own), most: self.own_since.most.max(own) };
+    }
+
+    /// Others' requests: those of the report beyond our own. How many of ours the report counts depends on when it was sampled, so
+    /// of the numbers that may be, the one closest to what was known counts.
+    fn compare(&mut self, waiting: f64, running: f64, kv_usage: Option<f64>) {
+        // The same figures to the last digit are the same sample: a page that somebody keeps. It tells nothing new.
+        let told = Some((waiting, running, kv_usage));
+        if self.compared == told {
+            return;
+        }
+        // Only totals can be compared: what is ours of the engine's running requests depends on how far it is.
+        let (all, own) = (waiting + running, self.own());
+        let known = self.foreign_waiting + self.foreign_running;
+        let foreign = known.min(all - self.own_since.least).max(all - self.own_since.most).max(0.0);
+        self.foreign_waiting = foreign.min((waiting - self.queued).max(0.0));
+        self.foreign_running = foreign - self.foreign_waiting;
+        (self.compared, self.own_since) = (told, Span { least: own, most: own });
     }
 
     /// What decodes.
@@ -207,6 +246,7 @@ impl Books {
     pub fn open(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds, columns: &mut Columns) {
         let c = &mut self.counts[slot];
         c.queued += 1.0;
+        c.own_changed();
         c.bound_tokens += entry.prompt_tokens;
         c.window_prefill.add(entry.new_tokens, now);
         if c.prefills.is_empty() {
@@ -357,6 +397,7 @@ impl Books {
                 c.remaining_tokens -= entry.remaining();
             }
         }
+        c.own_changed();
         if entry.stage == Stage::Decoding {
             c.decode_tokens -= entry.context();
         } else {
@@ -432,18 +473,15 @@ impl Books {
         Some((tokens, pairs, seconds))
     }
 
-    /// Takes in an engine's report. What it counts beyond our own is others' load: `max(0, report - own)`, where it reports both
-    /// waiting and running; of our own, those beyond its waiting ones have left its queue.
+    /// Takes in an engine's report. What it counts beyond our own is others' load, where it reports both waiting and running; of our
+    /// own, those beyond its waiting ones have left its queue.
     pub fn report(&mut self, slot: usize, report: Report, columns: &mut Columns) {
         let c = &mut self.counts[slot];
         if let Some(waiting) = report.waiting {
             c.unqueued = (c.queued - waiting).max(0.0);
         }
         if let (Some(waiting), Some(running)) = (report.waiting, report.running) {
-            // Only totals can be compared: what is ours of the engine's running requests depends on how far it is.
-            let foreign = (waiting + running - (c.queued + c.scheduled + c.decoding)).max(0.0);
-            c.foreign_waiting = foreign.min((waiting - c.queued).max(0.0));
-            c.foreign_running = foreign - c.foreign_waiting;
+            c.compare(waiting, running, report.kv_usage);
         }
         let last = c.report.get_or_insert(report);
         last.at = report.at;
@@ -470,8 +508,7 @@ impl Books {
 
     /// Own requests on the slot.
     pub fn in_flight(&self, slot: usize) -> f64 {
-        let c = &self.counts[slot];
-        c.queued + c.scheduled + c.decoding
+        self.counts[slot].own()
     }
 
     /// Queued prefill tokens of each slot at `now`, in one pass over three columns.
