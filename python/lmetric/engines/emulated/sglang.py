@@ -153,7 +153,7 @@ class SglangApi(Api):
     async def _server_info(self, _request: web.Request) -> web.Response:
         options = self._options
         events = None
-        if (feed := self._kv_feed) is not None:
+        if (feed := self._ranks[0].kv_feed) is not None:
             events = _address(feed.endpoint, "endpoint_host", "endpoint_port_base")
         if events is not None and feed is not None:
             events |= {
@@ -185,11 +185,11 @@ class SglangApi(Api):
 
     @property
     def _page(self) -> int:
-        return int(self._metrics.cache_config["block_size"])
+        return int(self._ranks[0].metrics.cache_config["block_size"])
 
     @property
     def _pages(self) -> int:
-        return int(self._metrics.cache_config["num_gpu_blocks"])
+        return int(self._ranks[0].metrics.cache_config["num_gpu_blocks"])
 
     async def _loads(self, request: web.Request) -> web.Response:
         if request.query.get("include", "all") not in ("core", "all"):
@@ -206,7 +206,7 @@ class SglangApi(Api):
 
     def counts(self) -> dict[str, float]:
         """The load, under the names of /v1/loads."""
-        load, capacity = self._driver.engine.load(), self._page * self._pages
+        load, capacity = self._ranks[0].driver.engine.load(), self._page * self._pages
         used = round(load["kv_usage"] * capacity)
         return {
             "num_running_reqs": load["running"],
