@@ -263,11 +263,12 @@ def tokens(result: Figures) -> str:
     parts = ("parse", "render", "tokenise", "decide")
     rows = []
     for name, ours in result["ours"].items():
-        theirs = result["transformers"][name]
+        theirs = result.get("transformers", {}).get(name)
         each = [f"{ours['parts_ms'][part]:.2f}" for part in parts]
         size, turn = name.split()
         row = [f"{int(size):,}", turn, f"{ours['tokens']:,}", str(ours["messages"]), *each]
-        rows.append([*row, spread(ours["ms"]), spread(theirs), f"{theirs[0] / ours['ms'][0]:.0f}x"])
+        beside = [spread(theirs), f"{theirs[0] / ours['ms'][0]:.0f}x"] if theirs else ["-", "-"]
+        rows.append([*row, spread(ours["ms"]), *beside])
     head = ["size", "turn", "tokens", "messages", *parts, "ours, ms", "transformers, ms", "ratio"]
     return table(head, rows)
 

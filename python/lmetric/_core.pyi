@@ -83,8 +83,13 @@ class Router:
         step_time: Mapping[str, float] | None = None,  # a profile's constants
         drain: bool = True,
         seed: int = 0,
+        decode_policy: str | Expr | Policy | PolicyFunction | None = None,  # least_requests
+        decode_knobs: Mapping[str, float] | None = None,
+        binding: str = "early",  # or "late"
+        colocate: bool = True,
     ) -> Router: ...
     def add_instance(self, name: str, *, cache_blocks: int | None = None, role: str = "both") -> int: ...
+    def set_role(self, name: str, role: str) -> None: ...  # "both", "prefill" or "decode"
     def remove_instance(self, name: str) -> None: ...
     def set_health(self, name: str, healthy: bool) -> None: ...
     def drain(self, name: str, draining: bool = True) -> None: ...
@@ -211,6 +216,8 @@ class Decision:
     @property
     def instance(self) -> str: ...  # name of the chosen instance
     @property
+    def decode_instance(self) -> str | None: ...  # where it goes on, as far as chosen
+    @property
     def index(self) -> int: ...
     @property
     def predicted_hit_tokens(self) -> int: ...
@@ -223,6 +230,10 @@ class Decision:
 class Ticket:
     @property
     def instance(self) -> str: ...  # where the open segment is
+    @property
+    def from_token(self) -> int: ...  # where the open segment begins
+    @property
+    def follows(self) -> bool: ...  # whether another segment follows it
     def sent(self, now: float | None = None) -> None: ...
     def scheduled(self, now: float | None = None) -> None: ...  # optional: the engine took it off its queue
     def prefilled(
@@ -237,7 +248,7 @@ class Ticket:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
         now: float | None = None,
-    ) -> None: ...
+    ) -> str | None: ...  # where the next segment goes; None: the request ended
     def failed(self, kind: str, now: float | None = None, *, retry: bool = True) -> str | None: ...
     # kind: "refused" | "reset" | "timeout" | "status" -> before the first token the ticket moves to the next of the
     # ranking and its name is returned (call sent() again); None: the ranking is used up, or a token was seen: closed.

@@ -17,6 +17,17 @@ pub enum Role {
     Decode,
 }
 
+impl Role {
+    /// All of them, with their names.
+    pub const NAMES: [(&'static str, Role); 3] =
+        [("both", Role::Both), ("prefill", Role::Prefill), ("decode", Role::Decode)];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        Role::NAMES.iter().find(|(_, role)| *role == self).expect("every role has a name").0
+    }
+}
+
 #[derive(Clone, Debug)]
 struct Slot {
     name: Arc<str>,
@@ -36,6 +47,8 @@ pub struct Fleet {
     name_hashes: Vec<u64>,
     eligible: Vec<bool>,
     eligible_count: usize,
+    decoders: Vec<bool>,
+    decoder_count: usize,
 }
 
 impl Fleet {
@@ -71,6 +84,7 @@ impl Fleet {
             });
             self.name_hashes.push(0);
             self.eligible.push(false);
+            self.decoders.push(false);
         }
         let generation = self.slots[slot].generation + 1;
         self.slots[slot] =
@@ -112,6 +126,18 @@ impl Fleet {
     pub fn set_draining(&mut self, id: InstanceId, draining: bool) {
         self.slots[id.index()].draining = draining;
         self.refresh();
+    }
+
+    /// Changes what an instance may be asked to do. What runs there runs on.
+    pub fn set_role(&mut self, id: InstanceId, role: Role) {
+        self.slots[id.index()].role = role;
+        self.refresh();
+    }
+
+    /// What an instance may be asked to do.
+    #[inline]
+    pub fn role(&self, id: InstanceId) -> Role {
+        self.slots[id.index()].role
     }
 
     /// Name of a slot (of its last instance, where it is free).
@@ -163,7 +189,7 @@ impl Fleet {
         self.by_name.len()
     }
 
-    /// Which slots may take a whole request.
+    /// Which slots may take a request's prompt: those that prefill only and those that do both.
     #[inline]
     pub fn eligible(&self) -> &[bool] {
         &self.eligible
@@ -175,6 +201,18 @@ impl Fleet {
         self.eligible_count
     }
 
+    /// Which slots may take a request whose prompt was prefilled elsewhere: those that decode only.
+    #[inline]
+    pub fn decoders(&self) -> &[bool] {
+        &self.decoders
+    }
+
+    /// Number of slots that may.
+    #[inline]
+    pub fn decoder_count(&self) -> usize {
+        self.decoder_count
+    }
+
     /// Stable hashes of the names, by slot.
     #[inline]
     pub fn name_hashes(&self) -> &[u64] {
@@ -182,10 +220,13 @@ impl Fleet {
     }
 
     fn refresh(&mut self) {
-        for (eligible, slot) in self.eligible.iter_mut().zip(&self.slots) {
-            *eligible = slot.live && slot.healthy && !slot.draining && slot.role == Role::Both;
+        for (i, slot) in self.slots.iter().enumerate() {
+            let takes = slot.live && slot.healthy && !slot.draining;
+            self.eligible[i] = takes && slot.role != Role::Decode;
+            self.decoders[i] = takes && slot.role == Role::Decode;
         }
         self.eligible_count = self.eligible.iter().filter(|e| **e).count();
+        self.decoder_count = self.decoders.iter().filter(|e| **e).count();
         self.names = self.slots.iter().map(|s| s.name.clone()).collect();
     }
 }

@@ -1,7 +1,7 @@
 //! Plans: a request is a chain of segments placed on instances.
 //!
-//! Today every plan has one segment, from the first token to the last; hand-over between segments (prefill/decode, splits,
-//! migration) extends [`Segment`], not the router's loop.
+//! A plan is made segment by segment: the open one, and those bound behind it. Where a segment ends before the request does, another follows: bound
+//! at the decision, or chosen when its turn comes ([`Binding`]). Prefill/decode is two segments cut at the prompt's end.
 use crate::ids::InstanceId;
 
 /// A range of a request's tokens, prompt and output counted through, on one instance.
@@ -15,6 +15,16 @@ pub struct Segment {
     pub to_token: Option<u32>,
 }
 
+/// When the instance of a segment that follows another is chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Binding {
+    /// At the decision, by what is expected then; engines that move KV while they prefill need to know it (SGLang's bootstrap).
+    #[default]
+    Early,
+    /// When the segment before it has ended.
+    Late,
+}
+
 /// What happened to the open segment of a ticket.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Event {
@@ -25,11 +35,12 @@ pub enum Event {
     Scheduled(Option<u32>),
     /// The engine computed this many more of its prefill tokens (optional; exact).
     Prefilled(u32),
-    /// The first output token came back.
+    /// The first output token came back. Where the open segment ends with the prompt, the next one is at work with it (both legs run at once), and
+    /// the open one is over.
     FirstToken,
     /// This many further output tokens came back.
     Tokens(u32),
-    /// The request ended well.
+    /// The segment ended well: the request did, or the next segment's turn has come.
     Finished(Usage),
     /// It did not; another instance may take it.
     Failed(Failure),

@@ -19,6 +19,19 @@ pub struct Candidate {
     pub score: f64,
 }
 
+/// Where a request goes on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Next {
+    /// Slot and name of the instance.
+    pub slot: u32,
+    /// See above.
+    pub name: Arc<str>,
+    /// Its score under the decode policy.
+    pub score: f64,
+    /// Seconds from the choice until the request was expected to start there.
+    pub handoff_seconds: Seconds,
+}
+
 /// How a request ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Outcome {
@@ -28,6 +41,8 @@ pub struct Outcome {
     pub dropped: bool,
     /// What the engine says it did.
     pub usage: Usage,
+    /// Time from the decision to the end of the first segment, where another follows it, in seconds.
+    pub handed_over_seconds: Option<f64>,
     /// Time from the decision to the first token, in seconds.
     pub ttft_seconds: Option<f64>,
     /// Time from the decision to the end, in seconds.
@@ -62,6 +77,8 @@ pub struct Receipt {
     pub margin: Option<f64>,
     /// Slot of the chosen instance.
     pub chosen: u32,
+    /// Where it goes on after its first segment, as far as that is chosen.
+    pub next: Option<Next>,
     /// Instances that the request moved to before its first token, in order: slot and name.
     pub moved: Vec<(u32, Arc<str>)>,
     /// Leading prompt tokens that the chosen instance was believed to hold.

@@ -2,8 +2,8 @@
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{Indicator, IndicatorSet, Snapshot};
-use lmetric_core::plan::{Event, Failure, Usage};
-use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores};
+use lmetric_core::plan::{Binding, Event, Failure, Segment, Usage};
+use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores, registry};
 use lmetric_core::request::Request;
 use lmetric_core::router::books::Report;
 use lmetric_core::router::{Router, RouterConfig, TicketId};
@@ -43,7 +43,8 @@ impl Policy for LeastRequests {
 
 #[derive(Clone, Debug)]
 enum Op {
-    Add(u8),
+    Add(u8, Role),
+    Role(u8, Role),
     Remove(u8),
     Health(u8, bool),
     Drain(u8, bool),
@@ -59,10 +60,15 @@ enum Op {
     Report(u8, u8, u8),
 }
 
+fn role() -> impl Strategy<Value = Role> {
+    prop_oneof![Just(Role::Both), Just(Role::Prefill), Just(Role::Decode)]
+}
+
 fn op() -> impl Strategy<Value = Op> {
     let n = 0..64usize;
     prop_oneof![
-        1 => (0..6u8).prop_map(Op::Add),
+        2 => (0..6u8, role()).prop_map(|(i, role)| Op::Add(i, role)),
+        1 => (0..6u8, role()).prop_map(|(i, role)| Op::Role(i, role)),
         1 => (0..6u8).prop_map(Op::Remove),
         1 => (0..6u8, any::<bool>()).prop_map(|(i, on)| Op::Health(i, on)),
         1 => (0..6u8, any::<bool>()).prop_map(|(i, on)| Op::Drain(i, on)),
@@ -91,6 +97,12 @@ struct Open {
     ticket: TicketId,
     /// Instance by name and by how often that name was added: a new life owes nothing to the old one.
     home: (u8, u32),
+    /// Where its next segment is bound.
+    bound: Option<(u8, u32)>,
+    decision: u64,
+    /// Whether another segment follows the open one, and whether that computes the prompt.
+    follows: bool,
+    prefills: bool,
     /// When it was placed there, as a turn: engines begin prefills in this order.
     turn: u64,
     stage: Stage,
@@ -121,6 +133,9 @@ impl Model {
             let slot = router.fleet().find(&name(i)).unwrap().index();
             let here: Vec<&Open> =
                 self.open.iter().filter(|o| o.home == (i, self.lives[i as usize])).collect();
+            let coming: Vec<&Open> =
+                self.open.iter().filter(|o| o.bound == Some((i, self.lives[i as usize]))).collect();
+            let bound: f64 = coming.iter().map(|o| o.prompt).sum();
             let sum = |f: &dyn Fn(&Open) -> f64| here.iter().map(|o| f(o)).sum::<f64>();
             let count = |stage| here.iter().filter(|o| o.stage == stage).count() as f64;
             let remaining = |o: &Open| {
@@ -132,20 +147,35 @@ impl Model {
             };
             for (id, expected) in [
                 (Indicator::DecodeBs, count(Stage::Decoding)),
-                (Indicator::BoundBs, count(Stage::Queued) + count(Stage::Scheduled)),
-                (Indicator::Tokens, sum(&|o| o.prompt + o.output)),
+                (Indicator::BoundBs, count(Stage::Queued) + count(Stage::Scheduled) + coming.len() as f64),
+                (Indicator::Tokens, sum(&|o| o.prompt + o.output) + bound),
                 (
                     Indicator::DecodeTokens,
                     sum(&|o| if o.stage == Stage::Decoding { o.prompt + o.output } else { 0.0 }),
                 ),
-                (Indicator::BoundTokens, sum(&|o| if o.stage == Stage::Decoding { 0.0 } else { o.prompt })),
+                (
+                    Indicator::BoundTokens,
+                    sum(&|o| if o.stage == Stage::Decoding { 0.0 } else { o.prompt }) + bound,
+                ),
                 (Indicator::RemainingTokens, sum(&remaining)),
                 (Indicator::QueuedPrefillTokens, sum(&|o| o.prefill_left)),
             ] {
                 assert_eq!(router.columns().get(id)[slot], expected, "{} of {}", id.decl().name, name(i));
             }
             let bs = router.columns().get(Indicator::Bs)[slot];
-            assert!(bs >= here.len() as f64, "own requests always count");
+            assert!(bs >= (here.len() + coming.len()) as f64, "own requests always count");
+            let id = router.fleet().find(&name(i)).unwrap();
+            assert_eq!(router.in_flight_on(id), here.len() + coming.len());
+            if let Some(ahead) = router.ahead() {
+                let (requests, context) = ahead.load(slot).buckets();
+                assert_eq!(requests.iter().sum::<f64>(), count(Stage::Decoding));
+                assert_eq!(
+                    context.iter().sum::<f64>(),
+                    sum(&|o| if o.stage == Stage::Decoding { o.prompt + o.output } else { 0.0 })
+                );
+                let pending = here.iter().filter(|o| o.stage != Stage::Decoding && !o.follows).count();
+                assert_eq!(ahead.load(slot).pending().count(), pending + coming.len());
+            }
             assert_eq!(
                 bs,
                 router.columns().get(Indicator::QBs)[slot] + router.columns().get(Indicator::RBs)[slot]
@@ -157,10 +187,14 @@ impl Model {
 fn apply(op: &Op, router: &mut Router, model: &mut Model) {
     let config_instance = |i: u8, model: &Model| model.live[i as usize];
     match *op {
-        Op::Add(i) if !config_instance(i, model) => {
-            router.add_instance(&name(i), Role::Both, Some(100)).unwrap();
+        Op::Add(i, role) if !config_instance(i, model) => {
+            router.add_instance(&name(i), role, Some(100)).unwrap();
             model.live[i as usize] = true;
             model.lives[i as usize] += 1;
+        }
+        Op::Role(i, role) if config_instance(i, model) => {
+            let id = router.fleet().find(&name(i)).unwrap();
+            router.fleet_mut().set_role(id, role);
         }
         Op::Remove(i) if config_instance(i, model) => {
             router.remove_instance(&name(i)).unwrap();
@@ -192,13 +226,17 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
                 ..Request::default()
             };
             let Ok(decision) = router.route(&request, model.now) else {
-                assert_eq!(router.fleet().eligible_count(), 0);
+                assert_eq!(router.fleet().eligible_count() + router.fleet().decoder_count(), 0);
                 return;
             };
             model.turn += 1;
             model.open.push(Open {
                 ticket: decision.ticket,
                 home: home(router, decision.segment.instance, model),
+                bound: decision.next.map(|next| home(router, next.instance, model)),
+                decision: decision.id,
+                follows: decision.segment.to_token.is_some(),
+                prefills: true,
                 turn: model.turn,
                 stage: Stage::Queued,
                 prompt: f64::from(prompt),
@@ -229,6 +267,34 @@ fn home(router: &Router, instance: lmetric_core::InstanceId, model: &Model) -> (
     (i, model.lives[i as usize])
 }
 
+/// The request goes on in a segment of which the router said so.
+fn go_on(t: usize, next: Segment, router: &Router, model: &mut Model) {
+    model.turn += 1;
+    let (turn, home) = (model.turn, home(router, next.instance, model));
+    let bound = router.receipt(model.open[t].decision).unwrap().next.clone();
+    let open = &mut model.open[t];
+    open.follows = next.to_token.is_some();
+    open.prefills = next.from_token == 0;
+    assert!(open.prefills || next.from_token == open.prompt as u32);
+    open.bound = bound.filter(|_| open.follows).map(|bound| {
+        let i: u8 = bound.name[7..].parse().unwrap();
+        (i, model.lives[i as usize])
+    });
+    (open.home, open.turn, open.stage) = (home, turn, Stage::Queued);
+    open.prefill_left = if open.prefills { open.prompt } else { 0.0 };
+    open.output = 0.0;
+}
+
+/// Its prefill is over, and with it all that its instance began before.
+fn prefilled(t: usize, model: &mut Model) {
+    if model.open[t].prefills {
+        let (home, turn) = (model.open[t].home, model.open[t].turn);
+        for earlier in model.open.iter_mut().filter(|o| o.home == home && o.turn <= turn) {
+            earlier.prefill_left = 0.0;
+        }
+    }
+}
+
 fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
     let now = model.now;
     let open = &mut model.open[t];
@@ -247,15 +313,32 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
             advance(Event::Prefilled(u32::from(k)));
             open.prefill_left = (open.prefill_left - f64::from(k)).max(0.0);
         }
+        Op::FirstToken(_) | Op::Finish(_) if open.follows => {
+            let first = matches!(op, Op::FirstToken(_));
+            let usage = Usage { cached_tokens: Some(0), ..Usage::default() };
+            let event = if first { Event::FirstToken } else { Event::Finished(usage) };
+            match router.advance(ticket, event, now) {
+                Ok(next) => {
+                    prefilled(t, model);
+                    go_on(t, next.expect("another segment"), router, model);
+                    if first {
+                        prefilled(t, model);
+                        (model.open[t].stage, model.open[t].output) = (Stage::Decoding, 1.0);
+                    }
+                }
+                Err(error) => {
+                    assert!(matches!(error, CoreError::NoInstance(_)), "{error}");
+                    prefilled(t, model);
+                    model.open.remove(t);
+                }
+            }
+        }
         Op::FirstToken(_) => {
             advance(Event::FirstToken);
             if open.stage != Stage::Decoding {
                 open.stage = Stage::Decoding;
                 open.output += 1.0;
-                let (home, turn) = (open.home, open.turn);
-                for earlier in model.open.iter_mut().filter(|o| o.home == home && o.turn <= turn) {
-                    earlier.prefill_left = 0.0;
-                }
+                prefilled(t, model);
             }
         }
         Op::Tokens(_, k) => {
@@ -279,14 +362,8 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
                 Some(next) => {
                     assert!(failure.may_move() && before != Stage::Decoding);
                     let home = home(router, next.instance, model);
-                    model.turn += 1;
-                    let turn = model.turn;
-                    let open = &mut model.open[t];
-                    assert!(!at_home || home != open.home, "never back to the one that failed");
-                    (open.home, open.turn) = (home, turn);
-                    open.stage = Stage::Queued;
-                    open.prefill_left = open.prompt;
-                    open.output = 0.0;
+                    assert!(!at_home || home != model.open[t].home, "never back to the one that failed");
+                    go_on(t, next, router, model);
                 }
             }
         }
@@ -303,9 +380,17 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn books_equal_a_recount_and_end_at_zero(ops in prop::collection::vec(op(), 1..120)) {
-        let config = RouterConfig { drain: false, ..RouterConfig::default() };
+    fn books_equal_a_recount_and_end_at_zero(
+        ops in prop::collection::vec(op(), 1..120),
+        late in any::<bool>(),
+        sibyl in any::<bool>(),
+    ) {
+        let binding = if late { Binding::Late } else { Binding::Early };
+        let config = RouterConfig { drain: false, binding, ..RouterConfig::default() };
         let mut router = Router::new(LeastRequests::boxed(), config).unwrap();
+        if sibyl {
+            router.set_decode_policy(registry::build("sibyl", &[]).unwrap()).unwrap();
+        }
         let mut model = Model::default();
         for op in &ops {
             apply(op, &mut router, &mut model);

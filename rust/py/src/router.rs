@@ -10,6 +10,7 @@ use lmetric_core::guard::GuardConfig;
 use lmetric_core::indicators::{INDICATORS, Scope};
 use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::kv::keys::Keys;
+use lmetric_core::plan::Binding;
 use lmetric_core::request::Request;
 use lmetric_core::router::books::Report;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
@@ -76,6 +77,10 @@ impl Clock {
 /// `guard_window_seconds` every `guard_period_seconds`. `step_time`: a profile's constants (`fixed_seconds`, ...,
 /// `max_batch_tokens`), from which `predicted_ttft_seconds` is made instead of from the learned prefill rate. `drain`: whether queued
 /// prefill tokens drain between events at the learned rate. `seed`: of every random choice.
+///
+/// Where instances have roles, a request whose prompt goes to one that prefills only goes on at one that decodes only, chosen by `decode_policy` (and
+/// `decode_knobs`; default `"least_requests"`): at the decision (`binding="early"`) or when the prompt was computed (`"late"`). `colocate`: where
+/// nobody of the other role is there, an instance takes whole requests whatever its role.
 ///
 /// Raises `UnknownNameError`, `ExpressionError`, `BadValueError`. Threads may share a router.
 #[pyclass(frozen, module = "lmetric")]
@@ -218,7 +223,8 @@ impl Router {
     #[new]
     #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None,
         index="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, guard_window_seconds=60.0,
-        guard_period_seconds=1.0, step_time=None, drain=true, seed=0))]
+        guard_period_seconds=1.0, step_time=None, drain=true, seed=0, decode_policy=None, decode_knobs=None,
+        binding="early", colocate=true))]
     fn new(
         py: Python<'_>,
         policy: Option<&Bound<'_, PyAny>>,
@@ -235,6 +241,10 @@ impl Router {
         step_time: Option<&Bound<'_, PyDict>>,
         drain: bool,
         seed: u64,
+        decode_policy: Option<&Bound<'_, PyAny>>,
+        decode_knobs: Option<&Bound<'_, PyDict>>,
+        binding: &str,
+        colocate: bool,
     ) -> Result<Router> {
         let index_feed = index_feed_of("index", index)?;
         let parts = domain.unwrap_or_default();
@@ -254,9 +264,17 @@ impl Router {
                 ..GuardConfig::default()
             },
             step_time: step_time.map(step_time_of).transpose()?,
+            binding: named("binding", binding, &[("early", Binding::Early), ("late", Binding::Late)])?,
+            colocate,
             ..RouterConfig::default()
         };
-        let shared = SharedRouter::new(CoreRouter::new(policy, config)?);
+        let mut router = CoreRouter::new(policy, config)?;
+        if decode_policy.is_some() || decode_knobs.is_some() {
+            let default = PyString::new(py, &router.decode_policy().spec().name.clone());
+            let decode_policy = decode_policy.unwrap_or(default.as_any());
+            router.set_decode_policy(policies::build(Some(decode_policy), decode_knobs)?)?;
+        }
+        let shared = SharedRouter::new(router);
         Ok(Router {
             feed: Arc::new(KvFeed::new(shared.clone(), keys, index_bytes, index_feed == IndexFeed::Exact)),
             shared,
@@ -269,7 +287,7 @@ impl Router {
     /// Adds an instance under a name of its own; returns its slot, an index into `Decision.scores()`.
     ///
     /// `cache_blocks`: blocks its KV cache holds, where known (bounds what the index remembers of it). `role`: `"both"`,
-    /// `"prefill"` or `"decode"`; whole requests go to `"both"` only. Raises `BadValueError` (name taken, empty; fleet full).
+    /// `"prefill"` or `"decode"`. Raises `BadValueError` (name taken, empty; fleet full).
     #[pyo3(signature = (name, *, cache_blocks=None, role="both"))]
     fn add_instance(
         &self,
@@ -278,20 +296,18 @@ impl Router {
         cache_blocks: Option<u32>,
         role: &str,
     ) -> Result<usize> {
-        let role = match role {
-            "both" => Role::Both,
-            "prefill" => Role::Prefill,
-            "decode" => Role::Decode,
-            other => {
-                return Err(CoreError::BadValue {
-                    what: format!("role of {name}"),
-                    got: format!("{other:?}"),
-                    expected: "\"both\", \"prefill\" or \"decode\"".into(),
-                }
-                .into());
-            }
-        };
+        let role = named(&format!("role of {name}"), role, &Role::NAMES)?;
         Ok(self.lock(py)?.add_instance(name, role, cache_blocks)?.index())
+    }
+
+    /// Changes what an instance may be asked to do: `"both"`, `"prefill"` or `"decode"`. What runs there runs on; drain it first where that matters.
+    /// Raises `UnknownNameError`, `BadValueError`.
+    fn set_role(&self, py: Python<'_>, name: &str, role: &str) -> Result<()> {
+        let role = named(&format!("role of {name}"), role, &Role::NAMES)?;
+        let mut router = self.lock(py)?;
+        let id = router.fleet().find(name)?;
+        router.fleet_mut().set_role(id, role);
+        Ok(())
     }
 
     /// Removes an instance. Tickets open on it stay valid and touch no books any more. Raises `UnknownNameError`.
@@ -400,10 +416,12 @@ impl Router {
             let mut router = self.lock(py)?;
             let decision = router.route_taking(&request, chain, request_id, now)?;
             let name = router.fleet().name(decision.segment.instance).clone();
+            let next = decision.next.map(|next| router.fleet().name(next.instance).clone());
             drop(router);
+            let ticket = self.shared.ticket(&decision);
             Ok((
-                Decision::new(&decision, request.prompt_tokens, name.clone(), self.shared.clone()),
-                Ticket::new(self.shared.ticket(&decision), name, self.clock),
+                Decision::new(&decision, request.prompt_tokens, name.clone(), next, self.shared.clone()),
+                Ticket::new(ticket, decision.segment, name, self.clock),
             ))
         })
     }
@@ -656,16 +674,21 @@ impl Router {
 
 /// Who feeds an index, by name.
 fn index_feed_of(what: &str, name: &str) -> Result<IndexFeed> {
-    match name {
-        "approximate" => Ok(IndexFeed::Approximate),
-        "exact" => Ok(IndexFeed::Exact),
-        other => Err(CoreError::BadValue {
+    named(what, name, &[("approximate", IndexFeed::Approximate), ("exact", IndexFeed::Exact)])
+}
+
+/// One of a few values, by name.
+fn named<T: Copy>(what: &str, name: &str, values: &[(&str, T)]) -> Result<T> {
+    values.iter().find(|(known, _)| *known == name).map(|(_, value)| *value).ok_or_else(|| {
+        let known: Vec<String> = values.iter().map(|(known, _)| format!("{known:?}")).collect();
+        let (last, others) = known.split_last().expect("some values");
+        CoreError::BadValue {
             what: what.into(),
-            got: format!("{other:?}"),
-            expected: "\"approximate\" or \"exact\"".into(),
+            got: format!("{name:?}"),
+            expected: format!("{} or {last}", others.join(", ")),
         }
-        .into()),
-    }
+        .into()
+    })
 }
 
 /// The step-time model of a profile's constants.

@@ -3,7 +3,7 @@ use crate::errors::Result;
 use crate::router::{Clock, lock};
 use lmetric_core::CoreError;
 use lmetric_core::guard::{GuardEvent, Phase};
-use lmetric_core::plan::{Event, Failure, Usage};
+use lmetric_core::plan::{Event, Failure, Segment, Usage};
 use lmetric_core::policy::Prefer;
 use lmetric_core::receipt::Receipt;
 use lmetric_core::router::{Decision as CoreDecision, Router, SharedRouter, Ticket as CoreTicket};
@@ -29,6 +29,8 @@ pub struct Decision {
     #[pyo3(get)]
     prompt_tokens: u32,
     name: Arc<str>,
+    /// Where it goes on, as far as chosen.
+    next: Option<Arc<str>>,
     shared: SharedRouter,
 }
 
@@ -38,6 +40,7 @@ impl Decision {
         decision: &CoreDecision,
         prompt_tokens: u32,
         name: Arc<str>,
+        next: Option<Arc<str>>,
         shared: SharedRouter,
     ) -> Decision {
         Decision {
@@ -46,6 +49,7 @@ impl Decision {
             predicted_hit_tokens: decision.predicted_hit_tokens,
             prompt_tokens,
             name,
+            next,
             shared,
         }
     }
@@ -66,6 +70,13 @@ impl Decision {
     #[getter]
     fn instance(&self) -> &str {
         &self.name
+    }
+
+    /// Name of the instance on which the request decodes after its prompt was computed on `instance`; None where it stays there, or where that is
+    /// chosen later (`Ticket.follows` tells).
+    #[getter]
+    fn decode_instance(&self) -> Option<&str> {
+        self.next.as_deref()
     }
 
     /// One score a slot, float32; NaN where the slot was left out. Raises `TicketError` where the receipt is gone.
@@ -98,16 +109,16 @@ impl Decision {
 /// A request in flight: tell it what happens. Dropped while open, it is an abort: its counts are gone, whatever happened.
 #[pyclass(frozen, module = "lmetric")]
 pub struct Ticket {
-    /// Where the open segment is: changes when the request moves.
-    name: Mutex<Arc<str>>,
+    /// The open segment, and the name of its instance: changes when the request moves.
+    place: Mutex<(Segment, Arc<str>)>,
     ticket: CoreTicket,
     clock: Clock,
 }
 
 impl Ticket {
     /// A core ticket, in Python.
-    pub fn new(ticket: CoreTicket, name: Arc<str>, clock: Clock) -> Ticket {
-        Ticket { name: Mutex::new(name), ticket, clock }
+    pub fn new(ticket: CoreTicket, segment: Segment, name: Arc<str>, clock: Clock) -> Ticket {
+        Ticket { place: Mutex::new((segment, name)), ticket, clock }
     }
 
     /// The time on the router's clock, seconds.
@@ -115,21 +126,35 @@ impl Ticket {
         self.clock.read()
     }
 
-    /// Tells the router of an event; the name of the instance that the request moved to.
+    /// Tells the router of an event; the name of the instance that the request goes on at, where that changed.
     pub fn advance(&self, py: Python<'_>, event: Event, now: Option<f64>) -> Result<Option<Arc<str>>> {
         let now = self.clock.now(now)?;
         let mut router = lock(self.ticket.router(), py)?;
-        let next = router.advance(self.ticket.id(), event, now)?;
-        Ok(next.map(|segment| router.fleet().name(segment.instance).clone()))
+        let Some(segment) = router.advance(self.ticket.id(), event, now)? else { return Ok(None) };
+        let name = router.fleet().name(segment.instance).clone();
+        *self.place.lock() = (segment, name.clone());
+        Ok(Some(name))
     }
 }
 
 #[pymethods]
 impl Ticket {
-    /// Name of the instance that the request is on; changes when it moves.
+    /// Name of the instance that the request is on; changes when it moves or goes on elsewhere.
     #[getter]
     fn instance(&self) -> String {
-        self.name.lock().to_string()
+        self.place.lock().1.to_string()
+    }
+
+    /// First token of the open segment: 0, or the prompt's length where the prompt was computed elsewhere.
+    #[getter(from_token)]
+    fn segment_start(&self) -> u32 {
+        self.place.lock().0.from_token
+    }
+
+    /// Whether another segment follows the open one, which then ends with the prompt.
+    #[getter]
+    fn follows(&self) -> bool {
+        self.place.lock().0.to_token.is_some()
     }
 
     /// Whether the ticket is open.
@@ -168,7 +193,9 @@ impl Ticket {
         self.advance(py, Event::Tokens(n), now).map(drop)
     }
 
-    /// The request ended well; what the engine says it did, in tokens. Closes the ticket.
+    /// The open segment ended well; what the engine says it did, in tokens. Where another follows (`follows`), returns the name of its instance (then call
+    /// `sent` again; with `from_token` 0 it is the whole request anew, since nobody was left to go on). Else the request ended: None, and the ticket is closed.
+    /// Raises `NoInstanceError` where nobody takes the next segment: the request has failed.
     #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, now=None))]
     fn finished(
         &self,
@@ -177,9 +204,9 @@ impl Ticket {
         cached_tokens: Option<u32>,
         output_tokens: Option<u32>,
         now: Option<f64>,
-    ) -> Result<()> {
+    ) -> Result<Option<String>> {
         let usage = Usage { prompt_tokens, cached_tokens, output_tokens };
-        self.advance(py, Event::Finished(usage), now).map(drop)
+        Ok(self.advance(py, Event::Finished(usage), now)?.map(|name| name.to_string()))
     }
 
     /// The request failed: `"refused"`, `"reset"`, `"timeout"`, `"status"`, `"cancelled"` or `"engine_error"`.
@@ -196,11 +223,7 @@ impl Ticket {
             nearest: lmetric_core::error::nearest(kind, Failure::NAMES.iter().map(|(n, _)| *n)),
         })?;
         let event = if retry { Event::Failed(failure) } else { Event::GaveUp(failure) };
-        let next = self.advance(py, event, now)?;
-        if let Some(name) = &next {
-            *self.name.lock() = name.clone();
-        }
-        Ok(next.map(|name| name.to_string()))
+        Ok(self.advance(py, event, now)?.map(|name| name.to_string()))
     }
 
     /// Closes the ticket at the end of the block, as an abort where it is still open.
@@ -215,7 +238,7 @@ impl Ticket {
     }
 
     fn __repr__(&self) -> String {
-        format!("Ticket(instance={:?})", &**self.name.lock())
+        format!("Ticket(instance={:?})", &*self.place.lock().1)
     }
 }
 
@@ -257,10 +280,15 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("filter_waived", receipt.filter_waived)?;
     dict.set_item("guard_excluded", receipt.guard_excluded)?;
     dict.set_item("guard_balance_only", receipt.balance_only)?;
+    let next = receipt.next.as_ref();
+    dict.set_item("decode_instance", next.map(|n| &*n.name))?;
+    dict.set_item("decode_score", next.and_then(|n| number(n.score)))?;
+    dict.set_item("expected_handoff_seconds", next.map(|n| n.handoff_seconds))?;
     dict.set_item("predicted_cached_tokens", receipt.predicted_hit_tokens)?;
     let outcome = &receipt.outcome;
     dict.set_item("cached_tokens", outcome.usage.cached_tokens)?;
     dict.set_item("output_tokens", outcome.usage.output_tokens)?;
+    dict.set_item("handed_over_seconds", outcome.handed_over_seconds)?;
     dict.set_item("ttft_seconds", outcome.ttft_seconds)?;
     dict.set_item("e2e_seconds", outcome.e2e_seconds)?;
     let state = match outcome.ended {
@@ -297,6 +325,7 @@ pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, 
     let totals = router.totals();
     let dict = PyDict::new(py);
     dict.set_item("policy", &*router.policy().spec().name)?;
+    dict.set_item("decode_policy", &*router.decode_policy().spec().name)?;
     for (name, value) in [
         ("decisions", totals.decisions),
         ("no_instance", totals.no_instance),
@@ -328,10 +357,11 @@ pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, 
     let fleet = router.fleet();
     for name in fleet.live_names() {
         let id = fleet.find(name).expect("a live name");
-        let (healthy, draining, _) = fleet.state(id);
+        let (healthy, draining, role) = fleet.state(id);
         let row = PyDict::new(py);
         row.set_item("healthy", healthy)?;
         row.set_item("draining", draining)?;
+        row.set_item("role", role.name())?;
         row.set_item("in_flight", router.in_flight_on(id))?;
         row.set_item("decisions", router.decisions_on(id))?;
         for indicator in lmetric_core::indicators::INDICATORS {

@@ -67,6 +67,11 @@ const BY_TOKEN: IndicatorSet = IndicatorSet::of(&[
     Indicator::PredictedTpotSeconds,
     Indicator::StepSeconds,
     Indicator::StepRelativeError,
+    Indicator::DecodeTokensPerSecond,
+    Indicator::HandoffRunningTokens,
+    Indicator::HandoffArrivedTokens,
+    Indicator::HandoffArrivedTokensForCertain,
+    Indicator::HandoffComingTokens,
 ]);
 const REPORTED: IndicatorSet = IndicatorSet::of(&[
     Indicator::KvUsage,
@@ -105,7 +110,7 @@ pub(crate) struct Observer {
 
 impl Observer {
     pub fn new(router: Router, signals: Signals, requests: usize) -> Observer {
-        let reads = router.policy().reads();
+        let reads = router.reads();
         Observer {
             by_token: reads.intersects(BY_TOKEN),
             reported: reads.intersects(REPORTED) && signals.report_period_seconds.is_none(),

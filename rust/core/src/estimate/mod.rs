@@ -1,10 +1,14 @@
 //! What the router learns or is told about speed.
+pub mod decode_load;
 pub mod prefill_rate;
 pub mod step_fit;
 pub mod step_time;
 pub mod step_watch;
+pub mod survival;
 
+pub use decode_load::DecodeLoad;
 pub use prefill_rate::{PrefillRate, attention_pairs};
 pub use step_fit::StepFit;
 pub use step_time::StepTime;
 pub use step_watch::StepWatch;
+pub use survival::Survival;

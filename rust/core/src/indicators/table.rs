@@ -64,13 +64,13 @@ indicators! {
     Bs "bs", "requests", Instance, Merged, "at once; foreign part as old as the last report", "never",
         "Batch size: requests on the instance, queued and running (`q_bs + r_bs`).";
     QBs "q_bs", "requests", Instance, Merged, "at once; foreign part as old as the last report", "never",
-        "Requests waiting: placed here without a first token, less those that have left the engine's queue by its last report, and others' as it reports them.";
+        "Requests waiting: placed here without a first token (their prompt may be prefilled elsewhere), less those that have left the engine's queue by its last report, and others' as it reports them.";
     RBs "r_bs", "requests", Instance, Merged, "at once; foreign part as old as the last report", "never",
         "Requests running: past their first token, or gone from the engine's queue by its last report, and others' as it reports them.";
     DecodeBs "decode_bs", "requests", Instance, Router, "at once", "never",
         "Requests of ours past their first token.";
     BoundBs "bound_bs", "requests", Instance, Router, "at once", "never",
-        "Requests of ours bound to the instance without a first token yet.";
+        "Requests of ours bound to the instance without a first token yet, those included whose prompt is prefilled elsewhere.";
     QueuedPrefillTokens "queued_prefill_tokens", "tokens", Instance, Router, "at once; drains by the learned cost of tokens and attention", "never",
         "Prefill tokens placed on the instance and not yet computed.";
     Tokens "tokens", "tokens", Instance, Router, "at each token", "never",
@@ -117,6 +117,18 @@ indicators! {
         "Time to first token if placed here: by the step-time model where a profile is set, or one was learned here and is off by less than a third; else `p_token` at the learned rate. Its source is in `Router.stats()` and `/metrics`.";
     PredictedTpotSeconds "predicted_tpot_seconds", "s", Pair, Router, "at once", "without a profile, until the instance's step time was learned",
         "Time per output token if placed here: a decode step of the batch with this request in it, by the step-time model (the profile's, else the learned one).";
+    DecodeTokensPerSecond "decode_tokens_per_second", "tokens/s", Instance, Router, "learned from our streams' tokens; fades in 10 s; kept where a policy reads it or a hand-off indicator", "until tokens of a decode were seen",
+        "Tokens that a request of ours which decodes there makes a second (SIBYL's v_k: one for all requests of a batch).";
+    HandoffRunningTokens "handoff_running_tokens", "tokens", Pair, Router, "at each token; kept where a policy reads it", "never",
+        "Context tokens that the instance's present decodes are expected to hold when this request starts to decode (SIBYL type 1, Eq. 6).";
+    HandoffArrivedTokens "handoff_arrived_tokens", "tokens", Pair, Router, "at each token; kept where a policy reads it", "never",
+        "The same of requests bound there that will decode by then (SIBYL type 2, Eq. 7).";
+    HandoffArrivedTokensForCertain "handoff_arrived_tokens_for_certain", "tokens", Pair, Router, "at each token; kept where a policy reads it", "never",
+        "`handoff_arrived_tokens` with every request taken to last (SIBYL Appendix J, prob @ 1).";
+    HandoffComingTokens "handoff_coming_tokens", "tokens", Pair, Router, "at each token; kept where a policy reads it", "never",
+        "What requests bound there that start to decode later count for: their prompts, less the further off they are (SIBYL type 3, Eq. 8).";
+    HandoffSeconds "handoff_seconds", "s", Request, Router, "at once", "where no second segment is placed",
+        "Expected time from the decision to this request's first decode step: its predicted prefill and the hand-over, as it was learned.";
     PromptTokens "prompt_tokens", "tokens", Request, Request, "at once", "never",
         "Prompt length; estimated where the prompt is text and no tokenizer is known.";
     ExpectedOutputTokens "expected_output_tokens", "tokens", Request, Request, "at once", "where the request does not say",

@@ -32,6 +32,7 @@ mod random;
 mod ray_prefix;
 mod round_robin;
 mod session_affinity;
+mod sibyl;
 mod simulation;
 mod vllm;
 

@@ -31,6 +31,7 @@ static POLICIES: &[(&PolicySpec, Build)] = policies![
     ray_prefix,
     preble,
     least_prefill,
+    sibyl,
     ils,
     ils_requests,
     least_tokens,

@@ -16,6 +16,8 @@ pub const WINDOW_SECONDS: f64 = 180.0;
 /// Counts of one instance.
 #[derive(Clone, Debug, Default)]
 struct Counts {
+    /// Ours bound here and not sent yet: their prompt is prefilled elsewhere.
+    coming: f64,
     /// Ours without a first token, still in the engine's queue as far as we know.
     queued: f64,
     /// Ours without a first token, known to have left the engine's queue.
@@ -116,13 +118,13 @@ impl Counts {
         }
     }
 
-    /// Own requests.
+    /// Own requests that the engine may know of.
     fn own(&self) -> f64 {
         self.queued + self.scheduled + self.decoding
     }
 
-    /// Their number changed.
-    fn own_changed(&mut self) {
+    /// Their number may have changed.
+    fn note_own(&mut self) {
         let own = self.own();
         self.own_since = Span { least: self.own_since.least.min(own), most: self.own_since.most.max(own) };
     }
@@ -188,6 +190,8 @@ impl Entry {
 /// How far a segment is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
+    /// Bound here; the segment before it is at work elsewhere.
+    Coming,
     /// Placed, perhaps sent; queued at the engine as far as we know.
     Bound,
     /// Known to have left the engine's queue; prefilling.
@@ -236,6 +240,7 @@ impl Books {
             Indicator::PrefillTokensPerSecond,
             Indicator::PrefillRelativeError,
             Indicator::StepRelativeError,
+            Indicator::DecodeTokensPerSecond,
         ] {
             columns.get_mut(id)[slot] = f64::NAN;
         }
@@ -246,7 +251,6 @@ impl Books {
     pub fn open(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds, columns: &mut Columns) {
         let c = &mut self.counts[slot];
         c.queued += 1.0;
-        c.own_changed();
         c.bound_tokens += entry.prompt_tokens;
         c.window_prefill.add(entry.new_tokens, now);
         if c.prefills.is_empty() {
@@ -261,6 +265,24 @@ impl Books {
         c.left_seconds += tokens * seconds_per_token;
         c.prefills.push_back(Prefill { ticket, tokens, pairs, left: tokens, seconds_per_token });
         self.drain_rate(slot);
+        self.write(slot, columns);
+    }
+
+    /// Books a segment that follows another: nothing of it is at the engine yet, and its prompt is not computed here.
+    pub fn bind(&mut self, slot: usize, entry: &mut Entry, columns: &mut Columns) {
+        entry.stage = Stage::Coming;
+        let c = &mut self.counts[slot];
+        c.coming += 1.0;
+        c.bound_tokens += entry.prompt_tokens;
+        self.write(slot, columns);
+    }
+
+    /// Its turn has come: it goes to the engine.
+    pub fn arrive(&mut self, slot: usize, entry: &mut Entry, columns: &mut Columns) {
+        entry.stage = Stage::Bound;
+        let c = &mut self.counts[slot];
+        c.coming -= 1.0;
+        c.queued += 1.0;
         self.write(slot, columns);
     }
 
@@ -336,6 +358,10 @@ impl Books {
                 c.leave_queue();
                 c.remaining_tokens += entry.remaining();
             }
+            Stage::Coming => {
+                c.coming -= 1.0;
+                c.remaining_tokens += entry.remaining();
+            }
             _ => c.scheduled -= 1.0,
         }
         c.decoding += 1.0;
@@ -386,6 +412,7 @@ impl Books {
         let c = &mut self.counts[slot];
         c.steps.ended(ticket);
         match entry.stage {
+            Stage::Coming => c.coming -= 1.0,
             Stage::Bound => c.leave_queue(),
             Stage::Scheduled => {
                 c.scheduled -= 1.0;
@@ -397,7 +424,6 @@ impl Books {
                 c.remaining_tokens -= entry.remaining();
             }
         }
-        c.own_changed();
         if entry.stage == Stage::Decoding {
             c.decode_tokens -= entry.context();
         } else {
@@ -506,9 +532,18 @@ impl Books {
         self.counts[slot].report.map(|r| r.at)
     }
 
-    /// Own requests on the slot.
+    /// Own requests on the slot, bound ones included.
     pub fn in_flight(&self, slot: usize) -> f64 {
-        self.counts[slot].own()
+        let c = &self.counts[slot];
+        c.coming + c.own()
+    }
+
+    /// Queued prefill tokens of a slot at `now`.
+    pub fn queued_prefill_on(&self, slot: usize, now: Seconds) -> f64 {
+        let mut out = [0.0];
+        let at = slot..slot + 1;
+        drained(&self.left[at.clone()], &self.since[at.clone()], &self.rate[at], now, &mut out);
+        out[0]
     }
 
     /// Queued prefill tokens of each slot at `now`, in one pass over three columns.
@@ -525,16 +560,17 @@ impl Books {
         }
     }
 
-    fn write(&self, slot: usize, columns: &mut Columns) {
-        let c = &self.counts[slot];
-        let waiting = c.queued - c.unqueued + c.foreign_waiting;
+    fn write(&mut self, slot: usize, columns: &mut Columns) {
+        let c = &mut self.counts[slot];
+        c.note_own();
+        let waiting = c.coming + c.queued - c.unqueued + c.foreign_waiting;
         let running = c.unqueued + c.scheduled + c.decoding + c.foreign_running;
         for (id, value) in [
             (Indicator::QBs, waiting),
             (Indicator::RBs, running),
             (Indicator::Bs, waiting + running),
             (Indicator::DecodeBs, c.decoding),
-            (Indicator::BoundBs, c.queued + c.scheduled),
+            (Indicator::BoundBs, c.coming + c.queued + c.scheduled),
             (Indicator::Tokens, c.bound_tokens + c.decode_tokens),
             (Indicator::DecodeTokens, c.decode_tokens),
             (Indicator::BoundTokens, c.bound_tokens),

@@ -1,14 +1,32 @@
 //! Decisions: match, score, commit.
 use super::books::{Entry, Stage};
-use super::tickets::{self, TicketState};
+use super::tickets::TicketState;
 use super::{Decision, Router};
 use crate::error::CoreError;
+use crate::fleet::Role;
 use crate::guard::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Snapshot};
-use crate::plan::Segment;
+use crate::plan::Binding;
 use crate::policy::{Scores, select};
 use crate::request::Request;
+
+/// Which of a plan's segments is placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// The one that begins with the request.
+    First,
+    /// One that follows another.
+    Later,
+}
+
+/// The instances of a plan.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Chosen {
+    pub first: InstanceId,
+    /// What follows the first segment: nothing, or a segment whose instance is chosen or not yet. With it, the seconds until it is expected to start.
+    pub rest: Option<(Option<InstanceId>, Seconds)>,
+}
 
 impl Router {
     /// Decides where `request` goes, books it there and opens its ticket.
@@ -31,7 +49,7 @@ impl Router {
     ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
         let chosen = self.decide(request, now)?;
-        Ok(self.commit(request, request_id, chosen, now))
+        Ok(self.commit_plan(request, request_id, chosen, now))
     }
 
     /// [`Router::route_labelled`] for a request whose chain is `chain`, which the ticket takes over instead of a copy; a buffer
@@ -55,9 +73,32 @@ impl Router {
         Ok(decision)
     }
 
-    fn decide(&mut self, request: &Request<'_>, now: Seconds) -> Result<InstanceId, CoreError> {
+    fn decide(&mut self, request: &Request<'_>, now: Seconds) -> Result<Chosen, CoreError> {
         self.match_prefix(request.chain);
-        self.score(request, now).inspect_err(|_| self.totals.no_instance += 1)
+        let first = self.score(request, now);
+        let chosen = first.and_then(|first| Ok(Chosen { first, rest: self.rest(request, first, now)? }));
+        chosen.inspect_err(|_| self.totals.no_instance += 1)
+    }
+
+    /// What follows a first segment on `first`.
+    pub(super) fn rest(
+        &mut self,
+        request: &Request<'_>,
+        first: InstanceId,
+        now: Seconds,
+    ) -> Result<Option<(Option<InstanceId>, Seconds)>, CoreError> {
+        if self.fleet.role(first) != Role::Prefill {
+            return Ok(None);
+        }
+        if self.fleet.decoder_count() == 0 {
+            return if self.config.colocate { Ok(None) } else { Err(self.nobody(Turn::Later)) };
+        }
+        let handoff = self.expected_handoff(request, first, now);
+        let next = match self.config.binding {
+            Binding::Early => Some(self.choose(request, Turn::Later, &[], Some(handoff), now)?),
+            Binding::Late => None,
+        };
+        Ok(Some((next, handoff)))
     }
 
     /// First stage of a decision: how much of the prompt each instance holds.
@@ -82,74 +123,111 @@ impl Router {
     /// # Errors
     /// As [`Router::route`].
     pub fn score(&mut self, request: &Request<'_>, now: Seconds) -> Result<InstanceId, CoreError> {
-        self.choose(request, &[], now)
+        self.choose(request, Turn::First, &[], None, now)
     }
 
-    /// [`Router::score`] without the slots in `failed`.
+    /// The instance of a segment, by the policy of its turn, without the slots in `failed`. `handoff`: seconds until it is expected to start to
+    /// decode, where it follows another.
     pub(super) fn choose(
         &mut self,
         request: &Request<'_>,
+        turn: Turn,
         failed: &[u32],
+        handoff: Option<Seconds>,
         now: Seconds,
     ) -> Result<InstanceId, CoreError> {
-        let slots = self.fleet.slots();
-        self.eligible.clear();
-        self.eligible.extend_from_slice(self.fleet.eligible());
-        failed.iter().for_each(|slot| self.eligible[*slot as usize] = false);
-        let eligible_count = match failed {
-            [] => self.fleet.eligible_count(),
-            _ => self.eligible.iter().filter(|e| **e).count(),
+        let reads = match turn {
+            Turn::First => self.first.reads,
+            Turn::Later => self.later.reads,
         };
+        self.derive(request, reads, handoff, now);
+        let eligible_count = self.admit(turn, failed);
         if eligible_count == 0 {
-            return Err(self.nobody());
+            return Err(self.nobody(turn));
         }
-        self.restriction = self.guard.restrict(request.chain, &mut self.eligible);
-        let excluded = if let Restriction::Filtered(out) = self.restriction { out } else { 0 };
-        self.derive(request, self.reads, now);
+        let (chooser, restriction) = match turn {
+            Turn::First => {
+                self.restriction = self.guard.restrict(request.chain, &mut self.first.eligible);
+                (&mut self.first, self.restriction)
+            }
+            Turn::Later => (&mut self.later, Restriction::Free),
+        };
+        let excluded = if let Restriction::Filtered(out) = restriction { out } else { 0 };
+        let slots = self.fleet.slots();
         let snapshot = Snapshot {
             columns: &self.columns,
-            eligible: &self.eligible,
+            eligible: &chooser.eligible,
             eligible_count: eligible_count - excluded,
             name_hashes: self.fleet.name_hashes(),
-            ordinal: self.totals.decisions,
+            ordinal: chooser.made,
             session: request.session,
         };
-        self.scores.reset(slots);
-        if self.restriction == Restriction::BalanceOnly {
-            self.scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
+        chooser.scores.reset(slots);
+        if restriction == Restriction::BalanceOnly {
+            chooser.scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
         } else {
-            self.policy.score(&snapshot, &mut self.rng, &mut self.scores)?;
+            chooser.policy.score(&snapshot, &mut self.rng, &mut chooser.scores)?;
         }
         if snapshot.eligible_count < slots {
             // From here on a score that is a number belongs to an instance that may take the request.
-            for (score, _) in self.scores.score.iter_mut().zip(&self.eligible).filter(|(_, e)| !**e) {
+            for (score, _) in chooser.scores.score.iter_mut().zip(&chooser.eligible).filter(|(_, e)| !**e) {
                 *score = f64::NAN;
             }
         }
-        let best = select::best(&self.scores, snapshot.eligible, &mut self.rng).ok_or_else(|| {
+        let best = select::best(&chooser.scores, snapshot.eligible, &mut self.rng).ok_or_else(|| {
             CoreError::NoInstance(format!(
                 "policy {} (`{}`) scores none of the {} eligible instances: an indicator it reads ({}) is absent, or it divides \
                  by zero",
-                self.policy.spec().name,
-                self.policy.spec().formula,
+                chooser.policy.spec().name,
+                chooser.policy.spec().formula,
                 snapshot.eligible_count,
-                self.reads.iter().map(|i| i.decl().name).collect::<Vec<_>>().join(", "),
+                chooser.reads.iter().map(|i| i.decl().name).collect::<Vec<_>>().join(", "),
             ))
         })?;
         Ok(InstanceId(best as u32))
     }
 
-    /// The scores of the last [`Router::score`], one a slot.
-    pub fn last_scores(&self) -> &Scores {
-        &self.scores
+    /// Marks who may take a segment; returns how many. Where nobody takes prompts, instances that decode only take whole requests, if
+    /// they may.
+    fn admit(&mut self, turn: Turn, failed: &[u32]) -> usize {
+        let fleet = &self.fleet;
+        let (chooser, able, count) = match turn {
+            Turn::First => (&mut self.first, fleet.eligible(), fleet.eligible_count()),
+            Turn::Later => (&mut self.later, fleet.decoders(), fleet.decoder_count()),
+        };
+        let mut mark = |able: &[bool], count: usize| {
+            chooser.eligible.clear();
+            chooser.eligible.extend_from_slice(able);
+            failed.iter().for_each(|slot| chooser.eligible[*slot as usize] = false);
+            if failed.is_empty() { count } else { chooser.eligible.iter().filter(|e| **e).count() }
+        };
+        match mark(able, count) {
+            0 if turn == Turn::First && self.config.colocate => mark(fleet.decoders(), fleet.decoder_count()),
+            count => count,
+        }
     }
 
-    /// Third stage: books the request on `chosen`, writes the receipt, opens the ticket.
+    /// The scores of the last [`Router::score`], one a slot.
+    pub fn last_scores(&self) -> &Scores {
+        &self.first.scores
+    }
+
+    /// Third stage: books the request, all of it on `chosen`, writes the receipt, opens the ticket.
     pub fn commit(
         &mut self,
         request: &Request<'_>,
         request_id: Option<&str>,
         chosen: InstanceId,
+        now: Seconds,
+    ) -> Decision {
+        self.commit_plan(request, request_id, Chosen { first: chosen, rest: None }, now)
+    }
+
+    fn commit_plan(
+        &mut self,
+        request: &Request<'_>,
+        request_id: Option<&str>,
+        chosen: Chosen,
         now: Seconds,
     ) -> Decision {
         let decision = self.book(request, request_id, chosen, now);
@@ -161,47 +239,55 @@ impl Router {
         decision
     }
 
-    /// [`Router::commit`] without the ticket's chain.
+    /// [`Router::commit_plan`] without the ticket's chain.
     fn book(
         &mut self,
         request: &Request<'_>,
         request_id: Option<&str>,
-        chosen: InstanceId,
+        chosen: Chosen,
         now: Seconds,
     ) -> Decision {
-        let slot = chosen.index();
-        let hit = self.saved_tokens(request, self.hit_blocks[slot]);
-        let entry = entry(request, hit);
-        let segment = Segment { instance: chosen, from_token: 0, to_token: None };
+        let first = chosen.first;
+        let hit = self.saved_tokens(request, self.hit_blocks[first.index()]);
         let matched = self.hit_blocks.iter().copied().max().unwrap_or(0);
-        self.guard.observe(now, request.chain, matched, &self.scores, &self.eligible, chosen);
-        let receipt = self.explain(request, request_id, chosen, hit as u32, now);
+        self.guard.observe(now, request.chain, matched, &self.first.scores, &self.first.eligible, first);
+        let mut receipt = self.explain(request, request_id, first, hit as u32, now);
         let id = receipt.id;
+        let leg = self.first_leg(request, first, chosen.rest.is_some());
+        let mut later = Vec::new();
+        if let Some((Some(next), handoff)) = chosen.rest {
+            receipt.next = Some(self.next_of(next, handoff));
+            later.push(self.later_leg(request, next));
+        }
         self.receipts.push(receipt);
+        let (segment, next) = (leg.segment, later.first().map(|leg| leg.segment));
         let ticket = self.tickets.open(TicketState {
-            segment,
-            instance_generation: self.fleet.generation(chosen),
-            entry,
+            leg,
+            later,
+            handed_over: None,
             decision: id,
             decided_at: now,
             tokens_per_block: request.tokens_per_block,
             chain: Vec::new(),
             session: request.session,
             failed: Vec::new(),
-            hit_blocks: self.hit_blocks[slot],
-            told: false,
         });
-        self.books.open(slot, tickets::slot(ticket), &entry, now, &mut self.columns);
+        self.open_legs(ticket, chosen.rest.map(|(_, handoff)| now + handoff), now);
         self.totals.decisions += 1;
-        self.placed[slot] += 1;
-        Decision { id, ticket, segment, predicted_hit_tokens: hit as u32 }
+        self.first.made += 1;
+        Decision { id, ticket, segment, next, predicted_hit_tokens: hit as u32 }
     }
 
-    fn nobody(&self) -> CoreError {
+    pub(super) fn nobody(&self, turn: Turn) -> CoreError {
         let live = self.fleet.live_count();
-        CoreError::NoInstance(match live {
-            0 => "the router has no instances".into(),
-            _ => format!("none of the {live} instances is healthy, of a fitting role and not draining"),
+        CoreError::NoInstance(match (live, turn) {
+            (0, _) => "the router has no instances".into(),
+            (_, Turn::First) => {
+                format!("none of the {live} instances is healthy, of a fitting role and not draining")
+            }
+            (_, Turn::Later) => {
+                format!("none of the {live} instances is of the role decode, healthy and not draining")
+            }
         })
     }
 }

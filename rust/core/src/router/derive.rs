@@ -1,5 +1,6 @@
 //! Fills in the indicators that depend on the request or on the time, and only those that are read.
 use super::Router;
+use super::ahead::AHEAD;
 use crate::estimate::StepTime;
 use crate::ids::Seconds;
 use crate::indicators::{Indicator, IndicatorSet};
@@ -65,7 +66,14 @@ impl TtftSource {
 
 impl Router {
     /// Fills in what `reads` names, for `request` at `now`. Per-instance indicators owned by the books are there already.
-    pub(super) fn derive(&mut self, request: &Request<'_>, reads: IndicatorSet, now: Seconds) {
+    /// `handoff`: seconds until it is expected to start to decode, where that is another segment than its first.
+    pub(super) fn derive(
+        &mut self,
+        request: &Request<'_>,
+        reads: IndicatorSet,
+        handoff: Option<Seconds>,
+        now: Seconds,
+    ) {
         let columns = &mut self.columns;
         let prompt = f64::from(request.prompt_tokens);
         if columns.slots() == 0 {
@@ -74,7 +82,14 @@ impl Router {
         columns.get_mut(Indicator::PromptTokens)[0] = prompt;
         columns.get_mut(Indicator::ExpectedOutputTokens)[0] =
             request.expected_output_tokens.map_or(f64::NAN, f64::from);
-        columns.get_mut(Indicator::Instances)[0] = self.fleet.eligible_count() as f64;
+        columns.get_mut(Indicator::Instances)[0] = match handoff {
+            None => self.fleet.eligible_count() as f64,
+            Some(_) => self.fleet.decoder_count() as f64,
+        };
+        columns.get_mut(Indicator::HandoffSeconds)[0] = handoff.unwrap_or(f64::NAN);
+        if let Some(ahead) = self.ahead.as_ref().filter(|_| reads.intersects(AHEAD)) {
+            ahead.derive(reads, now, now + handoff.unwrap_or(0.0), columns);
+        }
         if reads.intersects(QUEUED) {
             self.books.queued_prefill(now, columns.get_mut(Indicator::QueuedPrefillTokens));
         }
@@ -168,20 +183,43 @@ impl Router {
         predicted.clear();
         let column = |id| self.columns.get(id);
         let (queued, hit) = (column(Indicator::QueuedPrefillTokens), column(Indicator::HitTokens));
-        let (new, rate) = (column(Indicator::NewTokens), column(Indicator::PrefillTokensPerSecond));
+        let new = column(Indicator::NewTokens);
         let (decoding, context) = (column(Indicator::RBs), column(Indicator::DecodeTokens));
-        // An instance without a learned rate is taken for an average one, or it would never be tried.
-        let known = rate.iter().filter(|r| !r.is_nan());
-        let (sum, count) = known.fold((0.0, 0.0), |(s, n), r| (s + r, n + 1.0));
-        let average = if count > 0.0 { sum / count } else { self.config.prior_prefill_tokens_per_second };
-        predicted.extend((0..self.columns.slots()).map(|i| {
-            match self.config.step_time.or_else(|| self.learned(i)) {
-                Some(model) => model.ttft(queued[i], hit[i], new[i], decoding[i], context[i]),
-                None => (queued[i] + new[i]).max(1.0) / if rate[i].is_nan() { average } else { rate[i] },
-            }
-        }));
+        let mean = self.mean_prefill_rate();
+        predicted.extend(
+            (0..self.columns.slots())
+                .map(|i| self.ttft(i, queued[i], hit[i], new[i], decoding[i], context[i], mean)),
+        );
         self.columns.get_mut(Indicator::PredictedTtftSeconds).copy_from_slice(&predicted);
         self.scratch = predicted;
+    }
+
+    /// Mean of the learned prefill rates, tokens/s: an instance without one is taken for an average one, or it would never be tried.
+    pub(super) fn mean_prefill_rate(&self) -> f64 {
+        let rates = self.columns.get(Indicator::PrefillTokensPerSecond);
+        let known = rates.iter().filter(|r| !r.is_nan());
+        let (sum, count) = known.fold((0.0, 0.0), |(s, n), r| (s + r, n + 1.0));
+        if count > 0.0 { sum / count } else { self.config.prior_prefill_tokens_per_second }
+    }
+
+    /// Seconds to the first token on a slot, if `queued` prefill tokens go first and `decoding` sequences with `context` tokens run beside it, for
+    /// a prompt of which `hit` tokens are cached and `new` are not.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn ttft(
+        &self,
+        slot: usize,
+        queued: f64,
+        hit: f64,
+        new: f64,
+        decoding: f64,
+        context: f64,
+        mean_rate: f64,
+    ) -> Seconds {
+        let rate = self.columns.get(Indicator::PrefillTokensPerSecond)[slot];
+        match self.config.step_time.or_else(|| self.learned(slot)) {
+            Some(model) => model.ttft(queued, hit, new, decoding, context),
+            None => (queued + new).max(1.0) / if rate.is_nan() { mean_rate } else { rate },
+        }
     }
 
     /// A decode step of each slot's batch as it is, by what was learned; or with a request of so many prompt tokens joining it, by the

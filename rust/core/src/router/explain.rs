@@ -21,16 +21,16 @@ impl Router {
         receipt.at = now;
         receipt.request_id = request_id.map(Into::into);
         receipt.prompt_tokens = request.prompt_tokens;
-        receipt.prefer = self.scores.prefer;
+        receipt.prefer = self.first.scores.prefer;
         receipt.names = self.fleet.names().clone();
         receipt.predicted_hit_tokens = predicted_hit_tokens;
         receipt.report_age_seconds = self.books.reported_at(chosen.index()).map(|at| now - at);
-        receipt.filter_waived = self.scores.filter_waived;
-        receipt.reads = self.reads;
+        receipt.filter_waived = self.first.scores.filter_waived;
+        receipt.reads = self.first.reads;
         receipt.chosen = chosen.0;
 
-        let eligible = &self.eligible;
-        let scores = &self.scores.score;
+        let eligible = &self.first.eligible;
+        let scores = &self.first.scores.score;
         let sign = if receipt.prefer == Prefer::Max { -1.0 } else { 1.0 };
         let mut best = Best::default();
         receipt.scores.resize(scores.len(), 0.0);
@@ -67,7 +67,7 @@ impl Router {
         }
         for &(key, slot) in &best[..live] {
             receipt.best.push(Candidate { slot, score: key * sign });
-            receipt.terms.extend(self.reads.iter().map(|id| self.term(id, slot as usize)));
+            receipt.terms.extend(self.first.reads.iter().map(|id| self.term(id, slot as usize)));
         }
         receipt
     }

@@ -1,19 +1,20 @@
 //! What becomes of a placed request: progress, the end, the next of the ranking.
 use super::books::Stage;
-use super::decide::entry;
-use super::tickets::{self, TicketState};
+use super::decide::Turn;
+use super::tickets::{self, Leg};
 use super::{IndexFeed, Router, TicketId};
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Event, Failure, Segment, Usage};
+use crate::receipt::Next;
 use crate::request::Request;
 
 impl Router {
-    /// Tells what happened to a ticket's open segment. Returns the next segment where there is one: a request that failed before
-    /// its first token moves to the next of its ranking.
+    /// Tells what happened to a ticket's open segment. Returns the segment that is open now where that changed: the next of the plan, or, for a
+    /// request that failed before its first token, the same one elsewhere. A segment that then begins at token 0 is the whole request anew.
     ///
     /// # Errors
-    /// `Ticket` where the ticket is closed.
+    /// `Ticket` where the ticket is closed. `NoInstance` where a segment ended well and nobody takes the next: the request has failed.
     pub fn advance(
         &mut self,
         ticket: TicketId,
@@ -22,45 +23,76 @@ impl Router {
     ) -> Result<Option<Segment>, CoreError> {
         let now = self.clock(now);
         let state = self.tickets.get(ticket)?;
-        let slot = state.segment.instance.index();
-        let current = self.fleet.is_current(state.segment.instance, state.instance_generation);
-        if current && !state.told && !matches!(event, Event::Failed(_) | Event::GaveUp(_)) {
-            // The request is on its way, so its blocks will be there. Not told at the decision: many new blocks take tens of
-            // microseconds, and an instance that refuses the request never holds them.
-            state.told = true;
-            match self.feeds[slot] {
-                IndexFeed::Approximate => {
-                    self.index.record_hit(state.segment.instance, &state.chain, state.hit_blocks);
-                }
-                IndexFeed::Exact => {
-                    self.index.touch(state.segment.instance, &state.chain, state.hit_blocks);
-                }
+        let follows = state.leg.segment.to_token.is_some();
+        match event {
+            Event::Finished(usage) if follows => {
+                self.tell_index(ticket);
+                self.hand_over(ticket, usage, now).map(Some)
             }
+            Event::FirstToken if follows => {
+                // Both legs run at once: the token comes from the next one.
+                self.tell_index(ticket);
+                let next = self.hand_over(ticket, Usage::default(), now)?;
+                self.advance_open(ticket, event, now)?;
+                Ok(Some(next))
+            }
+            _ => self.advance_open(ticket, event, now),
         }
+    }
+
+    /// The request is on its way, so its blocks will be there. Not told at the decision: many new blocks take tens of microseconds, and an
+    /// instance that refuses the request never holds them.
+    fn tell_index(&mut self, ticket: TicketId) {
+        let Ok(state) = self.tickets.get(ticket) else { return };
+        let leg = &mut state.leg;
+        if leg.told || !self.fleet.is_current(leg.segment.instance, leg.instance_generation) {
+            return;
+        }
+        leg.told = true;
+        match self.feeds[leg.segment.instance.index()] {
+            IndexFeed::Approximate => {
+                self.index.record_hit(leg.segment.instance, &state.chain, leg.hit_blocks);
+            }
+            IndexFeed::Exact => self.index.touch(leg.segment.instance, &state.chain, leg.hit_blocks),
+        }
+    }
+
+    fn advance_open(
+        &mut self,
+        ticket: TicketId,
+        event: Event,
+        now: Seconds,
+    ) -> Result<Option<Segment>, CoreError> {
+        if !matches!(event, Event::Failed(_) | Event::GaveUp(_)) {
+            self.tell_index(ticket);
+        }
+        let state = self.tickets.get(ticket)?;
+        let leg = &mut state.leg;
+        let (slot, key) = (leg.segment.instance.index(), tickets::slot(ticket));
+        let current = self.fleet.is_current(leg.segment.instance, leg.instance_generation);
         match event {
             Event::Sent => {}
             Event::Scheduled(cached) if current => {
-                self.books.scheduled(slot, &mut state.entry, &mut self.columns);
+                self.books.scheduled(slot, &mut leg.entry, &mut self.columns);
                 if let Some(cached) = cached {
-                    let left = (state.entry.prompt_tokens - f64::from(cached)).max(0.0);
-                    self.books.rebook(slot, tickets::slot(ticket), left, now);
+                    let left = (leg.entry.prompt_tokens - f64::from(cached)).max(0.0);
+                    self.books.rebook(slot, key, left, now);
                 }
             }
             Event::Prefilled(tokens) if current => {
-                self.books.prefilled(slot, tickets::slot(ticket), f64::from(tokens), now);
+                self.books.prefilled(slot, key, f64::from(tokens), now);
             }
             Event::FirstToken => {
                 let (decision, ttft) = (state.decision, now - state.decided_at);
+                let first = leg.entry.stage != Stage::Decoding;
                 if current {
-                    self.books.first_token(
-                        slot,
-                        tickets::slot(ticket),
-                        &mut state.entry,
-                        now,
-                        &mut self.columns,
-                    );
+                    self.books.first_token(slot, key, &mut leg.entry, now, &mut self.columns);
+                    if let Some(ahead) = self.ahead.as_mut().filter(|_| first) {
+                        let lag = state.handed_over.map(|(at, _)| now - at);
+                        ahead.start(slot, key, leg.entry.prompt_tokens, now, lag);
+                    }
                 } else {
-                    state.entry.stage = Stage::Decoding;
+                    leg.entry.stage = Stage::Decoding;
                 }
                 self.totals.output_tokens += 1;
                 self.receipts.update(decision, |r| {
@@ -69,9 +101,12 @@ impl Router {
             }
             Event::Tokens(n) => {
                 self.totals.output_tokens += u64::from(n);
-                if current && state.entry.stage == Stage::Decoding {
-                    let (n, ticket) = (f64::from(n), tickets::slot(ticket));
-                    self.books.tokens(slot, ticket, &mut state.entry, n, now, &mut self.columns);
+                if current && leg.entry.stage == Stage::Decoding {
+                    let n = f64::from(n);
+                    if let Some(ahead) = &mut self.ahead {
+                        ahead.grow(slot, leg.entry.prompt_tokens, leg.entry.output_tokens, n, now);
+                    }
+                    self.books.tokens(slot, key, &mut leg.entry, n, now, &mut self.columns);
                 }
             }
             Event::Finished(usage) => self.finish(ticket, usage, now),
@@ -96,14 +131,21 @@ impl Router {
 
     fn finish(&mut self, ticket: TicketId, usage: Usage, now: Seconds) {
         let Some(state) = self.close(ticket, now) else { return };
-        let totals = &mut self.totals;
-        totals.finished += 1;
-        let prompt = usage.prompt_tokens.unwrap_or(state.entry.prompt_tokens as u32);
-        totals.prompt_tokens += u64::from(prompt);
-        if let Some(cached) = usage.cached_tokens {
-            totals.cached_tokens += u64::from(cached);
-            totals.predicted_cached_tokens += (state.entry.prompt_tokens - state.entry.new_tokens) as u64;
+        let made = usage.output_tokens.unwrap_or(state.leg.entry.output_tokens as u32);
+        if let Some(ahead) = self.ahead.as_mut().filter(|_| made > 0) {
+            ahead.finished(made);
         }
+        let prompt = usage.prompt_tokens.unwrap_or(state.leg.entry.prompt_tokens as u32);
+        self.totals.finished += 1;
+        self.totals.prompt_tokens += u64::from(prompt);
+        // Of a prompt that was computed before it came, the first segment's engine says what was cached.
+        let usage = match state.handed_over {
+            Some((_, first)) => Usage { cached_tokens: first.cached_tokens, ..usage },
+            None => {
+                self.count_cached(&state.leg, usage);
+                usage
+            }
+        };
         let seconds = now - state.decided_at;
         self.receipts.update(state.decision, |r| {
             r.outcome.ended = Some(None);
@@ -114,13 +156,19 @@ impl Router {
 
     fn fail(&mut self, ticket: TicketId, failure: Failure, retry: bool, now: Seconds) -> Option<Segment> {
         let state = self.tickets.get(ticket).ok()?;
-        if retry && failure.may_move() && state.entry.stage != Stage::Decoding {
+        if retry && failure.may_move() && state.leg.entry.stage != Stage::Decoding {
             let moved = self.move_on(ticket, now);
             if moved.is_some() {
                 return moved;
             }
         }
-        let state = self.close(ticket, now)?;
+        self.end_failed(ticket, failure, now);
+        None
+    }
+
+    /// Closes a ticket as failed.
+    pub(super) fn end_failed(&mut self, ticket: TicketId, failure: Failure, now: Seconds) {
+        let Some(state) = self.close(ticket, now) else { return };
         let place = Failure::NAMES.iter().position(|(_, f)| *f == failure).expect("named");
         self.totals.failed[place] += 1;
         let seconds = now - state.decided_at;
@@ -128,59 +176,78 @@ impl Router {
             r.outcome.ended = Some(Some(failure));
             r.outcome.e2e_seconds = Some(seconds);
         });
-        None
     }
 
-    /// Places a request that failed on the best of the instances that have not: the ranking as it is by now, so that what one
+    /// Places a segment that failed on the best of the instances that have not failed it: the ranking as it is by now, so that what one
     /// dead instance leaves behind does not all go to the same next one. `None`: nobody is left.
     fn move_on(&mut self, ticket: TicketId, now: Seconds) -> Option<Segment> {
+        let key = tickets::slot(ticket);
         let state = self.tickets.get(ticket).ok()?;
-        let old = state.segment.instance;
-        if self.fleet.is_current(old, state.instance_generation) {
-            self.books.close(old.index(), tickets::slot(ticket), &state.entry, now, &mut self.columns);
-            state.instance_generation = 0; // off the books, whatever comes
+        let old = state.leg.clone();
+        state.leg.instance_generation = 0; // off the books, whatever comes
+        state.failed.push(old.segment.instance.0);
+        let later = std::mem::take(&mut state.later);
+        let decision = state.decision;
+        self.close_leg(key, &old, now);
+        later.iter().for_each(|leg| self.close_leg(key, leg, now));
+        let first = old.segment.from_token == 0;
+        let placed = self
+            .with_request_of(ticket, |router, request, failed| match first {
+                true => router.place_first(request, failed, now),
+                false => router.place_later(request, failed, now).map(|(leg, next)| (leg, None, Some(next))),
+            })
+            .ok()?;
+        let (mut leg, bound, next) = placed.ok()?;
+        let hit = leg.entry.prompt_tokens - leg.entry.new_tokens;
+        let start = next.as_ref().map(|next| now + next.handoff_seconds);
+        if leg.entry.stage == Stage::Coming {
+            // Its turn is now.
+            self.open_leg(key, &mut leg, start, now);
+            self.books.arrive(leg.segment.instance.index(), &mut leg.entry, &mut self.columns);
+        } else {
+            self.open_leg(key, &mut leg, start, now);
         }
-        state.failed.push(old.0);
-        let (chain, failed) = (std::mem::take(&mut state.chain), std::mem::take(&mut state.failed));
-        let request = Request {
-            chain: &chain,
-            prompt_tokens: state.entry.prompt_tokens as u32,
-            tokens_per_block: state.tokens_per_block,
-            expected_output_tokens: state.entry.expected_output_tokens.map(|t| t as u32),
-            session: state.session,
-        };
-        self.match_prefix(&chain);
-        let next = self.choose(&request, &failed, now).ok();
-        let hit_blocks = next.map_or(0, |next| self.hit_blocks[next.index()]);
-        let hit = self.saved_tokens(&request, hit_blocks);
-        let entry = entry(&request, hit);
-        let state = self.tickets.get(ticket).expect("an open ticket");
-        (state.chain, state.failed) = (chain, failed);
-        let next = next?;
-        state.entry = entry;
-        state.segment = Segment { instance: next, from_token: 0, to_token: None };
-        state.instance_generation = self.fleet.generation(next);
-        state.hit_blocks = hit_blocks;
-        state.told = false;
-        let (segment, decision) = (state.segment, state.decision);
-        self.books.open(next.index(), tickets::slot(ticket), &entry, now, &mut self.columns);
-        self.placed[next.index()] += 1;
+        let bound: Vec<_> = bound
+            .into_iter()
+            .map(|mut leg| {
+                self.open_leg(key, &mut leg, start, now);
+                leg
+            })
+            .collect();
+        let segment = leg.segment;
+        let state = self.tickets.get(ticket).ok()?;
+        (state.leg, state.later) = (leg, bound);
         self.totals.retries += 1;
-        let name = self.fleet.name(next).clone();
+        let name = self.fleet.name(segment.instance).clone();
         self.receipts.update(decision, |r| {
-            r.moved.push((next.0, name));
-            r.predicted_hit_tokens = hit as u32;
+            match first {
+                true => {
+                    r.moved.push((segment.instance.0, name));
+                    r.predicted_hit_tokens = hit as u32;
+                    r.next = next;
+                }
+                false => r.next = next,
+            };
         });
         Some(segment)
     }
 
-    fn close(&mut self, ticket: TicketId, now: Seconds) -> Option<TicketState> {
-        let mut state = self.tickets.close(ticket)?;
-        if self.fleet.is_current(state.segment.instance, state.instance_generation) {
-            let slot = state.segment.instance.index();
-            self.books.close(slot, tickets::slot(ticket), &state.entry, now, &mut self.columns);
-        }
-        self.tickets.return_chain(std::mem::take(&mut state.chain));
-        Some(state)
+    /// Where a request begins that failed elsewhere, and where it goes on.
+    fn place_first(
+        &mut self,
+        request: &Request<'_>,
+        failed: &[u32],
+        now: Seconds,
+    ) -> Result<(Leg, Option<Leg>, Option<Next>), CoreError> {
+        self.match_prefix(request.chain);
+        let first = self.choose(request, Turn::First, failed, None, now)?;
+        let rest = self.rest(request, first, now)?;
+        let leg = self.first_leg(request, first, rest.is_some());
+        Ok(match rest {
+            Some((Some(next), handoff)) => {
+                (leg, Some(self.later_leg(request, next)), Some(self.next_of(next, handoff)))
+            }
+            _ => (leg, None, None),
+        })
     }
 }

@@ -1,15 +1,17 @@
 //! The router: the only one that commits. It decides from a snapshot, books the placement at once, follows each ticket to its
 //! end and keeps the receipts. One router serves one pool: the instances of one model.
 //!
-//! `decide` places a request, `follow` what becomes of it, `derive` the indicators of the moment, `explain` its receipt, `books`
+//! `decide` places a request, `legs` the segments of its plan, `follow` what becomes of it, `ahead` what the load will be, `derive` the indicators of the moment, `explain` its receipt, `books`
 //! what is placed where, `tickets` who is in flight, `shared` the lock, `feed` what the engines' events tell.
 
+pub mod ahead;
 pub mod books;
 mod decide;
 mod derive;
 mod explain;
 pub mod feed;
 mod follow;
+mod legs;
 pub mod shared;
 pub mod tickets;
 
@@ -24,10 +26,11 @@ use crate::guard::{Guard, GuardConfig, GuardEvent, Restriction};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::kv::index::KvIndex;
-use crate::plan::{Failure, Segment};
-use crate::policy::{Policy, PolicyRng, Scores};
+use crate::plan::{Binding, Failure, Segment};
+use crate::policy::{Policy, PolicyRng, Scores, registry};
 use crate::receipt::{Receipt, ReceiptRing};
 use crate::request::Request;
+use ahead::{AHEAD, Ahead};
 use books::{Books, Report};
 use rand::SeedableRng;
 use tickets::Tickets;
@@ -63,6 +66,12 @@ pub struct RouterConfig {
     pub prior_prefill_tokens_per_second: f64,
     /// Whether engines keep the partial last block of a prompt too, so that all but one token may be cached. (vLLM does not.)
     pub partial_blocks: bool,
+    /// When the instance of a second segment is chosen.
+    pub binding: Binding,
+    /// Whether an instance takes a whole request, whatever its role, where nobody of the other role is there.
+    pub colocate: bool,
+    /// Whether a prefill never waits for others on its instance, so that the expected hand-over counts no queue (SIBYL, Algorithm 2).
+    pub unlimited_prefill: bool,
 }
 
 impl Default for RouterConfig {
@@ -77,6 +86,9 @@ impl Default for RouterConfig {
             step_time: None,
             prior_prefill_tokens_per_second: 8000.0,
             partial_blocks: false,
+            binding: Binding::Early,
+            colocate: true,
+            unlimited_prefill: false,
         }
     }
 }
@@ -91,8 +103,10 @@ pub struct Decision {
     pub id: u64,
     /// Its ticket.
     pub ticket: TicketId,
-    /// The first segment.
+    /// The first segment. Where it ends before the request does, another follows.
     pub segment: Segment,
+    /// The one that follows it, where its instance is chosen already.
+    pub next: Option<Segment>,
     /// Leading prompt tokens that the instance is believed to hold.
     pub predicted_hit_tokens: u32,
 }
@@ -126,6 +140,23 @@ pub struct Totals {
     pub output_tokens: u64,
 }
 
+/// What chooses the instances of segments: a policy, and what it saw last.
+struct Chooser {
+    policy: Box<dyn Policy>,
+    reads: IndicatorSet,
+    scores: Scores,
+    /// Who may take the segment at hand.
+    eligible: Vec<bool>,
+    /// Decisions made.
+    made: u64,
+}
+
+impl Chooser {
+    fn new(policy: Box<dyn Policy>) -> Chooser {
+        Chooser { reads: policy.reads(), policy, scores: Scores::default(), eligible: Vec::new(), made: 0 }
+    }
+}
+
 /// Decides, books, follows. One for each pool.
 pub struct Router {
     config: RouterConfig,
@@ -134,14 +165,14 @@ pub struct Router {
     books: Books,
     tickets: Tickets,
     index: KvIndex,
-    policy: Box<dyn Policy>,
-    reads: IndicatorSet,
+    /// Chooses the instances of first segments, and of those that follow.
+    first: Chooser,
+    later: Chooser,
+    /// What the load will be, where a policy asks for it.
+    ahead: Option<Ahead>,
     rng: PolicyRng,
-    scores: Scores,
     hit_blocks: Vec<u32>,
     guard: Guard,
-    /// Who may take the request at hand, after the guard.
-    eligible: Vec<bool>,
     restriction: Restriction,
     /// Requests placed, by slot.
     placed: Vec<u64>,
@@ -157,26 +188,26 @@ pub struct Router {
 }
 
 impl Router {
-    /// An empty router.
+    /// An empty router. Segments that follow others go where there are the least requests; see [`Router::set_decode_policy`].
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
         let mut columns = Columns::default();
         columns.resize(0);
-        Ok(Router {
+        let later = registry::build("least_requests", &[])?;
+        let mut router = Router {
             fleet: Fleet::default(),
             columns,
             books: Books::new(if config.drain { config.prior_prefill_tokens_per_second } else { 0.0 }),
             tickets: Tickets::default(),
             index: KvIndex::new(config.index_bytes),
-            reads: policy.reads(),
-            policy,
+            first: Chooser::new(policy),
+            later: Chooser::new(later),
+            ahead: None,
             rng: PolicyRng::seed_from_u64(config.seed),
-            scores: Scores::default(),
             hit_blocks: Vec::new(),
             guard: Guard::new(config.guard)?,
-            eligible: Vec::new(),
             restriction: Restriction::Free,
             placed: Vec::new(),
             cache_blocks: Vec::new(),
@@ -186,7 +217,44 @@ impl Router {
             totals: Totals::default(),
             latest: 0.0,
             config,
-        })
+        };
+        router.look_ahead();
+        Ok(router)
+    }
+
+    /// Sets the policy that chooses the instances of segments which follow others: where a request decodes whose prompt is prefilled elsewhere.
+    ///
+    /// # Errors
+    /// `BadValue` while requests are in flight, of which nothing was kept for it.
+    pub fn set_decode_policy(&mut self, policy: Box<dyn Policy>) -> Result<(), CoreError> {
+        if self.in_flight() > 0 {
+            return Err(CoreError::BadValue {
+                what: "decode policy".into(),
+                got: format!("{} while {} requests are in flight", policy.spec().name, self.in_flight()),
+                expected: "one that is set before the first request".into(),
+            });
+        }
+        self.later = Chooser::new(policy);
+        self.look_ahead();
+        Ok(())
+    }
+
+    /// Keeps what the load will be, where a policy asks for it.
+    fn look_ahead(&mut self) {
+        self.ahead = self.reads().intersects(AHEAD).then(Ahead::default);
+        if let Some(ahead) = &mut self.ahead {
+            ahead.resize(self.fleet.slots());
+        }
+    }
+
+    /// Indicators that its policies read.
+    pub fn reads(&self) -> IndicatorSet {
+        self.first.reads.union(self.later.reads)
+    }
+
+    /// What the load will be, where a policy asks for it.
+    pub fn ahead(&self) -> Option<&Ahead> {
+        self.ahead.as_ref()
     }
 
     /// Adds an instance. `cache_blocks`: what its KV cache holds, where known; bounds what is remembered of it.
@@ -204,6 +272,10 @@ impl Router {
         self.columns.resize(slots);
         self.books.resize(slots);
         self.books.clear(id.index(), &mut self.columns);
+        if let Some(ahead) = &mut self.ahead {
+            ahead.resize(slots);
+            ahead.clear(id.index());
+        }
         self.hit_blocks.resize(slots, 0);
         self.placed.resize(slots, 0);
         self.placed[id.index()] = 0;
@@ -223,6 +295,9 @@ impl Router {
         let id = self.fleet.find(name)?;
         self.fleet.remove(id);
         self.books.clear(id.index(), &mut self.columns);
+        if let Some(ahead) = &mut self.ahead {
+            ahead.clear(id.index());
+        }
         self.index.remove_instance(id);
         self.guard.instance_removed(id);
         Ok(())
@@ -282,7 +357,12 @@ impl Router {
 
     /// The policy in force.
     pub fn policy(&self) -> &dyn Policy {
-        &*self.policy
+        &*self.first.policy
+    }
+
+    /// The policy for segments that follow others.
+    pub fn decode_policy(&self) -> &dyn Policy {
+        &*self.later.policy
     }
 
     /// Counters since the start.
@@ -378,7 +458,7 @@ impl Router {
     pub fn derive_all(&mut self, now: Seconds) {
         let all: Vec<Indicator> = crate::indicators::INDICATORS.iter().map(|d| d.id).collect();
         self.hit_blocks.fill(0);
-        self.derive(&Request::default(), IndicatorSet::of(&all), now);
+        self.derive(&Request::default(), IndicatorSet::of(&all), None, now);
     }
 
     /// Requests placed on an instance since it was added.

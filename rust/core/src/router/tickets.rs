@@ -2,21 +2,36 @@
 use super::books::Entry;
 use crate::error::CoreError;
 use crate::ids::Seconds;
-use crate::plan::Segment;
+use crate::plan::{Segment, Usage};
 
 /// Key of a ticket: slab position and generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TicketId(pub u64);
 
+/// One segment of a ticket's plan, with its share of the books.
+#[derive(Clone, Debug)]
+pub struct Leg {
+    /// The segment.
+    pub segment: Segment,
+    /// Generation of the instance when it was placed.
+    pub instance_generation: u32,
+    /// Its share of the books.
+    pub entry: Entry,
+    /// Blocks of the chain that the instance was believed to hold.
+    pub hit_blocks: u32,
+    /// Whether the index was told that the prompt is on its way there.
+    pub told: bool,
+}
+
 /// A request in flight.
 #[derive(Clone, Debug)]
 pub struct TicketState {
     /// The open segment.
-    pub segment: Segment,
-    /// Generation of the instance when the segment was opened.
-    pub instance_generation: u32,
-    /// Its share of the books.
-    pub entry: Entry,
+    pub leg: Leg,
+    /// Segments bound behind it, in order.
+    pub later: Vec<Leg>,
+    /// When the segment before the open one ended, and what its engine said.
+    pub handed_over: Option<(Seconds, Usage)>,
     /// Its receipt.
     pub decision: u64,
     /// When it was decided.
@@ -27,12 +42,8 @@ pub struct TicketState {
     pub chain: Vec<u64>,
     /// Hash of its session key, where it has one.
     pub session: Option<u64>,
-    /// Slots that failed it.
+    /// Slots that failed the open segment.
     pub failed: Vec<u32>,
-    /// Blocks of the chain that the instance was believed to hold.
-    pub hit_blocks: u32,
-    /// Whether the index was told that the prompt is on its way there.
-    pub told: bool,
 }
 
 /// All open tickets.

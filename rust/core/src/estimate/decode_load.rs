@@ -1,0 +1,254 @@
+//! What decodes on one instance and what is bound there, kept so that a decision costs buckets of generated tokens, not requests.
+//!
+//! SIBYL (section 4.3) projects each request's load to the moment at which a new one will start to decode. Its three types are sums over requests;
+//! requests that have generated about as many tokens are projected together here, as if they stood in the middle of their bucket of
+//! [`BUCKET_TOKENS`]. A request's decode rate is its instance's: continuous batching gives each running request one token a step.
+use super::survival::{BUCKET_TOKENS, BUCKETS, Survival};
+use crate::ids::Seconds;
+use crate::wide::wide_fn;
+
+/// Buckets for which room is kept at least: most answers are shorter.
+const LEAST: usize = 16;
+
+/// The decodes of one instance by generated tokens, and the requests bound there.
+#[derive(Clone, Debug, Default)]
+pub struct DecodeLoad {
+    /// Requests in each bucket, and their context tokens (prompt and generated).
+    requests: Vec<f64>,
+    context: Vec<f64>,
+    pending: Vec<Pending>,
+}
+
+/// A request bound to an instance that does not decode yet.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Pending {
+    ticket: u32,
+    prompt_tokens: f64,
+    /// When it is expected to start (tau_k).
+    start: Seconds,
+}
+
+/// SIBYL's projected load of an instance, in tokens, by type of request.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Projection {
+    /// Type 1: decoding now (Eq. 6).
+    pub running: f64,
+    /// Type 2: bound, and decoding by then (Eq. 7).
+    pub arrived: f64,
+    /// Type 2 with every request taken to last (the paper's `prob @ 1`).
+    pub arrived_for_certain: f64,
+    /// Type 3: bound, and decoding some time after (Eq. 8).
+    pub coming: f64,
+}
+
+fn bucket(generated: f64) -> usize {
+    ((generated / BUCKET_TOKENS) as usize).min(BUCKETS - 1)
+}
+
+impl DecodeLoad {
+    /// A request is bound here and expected to start at `start`.
+    pub fn bind(&mut self, ticket: u32, prompt_tokens: f64, start: Seconds) {
+        self.pending.push(Pending { ticket, prompt_tokens, start });
+    }
+
+    /// A bound request decodes now, or will not. Does nothing where it was not bound.
+    pub fn unbind(&mut self, ticket: u32) {
+        if let Some(i) = self.pending.iter().position(|p| p.ticket == ticket) {
+            self.pending.swap_remove(i);
+        }
+    }
+
+    /// A request decodes that has `generated` tokens behind `prompt_tokens`.
+    pub fn enter(&mut self, prompt_tokens: f64, generated: f64) {
+        let bucket = bucket(generated);
+        if bucket >= self.requests.len() {
+            let room = (bucket + 1).next_power_of_two().clamp(LEAST, BUCKETS);
+            self.requests.resize(room, 0.0);
+            self.context.resize(room, 0.0);
+        }
+        self.requests[bucket] += 1.0;
+        self.context[bucket] += prompt_tokens + generated;
+    }
+
+    /// It does no more.
+    pub fn leave(&mut self, prompt_tokens: f64, generated: f64) {
+        let bucket = bucket(generated);
+        self.requests[bucket] -= 1.0;
+        self.context[bucket] -= prompt_tokens + generated;
+        while self.requests.len() > LEAST && self.requests.last() == Some(&0.0) {
+            self.requests.pop();
+            self.context.pop();
+        }
+    }
+
+    /// It made `tokens` further tokens.
+    pub fn grow(&mut self, prompt_tokens: f64, generated: f64, tokens: f64) {
+        let at = bucket(generated);
+        if at == bucket(generated + tokens) {
+            self.context[at] += tokens;
+        } else {
+            self.enter(prompt_tokens, generated + tokens);
+            self.leave(prompt_tokens, generated);
+        }
+    }
+
+    /// Requests decoding and their context tokens, by bucket of generated tokens.
+    pub fn buckets(&self) -> (&[f64], &[f64]) {
+        (&self.requests, &self.context)
+    }
+
+    /// Prompt tokens and expected start of the requests bound here.
+    pub fn pending(&self) -> impl Iterator<Item = (f64, Seconds)> + '_ {
+        self.pending.iter().map(|p| (p.prompt_tokens, p.start))
+    }
+
+    /// The load at `then`, seen at `now` (SIBYL, Eq. 1). `rate`: tokens/s of a request that decodes here; `mean_rate`: over all instances, for those
+    /// of which nothing was seen yet.
+    ///
+    /// Each running request's share is off by at most its context times the change of S(g + x)/S(g) within a bucket.
+    pub fn project(
+        &self,
+        survival: &Survival,
+        now: Seconds,
+        then: Seconds,
+        rate: f64,
+        mean_rate: f64,
+    ) -> Projection {
+        let mut load = Projection {
+            running: self.running(survival, rate * (then - now).max(0.0)),
+            ..Projection::default()
+        };
+        for p in &self.pending {
+            // One that has not started by now starts no earlier than now, whatever was expected of it.
+            let generated = (then - p.start.max(now)) * mean_rate;
+            if generated >= 0.0 {
+                load.arrived += (p.prompt_tokens + generated) * survival.at(generated);
+                load.arrived_for_certain += p.prompt_tokens + generated;
+            } else {
+                // Eq. (8): the pseudo-code's minus would let it grow with the distance.
+                load.coming += (p.prompt_tokens + generated).max(0.0);
+            }
+        }
+        load
+    }
+
+    /// Type 1 with every running request `further` tokens on.
+    fn running(&self, survival: &Survival, further: f64) -> f64 {
+        let place = 0.5 + (further / BUCKET_TOKENS).min(BUCKETS as f64);
+        let (shift, part) = (place as usize, place - place.floor());
+        let (curve, inverse) = (survival.boundaries(), survival.inverse_middles());
+        // Beyond the curve's end it stays what it is there.
+        let within = self.requests.len().min(BUCKETS.saturating_sub(shift));
+        let ends = curve[BUCKETS];
+        let sum = project(
+            &self.requests[..within],
+            &self.context[..within],
+            &curve[shift.min(BUCKETS)..],
+            &inverse[..within],
+            part,
+            further,
+        );
+        let beyond = (within..self.requests.len())
+            .map(|b| (self.context[b] + self.requests[b] * further) * ends * inverse[b]);
+        sum + beyond.sum::<f64>()
+    }
+}
+
+/// Sums kept apart, so that none waits for the other.
+const LANES: usize = 4;
+
+wide_fn! {
+    /// Sum over buckets of (context + requests x further) x S(middle + further) / S(middle).
+    fn project(requests: &[f64], context: &[f64], ahead: &[f64], inverse: &[f64], part: f64, further: f64) -> f64 {
+        let n = requests.len();
+        let (context, inverse) = (&context[..n], &inverse[..n]);
+        if n == 0 {
+            return 0.0;
+        }
+        let ahead = &ahead[..n + 1];
+        let mut sums = [0.0; LANES];
+        let mut i = 0;
+        while i + LANES <= n {
+            for (lane, sum) in sums.iter_mut().enumerate() {
+                let j = i + lane;
+                let s = ahead[j] * (1.0 - part) + ahead[j + 1] * part;
+                *sum += (context[j] + requests[j] * further) * (s * inverse[j]);
+            }
+            i += LANES;
+        }
+        let mut sum: f64 = sums.iter().sum();
+        for j in i..n {
+            let s = ahead[j] * (1.0 - part) + ahead[j + 1] * part;
+            sum += (context[j] + requests[j] * further) * (s * inverse[j]);
+        }
+        sum
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn half_at_640() -> Survival {
+        let mut survival = Survival::default();
+        [640, 1280].iter().for_each(|&l| survival.observe(l));
+        survival
+    }
+
+    #[test]
+    fn the_three_types_by_hand() {
+        let survival = half_at_640();
+        let mut load = DecodeLoad::default();
+        load.enter(1000.0, 608.0); // the middle of bucket 9: S(608) = 3/4, halfway between 1 at 576 and 1/2 at 640
+        load.bind(1, 500.0, 12.0);
+        load.bind(2, 300.0, 25.0);
+        let p = load.project(&survival, 10.0, 20.0, 6.4, 40.0);
+        // Type 1: 64 tokens on, S(672) = 1/2. Type 2: 8 s x 40 = 320 tokens, S = 1. Type 3: 5 s x 40 = 200 less than its prompt.
+        assert!((p.running - 1672.0 * (0.5 / 0.75)).abs() < 1e-9, "{p:?}");
+        assert!((p.arrived - 820.0).abs() < 1e-9 && (p.coming - 100.0).abs() < 1e-9, "{p:?}");
+        // Had it not started by 15 though expected at 12, it starts at 15 at the earliest.
+        let late = load.project(&survival, 15.0, 20.0, 6.4, 40.0);
+        assert!((late.arrived - 700.0).abs() < 1e-9, "{late:?}");
+        load.unbind(1);
+        load.unbind(2);
+        load.leave(1000.0, 608.0);
+        assert_eq!(load.project(&survival, 10.0, 20.0, 6.4, 40.0), Projection::default());
+    }
+
+    proptest! {
+        #[test]
+        fn buckets_are_as_near_to_requests_as_they_promise(
+            lengths in prop::collection::vec(1u32..9000, 0..60),
+            running in prop::collection::vec((1u32..5000, 1u32..40_000, 0u32..700), 0..40),
+            further in 0.0..3000.0f64,
+        ) {
+            let mut survival = Survival::default();
+            lengths.iter().for_each(|&l| survival.observe(l));
+            let mut load = DecodeLoad::default();
+            let (mut exact, mut bound, mut total) = (0.0, 0.0, 0.0);
+            for &(prompt, generated, more) in &running {
+                let (prompt, mut generated, more) = (f64::from(prompt), f64::from(generated), f64::from(more));
+                load.enter(prompt, generated);
+                load.grow(prompt, generated, more);
+                generated += more;
+                total += prompt + generated;
+                let context = prompt + generated + further;
+                exact += context * survival.at(generated + further) / survival.at(generated);
+                let low = bucket(generated) as f64 * BUCKET_TOKENS;
+                let high = low + BUCKET_TOKENS;
+                if generated < high {
+                    bound += context
+                        * (survival.at(low + further) / survival.at(high) - survival.at(high + further) / survival.at(low));
+                }
+            }
+            let projected = load.running(&survival, further);
+            prop_assert!((projected - exact).abs() <= bound + 1e-6 * (1.0 + exact), "{projected} {exact} {bound}");
+            prop_assert!((load.buckets().1.iter().sum::<f64>() - total).abs() < 1e-6);
+            for &(prompt, generated, more) in &running {
+                load.leave(f64::from(prompt), f64::from(generated + more));
+            }
+            prop_assert!(load.buckets().0.iter().all(|n| *n == 0.0) && load.buckets().1.iter().all(|n| *n == 0.0));
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! How long answers are: the chance that one is longer than so many tokens, learned online (SIBYL section 4.2, Eqs. 3 and 4).
+//!
+//! Two corrections to the paper. Eq. (4) updates only the boundaries that the finished answer has passed, whose indicator is always 1, so that
+//! S would stay 1 for ever: here every boundary is updated. And S is P(L > l), so the indicator is `L > l`; the printed `>=` is off by one.
+use crate::wide::{greater, wide_fn};
+
+/// Tokens between two boundaries at which the curve is kept; straight lines run between them.
+pub const BUCKET_TOKENS: f64 = 64.0;
+/// Boundaries: what is beyond 32,768 tokens counts as there.
+pub const BUCKETS: usize = 512;
+/// Weight that the curve keeps at each finished answer, once a thousand were seen; until then all count alike.
+pub const ALPHA: f64 = 0.999;
+/// The curve never falls below: nothing divides by 0, and fewer than one in a thousand cannot be told from none.
+pub const FLOOR: f64 = 1e-3;
+
+/// S(l) = P(L > l): non-increasing, S(0) = 1. Until an answer was seen S is 1 everywhere.
+#[derive(Clone, Debug)]
+pub struct Survival {
+    alpha: f64,
+    seen: u64,
+    /// S at `i * BUCKET_TOKENS`.
+    curve: Vec<f64>,
+    /// The same, at least [`FLOOR`], and 1 over its value in the middle of each bucket.
+    floored: Vec<f64>,
+    inverse: Vec<f64>,
+}
+
+impl Default for Survival {
+    fn default() -> Survival {
+        Survival::new(ALPHA)
+    }
+}
+
+impl Survival {
+    /// A curve of which nothing is known. `alpha`: the weight it keeps at each update (Eq. 4), 0 to 1.
+    pub fn new(alpha: f64) -> Survival {
+        Survival {
+            alpha,
+            seen: 0,
+            curve: vec![1.0; BUCKETS + 1],
+            floored: vec![1.0; BUCKETS + 1],
+            inverse: vec![1.0; BUCKETS],
+        }
+    }
+
+    /// An answer ended after `tokens` tokens.
+    pub fn observe(&mut self, tokens: u32) {
+        self.seen += 1;
+        let keep = self.alpha.min(1.0 - 1.0 / self.seen as f64);
+        let passed = (f64::from(tokens.max(1)) / BUCKET_TOKENS).ceil().min(BUCKETS as f64 + 1.0) as usize;
+        let (longer, shorter) = self.curve.split_at_mut(passed);
+        longer.iter_mut().for_each(|s| *s = *s * keep + (1.0 - keep));
+        shorter.iter_mut().for_each(|s| *s *= keep);
+        refine(&self.curve, &mut self.floored, &mut self.inverse);
+    }
+
+    /// Answers seen.
+    pub fn seen(&self) -> u64 {
+        self.seen
+    }
+
+    /// S at `tokens`, at least [`FLOOR`].
+    pub fn at(&self, tokens: f64) -> f64 {
+        let place = (tokens / BUCKET_TOKENS).clamp(0.0, BUCKETS as f64);
+        let bucket = (place as usize).min(BUCKETS - 1);
+        let part = place - bucket as f64;
+        self.floored[bucket] * (1.0 - part) + self.floored[bucket + 1] * part
+    }
+
+    /// S at the boundaries `0, BUCKET_TOKENS, ...`, at least [`FLOOR`].
+    pub fn boundaries(&self) -> &[f64] {
+        &self.floored
+    }
+
+    /// 1 / S in the middle of each bucket.
+    pub fn inverse_middles(&self) -> &[f64] {
+        &self.inverse
+    }
+}
+
+wide_fn! {
+    fn refine(curve: &[f64], floored: &mut [f64], inverse: &mut [f64]) {
+        for (floored, s) in floored.iter_mut().zip(curve) {
+            *floored = greater(*s, FLOOR);
+        }
+        for (i, inverse) in inverse.iter_mut().enumerate() {
+            *inverse = 2.0 / (floored[i] + floored[i + 1]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_first_answers_count_alike() {
+        let mut s = Survival::default();
+        assert_eq!((s.at(0.0), s.at(1e9)), (1.0, 1.0));
+        for tokens in [64, 65, 640, 6400] {
+            s.observe(tokens);
+        }
+        // L > 0: all four; L > 64: three; L > 640: one; L > 6,400: none.
+        assert_eq!((s.at(0.0), s.at(64.0), s.at(640.0), s.at(6400.0)), (1.0, 0.75, 0.25, FLOOR));
+        assert_eq!(s.at(32.0), 0.875);
+    }
+
+    #[test]
+    fn the_mean_then_moves_by_alpha() {
+        let mut s = Survival::new(0.5);
+        // The first sets S to 1 at 64, the second halves it (one half is both the mean's weight and alpha), the third halves it again.
+        for (tokens, expected) in [(100, 1.0), (10, 0.5), (10, 0.25), (100, 0.625)] {
+            s.observe(tokens);
+            assert_eq!(s.at(64.0), expected);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn it_never_rises_and_begins_at_one(lengths in prop::collection::vec(0u32..40_000, 0..200), alpha in 0.0..1.0f64) {
+            let mut s = Survival::new(alpha);
+            lengths.iter().for_each(|&l| s.observe(l));
+            let b = s.boundaries();
+            prop_assert!((b[0] - 1.0).abs() < 1e-9);
+            prop_assert!(b.windows(2).all(|w| w[0] >= w[1] - 1e-12) && b.iter().all(|s| *s >= FLOOR));
+            prop_assert!(s.inverse_middles().iter().all(|i| i.is_finite()));
+        }
+    }
+}

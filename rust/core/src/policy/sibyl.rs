@@ -1,0 +1,57 @@
+//! SIBYL: the least load, in tokens, at the moment at which the request will start to decode, each request's weighted by the chance that it still
+//! runs then.
+//!
+//! The paper's ablations (Appendix J) are its knobs. What it calls REQLEVEL is `least_requests`.
+use super::*;
+
+const KNOBS: &[Knob] = &[
+    Knob::flag("type1", true, "count the requests that decode now"),
+    Knob::flag("type2", true, "count those bound to the instance that will decode by then"),
+    Knob::flag("type3", true, "count those bound to it that will decode later"),
+    Knob::flag("survival", true, "weight each by the chance that it lasts; false: prob @ 1"),
+];
+
+pub static SPEC: PolicySpec = PolicySpec::new(
+    "sibyl",
+    "handoff_running_tokens + handoff_arrived_tokens + handoff_coming_tokens, lowest",
+    "SIBYL, Eqs. 1 to 8; Eq. 8 instead of Algorithm 1, line 17, whose sign is wrong",
+    KNOBS,
+);
+
+pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
+    lowest(
+        &SPEC,
+        knobs,
+        "type1 * where(survival > 0, handoff_running_tokens, decode_tokens + decode_bs * handoff_seconds * \
+         where(decode_tokens_per_second >= 0, decode_tokens_per_second, 0)) + \
+         type2 * where(survival > 0, handoff_arrived_tokens, handoff_arrived_tokens_for_certain) + \
+         type3 * handoff_coming_tokens",
+        &[],
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::indicators::Indicator::*;
+    use crate::policy::fleet::{Fleet, policy};
+
+    #[test]
+    fn sums_the_three_types() {
+        let fleet = Fleet::new(2)
+            .set(HandoffRunningTokens, &[100.0, 0.0])
+            .set(HandoffArrivedTokens, &[0.0, 80.0])
+            .set(HandoffArrivedTokensForCertain, &[0.0, 90.0])
+            .set(HandoffComingTokens, &[10.0, 10.0])
+            .set(DecodeTokens, &[150.0, 0.0])
+            .set(DecodeBs, &[3.0, 0.0])
+            .set(DecodeTokensPerSecond, &[20.0, f64::NAN])
+            .request(HandoffSeconds, 0.5);
+        let score = |knobs: &[(&str, f64)]| fleet.score(&*policy("sibyl", knobs));
+        assert_eq!(score(&[]), [110.0, 90.0]);
+        assert_eq!(score(&[("type1", 0.0)]), [10.0, 90.0]);
+        assert_eq!(score(&[("type2", 0.0)]), [110.0, 10.0]);
+        assert_eq!(score(&[("type3", 0.0)]), [100.0, 80.0]);
+        // 150 + 3 x 0.5 s x 20 tokens/s, and what is bound for certain
+        assert_eq!(score(&[("survival", 0.0)]), [190.0, 100.0]);
+    }
+}

@@ -1,0 +1,168 @@
+//! What the load will be when a request starts to decode: kept only where a policy asks for it.
+//!
+//! Fed by the same events as the books: who is bound where and when it is expected to start, who decodes and how far it is, how fast
+//! decodes go, and how long answers were.
+use crate::estimate::{DecodeLoad, Survival};
+use crate::ids::Seconds;
+use crate::indicators::{Columns, Indicator, IndicatorSet};
+
+/// Indicators that this keeps.
+pub const AHEAD: IndicatorSet = IndicatorSet::of(&[
+    Indicator::HandoffRunningTokens,
+    Indicator::HandoffArrivedTokens,
+    Indicator::HandoffArrivedTokensForCertain,
+    Indicator::HandoffComingTokens,
+    Indicator::DecodeTokensPerSecond,
+]);
+
+/// Time constant of the learned decode rates, in seconds.
+const PACE_SECONDS: f64 = 10.0;
+/// Weight of the latest hand-over in the mean of their lengths.
+const LAG_WEIGHT: f64 = 0.05;
+
+/// How fast requests decode of late: tokens over request-seconds, both fading.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pace {
+    tokens: f64,
+    request_seconds: f64,
+    requests: f64,
+    at: Seconds,
+}
+
+impl Pace {
+    fn pass(&mut self, now: Seconds) {
+        let seconds = (now - self.at).max(0.0);
+        let kept = (-seconds / PACE_SECONDS).exp();
+        self.tokens *= kept;
+        self.request_seconds = self.request_seconds * kept + self.requests * seconds;
+        self.at = now;
+    }
+
+    fn rate(&self) -> Option<f64> {
+        (self.tokens > 0.0 && self.request_seconds > 0.0).then(|| self.tokens / self.request_seconds)
+    }
+}
+
+/// The decodes and the bound requests of all instances, by slot.
+#[derive(Clone, Debug, Default)]
+pub struct Ahead {
+    loads: Vec<DecodeLoad>,
+    paces: Vec<Pace>,
+    /// Over all instances.
+    pace: Pace,
+    survival: Survival,
+    /// Mean seconds from the end of a first segment to the first token of the second.
+    lag: Seconds,
+    lag_known: bool,
+}
+
+impl Ahead {
+    /// Makes room for `slots` slots.
+    pub fn resize(&mut self, slots: usize) {
+        self.loads.resize_with(slots, DecodeLoad::default);
+        self.paces.resize_with(slots, Pace::default);
+    }
+
+    /// Forgets a slot's instance.
+    pub fn clear(&mut self, slot: usize) {
+        self.pace.requests -= self.paces[slot].requests;
+        (self.loads[slot], self.paces[slot]) = (DecodeLoad::default(), Pace::default());
+    }
+
+    /// The length curve learned so far.
+    pub fn survival(&self) -> &Survival {
+        &self.survival
+    }
+
+    /// What decodes on a slot and is bound there.
+    pub fn load(&self, slot: usize) -> &DecodeLoad {
+        &self.loads[slot]
+    }
+
+    /// Mean seconds from the end of a first segment to the second one's first token, as far as known.
+    pub fn lag(&self) -> Seconds {
+        self.lag
+    }
+
+    /// A request is bound to a slot and expected to start decoding there at `start`.
+    pub fn bind(&mut self, slot: usize, ticket: u32, prompt_tokens: f64, start: Seconds) {
+        self.loads[slot].bind(ticket, prompt_tokens, start);
+    }
+
+    /// It started: its first token came. `lag`: seconds since the segment before it ended.
+    pub fn start(
+        &mut self,
+        slot: usize,
+        ticket: u32,
+        prompt_tokens: f64,
+        now: Seconds,
+        lag: Option<Seconds>,
+    ) {
+        self.loads[slot].unbind(ticket);
+        self.loads[slot].enter(prompt_tokens, 1.0);
+        for pace in [&mut self.paces[slot], &mut self.pace] {
+            pace.pass(now);
+            pace.requests += 1.0;
+        }
+        if let Some(lag) = lag {
+            let weight = if self.lag_known { LAG_WEIGHT } else { 1.0 };
+            self.lag += weight * (lag - self.lag);
+            self.lag_known = true;
+        }
+    }
+
+    /// It made `tokens` tokens behind the `generated` it had.
+    pub fn grow(&mut self, slot: usize, prompt_tokens: f64, generated: f64, tokens: f64, now: Seconds) {
+        self.loads[slot].grow(prompt_tokens, generated, tokens);
+        for pace in [&mut self.paces[slot], &mut self.pace] {
+            pace.pass(now);
+            pace.tokens += tokens;
+        }
+    }
+
+    /// It is gone from the slot. `generated`: its tokens there, where it decoded.
+    pub fn end(
+        &mut self,
+        slot: usize,
+        ticket: u32,
+        prompt_tokens: f64,
+        generated: Option<f64>,
+        now: Seconds,
+    ) {
+        match generated {
+            None => self.loads[slot].unbind(ticket),
+            Some(generated) => {
+                self.loads[slot].leave(prompt_tokens, generated);
+                for pace in [&mut self.paces[slot], &mut self.pace] {
+                    pace.pass(now);
+                    pace.requests -= 1.0;
+                }
+            }
+        }
+    }
+
+    /// An answer ended well after so many tokens.
+    pub fn finished(&mut self, output_tokens: u32) {
+        self.survival.observe(output_tokens);
+    }
+
+    /// Writes the projections for a request that starts to decode at `then`.
+    pub fn derive(&self, reads: IndicatorSet, now: Seconds, then: Seconds, columns: &mut Columns) {
+        let mean_rate = self.pace.rate().unwrap_or(0.0);
+        for (slot, (load, pace)) in self.loads.iter().zip(&self.paces).enumerate() {
+            let rate = pace.rate();
+            columns.get_mut(Indicator::DecodeTokensPerSecond)[slot] = rate.unwrap_or(f64::NAN);
+            if reads.intersects(AHEAD) {
+                let p = load.project(&self.survival, now, then, rate.unwrap_or(mean_rate), mean_rate);
+                for (id, value) in [
+                    (Indicator::HandoffRunningTokens, p.running),
+                    (Indicator::HandoffArrivedTokens, p.arrived),
+                    (Indicator::HandoffArrivedTokensForCertain, p.arrived_for_certain),
+                    (Indicator::HandoffComingTokens, p.coming),
+                ] {
+                    columns.get_mut(id)[slot] = value;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! The segments of a request's plan: opened, handed over, closed, with their books.
+use super::books::Stage;
+use super::decide::{Turn, entry};
+use super::tickets::{self, Leg, TicketState};
+use super::{Router, TicketId};
+use crate::error::CoreError;
+use crate::ids::{InstanceId, Seconds};
+use crate::indicators::Indicator;
+use crate::plan::{Failure, Segment, Usage};
+use crate::receipt::Next;
+use crate::request::Request;
+
+impl Router {
+    /// A segment that begins with the request; `cut`: it ends with the prompt.
+    pub(super) fn first_leg(&self, request: &Request<'_>, instance: InstanceId, cut: bool) -> Leg {
+        let hit_blocks = self.hit_blocks[instance.index()];
+        Leg {
+            segment: Segment { instance, from_token: 0, to_token: cut.then_some(request.prompt_tokens) },
+            instance_generation: self.fleet.generation(instance),
+            entry: entry(request, self.saved_tokens(request, hit_blocks)),
+            hit_blocks,
+            told: false,
+        }
+    }
+
+    /// A segment that begins where the prompt ends, which was computed elsewhere.
+    pub(super) fn later_leg(&self, request: &Request<'_>, instance: InstanceId) -> Leg {
+        let mut entry = entry(request, f64::from(request.prompt_tokens));
+        entry.stage = Stage::Coming;
+        Leg {
+            segment: Segment { instance, from_token: request.prompt_tokens, to_token: None },
+            instance_generation: self.fleet.generation(instance),
+            entry,
+            hit_blocks: self.hit_blocks[instance.index()],
+            told: false,
+        }
+    }
+
+    /// Books all segments of a new ticket. `start`: when the one that decodes is expected to begin that.
+    pub(super) fn open_legs(&mut self, ticket: TicketId, start: Option<Seconds>, now: Seconds) {
+        let slot = tickets::slot(ticket);
+        let Ok(state) = self.tickets.get(ticket) else { return };
+        let mut leg = state.leg.clone();
+        let later = std::mem::take(&mut state.later);
+        self.open_leg(slot, &mut leg, start, now);
+        let later = later.into_iter().map(|mut leg| {
+            self.open_leg(slot, &mut leg, start, now);
+            leg
+        });
+        let later: Vec<Leg> = later.collect();
+        if let Ok(state) = self.tickets.get(ticket) {
+            (state.leg, state.later) = (leg, later);
+        }
+    }
+
+    /// Books a segment.
+    pub(super) fn open_leg(&mut self, ticket: u32, leg: &mut Leg, start: Option<Seconds>, now: Seconds) {
+        let slot = leg.segment.instance.index();
+        match leg.entry.stage {
+            Stage::Coming => self.books.bind(slot, &mut leg.entry, &mut self.columns),
+            _ => self.books.open(slot, ticket, &leg.entry, now, &mut self.columns),
+        }
+        self.placed[slot] += 1;
+        if leg.segment.from_token > 0 {
+            self.later.made += 1;
+        }
+        if leg.segment.to_token.is_none() && self.ahead.is_some() {
+            let prompt = leg.entry.prompt_tokens;
+            let start = start.unwrap_or_else(|| {
+                now + self.prefill_seconds(slot, prompt - leg.entry.new_tokens, leg.entry.new_tokens, now)
+            });
+            if let Some(ahead) = &mut self.ahead {
+                ahead.bind(slot, ticket, prompt, start);
+            }
+        }
+    }
+
+    /// Takes a segment off the books, however it ended.
+    pub(super) fn close_leg(&mut self, ticket: u32, leg: &Leg, now: Seconds) {
+        if !self.fleet.is_current(leg.segment.instance, leg.instance_generation) {
+            return;
+        }
+        let slot = leg.segment.instance.index();
+        self.books.close(slot, ticket, &leg.entry, now, &mut self.columns);
+        if let Some(ahead) = &mut self.ahead {
+            let generated = (leg.entry.stage == Stage::Decoding).then_some(leg.entry.output_tokens);
+            ahead.end(slot, ticket, leg.entry.prompt_tokens, generated, now);
+        }
+    }
+
+    /// The open segment has ended well and another follows: closes the one, opens the other, which is chosen now unless one that still
+    /// serves was bound. Where there is nobody, the request has failed and its ticket is closed.
+    ///
+    /// # Errors
+    /// `NoInstance`.
+    pub(super) fn hand_over(
+        &mut self,
+        ticket: TicketId,
+        usage: Usage,
+        now: Seconds,
+    ) -> Result<Segment, CoreError> {
+        let slot = tickets::slot(ticket);
+        let state = self.tickets.get(ticket)?;
+        let mut ended = state.leg.clone();
+        state.leg.instance_generation = 0; // off the books, whatever comes
+        state.handed_over = Some((now, usage));
+        state.failed.clear();
+        let bound = if state.later.is_empty() { None } else { Some(state.later.remove(0)) };
+        let (decision, seconds) = (state.decision, now - state.decided_at);
+        let instance = ended.segment.instance;
+        if self.fleet.is_current(instance, ended.instance_generation) {
+            // What a first token teaches of prefills, the end of a first segment does.
+            let place = instance.index();
+            self.books.first_token(place, slot, &mut ended.entry, now, &mut self.columns);
+            self.books.close(place, slot, &ended.entry, now, &mut self.columns);
+        }
+        self.count_cached(&ended, usage);
+        self.receipts.update(decision, |r| r.outcome.handed_over_seconds = Some(seconds));
+        let leg = match bound {
+            Some(leg) if self.serves(&leg) => leg,
+            bound => {
+                if let Some(leg) = bound {
+                    self.close_leg(slot, &leg, now);
+                }
+                self.go_on(ticket, now)?
+            }
+        };
+        let segment = leg.segment;
+        let state = self.tickets.get(ticket)?;
+        state.leg = leg;
+        if state.leg.entry.stage == Stage::Coming {
+            self.books.arrive(segment.instance.index(), &mut state.leg.entry, &mut self.columns);
+        }
+        Ok(segment)
+    }
+
+    /// Whether a bound segment's instance still takes it.
+    fn serves(&self, leg: &Leg) -> bool {
+        let instance = leg.segment.instance;
+        let (healthy, ..) = self.fleet.state(instance);
+        healthy && self.fleet.is_current(instance, leg.instance_generation)
+    }
+
+    /// Chooses and books where a request goes on whose prompt was computed; all of it anew where nobody decodes, if that may be.
+    fn go_on(&mut self, ticket: TicketId, now: Seconds) -> Result<Leg, CoreError> {
+        let placed =
+            self.with_request_of(ticket, |router, request, failed| router.place_later(request, failed, now))?;
+        let (mut leg, next) = match placed {
+            Ok(placed) => placed,
+            Err(error) => {
+                self.end_failed(ticket, Failure::Refused, now);
+                return Err(error);
+            }
+        };
+        let start = Some(now + next.handoff_seconds);
+        self.open_leg(tickets::slot(ticket), &mut leg, start, now);
+        let decision = self.tickets.get(ticket)?.decision;
+        self.receipts.update(decision, |r| r.next = Some(next));
+        Ok(leg)
+    }
+
+    /// Where a request goes on whose prompt was computed.
+    pub(super) fn place_later(
+        &mut self,
+        request: &Request<'_>,
+        failed: &[u32],
+        now: Seconds,
+    ) -> Result<(Leg, Next), CoreError> {
+        self.match_prefix(request.chain);
+        let handoff = self.ahead.as_ref().map_or(0.0, |ahead| ahead.lag());
+        match self.choose(request, Turn::Later, failed, Some(handoff), now) {
+            Ok(next) => Ok((self.later_leg(request, next), self.next_of(next, handoff))),
+            Err(_) if self.config.colocate => {
+                let whole = self.choose(request, Turn::First, failed, None, now)?;
+                let mut next = self.next_of(whole, 0.0);
+                next.score = self.first.scores.score[whole.index()];
+                Ok((self.first_leg(request, whole, false), next))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Calls `with` with the request that a ticket was opened for, and the slots that failed it.
+    pub(super) fn with_request_of<T>(
+        &mut self,
+        ticket: TicketId,
+        with: impl FnOnce(&mut Router, &Request<'_>, &[u32]) -> T,
+    ) -> Result<T, CoreError> {
+        let state = self.tickets.get(ticket)?;
+        let (chain, failed) = (std::mem::take(&mut state.chain), std::mem::take(&mut state.failed));
+        let request = Request {
+            chain: &chain,
+            prompt_tokens: state.leg.entry.prompt_tokens as u32,
+            tokens_per_block: state.tokens_per_block,
+            expected_output_tokens: state.leg.entry.expected_output_tokens.map(|t| t as u32),
+            session: state.session,
+        };
+        let result = with(self, &request, &failed);
+        let state = self.tickets.get(ticket)?;
+        (state.chain, state.failed) = (chain, failed);
+        Ok(result)
+    }
+
+    /// For the receipt: where a request goes on, as the last choice of a later segment saw it.
+    pub(super) fn next_of(&self, instance: InstanceId, handoff_seconds: Seconds) -> Next {
+        let slot = instance.0;
+        let score = self.later.scores.score.get(instance.index()).copied().unwrap_or(f64::NAN);
+        Next { slot, name: self.fleet.name(instance).clone(), score, handoff_seconds }
+    }
+
+    /// Expected seconds until a request whose first segment is on `first` starts to decode.
+    pub(super) fn expected_handoff(
+        &mut self,
+        request: &Request<'_>,
+        first: InstanceId,
+        now: Seconds,
+    ) -> Seconds {
+        let hit = self.saved_tokens(request, self.hit_blocks[first.index()]);
+        let prefill = self.prefill_seconds(first.index(), hit, f64::from(request.prompt_tokens) - hit, now);
+        prefill + self.ahead.as_ref().map_or(0.0, |ahead| ahead.lag())
+    }
+
+    /// Seconds that a slot is expected to take for a prompt of which it holds `hit` tokens and not `new`.
+    pub(super) fn prefill_seconds(&self, slot: usize, hit: f64, new: f64, now: Seconds) -> Seconds {
+        let (queued, decoding, context) = match self.config.unlimited_prefill {
+            true => (0.0, 0.0, 0.0),
+            false => (
+                self.books.queued_prefill_on(slot, now),
+                self.columns.get(Indicator::RBs)[slot],
+                self.columns.get(Indicator::DecodeTokens)[slot],
+            ),
+        };
+        self.ttft(slot, queued, hit, new, decoding, context, self.mean_prefill_rate())
+    }
+
+    /// Joins what was predicted of a cache with what its engine says.
+    pub(super) fn count_cached(&mut self, leg: &Leg, usage: Usage) {
+        if let Some(cached) = usage.cached_tokens {
+            self.totals.cached_tokens += u64::from(cached);
+            self.totals.predicted_cached_tokens += (leg.entry.prompt_tokens - leg.entry.new_tokens) as u64;
+        }
+    }
+
+    /// Closes a ticket with all its segments.
+    pub(super) fn close(&mut self, ticket: TicketId, now: Seconds) -> Option<TicketState> {
+        let mut state = self.tickets.close(ticket)?;
+        self.close_leg(tickets::slot(ticket), &state.leg, now);
+        for leg in &state.later {
+            self.close_leg(tickets::slot(ticket), leg, now);
+        }
+        self.tickets.return_chain(std::mem::take(&mut state.chain));
+        Some(state)
+    }
+}

@@ -1,0 +1,158 @@
+//! Plans of two segments, step by step: where each goes, what is booked when, and what happens where somebody is gone.
+use lmetric_core::CoreError;
+use lmetric_core::fleet::Role;
+use lmetric_core::indicators::Indicator;
+use lmetric_core::plan::{Binding, Event, Failure, Usage};
+use lmetric_core::policy::registry;
+use lmetric_core::request::Request;
+use lmetric_core::router::{Decision, Router, RouterConfig};
+
+fn fleet(config: RouterConfig, roles: &[Role]) -> Router {
+    let mut router = Router::new(registry::build("least_requests", &[]).unwrap(), config).unwrap();
+    for (i, role) in roles.iter().enumerate() {
+        router.add_instance(&format!("e{i}"), *role, None).unwrap();
+    }
+    router
+}
+
+fn route(router: &mut Router, now: f64) -> Decision {
+    let request = Request { prompt_tokens: 1000, tokens_per_block: 16.0, ..Request::default() };
+    router.route(&request, now).unwrap()
+}
+
+fn is(router: &mut Router, id: Indicator, expected: &[f64]) {
+    assert_eq!(router.columns().get(id), expected, "{}", id.decl().name);
+}
+
+const DONE: Event =
+    Event::Finished(Usage { prompt_tokens: Some(1000), cached_tokens: Some(0), output_tokens: None });
+use Indicator::{BoundBs, BoundTokens, Bs, DecodeBs, DecodeTokens};
+use Role::{Both, Decode, Prefill};
+
+#[test]
+fn the_decode_instance_is_booked_at_the_decision() {
+    let mut router = fleet(RouterConfig::default(), &[Prefill, Decode, Decode]);
+    let first = route(&mut router, 0.0);
+    let next = first.next.expect("bound early");
+    assert_eq!((first.segment.instance.0, first.segment.to_token), (0, Some(1000)));
+    assert_eq!((next.from_token, next.to_token), (1000, None));
+    let other = route(&mut router, 0.0);
+    assert_ne!(other.next.unwrap().instance, next.instance, "the bound request counts");
+    is(&mut router, BoundBs, &[2.0, 1.0, 1.0]);
+    is(&mut router, BoundTokens, &[2000.0, 1000.0, 1000.0]);
+    is(&mut router, DecodeBs, &[0.0; 3]);
+
+    router.advance(first.ticket, Event::Sent, 0.1).unwrap();
+    assert_eq!(router.advance(first.ticket, DONE, 0.5).unwrap(), Some(next));
+    is(&mut router, Bs, &[1.0, 1.0, 1.0]);
+    router.advance(first.ticket, Event::Sent, 0.5).unwrap();
+    router.advance(first.ticket, Event::FirstToken, 0.6).unwrap();
+    router.advance(first.ticket, Event::Tokens(9), 0.9).unwrap();
+    let decoding = next.instance.index();
+    assert_eq!(router.columns().get(DecodeTokens)[decoding], 1010.0);
+    assert_eq!(router.advance(first.ticket, DONE, 1.0).unwrap(), None);
+    router.drop_ticket(other.ticket);
+    is(&mut router, Bs, &[0.0; 3]);
+    let receipt = router.receipt(first.id).unwrap();
+    assert_eq!(receipt.next.as_ref().unwrap().slot, next.instance.0);
+    assert_eq!((receipt.outcome.handed_over_seconds, receipt.outcome.ttft_seconds), (Some(0.5), Some(0.6)));
+    assert_eq!(router.totals().finished, 1);
+}
+
+#[test]
+fn bound_late_it_is_chosen_when_the_prefill_ends() {
+    let config = RouterConfig { binding: Binding::Late, ..RouterConfig::default() };
+    let mut router = fleet(config, &[Prefill, Decode, Decode]);
+    let (a, b) = (route(&mut router, 0.0), route(&mut router, 0.0));
+    assert_eq!((a.next, a.segment.to_token), (None, Some(1000)));
+    is(&mut router, Bs, &[2.0, 0.0, 0.0]);
+    let a = router.advance(a.ticket, DONE, 0.5).unwrap().unwrap();
+    let b = router.advance(b.ticket, DONE, 0.6).unwrap().unwrap();
+    assert_ne!(a.instance, b.instance);
+    is(&mut router, Bs, &[0.0, 1.0, 1.0]);
+}
+
+#[test]
+fn a_first_token_while_both_legs_run_ends_the_first() {
+    let mut router = fleet(RouterConfig::default(), &[Prefill, Decode]);
+    let d = route(&mut router, 0.0);
+    assert_eq!(router.advance(d.ticket, Event::FirstToken, 0.4).unwrap(), d.next);
+    is(&mut router, DecodeBs, &[0.0, 1.0]);
+    is(&mut router, Bs, &[0.0, 1.0]);
+}
+
+#[test]
+fn an_instance_gone_meanwhile_is_replaced() {
+    let mut router = fleet(RouterConfig::default(), &[Prefill, Decode, Decode]);
+    let d = route(&mut router, 0.0);
+    let bound = d.next.unwrap().instance;
+    router.fleet_mut().set_healthy(bound, false);
+    let next = router.advance(d.ticket, DONE, 0.5).unwrap().unwrap();
+    assert_ne!(next.instance, bound);
+    assert_eq!(router.columns().get(Bs)[bound.index()], 0.0);
+    // That one refuses, too: nobody decodes, so the prefill instance takes the request anew.
+    let whole = router.advance(d.ticket, Event::Failed(Failure::Refused), 0.6).unwrap().unwrap();
+    assert_eq!((whole.instance.0, whole.from_token, whole.to_token), (0, 0, None));
+    assert_eq!(router.advance(d.ticket, DONE, 1.0).unwrap(), None);
+    is(&mut router, Bs, &[0.0; 3]);
+}
+
+#[test]
+fn nobody_who_decodes_is_an_error_where_instances_keep_to_their_roles() {
+    let config = RouterConfig { colocate: false, ..RouterConfig::default() };
+    let mut router = fleet(config, &[Prefill, Decode]);
+    let d = route(&mut router, 0.0);
+    router.fleet_mut().set_healthy(d.next.unwrap().instance, false);
+    let error = router.advance(d.ticket, DONE, 0.5).unwrap_err();
+    assert!(matches!(&error, CoreError::NoInstance(why) if why.contains("decode")), "{error}");
+    assert_eq!((router.in_flight(), router.totals().failed.iter().sum::<u64>()), (0, 1));
+    let request = Request { prompt_tokens: 10, tokens_per_block: 16.0, ..Request::default() };
+    assert!(router.route(&request, 1.0).is_err());
+    is(&mut router, Bs, &[0.0; 2]);
+    // Whoever may, takes whole requests.
+    let mut router = fleet(RouterConfig::default(), &[Prefill]);
+    assert_eq!(route(&mut router, 0.0).segment.to_token, None);
+    let mut router = fleet(RouterConfig::default(), &[Decode]);
+    assert_eq!(route(&mut router, 0.0).segment.to_token, None);
+}
+
+#[test]
+fn instances_that_do_both_take_whole_requests_beside_those_that_do_not() {
+    let mut router = fleet(RouterConfig::default(), &[Both, Prefill, Decode]);
+    let (a, b) = (route(&mut router, 0.0), route(&mut router, 0.0));
+    let whole = [a, b].into_iter().find(|d| d.segment.instance.0 == 0).expect("one each");
+    let cut = [a, b].into_iter().find(|d| d.segment.instance.0 == 1).expect("one each");
+    assert_eq!((whole.segment.to_token, whole.next), (None, None));
+    assert_eq!(cut.next.unwrap().instance.0, 2);
+    // A prefill that fails goes to the one that does both, and needs nobody to go on.
+    let moved = router.advance(cut.ticket, Event::Failed(Failure::Reset), 0.1).unwrap().unwrap();
+    assert_eq!((moved.instance.0, moved.to_token), (0, None));
+    is(&mut router, Bs, &[2.0, 0.0, 0.0]);
+}
+
+#[test]
+fn sibyl_sees_what_will_be_there_when_the_prefill_ends() {
+    let mut router = fleet(RouterConfig::default(), &[Prefill, Decode, Decode]);
+    router.set_decode_policy(registry::build("sibyl", &[]).unwrap()).unwrap();
+    // One request decodes on each; the answers that ended had 128 tokens, so the one that is far will soon be gone.
+    for i in 0..20 {
+        let at = 2.0 * f64::from(i);
+        let d = route(&mut router, at);
+        router.advance(d.ticket, DONE, at + 0.5).unwrap();
+        router.advance(d.ticket, Event::FirstToken, at + 0.5).unwrap();
+        router.advance(d.ticket, Event::Tokens(127), at + 1.5).unwrap();
+        router.advance(d.ticket, DONE, at + 1.5).unwrap();
+    }
+    let (old, young) = (route(&mut router, 40.0), route(&mut router, 40.0));
+    let at = |d: &Decision| d.next.unwrap().instance;
+    assert_ne!(at(&old), at(&young));
+    for (d, tokens) in [(old, 100), (young, 10)] {
+        router.advance(d.ticket, DONE, 40.5).unwrap();
+        router.advance(d.ticket, Event::FirstToken, 40.5).unwrap();
+        router.advance(d.ticket, Event::Tokens(tokens), 41.5).unwrap();
+    }
+    // The least tokens are the young one's; SIBYL knows that the old one's will be gone.
+    assert_eq!(at(&route(&mut router, 41.5)), at(&old));
+    let error = router.set_decode_policy(registry::build("ils", &[]).unwrap()).unwrap_err();
+    assert!(error.to_string().contains("in flight"), "{error}");
+}

@@ -1,0 +1,76 @@
+"""Plans of two segments from Python: roles, the decode policy, hand-over."""
+
+import pytest
+
+import lmetric as lm
+
+
+def fleet(**settings: object) -> lm.Router:
+    router = lm.Router("least_requests", **settings)  # type: ignore[arg-type]
+    router.add_instance("p", role="prefill")
+    for name in ("d0", "d1"):
+        router.add_instance(name, role="decode")
+    return router
+
+
+def test_a_request_goes_from_prefill_to_decode() -> None:
+    """Bound at the decision; handed over at the prefill's end; the receipt tells."""
+    router = fleet(decode_policy="sibyl")
+    decision, ticket = router.route(prompt_tokens=500, now=0.0)
+    bound = decision.decode_instance
+    assert decision.instance == "p"
+    assert bound in ("d0", "d1")
+    assert ticket.follows
+    stats = router.stats()
+    assert stats["decode_policy"] == "sibyl"
+    assert stats["instances"]["p"]["role"] == "prefill"
+    assert stats["instances"][bound]["bound_bs"] == 1
+    assert stats["instances"][bound]["decode_bs"] == 0
+    ticket.sent(0.0)
+    assert ticket.finished(prompt_tokens=500, cached_tokens=0, now=0.2) == bound
+    assert (ticket.instance, ticket.from_token, ticket.follows) == (bound, 500, False)
+    ticket.sent(0.2)
+    ticket.first_token(0.3)
+    assert ticket.finished(output_tokens=1, now=0.4) is None
+    assert not ticket.open
+    assert router.in_flight() == 0
+    receipt = router.receipt(decision.id)
+    assert receipt is not None
+    assert (receipt["instance"], receipt["decode_instance"]) == ("p", bound)
+    assert receipt["handed_over_seconds"] == pytest.approx(0.2)
+
+
+def test_late_binding_and_an_expression() -> None:
+    """Any policy serves for decode, and the instance may be chosen late."""
+    router = fleet(decode_policy=lm.DECODE_BS + lm.BOUND_BS, binding="late")
+    decision, ticket = router.route(prompt_tokens=500)
+    assert decision.decode_instance is None
+    assert ticket.follows
+    assert ticket.finished() in ("d0", "d1")
+    ticket.failed("cancelled")
+
+
+def test_roles_change_and_nobody_left_is_told() -> None:
+    """An instance may change its role; where each keeps to it, a missing one is an error."""
+    router = fleet(colocate=False)
+    router.set_role("d0", "prefill")
+    router.set_role("d1", "prefill")
+    with pytest.raises(lm.NoInstanceError, match="role decode"):
+        router.route(prompt_tokens=5)
+    router.set_role("d1", "decode")
+    _, ticket = router.route(prompt_tokens=5)
+    router.set_health("d1", False)
+    with pytest.raises(lm.NoInstanceError, match="role decode"):
+        ticket.finished()
+    assert not ticket.open
+    assert router.in_flight() == 0
+
+
+def test_bad_settings_say_what_would_be_right() -> None:
+    """Names are checked."""
+    with pytest.raises(lm.BadValueError, match='"early" or "late"'):
+        lm.Router(binding="soon")
+    with pytest.raises(lm.UnknownNameError, match="sibyl"):
+        lm.Router(decode_policy="sybil")
+    with pytest.raises(lm.BadValueError, match='"both", "prefill" or "decode"'):
+        lm.Router().add_instance("a", role="both of them")
