@@ -18,6 +18,7 @@ import orjson
 from aiohttp import web
 
 from lmetric.server.discovery import Found, Source, SourceError
+from waiting import until
 
 
 class Told:
@@ -40,11 +41,7 @@ class Told:
         return sorted(each.config.label for each in self.lists[-1]) if self.lists else []
 
     async def until(self, true: Callable[[], object]) -> None:
-        for _ in range(500):
-            if true():
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"did not come true: {self.names}, {self.problems}")
+        await until(true, seen=lambda: (self.names, self.problems))
 
 
 @contextlib.asynccontextmanager

@@ -11,6 +11,7 @@ import orjson
 
 from lmetric.config import ServerConfig
 from lmetric.server import Server
+from waiting import until
 
 HEAD = b"HTTP/1.1 %d X\r\ncontent-type: %s\r\n"
 SSE = b"text/event-stream; charset=utf-8"
@@ -146,11 +147,7 @@ class FakeEngine:
 
     async def asked(self, times: int) -> None:
         """Waits until that many requests came."""
-        for _ in range(1000):
-            if len(self.requests) >= times:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"{len(self.requests)} requests, not {times}")
+        await until(lambda: len(self.requests) >= times, seen=lambda: f"{len(self.requests)} requests")
 
     async def until_left(self, writer: asyncio.StreamWriter) -> None:
         reader = self._readers[id(writer)]
@@ -233,18 +230,15 @@ class World:
 
     async def settled(self) -> None:
         """Waits until nothing is on its way."""
-        for _ in range(300):
-            if not self.in_flight() and not self.server.front.relays:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"{self.in_flight()} in flight, {len(self.server.front.relays)} relays")
+        relays = self.server.front.relays
+        await until(
+            lambda: not self.in_flight() and not relays,
+            seen=lambda: f"{self.in_flight()} in flight, {len(relays)} relays",
+        )
 
     async def until(self, true: Callable[[], object]) -> None:
-        for _ in range(500):
-            if true():
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("did not come true")
+        """Waits until it is true."""
+        await until(true)
 
 
 @contextlib.asynccontextmanager

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from waiting import until_threads
+
 ROOT = Path(__file__).parent.parent
 SLICE = ROOT / "python/lmetric/data/mooncake_conversation_slice.jsonl.gz"
 COMMAND = [sys.executable, "-m", "lmetric.cli"]
@@ -47,6 +49,24 @@ def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
+        return False
+
+
+def served_port(pid: int) -> str | None:
+    """The port of a router that a process was told to be."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return None
+    return words[words.index("--port") + 1] if "serve" in words else None
+
+
+def routed(url: str) -> bool:
+    """Whether requests went to engines."""
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
+            return re.search(rb"(?m)^lmetric_instance_decisions_total\S* [1-9]", answer.read()) is not None
+    except (urllib.error.URLError, OSError):
         return False
 
 
@@ -173,13 +193,14 @@ def test_ctrl_c_ends_the_demo_and_all_it_started() -> None:
         [*COMMAND, "demo", "--policy", "lmetric", "--engines", "2"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "120"},
     )  # fmt: skip
-    started: list[int] = []
-    for _ in range(300):
-        started = children(process.pid)
-        if len(started) >= 3:  # two engines and the router
-            break
+    router: list[str] = []
+    while not router:
+        assert process.poll() is None
         time.sleep(0.1)
-    time.sleep(4)
+        router = [port for pid in children(process.pid) if (port := served_port(pid)) is not None]
+    until_threads(lambda: routed(f"http://127.0.0.1:{router[0]}"), 60)
+    started = children(process.pid)
+    assert len(started) >= 3  # two engines and the router
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=40)
     assert process.returncode == 130, err

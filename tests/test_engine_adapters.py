@@ -51,7 +51,7 @@ async def test_vllm_as_it_is() -> None:
     }
     assert told.full_report == {"vllm_xargs": {"kv_cache_report_mode": "full"}}
     assert told.priority == Priority("lower_first", None)
-    assert (told.cached_tokens, told.handover) == (None, ())  # what it does not tell is not made up
+    assert (told.cached_tokens, told.handover) == (None, None)  # what it does not tell is not made up
 
 
 async def test_sglang_as_its_sources_have_it() -> None:
@@ -182,10 +182,12 @@ def test_what_engines_say_of_an_error() -> None:
             "The request queue is full.",
         ),
         (b'{"detail": "Not Found"}', "Not Found"),
-        (b'{"error": "x"}', None),
-        (b"<html>", None),
-        (b"[1]", None),
-        (b'{"message": 3}', None),
+        (b'{"error": "x"}', "x"),
+        (b"<html>\n bad gateway", "<html> bad gateway"),
+        (b"[1]", "[1]"),
+        (b'{"message": 3}', '{"message": 3}'),
+        (b"a" * 1000, "a" * 300),
+        (b"", ""),
     ):
         assert Vllm().error(body) == said
 

@@ -71,6 +71,16 @@ def labelled(name: str, more: str = "") -> str:
     return f'vllm:{name}{{engine="0"{more},model_name="emulated"}}'
 
 
+async def shown(
+    http: aiohttp.ClientSession, server: EngineServer, name: str, value: float
+) -> dict[str, float]:
+    """The metrics, as soon as the one of that name has that value."""
+    async with asyncio.timeout(10):
+        while (seen := await metrics(http, server))[labelled(name)] != value:  # noqa: ASYNC110 - over HTTP
+            await asyncio.sleep(0.005)
+    return seen
+
+
 # -- answers
 
 
@@ -249,11 +259,10 @@ async def test_a_client_that_leaves_frees_its_slot(http: aiohttp.ClientSession, 
         long = asyncio.create_task(
             http.post(url, json={"prompt": "a", "max_tokens": 3000, "stream": streaming})
         )
-        await asyncio.sleep(0.1)
+        await shown(http, engine, "num_requests_running", 1)
         next_one = asyncio.create_task(complete(http, engine, prompt="b", max_tokens=2))
-        await asyncio.sleep(0.1)
-        seen = await metrics(http, engine)
-        assert (seen[labelled("num_requests_running")], seen[labelled("num_requests_waiting")]) == (1, 1)
+        seen = await shown(http, engine, "num_requests_waiting", 1)
+        assert seen[labelled("num_requests_running")] == 1
         assert seen[labelled("num_requests_waiting_by_reason", "")[:-1] + ',reason="capacity"}'] == 1
         async with http.get(f"{engine.url}/load") as response:
             assert await response.json() == {"server_load": 2}
@@ -272,23 +281,26 @@ async def test_a_client_that_leaves_frees_its_slot(http: aiohttp.ClientSession, 
 async def test_priority_reorders_the_queue(http: aiohttp.ClientSession) -> None:
     async with EngineServer(options(max_sequences=1, order="priority", clock_speed=5.0)) as engine:
         finished: list[str] = []
+        url = f"{engine.url}/v1/completions"
 
         async def ask(name: str, body: dict[str, Any], **headers: str) -> None:
-            status, _ = await post(http, f"{engine.url}/v1/completions", {"prompt": name, **body}, **headers)
+            status, _ = await post(http, url, {"prompt": name, **body}, **headers)
             assert status == 200
             finished.append(name)
 
         tasks = []
-        for name, body, headers in [
-            ("first", {"max_tokens": 60}, {}),
-            ("late", {"priority": 5}, {}),
-            ("soon", {"priority": -5}, {}),
-            ("sooner", {"priority": 9}, {"X-Vllm-Priority": "-9"}),  # the header beats the body
-        ]:
-            tasks.append(asyncio.create_task(ask(name, body, **headers)))
-            await asyncio.sleep(0.02)
+        async with http.post(url, json={"prompt": "a", "max_tokens": 3000, "stream": True}) as first:
+            await first.content.readline()
+            for name, body, headers in [
+                ("late", {"priority": 5}, {}),
+                ("soon", {"priority": -5}, {}),
+                ("sooner", {"priority": 9}, {"X-Vllm-Priority": "-9"}),  # the header beats the body
+            ]:
+                tasks.append(asyncio.create_task(ask(name, body, **headers)))
+                await shown(http, engine, "num_requests_waiting", len(tasks))
+            first.close()
         await asyncio.gather(*tasks)
-        assert finished == ["first", "sooner", "soon", "late"]
+        assert finished == ["sooner", "soon", "late"]
 
 
 async def test_a_full_queue_is_refused_as_vllm_does(http: aiohttp.ClientSession) -> None:

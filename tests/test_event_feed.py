@@ -20,6 +20,7 @@ import zmq
 import lmetric as lm
 from lmetric._core import EventFeed
 from lmetric.engines.emulated import EngineOptions, EngineServer
+from waiting import until_threads
 
 END = (2**64 - 1).to_bytes(8, "big")
 BLOCK = 16
@@ -27,12 +28,13 @@ BLOCK = 16
 
 def until(condition: Callable[[], object], *engines: Publisher) -> None:
     """Waits for what another thread is about to do, while engines answer what they are asked."""
-    deadline = time.monotonic() + 10.0
-    while not condition():
+
+    def looked() -> object:
         for engine in engines:
             engine.answer()
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.005)
+        return condition()
+
+    until_threads(looked)
 
 
 def stored(hashes: list[Any], tokens: list[Any], parent: Any = None, **more: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def made() -> dict[str, Any]:
 
 def test_files_and_page_are_what_the_script_makes(made: dict[str, Any]) -> None:
     files = made["files"]()
-    assert set(files) | {"independent-sim"} == set(shipped_profiles())
+    assert set(files) | made["HAND"] == set(shipped_profiles())
     for name, text in files.items():
         path = ROOT / "python" / "lmetric" / "profiles" / f"{name}.yaml"
         assert path.read_text() == text, "run scripts/make_profiles"
@@ -127,7 +127,7 @@ def test_the_public_tables_are_met(made: dict[str, Any]) -> None:
 def test_the_command_prints_a_profile_or_says_what_is_wrong() -> None:
     command = [sys.executable, "-m", "lmetric.profiles.roofline", "--gpu", "a100", "--model", "qwen2.5-32b"]
     done = subprocess.run([*command, "--gpus", "2"], capture_output=True, text=True, check=True)
-    assert yaml.safe_load(done.stdout) == load_profile("qwen2.5-32b-2xa100").model_dump()
+    assert yaml.safe_load(done.stdout) == load_profile("qwen2.5-32b-2xa100").model_dump(exclude_none=True)
     done = subprocess.run([*command, "--gpus", "0"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "gpus must be at least 1, got 0" in done.stderr
@@ -146,3 +146,18 @@ def test_other_blocks_hold_as_many_tokens() -> None:
         ProfileError, match="in blocks of 0 tokens: block_tokens: Input should be greater than 0"
     ):
         profile.in_blocks_of(0)
+
+
+def test_equation_15_is_a_profile_and_a_bad_curve_is_named(tmp_path: Path) -> None:
+    held, printed = load_profile("sibyl-eq15-held"), load_profile("sibyl-eq15-as-printed")
+    assert held.decode_throughput is not None
+    assert printed.decode_throughput is not None
+    assert held.decode_throughput == printed.decode_throughput.model_copy(update={"hold_peak": True})
+    curve = {"alpha": -0.423, "beta": 44.766, "gamma": -7.753, "hold_peak": False}
+    assert printed.constants()["decode_throughput"] == curve
+    content = yaml.safe_load((ROOT / "python/lmetric/profiles/sibyl-eq15-held.yaml").read_text())
+    for change, told in (({"gamma": -50.0}, "tokens/s of one sequence"), ({"alpha": 0.1}, "alpha")):
+        path = tmp_path / "bad.yaml"
+        path.write_text(yaml.safe_dump(content | {"decode_throughput": curve | change}))
+        with pytest.raises(ProfileError, match=told):
+            load_profile(str(path))

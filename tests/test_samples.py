@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,26 +14,24 @@ import zmq
 
 import lmetric as lm
 from lmetric._core import EventFeed
+from waiting import until_threads as until
 
 SAMPLES = Path(__file__).parent / "samples"
-
-
-def until(true: Callable[[], object]) -> None:
-    for _ in range(500):
-        if true():
-            return
-        time.sleep(0.01)
-    raise AssertionError("did not come true")
 
 
 @contextmanager
 def publisher() -> Iterator[tuple[str, Callable[[Any], None]]]:
     """An endpoint, and what sends the frames of a sample there."""
     context = zmq.Context()
-    socket = context.socket(zmq.PUB)
+    socket = context.socket(zmq.XPUB)  # which sees subscriptions
     port = socket.bind_to_random_port("tcp://127.0.0.1")
 
+    subscribed: list[bytes] = []
+
     def send(sample: Any) -> None:
+        if not subscribed:  # what is sent before is for nobody
+            assert socket.poll(10_000), "nobody subscribed"
+            subscribed.append(socket.recv())
         topic, sequence, payload = sample
         socket.send_multipart((topic.encode(), sequence.to_bytes(8, "big"), msgpack.packb(payload)))
 
@@ -52,7 +49,6 @@ def hearing(block_size: int, endpoint: str, topic: str) -> Iterator[tuple[lm.Rou
     with EventFeed(router) as feed:
         feed.subscribe("e0", endpoint, topic=topic)
         until(lambda: feed.status("e0")[0]["connected"])
-        time.sleep(0.2)  # a subscription reaches the publisher a moment after the connection
         yield router, feed
 
 
@@ -112,7 +108,6 @@ def test_sglang_load() -> None:
         with EventFeed(router) as feed:
             feed.subscribe_load("e0", endpoint, topic="load")
             until(lambda: feed.load_status("e0")["connected"])
-            time.sleep(0.2)
             send(stat)
             until(lambda: router.indicators()["reported_waiting"][0] == 2)
             assert router.indicators()["reported_running"][0] == 3

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lmetric.engines.embedded import EmbeddedEngines
 from lmetric.engines.emulated import EngineOptions
 from lmetric.replay import Client, Player
-from lmetric.sim.distributions import LogNormal, Quantiles
+from lmetric.sim.distributions import LENGTHS, LogNormal, Quantiles
 from lmetric.sim.prompts import PromptWriter
 from lmetric.sim.synthetic import SyntheticError, check_synthetic
 from lmetric.sim.traces import Trace, ideal_hit_tokens, load_trace, write_trace
@@ -46,6 +46,49 @@ def test_log_normal_meets_its_two_figures(figure: dict[str, float]) -> None:
     assert got == pytest.approx(value, rel=0.03)
     cut = LogNormal(p50=200, **figure, min=150, max=300).draw(1000, np.random.default_rng(1))
     assert (cut.min(), cut.max()) == (150, 300)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "longest_prompt", "answer", "deviation"),
+    [
+        ("sibyl-random", 256.5, 512, 4096.5, 8192 / math.sqrt(12)),
+        ("sharegpt-like", 183, 1024, 5657, 3317),
+        ("zeta-like", 345, 1700, 5000, 3492),
+    ],
+)
+def test_named_lengths_have_the_papers_figures(
+    name: str, prompt: float, longest_prompt: int, answer: float, deviation: float
+) -> None:
+    trace = check_synthetic(
+        {
+            "synthetic": "requests",
+            "rate": 2000,
+            "duration_seconds": 100,
+            "lengths": name,
+            "block_tokens": 512,
+        },
+        "here",
+    ).make()
+    assert trace.input_tokens.mean() == pytest.approx(prompt, rel=0.02)
+    assert trace.output_tokens.mean() == pytest.approx(answer, rel=0.01)
+    assert trace.output_tokens.std() == pytest.approx(deviation, rel=0.01)
+    assert (trace.input_tokens.max(), trace.output_tokens.max()) == (longest_prompt, 8192)
+    assert min(trace.input_tokens.min(), trace.output_tokens.min()) >= 1
+
+
+def test_named_lengths_stand_for_both_and_are_named_when_wrong() -> None:
+    named = {"synthetic": "requests", "rate": 5.0, "duration_seconds": 100}
+    spelled = LENGTHS["zeta-like"].model_dump()
+    trace, same = (
+        check_synthetic(named | more, "here").make() for more in ({"lengths": "zeta-like"}, spelled)
+    )
+    assert trace.output_tokens.tolist() == same.output_tokens.tolist()
+    for more, told in (
+        ({"lengths": "zeta"}, "sibyl-random, sharegpt-like, zeta-like, got 'zeta'"),
+        ({"lengths": "zeta-like", "input_tokens": 5}, "lengths or input_tokens, not both"),
+    ):
+        with pytest.raises(SyntheticError, match=told):
+            check_synthetic(named | more, "here")
 
 
 def gaps(trace: Trace) -> Any:

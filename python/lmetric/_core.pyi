@@ -234,6 +234,8 @@ class Ticket:
     def from_token(self) -> int: ...  # where the open segment begins
     @property
     def follows(self) -> bool: ...  # whether another segment follows it
+    @property
+    def next_instance(self) -> str | None: ...  # where that is bound to; None: nowhere yet
     def sent(self, now: float | None = None) -> None: ...
     def scheduled(self, now: float | None = None) -> None: ...  # optional: the engine took it off its queue
     def prefilled(
@@ -403,7 +405,7 @@ class Engine:
 
     def __new__(
         cls,
-        profile: Mapping[str, float],
+        profile: Mapping[str, Any],
         words: _Buffer,
         vocabulary: int,
         *,
@@ -420,6 +422,7 @@ class Engine:
         priority: int = 0,
         salt: str | None = None,
         report_cached: bool = False,  # blocks of the prompt that are cached already come as stored once more
+        pulled_tokens: int = 0,  # leading prompt tokens whose KV comes from another engine
     ) -> int: ...  # the request's key; BadValueError where the engine could never serve it
     def abort(self, id: int) -> bool: ...  # False: not in the engine
     def start_step(self, now: float) -> float | None: ...  # its end; None: nothing to do at `now`
@@ -509,7 +512,7 @@ def simulate(
     *,
     policy: str | Expr | Policy | PolicyFunction | None = None,
     knobs: Mapping[str, float] | None = None,
-    profiles: Sequence[Mapping[str, float]],  # one for each instance
+    profiles: Sequence[Mapping[str, Any]],  # one for each instance
     seed: int = 0,
     signals: str = "exact",
     admission: str = "reserve",
@@ -523,4 +526,12 @@ def simulate(
     step_time: Mapping[str, float] | None = None,
     output_known: bool = True,
     timeline_seconds: float = 10.0,
+    roles: Sequence[str] | None = None,  # "prefill", "decode" or "both" of each instance; None: all do both
+    decode_policy: str | Expr | Policy | PolicyFunction | None = None,
+    decode_knobs: Mapping[str, float] | None = None,
+    binding: str = "early",
+    unlimited_prefill: bool = False,
+    transfer_seconds_per_token: float = 0.0,
+    transfer_fixed_seconds: float = 0.0,
+    transfer_overlap: str = "end",
 ) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; the interpreter lock is released

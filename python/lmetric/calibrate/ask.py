@@ -11,9 +11,9 @@ import orjson
 
 from lmetric.calibrate.plan import CalibrationError
 from lmetric.engines.adapter import Adapter, Load, count_of
+from lmetric.engines.http import EngineClient, Unanswered
 from lmetric.engines.identify import identify
 
-_SECONDS = 30.0
 # The pages that show an engine's settings: vLLM's in its development mode, SGLang's.
 _SETTINGS = "/server_info?config_format=json"
 
@@ -35,8 +35,7 @@ class Asker:
     """Asks one engine. `session` carries the credentials."""
 
     def __init__(self, session: aiohttp.ClientSession, root: str) -> None:
-        self._session = session
-        self._root = root
+        self._engine = EngineClient(session, root)
         self._adapter: Adapter | None = None
         self._load_path: str | None = None
 
@@ -49,16 +48,16 @@ class Asker:
         try:
             self._adapter, can = await identify(self._get)
         except ValueError as error:
-            raise CalibrationError(f"{self._root}: {error}") from None
+            raise CalibrationError(f"{self._engine.url}: {error}") from None
         self._load_path = can.load_path
         bases = [served.name for served in can.models if served.parent is None]
         if model is None:
             if len(bases) != 1:
-                raise CalibrationError(f"{self._root} serves {', '.join(bases)}: name one with --model")
+                raise CalibrationError(f"{self._engine.url} serves {', '.join(bases)}: name one with --model")
             model = bases[0]
         served = {each.name: each for each in can.models}
         if model not in served:
-            raise CalibrationError(f"{self._root} serves {', '.join(served)}, not {model!r}")
+            raise CalibrationError(f"{self._engine.url} serves {', '.join(served)}, not {model!r}")
         settings = await self._settings()
         return EngineFacts(
             model=model,
@@ -98,11 +97,9 @@ class Asker:
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         try:
-            timeout = aiohttp.ClientTimeout(total=_SECONDS)
-            async with self._session.get(self._root + path, timeout=timeout) as answer:
-                return answer.status, await answer.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise CalibrationError(f"cannot reach {self._root}: {error or type(error).__name__}") from None
+            return await self._engine.page(path)
+        except Unanswered as error:
+            raise CalibrationError(f"cannot reach {self._engine.url}: {error}") from None
 
 
 def busy(load: Load) -> bool:

@@ -17,7 +17,8 @@ def _read(
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")] = None,
     engine: Annotated[list[str] | None, typer.Option(metavar="URL", help="An engine; repeatable.")] = None,
     embedded: Annotated[
-        int | None, typer.Option(metavar="N", help="Start N emulated engines as child processes.")
+        str | None,
+        typer.Option(metavar="N", help="Start N emulated engines as child processes, or those of e.g. 2P4D."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="The engines' model [default: they are asked].")] = None,
     policy: Annotated[

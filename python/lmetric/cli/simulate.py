@@ -24,12 +24,14 @@ from lmetric.cli.options import (
 from lmetric.defaults import DEFAULT_PROFILE
 
 if TYPE_CHECKING:
-    from lmetric.sim.setups import Result, Setup
+    from lmetric.sim.setups import PolicyChoice, Result, Setup
     from lmetric.sim.study import Cell
 
 Signals = StrEnum("Signals", {"exact": "exact", "step_end": "step_end", "delayed": "delayed"})
 Admission = StrEnum("Admission", {"reserve": "reserve", "vllm": "vllm"})
 Index = StrEnum("Index", {"exact": "exact", "approximate": "approximate"})
+Binding = StrEnum("Binding", {"early": "early", "late": "late"})
+Prefill = StrEnum("Prefill", {"queues": "queues", "unlimited": "unlimited"})
 
 
 def command(
@@ -42,6 +44,34 @@ def command(
         ),
     ] = None,
     instances: Annotated[int, typer.Option(min=1, help="Engines in the fleet.")] = 16,
+    roles: Annotated[
+        str | None,
+        typer.Option(
+            metavar="16P64D", help="Pools in place of --instances: so many prefill, so many decode."
+        ),
+    ] = None,
+    decode_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="X,Y,…",
+            help="With --roles: where requests decode, each with each --policy [default: least_requests].",
+        ),
+    ] = None,
+    binding: Annotated[
+        Binding | None,
+        typer.Option(help="With --roles: that is chosen on arrival, or after the prefill [default: early]."),
+    ] = None,
+    prefill: Annotated[
+        Prefill | None,
+        typer.Option(help="With --roles: prompts queue, or each takes its own time [default: queues]."),
+    ] = None,
+    transfer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GB/S[,layers]",
+            help="With --roles: how fast KV moves, also with fixed=SECONDS; or none [default: 50].",
+        ),
+    ] = None,
     profile: Annotated[
         str, typer.Option(help="What steps cost: a shipped profile, or a YAML file.")
     ] = DEFAULT_PROFILE,
@@ -99,9 +129,20 @@ def command(
     same command gives the same figures. Ctrl-C ends without any, with exit code 130.
     """
     from lmetric.cli.show import note
-    from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, split_policies, trace_label
+    from lmetric.sim.pools import Roles, Transfer
+    from lmetric.sim.setups import Setup, TraceChoice, trace_label
     from lmetric.sim.summary import Slo, parse_share
 
+    pools = None if roles is None else Roles.of(roles)
+    if pools is None or not pools.decode:
+        told = {
+            "--decode-policy": decode_policy, "--binding": binding, "--prefill": prefill,
+            "--transfer": transfer,
+        }  # fmt: skip
+        for name, given in told.items():
+            if given is not None:
+                raise typer.BadParameter("needs --roles with a decode pool, e.g. 16P64D", param_hint=name)
+    Transfer.of(transfer)
     for name, value in (("--speed", speed), ("--duration", duration), ("--report-period", report_period)):
         if value is not None and not value > 0:
             raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
@@ -112,14 +153,15 @@ def command(
         from lmetric.sim.figures import require_matplotlib
 
         require_matplotlib()
-    parsed = (PolicyChoice.parse(text) for text in split_policies(policy or ["vllm", "lmetric"]))
-    choices = list({choice.label: choice for each in parsed for choice in each}.values())
-    for choice in choices:
-        choice.build()
+    choices = _choices(policy or ["vllm", "lmetric"])
+    seconds: list[PolicyChoice | None] = [None]
+    if pools is not None and pools.decode:
+        seconds = [*_choices(decode_policy or ["least_requests"])]
     settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
     optional = {
         "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
-        "predictor": predictor,
+        "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
+        "transfer": transfer,
     }  # fmt: skip
     settings |= {name: value for name, value in optional.items() if value is not None}
     taken = TraceChoice(
@@ -129,11 +171,14 @@ def command(
     )  # fmt: skip
     setups = [
         Setup(
-            trace=taken, policy=choice, instances=instances, profile=profile, speed=speed, seed=seed,
+            trace=taken, policy=choice, decode_policy=second, profile=profile, speed=speed, seed=seed,
+            instances=instances if pools is None else pools.instances,
+            roles=None if pools is None else str(pools),
             block_tokens=block_tokens,
             settings=settings, measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
         )
         for choice in choices
+        for second in seconds
         for seed in range(seeds)
     ]  # fmt: skip
     results = _run(setups, jobs)
@@ -144,10 +189,21 @@ def command(
     if report is not None or figures is not None:
         from lmetric.cli.show import write_report
 
-        write_report(results, f"{taken.label}: {len(choices)} policies", report, figures)
+        write_report(results, f"{taken.label}: {len(choices) * len(seconds)} policies", report, figures)
     for path in (report, figures):
         if path is not None:
             note(f"wrote {path}")
+
+
+def _choices(texts: list[str]) -> list[PolicyChoice]:
+    """The policies that these texts name, each once."""
+    from lmetric.sim.setups import PolicyChoice, split_policies
+
+    parsed = (PolicyChoice.parse(text) for text in split_policies(texts))
+    choices = list({choice.label: choice for each in parsed for choice in each}.values())
+    for choice in choices:
+        choice.build()
+    return choices
 
 
 def _run(setups: list[Setup], jobs: int | None) -> list[Result]:
@@ -178,7 +234,7 @@ def _write_json(results: list[Result], path: Path | None) -> None:
     from lmetric.cli.show import print_json, write_json
 
     setup = asdict(results[0].setup)
-    for name in ("policy", "seed", "fraction_of_max"):
+    for name in ("policy", "decode_policy", "seed", "fraction_of_max"):
         del setup[name]
     told = {
         "version": version("lmetric-router"),
@@ -200,7 +256,7 @@ def _print(results: list[Result]) -> None:
     spread = f"mean over {seeds} seeds ± half their range; " if seeds > 1 else ""
     print(
         f"{first.figures.requests} requests measured, {first.arrivals_per_second:.2f} arriving a second, "
-        f"{first.setup.instances} instances of {first.setup.profile}; {spread}"
+        f"{first.setup.roles or first.setup.instances} instances of {first.setup.profile}; {spread}"
         f"{len(results)} runs in {wall:.2f} s of computing"
     )
     print_tables(cells(results))

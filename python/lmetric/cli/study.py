@@ -114,7 +114,7 @@ def _print(outcome: Outcome) -> None:
 
     for load in outcome.max_loads:
         print(
-            f"{', '.join(filter(None, load.setup.group))}: {load.setup.policy.label} sustains "
+            f"{', '.join(filter(None, load.setup.group))}: {load.setup.choice.label} sustains "
             f"{load.arrivals_per_second:.2f} requests/s (speed {load.speed:.3g})"
         )
     found = cells(outcome.results)

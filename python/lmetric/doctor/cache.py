@@ -12,12 +12,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lmetric.doctor.client import Answer, Unanswered
 from lmetric.doctor.clock import Ahead, ahead_by_events, judge_events
 from lmetric.doctor.ears import BLOCK_SIZE, Ear, Ears
 from lmetric.doctor.subject import Subject
 from lmetric.doctor.verdict import Outcome, Verdict
 from lmetric.engines.adapter import samples
+from lmetric.engines.http import Answer, Unanswered
 
 EVENT_SECONDS = (1.0, 3.0)
 """Until an event of a prompt just computed must have come, at the first try and the second: the subscription

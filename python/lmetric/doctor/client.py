@@ -1,92 +1,19 @@
-"""The doctor's own requests to one engine."""
+"""The doctor's own requests to one engine: questions, and a stream that can be left."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
-import orjson
 
-PATIENCE_SECONDS = 30.0
-"""For one answer: an engine that is busy must have time for a short request."""
+from lmetric.engines.http import PATIENCE_SECONDS, Answer, EngineClient, Unanswered
 
 
-class Unanswered(Exception):
-    """No answer came; says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer of an engine."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        """The body, or None where it is no JSON."""
-        try:
-            return orjson.loads(self.body)
-        except orjson.JSONDecodeError:
-            return None
-
-    def error(self) -> str:
-        """One line about an answer that is no good: its status, and what it says."""
-        said = self.json
-        if isinstance(said, dict):
-            inner = said.get("error")
-            said = inner.get("message") if isinstance(inner, dict) else said.get("message", inner)
-        text = said if isinstance(said, str) else self.body.decode(errors="replace")
-        return f"status {self.status}" + (f": {' '.join(text.split())[:200]}" if text.strip() else "")
-
-    def usage(self, *path: str) -> int | None:
-        """A number in the answer's `usage`; None where it is not told."""
-        told: Any = self.json
-        for key in ("usage", *path):
-            told = told.get(key) if isinstance(told, dict) else None
-        return told if isinstance(told, int) else None
-
-
-class EngineClient:
-    """HTTP to one engine."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str, api_key: str | None) -> None:
-        self.url = url.rstrip("/")
-        self._session = session
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-
-    async def get(self, path: str, seconds: float = PATIENCE_SECONDS) -> Answer:
-        """Raises Unanswered."""
-        return await self._ask("GET", path, None, seconds)
-
-    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
-        """Raises Unanswered."""
-        return await self._ask("POST", path, body, PATIENCE_SECONDS, headers)
-
-    async def _ask(
-        self, method: str, path: str, body: Any, seconds: float, headers: Mapping[str, str] | None = None
-    ) -> Answer:
-        timeout = aiohttp.ClientTimeout(total=seconds)
-        try:
-            async with self._session.request(
-                method,
-                self.url + path,
-                json=body,
-                headers={**self._headers, **(headers or {})},
-                timeout=timeout,
-            ) as response:
-                return Answer(response.status, dict(response.headers), await response.read())
-        except TimeoutError:
-            raise Unanswered(f"{method} {path}: no answer within {seconds:g} s") from None
-        except aiohttp.ClientConnectorError as error:
-            raise Unanswered(f"no connection: {error.os_error.strerror or error.os_error}") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise Unanswered(f"{method} {path}: {error or type(error).__name__}") from None
+class StreamingClient(EngineClient):
+    """As an EngineClient, and streams."""
 
     @contextlib.asynccontextmanager
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[Stream]:

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from lmetric.doctor.client import Unanswered
 from lmetric.doctor.subject import Subject
 from lmetric.engines.adapter import Load
+from lmetric.engines.http import Unanswered
 
 FRESH_SECONDS = 3.0
 CANCEL_SECONDS = 3.0

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-from lmetric.doctor.client import Unanswered
 from lmetric.doctor.load import POLL_SECONDS, read_load, until
 from lmetric.doctor.reach import PROMPT
 from lmetric.doctor.subject import Subject
+from lmetric.engines.http import Unanswered
 
 MOST_REQUESTS, AT_ONCE = 64, 8
 QUEUE = 8

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from lmetric.doctor.client import Unanswered
 from lmetric.doctor.clock import judge_date
 from lmetric.doctor.subject import Subject
+from lmetric.engines.http import Unanswered
 from lmetric.engines.identify import identify
 
 PROMPT = "Say something."
@@ -33,13 +33,8 @@ async def check_reachable(subject: Subject) -> None:
 
 async def check_model(subject: Subject) -> None:
     """It is asked what it is, and answers a completion."""
-
-    async def ask(path: str) -> tuple[int, bytes]:
-        answer = await subject.client.get(path, seconds=10)
-        return answer.status, answer.body
-
     try:
-        subject.adapter, subject.capabilities = await identify(ask)
+        subject.adapter, subject.capabilities = await identify(subject.client.page)
     except (Unanswered, ValueError) as error:
         key = "give the engine's key (api_key in the configuration)" if "status 401" in str(error) else None
         subject.failed("model", str(error), key)

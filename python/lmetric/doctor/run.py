@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import aiohttp
 
 from lmetric.doctor.cache import check_cache
-from lmetric.doctor.client import EngineClient
+from lmetric.doctor.client import StreamingClient
 from lmetric.doctor.ears import Ears
+from lmetric.doctor.handover import check_handovers
 from lmetric.doctor.load import check_load_and_cancel
 from lmetric.doctor.priority import check_priority
 from lmetric.doctor.reach import check_model, check_reachable
@@ -26,6 +27,7 @@ class Examination:
     engine: str
     url: str
     model: str | None
+    role: str
     verdicts: dict[str, Verdict]
     """By check, in the order of `CHECKS`. A check that could not be tried has none."""
 
@@ -34,7 +36,8 @@ class Examination:
         return [
             name
             for name in CHECKS
-            if needed(name, level) and (name not in self.verdicts or self.verdicts[name].outcome != "pass")
+            if (needed(name, level) or (name == "handover" and self.role != "both"))
+            and (name not in self.verdicts or self.verdicts[name].outcome != "pass")
         ]
 
     @property
@@ -55,6 +58,7 @@ async def examine(targets: Sequence[Target], *, thorough: bool = False) -> list[
         try:
             subjects = [_subject(target, session) for target in targets]
             await asyncio.gather(*(_examine(subject, ears, thorough) for subject in subjects))
+            await check_handovers([subject for subject in subjects if subject.has("reachable")])
         finally:
             await asyncio.to_thread(ears.close)
     return [
@@ -62,6 +66,7 @@ async def examine(targets: Sequence[Target], *, thorough: bool = False) -> list[
             subject.name,
             subject.client.url,
             subject.model or None,
+            subject.role,
             {name: subject.verdicts[name] for name in CHECKS if name in subject.verdicts},
         )
         for subject in subjects
@@ -71,7 +76,7 @@ async def examine(targets: Sequence[Target], *, thorough: bool = False) -> list[
 def _subject(target: Target, session: aiohttp.ClientSession) -> Subject:
     engine = target.engine
     key = engine.api_key.get_secret_value() if engine.api_key else None
-    return Subject(target, EngineClient(session, engine.url, key))
+    return Subject(target, StreamingClient(session, engine.url, key))
 
 
 async def _examine(subject: Subject, ears: Ears, thorough: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lmetric.config import EngineConfig, PoolSettings
-from lmetric.doctor.client import EngineClient
+from lmetric.doctor.client import StreamingClient
 from lmetric.doctor.verdict import Outcome, Verdict
 from lmetric.engines.adapter import Adapter, Capabilities
 from lmetric.tokens import PromptTokenizer
@@ -27,7 +27,7 @@ class Subject:
     """What is known of it so far, and the verdicts on it."""
 
     target: Target
-    client: EngineClient
+    client: StreamingClient
     adapter: Adapter | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities("unknown"))
     model: str = ""
@@ -39,6 +39,11 @@ class Subject:
     def name(self) -> str:
         """As the router calls it."""
         return self.target.engine.label
+
+    @property
+    def role(self) -> str:
+        """As the configuration says, else as it tells."""
+        return self.target.engine.role or self.capabilities.role or "both"
 
     @property
     def max_tokens(self) -> int:

@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from lmetric.doctor.client import Unanswered
 from lmetric.doctor.reach import PROMPT
 from lmetric.doctor.subject import Subject
+from lmetric.engines.http import Unanswered
 from lmetric.tokens import NotPredictable, PromptTokenizer, TokenizerError, find_folder, verify
 from lmetric.tokens.verify import NotVerifiable
 

@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import orjson
 
+from lmetric.engines.errors import error_text
+
 # GET of a path with its query: status and body. Raises what its maker raises where nobody answers.
 Ask = Callable[[str], Awaitable[tuple[int, bytes]]]
 
@@ -76,6 +78,19 @@ class Priority:
         return urgency if self.order == "higher_first" else -urgency
 
 
+Role = Literal["both", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """How an engine hands the KV cache of a request to another engine. None: it does not tell."""
+
+    connector: str  # a name of `lmetric.engines.handover.CONNECTORS`
+    lease_seconds: float | None = None  # that it holds what nobody has fetched
+    on_failure: str | None = None  # of a fetch: recompute or fail
+    bootstrap_port: int | None = None  # where decode engines find it (SGLang)
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What an engine is and can do, as it says itself. None: it does not tell."""
@@ -101,8 +116,10 @@ class Capabilities:
     request_ids: bool | None = None  # whether it echoes X-Request-Id
     # The request field that makes it tell the cached prefix of a request in its events again.
     full_report: Mapping[str, Any] | None = None
-    # Ways to hand a request's KV cache to another engine. Empty: none known; nothing asks for them yet.
-    handover: tuple[str, ...] = ()
+    # How it hands KV caches to other engines, and, where it does not, why.
+    handover: Handover | None = None
+    no_handover: str | None = None
+    role: Role | None = None  # what it is there for
 
     @property
     def cache_tokens(self) -> int | None:
@@ -181,7 +198,7 @@ class Adapter(ABC):
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]]
     prefix: str  # of its metrics' names
     cached_counter: str | None = None  # its counter of prompt tokens found in the cache, without its prefix
-    # What to set on it for load, prefix_cache, cached_tokens, kv_events, priority; shown by the doctor.
+    # What to set on it for load, prefix_cache, cached_tokens, kv_events, priority, handover; shown by the doctor.
     flags: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
@@ -217,17 +234,9 @@ class Adapter(ABC):
                 found[meaning] = number
         return Load(**found, names=tuple(name for name in values if name in self.gauges))
 
-    def error(self, body: bytes) -> str | None:
-        """What an error answer of the engine says, on one line; None where it says nothing."""
-        try:
-            value = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            return None
-        if isinstance(value, dict) and isinstance(value.get("error"), dict):
-            value = value["error"]
-        # Errors stand bare in older vLLMs' and in SGLang's plain answers, and in FastAPI's own as `detail`.
-        message = (value.get("message") or value.get("detail")) if isinstance(value, dict) else None
-        return " ".join(message.split())[:300] if isinstance(message, str) and message.strip() else None
+    def error(self, body: bytes) -> str:
+        """What an error answer of the engine says, on one line; empty where it says nothing."""
+        return error_text(body)
 
 
 @functools.cache

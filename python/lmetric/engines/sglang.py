@@ -11,10 +11,12 @@ from lmetric.engines.adapter import (
     Adapter,
     Capabilities,
     EventSource,
+    Handover,
     Load,
     Model,
     Pages,
     Priority,
+    Role,
     count_of,
     number_of,
     samples,
@@ -23,6 +25,9 @@ from lmetric.engines.adapter import (
 
 LOADS = "/v1/loads?include=core"
 _EVENTS_FLAG = """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'"""
+_HANDOVER_FLAG = "--disaggregation-mode prefill (or decode)"
+_ROLES: Mapping[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}
+_BOOTSTRAP_PORT = 8998  # where the flag is left out
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 
 
@@ -43,6 +48,7 @@ class Sglang(Adapter):
         "cached_tokens": "--enable-cache-report",
         "kv_events": _EVENTS_FLAG,
         "priority": "--enable-priority-scheduling",
+        "handover": _HANDOVER_FLAG,
     }
 
     async def recognises(self, pages: Pages) -> bool:
@@ -62,6 +68,9 @@ class Sglang(Adapter):
         load_path = LOADS if self.load(await pages.text(LOADS)) else "/metrics"
         load = self.load(await pages.text(load_path))
         sources, no_events = _sources(info, events, ranks)
+        role = _ROLES.get(str(info.get("disaggregation_mode") or model.get("disaggregation_mode")))
+        parts = role in ("prefill", "decode")
+        port = count_of(info, "disaggregation_bootstrap_port") or _BOOTSTRAP_PORT
         load_base = count_of(events, "load_endpoint_port_base")
         return Capabilities(
             self.name,
@@ -81,6 +90,9 @@ class Sglang(Adapter):
             cached_tokens=bool(info["enable_cache_report"]) if "enable_cache_report" in info else None,
             priority=_priority(info),
             request_ids=False,
+            handover=Handover("bootstrap", bootstrap_port=port) if parts else None,
+            no_handover=None if parts else f"it serves whole requests; start it with {_HANDOVER_FLAG}",
+            role=role,
         )
 
     def load(self, page: bytes) -> Load:

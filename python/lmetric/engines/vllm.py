@@ -10,9 +10,12 @@ from lmetric.engines.adapter import (
     Adapter,
     Capabilities,
     EventSource,
+    Handover,
     Pages,
     Priority,
+    Role,
     count_of,
+    number_of,
     samples,
     text_of,
 )
@@ -21,6 +24,12 @@ _EVENTS_FLAG = (
     """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
     """"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'"""
 )
+_HANDOVER_FLAG = (
+    """--kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both", """
+    """"kv_load_failure_policy": "recompute"}'"""
+)
+_NIXL = re.compile(rb"^vllm:nixl_", re.MULTILINE)
+_ROLES: Mapping[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 # The first version known to tell a request's cached prefix again when asked to.
 _FULL_REPORT_SINCE = (0, 32)
 
@@ -43,6 +52,7 @@ class Vllm(Adapter):
         "cached_tokens": "--enable-prompt-tokens-details",
         "kv_events": _EVENTS_FLAG,
         "priority": "--scheduling-policy priority",
+        "handover": _HANDOVER_FLAG,
     }
 
     async def recognises(self, pages: Pages) -> bool:
@@ -62,6 +72,7 @@ class Vllm(Adapter):
         caching = {cache.get("enable_prefix_caching") for cache in caches}
         sources, no_events = _sources(await pages.answer("/kv_event_sources"), version)
         load = self.load(metrics)
+        handover, role = await _handover(pages, metrics)
         return Capabilities(
             self.name,
             version,
@@ -81,7 +92,24 @@ class Vllm(Adapter):
                 if _number(version) >= _FULL_REPORT_SINCE
                 else None
             ),
+            handover=handover,
+            no_handover=None if handover else f"its /metrics know of no NIXL; start it with {_HANDOVER_FLAG}",
+            role=role,
         )
+
+
+async def _handover(pages: Pages, metrics: bytes) -> tuple[Handover | None, Role | None]:
+    """Its connector, which only its metrics show, and what it tells of it where it is in development mode."""
+    if not _NIXL.search(metrics):
+        return None, None
+    config = (await pages.object("/server_info?config_format=json")).get("vllm_config")
+    transfer = config.get("kv_transfer_config") if isinstance(config, dict) else None
+    if not isinstance(transfer, dict):
+        return Handover("nixl"), None
+    extra = transfer.get("kv_connector_extra_config")
+    lease = number_of(extra.get("kv_lease_duration", 30)) if isinstance(extra, dict) else None
+    policy = text_of(transfer, "kv_load_failure_policy")
+    return Handover("nixl", lease, policy), _ROLES.get(str(transfer.get("kv_role")))
 
 
 def _labels(raw: bytes) -> dict[str, str]:

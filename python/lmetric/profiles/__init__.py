@@ -17,12 +17,35 @@ class ProfileError(ValueError):
     """A profile that cannot be found or read: names the file, the field and what would have been right."""
 
 
+class DecodeThroughput(BaseModel):
+    """Tokens a second that n decoding sequences make together, ``alpha n^2 + beta n + gamma`` whatever their
+    context (SIBYL, Eq. 15). The curve falls beyond its peak at ``-beta / 2 alpha``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    alpha: float = Field(lt=0, description="Curvature: below 0.")
+    beta: float = Field(gt=0, description="Slope at no sequence.")
+    gamma: float = Field(description="Tokens a second of no sequence, by the fit.")
+    hold_peak: bool = Field(
+        default=True,
+        description="The curve stays at its peak beyond it. False: as printed, an engine that gets where it "
+        "is 0 or less stands still for ever.",
+    )
+
+    @model_validator(mode="after")
+    def _one_sequence_moves(self) -> DecodeThroughput:
+        if self.alpha + self.beta + self.gamma <= 0:
+            raise ValueError("alpha + beta + gamma, the tokens/s of one sequence, must be above 0")
+        return self
+
+
 class Profile(BaseModel):
     """One engine's constants.
 
     A step takes ``fixed_seconds + decode_seconds_per_sequence x sequences + decode_seconds_per_context_token
     x their context tokens + prefill_seconds_per_token x tokens + prefill_seconds_per_attention_pair x
-    pairs``; a prefill chunk of g tokens behind n tokens of context has g x (n + g / 2) pairs.
+    pairs``; a prefill chunk of g tokens behind n tokens of context has g x (n + g / 2) pairs. Where
+    ``decode_throughput`` is given, n sequences' decodes take ``n / throughput(n)`` instead.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -40,6 +63,12 @@ class Profile(BaseModel):
     max_sequences: int = Field(gt=0, le=2**30, description="Most sequences that run at once.")
     block_tokens: int = Field(gt=0, le=2**20, description="Tokens of a KV block.")
     cache_blocks: int = Field(gt=0, le=2**30, description="Blocks that the KV memory holds.")
+    kv_bytes_per_token: int | None = Field(
+        default=None, gt=0, le=2**40, description="KV cache of a token, for what a transfer takes."
+    )
+    decode_throughput: DecodeThroughput | None = Field(
+        default=None, description="Decodes by a curve over the batch size, in place of the three constants."
+    )
     source: str | None = Field(default=None, description="Where the constants come from.")
     note: str | None = Field(default=None, description="What to know before trusting them.")
 
@@ -49,9 +78,9 @@ class Profile(BaseModel):
             raise ValueError(f"max_batch_tokens must be max_sequences ({self.max_sequences}) or more")
         return self
 
-    def constants(self) -> dict[str, float | int]:
+    def constants(self) -> dict[str, Any]:
         """What the engine model takes: everything but source and note."""
-        return self.model_dump(exclude={"source", "note"})
+        return self.model_dump(exclude={"source", "note"}, exclude_none=True)
 
     def in_blocks_of(self, block_tokens: int) -> Profile:
         """The same engine with KV blocks of `block_tokens` tokens, as many as hold its tokens (rounded down,

@@ -188,6 +188,7 @@ def roofline(model: Model, gpu: Gpu, gpus: int = 1) -> Profile:
         max_sequences=MAX_SEQUENCES,
         block_tokens=BLOCK_TOKENS,
         cache_blocks=cache_blocks,
+        kv_bytes_per_token=model.kv_bytes_per_token,
         source=(
             f"Roofline from the model's shape and the GPU's data sheet ({gpus} x {gpu.label}: "
             f"{gpu.flops / 1e12:g} dense BF16 TFLOPS, {gpu.bytes_per_second / 1e12:g} TB/s) "

@@ -15,6 +15,8 @@ import aiohttp
 import orjson
 
 from lmetric._core import LmetricError
+from lmetric.engines.errors import error_text
+from lmetric.engines.http import EngineClient, Unanswered
 
 _ENDS = {"stop", "length", "tool_calls"}  # any other finish reason means that the answer is not whole
 _CONNECT_SECONDS = 10.0
@@ -102,16 +104,17 @@ class Client:
     async def _only_model(self) -> str:
         """The one model the server names; ReplayError where it cannot be asked, or names none or several."""
         try:
-            async with self._session.get(f"{self.base_url}/v1/models") as answer:
-                body = await answer.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ReplayError(f"cannot reach {self.base_url}: {error or type(error).__name__}") from None
+            answer = await EngineClient(self._session, self.base_url).get("/v1/models")
+        except Unanswered as error:
+            raise ReplayError(f"cannot reach {self.base_url}: {error}") from None
         if answer.status != 200:
-            raise ReplayError(f"{self.base_url}/v1/models answered {answer.status}: {_message(body)}")
+            raise ReplayError(f"{self.base_url}/v1/models: {answer.error()}")
         try:
-            names = [str(model["id"]) for model in orjson.loads(body)["data"]]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            raise ReplayError(f"{self.base_url}/v1/models is no list of models: {body[:80]!r}") from None
+            names = [str(model["id"]) for model in answer.json["data"]]
+        except (KeyError, TypeError):
+            raise ReplayError(
+                f"{self.base_url}/v1/models is no list of models: {answer.body[:80]!r}"
+            ) from None
         if len(names) != 1:
             raise ReplayError(
                 f"{self.base_url} serves {', '.join(names) or 'no model'}: name one with --model"
@@ -147,7 +150,7 @@ class Client:
         try:
             async with self._session.post(self._url, data=body) as answer:
                 if answer.status != 200:
-                    record.fail(f"http_{answer.status}", _message(await answer.read()))
+                    record.fail(f"http_{answer.status}", error_text(await answer.read()))
                     return
                 await self._read_stream(answer.content, record, start)
         except aiohttp.ClientConnectorError as error:
@@ -180,7 +183,7 @@ class Client:
         try:
             event = orjson.loads(data)
             if "error" in event:
-                record.fail("stream_error", event["error"].get("message", event["error"]))
+                record.fail("stream_error", error_text(data))
                 return False
             for choice in event["choices"]:
                 text = choice["delta"].get("content") if self._chat else choice["text"]
@@ -205,12 +208,3 @@ class Client:
             record.fail("malformed", f"{type(error).__name__} {error} in {data[:120]!r}")
             return False
         return True
-
-
-def _message(body: bytes) -> str:
-    """The words of an error answer: an OpenAI error object's message, or else its first bytes."""
-    try:
-        error = orjson.loads(body)["error"]
-        return str(error.get("message", error)) if isinstance(error, dict) else str(error)
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")

@@ -1,9 +1,11 @@
 """The router's own pages: health, models, metrics, debugging, administration."""
 
+import asyncio
+import contextlib
 import math
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import parse_qs
 
 import numpy as np
@@ -11,7 +13,7 @@ import orjson
 from aiohttp import web
 from pydantic import ValidationError
 
-from lmetric.config import ADMIN, CONFIGURED, EngineConfig
+from lmetric.config import ADMIN, CONFIGURED, EngineConfig, Role
 from lmetric.server.discovery import Found
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.front import Front
@@ -94,7 +96,8 @@ def _engines(engines: Iterable[Engine]) -> list[dict[str, Any]]:
                 "url": engine.config.url,
                 "model": pool.name if pool else None,
                 "source": engine.source,
-                "role": engine.config.role,
+                "role": engine.role,
+                "unfit": engine.unfit,
                 "healthy": engine.healthy,
                 "ready": engine.ready,
                 "draining": engine.draining,
@@ -176,12 +179,42 @@ async def _admin(front: Front, request: web.BaseRequest, path: str, query: str) 
         await _remove(front, engine, query)
         removed = all(other is not engine for other in front.fleet.engines())
         return _json({**_engines([engine])[0], "removed": removed})
-    if verb not in ("drain", "undrain"):
+    if verb not in ("drain", "undrain", "role"):
         raise _unknown(front, path)
     _only(request, path, "POST")
+    if verb == "role":
+        await _switch(engine, await _object(request, {"role", "drain"}))
+        return _json(*_engines([engine]))
     engine.draining = verb == "drain"
     engine.hold()
     return _json(*_engines([engine]))
+
+
+async def _switch(engine: Engine, body: dict[str, Any]) -> None:
+    """Gives an engine another role when it is idle, or ``drain`` seconds are over (default: 0)."""
+    role, seconds = body.get("role"), body.get("drain", 0)
+    if role not in get_args(Role):
+        raise bad(f"role must be one of {', '.join(get_args(Role))}", "role")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 86_400:
+        raise bad("drain must be seconds, 0 to 86400", "drain")
+    before = engine.draining
+    engine.draining = True
+    engine.hold()
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while engine.running:
+                    await asyncio.sleep(0.05)
+        engine.role_set = role
+        if engine.pool is not None:
+            engine.pool.set_role(engine)
+            if engine.unfit is not None:
+                unfit, engine.role_set = engine.unfit, None
+                engine.pool.set_role(engine)
+                raise ApiError(409, f"{engine.name}: {unfit}", param="role", code="unfit")
+    finally:
+        engine.draining = before
+        engine.hold()
 
 
 async def _remove(front: Front, engine: Engine, query: str) -> None:

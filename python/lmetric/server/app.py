@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -18,6 +19,9 @@ from lmetric.server.front import Front
 from lmetric.server.health import Monitor
 from lmetric.server.logs import configure_logging
 from lmetric.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from lmetric.engines.emulated import EngineOptions
 
 log = structlog.get_logger("lmetric.server")
 
@@ -160,6 +164,18 @@ def run_server(config: ServerConfig) -> int:
         return runner.run(serve(config))
 
 
+def _embedded_options(embedded: int | str) -> list[EngineOptions]:
+    """One for each engine: so many alike, or those of 2P4D."""
+    from lmetric.engines.emulated import EngineOptions
+
+    if isinstance(embedded, int):
+        return [EngineOptions()] * embedded
+    prefill, decode = embedded.removesuffix("D").split("P")
+    kv = {"kv_connector": "nixl", "kv_load_failure_policy": "recompute"}
+    roles = ["prefill"] * int(prefill) + ["decode"] * int(decode)
+    return [EngineOptions.model_validate({"role": role, **kv}) for role in roles]
+
+
 @contextlib.asynccontextmanager
 async def _with_embedded(config: ServerConfig) -> AsyncIterator[ServerConfig]:
     """The configuration with the embedded engines, which live as long as the context."""
@@ -168,8 +184,10 @@ async def _with_embedded(config: ServerConfig) -> AsyncIterator[ServerConfig]:
         return
     from lmetric.engines.embedded import EmbeddedEngines
 
-    async with EmbeddedEngines(config.embedded, kv_events=True) as embedded:
+    options = _embedded_options(config.embedded)
+    async with EmbeddedEngines(options=options, kv_events=True) as embedded:
         engines = [
-            EngineConfig(url=url, name=f"embedded-{number}") for number, url in enumerate(embedded.urls)
+            EngineConfig(url=url, name=f"embedded-{number}", role=None if one.role == "both" else one.role)
+            for number, (url, one) in enumerate(zip(embedded.urls, options, strict=True))
         ]
         yield config.model_copy(update={"engines": [*config.engines, *engines]})

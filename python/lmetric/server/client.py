@@ -7,7 +7,7 @@ unchanged, one request at a time where its end is known, else with all that foll
 
 import time as clock
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -16,10 +16,7 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from lmetric._core import RequestHead, RequestReader, WireError
-
-if TYPE_CHECKING:
-    from lmetric.server.relay import Relay
-    from lmetric.server.tokenise import Tokenising
+from lmetric.server.asked import Underway
 
 # Of requests that come before the answer to the one before, so much is read before reading stops, and so much
 # costs the connection (aiohttp, too, may have it read on).
@@ -103,7 +100,7 @@ class ClientConnection(RequestHandler):
     def __init__(self, front: Server, manager: web.Server, **options: Any) -> None:
         super().__init__(manager, keepalive_timeout=NEVER_SECONDS, **options)
         self._front = front
-        self.relay: Relay | Tokenising | None = None
+        self.relay: Underway | None = None
         self.answering = False
         self.idle_since = clock.monotonic()
         self._state = FREE

@@ -15,8 +15,9 @@ import orjson
 import structlog
 
 from lmetric._core import Router
-from lmetric.config import CONFIGURED, EngineConfig, ModelConfig, PoolSettings, ServerConfig
-from lmetric.engines.adapter import Adapter, Capabilities, Load
+from lmetric.config import CONFIGURED, EngineConfig, ModelConfig, PoolSettings, Role, ServerConfig
+from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load
+from lmetric.engines.handover import CONNECTORS, Connector
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.policies import Policy
 from lmetric.profiles import load_profile
@@ -62,6 +63,9 @@ class Engine:
         self.capabilities = Capabilities("unknown")
         self.mode = UNASKED
         self.refill: Refill | None = None
+        self.role_set: Role | None = None  # by an administrator
+        self.connector: Connector | None = None  # where it serves halves of requests
+        self.unfit: str | None = None  # why it cannot do what its role asks for
         # Of which prompt it makes other tokens than the tokenizer that it was last held against.
         self.tokens_differ: str | None = None
         self.compared: PromptTokenizer | None = None
@@ -75,6 +79,19 @@ class Engine:
         self.failures = 0
         self.successes = 0
         self.last_error: str | None = None
+
+    @property
+    def role(self) -> Role:
+        """What it is asked to do: as an administrator or the configuration says, else as it tells."""
+        return self.role_set or self.config.role or self.capabilities.role or "both"
+
+    @property
+    def handover(self) -> Handover | None:
+        """How it hands KV caches over: as it tells, else as the configuration says."""
+        told, asked = self.capabilities.handover, self.pool.settings.handover if self.pool else "auto"
+        if asked == "auto" or (told is not None and told.connector == asked):
+            return told
+        return Handover(asked)
 
     @property
     def held(self) -> bool:
@@ -179,6 +196,7 @@ class Pool:
         self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
         self.block_size_from = "default" if settings.block_size is None else "the configuration"
         policy = Policy.from_config(settings.policy, knobs=settings.knobs)
+        decode_policy = Policy.from_config(settings.decode_policy, knobs=settings.decode_knobs)
         self.router = Router(
             policy,
             knobs=settings.knobs if isinstance(policy, str) else None,
@@ -192,8 +210,14 @@ class Pool:
             guard_period_seconds=settings.guard_period_seconds,
             step_time=_step_time(settings.profile),
             seed=settings.seed,
+            decode_policy=decode_policy,
+            decode_knobs=settings.decode_knobs if isinstance(decode_policy, str) else None,
+            binding=settings.binding,
+            colocate=settings.colocate,
         )
         self.kv = KvFeed(self.router)
+        self.cuts = False  # whether engines have roles, so that a plan may have several segments
+        self.handovers: Counter[str] = Counter()  # from prefill to decode engines, by what came of them
         self._pooled: Pooled | None = None
         self.asking = asyncio.Lock()  # for a tokenizer: the others wait until it is known
 
@@ -202,13 +226,14 @@ class Pool:
         self.router.add_instance(
             engine.name,
             cache_blocks=engine.config.cache_blocks or self.settings.cache_blocks,
-            role=engine.config.role,
+            role=engine.role,
         )
         self.router.set_health(engine.name, engine.healthy)
         engine.pool = self
         engine.hold()
         self.engines[engine.name] = engine
         self.unserved_since = None
+        self.set_role(engine)
 
     def remove(self, name: str) -> None:
         """Forgets an engine; its running requests end as they end."""
@@ -217,8 +242,27 @@ class Pool:
         self.kv.unwire(name)
         engine.upstream.close()
         self.router.remove_instance(name)
+        self.cuts = any(engine.role != "both" for engine in self.engines.values())
         if not self.engines:
             self.unserved_since = time.monotonic()
+
+    def set_role(self, engine: Engine) -> None:
+        """Has the router heed an engine's role; to be called when it may have changed."""
+        role, handover = engine.role, engine.handover
+        self.router.set_role(engine.name, role)
+        self.cuts = any(each.role != "both" for each in self.engines.values())
+        engine.connector = CONNECTORS.get(handover.connector) if handover and role != "both" else None
+        engine.unfit = None
+        if role != "both" and engine.capabilities.engine != "unknown":
+            told, does = engine.capabilities.role, engine.connector
+            if does is None:
+                engine.unfit = (
+                    f"role {role}, but {engine.capabilities.no_handover or 'it hands nothing over'}"
+                )
+            elif does.at_once and told != role:
+                engine.unfit = f"role {role}, but it was started as {told or 'something else'}"
+            elif does.at_once and self.settings.binding == "late":
+                engine.unfit = "binding is late, but both legs have to be sent at once: set binding: early"
 
     @property
     def knows_tokens(self) -> bool:
@@ -475,6 +519,7 @@ class Fleet:
         engine.identified = True
         engine.ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS if unanswered else math.inf
         pool.wire(engine)
+        pool.set_role(engine)
         if told == before:
             return
         log.info(
@@ -488,6 +533,7 @@ class Fleet:
             load=", ".join(told.load_names) or "none",
             mode=engine.mode.name,
             reason=engine.mode.reason,
+            role=engine.role,
         )
         names = [model.name for model in told.models]
         if names and pool.name not in names:

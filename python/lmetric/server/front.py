@@ -13,13 +13,14 @@ from aiohttp import web
 
 from lmetric._core import NoInstanceError, RequestHead, RequestReader
 from lmetric.config import ServerConfig
+from lmetric.server.asked import FAILED, STOPPING, Asked, Underway
 from lmetric.server.auth import Keys
 from lmetric.server.client import ClientConnection, Relayed, in_short
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
 from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, parse
-from lmetric.server.relay import FAILED, Asked, Relay
+from lmetric.server.relay import Relay
 from lmetric.server.tokenise import Tokenisers, Tokenising, as_text, prompt_text
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
 
@@ -44,7 +45,7 @@ class Front(web.Server):
         self.metrics = metrics
         self.discovery: Discovery  # set by the server
         self.pages = pages
-        self.relays: set[Relay | Tokenising] = set()
+        self.relays: set[Underway] = set()
         self._tokenisers = Tokenisers()
         self._idle = asyncio.Event()
         self.draining = False
@@ -223,7 +224,7 @@ class Front(web.Server):
                 authorization, key = asked.head.authorization, asked.head.api_key
                 asked.tenant = self.keys.tenant(_text(authorization), _text(key))
             if self.refusing:
-                raise ApiError(503, "the router is shutting down", headers={"retry-after": "5"})
+                raise ApiError(503, STOPPING, headers={"retry-after": "5"})
             if len(self.relays) >= self._request_limit:
                 raise ApiError(
                     503, "too many requests at once", code="too_many", headers={"retry-after": "1"}
@@ -330,7 +331,7 @@ class Front(web.Server):
                 raise
             relay.fail()
 
-    def _ended(self, asked: Asked, relay: Relay | Tokenising | None, error: ApiError | None) -> None:
+    def _ended(self, asked: Asked, relay: Underway | None, error: ApiError | None) -> None:
         """The request is over; an error is what its client has still to get."""
         goes_on = asked.keep_alive and not self.draining
         status = 499

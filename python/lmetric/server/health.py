@@ -73,6 +73,9 @@ class Monitor:
                 raise UpstreamError("status", f"GET {health.path}: status {status}")
             if not engine.identified or time.monotonic() >= engine.ask_again_at:
                 await self.fleet.identify(engine)
+            if engine.unfit is not None:
+                engine.ask_anew()  # it may be started again with what it needs
+                raise ValueError(engine.unfit)
         except (UpstreamError, ValueError) as error:
             reason = str(error)
             if not engine.healthy and engine.last_error != reason:

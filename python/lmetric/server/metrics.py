@@ -3,17 +3,13 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from lmetric.server.asked import Underway
 from lmetric.server.fleet import Fleet, Pool
-
-if TYPE_CHECKING:
-    from lmetric.server.relay import Relay
-    from lmetric.server.tokenise import Tokenising
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -101,7 +97,7 @@ class Metrics(Collector):
         status: int,
         started: float,
         ended: float,
-        relay: "Relay | Tokenising | None",
+        relay: Underway | None,
     ) -> None:
         """A request for an engine ended; times in seconds on the monotonic clock."""
         self.requests[model, tenant, status] += 1
@@ -150,6 +146,15 @@ class Metrics(Collector):
         for (model, event), count in self.events.items():
             guard.add_metric((model, event), count)
         yield guard
+        handovers = CounterMetricFamily(
+            "lmetric_handovers",
+            "Prompts handed to a decode engine (handed_over), or computed again there, by why",
+            labels=("model", "outcome"),
+        )
+        for pool in self.fleet.pools:
+            for outcome, count in pool.handovers.items():
+                handovers.add_metric((pool.name, outcome), count)
+        yield handovers
         yield from self._routers()
         for further in self.further:
             yield from further()

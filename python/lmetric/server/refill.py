@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
+from lmetric.engines.handover import with_fields
 from lmetric.server.openai import CHAT, COMPLETIONS
 
 # Each request that asks for it costs its engine an event as long as its prompt, so there are bounds.
@@ -20,8 +19,7 @@ class Refill:
     __slots__ = ("_field", "_least", "_names", "left", "until")
 
     def __init__(self, field: Mapping[str, Any], block_size: int, now: float) -> None:
-        # What goes between the opening brace of a body and its first field.
-        self._field = orjson.dumps(field)[1:-1] + b","
+        self._field = field
         self._names = [b'"%b"' % name.encode() for name in field]
         self._least = 2 * block_size
         self.until = now + REFILL_SECONDS
@@ -39,5 +37,4 @@ class Refill:
         if any(name in body for name in self._names):
             return body
         self.left -= 1
-        start = body.index(b"{") + 1  # a prompt or messages follow, so the object is not empty
-        return b"".join((body[:start], self._field, body[start:]))
+        return with_fields(body, self._field)

@@ -2,9 +2,9 @@
 
 Until the answer is worth committing to (see `rust/wire`), a failure sends the request to the next engine of
 the ranking. After that the client learns of a failure by an event in its stream, or by the closed connection.
+A relay walks the segments of its request's plan: all but the last are silent (`legs`).
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 
@@ -18,86 +18,35 @@ from lmetric._core import (
     PASS,
     READY,
     Decision,
-    RequestHead,
+    NoInstanceError,
     ResponseReader,
     Ticket,
     WireError,
 )
 from lmetric.config import ServerConfig
-from lmetric.server.client import ClientConnection
-from lmetric.server.fleet import Pool
+from lmetric.server.asked import STOPPING, Asked, Underway
+from lmetric.server.fleet import Engine, Pool
+from lmetric.server.leg import Leg
+from lmetric.server.legs import Legs
 from lmetric.server.openai import ApiError
-from lmetric.server.upstream import Connection, UpstreamError
+from lmetric.server.upstream import Connection
 
-# Bodies up to this size go out in one write with the head.
-JOIN_BYTES = 64 * 1024
-
-FAILED = "the router failed; its log says why"
 _STATUS = {"refused": 502, "reset": 502, "timeout": 504, "status": 503}
 
 log = structlog.get_logger("lmetric.relay")
 
 
-class Asked:
-    """A request for an engine as its client sent it; ``done`` is told whether the connection goes on."""
-
-    __slots__ = (
-        "client",
-        "done",
-        "head",
-        "http11",
-        "keep_alive",
-        "path",
-        "pool",
-        "prompt_bytes",
-        "started",
-        "tenant",
-        "transport",
-    )
-
-    def __init__(
-        self,
-        client: ClientConnection,
-        transport: asyncio.Transport,
-        head: RequestHead,
-        http11: bool,
-        keep_alive: bool,
-        done: Callable[[bool], None],
-    ) -> None:
-        self.client = client
-        self.transport = transport
-        self.head = head
-        self.path = head.path
-        self.http11 = http11
-        self.keep_alive = keep_alive
-        self.done = done
-        self.started = time.monotonic()
-        self.tenant = ""
-        self.pool: Pool | None = None
-        self.prompt_bytes = 0  # 0 where the prompt was given as tokens
-
-
-class Relay:
+class Relay(Underway, Leg):
     """One routed request: `start()`, then callbacks move it on until it tells ``on_end``, once.
 
     ``on_end`` gets the request, the relay, and an ApiError where the client has nothing yet. By then the
     ticket is closed.
     """
 
-    # Most requests change few of these; what they do not change is not set for each of them.
-    committed = False
-    close_client = False
     error = False  # the engine reported an error inside its answer
-    ended = False
-    reason = ""
-    status = 0
-    output_tokens = 0
-    first_token_at: float | None = None
-    prompt_tokens: int | None = None  # as the engine counted them
     _pieces = 0  # of the answer, at the last check
     _deadline_from = 0.0
-    _connection: Connection | None = None
-    _connecting: asyncio.Task[Connection] | None = None
+    _legs: Legs | None = None  # where its plan has more than one segment
     _tried: tuple[str, ...] = ()
     _stalled_at = 0.0
 
@@ -111,7 +60,7 @@ class Relay:
         body: bytes,
         stream: bool,
         require_finish: bool,
-        on_end: Callable[[Asked, "Relay", ApiError | None], None],
+        on_end: Callable[[Asked, Underway, ApiError | None], None],
     ) -> None:
         self._config = config
         self._asked = asked
@@ -119,63 +68,55 @@ class Relay:
         self._pool = pool
         self._decision = decision
         self._ticket = ticket
-        self._body = body
+        self.body = body  # as the client sent it, until the answer is committed to
         self._stream = stream
         self._require_finish = require_finish
         self._on_end = on_end
 
     def start(self, now: float) -> None:
         """Sends the request to the engine of the decision, which was made at ``now``."""
-        self._go(self._decision.instance, now)
-
-    def _go(self, name: str, now: float) -> None:
-        engine = self._engine = self._pool.engines[name]
-        connection = engine.upstream.take()
-        if connection is None:
-            self._connect()
+        if self._pool.cuts:
+            self.segment(self._decision.instance, now)
         else:
-            self._fresh = False
-            self._ask(connection, now)
+            self.go(self._pool.engines[self._decision.instance], now)
 
-    def _connect(self) -> None:
-        self._fresh = True
-        self._connecting = asyncio.create_task(self._engine.upstream.connect())
-        self._connecting.add_done_callback(self._connected)
+    def segment(self, name: str, now: float) -> None:
+        """Sends the segment that is open to its engine; the ticket says which of the plan's it is."""
+        engine, ticket, legs = self._pool.engines[name], self._ticket, self._legs
+        if ticket.follows:
+            if legs is None:
+                legs = self._legs = Legs(self, self._config, self._asked, self._pool, ticket)
+            legs.begin(engine, self.body, now)
+        elif legs is not None and ticket.from_token:
+            legs.second(engine, now)
+        elif engine.connector is not None and engine.connector.at_once:
+            why = f"{engine.name} serves halves of requests, and nobody is there for the other"
+            self.end_with(ApiError(503, f"{self._pool.name}: {why}", code="no_engine"))
+        else:
+            self._legs = None
+            self.go(engine, now)
 
-    def _connected(self, task: asyncio.Task[Connection]) -> None:
-        self._connecting = None
-        if self.ended or task.cancelled():
-            if not task.cancelled() and task.exception() is None:
-                self._engine.upstream.give(task.result())
-            return
-        try:
-            self._ask(task.result(), time.monotonic())
-        except UpstreamError as error:
-            self._settle(error.kind, str(error))
-        except Exception:
-            self.fail()
+    def refilled(self, engine: Engine, body: bytes) -> bytes:
+        """The body as the index wants it to be sent to an engine."""
+        refill = engine.refill
+        if refill is None:
+            return body
+        decision = self._decision
+        unknown = decision.prompt_tokens - decision.predicted_hit_tokens
+        return refill.body(self._asked.path, body, unknown)
 
     def _ask(self, connection: Connection, now: float) -> None:
         self._connection = self._reader = connection
         connection.begin(self, self._ticket, self._asked.http11, self._require_finish)
         if connection.transport.is_closing():
-            self._settle("reset", "connection closed as soon as it was made")
+            self.settle("reset", "connection closed as soon as it was made")
             return
         self._deadline_from = now
-        body = self._body
-        refill = self._engine.refill
-        if refill is not None:
-            decision = self._decision
-            unknown = decision.prompt_tokens - decision.predicted_hit_tokens
-            body = refill.body(self._asked.path, body, unknown)
-        head = self._asked.head.for_engine(
-            self._engine.upstream.head(self._asked.head.target, self._stream), len(body)
-        )
-        if len(body) <= JOIN_BYTES:
-            connection.transport.write(head + body)
-        else:
-            connection.transport.write(head)
-            connection.transport.write(body)
+        engine = self._engine
+        body = self.body if self._legs is None else self._legs.body(engine, self.body, now)
+        if engine.refill is not None:
+            body = self.refilled(engine, body)
+        self._write(connection, body, self._stream)
         # After the write: the index learns of the request now, which takes a while where much of it is new.
         self._ticket.sent(now)
         if self._stalled_at:
@@ -221,25 +162,31 @@ class Relay:
     def _commit(self, flags: int, reader: ResponseReader) -> bool:
         status = reader.status
         retries = self._config.retries
+        if self._legs is not None and self._legs.broke(status, reader.error_code):
+            self._drop()
+            self.go(self._engine, time.monotonic())
+            return False
         if status in retries.statuses:
-            self._settle("status", f"status {status}{self._words(reader)}")
+            self.settle("status", f"status {status}{self._words(reader)}")
             return False
         if reader.event_stream and status == 200:
             code = reader.error_code
             if flags & ENGINE_ERROR and code in retries.statuses:
-                self._settle("status", f"error {code} as the first event")
+                self.settle("status", f"error {code} as the first event")
                 return False
             if flags & INCOMPLETE and not reader.tokens:
-                self._settle("reset", "the stream ended without a token")
+                self.settle("reset", "the stream ended without a token")
                 return False
         self.committed = True
         self.status = status
-        self._body = b""
+        self.body = b""
         extra = b"x-lmetric-instance: %s\r\nx-lmetric-decision: %s\r\nx-request-id: %s\r\n" % (
             self._engine.name.encode(),
             self._label.encode(),
             self._asked.head.request_id.encode("latin-1"),
         )
+        if self._legs is not None:
+            extra += self._legs.header
         write = self._transport.write
         write(reader.commit(extra, not self._asked.keep_alive, write))
         return True
@@ -284,7 +231,7 @@ class Relay:
     def _fault(self, kind: str, reason: str) -> None:
         """The answer cannot go on: to the next engine if nothing was sent, else an error in the stream."""
         if not self.committed:
-            self._settle("reset" if kind == "engine_error" else kind, reason)
+            self.settle("reset" if kind == "engine_error" else kind, reason)
             return
         self._cut(ApiError(502, f"the answer of engine {self._engine.name} broke off: {reason}", code=kind))
         self._engine.failed(kind, reason)
@@ -301,25 +248,31 @@ class Relay:
             self.close_client = True
         self._drop()
 
-    def _settle(self, kind: str, reason: str) -> None:
+    def settle(self, kind: str, reason: str) -> None:
         """An attempt failed: to the next engine, where one is left."""
         self._drop()
         # An engine may close a kept connection just when the next request is on its way: no failure.
         if kind == "reset" and not self._fresh and not self._reader.pieces:
             self._connect()
             return
+        self.move(self._engine, kind, reason)
+
+    def move(self, engine: Engine, kind: str, reason: str) -> None:
+        """What was sent to `engine` failed for good: to the next one, where one is left."""
+        self.drop()
         self.reason = reason
-        engine = self._engine
         if kind != "status":
             engine.failed(kind, reason)
         self._tried += (f"{engine.name}: {reason}",)
         retries = self._config.retries
         if kind in retries.failures and len(self._tried) < retries.attempts:
-            following = self._ticket.failed(kind)
-            while following is not None and following not in self._pool.engines:
-                following = self._ticket.failed("refused")  # removed since the decision
+            following = self._following(engine, kind)
             if following is not None:
-                self._go(following, time.monotonic())
+                now = time.monotonic()
+                if self._pool.cuts:
+                    self.segment(following, now)
+                else:
+                    self.go(self._pool.engines[following], now)
                 return
         self._fail_ticket(kind)
         headers = {"x-lmetric-decision": self._label}
@@ -328,19 +281,44 @@ class Relay:
         tried = "; ".join(self._tried)
         self._end(ApiError(_STATUS[kind], f"no engine could answer ({tried})", code=kind, headers=headers))
 
+    def _following(self, engine: Engine, kind: str) -> str | None:
+        """Where the segment that failed at `engine` goes."""
+        try:
+            following = self._legs.settle(engine) if self._legs is not None else None
+            if following is None:
+                following = self._ticket.failed(kind)
+            while following is not None and following not in self._pool.engines:
+                following = self._ticket.failed("refused")  # removed since the decision
+        except NoInstanceError:
+            return None
+        return following
+
+    def end_with(self, error: ApiError) -> None:
+        """Ends with an error, before anything of an answer."""
+        self.drop()
+        self._fail_ticket("engine_error")
+        self._end(error)
+
+    def drop(self) -> None:
+        """Gives up what is on its way to engines."""
+        if self._legs is not None:
+            self._legs.drop()
+        self._drop()
+
+    def at_work(self, engine: Engine) -> bool:
+        """Whether the request is on its way to this engine."""
+        return self._engine is engine and (self._connection or self._connecting) is not None
+
     def _end(self, error: ApiError | None = None) -> None:
         self.ended = True
+        if self._legs is not None:
+            self._legs.drop()
         if self.committed:
             self.close_client |= self._reader.closes_client
             self.output_tokens = self._reader.tokens
             self.first_token_at = self._reader.first_token_at
             self.prompt_tokens = self._reader.prompt_tokens
         self._on_end(self._asked, self, error)
-
-    def _drop(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.drop()
 
     def _fail_ticket(self, kind: str) -> None:
         """Closes the ticket as failed, even where it could move on."""
@@ -353,9 +331,7 @@ class Relay:
         """Ends the request in the middle; the engine's connection closes, which stops its work."""
         if self.ended:
             return
-        if self._connecting is not None:
-            self._connecting.cancel()
-        self._drop()
+        self.drop()
         self.reason = reason
         self.close_client = True
         self._fail_ticket("cancelled")
@@ -363,12 +339,8 @@ class Relay:
 
     def fail(self) -> None:
         """To be called where an exception was caught that nobody foresaw."""
-        log.exception("a request could not be relayed", engine=self._engine.name)
-        self._leave("internal error", None if self.committed else ApiError(500, FAILED))
-
-    def client_gone(self) -> None:
-        """The client left."""
-        self._leave("the client left")
+        log.exception("a request could not be relayed", decision=self._label)
+        super().fail()
 
     def client_slow(self) -> None:
         """The client does not keep up: stop reading from the engine."""
@@ -385,13 +357,14 @@ class Relay:
 
     def stop(self) -> None:
         """The server stops: ends the answer with an error."""
-        why = "the router is shutting down"
         if self.committed and self._connection is not None:
-            self._cut(ApiError(503, why, code="shutting_down"))
-        self._leave(why, None if self.committed else ApiError(503, why, headers={"retry-after": "5"}))
+            self._cut(ApiError(503, STOPPING, code="shutting_down"))
+        super().stop()
 
     def check(self, now: float) -> None:
         """Called now and then: ends what takes too long."""
+        if self._legs is not None:
+            self._legs.check(now)
         if self._connection is None:
             return
         limits = self._config.timeouts
@@ -409,4 +382,4 @@ class Relay:
         else:
             limit = limits.first_byte if self._stream else limits.answer
             if now - self._deadline_from > limit:
-                self._settle("timeout", f"no answer within {limit:g} s")
+                self.settle("timeout", f"no answer within {limit:g} s")

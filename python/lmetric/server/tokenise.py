@@ -9,9 +9,9 @@ from functools import partial
 
 import structlog
 
+from lmetric.server.asked import Asked, Underway
 from lmetric.server.fleet import Pool
 from lmetric.server.openai import ApiError, Call
-from lmetric.server.relay import FAILED, Asked
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
 
 # Tokenising keeps a core busy, and the loop needs one.
@@ -35,28 +35,19 @@ def as_text(pool: Pool, call: Call, why: NotPredictable) -> None:
     call.as_text()
 
 
-class Tokenising:
+class Tokenising(Underway):
     """A request whose prompt is tokenised in a thread; in its relay's place until there is a decision.
 
     ``then`` is called once with the tokens, or with why there are none; ``ended`` instead, once, with what
     the client is to be told, where the request is over.
     """
 
-    # As a relay has them.
-    committed = False
-    close_client = False
-    reason = ""
-    status = 0
-    output_tokens = 0
-    prompt_tokens: int | None = None
-    first_token_at: float | None = None
-
     def __init__(
         self,
         asked: Asked,
         work: asyncio.Future[Tokens | None],
         then: Callable[[Tokens | NotPredictable], None],
-        ended: Callable[[Asked, Tokenising, ApiError | None], None],
+        ended: Callable[[Asked, Underway, ApiError | None], None],
     ) -> None:
         self._asked = asked
         self._work = work
@@ -89,28 +80,6 @@ class Tokenising:
         self.reason = reason
         self.close_client = error is None
         self._ended(self._asked, self, error)
-
-    def client_gone(self) -> None:
-        """The client left."""
-        self._leave("the client left")
-
-    def client_slow(self) -> None:
-        """Nothing was sent yet."""
-
-    def client_ready(self) -> None:
-        """Nothing was sent yet."""
-
-    def check(self, now: float) -> None:
-        """There is no limit on tokenising."""
-
-    def stop(self) -> None:
-        """The server stops."""
-        why = "the router is shutting down"
-        self._leave(why, ApiError(503, why, headers={"retry-after": "5"}))
-
-    def fail(self) -> None:
-        """To be called where an exception was caught that nobody foresaw."""
-        self._leave("internal error", ApiError(500, FAILED))
 
 
 class Tokenisers:

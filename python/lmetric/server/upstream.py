@@ -169,7 +169,7 @@ class Upstream:
         await self._connect(connection)
         if connection.transport.is_closing():
             raise UpstreamError("reset", f"no answer to {method} {path}: connection closed at once")
-        fetch = _Fetch(connection)
+        fetch = Fetch(connection)
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._fixed}{fields}connection: close\r\n\r\n"
         fetch.connection.transport.write(head.encode() + body)
         try:
@@ -197,8 +197,8 @@ class Upstream:
         connection.transport.close()
 
 
-class _Fetch:
-    """A whole answer, for the router's own questions."""
+class Fetch:
+    """A whole answer, for the router alone."""
 
     LIMIT = 16 << 20
 

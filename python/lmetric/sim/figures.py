@@ -91,7 +91,7 @@ def require_matplotlib() -> None:
 
 def base(cell: Cell) -> str:
     """The policy without its knobs: what has a colour."""
-    return cell.results[0].setup.policy.base
+    return cell.results[0].setup.choice.base
 
 
 class Styles:
@@ -229,7 +229,7 @@ def max_loads(loads: Sequence[MaxLoad], colours: dict[str, str]) -> Drawing:
 
     def paint(figure: Figure) -> None:
         rates = [
-            (load.setup.policy.label, *3 * (load.arrivals_per_second,), colours[load.setup.policy.label])
+            (load.setup.choice.label, *3 * (load.arrivals_per_second,), colours[load.setup.choice.label])
             for load in ranked
         ]
         _bars(figure, rates, "requests/s")
@@ -301,19 +301,19 @@ def sweep(
 ) -> Drawing:  # fmt: skip
     """TTFT, TPOT and hit ratio against one knob of a policy, `leader`'s figures as a line across."""
     name = base(cells[0])
-    others = [f"{k}={v:g}" for k, v in cells[0].results[0].setup.policy.knobs.items() if k != knob]
+    others = [f"{k}={v:g}" for k, v in cells[0].results[0].setup.choice.knobs.items() if k != knob]
     rows: list[tuple[str, Callable[[Result], float | None]]] = [
         ("mean TTFT, s", partial(latency, name="ttft_seconds", part="mean")),
         ("mean TPOT, s", partial(latency, name="tpot_seconds", part="mean")),
         ("hit ratio", lambda result: result.figures.hit_ratio),
     ]
-    ordered = sorted(cells, key=lambda cell: cell.results[0].setup.policy.knobs[knob])
+    ordered = sorted(cells, key=lambda cell: cell.results[0].setup.choice.knobs[knob])
 
     def paint(figure: Figure) -> None:
         panels = figure.subplots(3, 1, sharex=True)
         for axes, (label, quantity) in zip(panels, rows, strict=True):
             points = [
-                (cell.results[0].setup.policy.knobs[knob], *spread)
+                (cell.results[0].setup.choice.knobs[knob], *spread)
                 for cell in ordered
                 if (spread := cell.over_seeds(quantity)) is not None
             ]
@@ -341,7 +341,7 @@ def sweeps(cells: Sequence[Cell]) -> Iterator[tuple[str, list[Cell]]]:
     """The knobs that take several values among the cells of one load, the policy's others being equal."""
     families: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        policy = cell.results[0].setup.policy
+        policy = cell.results[0].setup.choice
         for knob in policy.knobs:
             others = tuple(sorted((name, value) for name, value in policy.knobs.items() if name != knob))
             families.setdefault((base(cell), knob, others), []).append(cell)

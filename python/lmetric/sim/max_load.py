@@ -75,7 +75,7 @@ def find(setup: Setup, trace: Trace | Workload, rule: Rule, key: str = "") -> Ma
         tried.append((speed, rule.sustained(result)))
         return tried[-1][1]
 
-    low, high = _bracket(sustained, f"{setup.policy.label} on {', '.join(filter(None, setup.group))}")
+    low, high = _bracket(sustained, f"{setup.choice.label} on {', '.join(filter(None, setup.group))}")
     while high / low > 1 + rule.tolerance:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if sustained(middle) else (low, middle)

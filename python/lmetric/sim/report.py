@@ -188,7 +188,7 @@ def _section(
         over_time=_over_time(here, lines, styles),
         sweeps=[figures.sweep(knob, family, _leader(here), styles) for knob, family in figures.sweeps(here)],
         sustained=[
-            f"{load.setup.policy.label} sustains {load.arrivals_per_second:.3g} requests/s "
+            f"{load.setup.choice.label} sustains {load.arrivals_per_second:.3g} requests/s "
             f"(speed {load.speed:.3g})"
             for load in max_loads[:1]
         ],
@@ -319,5 +319,5 @@ def _burst(means: list[list[float]]) -> slice:
 def _max_loads(loads: list[MaxLoad], here: list[Cell], styles: Styles) -> list[Drawing]:
     colours = {cell.policy: styles.colour(cell) for cell in here}
     for load in loads:
-        colours.setdefault(load.setup.policy.label, "#808080")
+        colours.setdefault(load.setup.choice.label, "#808080")
     return [figures.max_loads(loads, colours)] if len(loads) > 1 else []

@@ -22,13 +22,24 @@ from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.expr import Expr
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
+from lmetric.sim.pools import Roles, Transfer
+from lmetric.sim.summary import optimal_assignment_ratio
 from lmetric.sim.traces import Trace
 
 Signals = Literal["exact", "step_end", "delayed"]
 Admission = Literal["reserve", "vllm"]
 Index = Literal["exact", "approximate"]
+Binding = Literal["early", "late"]
+Prefill = Literal["queues", "unlimited"]
+RolesLike = str | Mapping[str, int] | Roles
+TransferLike = str | Mapping[str, float | str] | Transfer
 PolicyLike = str | Expr | Policy | PolicyFunction | None
 ProfileLike = str | Profile | Mapping[str, Any]
+
+
+# What chooses where requests decode, and how their KV moves, where nothing else is said.
+DECODE_POLICY = "least_requests"
+DEFAULT_TRANSFER = Transfer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,8 @@ class Run:
     """What came of one run: columns with one entry a request, in the trace's order; times on its clock."""
 
     policy: str
+    decode_policy: str | None  # what chose where requests decode; None: where they were prefilled
+    roles: Roles | None
     seed: int
     arrival_seconds: NDArray[np.float64]  # later than the trace's where a request waited for its predecessor
     instance: NDArray[np.int64]
@@ -56,13 +69,20 @@ class Run:
     prompt_blocks: NDArray[np.int64]
     predicted_hit_tokens: NDArray[np.int64]  # what the router believed when it decided
     scheduled_seconds: NDArray[np.float64]  # when it first left the engine's queue
-    first_token_seconds: NDArray[np.float64]
-    finished_seconds: NDArray[np.float64]
+    first_token_seconds: NDArray[np.float64]  # with pools: from the engine that decodes
+    finished_seconds: NDArray[np.float64]  # NaN: on an engine that stands still, see `stalled`
     preemptions: NDArray[np.int64]
+    decode_instance: NDArray[np.int64]  # -1: decoded where it was prefilled
+    handoff_seconds: NDArray[np.float64]  # when its prefill ended, to decode elsewhere
+    decode_start_seconds: NDArray[np.float64]  # when it first left the queue there
+    # 1: no decode instance held fewer context tokens than its own when its prefill ended; 0: one did; -1: no
+    # hand-over.
+    handoff_least_loaded: NDArray[np.int64]
     timeline: Timeline
     guard_alarms: int  # prefixes that the hot-spot guard suspected
     guard_filters: int  # and for which it then took instances out
     steps: int  # of all engines
+    stalled: int  # engines that stand still for ever, beyond what their profile's decode_throughput carries
     wall_seconds: float
 
     def __len__(self) -> int:
@@ -83,6 +103,18 @@ class Run:
         """Mean time between output tokens; NaN where there is but one."""
         gaps = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
         return np.asarray((self.finished_seconds - self.first_token_seconds) / gaps)
+
+    @property
+    def decode_tpot_seconds(self) -> NDArray[np.float64]:
+        """From the start of the decode elsewhere to the last token, by tokens; NaN without a hand-over. (The
+        first of them comes from there, too, so none is left out.)"""
+        return np.asarray((self.finished_seconds - self.decode_start_seconds) / self.output_tokens)
+
+    @property
+    def optimal_assignment_ratio(self) -> float | None:
+        """The share of hand-overs whose instance held the least context tokens of all when the prefill ended
+        (ties count): SIBYL, Table 1. None: no hand-over."""
+        return optimal_assignment_ratio(self.handoff_least_loaded)
 
     @property
     def e2e_seconds(self) -> NDArray[np.float64]:
@@ -162,6 +194,12 @@ def simulate(
     predictor: ProfileLike | None = None,
     output_known: bool = True,
     timeline_seconds: float = 10.0,
+    roles: RolesLike | None = None,
+    decode_policy: PolicyLike = None,
+    decode_knobs: Mapping[str, float] | None = None,
+    binding: Binding = "early",
+    transfer: TransferLike | None = DEFAULT_TRANSFER,
+    prefill: Prefill = "queues",
 ) -> Run:
     """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
 
@@ -181,6 +219,14 @@ def simulate(
         predictor: the profile that `predicted_ttft_seconds` is computed from (None: the engines' own).
         output_known: whether the router knows how long each answer will be.
         timeline_seconds: length of the timeline's buckets.
+        roles: pools in place of `instances` that do all: ``"16P64D"``, or ``{"prefill": 16, "decode": 64}``.
+            A request is prefilled where `policy` says and decodes where `decode_policy` (with `decode_knobs`)
+            says, `least_requests` if nothing is said.
+        binding: when that is chosen: ``"early"``, as the request arrives, or ``"late"``, after its prefill.
+        transfer: what moving its KV takes, see `lmetric.sim.pools.Transfer`: ``"50, layers"``, a mapping, or
+            None or ``"none"`` (it is there at once). Its size comes from the profile.
+        prefill: ``"queues"``, as engines do; ``"unlimited"``, every prompt takes its own time and waits for
+            none (SIBYL, Algorithm 2). Then any number of prefill instances does the same.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
@@ -188,6 +234,9 @@ def simulate(
     """
     chosen = resolve_profile(profile)
     workload = trace if isinstance(trace, Workload) else prepare(trace, chosen)
+    pools = None if roles is None else Roles.of(roles)
+    if pools is not None:
+        instances = pools.instances
     if instances < 1:
         raise _core.BadValueError(f"instances: {instances} is not valid; expected at least 1")
     believed = chosen if predictor is None else resolve_profile(predictor)
@@ -211,6 +260,7 @@ def simulate(
         step_time=step_time,
         output_known=output_known,
         timeline_seconds=timeline_seconds,
+        **_pooled(pools, chosen, decode_policy, decode_knobs, binding, transfer, prefill),
     )
     wall_seconds = time.perf_counter() - started
     block = chosen.block_tokens
@@ -220,6 +270,10 @@ def simulate(
     )
     return Run(
         policy=policy_name(policy),
+        decode_policy=None
+        if pools is None or not pools.decode
+        else policy_name(DECODE_POLICY if decode_policy is None else decode_policy),
+        roles=pools,
         seed=seed,
         input_tokens=workload.trace.input_tokens,
         output_tokens=np.maximum(workload.trace.output_tokens, 1),
@@ -229,6 +283,40 @@ def simulate(
         wall_seconds=wall_seconds,
         **columns,
     )
+
+
+def _pooled(
+    pools: Roles | None,
+    profile: Profile,
+    decode_policy: PolicyLike,
+    decode_knobs: Mapping[str, float] | None,
+    binding: Binding,
+    transfer: TransferLike | None,
+    prefill: Prefill,
+) -> dict[str, Any]:
+    """What `_core.simulate` takes for pools; nothing without them."""
+    if pools is None or not pools.decode:
+        if decode_policy is not None:
+            raise _core.BadValueError(
+                "decode_policy: requests decode where they are prefilled; give roles, e.g. 16P64D"
+            )
+        return {} if pools is None else {"roles": pools.each()}
+    if prefill not in ("queues", "unlimited"):
+        raise _core.BadValueError(f"prefill: {prefill!r} is not valid; expected queues or unlimited")
+    told: dict[str, Any] = {
+        "roles": pools.each(),
+        "decode_policy": DECODE_POLICY if decode_policy is None else decode_policy,
+        "decode_knobs": decode_knobs,
+        "binding": binding,
+        "unlimited_prefill": prefill == "unlimited",
+    }
+    if (moved := Transfer.of(transfer)) is not None:
+        told |= {
+            "transfer_seconds_per_token": moved.seconds_per_token(profile),
+            "transfer_fixed_seconds": moved.fixed_seconds,
+            "transfer_overlap": moved.overlap,
+        }
+    return told
 
 
 def policy_name(policy: PolicyLike) -> str:

@@ -158,9 +158,11 @@ class Setup:
     """Everything that a run depends on."""
 
     trace: TraceChoice
-    policy: PolicyChoice
+    policy: PolicyChoice  # of the prefill pool, where there are pools
     instances: int
     profile: str = DEFAULT_PROFILE
+    roles: str | None = None  # pools, as in 16P64D; `instances` is their sum
+    decode_policy: PolicyChoice | None = None  # of the decode pool
     block_tokens: int | None = None  # of a KV block, the memory staying as large; None: the profile's
     speed: float = 1.0  # arrivals this many times as fast as in the trace
     fraction_of_max: float | None = None  # where `speed` was made from the maximum load
@@ -168,6 +170,15 @@ class Setup:
     settings: Mapping[str, Value] = field(default_factory=dict)  # further arguments of `lmetric.simulate`
     measure: tuple[float, float] = (0.0, 1.0)
     slo: Slo = field(default_factory=Slo)
+
+    @property
+    def choice(self) -> PolicyChoice:
+        """What is compared: the policy, or the two of a pair under one label."""
+        first, second = self.policy, self.decode_policy
+        if second is None:
+            return first
+        knobs = {**first.knobs, **second.knobs}
+        return PolicyChoice(f"{first.base} / {second.base}", knobs, f"{first.label} / {second.label}")
 
     @property
     def load(self) -> str:
@@ -187,7 +198,8 @@ class Setup:
         """What must be equal for policies to be compared: trace, fleet and settings."""
         settings = ", ".join(f"{name} {value}" for name, value in sorted(self.settings.items()))
         blocks = "" if self.block_tokens is None else f"blocks of {self.block_tokens} tokens"
-        return (self.trace.label, f"{self.instances} instances", self.profile, blocks, settings)
+        fleet = self.roles or f"{self.instances} instances"
+        return (self.trace.label, fleet, self.profile, blocks, settings)
 
     def key(self, digest: str) -> str:
         """Names the run: equal for equal settings, trace bytes (`digest`), profile constants and version."""
@@ -195,6 +207,13 @@ class Setup:
         for name in ("path", "label"):
             del told["trace"][name]
         del told["policy"]["label"], told["fraction_of_max"], told["block_tokens"]
+        if self.decode_policy is None:
+            del told["decode_policy"]
+        else:
+            del told["decode_policy"]["label"]
+            told["kv_bytes_per_token"] = self.engine.kv_bytes_per_token
+        if self.roles is None:
+            del told["roles"]
         told |= {
             "digest": digest,
             "profile": self.engine.constants(),
@@ -247,6 +266,11 @@ def run(setup: Setup, trace: Trace | Workload, key: str = "") -> Result:
 
     policy = setup.policy.build()
     settings: dict[str, Any] = dict(setup.settings)
+    if setup.roles is not None:
+        settings["roles"] = setup.roles
+    if (second := setup.decode_policy) is not None:
+        settings["decode_policy"] = chosen = second.build()
+        settings["decode_knobs"] = dict(second.knobs) if isinstance(chosen, str) else None
     played = simulate(
         trace if setup.speed == 1 else trace.faster(setup.speed),
         policy=policy,
@@ -270,7 +294,7 @@ def keep(setup: Setup, run: Run, key: str = "") -> Result:
     return Result(
         key=key,
         setup=setup,
-        figures=replace(figures(run, setup.slo, setup.measure), policy=setup.policy.label),
+        figures=named(figures(run, setup.slo, setup.measure), setup),
         arrivals_per_second=(len(arrivals) - 1) / max(last - float(arrivals.min()), 1e-9),
         first_token_share=float(np.mean(run.first_token_seconds <= last)),
         guard_alarms=run.guard_alarms,
@@ -281,6 +305,13 @@ def keep(setup: Setup, run: Run, key: str = "") -> Result:
         ),
         unevenness=_unevenness(run, kept) if setup.seed == 0 else None,
     )
+
+
+def named(figures: RunFigures, setup: Setup) -> RunFigures:
+    """Figures under the labels of their policies."""
+    second = setup.decode_policy
+    decode = None if second is None else second.label
+    return replace(figures, policy=setup.policy.label, decode_policy=decode)
 
 
 def _quantiles(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float]:

@@ -99,6 +99,7 @@ def _row(result: Result) -> dict[str, Any]:
     row: dict[str, Any] = {
         "trace": setup.trace.label,
         "instances": setup.instances,
+        "roles": setup.roles or "",
         "profile": setup.profile,
         "block_tokens": setup.engine.block_tokens,
         **setup.settings,

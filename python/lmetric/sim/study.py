@@ -13,7 +13,7 @@ from lmetric._core import LmetricError
 from lmetric.sim import max_load
 from lmetric.sim.backends import Backend
 from lmetric.sim.max_load import MaxLoad, Rule
-from lmetric.sim.setups import Result, Setup, TraceChoice, run
+from lmetric.sim.setups import Result, Setup, TraceChoice, named, run
 from lmetric.sim.store import Store
 from lmetric.sim.study_file import Study
 
@@ -97,13 +97,12 @@ def _run(keyed: tuple[str, Setup], trace: Trace | Workload) -> Result:
     try:
         return run(setup, trace, key)
     except LmetricError as error:
-        place = ", ".join((setup.policy.label, *filter(None, setup.group), setup.load, f"seed {setup.seed}"))
+        place = ", ".join((setup.choice.label, *filter(None, setup.group), setup.load, f"seed {setup.seed}"))
         raise LmetricError(f"{place}: {error}") from error
 
 
 def _named(result: Result, setup: Setup) -> Result:
-    figures = replace(result.figures, policy=setup.policy.label)
-    return replace(result, setup=setup, figures=figures)
+    return replace(result, setup=setup, figures=named(result.figures, setup))
 
 
 def _max_loads(
@@ -139,7 +138,7 @@ def _at_its_load(setup: Setup, study: Study, loads: Iterable[MaxLoad]) -> Setup:
     found = next(
         load for load in loads
         if (load.setup.trace, load.setup.group) == (setup.trace, setup.group)
-        and load.setup.policy == study.reference
+        and (load.setup.policy, load.setup.decode_policy) == study.reference
     )  # fmt: skip
     return replace(setup, speed=found.speed * setup.fraction_of_max)
 
@@ -165,7 +164,7 @@ def cells(results: Iterable[Result]) -> list[Cell]:
     found: dict[tuple[Any, ...], Cell] = {}
     for result in results:
         setup = result.setup
-        key = (setup.group, setup.load, setup.policy.label)
+        key = (setup.group, setup.load, setup.choice.label)
         found.setdefault(key, Cell(*key, [])).results.append(result)
     return list(found.values())
 
@@ -196,7 +195,9 @@ def _told(cell: Cell) -> dict[str, Any]:
         "profile": first.setup.profile,
         "block_tokens": first.setup.engine.block_tokens,
         "settings": first.setup.settings,
-        "policy": cell.policy,
+        "policy": first.setup.policy.label,
+        "decode_policy": first.figures.decode_policy,
+        "roles": first.setup.roles,
         "load": cell.load,
         "speed": first.setup.speed,
         "arrivals_per_second": first.arrivals_per_second,
@@ -204,6 +205,7 @@ def _told(cell: Cell) -> dict[str, Any]:
         "hit_ratio": spread(lambda result: result.figures.hit_ratio),
         "block_hit_ratio": spread(lambda result: result.figures.block_hit_ratio),
         "imbalance": spread(lambda result: result.figures.imbalance),
+        "optimal_assignment_ratio": spread(lambda result: result.figures.optimal_assignment_ratio),
         "goodput_requests_per_second": spread(lambda r: r.figures.goodput.requests_per_second),
         "goodput_tokens_per_second": spread(lambda r: r.figures.goodput.tokens_per_second),
         "goodput_share": spread(lambda result: result.figures.goodput.share),

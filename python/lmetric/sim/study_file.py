@@ -19,6 +19,7 @@ from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
 from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.profiles import load_profile, shipped_profiles
 from lmetric.sim.max_load import Rule
+from lmetric.sim.pools import Roles, Transfer
 from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value, trace_label
 from lmetric.sim.summary import Slo, parse_share
 from lmetric.sim.synthetic import check_synthetic
@@ -41,6 +42,13 @@ def _under(key: str) -> BeforeValidator:
     return BeforeValidator(
         lambda value: [each if isinstance(each, Mapping) else {key: each} for each in _listed(value)]
     )
+
+
+def _transfer(value: Any) -> Any:
+    told = f"{value:g}" if isinstance(value, int | float) else value
+    if isinstance(told, str):
+        Transfer.of(told)
+    return told
 
 
 Listed = BeforeValidator(_listed)
@@ -185,6 +193,15 @@ class SettingsEntry(Strict):
     output_known: Annotated[list[bool], Listed] | None = Field(
         None, description="whether the router knows how long each answer will be"
     )
+    binding: Annotated[list[Literal["early", "late"]], Listed] | None = Field(
+        None, description="with pools: where a request decodes is chosen on arrival, or after its prefill"
+    )
+    prefill: Annotated[list[Literal["queues", "unlimited"]], Listed] | None = Field(
+        None, description="with pools: prompts queue, or each takes its own time and waits for none"
+    )
+    transfer: Annotated[list[Annotated[str, BeforeValidator(_transfer)]], Listed] | None = Field(
+        None, description="with pools: GB/s, end or layers, fixed=SECONDS; or none; see docs/simulator.md"
+    )
 
     def combinations(self) -> Iterator[dict[str, Value]]:
         """Every combination of what is given."""
@@ -199,7 +216,13 @@ class StudyFile(Strict):
     name: str | None = Field(None, description="its title; default: the file's name")
     traces: Annotated[list[TraceEntry], BeforeValidator(_traces)] = Field(min_length=1, description="traces")
     policies: Annotated[list[PolicyEntry], _under("policy")] = Field(min_length=1, description="policies")
+    decode_policies: Annotated[list[PolicyEntry], _under("policy")] | None = Field(
+        None, min_length=1, description="of the decode pools, each paired with each of policies; needs roles"
+    )
     instances: Annotated[list[Count], Listed] = Field([16], min_length=1, description="instances of a fleet")
+    roles: Annotated[list[str], Listed] | None = Field(
+        None, min_length=1, description="pools in place of instances: 16P64D prefills on 16, decodes on 64"
+    )
     profiles: Annotated[list[str], Listed] = Field(
         [DEFAULT_PROFILE], min_length=1, description="engine profiles, shipped names or files"
     )
@@ -228,7 +251,7 @@ class Study:
     setups: list[Setup]
     rule: Rule
     searches: list[Setup]  # whose maximum load is to be found
-    reference: PolicyChoice
+    reference: tuple[PolicyChoice, PolicyChoice | None]  # the second of decode pools
 
 
 def load_study(path: Path, traces: list[Path] | None = None) -> Study:
@@ -261,7 +284,15 @@ def _expand(file: StudyFile, path: Path) -> Study:
     if len(references) != 1:
         raise ConfigError(f"max_load.reference: {entry.reference!r} is not one policy")
     reference = references[0]
-    for choice in [*policies, reference]:
+    seconds: list[PolicyChoice | None] = [None]
+    if file.decode_policies is not None:
+        seconds = []
+        for each in file.decode_policies:
+            seconds += [choice for choice in each.choices() if choice not in seconds]
+    pools = [Roles.of(each) for each in file.roles or []]
+    if (file.decode_policies is not None) != bool(pools and all(each.decode for each in pools)):
+        raise ConfigError("decode_policies and roles with a decode pool (16P64D) need each other")
+    for choice in [*policies, reference, *filter(None, seconds)]:
         choice.build()
     profiles = [_profile(name, path.parent) for name in file.profiles]
     given = file.settings
@@ -269,35 +300,45 @@ def _expand(file: StudyFile, path: Path) -> Study:
         predictors = [_profile(name, path.parent) for name in given.predictor]
         given = given.model_copy(update={"predictor": predictors})
     chosen = [_trace(trace, path.parent) for trace in file.traces]
-    for what, labels in (("policies", [p.label for p in policies]), ("traces", [t.label for t in chosen])):
+    for what, labels in (
+        ("policies", [p.label for p in policies]),
+        ("decode_policies", [p.label for p in filter(None, seconds)]),
+        ("traces", [t.label for t in chosen]),
+    ):
         if twice := next((label for label in labels if labels.count(label) > 1), None):
             raise ConfigError(f"{what}: two are called {twice!r}; give one a label")
     blocks: Sequence[int | None] = file.block_tokens or [None]
+    sizes: list[tuple[int, str | None]] = [(each.instances, str(each)) for each in pools]
     fleets = [
         Setup(
-            trace=trace, policy=reference, instances=instances, profile=profile, block_tokens=block_tokens,
+            trace=trace, policy=reference, decode_policy=seconds[0], instances=instances,
+            roles=roles, profile=profile, block_tokens=block_tokens,
             settings=settings, seed=file.seeds[0], measure=share, slo=slo,
         )
         for trace in chosen
         for profile in profiles
         for block_tokens in blocks
-        for instances in file.instances
+        for instances, roles in sizes or [(instances, None) for instances in file.instances]
         for settings in given.combinations()
     ]  # fmt: skip
     setups = [
         replace(
-            fleet, policy=policy, seed=seed, speed=load.speed or 1.0, fraction_of_max=load.fraction_of_max
+            fleet, policy=policy, decode_policy=second, seed=seed, speed=load.speed or 1.0,
+            fraction_of_max=load.fraction_of_max,
         )
         for fleet in fleets
         for load in file.loads
         for policy in policies
+        for second in seconds
         for seed in file.seeds
-    ]
+    ]  # fmt: skip
     searches = []
     if file.max_load is not None or any(load.fraction_of_max is not None for load in file.loads):
-        others = [choice for choice in policies if entry.each_policy and choice != reference]
-        searches = [replace(fleet, policy=choice) for fleet in fleets for choice in [reference, *others]]
-    return Study(file.name or path.stem, setups, entry.rule(), searches, reference)
+        pairs = [(reference, seconds[0])]
+        if entry.each_policy:
+            pairs += [pair for pair in itertools.product(policies, seconds) if pair != pairs[0]]
+        searches = [replace(fleet, policy=p, decode_policy=second) for fleet in fleets for p, second in pairs]
+    return Study(file.name or path.stem, setups, entry.rule(), searches, (reference, seconds[0]))
 
 
 def _profile(name: str, directory: Path) -> str:

@@ -115,6 +115,11 @@ class RunFigures:
     requests_per_second: float  # completed, from the first arrival to the last end of the measured ones
     tokens_per_second: float  # their output tokens
     wall_seconds: float
+    decode_policy: str | None = None  # with pools: what chose where they decoded
+    optimal_assignment_ratio: float | None = (
+        None  # share of hand-overs to the least loaded instance, by context tokens
+    )
+    stalled: int = 0  # engines that stand still for ever
 
 
 def measured(arrival_seconds: Floats, share: tuple[float, float]) -> NDArray[np.int64]:
@@ -149,13 +154,26 @@ def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunF
         requests_per_second=len(done) / seconds,
         tokens_per_second=int(output.sum()) / seconds,
         wall_seconds=run.wall_seconds,
+        decode_policy=run.decode_policy,
+        optimal_assignment_ratio=optimal_assignment_ratio(run.handoff_least_loaded[kept]),
+        stalled=run.stalled,
     )
 
 
+def optimal_assignment_ratio(least_loaded: NDArray[np.int64]) -> float | None:
+    """The share of hand-overs (entries of 0 or 1, see `Run.handoff_least_loaded`) whose instance held the
+    least context tokens of all when the prefill ended: SIBYL, Table 1. None: no hand-over."""
+    known = least_loaded[least_loaded >= 0]
+    return float(known.mean()) if len(known) else None
+
+
 def prefill_windows(run: Run, begin: float, end: float) -> Floats:
-    """Prompt tokens computed by each instance in each `WINDOW_SECONDS`, shape (instances, windows)."""
-    timeline = run.timeline
-    return windows(timeline.prefill_tokens, timeline.bucket_seconds, WINDOW_SECONDS, begin, end)
+    """Prompt tokens computed by each instance that prefills in each `WINDOW_SECONDS`, shape (instances,
+    windows)."""
+    timeline, tokens = run.timeline, run.timeline.prefill_tokens
+    if run.roles is not None:
+        tokens = tokens[[role != "decode" for role in run.roles.each()]]
+    return windows(tokens, timeline.bucket_seconds, WINDOW_SECONDS, begin, end)
 
 
 def _ratio(part: NDArray[np.int64], whole: NDArray[np.int64]) -> float | None:

@@ -8,6 +8,8 @@ trace, bit for bit::
      turns: {quantiles: {0: 1, 1: 8}}, think_seconds: {p50: 10, p90: 60},
      prefixes: {count: 20, zipf: 1.0, tokens: 1000}}
 
+`lengths: sharegpt-like` stands for both lengths (`lmetric.sim.distributions.LENGTHS`).
+
 Each purpose (arrivals, lengths, prefixes, ...) draws from a stream of its own, so that a change of one leaves
 the others as they are: with a hot spot and without it, a trace has the same arrivals, answers and families,
 and other prompts for the hot requests alone (the numbers of their blocks aside).
@@ -26,6 +28,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, mo
 
 from lmetric._core import BadValueError
 from lmetric.sim.distributions import (
+    LENGTHS,
     Described,
     Distribution,
     Floats,
@@ -114,6 +117,20 @@ class _Synthetic(Described):
         le=2**30,
         description="Longer prompts are cut; a session ends before a turn of it gets longer.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_lengths(cls, content: Any) -> Any:
+        """`lengths: sharegpt-like` stands for the input_tokens and output_tokens of that name."""
+        if not isinstance(content, Mapping) or "lengths" not in content:
+            return content
+        rest = {key: value for key, value in content.items() if key != "lengths"}
+        if twice := sorted({"input_tokens", "output_tokens"} & set(rest)):
+            raise ValueError(f"give lengths or {twice[0]}, not both")
+        named = LENGTHS.get(str(content["lengths"]))
+        if named is None:
+            raise ValueError(f"lengths must be one of {', '.join(LENGTHS)}, got {content['lengths']!r}")
+        return {**rest, "input_tokens": named.input_tokens, "output_tokens": named.output_tokens}
 
     @model_validator(mode="after")
     def _is_of_a_size(self) -> _Synthetic:

@@ -45,7 +45,11 @@ TABLE: tuple[tuple[str, tuple[Column, ...]], ...] = (
         Column("tokens/s", lambda r: r.figures.goodput.tokens_per_second, digits=0, better=1),
         Column("share, %", lambda r: r.figures.goodput.share, 100, 1, 1),
     )),
-    ("load", (Column("imbalance", lambda r: r.figures.imbalance, digits=2),)),
+    ("load", (
+        Column("imbalance", lambda r: r.figures.imbalance, digits=2),
+        Column("least loaded, %", lambda r: r.figures.optimal_assignment_ratio, 100, 1, 1),
+        Column("without end", lambda r: float(r.figures.failed) if r.figures.stalled else None, digits=0),
+    )),
     ("end to end, s", _latencies("e2e_seconds", 1, 2)),
 )  # fmt: skip
 

@@ -2,7 +2,9 @@
 use crate::errors::to_python;
 use lmetric_core::CoreError;
 use lmetric_sim::text::Rolling;
-use lmetric_sim::{Admission, Generator, KvEvent, Order, Profile, Prompt, Request, Settings};
+use lmetric_sim::{
+    Admission, DecodeThroughput, Generator, KvEvent, Order, Profile, Prompt, Request, Settings,
+};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
@@ -38,6 +40,18 @@ pub fn profile(constants: &Bound<'_, PyAny>) -> PyResult<Profile> {
             None => Err(unknown(&format!("profile field {name}"), "nothing", "a number")),
         }
     }
+    let decode_throughput = match constants.get_item("decode_throughput")?.filter(|curve| !curve.is_none()) {
+        None => None,
+        Some(curve) => {
+            let curve = curve.cast::<PyDict>()?;
+            Some(DecodeThroughput {
+                alpha: field(curve, "alpha")?,
+                beta: field(curve, "beta")?,
+                gamma: field(curve, "gamma")?,
+                hold_peak: field(curve, "hold_peak")?,
+            })
+        }
+    };
     Ok(Profile {
         fixed_seconds: field(constants, "fixed_seconds")?,
         decode_seconds_per_sequence: field(constants, "decode_seconds_per_sequence")?,
@@ -48,6 +62,7 @@ pub fn profile(constants: &Bound<'_, PyAny>) -> PyResult<Profile> {
         max_sequences: field(constants, "max_sequences")?,
         block_tokens: field(constants, "block_tokens")?,
         cache_blocks: field(constants, "cache_blocks")?,
+        decode_throughput,
     })
 }
 
@@ -86,7 +101,8 @@ impl Engine {
         Ok(Engine { engine, submitted: 0 })
     }
 
-    #[pyo3(signature = (prompt, output_tokens, now, *, priority=0, salt=None, report_cached=false))]
+    #[pyo3(signature = (prompt, output_tokens, now, *, priority=0, salt=None, report_cached=false,
+        pulled_tokens=0))]
     fn submit(
         &mut self,
         #[pyo3(from_py_with = tokens)] prompt: Vec<u32>,
@@ -95,10 +111,11 @@ impl Engine {
         priority: i64,
         salt: Option<&str>,
         report_cached: bool,
+        pulled_tokens: u32,
     ) -> PyResult<u64> {
         let id = self.submitted;
         let prompt = Prompt::Tokens(&prompt);
-        let request = Request { id, prompt, output_tokens, priority, salt, report_cached };
+        let request = Request { id, prompt, output_tokens, priority, salt, report_cached, pulled_tokens };
         self.engine.submit(&request, now).map_err(to_python)?;
         self.submitted += 1;
         Ok(id)
@@ -170,6 +187,7 @@ impl Engine {
             ("generation_tokens", counters.generation_tokens),
             ("prefix_cache_queries", counters.prefix_cache_queries),
             ("prefix_cache_hits", counters.prefix_cache_hits),
+            ("pulled_prompt_tokens", counters.pulled_prompt_tokens),
             ("steps", counters.steps),
         ] {
             dict.set_item(name, count)?;

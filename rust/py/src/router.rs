@@ -678,7 +678,7 @@ fn index_feed_of(what: &str, name: &str) -> Result<IndexFeed> {
 }
 
 /// One of a few values, by name.
-fn named<T: Copy>(what: &str, name: &str, values: &[(&str, T)]) -> Result<T> {
+pub fn named<T: Copy>(what: &str, name: &str, values: &[(&str, T)]) -> Result<T> {
     values.iter().find(|(known, _)| *known == name).map(|(_, value)| *value).ok_or_else(|| {
         let known: Vec<String> = values.iter().map(|(known, _)| format!("{known:?}")).collect();
         let (last, others) = known.split_last().expect("some values");

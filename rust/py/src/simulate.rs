@@ -3,9 +3,13 @@ use crate::engine::{profile, unknown};
 use crate::errors::Result;
 use crate::{policies, router};
 use lmetric_core::CoreError;
+use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
+use lmetric_core::plan::Binding;
 use lmetric_core::router::{IndexFeed, RouterConfig};
-use lmetric_sim::{Admission, ClusterConfig, Order, Outcome, Profile, Quantity, Signals, Trace};
+use lmetric_sim::{
+    Admission, ClusterConfig, Order, Outcome, Overlap, Profile, Quantity, Signals, Trace, Transfer,
+};
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -83,7 +87,9 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
 #[pyfunction]
 #[pyo3(signature = (workload, *, policy=None, knobs=None, profiles, seed=0, signals="exact", admission="reserve",
     index="exact", index_bytes=512 << 20, guard=None, guard_window_seconds=60.0, guard_period_seconds=1.0,
-    event_delay_seconds=0.02, report_period_seconds=1.0, step_time=None, output_known=true, timeline_seconds=10.0))]
+    event_delay_seconds=0.02, report_period_seconds=1.0, step_time=None, output_known=true, timeline_seconds=10.0,
+    roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
+    transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end"))]
 fn simulate<'py>(
     py: Python<'py>,
     workload: &Bound<'py, Workload>,
@@ -103,10 +109,33 @@ fn simulate<'py>(
     step_time: Option<&Bound<'py, PyDict>>,
     output_known: bool,
     timeline_seconds: f64,
+    roles: Option<Vec<String>>,
+    decode_policy: Option<&Bound<'py, PyAny>>,
+    decode_knobs: Option<&Bound<'py, PyDict>>,
+    binding: &str,
+    unlimited_prefill: bool,
+    transfer_seconds_per_token: f64,
+    transfer_fixed_seconds: f64,
+    transfer_overlap: &str,
 ) -> Result<Bound<'py, PyDict>> {
     let policy = policies::build(policy, knobs)?;
+    let decode_policy = decode_policy.map(|policy| policies::build(Some(policy), decode_knobs)).transpose()?;
     let config = ClusterConfig {
         profiles: profiles.iter().map(profile).collect::<PyResult<Vec<Profile>>>()?,
+        roles: roles
+            .unwrap_or_default()
+            .iter()
+            .map(|role| router::named("role", role, &Role::NAMES))
+            .collect::<Result<Vec<Role>>>()?,
+        transfer: Transfer {
+            seconds_per_token: transfer_seconds_per_token,
+            fixed_seconds: transfer_fixed_seconds,
+            overlap: router::named(
+                "transfer_overlap",
+                transfer_overlap,
+                &[("end", Overlap::End), ("layers", Overlap::Layers)],
+            )?,
+        },
         admission: match admission {
             "reserve" => Admission::Reserve,
             "vllm" => Admission::Vllm,
@@ -136,6 +165,14 @@ fn simulate<'py>(
                 ..GuardConfig::default()
             },
             step_time: step_time.map(router::step_time_of).transpose()?,
+            binding: router::named(
+                "binding",
+                binding,
+                &[("early", Binding::Early), ("late", Binding::Late)],
+            )?,
+            // No instance ever goes, so a request that nobody decodes is a decode policy that cannot score: an error.
+            colocate: false,
+            unlimited_prefill,
             ..RouterConfig::default()
         },
         output_known,
@@ -143,7 +180,7 @@ fn simulate<'py>(
     };
     let workload = &workload.get().inner;
     let outcome = py.detach(|| {
-        lmetric_sim::simulate(workload, policy, &config, || {
+        lmetric_sim::simulate(workload, policy, decode_policy, &config, || {
             Python::attach(|py| py.check_signals()).map_err(crate::errors::Error::from)
         })
     })?;
@@ -159,6 +196,8 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
         ("scheduled_seconds", records.scheduled_seconds),
         ("first_token_seconds", records.first_token_seconds),
         ("finished_seconds", records.finished_seconds),
+        ("handoff_seconds", records.handoff_seconds),
+        ("decode_start_seconds", records.decode_start_seconds),
     ] {
         dict.set_item(name, times.into_pyarray(py))?;
     }
@@ -167,6 +206,8 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
         ("predicted_hit_tokens", records.predicted_hit_tokens),
         ("hit_tokens", records.hit_tokens),
         ("preemptions", records.preemptions),
+        ("decode_instance", records.decode_instance),
+        ("handoff_least_loaded", records.handoff_least_loaded),
     ] {
         dict.set_item(name, counts.into_pyarray(py))?;
     }
@@ -182,6 +223,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
     dict.set_item("guard_alarms", outcome.guard_alarms)?;
     dict.set_item("guard_filters", outcome.guard_filters)?;
     dict.set_item("steps", outcome.steps)?;
+    dict.set_item("stalled", outcome.stalled)?;
     Ok(dict)
 }
 

@@ -157,6 +157,14 @@ impl Ticket {
         self.place.lock().0.to_token.is_some()
     }
 
+    /// Name of the instance that is bound for the segment behind the open one; None where there is none yet.
+    #[getter]
+    fn next_instance(&self, py: Python<'_>) -> Result<Option<String>> {
+        let mut router = lock(self.ticket.router(), py)?;
+        let next = router.bound_next(self.ticket.id());
+        Ok(next.map(|segment| router.fleet().name(segment.instance).to_string()))
+    }
+
     /// Whether the ticket is open.
     #[getter]
     fn open(&self, py: Python<'_>) -> Result<bool> {

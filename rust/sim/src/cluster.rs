@@ -6,13 +6,16 @@
 //! An engine whose batch only decodes runs through as many steps as nothing changes in, and is an event only when they end.
 //! A request that comes in between cuts them short. What a decision must know of their progress is worked out then.
 //!
-//! Whatever is to happen later is an [`Event`] in one queue: hand-overs, migrations and failures are further kinds of it, not further
-//! loops. A request's way through the cluster begins in `arrive` and is one segment of its plan at a time.
-use crate::engine::{Admission, Engine, Order, Prompt, Request, Settings};
+//! Whatever is to happen later is an [`Event`] in one queue: migrations and failures are to be further kinds of it, not further
+//! loops. A request's way through the cluster begins in `arrive` and is one segment of its plan at a time; `handover` leads from
+//! one to the next.
+use crate::engine::{Admission, Engine, Order, Prompt, Request};
 use crate::profile::Profile;
 use crate::record::{Quantity, Records, Timeline};
 use crate::signals::{Observer, Signals};
+use crate::transfer::{Links, Transfer};
 use crate::workload::Workload;
+use handover::Leg;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::Phase;
@@ -20,7 +23,7 @@ use lmetric_core::ids::Seconds;
 use lmetric_core::plan::Usage;
 use lmetric_core::policy::Policy;
 use lmetric_core::request::Request as RouterRequest;
-use lmetric_core::router::{IndexFeed, Router, RouterConfig};
+use lmetric_core::router::{Router, RouterConfig};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
@@ -29,6 +32,10 @@ use std::collections::BinaryHeap;
 pub struct ClusterConfig {
     /// One for each instance; all of the workload's block size.
     pub profiles: Vec<Profile>,
+    /// What each instance does; none: all take whole requests.
+    pub roles: Vec<Role>,
+    /// What moving the KV of a prompt costs that is prefilled on one instance and decodes on another.
+    pub transfer: Transfer,
     /// How requests get memory.
     pub admission: Admission,
     /// What the engines' queues are ordered by.
@@ -36,7 +43,7 @@ pub struct ClusterConfig {
     /// What the router learns, and when.
     pub signals: Signals,
     /// The router's settings; whether its backlog drains by itself follows from the signals, and whether partial blocks
-    /// count from the admission.
+    /// count from the admission. Where it takes prefills to be unlimited they are: each takes its own time, and no engine's.
     pub router: RouterConfig,
     /// Whether the router is told of each request how long its answer will be.
     pub output_known: bool,
@@ -56,6 +63,9 @@ pub struct Outcome {
     pub guard_filters: u64,
     /// Steps that all engines ran.
     pub steps: u64,
+    /// Engines that stand still for ever, beyond what their [`crate::DecodeThroughput`] carries. Their requests have no end, nor
+    /// have those that wait for these.
+    pub stalled: u64,
     /// The router as it was left, with its totals and latest receipts.
     pub router: Router,
 }
@@ -65,8 +75,12 @@ pub struct Outcome {
 enum Event {
     /// The step of an instance is over, or is seen to be, if this is still the `version`th thing known of it.
     Step { instance: u32, version: u32 },
+    /// A prompt that decodes elsewhere has been prefilled.
+    Prefilled { request: u32 },
     /// An instance whose last step was seen before its end may begin the next one.
     Free { instance: u32 },
+    /// The KV of a prompt is where the request decodes.
+    HandOver { request: u32 },
     /// An instance reports its load.
     Report { instance: u32 },
     /// The router looks at what it does periodically.
@@ -102,6 +116,11 @@ struct Cluster<'a> {
     engines: Vec<Engine>,
     instances: Vec<Instance>,
     observer: Observer,
+    links: Links,
+    /// What of each request is at work.
+    legs: Vec<Leg>,
+    /// Whether it was known where each decodes when its prefill began.
+    early: Vec<bool>,
     records: Records,
     timeline: Timeline,
     events: BinaryHeap<Reverse<(u64, Event)>>,
@@ -112,9 +131,11 @@ struct Cluster<'a> {
     moving: usize,
     guard_alarms: u64,
     guard_filters: u64,
+    stalled: u64,
 }
 
-/// Plays `workload` over a cluster under `policy`. `go_on` is asked now and then; its error ends the run.
+/// Plays `workload` over a cluster under `policy`; where prompts are prefilled apart, `decode_policy` chooses where they decode (least
+/// requests, if none is given). `go_on` is asked now and then; its error ends the run.
 ///
 /// Same workload, policy, configuration: same outcome, bit for bit.
 ///
@@ -123,10 +144,11 @@ struct Cluster<'a> {
 pub fn simulate<E: From<CoreError>>(
     workload: &Workload,
     policy: Box<dyn Policy>,
+    decode_policy: Option<Box<dyn Policy>>,
     config: &ClusterConfig,
     mut go_on: impl FnMut() -> Result<(), E>,
 ) -> Result<Outcome, E> {
-    let mut cluster = Cluster::new(workload, policy, config)?;
+    let mut cluster = Cluster::new(workload, policy, decode_policy, config)?;
     let mut events = 0u64;
     while cluster.step()? {
         events += 1;
@@ -134,7 +156,9 @@ pub fn simulate<E: From<CoreError>>(
             go_on()?;
         }
     }
+    cluster.time_stalls();
     Ok(Outcome {
+        stalled: cluster.stalled,
         records: cluster.records,
         timeline: cluster.timeline,
         guard_alarms: cluster.guard_alarms,
@@ -148,83 +172,7 @@ fn bad<T>(what: &str, got: impl ToString, expected: impl Into<String>) -> Result
     Err(CoreError::BadValue { what: what.into(), got: got.to_string(), expected: expected.into() })
 }
 
-impl<'a> Cluster<'a> {
-    fn new(
-        workload: &'a Workload,
-        policy: Box<dyn Policy>,
-        config: &'a ClusterConfig,
-    ) -> Result<Cluster<'a>, CoreError> {
-        config.signals.check()?;
-        if config.profiles.is_empty() {
-            return bad("instances", 0, "at least 1");
-        }
-        if !(config.timeline_seconds >= 1e-3 && config.timeline_seconds <= 1e9) {
-            return bad("timeline_seconds", config.timeline_seconds, "0.001 to 1e9 seconds");
-        }
-        let exact = config.router.index_feed == IndexFeed::Exact;
-        let router = RouterConfig {
-            drain: !config.signals.progress,
-            partial_blocks: config.admission == Admission::Reserve,
-            ..config.router.clone()
-        };
-        let mut router = Router::new(policy, router)?;
-        let settings = Settings { admission: config.admission, order: config.order, kv_events: exact };
-        let mut engines = Vec::with_capacity(config.profiles.len());
-        for (i, profile) in config.profiles.iter().enumerate() {
-            if profile.block_tokens != workload.block_tokens() {
-                let expected = format!("{}, which the workload was cut into", workload.block_tokens());
-                return bad("block_tokens of the profile", profile.block_tokens, expected);
-            }
-            router.add_instance(&format!("engine-{i}"), Role::Both, Some(profile.cache_blocks))?;
-            engines.push(Engine::new(profile.clone(), settings, None)?);
-        }
-        let instance =
-            || Instance { state: State::Idle, version: 0, ready: false, queue_since: 0.0, queued: 0 };
-        let mut cluster = Cluster {
-            observer: Observer::new(router, config.signals, workload.len()),
-            records: Records::new(workload.len()),
-            timeline: Timeline::new(engines.len(), config.timeline_seconds),
-            instances: engines.iter().map(|_| instance()).collect(),
-            events: BinaryHeap::new(),
-            ready: Vec::new(),
-            now: 0.0,
-            left: workload.len(),
-            moving: 0,
-            guard_alarms: 0,
-            guard_filters: 0,
-            config,
-            workload,
-            engines,
-        };
-        for request in 0..workload.len() {
-            cluster
-                .engines
-                .iter()
-                .try_for_each(|engine| engine.check(&engine_request(workload, config, request)))?;
-        }
-        cluster.schedule_first_events();
-        Ok(cluster)
-    }
-
-    fn schedule_first_events(&mut self) {
-        for request in 0..self.workload.len() {
-            if !self.workload.shape.waits[request] {
-                let at = self.workload.arrival_seconds[request];
-                self.at(at, Event::Arrival { request: request as u32 });
-            }
-        }
-        if let Some(period) = self.config.signals.report_period_seconds {
-            // Nobody scrapes all engines at one moment.
-            let instances = self.engines.len() as u32;
-            for instance in 0..instances {
-                self.at(period * f64::from(instance) / f64::from(instances), Event::Report { instance });
-            }
-        }
-        if self.config.router.guard.on {
-            self.at(0.0, Event::Tick);
-        }
-    }
-
+impl Cluster<'_> {
     /// Puts an event into the queue. Times are never negative, so their bits are in the order of the numbers.
     fn at(&mut self, time: Seconds, event: Event) {
         self.moving += usize::from(!matches!(event, Event::Report { .. } | Event::Tick));
@@ -242,6 +190,9 @@ impl<'a> Cluster<'a> {
             return Ok(false);
         }
         let Some(Reverse((time, event))) = self.events.pop().filter(|_| self.moving > 0) else {
+            if self.stalled > 0 {
+                return Ok(false);
+            }
             return bad(
                 "simulation",
                 format!("{} requests that never end", self.left),
@@ -255,7 +206,9 @@ impl<'a> Cluster<'a> {
                 self.see(instance as usize)?;
             }
             Event::Step { .. } => {}
+            Event::Prefilled { request } => self.prefilled(request as usize)?,
             Event::Free { instance } => self.free(instance as usize),
+            Event::HandOver { request } => self.hand_over(request as usize)?,
             Event::Arrival { request } => self.arrive(request as usize)?,
             Event::Report { instance } => {
                 self.observer.report(instance as usize, &self.engines[instance as usize], self.now)?;
@@ -294,12 +247,28 @@ impl<'a> Cluster<'a> {
             },
             self.now,
         )?;
-        self.observer.sent(request as u64, decision.ticket, self.now)?;
+        self.observer.placed(request as u64, decision.ticket);
+        self.observer.sent(request as u64, self.now)?;
         let instance = decision.segment.instance.index();
         self.records.arrival_seconds[request] = self.now;
         self.records.instance[request] = instance as i64;
         self.records.predicted_hit_tokens[request] = i64::from(decision.predicted_hit_tokens);
-        self.engines[instance].submit(&engine_request(self.workload, self.config, request), self.now)?;
+        if let Some(next) = decision.next {
+            self.records.decode_instance[request] = next.instance.index() as i64;
+        }
+        if decision.segment.to_token.is_some() {
+            self.legs[request] = Leg::Prefill;
+            if self.config.router.unlimited_prefill {
+                return self.prefill_alone(request, instance);
+            }
+        }
+        self.submit(request, instance)
+    }
+
+    /// What of a request is at work comes to an engine.
+    fn submit(&mut self, request: usize, instance: usize) -> Result<(), CoreError> {
+        let asked = engine_request(self.workload, self.config, request, self.legs[request]);
+        self.engines[instance].submit(&asked, self.now)?;
         self.count_queue(instance);
         match self.instances[instance].state {
             State::Idle => self.free(instance),
@@ -332,11 +301,15 @@ impl<'a> Cluster<'a> {
             let events = self.engines[instance].events();
             for admitted in events.admitted.iter().filter(|admitted| admitted.first_time) {
                 let request = admitted.id as usize;
-                self.records.scheduled_seconds[request] = self.now;
-                self.records.hit_tokens[request] = i64::from(admitted.cached_tokens);
+                if self.legs[request] == Leg::Decode {
+                    self.records.decode_start_seconds[request] = self.now;
+                } else {
+                    self.records.scheduled_seconds[request] = self.now;
+                    self.records.hit_tokens[request] = i64::from(admitted.cached_tokens);
+                }
             }
             events.preempted.iter().for_each(|&id| self.records.preemptions[id as usize] += 1);
-            self.observer.started(events, self.now)?;
+            self.observer.started(&events.admitted, self.now)?;
             self.count_queue(instance);
             self.observer.cache_changed(instance, self.engines[instance].kv_log(), self.now);
             if let Some(end) = end {
@@ -351,6 +324,10 @@ impl<'a> Cluster<'a> {
 
     /// Steps under way end at `end`: when will that be seen?
     fn expect(&mut self, instance: usize, end: Seconds) {
+        if end.is_infinite() {
+            self.stalled += 1;
+            return;
+        }
         let seen = match self.config.signals.step_end {
             false => end,
             true => self.engines[instance].last_step_start().unwrap_or(end).max(self.now),
@@ -370,15 +347,20 @@ impl<'a> Cluster<'a> {
         self.timeline.add(instance, Quantity::PrefillTokens, start, end, f64::from(computed) / (end - start));
         for chunk in &events.prefilled {
             let at = &mut self.records.first_token_seconds[chunk.id as usize];
-            let first = chunk.done && at.is_nan();
+            // What a prefill for another instance makes of a first token, nobody gets.
+            let first = chunk.done && at.is_nan() && self.legs[chunk.id as usize] != Leg::Prefill;
             if first {
                 *at = end;
             }
             self.observer.prefilled(chunk, first, self.now)?;
         }
-        let mut arrivals = Vec::new();
+        let (mut arrivals, mut prefilled) = (Vec::new(), Vec::new());
         for &id in &events.finished {
             let request = id as usize;
+            if self.legs[request] == Leg::Prefill {
+                prefilled.push(request);
+                continue;
+            }
             self.left -= 1;
             self.records.finished_seconds[request] = end;
             let shape = &self.workload.shape;
@@ -395,6 +377,10 @@ impl<'a> Cluster<'a> {
         }
         arrivals.into_iter().for_each(|(at, request)| self.at(at, Event::Arrival { request }));
         self.observer.cache_changed(instance, self.engines[instance].kv_log(), self.now);
+        for request in prefilled {
+            self.next_segment(request, end)?;
+            self.at(end, Event::Prefilled { request: request as u32 });
+        }
         if end > self.now {
             self.instances[instance].state = State::Seen;
             self.at(end, Event::Free { instance: instance as u32 });
@@ -424,19 +410,28 @@ fn chain<'w>(workload: &'w Workload, config: &ClusterConfig, request: usize) -> 
     }
 }
 
-fn engine_request<'w>(workload: &'w Workload, config: &ClusterConfig, request: usize) -> Request<'w> {
+fn engine_request<'w>(
+    workload: &'w Workload,
+    config: &ClusterConfig,
+    request: usize,
+    leg: Leg,
+) -> Request<'w> {
+    let shape = &workload.shape;
     Request {
         id: request as u64,
         prompt: Prompt::Chain {
             hashes: chain(workload, config, request),
-            tokens: workload.shape.input_tokens[request],
+            tokens: shape.input_tokens[request],
         },
-        output_tokens: workload.shape.output_tokens[request],
+        output_tokens: if leg == Leg::Prefill { 1 } else { shape.output_tokens[request] },
         priority: 0,
         salt: None,
         report_cached: false,
+        pulled_tokens: if leg == Leg::Decode { shape.input_tokens[request] } else { 0 },
     }
 }
 
+mod handover;
+mod start;
 #[cfg(test)]
 mod tests;

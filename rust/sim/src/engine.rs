@@ -88,6 +88,10 @@ pub struct Request<'a> {
     pub salt: Option<&'a str>,
     /// The blocks of its prompt that are cached already are told of again, as stored.
     pub report_cached: bool,
+    /// Leading prompt tokens whose KV comes from elsewhere: not computed here, but for the prompt's last token, so that the
+    /// first output token comes from a step of this engine. What the cache holds is not pulled. Lost where the request is put
+    /// back. 0: it computes its prompt itself. (A prefill for another engine is a request of one output token.)
+    pub pulled_tokens: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -216,6 +220,7 @@ impl Engine {
         sequence.root = hash::root(request.salt);
         sequence.salt = request.salt.map(Arc::from);
         sequence.report_cached = request.report_cached;
+        sequence.pulled = request.pulled_tokens;
         match request.prompt {
             Prompt::Tokens(tokens) => {
                 sequence.prompt_tokens = tokens.len() as u32;
@@ -260,6 +265,10 @@ impl Engine {
         if request.output_tokens == 0 {
             return bad("output tokens", "0".into(), "at least 1".into());
         }
+        if request.pulled_tokens as usize > prompt_tokens {
+            let got = request.pulled_tokens.to_string();
+            return bad("pulled tokens", got, format!("at most the prompt's {prompt_tokens}"));
+        }
         if self.by_id.contains_key(&request.id) {
             return bad("id", request.id.to_string(), "one that is not in the engine already".into());
         }
@@ -293,7 +302,8 @@ impl Engine {
         true
     }
 
-    /// Starts a step at `now` and gives its end. None: there is nothing to do at `now`. While a step runs, its end.
+    /// Starts a step at `now` and gives its end. None: there is nothing to do at `now`. While a step runs, its end; infinite
+    /// where the engine stands still (see [`crate::DecodeThroughput`]).
     pub fn start_step(&mut self, now: Seconds) -> Option<Seconds> {
         self.start_steps(now, now)
     }
@@ -327,13 +337,22 @@ impl Engine {
             context_tokens: self.context_tokens,
             ..Default::default()
         };
-        self.chunks.iter().for_each(|chunk| work.add_prefill(chunk.before, chunk.tokens));
+        for chunk in &self.chunks {
+            let sequence = &self.sequences[chunk.slot];
+            if sequence.pulled > 0 && chunk.tokens == 1 && chunk.before + 1 == sequence.total {
+                // All the rest of its prompt came from elsewhere: what it computes is what a decode computes.
+                work.decode_sequences += 1;
+                work.context_tokens += u64::from(sequence.total);
+            } else {
+                work.add_prefill(chunk.before, chunk.tokens);
+            }
+        }
         let first = self.profile.step_seconds(&work);
         let mut step = Step { start: now, end: now + first, steps: 1, first, more: 0.0 };
         // After a preemption the queue is looked at again in the next step.
         if self.prefilling.is_empty() && self.events.preempted.is_empty() && self.generator.is_none() {
             // Each further step has one more token of context for each sequence.
-            step.more = self.profile.decode_seconds_per_context_token * self.decoding.len() as f64;
+            step.more = self.profile.more_seconds(self.decoding.len() as u32);
             let horizon = self.incoming.front().map_or(until, |(arrival, ..)| arrival.min(until));
             step.steps = step.begun(horizon, self.alike_steps());
             step.end = now + step.lasting(step.steps);
@@ -358,6 +377,11 @@ impl Engine {
     pub fn last_step_start(&self) -> Option<Seconds> {
         self.step
             .map(|step| if step.steps > 1 { step.start + step.lasting(step.steps - 1) } else { step.start })
+    }
+
+    /// Whether the step under way has no end.
+    pub fn stalled(&self) -> bool {
+        self.step.is_some_and(|step| step.end.is_infinite())
     }
 
     /// Of the steps under way, how many have begun before `at` and how many have ended by then.

@@ -30,6 +30,8 @@ pub struct Admitted {
     pub id: u64,
     /// Prompt tokens found in the cache.
     pub cached_tokens: u32,
+    /// Prompt tokens behind them whose KV came from elsewhere.
+    pub pulled_tokens: u32,
     /// False where it comes back from a preemption.
     pub first_time: bool,
 }
@@ -156,6 +158,8 @@ pub struct Counters {
     pub prefix_cache_queries: u64,
     /// Prompt tokens found there.
     pub prefix_cache_hits: u64,
+    /// Prompt tokens whose KV came from elsewhere.
+    pub pulled_prompt_tokens: u64,
     /// Steps run.
     pub steps: u64,
 }

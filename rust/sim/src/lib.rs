@@ -15,13 +15,15 @@ pub mod record;
 mod sequence;
 pub mod signals;
 pub mod text;
+pub mod transfer;
 pub mod workload;
 
 pub use cluster::{ClusterConfig, Outcome, simulate};
 pub use engine::{Admission, Engine, Order, Prompt, Request, Settings};
 pub use events::{Counters, KvEvent, KvLog, Load, StepEvents};
-pub use profile::{Profile, StepWork};
+pub use profile::{DecodeThroughput, Profile, StepWork};
 pub use record::{Quantity, Records, Timeline};
 pub use signals::Signals;
 pub use text::Generator;
+pub use transfer::{Overlap, Transfer};
 pub use workload::{Trace, Workload};

@@ -26,6 +26,40 @@ pub struct Profile {
     pub block_tokens: u32,
     /// Blocks that the KV memory holds.
     pub cache_blocks: u32,
+    /// Where given, decodes take what this says, in place of `fixed`, `a` and `b`; a step without decodes takes `fixed` still.
+    pub decode_throughput: Option<DecodeThroughput>,
+}
+
+/// Tokens a second that `n` decoding sequences make together: `alpha n^2 + beta n + gamma`, whatever their context (SIBYL,
+/// Eq. 15).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DecodeThroughput {
+    /// Below 0: the curve has a peak, at `-beta / 2 alpha`.
+    pub alpha: f64,
+    /// See above.
+    pub beta: f64,
+    /// See above.
+    pub gamma: f64,
+    /// Beyond its peak the curve is held there. As printed it falls below 0, and an engine that gets so far stands still for
+    /// ever.
+    pub hold_peak: bool,
+}
+
+impl DecodeThroughput {
+    /// Tokens a second of `sequences` together; not above 0: they stand still.
+    pub fn tokens_per_second(&self, sequences: u32) -> f64 {
+        let (peak, mut n) = (-self.beta / (2.0 * self.alpha), f64::from(sequences));
+        if self.hold_peak {
+            n = n.min(peak);
+        }
+        (self.alpha * n + self.beta) * n + self.gamma
+    }
+
+    /// Seconds in which each of them makes a token. Infinite: they stand still.
+    pub fn step_seconds(&self, sequences: u32) -> f64 {
+        let rate = self.tokens_per_second(sequences);
+        if rate > 0.0 { f64::from(sequences) / rate } else { f64::INFINITY }
+    }
 }
 
 /// What one step computes.
@@ -50,13 +84,39 @@ impl StepWork {
 }
 
 impl Profile {
-    /// Seconds that a step with this work takes.
+    /// Seconds that a step with this work takes; infinite where a [`DecodeThroughput`] has fallen to nothing.
     pub fn step_seconds(&self, work: &StepWork) -> f64 {
-        self.fixed_seconds
-            + self.decode_seconds_per_sequence * f64::from(work.decode_sequences)
-            + self.decode_seconds_per_context_token * work.context_tokens as f64
+        let decode = match &self.decode_throughput {
+            Some(throughput) if work.decode_sequences > 0 => throughput.step_seconds(work.decode_sequences),
+            _ => {
+                self.fixed_seconds
+                    + self.decode_seconds_per_sequence * f64::from(work.decode_sequences)
+                    + self.decode_seconds_per_context_token * work.context_tokens as f64
+            }
+        };
+        decode
             + self.prefill_seconds_per_token * f64::from(work.prefill_tokens)
             + self.prefill_seconds_per_attention_pair * work.prefill_attention_pairs
+    }
+
+    /// What each decode step takes more than the one before, `sequences` having one more token of context each.
+    pub fn more_seconds(&self, sequences: u32) -> f64 {
+        match self.decode_throughput {
+            Some(_) => 0.0,
+            None => self.decode_seconds_per_context_token * f64::from(sequences),
+        }
+    }
+
+    /// Seconds that a prompt of `tokens` tokens takes alone, in chunks of `max_batch_tokens`.
+    pub fn prefill_seconds(&self, tokens: u32) -> f64 {
+        let chunk = self.max_batch_tokens;
+        (0..tokens.div_ceil(chunk))
+            .map(|i| {
+                let mut work = StepWork::default();
+                work.add_prefill(i * chunk, chunk.min(tokens - i * chunk));
+                self.step_seconds(&work)
+            })
+            .sum()
     }
 
     /// Refuses constants that no engine can have.
@@ -92,6 +152,19 @@ impl Profile {
                 format!("max_sequences ({}) or more: every decode gets its token", self.max_sequences);
             return bad("max_batch_tokens", self.max_batch_tokens.to_string(), expected);
         }
+        if let Some(curve) = &self.decode_throughput {
+            if !(curve.alpha < 0.0
+                && curve.beta > 0.0
+                && [curve.alpha, curve.beta, curve.gamma].iter().all(|x| x.is_finite()))
+            {
+                let got = format!("alpha {}, beta {}, gamma {}", curve.alpha, curve.beta, curve.gamma);
+                return bad("decode_throughput", got, "finite numbers, alpha below 0, beta above".into());
+            }
+            if curve.tokens_per_second(1) <= 0.0 {
+                let got = format!("{} tokens/s of one sequence", curve.tokens_per_second(1));
+                return bad("decode_throughput", got, "more than 0".into());
+            }
+        }
         Ok(())
     }
 }
@@ -112,7 +185,44 @@ pub(crate) mod tests {
             max_sequences: 8,
             block_tokens: 16,
             cache_blocks: 32,
+            decode_throughput: None,
         }
+    }
+
+    fn eq15(hold_peak: bool) -> DecodeThroughput {
+        DecodeThroughput { alpha: -0.423, beta: 44.766, gamma: -7.753, hold_peak }
+    }
+
+    #[test]
+    fn equation_15_by_hand() {
+        // -0.423 n^2 + 44.766 n - 7.753; the peak lies at 52.915 sequences: -7.753 + 44.766^2 / (4 x 0.423).
+        let peak = 1176.6417;
+        for (n, printed, held) in [
+            (1, 36.59, 36.59),
+            (10, 397.607, 397.607),
+            (53, 1176.638, peak),
+            (100, 238.847, peak),
+            (105, 29.102, peak),
+            (106, -15.385, peak),
+        ] {
+            assert!((eq15(false).tokens_per_second(n) - printed).abs() < 1e-3, "{n}");
+            assert!((eq15(true).tokens_per_second(n) - held).abs() < 1e-3, "{n}");
+        }
+        assert!((eq15(false).step_seconds(10) - 10.0 / 397.607).abs() < 1e-12);
+        assert!((eq15(true).step_seconds(100) - 100.0 / peak).abs() < 1e-7);
+        assert_eq!(eq15(false).step_seconds(106), f64::INFINITY);
+    }
+
+    #[test]
+    fn a_throughput_stands_for_the_decodes_of_a_step_alone() {
+        let profile = Profile { decode_throughput: Some(eq15(true)), ..round() };
+        let mut work = StepWork { decode_sequences: 10, context_tokens: 5000, ..Default::default() };
+        assert_eq!(profile.step_seconds(&work), 10.0 / eq15(true).tokens_per_second(10));
+        work.add_prefill(0, 20); // 20 x 0.01 + 20 x 10 x 0.0001
+        assert!((profile.step_seconds(&work) - 10.0 / eq15(true).tokens_per_second(10) - 0.22).abs() < 1e-12);
+        assert_eq!(profile.more_seconds(10), 0.0);
+        // Alone, a prompt of 100 tokens takes a step of 64 and one of 36: 2 x 1 + 100 x 0.01 + 100 x 50 x 0.0001.
+        assert!((profile.prefill_seconds(100) - 3.5).abs() < 1e-12);
     }
 
     #[test]
@@ -131,6 +241,17 @@ pub(crate) mod tests {
             (Profile { prefill_seconds_per_token: -1.0, ..round() }, "prefill_seconds_per_token"),
             (Profile { block_tokens: 0, ..round() }, "block_tokens"),
             (Profile { max_batch_tokens: 7, ..round() }, "max_batch_tokens"),
+            (
+                Profile { decode_throughput: Some(DecodeThroughput { alpha: 0.1, ..eq15(true) }), ..round() },
+                "decode_throughput",
+            ),
+            (
+                Profile {
+                    decode_throughput: Some(DecodeThroughput { gamma: -50.0, ..eq15(true) }),
+                    ..round()
+                },
+                "decode_throughput",
+            ),
         ] {
             let message = profile.check().unwrap_err().to_string();
             assert!(message.contains(field), "{message}");

@@ -2,7 +2,7 @@
 use lmetric_core::ids::Seconds;
 
 /// One column a quantity, one row a request, in the workload's order. Times are simulated seconds.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct Records {
     /// When it arrived and was placed.
     pub arrival_seconds: Vec<Seconds>,
@@ -20,20 +20,61 @@ pub struct Records {
     pub finished_seconds: Vec<Seconds>,
     /// Times it was put back into the queue for want of memory.
     pub preemptions: Vec<i64>,
+    /// Where it decoded, its prompt being prefilled elsewhere; -1: nowhere else.
+    pub decode_instance: Vec<i64>,
+    /// When its prefill ended there.
+    pub handoff_seconds: Vec<Seconds>,
+    /// When it was first admitted where it decoded.
+    pub decode_start_seconds: Vec<Seconds>,
+    /// Whether, when its prefill ended, no instance for decodes held fewer context tokens than its own (1) or one did (0); -1: no
+    /// hand-over.
+    pub handoff_least_loaded: Vec<i64>,
+}
+
+impl PartialEq for Records {
+    /// Bit by bit: a time that never came equals another.
+    fn eq(&self, other: &Records) -> bool {
+        let times = |r: &Records| {
+            [
+                &r.arrival_seconds,
+                &r.scheduled_seconds,
+                &r.first_token_seconds,
+                &r.finished_seconds,
+                &r.handoff_seconds,
+                &r.decode_start_seconds,
+            ]
+            .map(|column| column.iter().map(|at| at.to_bits()).collect::<Vec<_>>())
+        };
+        let counts = |r: &Records| {
+            [
+                r.instance.clone(),
+                r.predicted_hit_tokens.clone(),
+                r.hit_tokens.clone(),
+                r.preemptions.clone(),
+                r.decode_instance.clone(),
+                r.handoff_least_loaded.clone(),
+            ]
+        };
+        times(self) == times(other) && counts(self) == counts(other)
+    }
 }
 
 impl Records {
     pub(crate) fn new(requests: usize) -> Records {
-        let (times, counts) = (vec![f64::NAN; requests], vec![0; requests]);
+        let (times, counts, none) = (vec![f64::NAN; requests], vec![0; requests], vec![-1; requests]);
         Records {
             arrival_seconds: times.clone(),
-            instance: vec![-1; requests],
+            instance: none.clone(),
             predicted_hit_tokens: counts.clone(),
             hit_tokens: counts.clone(),
             scheduled_seconds: times.clone(),
             first_token_seconds: times.clone(),
-            finished_seconds: times,
+            finished_seconds: times.clone(),
             preemptions: counts,
+            decode_instance: none.clone(),
+            handoff_seconds: times.clone(),
+            decode_start_seconds: times,
+            handoff_least_loaded: none,
         }
     }
 }

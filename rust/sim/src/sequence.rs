@@ -31,6 +31,8 @@ pub struct Sequence {
     pub computed: u32,
     /// Prompt tokens that came out of the cache when it was first admitted.
     pub cached: Option<u32>,
+    /// Leading prompt tokens whose KV comes from elsewhere when it is admitted, until it was put back.
+    pub pulled: u32,
     /// Place in the list of decoding sequences, and in the list of those that cross a block edge at the same tick.
     pub at: u32,
     pub crossing_at: u32,

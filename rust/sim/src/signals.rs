@@ -1,9 +1,9 @@
 //! What the router learns of the engines, and when: one way with settings, from perfect to what a live server sees.
 use crate::engine::Engine;
-use crate::events::{KvEvent, KvLog, Prefilled, StepEvents};
+use crate::events::{Admitted, KvEvent, KvLog, Prefilled};
 use lmetric_core::ids::Seconds;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
-use lmetric_core::plan::{Event, Usage};
+use lmetric_core::plan::{Event, Segment, Usage};
 use lmetric_core::router::books::Report;
 use lmetric_core::router::{Router, TicketId};
 use lmetric_core::{CoreError, InstanceId};
@@ -123,10 +123,14 @@ impl Observer {
         }
     }
 
-    /// A request was placed and goes out.
-    pub fn sent(&mut self, request: u64, ticket: TicketId, now: Seconds) -> Result<(), CoreError> {
+    /// A request was placed.
+    pub fn placed(&mut self, request: u64, ticket: TicketId) {
         self.flights[request as usize] = Some(Flight { ticket, told: 0 });
-        self.tell(request, Event::Sent, now)
+    }
+
+    /// The open segment of its plan goes out.
+    pub fn sent(&mut self, request: u64, now: Seconds) -> Result<(), CoreError> {
+        self.tell(request, Event::Sent, now).map(drop)
     }
 
     /// Before a decision or a tick: what is due by now, and what only a decision asks for.
@@ -172,9 +176,9 @@ impl Observer {
     }
 
     /// Requests were taken off a queue.
-    pub fn started(&mut self, events: &StepEvents, now: Seconds) -> Result<(), CoreError> {
+    pub fn started(&mut self, admitted: &[Admitted], now: Seconds) -> Result<(), CoreError> {
         if self.signals.progress {
-            for admitted in &events.admitted {
+            for admitted in admitted {
                 self.tell(admitted.id, Event::Scheduled(Some(admitted.cached_tokens)), now)?;
             }
         }
@@ -195,12 +199,19 @@ impl Observer {
         Ok(())
     }
 
-    /// A request has all its output tokens.
-    pub fn finished(&mut self, request: u64, usage: Usage, now: Seconds) -> Result<(), CoreError> {
+    /// The open segment of a request's plan has ended well. Gives the next one; without one, the request has all its output tokens.
+    pub fn finished(
+        &mut self,
+        request: u64,
+        usage: Usage,
+        now: Seconds,
+    ) -> Result<Option<Segment>, CoreError> {
         self.made(request, usage.output_tokens.unwrap_or(0), now)?;
-        self.tell(request, Event::Finished(usage), now)?;
-        self.flights[request as usize] = None;
-        Ok(())
+        let next = self.tell(request, Event::Finished(usage), now)?;
+        if next.is_none() {
+            self.flights[request as usize] = None;
+        }
+        Ok(next)
     }
 
     /// The changes of an instance's cache since the last call.
@@ -244,10 +255,10 @@ impl Observer {
         Ok(())
     }
 
-    fn tell(&mut self, request: u64, event: Event, now: Seconds) -> Result<(), CoreError> {
+    fn tell(&mut self, request: u64, event: Event, now: Seconds) -> Result<Option<Segment>, CoreError> {
         match &self.flights[request as usize] {
-            Some(flight) => self.router.advance(flight.ticket, event, now).map(drop),
-            None => Ok(()),
+            Some(flight) => self.router.advance(flight.ticket, event, now),
+            None => Ok(None),
         }
     }
 }

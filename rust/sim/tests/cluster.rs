@@ -1,10 +1,13 @@
 //! The event loop: hand-computed cases, and laws that hold for any load, policy and signals.
 use lmetric_core::CoreError;
+use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
+use lmetric_core::plan::Binding;
 use lmetric_core::policy::registry;
 use lmetric_core::router::{IndexFeed, RouterConfig};
 use lmetric_sim::{
-    Admission, ClusterConfig, Order, Outcome, Profile, Quantity, Signals, Trace, Workload, simulate,
+    Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Profile, Quantity, Signals, Trace,
+    Transfer, Workload, simulate,
 };
 use proptest::prelude::*;
 
@@ -20,12 +23,15 @@ fn round() -> Profile {
         max_sequences: 8,
         block_tokens: 16,
         cache_blocks: 32,
+        decode_throughput: None,
     }
 }
 
 fn config(instances: usize) -> ClusterConfig {
     ClusterConfig {
         profiles: vec![round(); instances],
+        roles: Vec::new(),
+        transfer: Transfer::default(),
         admission: Admission::Reserve,
         order: Order::Fcfs,
         signals: Signals::EXACT,
@@ -74,7 +80,9 @@ fn workload(asks: &[Ask]) -> Workload {
 }
 
 fn play(workload: &Workload, policy: &str, config: &ClusterConfig) -> Result<Outcome, CoreError> {
-    simulate(workload, registry::build(policy, &[])?, config, || Ok(()))
+    // Where prompts are prefilled apart, the policy places both halves.
+    let decode = if config.roles.is_empty() { None } else { Some(registry::build(policy, &[])?) };
+    simulate(workload, registry::build(policy, &[])?, decode, config, || Ok(()))
 }
 
 fn close(got: &[f64], expected: &[f64]) {
@@ -101,6 +109,89 @@ fn two_requests_on_one_engine_by_hand() {
     assert_eq!(out.steps, 5);
     close(&out.timeline.column(Quantity::Waiting), &[(joined - 3.0) / 10.0]);
     close(&out.timeline.column(Quantity::PrefillTokens), &[30.0]);
+}
+
+/// Instances that prefill, then instances that decode.
+fn pools(prefill: usize, decode: usize) -> ClusterConfig {
+    let roles = [vec![Role::Prefill; prefill], vec![Role::Decode; decode]].concat();
+    ClusterConfig { roles, ..config(prefill + decode) }
+}
+
+#[test]
+fn a_prompt_prefilled_elsewhere_by_hand() {
+    let transfer = |overlap| Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, overlap };
+    // Prefill: 1 + 0.2. To be moved: 0.5 + 20 x 0.02 = 0.9 s, of which the prefill hides all but nothing (layers) or nothing (end).
+    for (transfer, binding, there) in [
+        (Transfer::default(), Binding::Early, 1.2),
+        (transfer(Overlap::End), Binding::Early, 2.1),
+        (transfer(Overlap::Layers), Binding::Early, 1.2),
+        (transfer(Overlap::Layers), Binding::Late, 2.1),
+        (Transfer { fixed_seconds: 1.0, ..transfer(Overlap::Layers) }, Binding::Early, 1.4),
+    ] {
+        let mut config = ClusterConfig { transfer, ..pools(1, 1) };
+        config.router.binding = binding;
+        let out = play(&workload(&[ask(0.0, 20, 3, &[1, 2])]), "round_robin", &config).unwrap();
+        let r = &out.records;
+        assert_eq!((r.instance[0], r.decode_instance[0], r.handoff_least_loaded[0]), (0, 1, 1));
+        close(&r.handoff_seconds, &[1.2]);
+        close(&r.decode_start_seconds, &[there]);
+        // Three steps of a decode with 20, 21 and 22 tokens of context.
+        close(&r.first_token_seconds, &[there + 1.12]);
+        close(&r.finished_seconds, &[there + 1.12 + 1.121 + 1.122]);
+        assert_eq!(out.steps, 4);
+    }
+}
+
+#[test]
+fn an_unlimited_prefill_waits_for_nobody() {
+    let asks = [ask(0.0, 20, 1, &[]), ask(0.0, 100, 1, &[]), ask(0.5, 20, 1, &[])];
+    let mut config = pools(1, 2);
+    let queued = play(&workload(&asks), "round_robin", &config).unwrap().records;
+    // 20 + 44 tokens, then the other 56 with 8 of the third, then its last 12.
+    close(&queued.handoff_seconds, &[1.64, 1.64 + 1.64, 1.64 + 1.64 + 1.12]);
+    config.router.unlimited_prefill = true;
+    let out = play(&workload(&asks), "round_robin", &config).unwrap();
+    // 1 + 0.2; a step of 64 tokens and one of 36; 1 + 0.2.
+    close(&out.records.handoff_seconds, &[1.2, 3.0, 1.7]);
+    close(&out.records.scheduled_seconds, &[0.0, 0.0, 0.5]);
+    close(&out.timeline.column(Quantity::PrefillTokens)[..1], &[140.0]);
+}
+
+#[test]
+fn engines_that_stand_still_end_the_run_and_are_told_of() {
+    let curve = DecodeThroughput { alpha: -1.0, beta: 2.5, gamma: 0.0, hold_peak: false };
+    let mut config = pools(1, 2);
+    config.router.unlimited_prefill = true;
+    for profile in &mut config.profiles {
+        profile.decode_throughput = Some(curve);
+    }
+    // Alternately: three requests come together on one engine, which makes no token of them; the other has two, and goes on.
+    let asks = [0.0, 0.0, 0.0, 0.0, 0.0].map(|at| ask(at, 20, 3, &[]));
+    let out = play(&workload(&asks), "round_robin", &config).unwrap();
+    assert_eq!(out.stalled, 1);
+    let stuck = out.records.decode_instance[0];
+    for i in 0..5 {
+        assert_eq!(out.records.finished_seconds[i].is_nan(), out.records.decode_instance[i] == stuck);
+    }
+    // Two of them make 2.5 x 2 - 4 = 1 token/s together.
+    close(&out.records.finished_seconds[1..2], &[1.2 + 3.0 * 2.0]);
+    for profile in &mut config.profiles {
+        profile.decode_throughput = Some(DecodeThroughput { hold_peak: true, ..curve });
+    }
+    let out = play(&workload(&asks), "round_robin", &config).unwrap();
+    assert_eq!(out.stalled, 0);
+    assert!(out.records.finished_seconds.iter().all(|at| at.is_finite()));
+}
+
+#[test]
+fn pools_that_cannot_work_are_named() {
+    let w = workload(&[ask(0.0, 20, 1, &[])]);
+    for roles in
+        [vec![Role::Prefill; 2], vec![Role::Decode; 2], vec![Role::Prefill, Role::Decode, Role::Both]]
+    {
+        let error = play(&w, "round_robin", &ClusterConfig { roles, ..config(2) }).err().unwrap().to_string();
+        assert!(error.contains("roles"), "{error}");
+    }
 }
 
 #[test]
@@ -178,11 +269,24 @@ fn configs() -> impl Strategy<Value = ClusterConfig> {
         Just(Signals::STEP_END),
         (0.0f64..2.0, 0.1f64..3.0).prop_map(|(delay, period)| Signals::delayed(delay, period)),
     ];
-    (1usize..5, any::<bool>(), any::<bool>(), signals, 1u32..9, 9u32..20, any::<u64>()).prop_map(
-        |(instances, vllm, exact, signals, max_sequences, cache_blocks, seed)| {
+    let pools = prop_oneof![
+        1 => Just(None),
+        1 => (1usize..4, any::<bool>(), any::<bool>(), any::<bool>()).prop_map(Some),
+    ];
+    (1usize..5, pools, any::<bool>(), any::<bool>(), signals, 1u32..9, 9u32..20, any::<u64>()).prop_map(
+        |(instances, pools, vllm, exact, signals, max_sequences, cache_blocks, seed)| {
             let mut config = config(instances);
+            if let Some((decodes, late, moves, unlimited)) = pools {
+                config.roles = [vec![Role::Prefill; instances], vec![Role::Decode; decodes]].concat();
+                config.router.binding = if late { Binding::Late } else { Binding::Early };
+                config.router.unlimited_prefill = unlimited;
+                if moves {
+                    let overlap = if seed % 3 == 0 { Overlap::Layers } else { Overlap::End };
+                    config.transfer = Transfer { seconds_per_token: 0.015625, fixed_seconds: 0.25, overlap };
+                }
+            }
             let profile = Profile { max_sequences, cache_blocks, ..round() };
-            config.profiles = vec![profile; instances];
+            config.profiles = vec![profile; instances.max(config.roles.len())];
             config.signals = signals;
             config.admission = if vllm { Admission::Vllm } else { Admission::Reserve };
             config.router.index_feed = if exact { IndexFeed::Exact } else { IndexFeed::Approximate };
@@ -213,6 +317,21 @@ proptest! {
             }
             prop_assert!(r.scheduled_seconds[i] >= r.arrival_seconds[i]);
             prop_assert!(r.first_token_seconds[i] > r.scheduled_seconds[i]);
+            if config.roles.is_empty() {
+                prop_assert!(r.decode_instance[i] == -1 && r.handoff_seconds[i].is_nan());
+                prop_assert!(r.decode_start_seconds[i].is_nan() && r.handoff_least_loaded[i] == -1);
+            } else {
+                prop_assert_eq!(config.roles[r.instance[i] as usize], Role::Prefill);
+                prop_assert_eq!(config.roles[r.decode_instance[i] as usize], Role::Decode);
+                prop_assert!(r.scheduled_seconds[i] < r.handoff_seconds[i]);
+                prop_assert!(r.handoff_seconds[i] <= r.decode_start_seconds[i]);
+                prop_assert!(r.decode_start_seconds[i] < r.first_token_seconds[i]);
+                prop_assert!([0, 1].contains(&r.handoff_least_loaded[i]));
+                // Its last prompt token is computed again where it decodes.
+                prefilled += 1.0;
+                running -= r.decode_start_seconds[i] - r.handoff_seconds[i];
+                waiting += r.decode_start_seconds[i] - r.handoff_seconds[i];
+            }
             prop_assert!(r.finished_seconds[i] >= r.first_token_seconds[i]);
             prop_assert_eq!(r.finished_seconds[i] == r.first_token_seconds[i], ask.output <= 1);
             prop_assert!((0..ask.input).contains(&r.hit_tokens[i]));
@@ -230,6 +349,10 @@ proptest! {
             (total(Quantity::PrefillTokens, 1.0), prefilled),
             (total(Quantity::Running, 10.0) + total(Quantity::Waiting, 10.0), running + waiting),
         ] {
+            // What moves between instances is in no queue.
+            if config.transfer != Transfer::default() && sum < expected {
+                continue;
+            }
             prop_assert!((sum - expected).abs() < 1e-6 * expected || preempted && sum > expected - 1e-6, "{sum} {expected}");
         }
         // The router's books are empty, and all ended well.
@@ -268,6 +391,10 @@ proptest! {
             let mut config = ClusterConfig { signals, ..config.clone() };
             config.router.index_feed = index_feed;
             config.router.guard.on = false;
+            // Who is chosen when a prefill is seen to end depends on when that is seen.
+            config.router.binding = Binding::Early;
+            // And an engine that is seen at the end of its step holds by then what that step computes: less to move.
+            config.transfer.seconds_per_token = 0.0;
             let r = play(&w, "round_robin", &config).unwrap().records;
             (r.instance, r.hit_tokens, r.scheduled_seconds, r.first_token_seconds, r.finished_seconds)
         };
@@ -286,6 +413,8 @@ proptest! {
             profile.decode_seconds_per_context_token *= 2.0;
             profile.prefill_seconds_per_token *= 2.0;
         }
+        slow.transfer.seconds_per_token *= 2.0;
+        slow.transfer.fixed_seconds *= 2.0;
         let slow_asks: Vec<Ask> =
             asks.iter().map(|a| Ask { at: a.at * 2.0, think: a.think * 2.0, ..a.clone() }).collect();
         let run = |asks: &[Ask], config| play(&workload(asks), "round_robin", config).unwrap().records;

@@ -1,5 +1,7 @@
 //! Small cases worked out by hand.
-use lmetric_sim::{Admission, Engine, Generator, KvEvent, Order, Profile, Prompt, Request, Settings};
+use lmetric_sim::{
+    Admission, DecodeThroughput, Engine, Generator, KvEvent, Order, Profile, Prompt, Request, Settings,
+};
 
 fn round() -> Profile {
     Profile {
@@ -12,6 +14,7 @@ fn round() -> Profile {
         max_sequences: 8,
         block_tokens: 16,
         cache_blocks: 32,
+        decode_throughput: None,
     }
 }
 
@@ -27,6 +30,7 @@ fn ask(id: u64, tokens: &[u32], output_tokens: u32) -> Request<'_> {
         priority: 0,
         salt: None,
         report_cached: false,
+        pulled_tokens: 0,
     }
 }
 
@@ -258,6 +262,7 @@ fn reserving_admission_lets_in_what_fits_and_one_always() {
         priority: 0,
         salt: None,
         report_cached: false,
+        pulled_tokens: 0,
     };
     engine.submit(&chain(1, &[1, 2], 20, 5), 0.0).unwrap();
     engine.submit(&chain(2, &[1, 3, 4], 44, 5), 0.0).unwrap(); // 20 + 44 = 64: just fits
@@ -345,4 +350,112 @@ fn what_cannot_be_is_refused_with_reasons() {
     }
     engine.submit(&ask(2, &long, 1), 0.0).unwrap(); // the last token needs no place
     assert_eq!(engine.load().counters.submitted, 2);
+}
+
+fn chain(id: u64, hashes: &[u64], tokens: u32, output_tokens: u32) -> Request<'_> {
+    Request { prompt: Prompt::Chain { hashes, tokens }, ..ask(id, &[], output_tokens) }
+}
+
+#[test]
+fn a_pulled_prompt_computes_its_last_token_as_a_decode_does() {
+    for admission in [Admission::Vllm, Admission::Reserve] {
+        let settings = Settings { admission, kv_events: true, ..Settings::default() };
+        let mut engine = Engine::new(round(), settings, None).unwrap();
+        engine.submit(&Request { pulled_tokens: 100, ..chain(1, &[1, 2, 3, 4, 5, 6], 100, 3) }, 0.0).unwrap();
+        // Three tokens at 100, 101 and 102 tokens of context: 1 + 0.1 + 0.1, and so on. Nothing is prefilled.
+        let end = engine.start_step(0.0).unwrap();
+        close(end, 1.2);
+        assert_eq!(
+            engine.load().kv_usage * 32.0,
+            if admission == Admission::Vllm { 7.0 } else { 100.0 / 16.0 }
+        );
+        let events = engine.finish_step();
+        let admitted = events.admitted[0];
+        assert_eq!((admitted.cached_tokens, admitted.pulled_tokens, admitted.first_time), (0, 99, true));
+        assert_eq!((events.prefilled[0].tokens, events.prefilled[0].done), (1, true));
+        let last = engine.start_steps(end, f64::INFINITY).unwrap();
+        close(last - end, 1.201 + 1.202);
+        assert_eq!(engine.finish_step().finished, [1]);
+        // What was pulled can be found: the next one pulls only what is behind it.
+        assert_eq!(engine.hit_tokens(&[1, 2, 3, 4, 5, 6], 100), 96);
+        let next = chain(2, &[1, 2, 3, 4, 5, 6, 7, 8], 128, 1);
+        engine.submit(&Request { pulled_tokens: 128, ..next }, last).unwrap();
+        engine.start_step(last).unwrap();
+        let admitted = engine.finish_step().admitted[0];
+        assert_eq!((admitted.cached_tokens, admitted.pulled_tokens), (96, 31));
+        let c = engine.load().counters;
+        assert_eq!((c.prefix_cache_hits, c.pulled_prompt_tokens, c.prompt_tokens), (96, 130, 228));
+    }
+}
+
+#[test]
+fn a_part_that_is_pulled_is_not_computed_and_the_rest_is() {
+    let mut engine = Engine::new(round(), Settings::default(), None).unwrap();
+    engine.submit(&Request { pulled_tokens: 40, ..chain(1, &[], 60, 1) }, 0.0).unwrap();
+    // 20 tokens behind 40: 1 + 20 x 0.01 + 20 x (40 + 10) x 0.0001.
+    close(engine.start_step(0.0).unwrap(), 1.3);
+    let error = engine.submit(&Request { pulled_tokens: 61, ..chain(2, &[], 60, 1) }, 0.0).unwrap_err();
+    assert!(error.to_string().contains("pulled tokens of request 2"), "{error}");
+}
+
+#[test]
+fn a_pulled_request_waits_for_a_place_in_the_batch_and_for_memory() {
+    for profile in [Profile { max_sequences: 1, ..round() }, Profile { cache_blocks: 5, ..round() }] {
+        for admission in [Admission::Vllm, Admission::Reserve] {
+            let settings = Settings { admission, ..Settings::default() };
+            let mut engine = Engine::new(profile.clone(), settings, None).unwrap();
+            for id in [1, 2] {
+                let hashes = [id * 10, id * 10 + 1, id * 10 + 2];
+                engine.submit(&Request { pulled_tokens: 42, ..chain(id, &hashes, 42, 2) }, 0.0).unwrap();
+            }
+            let end = engine.start_step(0.0).unwrap();
+            engine.finish_step();
+            assert_eq!((engine.load().running, engine.load().waiting), (1, 1));
+            engine.start_step(end).unwrap();
+            assert_eq!(engine.finish_step().finished, [1]);
+            engine.start_step(end).unwrap();
+            assert_eq!(engine.finish_step().admitted[0].id, 2);
+        }
+    }
+}
+
+#[test]
+fn what_was_pulled_is_lost_with_a_preemption() {
+    // 4 blocks: both fit with 2 blocks each, until the first needs its third one.
+    let mut engine = Engine::new(Profile { cache_blocks: 4, ..round() }, Settings::default(), None).unwrap();
+    for id in [1, 2] {
+        engine.submit(&Request { pulled_tokens: 30, ..chain(id, &[], 30, 20) }, 0.0).unwrap();
+    }
+    let (mut now, mut again) = (0.0, vec![]);
+    while let Some(end) = engine.start_step(now) {
+        let events = engine.finish_step();
+        again.extend(events.admitted.iter().filter(|a| !a.first_time).map(|a| (a.id, a.pulled_tokens)));
+        now = end;
+    }
+    assert_eq!(again, [(2, 0)]);
+    assert_eq!(engine.load().counters.finished, 2);
+}
+
+#[test]
+fn an_engine_past_the_end_of_its_throughput_stands_still() {
+    let curve = DecodeThroughput { alpha: -1.0, beta: 3.0, gamma: 0.0, hold_peak: false };
+    for (hold_peak, end) in [(false, f64::INFINITY), (true, 3.0 / 2.25)] {
+        let decode_throughput = Some(DecodeThroughput { hold_peak, ..curve });
+        let mut engine =
+            Engine::new(Profile { decode_throughput, ..round() }, Settings::default(), None).unwrap();
+        // Two of them make 2 tokens/s; three as printed none, held at the peak (1.5 of them) 2.25.
+        for id in [1, 2] {
+            engine.submit(&Request { pulled_tokens: 8, ..chain(id, &[], 8, 50) }, 0.0).unwrap();
+        }
+        let two = if hold_peak { 2.0 / 2.25 } else { 1.0 };
+        close(engine.start_step(0.0).unwrap(), two);
+        engine.finish_step();
+        close(engine.start_steps(1.0, 1.0).unwrap() - 1.0, two);
+        engine.finish_step();
+        engine.submit(&Request { pulled_tokens: 8, ..chain(3, &[], 8, 50) }, 2.0).unwrap();
+        let took = engine.start_steps(2.0, f64::INFINITY).unwrap() - 2.0;
+        assert!(took == end || (took - end).abs() < 1e-9, "{took}");
+        assert_eq!(engine.interrupt(5.0), None);
+        assert_eq!(engine.progress(5.0).0, 1);
+    }
 }

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 #[derive(Clone, Debug)]
 enum Do {
-    Submit { family: u32, shared: u32, own: u32, output: u32, priority: i64 },
+    Submit { family: u32, shared: u32, own: u32, output: u32, priority: i64, pulled: u32 },
     Abort(u64),
     Start,
     Finish,
@@ -15,9 +15,13 @@ enum Do {
 
 fn action() -> impl Strategy<Value = Do> {
     prop_oneof![
-        3 => (0u32..3, 0u32..40, 1u32..20, 1u32..30, -1i64..2).prop_map(|(family, shared, own, output, priority)| {
-            Do::Submit { family, shared, own, output, priority }
-        }),
+        3 => (0u32..3, 0u32..40, 1u32..20, 1u32..30, -1i64..2, 0u32..60).prop_map(
+            |(family, shared, own, output, priority, pulled)| {
+                // Half of them compute their prompts, the others pull some or all of them.
+                let pulled = if pulled < 30 { 0 } else { (pulled * 2).min(shared + own) };
+                Do::Submit { family, shared, own, output, priority, pulled }
+            }
+        ),
         1 => (0u64..40).prop_map(Do::Abort),
         6 => Just(Do::Start),
         6 => Just(Do::Finish),
@@ -36,6 +40,7 @@ fn profile() -> impl Strategy<Value = Profile> {
             max_sequences,
             block_tokens,
             cache_blocks: (90 + capacity).div_ceil(block_tokens),
+            decode_throughput: None,
         }
     })
 }
@@ -85,7 +90,7 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
     let rest = std::iter::repeat_n(&[Do::Start, Do::Finish], 20_000).flatten();
     for (i, action) in actions.iter().chain(rest).enumerate() {
         match *action {
-            Do::Submit { family, shared, own, output, priority } => {
+            Do::Submit { family, shared, own, output, priority, pulled } => {
                 let common = (0..shared).map(|i| 100 + family * 50 + i);
                 let prompt: Vec<u32> =
                     common.chain((0..own).map(|i| 500 + (id as u32 * 7 + i) % 400)).collect();
@@ -96,6 +101,7 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
                     priority,
                     salt: None,
                     report_cached: false,
+                    pulled_tokens: pulled,
                 };
                 engine.submit(&request, now).unwrap();
                 expected.insert(id, output);
@@ -117,6 +123,9 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
                 prop_assert_eq!(events.steps > 0, running);
                 running = false;
                 let computed: u32 = events.prefilled.iter().map(|p| p.tokens).sum();
+                for admitted in &events.admitted {
+                    prop_assert!(admitted.first_time || admitted.pulled_tokens == 0);
+                }
                 let decoded = events.tokens.iter().filter(|t| !t.from_prefill).count() as u32;
                 prop_assert!(computed + decoded <= profile.max_batch_tokens);
                 for token in &events.tokens {
@@ -184,7 +193,9 @@ proptest! {
                     let (at, tokens, output_tokens) = arrivals[next];
                     let hashes: Vec<u64> = (0..u64::from(tokens.div_ceil(profile.block_tokens))).collect();
                     let prompt = Prompt::Chain { hashes: &hashes, tokens };
-                    engine.submit(&Request { id: next as u64, prompt, output_tokens, priority: 0, salt: None, report_cached: false }, at).unwrap();
+                    let pulled_tokens = if next % 2 == 0 { tokens } else { 0 };
+                    let request = Request { id: next as u64, prompt, output_tokens, priority: 0, salt: None, report_cached: false, pulled_tokens };
+                    engine.submit(&request, at).unwrap();
                     next += 1;
                 }
                 let until = arrivals.get(next).map_or(f64::INFINITY, |a| a.0);

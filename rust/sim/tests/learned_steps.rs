@@ -23,6 +23,7 @@ fn profile(f: [f64; 5], max_batch_tokens: u32) -> Profile {
         max_sequences: 256,
         block_tokens: BLOCK,
         cache_blocks: 60_000,
+        decode_throughput: None,
     }
 }
 
@@ -59,7 +60,15 @@ fn play(profile: &Profile, asks: &[Ask], jitter: f64) -> Router {
                 let id = next as u64;
                 engine
                     .submit(
-                        &Request { id, prompt, output_tokens, priority: 0, salt: None, report_cached: false },
+                        &Request {
+                            id,
+                            prompt,
+                            output_tokens,
+                            priority: 0,
+                            salt: None,
+                            report_cached: false,
+                            pulled_tokens: 0,
+                        },
                         at,
                     )
                     .unwrap();

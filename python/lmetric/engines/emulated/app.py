@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from lmetric.engines.emulated.errors import ApiError, invalid_body
 from lmetric.engines.emulated.generation import Generation, Stream
+from lmetric.engines.emulated.handover import Nixl, PeerError, WrongParams
 from lmetric.engines.emulated.options import EngineOptions
 from lmetric.engines.emulated.protocol import (
     ChatBody,
@@ -59,16 +60,34 @@ class Api:
         ranks: Sequence[Rank],
         text: Text,
         max_model_len: int,
+        kv_bytes_per_token: int,
     ) -> None:
         self._options = options
         self._ranks = ranks
         self._metrics = MetricsPage([rank.metrics for rank in ranks])
         self._text = text
         self._max_model_len = max_model_len
+        self._kv_bytes_per_token = kv_bytes_per_token
+        self._nixl: Nixl | None = None
+        self._dead = False
         self._in_progress = 0
         self._created = int(time.time())
         self._metrics_page = b""
         self._metrics_at = -math.inf
+
+    async def start(self) -> None:
+        """Opens what other engines need. Raises EngineStartError."""
+        options = self._options
+        if options.kv_connector == "nixl":
+            metrics = self._ranks[0].metrics  # there is one, with a connector
+            self._nixl = Nixl(int(metrics.cache_config["block_size"]), options.kv_lease_seconds)
+            metrics.nixl = self._nixl
+            await self._nixl.channel.start(options.host, options.kv_port)
+
+    async def stop(self) -> None:
+        """Closes it."""
+        if self._nixl is not None:
+            await self._nixl.channel.stop()
 
     def application(self) -> web.Application:
         """The routes."""
@@ -88,6 +107,8 @@ class Api:
         router.add_get("/load", self._load)
         router.add_get("/kv_event_sources", self._kv_event_sources)
         router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
+        if self._options.kv_connector != "none":
+            router.add_get("/server_info", self._server_info)
         if self._options.tokenize:
             router.add_post("/tokenize", self._tokenize)
             router.add_post("/detokenize", self._detokenize)
@@ -153,6 +174,8 @@ class Api:
         options = self._options
         if options.fail_status is not None:
             raise ApiError(options.fail_status, "This engine was told to fail.")
+        if self._dead:
+            raise ApiError(500, _DIED)
         body.refuse_unsupported()
         if body.model not in (None, "", options.model):
             raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
@@ -195,9 +218,13 @@ class Api:
             if rejected:
                 stream.write(_event_error(_BUSY, 503))
             else:
-                await self._run(stream, rank, priority, body)
-                if stream.broken:
-                    await self._break(request, stream)
+                try:
+                    await self._run(stream, rank, priority, body)
+                except ApiError as error:
+                    stream.write(_event_error(str(error), error.status))
+                else:
+                    if stream.broken:
+                        await self._break(request, stream)
             await response.write_eof()
             return response
         finally:
@@ -213,11 +240,13 @@ class Api:
     ) -> web.Response:
         await self._run(generation, rank, priority, body)
         if generation.broken:
-            if self._options.fail_with == "event":
+            if self._dead or self._options.fail_with == "event":
                 raise ApiError(500, _DIED)
             await self._break(request, None)
         cached = generation.cached_tokens if self._options.cached_tokens else None
-        answer = generation.shape.whole(generation.tokens, generation.finish_reason or "length", cached)
+        answer = generation.shape.whole(
+            generation.tokens, generation.finish_reason or "length", cached, generation.kv_transfer_params
+        )
         response = web.Response(body=answer, content_type="application/json")
         if self._options.load_header:
             self._add_load_header(request, response, rank)
@@ -226,19 +255,67 @@ class Api:
     async def _run(
         self, generation: Generation, rank: Rank, priority: int, body: CompletionBody | ChatBody
     ) -> None:
-        """Waits until the engine is done with it. A client that leaves cancels this."""
+        """Waits until the engine is done with it. A client that leaves cancels this. Raises ApiError."""
         if generation.broken:
             return
+        params = (body.kv_transfer_params or {}) if self._nixl is not None else {}
+        if params:
+            await self._pull(generation, rank, params)
         full = self._full_reports and (body.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
         rank.driver.submit(generation, priority=priority, salt=body.cache_salt, report_cached=full)
         try:
             await generation.over
         finally:
             rank.driver.drop(generation)
+        # Where it is streamed, nobody will ever know of what is held.
+        if self._nixl is not None and params.get("do_remote_decode") and generation.finish_reason == "length":
+            generation.kv_transfer_params = self._nixl.hold(
+                generation.shape.request_id, generation.shape.prompt
+            )
+
+    async def _pull(self, generation: Generation, rank: Rank, params: dict[str, Any]) -> None:
+        """Fetches the prompt's KV cache as told, as vLLM does in pull mode. Raises ApiError."""
+        assert self._nixl is not None
+        if params.get("do_remote_decode") and params.get("remote_block_ids"):
+            await asyncio.Event().wait()  # only the bidirectional mode knows what to do with these
+        if not params.get("do_remote_prefill"):
+            return
+        prompt = generation.shape.prompt
+        try:
+            same = await self._nixl.pull(params, prompt)
+        except WrongParams as error:
+            if self._options.kv_wrong_params == "refuse":
+                raise ApiError(400, f"kv_transfer_params: {error}", "kv_transfer_params") from None
+            _log.error("the engine dies of kv_transfer_params: %s", error)
+            self._dead = True
+            rank.driver.die()
+            raise ApiError(500, _DIED) from None
+        except PeerError as error:
+            _log.warning("no KV cache: %s", error)
+            rank.metrics.failed_transfers += 1
+            if self._options.kv_load_failure_policy == "fail":
+                raise ApiError(500, "Internal server error") from None
+            return
+        generation.pulled_tokens = len(prompt)
+        generation.garbage = None if same else self._text.words
+        await self._transfer(rank, len(prompt))
+
+    async def _transfer(self, rank: Rank, tokens: int) -> None:
+        """Takes the time that so many tokens' KV cache takes."""
+        options, clock = self._options, rank.driver.clock
+        bandwidth = options.kv_transfer_gigabytes_per_second * 1e9
+        size = tokens * self._kv_bytes_per_token
+        seconds = options.kv_transfer_seconds + size / bandwidth
+        rank.metrics.transfers += 1
+        try:
+            await asyncio.sleep(clock.real_seconds_until(clock.now() + seconds))
+        finally:
+            rank.metrics.transfers -= 1
+        rank.metrics.transferred(seconds, size)
 
     async def _break(self, request: web.Request, stream: Stream | None) -> None:
         """Fails as told."""
-        if self._options.fail_with == "event" and stream is not None:
+        if (self._dead or self._options.fail_with == "event") and stream is not None:
             stream.write(_event_error(_DIED, 500))
         elif self._options.fail_with == "stall":
             await asyncio.Event().wait()  # until the client has had enough
@@ -318,7 +395,19 @@ class Api:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _health(self, _request: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=503 if self._dead else 200)
+
+    async def _server_info(self, _request: web.Request) -> web.Response:
+        """What vLLM tells in development mode, as far as it is about KV transfer."""
+        options = self._options
+        roles = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
+        transfer = {
+            "kv_connector": "NixlConnector",
+            "kv_role": roles[options.role],
+            "kv_connector_extra_config": {"kv_lease_duration": options.kv_lease_seconds},
+            "kv_load_failure_policy": options.kv_load_failure_policy,
+        }
+        return web.json_response({"vllm_config": {"kv_transfer_config": transfer}})
 
     async def _version(self, _request: web.Request) -> web.Response:
         return web.json_response({"version": f"{VLLM}+lmetric.{version('lmetric-router')}"})

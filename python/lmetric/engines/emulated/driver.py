@@ -79,6 +79,7 @@ class Driver:
             priority=priority,
             salt=salt,
             report_cached=report_cached,
+            pulled_tokens=generation.pulled_tokens,
         )
         generation.arrived = now
         self._live[generation.key] = generation
@@ -93,11 +94,21 @@ class Driver:
 
     def stop(self) -> None:
         """Ends every request with finish_reason abort, and the stepping."""
+        for generation in self._end_all():
+            generation.abort()
+
+    def die(self) -> None:
+        """Ends every request without an end, and the stepping."""
+        for generation in self._end_all():
+            generation.die()
+
+    def _end_all(self) -> list[Generation]:
         if self._timer is not None:
             self._timer.cancel()
-        for generation in list(self._live.values()):
+        ended = list(self._live.values())
+        for generation in ended:
             self.drop(generation)
-            generation.abort()
+        return ended
 
     def _start_step(self, now: float) -> None:
         self._start, self._end = now, self.engine.start_step(now)

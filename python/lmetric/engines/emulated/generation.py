@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
+from typing import Any
 
 from lmetric.engines.emulated.protocol import Shape
 
@@ -21,6 +23,9 @@ class Generation:
         self.first_token = 0.0
         self.interrupted = 0.0  # by a preemption; 0: not, or over
         self.cached_tokens = 0
+        self.pulled_tokens = 0  # of the prompt, from another engine
+        self.garbage: array[int] | None = None  # words of an answer whose pulled tokens were another prompt's
+        self.kv_transfer_params: dict[str, Any] | None = None  # for the engine that takes over
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -32,9 +37,17 @@ class Generation:
 
     def push(self, token: int, last: bool) -> None:
         """Takes the next token."""
-        self.tokens.append(token)
+        self.tokens.append(self._said(token))
         if last:
             self.finish_reason = "length"
+
+    def _said(self, token: int) -> int:
+        return token if self.garbage is None else self.garbage[(7 * token + 1) % len(self.garbage)]
+
+    def die(self) -> None:
+        """The engine dies."""
+        self.break_after = 0
+        self.flush()
 
     def flush(self) -> None:
         """Sends what has come since the last time; tells who waits that it is over."""
@@ -73,6 +86,7 @@ class Stream(Generation):
             return
         if not self.tokens:
             self._due.append(self.shape.opening())
+        token = self._said(token)
         self.tokens.append(token)
         self._due.append(self.shape.token(token, len(self.tokens), last))
         if last:

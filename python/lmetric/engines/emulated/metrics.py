@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from lmetric.engines.emulated.generation import Generation
+from lmetric.engines.emulated.handover import Nixl
 
 
 def _bounds(text: str) -> list[float]:
@@ -36,6 +37,16 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_prompt_tokens": ("Prompt tokens of a finished request.", _LENGTH),
     "request_generation_tokens": ("Output tokens of a finished request.", _LENGTH),
     "iteration_tokens_total": ("Tokens computed in a step.", _ITERATION),
+}
+
+
+# Of NIXL's transfers; they are there from the start where it is on, and tell a router that it is.
+_NIXL: dict[str, tuple[str, Sequence[float]]] = {
+    "nixl_xfer_time_seconds": (
+        "A transfer.",
+        _bounds("0.005 0.01 0.025 0.05 0.075 0.1 0.2 0.3 0.5 0.75 1 5"),
+    ),
+    "nixl_bytes_transferred": ("Its bytes.", [2.0 ** (10 + i) for i in range(1, 25, 2)]),
 }
 
 
@@ -73,10 +84,13 @@ class EngineMetrics:
         self._labels = {"engine": str(rank), "model_name": model}
         self.cache_config = dict(cache_config)
         self._load = load
-        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in (_HISTOGRAMS | _NIXL).items()}
         self._inter_token = self._histograms["inter_token_latency_seconds"]
         self._iteration = self._histograms["iteration_tokens_total"]
         self.rejected = 0
+        self.nixl: Nixl | None = None
+        self.transfers = 0  # that requests wait for
+        self.failed_transfers = 0
         self.late_seconds = 0.0
 
     def step(self, seconds: float, decoded: int, prefill_tokens: int) -> None:
@@ -111,19 +125,24 @@ class EngineMetrics:
         for name, value in observed.items():
             self._histograms[name].observe(value)
 
+    def transferred(self, seconds: float, size: int) -> None:
+        """A KV cache came in, of so many bytes."""
+        self._histograms["nixl_xfer_time_seconds"].observe(seconds)
+        self._histograms["nixl_bytes_transferred"].observe(size)
+
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
         load = self._load()
-        computed = load["prompt_tokens"] - load["cached_prompt_tokens"]
+        cached, pulled = load["cached_prompt_tokens"], load["pulled_prompt_tokens"]
         by_source = {
-            "local_compute": computed,
-            "local_cache_hit": load["cached_prompt_tokens"],
-            "external_kv_transfer": 0,
+            "local_compute": load["prompt_tokens"] - cached - pulled,
+            "local_cache_hit": cached,
+            "external_kv_transfer": pulled,
         }
-        reasons = {"capacity": load["waiting"], "deferred": 0}
+        reasons = {"capacity": load["waiting"], "deferred": self.transfers}
         endings = {"length": load["finished"], "stop": 0, "abort": 0, "error": 0, "repetition": 0}
         yield self._gauge("num_requests_running", "Requests in the batch.", load["running"])
-        yield self._gauge("num_requests_waiting", "Requests in the queue.", load["waiting"])
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", load["waiting"] + self.transfers)
         yield self._by(
             GaugeMetricFamily, "num_requests_waiting_by_reason", "Why they wait.", "reason", reasons
         )
@@ -151,8 +170,13 @@ class EngineMetrics:
         )
         late.add_metric([self._labels["engine"]], self.late_seconds)
         yield late
-        for name, (text, _) in _HISTOGRAMS.items():
+        for name, (text, _) in (_HISTOGRAMS | (_NIXL if self.nixl else {})).items():
             yield self._histogram(name, text)
+        if self.nixl is not None:
+            text = "Transfers that failed."
+            yield self._counter("nixl_num_failed_transfers", text, self.failed_transfers)
+            text = "Prompts that nobody fetched in time."
+            yield self._counter("nixl_num_kv_expired_reqs", text, self.nixl.expired)
 
     def _histogram(self, name: str, text: str, measured: str | None = None) -> Metric:
         family = HistogramMetricFamily(self.prefix + name, text, labels=list(self._labels))

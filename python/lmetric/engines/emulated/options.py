@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.profiles import Profile, check_profile, load_profile
@@ -103,6 +103,42 @@ class EngineOptions(BaseModel):
     server_load: bool = Field(default=True, description="Count requests at /load; else it says 0.")
     tokenize: bool = Field(default=True, description="Serve /tokenize and /detokenize.")
 
+    role: Literal["both", "prefill", "decode"] = Field(
+        default="both",
+        description="What it tells to be there for. vLLM's engines do all the same; SGLang's prefill and decode "
+        "engines serve halves of requests only, which meet by bootstrap.",
+    )
+    kv_connector: Literal["none", "nixl"] = Field(
+        default="none",
+        description="nixl: hands KV caches to other engines and takes them, as vLLM's NixlConnector does.",
+    )
+    kv_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="Port on which other engines ask for KV caches (NIXL's side channel, SGLang's bootstrap); "
+        "0: any free one.",
+    )
+    kv_lease_seconds: float = Field(
+        default=30.0, gt=0, description="A KV cache that no one fetches is held this long."
+    )
+    kv_load_failure_policy: Literal["fail", "recompute"] = Field(
+        default="fail", description="What comes of a request whose KV cache cannot be fetched."
+    )
+    kv_wrong_params: Literal["die", "refuse"] = Field(
+        default="die",
+        description="kv_transfer_params that make no sense: the engine dies, as vLLM does, or answers 400.",
+    )
+    kv_transfer_gigabytes_per_second: float = Field(
+        default=25.0, gt=0, description="Bandwidth at which a KV cache comes in."
+    )
+    kv_transfer_seconds: float = Field(
+        default=0.002, ge=0, description="Time of a transfer whatever its size."
+    )
+    kv_patience_seconds: float = Field(
+        default=120.0, gt=0, description="Either half of a request waits this long for the other (sglang)."
+    )
+
     fail_after_tokens: int | None = Field(
         default=None, ge=0, description="Every answer breaks off after this many tokens (0: after the head)."
     )
@@ -132,6 +168,16 @@ class EngineOptions(BaseModel):
         if ranks > 1 and info.data.get("api") != "vllm":
             raise ValueError("only with api vllm: the stand-in for SGLang has one")
         return ranks
+
+    @model_validator(mode="after")
+    def _role_has_a_connector(self) -> Self:
+        if self.api == "sglang" and self.kv_connector != "none":
+            raise ValueError("kv_connector is vLLM's: an engine with api sglang needs a role only")
+        if self.ranks > 1 and self.kv_connector != "none":
+            raise ValueError("ranks: an engine with a kv_connector has one")
+        if self.api == "vllm" and self.role != "both" and self.kv_connector == "none":
+            raise ValueError(f"role {self.role} needs kv_connector nixl")
+        return self
 
     def resolved_profile(self) -> Profile:
         """The profile with the overrides applied; raises `lmetric.profiles.ProfileError`."""

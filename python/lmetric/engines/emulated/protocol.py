@@ -26,7 +26,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "use_beam_search": (False,),
     "prompt_embeds": (),
-    "kv_transfer_params": (),
     "structured_outputs": (),
     "response_format": ({"type": "text"},),
 }
@@ -50,6 +49,10 @@ class _Body(BaseModel):
     cache_salt: str | None = Field(default=None, min_length=1)
     return_token_ids: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
 
     def refuse_unsupported(self) -> None:
         """400 for what the engine cannot do."""
@@ -159,6 +162,7 @@ class Shape:
         stream_options: StreamOptions | None = None,
     ) -> None:
         self.chat = chat
+        self.request_id = request_id
         self.prompt = prompt
         self.token_ids = token_ids
         self.include_usage = bool(stream_options and stream_options.include_usage)
@@ -231,7 +235,13 @@ class Shape:
         chunk = {**self._base, "choices": [], "usage": usage(len(self.prompt), produced, cached_tokens)}
         return b"data: %b\n\n" % orjson.dumps(chunk) + end
 
-    def whole(self, tokens: list[int], finish_reason: str, cached_tokens: int | None) -> bytes:
+    def whole(
+        self,
+        tokens: list[int],
+        finish_reason: str,
+        cached_tokens: int | None,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> bytes:
         """The answer that is not streamed."""
         text = orjson.loads(b'"%b"' % b"".join([self._pieces[token] for token in tokens]))
         choice: dict[str, Any] = {"index": 0}
@@ -246,6 +256,7 @@ class Shape:
             "choices": [choice],
         }
         answer["usage"] = usage(len(self.prompt), len(tokens), cached_tokens)
+        answer["kv_transfer_params"] = kv_transfer_params
         if self.token_ids:
             choice["token_ids"] = tokens
             (answer if self.chat else choice)["prompt_token_ids"] = self.prompt.tolist()

@@ -29,6 +29,9 @@ from lmetric.engines.emulated.text import shared_text
 from lmetric.profiles import Profile, ProfileError
 
 _DRAIN_SECONDS = 2.0
+KV_BYTES_PER_TOKEN = (
+    131_072  # where the profile has none: a model of 8B parameters with 8 KV heads, in 16 bits
+)
 
 
 class EngineServer:
@@ -43,6 +46,7 @@ class EngineServer:
         self.url = ""
         self._runner: web.AppRunner | None = None
         self._ranks: list[Rank] = []
+        self._api: Api | None = None
         self._load_feed: LoadFeed | None = None
 
     async def start(self) -> None:
@@ -64,7 +68,19 @@ class EngineServer:
             await self.stop()
             raise
         make_api = SglangApi if options.api == "sglang" else Api
-        api = make_api(options, ranks=tuple(self._ranks), text=text, max_model_len=max_model_len)
+        api = make_api(
+            options,
+            ranks=tuple(self._ranks),
+            text=text,
+            max_model_len=max_model_len,
+            kv_bytes_per_token=profile.kv_bytes_per_token or KV_BYTES_PER_TOKEN,
+        )
+        self._api = api
+        try:
+            await api.start()
+        except EngineStartError:
+            await self.stop()
+            raise
         if options.load_publish_endpoint is not None and isinstance(api, SglangApi):
             try:
                 self._load_feed = api.load_feed = LoadFeed(options.load_publish_endpoint, api.counts)
@@ -128,6 +144,8 @@ class EngineServer:
             rank.driver.stop()
         if self._runner is not None:
             await self._runner.cleanup()
+        if self._api is not None:
+            await self._api.stop()
         if self._load_feed is not None:
             await self._load_feed.close()
             self._load_feed = None

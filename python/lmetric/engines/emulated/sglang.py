@@ -22,10 +22,15 @@ from prometheus_client.metrics_core import Metric
 
 from lmetric.engines.emulated.app import Api
 from lmetric.engines.emulated.errors import ApiError
+from lmetric.engines.emulated.generation import Generation
+from lmetric.engines.emulated.handover import PeerError, Rooms, fetch
 from lmetric.engines.emulated.kv_feed import open_socket
 from lmetric.engines.emulated.metrics import EngineMetrics
+from lmetric.engines.emulated.protocol import ChatBody, CompletionBody
+from lmetric.engines.emulated.ranks import Rank
 from lmetric.engines.emulated.text import TOKENIZER_PATH
 
+_BOOTSTRAP_PORT = 8998  # where a request names none
 SGLANG = "0.5.23"  # whose protocol this is
 LOAD_TOPIC = "load"
 _HEARTBEAT_SECONDS = 1.0  # an unchanged load is pushed again after this long
@@ -88,6 +93,7 @@ class SglangMetrics(EngineMetrics):
             ("num_aborted_requests", "Requests dropped.", load["aborted"]),
         ]:
             yield self._counter(name, text, value)
+        yield self._gauge("num_decode_transfer_queue_reqs", "Waiting for a KV cache.", self.transfers)
         for name, text, measured in [
             ("time_to_first_token_seconds", "Arrival to first token.", None),
             ("inter_token_latency_seconds", "Between tokens of one request.", None),
@@ -103,6 +109,71 @@ class SglangApi(Api):
     _full_reports = False
     _echoes_ids = False
     load_feed: LoadFeed | None = None
+    _rooms: Rooms | None = None
+
+    async def start(self) -> None:
+        """Opens what decode engines need. Raises EngineStartError."""
+        options = self._options
+        if options.role == "prefill":
+            self._rooms = Rooms(options.kv_patience_seconds)
+            await self._rooms.channel.start(options.host, options.kv_port)
+
+    async def stop(self) -> None:
+        """Closes it."""
+        if self._rooms is not None:
+            await self._rooms.channel.stop()
+
+    async def _run(
+        self, generation: Generation, rank: Rank, priority: int, body: CompletionBody | ChatBody
+    ) -> None:
+        """As the emulated vLLM's; halves of a request wait for each other."""
+        room = body.bootstrap_room
+        if self._options.role == "both":
+            await super()._run(generation, rank, priority, body)
+            return
+        if room is None:
+            raise ApiError(400, "Disaggregated request received without bootstrap room id")
+        try:
+            if self._rooms is not None:
+                await self._prefill(self._rooms, room, generation, rank, priority, body)
+            else:
+                await self._decode(room, generation, rank, priority, body)
+        except PeerError as error:
+            raise ApiError(500, f"KVTransferError: {error}") from None
+
+    async def _prefill(
+        self,
+        rooms: Rooms,
+        number: int,
+        generation: Generation,
+        rank: Rank,
+        priority: int,
+        body: CompletionBody | ChatBody,
+    ) -> None:
+        """Makes one token, whatever was asked for, and waits until the prompt was fetched."""
+        generation.max_tokens = 1
+        room = rooms.enter(number)
+        running = asyncio.ensure_future(super()._run(generation, rank, priority, body))
+        try:
+            await asyncio.wait((running, room.fetched), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                room.fetched.result()  # raises: nobody can have fetched it yet
+            await running
+            await rooms.give(number, generation.shape.prompt)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            rooms.leave(number)
+
+    async def _decode(
+        self, number: int, generation: Generation, rank: Rank, priority: int, body: CompletionBody | ChatBody
+    ) -> None:
+        """Waits for the prompt's KV cache, then decodes."""
+        prompt = generation.shape.prompt
+        await fetch(body.bootstrap_host or "", body.bootstrap_port or _BOOTSTRAP_PORT, number, prompt)
+        generation.pulled_tokens = len(prompt)
+        await self._transfer(rank, len(prompt))
+        await super()._run(generation, rank, priority, body)
 
     def _add_own(self, router: web.UrlDispatcher) -> None:
         router.add_get("/server_info", self._server_info)
@@ -146,9 +217,13 @@ class SglangApi(Api):
             "served_model_name": self._options.model,
             "tokenizer_path": folder,
             "is_generation": True,
-            "disaggregation_mode": "null",
+            "disaggregation_mode": self._mode,
         }
         return web.json_response(info)
+
+    @property
+    def _mode(self) -> str:
+        return "null" if self._options.role == "both" else self._options.role
 
     async def _server_info(self, _request: web.Request) -> web.Response:
         options = self._options
@@ -179,6 +254,8 @@ class SglangApi(Api):
             "schedule_low_priority_values_first": False,
             "kv_events": events,
             "internal_states": [],
+            "disaggregation_mode": self._mode,
+            "disaggregation_bootstrap_port": self._rooms.channel.port if self._rooms else _BOOTSTRAP_PORT,
             "version": f"{SGLANG}+lmetric.{version('lmetric-router')}",
         }
         return web.json_response(info)

@@ -176,7 +176,7 @@ class Pods:
                     "url": f"http://{host}:{port}",
                     "name": f"{metadata['name']}.{metadata['namespace']}",
                     "api_key": self._defaults.api_key,
-                    "role": said.get(self._config.role_key) or "both",
+                    "role": said.get(self._config.role_key) or None,
                 }
             )
         except ValidationError as error:

@@ -134,6 +134,11 @@ impl Router {
         Ok(segment)
     }
 
+    /// The segment that is bound behind a ticket's open one, where there is one.
+    pub fn bound_next(&mut self, ticket: TicketId) -> Option<Segment> {
+        self.tickets.get(ticket).ok()?.later.first().map(|leg| leg.segment)
+    }
+
     /// Whether a bound segment's instance still takes it.
     fn serves(&self, leg: &Leg) -> bool {
         let instance = leg.segment.instance;

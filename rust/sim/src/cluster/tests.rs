@@ -1,9 +1,12 @@
 //! What the router believes, held against the engines.
 use super::*;
+use crate::transfer::Overlap;
 use crate::workload::Trace;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::indicators::Indicator;
+use lmetric_core::plan::Binding;
 use lmetric_core::policy::registry;
+use lmetric_core::router::IndexFeed;
 use proptest::prelude::*;
 
 fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig {
@@ -17,9 +20,12 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         max_sequences: 4,
         block_tokens: 16,
         cache_blocks,
+        decode_throughput: None,
     };
     ClusterConfig {
         profiles: vec![profile; instances],
+        roles: Vec::new(),
+        transfer: Transfer::default(),
         admission: Admission::Reserve,
         order: Order::Fcfs,
         signals: if step_end { Signals::STEP_END } else { Signals::EXACT },
@@ -42,25 +48,43 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
     let in_flight: Vec<usize> = (0..cluster.workload.len())
         .filter(|&i| cluster.records.instance[i] >= 0 && cluster.records.finished_seconds[i].is_nan())
         .collect();
+    let moving: Vec<usize> = cluster
+        .events
+        .iter()
+        .filter_map(|Reverse((_, e))| match e {
+            Event::HandOver { request } | Event::Prefilled { request } => Some(*request as usize),
+            _ => None,
+        })
+        .collect();
     for slot in 0..n {
-        let (engine, records) = (&cluster.engines[slot], &cluster.records);
+        let (engine, records, legs) = (&cluster.engines[slot], &cluster.records, &cluster.legs);
+        let decodes = cluster.config.roles.get(slot) == Some(&Role::Decode);
         let (begun, ended) = engine.progress(now);
         let steps = if cluster.config.signals.step_end { begun } else { ended };
-        let here = in_flight.iter().copied().filter(|&i| records.instance[i] == slot as i64);
+        // Who decodes elsewhere than it was prefilled is on one instance's books until it is handed over, and bound to the other, if
+        // that is chosen early.
+        let first = |i: usize| records.instance[i] == slot as i64 && legs[i] != Leg::Decode;
+        let second = |i: usize| records.decode_instance[i] == slot as i64;
+        let here = in_flight.iter().copied().filter(|&i| first(i) || second(i));
         let outputs: Vec<(u64, u32)> = engine.decoding().collect();
-        let (mut tokens, mut queued, mut remaining) = (0, engine.load().remaining_prefill_tokens as i64, 0);
+        // The last token of a prompt that was computed elsewhere is no backlog.
+        let mut queued = if decodes { 0 } else { engine.load().remaining_prefill_tokens as i64 };
+        let (mut tokens, mut remaining, mut coming) = (0, 0, 0);
         for i in here {
             let made = outputs.iter().find(|o| o.0 == i as u64).map(|o| o.1 + steps);
             tokens += shape.input_tokens[i] + made.unwrap_or(0);
-            if records.scheduled_seconds[i].is_nan() {
-                queued += i64::from(shape.input_tokens[i]) - records.predicted_hit_tokens[i];
-            } else {
+            coming += u32::from(decodes && (legs[i] == Leg::Prefill || moving.contains(&i)));
+            let admitted =
+                if decodes { records.decode_start_seconds[i] } else { records.scheduled_seconds[i] };
+            if !admitted.is_nan() {
                 remaining += shape.output_tokens[i] - made.unwrap_or(0);
+            } else if !decodes {
+                queued += i64::from(shape.input_tokens[i]) - records.predicted_hit_tokens[i];
             }
         }
         let columns = cluster.observer.router.columns();
         for (id, truth) in [
-            (Indicator::QBs, f64::from(engine.waiting())),
+            (Indicator::QBs, f64::from(engine.waiting() + coming)),
             (Indicator::RBs, f64::from(engine.running())),
             (Indicator::DecodeBs, outputs.len() as f64),
             (Indicator::QueuedPrefillTokens, queued as f64),
@@ -84,7 +108,8 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
 proptest! {
     #[test]
     fn exact_signals_are_exact(
-        step_end: bool, instances in 1usize..4, cache_blocks in 6u32..24,
+        step_end: bool, instances in 1usize..4, decodes in 0usize..3, late: bool, seconds_per_token in 0.0f64..0.02,
+        layers: bool, cache_blocks in 6u32..24,
         asks in prop::collection::vec((0.0f64..30.0, 1i64..90, 1i64..15, 0u64..3, 0u64..7), 1..25),
     ) {
         let column = |f: fn(&(f64, i64, i64, u64, u64)) -> i64| asks.iter().map(f).collect::<Vec<_>>();
@@ -103,9 +128,16 @@ proptest! {
             block_tokens: 16,
             ..Trace::default()
         };
-        let (workload, config) = (Workload::new(&trace, 16).unwrap(), config(instances, cache_blocks, step_end));
+        let (workload, mut config) =
+            (Workload::new(&trace, 16).unwrap(), config(instances + decodes, cache_blocks, step_end));
+        if decodes > 0 {
+            config.roles = [vec![Role::Prefill; instances], vec![Role::Decode; decodes]].concat();
+            let overlap = if layers { Overlap::Layers } else { Overlap::End };
+            config.transfer = Transfer { seconds_per_token, fixed_seconds: 0.1, overlap };
+            config.router.binding = if late { Binding::Late } else { Binding::Early };
+        }
         let policy = registry::build("dynamo", &[]).unwrap();
-        let mut cluster = Cluster::new(&workload, policy, &config).unwrap();
+        let mut cluster = Cluster::new(&workload, policy, None, &config).unwrap();
         while cluster.step().unwrap() {
             check(&mut cluster)?;
         }

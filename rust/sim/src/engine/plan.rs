@@ -77,32 +77,43 @@ impl Engine {
             };
             self.waiting.pop();
             self.waiting_requests -= 1;
-            let tokens = (total - hit).min(self.budget());
+            let before = self.before(slot, hit);
+            let tokens = (total - before).min(self.budget());
             if tokens > 0 {
-                self.chunks.push(Chunk { slot, order, before: hit, tokens });
+                self.chunks.push(Chunk { slot, order, before, tokens });
             }
             self.prefilling.push(slot);
             self.prefilling_tokens += u64::from(total);
             let sequence = &mut self.sequences[slot];
-            (sequence.state, sequence.computed) = (State::Prefill, hit);
+            (sequence.state, sequence.computed) = (State::Prefill, before);
             let first_time = sequence.cached.is_none();
             if first_time {
                 sequence.cached = Some(hit);
                 self.counters.prefix_cache_queries += u64::from(total);
                 self.counters.prefix_cache_hits += u64::from(hit);
+                self.counters.pulled_prompt_tokens += u64::from(before - hit);
             }
             if first_time && sequence.report_cached && hit >= block {
                 let blocks = (hit / block) as usize;
                 let tokens = sequence.tokens.get(..blocks * block as usize).unwrap_or_default();
                 self.kv.stored(None, &sequence.chain[..blocks], tokens, sequence.salt.as_ref());
             }
-            self.events.admitted.push(Admitted { id: sequence.id, cached_tokens: hit, first_time });
-            self.name_blocks(slot, hit + tokens);
+            let pulled_tokens = before - hit;
+            let id = sequence.id;
+            self.events.admitted.push(Admitted { id, cached_tokens: hit, pulled_tokens, first_time });
+            self.name_blocks(slot, before + tokens);
         }
     }
 
-    /// Blocks for the cached prefix of a waiting request and for its first chunk: gives the hit in tokens, or None where
-    /// the budget or the blocks do not suffice.
+    /// Of a waiting request, the leading tokens that need not be computed once `hit` are cached: what is pulled, too, but never
+    /// the last one.
+    fn before(&self, slot: u32, hit: u32) -> u32 {
+        let sequence = &self.sequences[slot];
+        hit.max(sequence.pulled).min(sequence.total - 1)
+    }
+
+    /// Blocks for the cached and pulled prefix of a waiting request and for its first chunk: gives the hit in tokens, or None
+    /// where the budget or the blocks do not suffice.
     pub(super) fn find_room(&mut self, slot: u32) -> Option<u32> {
         let block = self.profile.block_tokens;
         let sequence = &self.sequences[slot];
@@ -110,9 +121,10 @@ impl Engine {
         self.found.clear();
         self.found.extend(sequence.chain.iter().take(most).map_while(|&hash| self.pool.find(hash)));
         let hit = self.found.len() as u32 * block;
-        let tokens = (sequence.total - hit).min(self.budget());
+        let before = self.before(slot, hit);
+        let tokens = (sequence.total - before).min(self.budget());
         let pinned = self.found.iter().filter(|&&block| !self.pool.in_use(block)).count() as u32;
-        let new = (hit + tokens).div_ceil(block) - self.found.len() as u32;
+        let new = (before + tokens).div_ceil(block) - self.found.len() as u32;
         if tokens == 0 || self.pool.free() < pinned + new {
             return None;
         }
@@ -165,7 +177,7 @@ impl Engine {
     pub(super) fn preempt(&mut self, slot: u32) {
         self.unplace(slot);
         let sequence = &mut self.sequences[slot];
-        (sequence.state, sequence.computed) = (State::Waiting, 0);
+        (sequence.state, sequence.computed, sequence.pulled) = (State::Waiting, 0, 0);
         let (priority, order) = sequence.rank();
         self.waiting.push(Reverse((priority, order, slot)));
         self.waiting_requests += 1;

@@ -1,110 +1,28 @@
-"""The server's configuration: one schema, from a YAML file, the environment and flags.
+"""The sections of the server's configuration and their keys, each with its default and what it means."""
 
-A flag wins over the environment, the environment over the file, the file over the default. Every error names
-where the value came from, its key path, the value, and the nearest right key.
-"""
-
-import contextlib
-import difflib
-import ipaddress
-import json
-import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PlainValidator,
-    SecretStr,
-    Tag,
-    ValidationError,
-    model_validator,
+from pydantic import ConfigDict, Discriminator, Field, SecretStr, Tag, model_validator
+
+from lmetric.config.kinds import (
+    OFF_IS_A_WORD,
+    Embedded,
+    EngineUrl,
+    Nameserver,
+    PodPort,
+    Port,
+    Positive,
+    Role,
+    Seconds,
+    Strict,
+    ZmqEndpoint,
 )
-
-from lmetric._core import LmetricError
-
-ENV_PREFIX = "LMETRIC_"
 
 # Sources of engines beside those in `discovery`.
 CONFIGURED = "configuration"
 ADMIN = "admin"
-
-
-class ConfigError(LmetricError):
-    """A configuration that cannot be used; the message says where, what, and what would have been right."""
-
-
-def _engine_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("an engine's URL looks like http://host:port")
-    if parts.username or parts.query or parts.fragment:
-        raise ValueError("an engine's URL has no user, query or fragment; give a key as api_key")
-    if parts.path.rstrip("/").endswith("/v1"):
-        raise ValueError("leave out the /v1: the router adds the paths")
-    try:
-        _ = parts.port
-    except ValueError as error:
-        raise ValueError(f"an engine's URL looks like http://host:port ({error})") from None
-    return url.rstrip("/")
-
-
-def _nameserver(text: str) -> str:
-    host, _, port = text.removeprefix("[").rpartition("]:" if text.startswith("[") else ":")
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(text)
-        return text
-    try:
-        ipaddress.ip_address(host)
-        if not 1 <= int(port) <= 65_535:
-            raise ValueError
-    except ValueError:
-        raise ValueError("a name server is an IP address, or IP:PORT") from None
-    return text
-
-
-def _port(value: object) -> int | str:
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65_535:
-        return value
-    if isinstance(value, str) and 1 <= len(value) <= 15 and value.replace("-", "").isalnum():
-        return value
-    raise ValueError("a port is a number from 1 to 65535, or the name of a container's port")
-
-
-def _zmq_endpoint(endpoint: str) -> str:
-    scheme, _, rest = endpoint.partition("://")
-    _, _, port = rest.rpartition(":")
-    if not (scheme == "ipc" and rest) and not (scheme == "tcp" and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError("a ZMQ endpoint looks like tcp://host:port or ipc:///path")
-    return endpoint
-
-
-def _off(word: object) -> object:
-    """YAML reads off as false."""
-    return "off" if word is False else word
-
-
-Port = Annotated[int, Field(ge=1, le=65_535)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-Positive = Annotated[int, Field(ge=1)]
-EngineUrl = Annotated[str, AfterValidator(_engine_url)]
-ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
-
-
-class Strict(BaseModel):
-    """A section: unknown keys are errors, values do not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class KvEvents(Strict):
@@ -136,8 +54,7 @@ class KvEvents(Strict):
 
 # The tags stand in brackets, so that they are not taken for keys where an error is told.
 KvEventsSetting = Annotated[
-    Annotated[Literal["auto", "off"], BeforeValidator(_off), Tag("[word]")]
-    | Annotated[KvEvents, Tag("[mapping]")],
+    Annotated[Literal["auto", "off"], OFF_IS_A_WORD, Tag("[word]")] | Annotated[KvEvents, Tag("[mapping]")],
     Discriminator(lambda value: "[mapping]" if isinstance(value, dict | KvEvents) else "[word]"),
 ]
 
@@ -156,8 +73,10 @@ class EngineConfig(Strict):
         None, description="its KV events; default: the model's kv_events"
     )
     api_key: SecretStr | None = Field(None, description="sent to it as a bearer token")
-    role: Literal["both", "prefill", "decode"] = Field(
-        "both", description="what it does; whole requests go to `both` only"
+    role: Role | None = Field(
+        None,
+        description="both: whole requests; prefill: it computes prompts, and the rest is decoded by one of role "
+        "decode; default: what the engine tells, else both",
     )
 
     @property
@@ -174,6 +93,31 @@ class PoolSettings(Strict):
         description="a policy's name, a score expression, or a mapping with filter, score, prefer, then",
     )
     knobs: dict[str, float] = Field(default_factory=dict, description="the policy's knobs by name")
+    decode_policy: str | dict[str, Any] = Field(
+        "least_requests",
+        description="where requests decode whose prompt another engine computed; as policy",
+    )
+    decode_knobs: dict[str, float] = Field(
+        default_factory=dict, description="the decode policy's knobs by name"
+    )
+    binding: Literal["early", "late"] = Field(
+        "early",
+        description="when the decode engine is chosen: with the prefill engine, or when the prompt is computed; "
+        "SGLang's need early",
+    )
+    colocate: bool = Field(
+        True, description="where one of the two roles is missing, the other takes whole requests"
+    )
+    handover: Literal["auto", "nixl", "bootstrap"] = Field(
+        "auto",
+        description="how prefill engines hand KV caches to decode engines; auto: they are asked; engines that "
+        "cannot do it get no requests",
+    )
+    handover_seconds: Seconds | None = Field(
+        None,
+        description="after the prompt was computed, its KV cache is fetched within this time or computed again; "
+        "default: two thirds of the engine's lease, 20 where it does not tell",
+    )
     block_size: Positive | None = Field(
         None,
         le=1 << 20,
@@ -191,7 +135,7 @@ class PoolSettings(Strict):
         description="auto: the engines are asked where their KV events are; off: what is cached is guessed "
         "from what was sent; or a mapping",
     )
-    tokenizer: Annotated[str, BeforeValidator(_off)] | None = Field(
+    tokenizer: Annotated[str, OFF_IS_A_WORD] | None = Field(
         None,
         min_length=1,
         description="folder of the model's tokenizer.json and chat template, so that prompts are matched by "
@@ -237,7 +181,7 @@ class DnsSource(Strict):
     grace: float = Field(
         300.0, ge=0, le=86_400, description="that the last answer holds while look-ups fail, seconds"
     )
-    nameservers: list[Annotated[str, AfterValidator(_nameserver)]] = Field(
+    nameservers: list[Nameserver] = Field(
         default_factory=list, description="IP or IP:PORT; default: the system's"
     )
 
@@ -252,7 +196,7 @@ class KubernetesSource(Strict):
     """Engines in the pods that a label selector matches."""
 
     selector: str = Field(min_length=1, description="label selector, e.g. app=vllm")
-    port: Annotated[int | str, PlainValidator(_port)] = Field(
+    port: PodPort = Field(
         description="on which the engines listen: a number, or the name of a container's port"
     )
     namespace: str | None = Field(
@@ -393,8 +337,10 @@ class ServerConfig(PoolSettings):
     model: str | None = Field(None, description="model of engines that name none; default: they are asked")
     engines: list[EngineConfig] = Field(default_factory=list, description="engines outside `models`")
     models: list[ModelConfig] = Field(default_factory=list, description="models with their engines")
-    embedded: int | None = Field(
-        None, ge=1, le=1024, description="emulated engines started as child processes"
+    embedded: Embedded | None = Field(
+        None,
+        description="emulated engines started as child processes: a number, or 2P4D for 2 that prefill and 4 that "
+        "decode",
     )
     discovery: list[DiscoverySource] = Field(
         default_factory=list, description="sources of further engines, which come and go"
@@ -435,181 +381,7 @@ class ServerConfig(PoolSettings):
         if model is not None:
             own = model.model_fields_set & PoolSettings.model_fields.keys()
             values |= {name: getattr(model, name) for name in own}
-            if "policy" in own and "knobs" not in own:
-                values["knobs"] = {}
+            for policy, knobs in (("policy", "knobs"), ("decode_policy", "decode_knobs")):
+                if policy in own and knobs not in own:
+                    values[knobs] = {}
         return PoolSettings.model_construct(**values)
-
-
-def load_config(
-    file: str | os.PathLike[str] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> ServerConfig:
-    """The configuration from a YAML file, the environment and flags.
-
-    ``overrides`` maps dotted keys (``timeouts.connect``) to values given by flags; None means not given. In
-    ``environ`` (default: the process's) ``LMETRIC_TIMEOUTS__CONNECT`` sets ``timeouts.connect``; a text that
-    starts with ``[`` or ``{`` is read as YAML. Raises ConfigError.
-    """
-    merged: dict[str, Any] = {}
-    origin: dict[tuple[str, ...], str] = {}
-    if file is not None:
-        _merge(merged, _read_yaml(Path(file)), origin, str(file))
-    for name, value in sorted((os.environ if environ is None else environ).items()):
-        if name.startswith(ENV_PREFIX):
-            path = name.removeprefix(ENV_PREFIX).lower().split("__")
-            _merge(merged, _nested(path, _value(name, value)), origin, name)
-    for key, value in (overrides or {}).items():
-        if value is not None:
-            path = key.split(".")
-            source = "command line"
-            _merge(merged, _nested(path, _value(source, value)), origin, source)
-    try:
-        return ServerConfig.model_validate(merged)
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain(error, origin, ServerConfig))) from None
-
-
-def render(config: ServerConfig) -> str:
-    """The whole configuration as YAML, defaults included, secrets masked."""
-    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
-
-
-class UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key.value!r} twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-@contextlib.contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Makes ConfigErrors, which name the file and the line, of what can go wrong with a YAML or JSON file."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 at byte {error.start}") from None
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{file}{line}: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file}:{error.lineno}: {error.msg}") from None
-
-
-def read_yaml_mapping(file: Path) -> dict[Any, Any]:
-    """The mapping in a YAML file. Raises ConfigError, which names the file and the line."""
-    with reading(file):
-        content = yaml.load(file.read_text(encoding="utf-8"), UniqueKeys)
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: expected keys and values, found {type(content).__name__}")
-    return content
-
-
-def _read_yaml(file: Path) -> dict[str, Any]:
-    content = read_yaml_mapping(file)
-    for key in content:
-        if not isinstance(key, str):
-            raise ConfigError(f"{file}: key {key!r} is not a name")
-    return content
-
-
-def _value(name: str, value: Any) -> Any:
-    if not isinstance(value, str) or not value.startswith(("[", "{")):
-        return value
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not readable as YAML: {str(error).splitlines()[0]}") from None
-
-
-def _nested(path: list[str], value: Any) -> dict[str, Any]:
-    for key in reversed(path):
-        value = {key: value}
-    nested: dict[str, Any] = value
-    return nested
-
-
-def _merge(
-    into: dict[str, Any],
-    new: Mapping[str, Any],
-    origin: dict[tuple[str, ...], str],
-    source: str,
-    path: tuple[str, ...] = (),
-) -> None:
-    for key, value in new.items():
-        here = (*path, key)
-        old = into.get(key)
-        # Knobs and policies belong together: they replace, sections merge.
-        if isinstance(value, Mapping) and isinstance(old, dict) and key != "policy":
-            _merge(old, value, origin, source, here)
-        elif isinstance(value, Mapping):
-            into[key] = {}
-            origin[here] = source
-            _merge(into[key], value, origin, source, here)
-        else:
-            into[key] = value
-            origin[here] = source
-
-
-def explain(
-    error: ValidationError, origin: Mapping[tuple[str, ...], str], root: type[BaseModel]
-) -> Iterator[str]:
-    """A line for each thing wrong with values meant for `root`: where it came from (`origin`, by key path),
-    the key, the value, what would have been right."""
-    seen = set()
-    for problem in error.errors(include_url=False):
-        # Tags of union members are no keys of the file.
-        loc = [
-            part for part in problem["loc"] if not (isinstance(part, str) and ("[" in part or part == "str"))
-        ]
-        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
-        names = tuple(str(part) for part in loc if isinstance(part, str))
-        source = next((origin[names[:n]] for n in range(len(names), 0, -1) if names[:n] in origin), None)
-        place = f"{source}: " if source else ""
-        value = problem.get("input")
-        if problem["type"] == "extra_forbidden":
-            known = _known_keys(root, loc[:-1])
-            near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
-            line = f"{place}{path} = {value!r}: unknown key{hint}"
-        elif problem["type"] == "missing":
-            line = f"{place}{path}: missing"
-        elif not loc:
-            line = problem["msg"].removeprefix("Value error, ")
-        else:
-            shown = "'**********'" if str(loc[-1]) == "api_key" else repr(value)
-            line = f"{place}{path} = {shown}: {problem['msg'].removeprefix('Value error, ')}"
-        if line not in seen:
-            seen.add(line)
-            yield line
-
-
-def _known_keys(section: type[BaseModel], loc: list[Any]) -> list[str]:
-    for part in loc:
-        if isinstance(part, int):
-            continue
-        inner = _section(section.model_fields[part].annotation)
-        if inner is None:
-            return []
-        section = inner
-    return [field.alias or name for name, field in section.model_fields.items()]
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """The model in an annotation such as ``list[EngineConfig] | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for inner in get_args(annotation) if (found := _section(inner))), None)

@@ -1,0 +1,66 @@
+"""The server's configuration: one schema, from a YAML file, the environment and flags.
+
+A flag wins over the environment, the environment over the file, the file over the default. Every error names
+where the value came from, its key path, the value, and the nearest right key.
+"""
+
+from lmetric.config.files import ConfigError, UniqueKeys, read_yaml_mapping, reading
+from lmetric.config.kinds import EngineUrl, Port, Positive, Role, Seconds, Strict, ZmqEndpoint
+from lmetric.config.load import ENV_PREFIX, load_config, render
+from lmetric.config.problems import explain
+from lmetric.config.schema import (
+    ADMIN,
+    CONFIGURED,
+    Auth,
+    DiscoverySource,
+    DnsSource,
+    EngineConfig,
+    Health,
+    KubernetesSource,
+    KvEvents,
+    KvEventsSetting,
+    Limits,
+    Load,
+    Log,
+    ModelConfig,
+    PoolSettings,
+    Retries,
+    ServerConfig,
+    Timeouts,
+)
+
+__all__ = [
+    "ADMIN",
+    "CONFIGURED",
+    "ENV_PREFIX",
+    "Auth",
+    "ConfigError",
+    "DiscoverySource",
+    "DnsSource",
+    "EngineConfig",
+    "EngineUrl",
+    "Health",
+    "KubernetesSource",
+    "KvEvents",
+    "KvEventsSetting",
+    "Limits",
+    "Load",
+    "Log",
+    "ModelConfig",
+    "PoolSettings",
+    "Port",
+    "Positive",
+    "Retries",
+    "Role",
+    "Seconds",
+    "ServerConfig",
+    "Strict",
+    "Timeouts",
+    "UniqueKeys",
+    "ZmqEndpoint",
+    "explain",
+    "load_config",
+    "read_yaml_mapping",
+    "reading",
+    "render",
+]

@@ -1,0 +1,60 @@
+"""YAML and JSON files: what is wrong with one is told with its name and the line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmetric._core import LmetricError
+
+
+class ConfigError(LmetricError):
+    """A configuration that cannot be used; the message says where, what, and what would have been right."""
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key.value!r} twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Makes ConfigErrors, which name the file and the line, of what can go wrong with a YAML or JSON file."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 at byte {error.start}") from None
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{file}{line}: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}:{error.lineno}: {error.msg}") from None
+
+
+def read_yaml_mapping(file: Path) -> dict[Any, Any]:
+    """The mapping in a YAML file. Raises ConfigError, which names the file and the line."""
+    with reading(file):
+        content = yaml.load(file.read_text(encoding="utf-8"), UniqueKeys)
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: expected keys and values, found {type(content).__name__}")
+    return content

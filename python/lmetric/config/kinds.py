@@ -1,0 +1,90 @@
+"""Kinds of values in configurations, and what is said of values that are none of the kind."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+
+
+def _engine_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("an engine's URL looks like http://host:port")
+    if parts.username or parts.query or parts.fragment:
+        raise ValueError("an engine's URL has no user, query or fragment; give a key as api_key")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError("leave out the /v1: the router adds the paths")
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"an engine's URL looks like http://host:port ({error})") from None
+    return url.rstrip("/")
+
+
+def _nameserver(text: str) -> str:
+    host, _, port = text.removeprefix("[").rpartition("]:" if text.startswith("[") else ":")
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(text)
+        return text
+    try:
+        ipaddress.ip_address(host)
+        if not 1 <= int(port) <= 65_535:
+            raise ValueError
+    except ValueError:
+        raise ValueError("a name server is an IP address, or IP:PORT") from None
+    return text
+
+
+def _port(value: object) -> int | str:
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65_535:
+        return value
+    if isinstance(value, str) and 1 <= len(value) <= 15 and value.replace("-", "").isalnum():
+        return value
+    raise ValueError("a port is a number from 1 to 65535, or the name of a container's port")
+
+
+def _zmq_endpoint(endpoint: str) -> str:
+    scheme, _, rest = endpoint.partition("://")
+    _, _, port = rest.rpartition(":")
+    if not (scheme == "ipc" and rest) and not (scheme == "tcp" and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError("a ZMQ endpoint looks like tcp://host:port or ipc:///path")
+    return endpoint
+
+
+def _embedded(value: object) -> int | str:
+    text = str(value).upper()
+    parts = re.fullmatch(r"(\d+)(?:P(\d+)D)?", text)
+    counts = [int(part) for part in parts.groups() if part] if parts and not isinstance(value, bool) else []
+    if not counts or min(counts) < 1 or sum(counts) > 1024:
+        raise ValueError("a number of engines from 1 to 1024, or such as 2P4D")
+    return text if len(counts) == 2 else counts[0]
+
+
+def _off(word: object) -> object:
+    """YAML reads off as false."""
+    return "off" if word is False else word
+
+
+Role = Literal["both", "prefill", "decode"]
+Port = Annotated[int, Field(ge=1, le=65_535)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Positive = Annotated[int, Field(ge=1)]
+EngineUrl = Annotated[str, AfterValidator(_engine_url)]
+ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
+Nameserver = Annotated[str, AfterValidator(_nameserver)]
+PodPort = Annotated[int | str, PlainValidator(_port)]
+Embedded = Annotated[int | str, PlainValidator(_embedded)]
+OFF_IS_A_WORD = BeforeValidator(_off)
+
+
+class Strict(BaseModel):
+    """A section: unknown keys are errors, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

@@ -1,0 +1,60 @@
+"""What is wrong with values meant for a section, in lines that say where they came from and what would do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+
+def explain(
+    error: ValidationError, origin: Mapping[tuple[str, ...], str], root: type[BaseModel]
+) -> Iterator[str]:
+    """A line for each thing wrong with values meant for `root`: where it came from (`origin`, by key path),
+    the key, the value, what would have been right."""
+    seen = set()
+    for problem in error.errors(include_url=False):
+        # Tags of union members are no keys of the file.
+        loc = [
+            part for part in problem["loc"] if not (isinstance(part, str) and ("[" in part or part == "str"))
+        ]
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+        names = tuple(str(part) for part in loc if isinstance(part, str))
+        source = next((origin[names[:n]] for n in range(len(names), 0, -1) if names[:n] in origin), None)
+        place = f"{source}: " if source else ""
+        value = problem.get("input")
+        if problem["type"] == "extra_forbidden":
+            known = _known_keys(root, loc[:-1])
+            near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
+            line = f"{place}{path} = {value!r}: unknown key{hint}"
+        elif problem["type"] == "missing":
+            line = f"{place}{path}: missing"
+        elif not loc:
+            line = problem["msg"].removeprefix("Value error, ")
+        else:
+            shown = "'**********'" if str(loc[-1]) == "api_key" else repr(value)
+            line = f"{place}{path} = {shown}: {problem['msg'].removeprefix('Value error, ')}"
+        if line not in seen:
+            seen.add(line)
+            yield line
+
+
+def _known_keys(section: type[BaseModel], loc: list[Any]) -> list[str]:
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        inner = _section(section.model_fields[part].annotation)
+        if inner is None:
+            return []
+        section = inner
+    return [field.alias or name for name, field in section.model_fields.items()]
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The model in an annotation such as ``list[EngineConfig] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _section(inner))), None)

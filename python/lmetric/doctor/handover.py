@@ -1,0 +1,139 @@
+"""Does it hand a request's KV cache to another engine, and take one over: handover.
+
+Two engines of one model serve a prompt that nobody has sent before: the first computes it, the second decodes.
+What comes must be what one engine alone says, and the second must have fetched the prompt instead of computing
+it, by its own counter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import orjson
+
+from lmetric.doctor.subject import Subject
+from lmetric.engines.adapter import Handover, samples
+from lmetric.engines.handover import COMPLETIONS, CONNECTORS, HandoverError, with_fields
+from lmetric.engines.http import Answer, Unanswered
+
+PROMPT_WORDS = 100
+ANSWER_TOKENS = 8
+_FETCHED = "prompt_tokens_by_source_total"
+
+
+async def check_handovers(subjects: Sequence[Subject]) -> None:
+    """Every engine that tells of a connector with one that could be its other half."""
+    for subject in subjects:
+        told = subject.capabilities.handover
+        if told is None:
+            _without(subject)
+        elif subject.has("model") and "handover" not in subject.verdicts:
+            other = _other_half(subject, subjects)
+            if other is None:
+                subject.not_offered("handover", f"{told.connector}: no other engine was named to try it with")
+            elif subject.role == "decode":
+                await _try(other, subject)
+            else:
+                await _try(subject, other)
+
+
+def _without(subject: Subject) -> None:
+    why = subject.capabilities.no_handover or "it does not tell of any way"
+    role = subject.role
+    if role == "both":
+        subject.not_offered("handover", why)
+    else:
+        subject.failed("handover", f"role {role}, but {why}", subject.flag("handover"))
+
+
+def _other_half(subject: Subject, subjects: Sequence[Subject]) -> Subject | None:
+    """An engine of the same model and connector, of the other role where there is one."""
+    told, role = subject.capabilities.handover, subject.role
+    fitting = [
+        other
+        for other in subjects
+        if other is not subject
+        and other.has("model")
+        and other.model == subject.model
+        and other.capabilities.handover is not None
+        and told is not None
+        and other.capabilities.handover.connector == told.connector
+        and (other.role == "both" or other.role != role)
+    ]
+    return min(fitting, key=lambda other: other.role == "both", default=None)
+
+
+async def _try(prefill: Subject, decode: Subject) -> None:
+    """One request in two legs; the verdict is both engines'."""
+    told = prefill.capabilities.handover
+    assert told is not None
+    try:
+        seen = await _hand_over(prefill, decode, told)
+    except (Unanswered, HandoverError) as error:
+        for subject in (prefill, decode):
+            subject.failed("handover", f"{prefill.name} to {decode.name}: {error}", subject.flag("handover"))
+    else:
+        for subject in (prefill, decode):
+            subject.passed("handover", f"{prefill.name} to {decode.name}, {seen}")
+
+
+async def _hand_over(prefill: Subject, decode: Subject, told: Handover) -> str:
+    """What was seen. Raises Unanswered and HandoverError."""
+    connector = CONNECTORS[told.connector]
+    words = " ".join(secrets.token_hex(2) for _ in range(PROMPT_WORDS))
+    body = {"model": prefill.model, "prompt": words, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+    host = urlsplit(prefill.client.url).hostname or ""
+    first = orjson.loads(connector.first(COMPLETIONS, orjson.dumps(body), body, host, told))
+    name = {"x-request-id": f"doctor-{secrets.token_hex(6)}"}
+    before, started = await _fetched(decode), time.monotonic()
+    if connector.at_once:
+        _, answer = await asyncio.gather(_ask(prefill, first, name), _ask(decode, first, name))
+    else:
+        handed = connector.fields((await _ask(prefill, first, name)).body)
+        started = time.monotonic()
+        answer = await _ask(decode, orjson.loads(with_fields(orjson.dumps(body), handed)), name)
+    seconds = time.monotonic() - started
+    after, prompt = await _fetched(decode), answer.usage("prompt_tokens")
+    said = f"{prompt} tokens in {seconds:.2f} s"
+    if before is not None and after is not None and prompt:
+        if after - before < prompt / 2:
+            raise HandoverError(
+                f"the prompt was computed again: {after - before:.0f} of {prompt} tokens came over"
+            )
+        said = f"{after - before:.0f} of {prompt} tokens fetched in {seconds:.2f} s"
+    if connector.at_once:
+        return said  # neither of them serves whole requests
+    # The prefill engine computed the prompt itself; what the other has of it by now is in question.
+    alone = _text(await _ask(prefill, body, {}))
+    if _text(answer) != alone:
+        raise HandoverError("the answer is not what one engine alone says: its KV cache was not the prompt's")
+    return said + ", with the answer of one engine alone"
+
+
+async def _ask(subject: Subject, body: object, headers: dict[str, str]) -> Answer:
+    answer = await subject.client.post(COMPLETIONS, body, headers)
+    if answer.status != 200:
+        raise Unanswered(f"{subject.name}: {answer.error()}")
+    return answer
+
+
+def _text(answer: Answer) -> str:
+    return str(answer.json["choices"][0]["text"])
+
+
+async def _fetched(subject: Subject) -> float | None:
+    """Prompt tokens that came from other engines so far, by the engine's own counter."""
+    adapter = subject.adapter
+    if adapter is None or adapter.name != "vllm":
+        return None
+    page = (await subject.client.get("/metrics")).body
+    found = [
+        number
+        for _, labels, number in samples(page, adapter.prefix, [_FETCHED])
+        if b'source="external_kv_transfer"' in labels
+    ]
+    return sum(found) if found else None

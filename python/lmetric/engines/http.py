@@ -1,0 +1,89 @@
+"""Questions to one engine over HTTP, one at a time: for what looks at engines beside the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from lmetric.engines.errors import error_text
+
+PATIENCE_SECONDS = 30.0
+"""For one answer: an engine that is busy must have time for a short request."""
+
+
+class Unanswered(Exception):
+    """No answer came; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of an engine."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body, or None where it is no JSON."""
+        try:
+            return orjson.loads(self.body)
+        except orjson.JSONDecodeError:
+            return None
+
+    def error(self) -> str:
+        """One line about an answer that is no good: its status, and what it says."""
+        said = error_text(self.body)
+        return f"status {self.status}" + (f": {said}" if said else "")
+
+    def usage(self, *path: str) -> int | None:
+        """A number in the answer's `usage`; None where it is not told."""
+        told: Any = self.json
+        for key in ("usage", *path):
+            told = told.get(key) if isinstance(told, dict) else None
+        return told if isinstance(told, int) else None
+
+
+class EngineClient:
+    """Asks one engine. Every method raises Unanswered."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._session = session
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def get(self, path: str, seconds: float = PATIENCE_SECONDS) -> Answer:
+        """The answer to GET of a path with its query."""
+        return await self._ask("GET", path, None, {}, seconds)
+
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
+        """The answer to a POST of JSON."""
+        return await self._ask("POST", path, body, headers or {}, PATIENCE_SECONDS)
+
+    async def page(self, path: str) -> tuple[int, bytes]:
+        """Status and body of GET, as `lmetric.engines.identify` asks for them."""
+        answer = await self.get(path)
+        return answer.status, answer.body
+
+    async def _ask(
+        self, method: str, path: str, body: Any, headers: Mapping[str, str], seconds: float
+    ) -> Answer:
+        try:
+            async with self._session.request(
+                method,
+                self.url + path,
+                json=body,
+                headers={**self._headers, **headers},
+                timeout=aiohttp.ClientTimeout(total=seconds),
+            ) as response:
+                return Answer(response.status, dict(response.headers), await response.read())
+        except TimeoutError:
+            raise Unanswered(f"{method} {path}: no answer within {seconds:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise Unanswered(f"no connection: {error.os_error.strerror or error.os_error}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unanswered(f"{method} {path}: {error or type(error).__name__}") from None

@@ -1,0 +1,99 @@
+"""A request for an engine: as its client sent it, and what answers for it until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lmetric._core import RequestHead
+from lmetric.server.openai import ApiError
+
+if TYPE_CHECKING:
+    from lmetric.server.client import ClientConnection
+    from lmetric.server.fleet import Pool
+
+FAILED = "the router failed; its log says why"
+STOPPING = "the router is shutting down"
+
+
+class Asked:
+    """A request for an engine as its client sent it; ``done`` is told whether the connection goes on."""
+
+    __slots__ = (
+        "client",
+        "done",
+        "head",
+        "http11",
+        "keep_alive",
+        "path",
+        "pool",
+        "prompt_bytes",
+        "started",
+        "tenant",
+        "transport",
+    )
+
+    def __init__(
+        self,
+        client: ClientConnection,
+        transport: asyncio.Transport,
+        head: RequestHead,
+        http11: bool,
+        keep_alive: bool,
+        done: Callable[[bool], None],
+    ) -> None:
+        self.client = client
+        self.transport = transport
+        self.head = head
+        self.path = head.path
+        self.http11 = http11
+        self.keep_alive = keep_alive
+        self.done = done
+        self.started = time.monotonic()
+        self.tenant = ""
+        self.pool: Pool | None = None
+        self.prompt_bytes = 0  # 0 where the prompt was given as tokens
+
+
+class Underway:
+    """What answers for a request until it ends: its client's connection and the server tell it what happens.
+
+    The counts are what is known of the answer when it has ended. Most requests change few of these: what
+    they leave is not set for each of them.
+    """
+
+    committed = False  # the client has something of an engine's answer
+    close_client = False
+    reason = ""  # why it ended, where it did not end well
+    status = 0
+    output_tokens = 0
+    prompt_tokens: int | None = None  # as the engine counted them
+    first_token_at: float | None = None
+
+    def _leave(self, reason: str, error: ApiError | None = None) -> None:
+        """Ends the request in the middle, unless it has ended; ``error`` is for a client that has nothing."""
+        raise NotImplementedError
+
+    def client_gone(self) -> None:
+        """The client left."""
+        self._leave("the client left")
+
+    def client_slow(self) -> None:
+        """The client does not keep up."""
+
+    def client_ready(self) -> None:
+        """The client caught up."""
+
+    def check(self, now: float) -> None:
+        """Called now and then: ends what takes too long."""
+
+    def stop(self) -> None:
+        """The server stops."""
+        error = ApiError(503, STOPPING, headers={"retry-after": "5"})
+        self._leave(STOPPING, None if self.committed else error)
+
+    def fail(self) -> None:
+        """To be called where an exception was caught that nobody foresaw."""
+        self._leave("internal error", None if self.committed else ApiError(500, FAILED))

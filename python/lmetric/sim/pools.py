@@ -1,0 +1,143 @@
+"""Fleets with pools: who prefills, who decodes, and what moving KV between them costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from lmetric._core import BadValueError
+from lmetric.profiles import Profile
+
+Role = Literal["prefill", "decode", "both"]
+_LETTERS = {"P": "prefill", "D": "decode", "B": "both"}
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """How many instances only prefill, only decode, and do both. ``16P64D`` is 16 and 64."""
+
+    prefill: int
+    decode: int
+    both: int = 0
+
+    def __post_init__(self) -> None:
+        counts = (self.prefill, self.decode, self.both)
+        if min(counts) < 0 or (self.prefill > 0) != (self.decode > 0) or not any(counts):
+            raise BadValueError(
+                f"roles: {self.prefill} prefill, {self.decode} decode, {self.both} both is not valid; "
+                "expected at least one of each kind that hands over to the other, e.g. 16P64D"
+            )
+
+    @classmethod
+    def of(cls, value: str | Mapping[str, int] | Self) -> Self:
+        """From ``16P64D`` (``B``: instances that do both), or ``{"prefill": 16, "decode": 64}``.
+
+        Raises:
+            BadValueError: neither, or a pool that has none to work with.
+        """
+        if isinstance(value, cls):
+            return value
+        counts: dict[str, int] = {}
+        if isinstance(value, str):
+            parts = re.findall(r"(\d+)([PDB])", value.upper())
+            letters = [letter for _, letter in parts]
+            if "".join(map("".join, parts)) != value.upper().strip() or len(set(letters)) < len(letters):
+                raise BadValueError(
+                    f"roles {value!r} is not valid; expected counts of P, D and B, e.g. 16P64D"
+                )
+            counts = {_LETTERS[letter]: int(count) for count, letter in parts}
+        elif isinstance(value, Mapping):
+            counts = dict(value)
+        wrong = sorted(set(counts) - set(_LETTERS.values()))
+        if wrong or not all(type(count) is int for count in counts.values()) or not counts:
+            raise BadValueError(
+                f"roles {value!r} is not valid; expected whole numbers of prefill, decode and both, e.g. "
+                '{"prefill": 16, "decode": 64}'
+            )
+        return cls(counts.get("prefill", 0), counts.get("decode", 0), counts.get("both", 0))
+
+    @property
+    def instances(self) -> int:
+        """All of them."""
+        return self.prefill + self.decode + self.both
+
+    def each(self) -> list[Role]:
+        """The role of each instance, in the order of their numbers: prefill, decode, both."""
+        roles: list[Role] = ["prefill"] * self.prefill
+        return roles + ["decode"] * self.decode + ["both"] * self.both
+
+    def __str__(self) -> str:
+        counts = {letter: getattr(self, name) for letter, name in _LETTERS.items()}
+        return "".join(f"{count}{letter}" for letter, count in counts.items() if count)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How a prompt's KV moves from where it was prefilled to where it decodes.
+
+    Each instance sends one prompt at a time and receives one at a time. The defaults: a 400 Gb/s port for
+    each GPU (ConnectX-7, as HGX servers of the H20, H100 and H200 have them) and a millisecond for the
+    request and the answer, which is a guess; not a measurement of any connector.
+    """
+
+    gigabytes_per_second: float = 50.0
+    fixed_seconds: float = 0.001
+    # "end": begins when the prefill has ended, as vLLM's NIXL connector pulls. "layers": moves while it runs,
+    # where the decode instance is known by then (early binding); only what the prefill does not hide counts.
+    overlap: Literal["end", "layers"] = "end"
+
+    def __post_init__(self) -> None:
+        speed, fixed = self.gigabytes_per_second, self.fixed_seconds
+        if not (speed > 0 and 0 <= fixed < 1e6) or self.overlap not in ("end", "layers"):
+            raise BadValueError(
+                f"transfer at {speed:g} GB/s, {fixed:g} s besides, overlap {self.overlap!r} is not valid; "
+                "expected more than 0 GB/s, 0 s or more, overlap end or layers"
+            )
+
+    @classmethod
+    def of(cls, value: str | Mapping[str, float | str] | Self | None) -> Self | None:
+        """From ``50``, ``50 GB/s, layers``, ``25, fixed=0.005``, or a mapping of the fields; ``none`` and
+        None: nothing moves, the KV is there at once (as in SIBYL's Algorithm 2).
+
+        Raises:
+            BadValueError: anything else.
+        """
+        fields: dict[str, object] = {}
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            fields = dict(value)
+        elif isinstance(value, str) and value.strip().lower() == "none":
+            return None
+        elif isinstance(value, str):
+            for part in (part.strip() for part in value.split(",")):
+                if part in ("end", "layers"):
+                    fields["overlap"] = part
+                elif part.startswith("fixed="):
+                    fields["fixed_seconds"] = _number(part.removeprefix("fixed="))
+                else:
+                    fields["gigabytes_per_second"] = _number(part.removesuffix("GB/s"))
+        try:
+            return cls(**fields)  # type: ignore[arg-type]
+        except TypeError:
+            raise BadValueError(
+                f"transfer {value!r} is not valid; expected none, or GB/s with end or layers and "
+                'fixed=SECONDS, e.g. "50, layers"'
+            ) from None
+
+    def seconds_per_token(self, profile: Profile) -> float:
+        """Of a token's KV on a free link. Raises `BadValueError` where the profile does not say its size."""
+        if profile.kv_bytes_per_token is None:
+            raise BadValueError(
+                "transfer: the profile has no kv_bytes_per_token; add it, or say transfer none"
+            )
+        return profile.kv_bytes_per_token / (self.gigabytes_per_second * 1e9)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

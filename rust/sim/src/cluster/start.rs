@@ -1,0 +1,115 @@
+//! A cluster as it stands before anything happens: checked, and with its first events.
+use super::handover::Leg;
+use super::{Cluster, ClusterConfig, Event, Instance, State, bad, engine_request};
+use crate::engine::{Admission, Engine, Settings};
+use crate::record::{Records, Timeline};
+use crate::signals::Observer;
+use crate::transfer::Links;
+use crate::workload::Workload;
+use lmetric_core::CoreError;
+use lmetric_core::fleet::Role;
+use lmetric_core::policy::Policy;
+use lmetric_core::router::{IndexFeed, Router, RouterConfig};
+use std::collections::BinaryHeap;
+
+impl<'a> Cluster<'a> {
+    pub(super) fn new(
+        workload: &'a Workload,
+        policy: Box<dyn Policy>,
+        decode_policy: Option<Box<dyn Policy>>,
+        config: &'a ClusterConfig,
+    ) -> Result<Cluster<'a>, CoreError> {
+        config.signals.check()?;
+        config.transfer.check()?;
+        if config.profiles.is_empty() {
+            return bad("instances", 0, "at least 1");
+        }
+        let has = |role| config.roles.contains(&role);
+        if !config.roles.is_empty() && config.roles.len() != config.profiles.len() {
+            return bad(
+                "roles",
+                config.roles.len(),
+                format!("{}, one for each instance", config.profiles.len()),
+            );
+        }
+        if has(Role::Prefill) != has(Role::Decode) {
+            return bad("roles", "prefill or decode alone", "instances of the other kind, to hand over to");
+        }
+        if !(config.timeline_seconds >= 1e-3 && config.timeline_seconds <= 1e9) {
+            return bad("timeline_seconds", config.timeline_seconds, "0.001 to 1e9 seconds");
+        }
+        let exact = config.router.index_feed == IndexFeed::Exact;
+        let router = RouterConfig {
+            drain: !config.signals.progress,
+            partial_blocks: config.admission == Admission::Reserve,
+            ..config.router.clone()
+        };
+        let mut router = Router::new(policy, router)?;
+        if let Some(policy) = decode_policy {
+            router.set_decode_policy(policy)?;
+        }
+        let settings = Settings { admission: config.admission, order: config.order, kv_events: exact };
+        let mut engines = Vec::with_capacity(config.profiles.len());
+        for (i, profile) in config.profiles.iter().enumerate() {
+            if profile.block_tokens != workload.block_tokens() {
+                let expected = format!("{}, which the workload was cut into", workload.block_tokens());
+                return bad("block_tokens of the profile", profile.block_tokens, expected);
+            }
+            let role = config.roles.get(i).copied().unwrap_or_default();
+            router.add_instance(&format!("engine-{i}"), role, Some(profile.cache_blocks))?;
+            engines.push(Engine::new(profile.clone(), settings, None)?);
+        }
+        let instance =
+            || Instance { state: State::Idle, version: 0, ready: false, queue_since: 0.0, queued: 0 };
+        let mut cluster = Cluster {
+            observer: Observer::new(router, config.signals, workload.len()),
+            links: Links::new(config.transfer, engines.len()),
+            legs: vec![Leg::default(); workload.len()],
+            early: vec![false; workload.len()],
+            records: Records::new(workload.len()),
+            timeline: Timeline::new(engines.len(), config.timeline_seconds),
+            instances: engines.iter().map(|_| instance()).collect(),
+            events: BinaryHeap::new(),
+            ready: Vec::new(),
+            now: 0.0,
+            left: workload.len(),
+            moving: 0,
+            guard_alarms: 0,
+            guard_filters: 0,
+            stalled: 0,
+            config,
+            workload,
+            engines,
+        };
+        for (i, engine) in cluster.engines.iter().enumerate() {
+            let leg = match config.roles.get(i) {
+                Some(Role::Prefill) => Leg::Prefill,
+                Some(Role::Decode) => Leg::Decode,
+                _ => Leg::Whole,
+            };
+            (0..workload.len())
+                .try_for_each(|request| engine.check(&engine_request(workload, config, request, leg)))?;
+        }
+        cluster.schedule_first_events();
+        Ok(cluster)
+    }
+
+    fn schedule_first_events(&mut self) {
+        for request in 0..self.workload.len() {
+            if !self.workload.shape.waits[request] {
+                let at = self.workload.arrival_seconds[request];
+                self.at(at, Event::Arrival { request: request as u32 });
+            }
+        }
+        if let Some(period) = self.config.signals.report_period_seconds {
+            // Nobody scrapes all engines at one moment.
+            let instances = self.engines.len() as u32;
+            for instance in 0..instances {
+                self.at(period * f64::from(instance) / f64::from(instances), Event::Report { instance });
+            }
+        }
+        if self.config.router.guard.on {
+            self.at(0.0, Event::Tick);
+        }
+    }
+}

@@ -1,0 +1,151 @@
+"""A router before emulated engines that prefill and decode, all in this event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+from lmetric.config import ServerConfig
+from lmetric.engines.emulated import EngineOptions, EngineServer
+from lmetric.server import Server
+
+PROMPT = "the history of the quiet river and of all who lived by it " * 12
+BODY: dict[str, Any] = {"model": "emulated", "prompt": PROMPT, "max_tokens": 20}
+
+
+def nixl(role: str, **changes: Any) -> EngineOptions:
+    """An emulated vLLM."""
+    given = {"port": 0, "role": role, "kv_connector": "nixl", "clock_speed": 10.0}
+    return EngineOptions.model_validate(given | changes)
+
+
+def sglang(role: str, **changes: Any) -> EngineOptions:
+    """The stand-in for SGLang."""
+    given = {"port": 0, "role": role, "api": "sglang", "clock_speed": 10.0}
+    return EngineOptions.model_validate(given | changes)
+
+
+@dataclass
+class Pd:
+    """Engines by name (p0, p1, d0, …, by role), the server before them, a client."""
+
+    engines: dict[str, EngineServer]
+    server: Server
+    client: aiohttp.ClientSession
+    stopped: set[str] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}"
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """What came of hand-overs."""
+        return dict(self.server.fleet.pools[0].handovers)
+
+    async def post(
+        self, body: Any = BODY, path: str = "/v1/completions", url: str | None = None
+    ) -> tuple[int, dict[str, str], Any]:
+        """Status, headers (lower case), and the JSON."""
+        async with self.client.post((url or self.url) + path, json=body) as response:
+            low = {name.lower(): value for name, value in response.headers.items()}
+            return response.status, low, await response.json()
+
+    async def text(self, body: Any = BODY) -> str:
+        """What is said, in one piece."""
+        status, _, answer = await self.post(body)
+        assert status == 200, answer
+        return str(answer["choices"][0]["text"])
+
+    async def stream(self, body: Any = BODY) -> str:
+        """What is said, streamed; an error stands in angle brackets."""
+        async with self.client.post(f"{self.url}/v1/completions", json=body | {"stream": True}) as response:
+            raw = await response.text()
+            assert response.status == 200, raw
+        *events, end, _ = raw.split("\n\n")
+        assert end == "data: [DONE]"
+        said = [orjson.loads(event.removeprefix("data: ")) for event in events]
+        return "".join(f"<{e['error']['code']}>" if "error" in e else e["choices"][0]["text"] for e in said)
+
+    async def alone(self, body: Any = BODY) -> str:
+        """What one engine says that knows of no other."""
+        async with EngineServer(EngineOptions(port=0, clock_speed=100.0)) as engine:
+            status, _, answer = await self.post(body, url=engine.url)
+        assert status == 200
+        return str(answer["choices"][0]["text"])
+
+    def load(self, name: str) -> dict[str, Any]:
+        """An engine's own counts."""
+        driver = self.engines[name]._driver
+        assert driver is not None
+        return dict(driver.engine.load())
+
+    def busy(self, name: str) -> int:
+        """Requests in an engine."""
+        load = self.load(name)
+        return int(load["running"] + load["waiting"])
+
+    async def kill(self, name: str) -> None:
+        """Ends an engine in the middle of what it does."""
+        engine = self.engines[name]
+        self.stopped.add(name)
+        runner = engine._runner
+        assert runner is not None
+        for site in list(runner.sites):
+            await site.stop()
+        for protocol in list(runner.server.connections if runner.server else []):
+            if protocol.transport is not None:
+                protocol.transport.abort()
+        await engine.stop()
+
+    async def until(self, true: Callable[[], object], seconds: float = 5.0) -> None:
+        """Waits until it is so."""
+        async with asyncio.timeout(seconds):
+            while not true():  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+
+    def in_flight(self) -> int:
+        return sum(pool.router.in_flight() for pool in self.server.fleet.pools)
+
+
+@contextlib.asynccontextmanager
+async def pd(
+    *options: EngineOptions, roles: dict[str, str] | None = None, **config: Any
+) -> AsyncIterator[Pd]:
+    """A router before such engines; at the end nothing may be in flight anywhere."""
+    engines: dict[str, EngineServer] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        for each in options:
+            letter = each.role[0]
+            name = f"{letter}{sum(other.startswith(letter) for other in engines)}"
+            engines[name] = EngineServer(each)
+            await stack.enter_async_context(engines[name])
+        values = {
+            "port": 0,
+            "engines": [
+                {"url": engine.url, "name": name, "role": (roles or {}).get(name)}
+                for name, engine in engines.items()
+            ],
+            "model": "emulated",
+            "tokenizer": "off",
+            "load": {"interval": None},
+            **config,
+        }
+        server = Server(ServerConfig.model_validate(values))
+        await server.start()
+        stack.push_async_callback(server.stop)
+        client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20))
+        await stack.enter_async_context(client)
+        world = Pd(engines, server, client)
+        yield world
+        await world.until(lambda: not world.in_flight() and not server.front.relays)
+        await world.until(lambda: not any(world.busy(n) for n in engines if n not in world.stopped))
+        indicators = server.fleet.pools[0].router.indicators()
+        for name in ("bs", "bound_bs", "bound_tokens", "tokens"):
+            assert not indicators[name].any(), name

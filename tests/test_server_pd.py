@@ -1,0 +1,346 @@
+"""Requests in two legs through the server, over vLLM's NIXL as the emulated engines speak it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+
+from lmetric.engines.emulated import EngineOptions, EngineServer
+from pd_world import BODY, PROMPT, nixl, pd
+from server_world import FakeEngine, Request, answer, plain, usage, world
+
+TWO_AND_TWO = [nixl("prefill"), nixl("prefill"), nixl("decode"), nixl("decode")]
+
+
+@pytest.mark.parametrize("binding", ["early", "late"])
+async def test_the_answer_is_one_engines(binding: str) -> None:
+    async with pd(*TWO_AND_TWO, binding=binding, policy="round_robin") as w:
+        pool = w.server.fleet.pools[0]
+        assert {name: engine.role for name, engine in pool.engines.items()} == {
+            "p0": "prefill",
+            "p1": "prefill",
+            "d0": "decode",
+            "d1": "decode",
+        }
+        alone = await w.alone()
+        for _ in range(2):
+            status, headers, said = await w.post()
+            assert (status, said["choices"][0]["text"]) == (200, alone)
+            assert headers["x-lmetric-prefill"][0] == "p"
+            assert headers["x-lmetric-instance"][0] == "d"
+            assert said["usage"]["completion_tokens"] == 20
+            assert "kv_transfer_params" not in said or said["kv_transfer_params"] is None
+            receipt = pool.router.receipt(int(headers["x-lmetric-decision"]))
+            assert receipt is not None
+            assert (receipt["outcome"], receipt["instance"]) == ("finished", headers["x-lmetric-prefill"])
+            assert await w.stream() == alone
+        # Who decodes computes nothing, who prefills makes one token each.
+        pulled = sum(w.load(name)["pulled_prompt_tokens"] for name in ("d0", "d1"))
+        assert pulled > 0
+        assert sum(w.load(name)["generation_tokens"] for name in ("p0", "p1")) == 4
+        assert sum(w.load(name)["generation_tokens"] for name in ("d0", "d1")) == 80
+        assert w.outcomes == {"handed_over": 4}
+        chat = {"model": "emulated", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5}
+        status, headers, said = await w.post(chat, "/v1/chat/completions")
+        assert (status, said["usage"]["completion_tokens"]) == (200, 5)
+        assert w.outcomes == {"handed_over": 5}
+        page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
+        assert 'lmetric_handovers_total{model="emulated",outcome="handed_over"} 5.0' in page
+
+
+async def test_many_at_once() -> None:
+    async with pd(*TWO_AND_TWO) as w:
+        prompts = [f"{number} {PROMPT}" for number in range(20)]
+        alone = await asyncio.gather(*(w.alone(BODY | {"prompt": prompt}) for prompt in prompts[:3]))
+        texts = await asyncio.gather(
+            *((w.stream if n % 2 else w.text)(BODY | {"prompt": prompt}) for n, prompt in enumerate(prompts))
+        )
+        assert texts[:3] == alone
+        assert w.outcomes == {"handed_over": 20}
+
+
+async def test_what_is_late_is_computed_again() -> None:
+    late = [nixl("prefill", kv_lease_seconds=0.05), nixl("decode", kv_load_failure_policy="recompute")]
+    async with pd(*late, handover_seconds=1e-9) as w:
+        assert await w.text() == await w.alone()
+        assert w.outcomes == {"late": 1}
+        assert w.load("d0")["pulled_prompt_tokens"] == 0
+        # Trusted for too long, it would have been wrong, and nobody the wiser.
+        engine = w.server.fleet.pools[0].engines["p0"]
+        assert engine.connector is not None
+        assert engine.handover is not None
+        assert engine.connector.deadline_seconds(engine.handover) == pytest.approx(0.05 * 2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [({"n": 1, "prompt": ["a b c"]}, "handed_over"), ({"prompt_logprobs": None}, "handed_over")],
+)
+async def test_what_can_be_cut(change: dict[str, Any], path: str) -> None:
+    async with pd(nixl("prefill"), nixl("decode")) as w:
+        status, _, _ = await w.post(BODY | change)
+        assert status == 200
+        assert w.outcomes == {path: 1}
+
+
+NIXL_PAGE = b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
+
+
+def second(params: Any) -> Any:
+    """A prefill engine whose first legs are answered with these parameters."""
+
+    async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(plain(200, {"choices": [], "usage": usage(cached=4), "kv_transfer_params": params}))
+        return True
+
+    return behave
+
+
+PARAMS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1]],
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
+    "remote_host": "127.0.0.1",
+    "remote_port": 1,
+    "remote_num_tokens": 10,
+}
+
+
+def roles(*given: str) -> dict[str, Any]:
+    return {"roles_": given}
+
+
+async def fakes(*engines: FakeEngine) -> list[dict[str, Any]]:
+    """Started, as the configuration names them: the first prefills, the others decode."""
+    given = []
+    for number, engine in enumerate(engines):
+        engine.name, engine.metrics = f"e{number}", NIXL_PAGE
+        await engine.start()
+        role = "decode" if number else "prefill"
+        given.append({"url": engine.url, "name": engine.name, "role": role})
+    return given
+
+
+@pytest.mark.parametrize(
+    ("params", "outcome"),
+    [(None, "missing"), ({"do_remote_prefill": True}, "missing"), (PARAMS, "handed_over")],
+)
+async def test_what_the_second_leg_is_sent(params: Any, outcome: str) -> None:
+    prefill, decode = FakeEngine(behave=second(params)), FakeEngine()
+    async with world([], engines=await fakes(prefill, decode)) as w:
+        raw = b'{"model": "tiny", "prompt": "hello",  "stream": true, "max_tokens": 7, "odd": 1e400}'
+        status, headers, _ = await w.post(raw, headers={"x-request-id": "rid-1"})
+        assert (status, headers["x-lmetric-instance"]) == (200, "e1")
+        (first,), (then,) = prefill.requests, decode.requests
+        assert (first.json["max_tokens"], first.json["stream"]) == (1, False)
+        assert first.json["kv_transfer_params"]["do_remote_decode"] is True
+        assert {sent.headers["x-request-id"] for sent in (first, then)} == {"rid-1"}
+        assert then.body.endswith(raw[1:])
+        assert then.json.get("kv_transfer_params") == (params if outcome == "handed_over" else None)
+        assert dict(w.server.fleet.pools[0].handovers) == {outcome: 1}
+        # The client's own would kill an engine.
+        status, _, said = await w.post({"model": "tiny", "prompt": "a", "kv_transfer_params": PARAMS})
+        assert (status, said["error"]["param"]) == (400, "kv_transfer_params")
+    for engine in (prefill, decode):
+        await engine.stop()
+
+
+async def test_what_was_sent_once_is_not_sent_again() -> None:
+    async def busy(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(plain(503, {"error": {"message": "busy"}}))
+        return True
+
+    prefill, bad, good = FakeEngine(behave=second(PARAMS)), FakeEngine(behave=busy), FakeEngine()
+    engines = await fakes(prefill, bad, good)
+    async with world([], engines=engines, decode_policy="round_robin") as w:
+        while not bad.requests:
+            status, headers, _ = await w.post()
+            assert (status, headers["x-lmetric-instance"]) == (200, "e2")
+        assert "kv_transfer_params" in bad.requests[0].json
+        assert "kv_transfer_params" not in good.requests[-1].json
+        assert w.server.fleet.pools[0].handovers["spent"] == 1
+        # One that cannot even be reached has fetched nothing.
+        await bad.stop()
+        before = len(good.requests)
+        for _ in range(2):
+            status, _, _ = await w.post()
+            assert status == 200
+        assert all("kv_transfer_params" in request.json for request in good.requests[before:])
+    for engine in (prefill, good):
+        await engine.stop()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_transfer_that_breaks_costs_no_answer(streamed: bool) -> None:
+    prefill = FakeEngine(behave=second(PARAMS))
+    (config,) = await fakes(prefill)
+    async with EngineServer(nixl("decode")) as decode:
+        engines = [config, {"url": decode.url, "name": "d", "role": "decode"}]
+        async with world([], engines=engines, model="emulated") as w:
+            body = {"model": "emulated", "prompt": PROMPT, "max_tokens": 3, "stream": streamed}
+            status, headers, _ = await w.post(body)
+            assert (status, headers["x-lmetric-instance"]) == (200, "d")
+            assert dict(w.server.fleet.pools[0].handovers) == {"handed_over": 1, "broken": 1}
+    await prefill.stop()
+
+
+async def test_the_prefill_engines_own_refusal_is_the_clients() -> None:
+    async with pd(nixl("prefill"), nixl("decode")) as w:
+        status, _, said = await w.post(BODY | {"prompt": [1] * 70_000_000})
+        assert status in (400, 413)
+    async with pd(nixl("prefill", max_model_len=64), nixl("decode")) as w:
+        status, headers, said = await w.post()
+        assert (status, said["error"]["type"]) == (400, "BadRequestError")
+        assert "maximum context length is 64" in said["error"]["message"]
+        assert headers["x-request-id"]
+
+
+async def test_an_engine_of_either_kind_dies() -> None:
+    async with pd(*TWO_AND_TWO, policy="round_robin", decode_policy="round_robin") as w:
+        alone = await w.alone()
+        await w.kill("p0")
+        assert [await w.text() for _ in range(3)] == [alone] * 3
+        await w.kill("d1")
+        assert [await w.text() for _ in range(3)] == [alone] * 3
+        # Nobody prefills: who decodes serves whole requests, and the other way round.
+        await w.kill("p1")
+        status, headers, said = await w.post()
+        assert (status, headers["x-lmetric-instance"], said["choices"][0]["text"]) == (200, "d0", alone)
+        assert "x-lmetric-prefill" not in headers
+    async with pd(nixl("prefill"), nixl("decode")) as w:
+        await w.kill("d0")
+        for _ in range(2):
+            status, headers, said = await w.post()
+            assert (status, headers["x-lmetric-instance"], said["choices"][0]["text"]) == (200, "p0", alone)
+    async with pd(nixl("prefill"), nixl("decode"), colocate=False) as w:
+        await w.kill("d0")
+        for _ in range(2):
+            status, _, said = await w.post()
+            assert (status, said["error"]["type"]) in ((502, "server_error"), (503, "overloaded_error"))
+        await w.until(lambda: not w.server.fleet.pools[0].engines["d0"].healthy)
+        status, _, said = await w.post()
+        assert (status, said["error"]["code"]) == (503, "no_engine")
+        assert "role decode" in said["error"]["message"]
+
+
+async def test_a_decode_engine_dies_in_mid_stream() -> None:
+    slow = [nixl("prefill"), nixl("decode", clock_speed=1.0), nixl("decode", clock_speed=1.0)]
+    async with pd(*slow) as w:
+        streams = [
+            asyncio.create_task(w.stream(BODY | {"prompt": f"{n} {PROMPT}", "max_tokens": 200}))
+            for n in range(4)
+        ]
+        await w.until(
+            lambda: w.load("d0")["generation_tokens"] > 10 and w.load("d1")["generation_tokens"] > 10
+        )
+        await w.kill("d0")
+        ends = await asyncio.gather(*streams)
+        assert sorted(end.endswith("<reset>") for end in ends) == [False, False, True, True]
+        assert await w.text() == await w.alone()
+
+
+async def test_a_client_that_leaves() -> None:
+    slow = [nixl("prefill", clock_speed=0.05), nixl("decode", clock_speed=0.5)]
+    async with pd(*slow) as w:
+        for name in ("p0", "d0"):
+            asking = asyncio.create_task(w.stream(BODY | {"max_tokens": 500}))
+            await w.until(lambda name=name: w.busy(name) == 1)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await w.until(lambda: w.busy("p0") + w.busy("d0") == 0)
+            await w.until(lambda: w.in_flight() == 0)
+        nixl_side = w.engines["p0"]._api._nixl  # type: ignore[union-attr]
+        assert nixl_side.holding == 0  # what the second held was fetched
+
+
+async def test_a_first_leg_that_takes_too_long() -> None:
+    slow = [nixl("prefill", clock_speed=0.001), nixl("decode")]
+    async with pd(*slow, timeouts={"first_byte": 0.2}) as w:
+        status, headers, said = await w.post()
+        # The only one that prefills failed it; who decodes may take all of it.
+        assert (status, headers["x-lmetric-instance"]) == (200, "d0")
+        await w.until(lambda: w.busy("p0") == 0)
+    async with pd(*slow, timeouts={"first_byte": 0.2}, colocate=False) as w:
+        status, _, said = await w.post()
+        assert (status, said["error"]["code"]) == (504, "timeout")
+
+
+async def test_an_engine_without_a_connector_is_found_at_the_start() -> None:
+    plain_engine = EngineOptions(port=0, clock_speed=10.0)
+    given = {"b0": "prefill"}
+    async with pd(plain_engine, nixl("prefill"), nixl("decode"), roles=given) as w:
+        engines = w.server.fleet.pools[0].engines
+        assert not engines["b0"].healthy
+        assert "--kv-transfer-config" in str(engines["b0"].last_error)
+        for _ in range(3):
+            status, headers, _ = await w.post()
+            assert (status, headers["x-lmetric-prefill"]) == (200, "p0")
+        shown = await (await w.client.get(f"{w.url}/debug/engines")).json()
+        assert [each["role"] for each in shown] == ["prefill", "prefill", "decode"]
+        assert "role prefill" in shown[0]["unfit"]
+
+
+async def test_roles_change_while_it_runs() -> None:
+    async with pd(nixl("both"), nixl("both"), nixl("both"), admin=True) as w:
+        alone = await w.alone()
+        status, headers, _ = await w.post()
+        assert "x-lmetric-prefill" not in headers
+
+        async def switch(name: str, role: str, **more: Any) -> tuple[int, Any]:
+            url = f"{w.url}/admin/engines/{name}/role"
+            async with w.client.post(url, json={"role": role, **more}) as response:
+                return response.status, await response.json()
+
+        for name, role in (("b0", "prefill"), ("b1", "decode"), ("b2", "decode")):
+            status, shown = await switch(name, role, drain=5)
+            assert (status, shown["role"], shown["draining"]) == (200, role, False)
+        status, headers, said = await w.post()
+        assert (headers["x-lmetric-prefill"], said["choices"][0]["text"]) == ("b0", alone)
+        # Drained first: what runs there ends there.
+        running = asyncio.create_task(w.stream(BODY | {"max_tokens": 300}))
+        await w.until(lambda: w.busy("b1") + w.busy("b2") == 1)
+        name = "b1" if w.busy("b1") else "b2"
+        status, shown = await switch(name, "both", drain=20)
+        assert (status, shown["role"], shown["running"]) == (200, "both", 0)
+        assert "<" not in await running
+        for body in ({"role": "nobody"}, {}, {"role": "both", "drain": -1}, {"role": "both", "more": 1}):
+            async with w.client.post(f"{w.url}/admin/engines/{name}/role", json=body) as response:
+                assert response.status == 400
+    async with pd(EngineOptions(port=0), admin=True) as w:
+        url = f"{w.url}/admin/engines/b0/role"
+        async with w.client.post(url, json={"role": "decode"}) as response:
+            assert response.status == 409
+            assert "--kv-transfer-config" in (await response.json())["error"]["message"]
+        assert (await w.post())[0] == 200  # it goes on as it was
+
+
+async def test_requests_that_cannot_be_cut() -> None:
+    prefill, decode = FakeEngine(behave=second(PARAMS)), FakeEngine(behave=answer)
+    async with world([], engines=await fakes(prefill, decode)) as w:
+        for body, path in (
+            ({"model": "tiny", "prompt": "a", "n": 2}, "/v1/completions"),
+            ({"model": "tiny", "input": "a"}, "/v1/embeddings"),
+        ):
+            status, headers, _ = await w.post(body, path)
+            assert (status, headers["x-lmetric-instance"]) == (200, "e1")
+        assert (len(prefill.requests), w.server.fleet.pools[0].handovers["not_cut"]) == (0, 2)
+    for engine in (prefill, decode):
+        await engine.stop()
+
+
+async def test_slow_clients_and_the_stop_of_the_server() -> None:
+    slow = [nixl("prefill", clock_speed=0.02), nixl("decode")]
+    async with pd(*slow) as w:
+        asking = asyncio.create_task(w.post())
+        await w.until(lambda: w.busy("p0") == 1)
+        for relay in list(w.server.front.relays):
+            relay.stop()
+        with pytest.raises(aiohttp.ClientError):
+            status, _, said = await asking
+            assert (status, said["error"]["type"]) == (503, "overloaded_error")
+            raise aiohttp.ClientError
