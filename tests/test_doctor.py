@@ -83,7 +83,7 @@ async def test_what_is_wrong_is_red_and_nothing_else(tmp_path: Path, unused_tcp_
                 first = found.verdicts[case.wanting[0]]
                 assert case.says in f"{first.seen} {first.remedy}", (name, first)
             else:
-                assert outcomes(found) == dict.fromkeys(CHECKS, "pass")
+                assert outcomes(found) == dict.fromkeys(CHECKS, "pass") | {"handover": "not offered"}
                 assert not any(found.wanting(level) for level in Level)
 
 
@@ -107,7 +107,7 @@ async def test_every_data_parallel_rank_is_examined() -> None:
     options = EngineOptions(ranks=3, clock_speed=20, **EVENTS)
     async with EngineServer(options.model_copy(update={"port": 0})) as engine:
         [good] = await examine([Target(EngineConfig(url=engine.url))])
-        assert outcomes(good) == dict.fromkeys(CHECKS, "pass"), good
+        assert outcomes(good) == dict.fromkeys(CHECKS, "pass") | {"handover": "not offered"}, good
         assert "on each of 3 ranks" in good.verdicts["block_hashes"].seen
         assert good.verdicts["kv_events"].seen.count("tcp://") == 3
         assert "whether its queue follows them, --thorough tries" in good.verdicts["priority"].seen
@@ -163,6 +163,40 @@ async def test_the_order_of_the_queue_is_tried_where_that_is_asked_for() -> None
     for said, one in zip(expected, tried, strict=True):
         verdict = one.verdicts["priority"]
         assert f"{verdict.outcome} {verdict.seen}".startswith(said), verdict
+
+
+async def test_two_engines_that_hand_over() -> None:
+    pairs = [
+        EngineOptions(clock_speed=20, model=model, kv_connector="nixl", role=role)
+        for model, role in (("a", "prefill"), ("a", "decode"), ("b", "both"), ("c", "both"))
+    ]
+    halves = [EngineOptions(clock_speed=20, model="d", api="sglang", role=r) for r in ("prefill", "decode")]
+    bare = EngineOptions(clock_speed=20, model="e")
+    async with EmbeddedEngines(options=[*pairs, *halves, bare]) as engines:
+        configs = [EngineConfig(url=url) for url in engines.urls[:-1]]
+        configs.append(EngineConfig(url=engines.urls[-1], role="decode"))
+        found = await examine([Target(config) for config in configs])
+    verdicts = [each.verdicts["handover"] for each in found]
+    outcomes = ["pass", "pass", "not offered", "not offered", "pass", "pass", "fail"]
+    assert [verdict.outcome for verdict in verdicts] == outcomes, verdicts
+    assert "with the answer of one engine alone" in verdicts[0].seen
+    assert "no other engine was named" in verdicts[2].seen
+    assert "--kv-transfer-config" in str(verdicts[-1].remedy)
+    assert "handover" in found[-1].wanting(Level.LOAD)
+    assert "handover" not in found[2].wanting(Level.LOAD)
+
+
+async def test_one_that_hands_over_something_else() -> None:
+    """Fetched too late, nothing tells but the text."""
+    options = [
+        EngineOptions(clock_speed=20, kv_connector="nixl", role=role, **late)
+        for role, late in (("prefill", {"kv_lease_seconds": 1e-6}), ("decode", {}))
+    ]
+    async with EmbeddedEngines(options=options) as engines:
+        found = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
+    for each in found:
+        verdict = each.verdicts["handover"]
+        assert (verdict.outcome, "not what one engine alone says" in verdict.seen) == ("fail", True)
 
 
 @pytest.fixture

@@ -517,13 +517,6 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (COMPLETIONS, {"prompt": "a", "n": 2}, 400, "BadRequestError", "n is not supported"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 1}, 400, "BadRequestError", "logprobs is not supported"),
         (COMPLETIONS, {"prompt": "a", "priority": 2**63}, 400, "BadRequestError", "priority"),
-        (
-            COMPLETIONS,
-            {"prompt": "a", "kv_transfer_params": {}},
-            400,
-            "BadRequestError",
-            "kv_transfer_params",
-        ),
         (CHAT, {"messages": []}, 400, "BadRequestError", "messages"),
         (CHAT, {"messages": [{"content": "a"}]}, 400, "BadRequestError", "messages.0.role: Field required"),
         (

@@ -90,9 +90,9 @@ def test_what_cannot_be_cut(path: str, request_: dict[str, Any], why: str) -> No
 
 def test_the_second_leg_is_the_original_and_the_object_untouched() -> None:
     answer = json.dumps({"choices": [{"text": "x"}], "kv_transfer_params": PARAMS}).encode()
-    body = b' {"prompt" : [1, 2], "odd": 1e400, "stream":true}'
+    body = b' {"prompt" : [1, 2], "odd": 1.500, "stream":true}'
     second = with_fields(body, NIXL.fields(answer))
-    assert second.endswith(b'"prompt" : [1, 2], "odd": 1e400, "stream":true}')
+    assert second.endswith(b'"prompt" : [1, 2], "odd": 1.500, "stream":true}')
     assert json.loads(second)["kv_transfer_params"] == PARAMS
     assert NIXL.deadline_seconds(TOLD) == 20
     assert NIXL.deadline_seconds(Handover("nixl", 9.0)) == 6

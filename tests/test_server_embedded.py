@@ -77,3 +77,40 @@ async def test_embedded_engines_are_exact_and_every_hit_is_as_predicted() -> Non
                 await asyncio.sleep(0.1)  # events come a few milliseconds behind the answer
         r.process.terminate()
         assert await r.ended() == 0
+
+
+async def test_embedded_engines_that_prefill_and_decode() -> None:
+    async with router("--embedded", "1P2D", "--set", "decode_policy=sibyl") as r:
+        await r.listening()
+        async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
+            engines = orjson.loads(await client.get(f"{r.url}/debug/engines", cast_to=str))
+            assert {(e["name"], e["role"], e["mode"]) for e in engines} == {
+                ("embedded-0", "prefill", "exact"),
+                ("embedded-1", "decode", "exact"),
+                ("embedded-2", "decode", "exact"),
+            }
+            model = (await client.models.list()).data[0].id
+            messages: Any = [{"role": "user", "content": "Tell me of routers. " * 40}]
+            said = []
+            for _ in range(2):
+                answer = await client.chat.completions.with_raw_response.create(
+                    model=model, messages=messages, max_tokens=8
+                )
+                assert answer.headers["x-lmetric-prefill"] == "embedded-0"
+                assert answer.headers["x-lmetric-instance"] in ("embedded-1", "embedded-2")
+                said.append(answer.parse().choices[0].message.content)
+                await asyncio.sleep(0.1)
+            stream = await client.chat.completions.create(
+                model=model, messages=messages, max_tokens=8, stream=True
+            )
+            streamed = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+            assert said == [streamed] * 2
+        r.process.terminate()
+        assert await r.ended() == 0
+
+
+@pytest.mark.parametrize("wrong", ["0", "2P", "P4D", "0P4D", "2000", "2D4P"])
+async def test_embedded_engines_that_make_no_sense(wrong: str) -> None:
+    async with router("--embedded", wrong) as r:
+        assert await r.ended() == 2
+        assert "2P4D" in "".join(r.log)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import aiohttp
 import pytest
 
 from lmetric.engines.emulated import EngineOptions, EngineServer
@@ -102,17 +101,13 @@ def second(params: Any) -> Any:
 PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
-    "remote_block_ids": [[1]],
+    "remote_block_ids": [list(range(1, 100))],
     "remote_engine_id": "e",
     "remote_request_id": "r",
     "remote_host": "127.0.0.1",
     "remote_port": 1,
     "remote_num_tokens": 10,
 }
-
-
-def roles(*given: str) -> dict[str, Any]:
-    return {"roles_": given}
 
 
 async def fakes(*engines: FakeEngine) -> list[dict[str, Any]]:
@@ -133,7 +128,7 @@ async def fakes(*engines: FakeEngine) -> list[dict[str, Any]]:
 async def test_what_the_second_leg_is_sent(params: Any, outcome: str) -> None:
     prefill, decode = FakeEngine(behave=second(params)), FakeEngine()
     async with world([], engines=await fakes(prefill, decode)) as w:
-        raw = b'{"model": "tiny", "prompt": "hello",  "stream": true, "max_tokens": 7, "odd": 1e400}'
+        raw = b'{"model": "tiny", "prompt": "hello",  "stream": true, "max_tokens": 7, "odd": 1.500}'
         status, headers, _ = await w.post(raw, headers={"x-request-id": "rid-1"})
         assert (status, headers["x-lmetric-instance"]) == (200, "e1")
         (first,), (then,) = prefill.requests, decode.requests
@@ -340,7 +335,5 @@ async def test_slow_clients_and_the_stop_of_the_server() -> None:
         await w.until(lambda: w.busy("p0") == 1)
         for relay in list(w.server.front.relays):
             relay.stop()
-        with pytest.raises(aiohttp.ClientError):
-            status, _, said = await asking
-            assert (status, said["error"]["type"]) == (503, "overloaded_error")
-            raise aiohttp.ClientError
+        status, _, said = await asking
+        assert (status, said["error"]["type"]) == (503, "overloaded_error")

@@ -4,7 +4,9 @@ Plain answers come at once; a streamed token comes every 5 ms and carries the se
 its text, so that a reader on the same machine knows how long it was under way. One process serves all ports
 given.
 
-    python bench/http/mock.py PORT...
+    python bench/http/mock.py [--nixl] PORT...
+
+With --nixl they hand prompts over as vLLM's NIXL connector does, as far as a router can see.
 """
 
 from __future__ import annotations
@@ -34,6 +36,11 @@ LAST = EVENT + b'"delta":{},"logprobs":null,"finish_reason":"length"}]}\n\n'
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )
+PARAMS = (
+    b'{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[%s]],"remote_engine_id":"decd41b3",'
+    b'"remote_request_id":"chatcmpl-1-0-84d3f2e2","remote_host":"127.0.0.1","remote_port":10103,"tp_size":1,'
+    b'"remote_num_tokens":200,"transfer_mode":"pull"}'
+) % b",".join(b"%d" % block for block in range(1000, 1064))
 MODELS = (
     b'{"object":"list","data":[{"id":"mock","object":"model","created":1700000000,"owned_by":"mock",'
     b'"max_model_len":131072}]}'
@@ -164,4 +171,9 @@ async def main(ports: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main([int(port) for port in sys.argv[1:]]))
+    words = sys.argv[1:]
+    if words[0] == "--nixl":
+        del words[0]
+        PLAIN = PLAIN[:-1] + b',"kv_transfer_params":%s}' % PARAMS
+        PAGES[b"/metrics"] = (PAGES[b"/metrics"][0], METRICS + b"vllm:nixl_num_failed_transfers_total 0\n")
+    uvloop.run(main([int(port) for port in words]))

@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".cache" / "vllm"
-START_SECONDS = 300.0
+START_SECONDS = 900.0  # on a crowded machine
 # Taken out of the environment, where the router would take them for settings of its own.
 NAMED = {name: os.environ.pop(f"LMETRIC_{name}_VENV", None) for name in ("VLLM", "AIPERF")}
 
@@ -42,7 +42,18 @@ FLAGS: dict[str, Any] = {
     "tool_call_parser": "hermes",
     "uvicorn_log_level": "warning",
 }
+# NIXL between engines on CPU, over TCP; docs/engines.md tells it with what GPUs need.
+NIXL: dict[str, Any] = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"kv_lease_duration": 30},
+}
 ENVIRONMENT = {
+    "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "lo",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -127,6 +138,7 @@ class VllmEngine:
     port: int = field(default_factory=free_port)
     events_port: int = field(default_factory=free_port)
     replay_port: int = field(default_factory=free_port)
+    nixl_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -165,7 +177,10 @@ class VllmEngine:
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
-                env=inherited | ENVIRONMENT | self.environ,
+                env=inherited
+                | ENVIRONMENT
+                | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.nixl_port)}
+                | self.environ,
                 start_new_session=True,
             )
 

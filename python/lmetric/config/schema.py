@@ -75,8 +75,8 @@ class EngineConfig(Strict):
     api_key: SecretStr | None = Field(None, description="sent to it as a bearer token")
     role: Role | None = Field(
         None,
-        description="both: whole requests; prefill: it computes prompts, and the rest is decoded by one of role "
-        "decode; default: what the engine tells, else both",
+        description="both: whole requests; prefill: their prompts, and engines of role decode the rest; "
+        "default: what the engine tells, else both",
     )
 
     @property
@@ -102,21 +102,21 @@ class PoolSettings(Strict):
     )
     binding: Literal["early", "late"] = Field(
         "early",
-        description="when the decode engine is chosen: with the prefill engine, or when the prompt is computed; "
-        "SGLang's need early",
+        description="when the decode engine is chosen: with the prefill engine, or when the prompt is "
+        "computed; SGLang's need early",
     )
     colocate: bool = Field(
         True, description="where one of the two roles is missing, the other takes whole requests"
     )
     handover: Literal["auto", "nixl", "bootstrap"] = Field(
         "auto",
-        description="how prefill engines hand KV caches to decode engines; auto: they are asked; engines that "
-        "cannot do it get no requests",
+        description="how prefill engines hand KV caches to decode engines; auto: they are asked; engines "
+        "that cannot do it get no requests",
     )
     handover_seconds: Seconds | None = Field(
         None,
-        description="after the prompt was computed, its KV cache is fetched within this time or computed again; "
-        "default: two thirds of the engine's lease, 20 where it does not tell",
+        description="after the prompt was computed, its KV cache is fetched within this time or computed "
+        "again; default: two thirds of the engine's lease, 20 where it does not tell",
     )
     block_size: Positive | None = Field(
         None,
@@ -339,8 +339,8 @@ class ServerConfig(PoolSettings):
     models: list[ModelConfig] = Field(default_factory=list, description="models with their engines")
     embedded: Embedded | None = Field(
         None,
-        description="emulated engines started as child processes: a number, or 2P4D for 2 that prefill and 4 that "
-        "decode",
+        description="emulated engines started as child processes: a number, or 2P4D for 2 that prefill and 4 "
+        "that decode",
     )
     discovery: list[DiscoverySource] = Field(
         default_factory=list, description="sources of further engines, which come and go"

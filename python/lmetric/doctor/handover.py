@@ -1,8 +1,8 @@
 """Does it hand a request's KV cache to another engine, and take one over: handover.
 
-Two engines of one model serve a prompt that nobody has sent before: the first computes it, the second decodes.
-What comes must be what one engine alone says, and the second must have fetched the prompt instead of computing
-it, by its own counter.
+Two engines of one model serve a prompt that nobody has sent before: the first computes it, the second
+decodes. What comes must be what one engine alone says, and the second must have fetched the prompt instead of
+computing it, by its own counter.
 """
 
 from __future__ import annotations

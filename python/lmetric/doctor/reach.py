@@ -50,6 +50,11 @@ async def check_model(subject: Subject) -> None:
         return
     assert base is not None  # identify() raises where no model is served
     subject.model = wanted or base.name
+    engine = " ".join(filter(None, (capabilities.engine, capabilities.version)))
+    if subject.halves:
+        subject.passed("model", f"{subject.model} on {engine}")
+        subject.passed("role", f"{subject.role}: it serves halves of requests, which `handover` tries")
+        return
     body = {"model": subject.model, "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     try:
         answer = await subject.client.post("/v1/completions", body)
@@ -59,7 +64,6 @@ async def check_model(subject: Subject) -> None:
     if answer.status != 200:
         subject.failed("model", f"a completion of two tokens: {answer.error()}")
         return
-    engine = " ".join(filter(None, (capabilities.engine, capabilities.version)))
     length = f", {subject.max_tokens} tokens" if base.max_model_len else ""
     subject.passed("model", f"{subject.model} on {engine}{length}")
     _check_role(subject, answer.usage("completion_tokens"))
@@ -71,6 +75,6 @@ def _check_role(subject: Subject, produced: int | None) -> None:
         subject.failed("role", "its answer has no usage: the router could not count what it did")
     elif produced < 2:
         cause = f"asked for 2 tokens, it gave {produced}: it seems to serve prefill only"
-        subject.failed("role", cause, "take it out of this pool: requests are placed on engines that do both")
+        subject.failed("role", cause, "give it the role prefill in the configuration")
     else:
         subject.passed("role", "both: prefills and decodes")

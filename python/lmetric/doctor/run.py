@@ -84,7 +84,7 @@ async def _examine(subject: Subject, ears: Ears, thorough: bool) -> None:
     if not subject.has("reachable"):
         return
     await check_model(subject)
-    if not subject.has("model"):
+    if not subject.has("model") or subject.halves:
         return
     await check_load_and_cancel(subject)
     await check_tokenizer(subject)

@@ -8,6 +8,7 @@ from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor.client import StreamingClient
 from lmetric.doctor.verdict import Outcome, Verdict
 from lmetric.engines.adapter import Adapter, Capabilities
+from lmetric.engines.handover import CONNECTORS
 from lmetric.tokens import PromptTokenizer
 
 
@@ -44,6 +45,12 @@ class Subject:
     def role(self) -> str:
         """As the configuration says, else as it tells."""
         return self.target.engine.role or self.capabilities.role or "both"
+
+    @property
+    def halves(self) -> bool:
+        """Whether it serves nothing but halves of requests."""
+        told = self.capabilities.handover
+        return told is not None and told.connector in CONNECTORS and CONNECTORS[told.connector].at_once
 
     @property
     def max_tokens(self) -> int:

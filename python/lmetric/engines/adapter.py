@@ -198,7 +198,7 @@ class Adapter(ABC):
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]]
     prefix: str  # of its metrics' names
     cached_counter: str | None = None  # its counter of prompt tokens found in the cache, without its prefix
-    # What to set on it for load, prefix_cache, cached_tokens, kv_events, priority, handover; shown by the doctor.
+    # What to set on it for load, prefix_cache, cached_tokens, kv_events, priority, handover; for the doctor.
     flags: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod

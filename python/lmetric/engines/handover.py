@@ -7,6 +7,7 @@ client's. A connector knows one protocol between engines. A further one is a cla
 
 from __future__ import annotations
 
+import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -48,9 +49,9 @@ class Connector(ABC):
         """What the first leg's answer adds to the second's body. Raises HandoverError."""
         return {}
 
-    def deadline_seconds(self, told: Handover) -> float | None:
-        """How long after the first leg's answer the second may be sent with these fields; None: always."""
-        return None
+    def deadline_seconds(self, told: Handover) -> float:
+        """How long after the first leg's answer the second may be sent with these fields."""
+        return math.inf
 
 
 class Nixl(Connector):
@@ -93,7 +94,7 @@ class Nixl(Connector):
             )
         return {"kv_transfer_params": params}
 
-    def deadline_seconds(self, told: Handover) -> float | None:
+    def deadline_seconds(self, told: Handover) -> float:
         """Well under the lease, which began when the prefill engine wrote its answer."""
         lease = told.lease_seconds
         return DEFAULT_DEADLINE_SECONDS if lease is None else lease * DEADLINE_SHARE

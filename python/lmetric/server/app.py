@@ -164,7 +164,7 @@ def run_server(config: ServerConfig) -> int:
         return runner.run(serve(config))
 
 
-def _embedded_options(embedded: int | str) -> list[EngineOptions]:
+def _embedded_options(embedded: int | str) -> "list[EngineOptions]":
     """One for each engine: so many alike, or those of 2P4D."""
     from lmetric.engines.emulated import EngineOptions
 

@@ -253,7 +253,7 @@ class Pool:
         self.cuts = any(each.role != "both" for each in self.engines.values())
         engine.connector = CONNECTORS.get(handover.connector) if handover and role != "both" else None
         engine.unfit = None
-        if role != "both" and engine.capabilities.engine != "unknown":
+        if role != "both" and engine.identified:
             told, does = engine.capabilities.role, engine.connector
             if does is None:
                 engine.unfit = (

@@ -1,8 +1,8 @@
 """Requests whose plan has two segments: the prompt is computed by one engine, the answer comes from another.
 
-The first leg is silent: its answer is the router's. The second is the relay's own. What a first leg hands over
-is used once and in time; else the second engine computes the prompt itself, which costs time and never the
-answer.
+The first leg is silent: its answer is the router's. The second is the relay's own. What a first leg hands
+over is used once and in time; else the second engine computes the prompt itself, which costs time and never
+the answer.
 """
 
 import asyncio
@@ -153,7 +153,7 @@ class Legs:
                 self._relay.go(following, now)
 
     def second(self, engine: Engine, now: float) -> None:
-        """The second segment's turn is now, at this engine; where both run at once, it may be at work there."""
+        """The second segment's turn is now, at this engine; it may be at work where both run at once."""
         if self._joined is None:
             self._relay.go(engine, now)
         elif not self._relay.at_work(engine):
@@ -179,7 +179,9 @@ class Legs:
                 self._recompute("spent", "what was handed over was sent to an engine that failed")
             return body
         first = self._first
-        if first is None or engine.connector is not first.connector:
+        if engine is first:
+            self._recompute("same_engine", "it has the prompt in its own cache")
+        elif first is None or engine.connector is not first.connector:
             self._recompute("other_connector", f"{engine.name} cannot take over from {first and first.name}")
         elif now > self._deadline:
             self._recompute("late", "the engine that computed the prompt may have let go of it")
@@ -239,26 +241,28 @@ class Legs:
 
     def answered(self, silent: Silent, status: int, body: bytes) -> None:
         """It answered."""
-        engine = silent.engine
-        retries = self._config.retries
+        engine, self._silent = silent.engine, None
+        if self._relay.committed:
+            return  # both ran at once, and the answer is on its way
         if status != 200:
-            self._silent = None
-            if status in retries.statuses:
-                said = engine.adapter.error(body)
-                self._relay.move(engine, "status", f"status {status}" + (f": {said}" if said else ""))
-            elif not self._relay.committed:
-                if status >= 500:
-                    engine.failed("status", f"status {status}")
-                self._relay.end_with(EngineRefusal(status, body))
+            self._refused(engine, status, body)
             return
         engine.failures = 0
-        self._silent = None
         if not self._ticket.follows:
             return  # the second leg's first token was here before
         prompt, cached = _usage(body)
         if self._joined is None:
             self._accept(engine, body)
         self._go_on(prompt, cached)
+
+    def _refused(self, engine: Engine, status: int, body: bytes) -> None:
+        if status in self._config.retries.statuses:
+            said = engine.adapter.error(body)
+            self._relay.move(engine, "status", f"status {status}" + (f": {said}" if said else ""))
+            return
+        if status >= 500:
+            engine.failed("status", f"status {status}")
+        self._relay.end_with(EngineRefusal(status, body))
 
     def failed(self, silent: Silent, kind: str, reason: str) -> None:
         """It failed."""
@@ -288,8 +292,9 @@ class Legs:
         except HandoverError as error:
             self._recompute("missing", str(error))
             return
-        seconds = self._pool.settings.handover_seconds or connector.deadline_seconds(told)
-        self._deadline = time.monotonic() + seconds
+        self._deadline = time.monotonic() + (
+            self._pool.settings.handover_seconds or connector.deadline_seconds(told)
+        )
 
     def _go_on(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
         """The first segment is over: on to the next, unless both run at once and it is at work already."""
@@ -305,7 +310,7 @@ class Legs:
 
     def _recompute(self, outcome: str, reason: str) -> None:
         self._pool.handovers[outcome] += 1
-        log.info("the prompt is computed again", model=self._pool.name, why=outcome, reason=reason)
+        log.debug("the prompt is computed again", model=self._pool.name, why=outcome, reason=reason)
 
 
 def _usage(answer: bytes) -> tuple[int | None, int | None]:

@@ -240,6 +240,11 @@ class Metrics(Collector):
             "What predicted times to first token rest on; always 1",
             labels=("model", "instance", "source"),
         )
+        role = GaugeMetricFamily(
+            "lmetric_instance_role",
+            "What an instance is asked to do; always 1",
+            labels=("model", "instance", "role"),
+        )
         for pool, values in stats:
             instances = values["instances"]
             assert isinstance(instances, dict)
@@ -249,6 +254,8 @@ class Metrics(Collector):
                         placed.add_metric((pool.name, name), value)
                     elif key == "predicted_ttft_source":
                         source.add_metric((pool.name, name, value), 1)
+                    elif key == "role":
+                        role.add_metric((pool.name, name, value), 1)
                     elif value is not None:
                         family = families.get(key)
                         if family is None:
@@ -260,4 +267,5 @@ class Metrics(Collector):
                         family.add_metric((pool.name, name), float(value))
         yield placed
         yield source
+        yield role
         yield from families.values()

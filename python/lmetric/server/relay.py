@@ -162,10 +162,6 @@ class Relay(Underway, Leg):
     def _commit(self, flags: int, reader: ResponseReader) -> bool:
         status = reader.status
         retries = self._config.retries
-        if self._legs is not None and self._legs.broke(status, reader.error_code):
-            self._drop()
-            self.go(self._engine, time.monotonic())
-            return False
         if status in retries.statuses:
             self.settle("status", f"status {status}{self._words(reader)}")
             return False
@@ -177,6 +173,10 @@ class Relay(Underway, Leg):
             if flags & INCOMPLETE and not reader.tokens:
                 self.settle("reset", "the stream ended without a token")
                 return False
+        if self._legs is not None and self._legs.broke(status, reader.error_code):
+            self._drop()
+            self.go(self._engine, time.monotonic())
+            return False
         self.committed = True
         self.status = status
         self.body = b""

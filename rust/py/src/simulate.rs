@@ -119,7 +119,8 @@ fn simulate<'py>(
     transfer_overlap: &str,
 ) -> Result<Bound<'py, PyDict>> {
     let policy = policies::build(policy, knobs)?;
-    let decode_policy = decode_policy.map(|policy| policies::build(Some(policy), decode_knobs)).transpose()?;
+    let decode_policy =
+        decode_policy.map(|policy| policies::build(Some(policy), decode_knobs)).transpose()?;
     let config = ClusterConfig {
         profiles: profiles.iter().map(profile).collect::<PyResult<Vec<Profile>>>()?,
         roles: roles

@@ -397,6 +397,11 @@ impl Engine {
         self.decoding.iter().map(move |&slot| made(&self.sequences[slot], self.tick))
     }
 
+    /// Steps run.
+    pub fn steps(&self) -> u64 {
+        self.counters.steps
+    }
+
     /// Requests in the batch.
     pub fn running(&self) -> u32 {
         (self.prefilling.len() + self.decoding.len()) as u32

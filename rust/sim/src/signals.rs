@@ -104,6 +104,8 @@ pub(crate) struct Observer {
     late: VecDeque<Late>,
     spare: Vec<KvLog>,
     by_token: bool,
+    /// Steps of each engine up to which the router was told of tokens.
+    told_steps: Vec<u64>,
     reported: bool,
     names: Vec<String>,
 }
@@ -114,6 +116,7 @@ impl Observer {
         Observer {
             by_token: reads.intersects(BY_TOKEN),
             reported: reads.intersects(REPORTED) && signals.report_period_seconds.is_none(),
+            told_steps: vec![0; router.fleet().slots()],
             names: router.fleet().live_names().map(str::to_owned).collect(),
             router,
             signals,
@@ -142,8 +145,12 @@ impl Observer {
             self.spare.push(late.log);
         }
         if self.by_token {
-            for engine in engines {
+            for (instance, engine) in engines.iter().enumerate() {
                 let steps = self.steps_seen(engine, now);
+                let all = engine.steps() + u64::from(steps);
+                if std::mem::replace(&mut self.told_steps[instance], all) == all {
+                    continue; // nobody there has a new token
+                }
                 for (request, made) in engine.decoding() {
                     self.made(request, made + steps, now)?;
                 }

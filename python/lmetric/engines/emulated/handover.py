@@ -1,4 +1,4 @@
-"""KV caches between emulated engines: what vLLM's NIXL connector and SGLang's bootstrap do, seen from outside.
+"""KV caches between emulated engines: what vLLM's NIXL connector and SGLang's bootstrap do, from outside.
 
 No cache moves, for none of these engines has one: the engine that decodes asks the one that computed the
 prompt, over a side channel of its own, whether it still holds it, waits as long as the transfer would take,

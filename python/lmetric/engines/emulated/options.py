@@ -105,8 +105,8 @@ class EngineOptions(BaseModel):
 
     role: Literal["both", "prefill", "decode"] = Field(
         default="both",
-        description="What it tells to be there for. vLLM's engines do all the same; SGLang's prefill and decode "
-        "engines serve halves of requests only, which meet by bootstrap.",
+        description="What it tells to be there for. vLLM's engines do all the same; SGLang's prefill and "
+        "decode engines serve halves of requests only, which meet by bootstrap.",
     )
     kv_connector: Literal["none", "nixl"] = Field(
         default="none",
@@ -116,8 +116,8 @@ class EngineOptions(BaseModel):
         default=0,
         ge=0,
         le=65535,
-        description="Port on which other engines ask for KV caches (NIXL's side channel, SGLang's bootstrap); "
-        "0: any free one.",
+        description="Port on which other engines ask for KV caches (NIXL's side channel, SGLang's "
+        "bootstrap); 0: any free one.",
     )
     kv_lease_seconds: float = Field(
         default=30.0, gt=0, description="A KV cache that no one fetches is held this long."

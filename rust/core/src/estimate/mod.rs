@@ -1,6 +1,7 @@
 //! What the router learns or is told about speed.
 pub mod decode_load;
 pub mod prefill_rate;
+pub mod pressure;
 pub mod step_fit;
 pub mod step_time;
 pub mod step_watch;
@@ -8,6 +9,7 @@ pub mod survival;
 
 pub use decode_load::DecodeLoad;
 pub use prefill_rate::{PrefillRate, attention_pairs};
+pub use pressure::{DecodeCost, Pressure};
 pub use step_fit::StepFit;
 pub use step_time::StepTime;
 pub use step_watch::StepWatch;

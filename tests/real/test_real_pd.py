@@ -1,0 +1,228 @@
+"""Two vLLM engines prefill and two decode: NIXL between them, the router before them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from lmetric.config import EngineConfig
+from lmetric.doctor import Target, examine
+from router_world import Served, served
+from test_real_router import running, text
+from vllm_process import MODEL, NIXL, VllmEngine
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+
+Start = Callable[..., list[VllmEngine]]
+FIXED = {"ignore_eos": True}
+
+
+@contextlib.asynccontextmanager
+async def two_and_two(
+    engines: list[VllmEngine], folder: Path, **more: Any
+) -> AsyncIterator[tuple[Served, list[VllmEngine], list[VllmEngine]]]:
+    """The router, the engines that prefill, and those that decode."""
+    prefill, decode = engines[:2], engines[2:]
+    given = [{"url": engine.url, "role": "prefill" if engine in prefill else "decode"} for engine in engines]
+    file = folder / "router.yaml"
+    file.write_text(yaml.safe_dump({"engines": given, "decode_policy": "round_robin", **more}))
+    async with served([], "--config", str(file)) as world:
+        yield world, prefill, decode
+
+
+async def counted(engine: VllmEngine, name: str, label: str = "") -> float:
+    """A counter of an engine's, by itself."""
+    async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}") and label in line
+    )
+
+
+async def fetched(engines: list[VllmEngine]) -> float:
+    """Prompt tokens that engines have from other engines."""
+    label = 'source="external_kv_transfer"'
+    return sum([await counted(e, "prompt_tokens_by_source_total", label) for e in engines])
+
+
+async def computed(engines: list[VllmEngine]) -> float:
+    """Prompt tokens that engines have computed."""
+    return sum([await counted(e, "prompt_tokens_by_source_total", 'source="local_compute"') for e in engines])
+
+
+async def outcomes(world: Served) -> dict[str, float]:
+    """What came of hand-overs."""
+    lines = (await world.page("/metrics")).splitlines()
+    found = [line for line in lines if line.startswith("lmetric_handovers_total{")]
+    return {line.split('outcome="')[1].split('"')[0]: float(line.rpartition(" ")[2]) for line in found}
+
+
+async def alone(engine: VllmEngine, body: dict[str, Any], path: str = "/v1/completions") -> str:
+    """What one engine says to it, asked past the router."""
+    async with aiohttp.ClientSession() as session, session.post(engine.url + path, json=body) as response:
+        choice = (await response.json())["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def completion(seed: int, words: int = 200, tokens: int = 24) -> dict[str, Any]:
+    prompt = text(random.Random(seed), words)
+    return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **FIXED}
+
+
+async def ask(world: Served, body: dict[str, Any]) -> tuple[str, Any]:
+    """What is said, and the answer's headers."""
+    async with world.session.post(f"{world.url}/v1/completions", json=body) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+        return str(answer["choices"][0]["text"]), response.headers
+
+
+async def streamed(world: Served, body: dict[str, Any]) -> str:
+    stream = await world.client.completions.create(
+        model=MODEL,
+        prompt=body["prompt"],
+        max_tokens=body["max_tokens"],
+        temperature=0,
+        stream=True,
+        extra_body=FIXED,
+    )
+    return "".join([part.choices[0].text async for part in stream if part.choices])
+
+
+async def test_the_answer_is_one_engines_and_the_prompt_comes_over(
+    vllm_engines: Start, tmp_path: Path
+) -> None:
+    engines = vllm_engines(4, kv_transfer_config=NIXL)
+    async with two_and_two(engines, tmp_path) as (world, prefill, decode):
+        shown = await world.engines()
+        for engine in engines:
+            told = shown[engine.name]
+            assert told["healthy"], told
+            assert told["capabilities"]["handover"]["connector"] == "nixl"
+            assert told["capabilities"]["handover"]["on_failure"] in ("recompute", None)
+        prompt_tokens = 0
+        before, computed_before = await fetched(decode), await computed(decode)
+        for seed in range(6):
+            body = completion(seed)
+            if seed % 2:
+                said = await streamed(world, body)
+            else:
+                said, headers = await ask(world, body)
+                assert headers["x-lmetric-prefill"] in [engine.name for engine in prefill]
+                assert headers["x-lmetric-instance"] in [engine.name for engine in decode]
+                receipt = await world.receipt(headers)
+                assert receipt["outcome"] == "finished"
+            assert said == await alone(prefill[0], body), seed
+            prompt_tokens += await _length(prefill[0], body["prompt"])
+        assert await fetched(decode) - before == prompt_tokens
+        assert await computed(decode) - computed_before == 0
+        messages = [{"role": "user", "content": text(random.Random(99), 150)}]
+        chat = {"model": MODEL, "messages": messages, "max_tokens": 16, "temperature": 0, **FIXED}
+        got = await world.client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=16, temperature=0, extra_body=FIXED
+        )
+        assert got.choices[0].message.content == await alone(prefill[0], chat, "/v1/chat/completions")
+        many = [completion(seed) for seed in range(100, 112)]
+        texts = await asyncio.gather(*(streamed(world, body) for body in many))
+        for body, said in zip(many, texts, strict=True):
+            assert said == await alone(prefill[1], body)
+        assert await outcomes(world) == {"handed_over": 19}
+
+
+async def _length(engine: VllmEngine, prompt: str) -> int:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{engine.url}/tokenize", json={"model": MODEL, "prompt": prompt}) as response,
+    ):
+        return int((await response.json())["count"])
+
+
+async def test_what_is_late_is_computed_again(vllm_engines: Start, tmp_path: Path) -> None:
+    engines = vllm_engines(4, kv_transfer_config=NIXL)
+    async with two_and_two(engines, tmp_path, handover_seconds=1e-9) as (world, prefill, decode):
+        before = await fetched(decode)
+        body = completion(500)
+        said, _ = await ask(world, body)
+        assert said == await alone(prefill[0], body)
+        assert (await fetched(decode), await outcomes(world)) == (before, {"late": 1})
+
+
+async def test_a_client_that_leaves_frees_both(vllm_engines: Start, tmp_path: Path) -> None:
+    engines = vllm_engines(4, kv_transfer_config=NIXL)
+    async with two_and_two(engines, tmp_path) as (world, _, _):
+        stream = await world.client.completions.create(
+            model=MODEL, prompt=text(random.Random(7), 300), max_tokens=3000, stream=True, extra_body=FIXED
+        )
+        async for _ in stream:
+            break
+        assert sum([await running(engine, world) for engine in engines]) == 1
+        await stream.close()
+
+        async def idle() -> bool:
+            return sum([await running(engine, world) for engine in engines]) == 0
+
+        await world.until(idle, seconds=5)
+
+
+async def test_the_doctor_proves_it(vllm_engines: Start) -> None:
+    engines = vllm_engines(4, kv_transfer_config=NIXL)
+    found = await examine(
+        [
+            Target(EngineConfig(url=engines[0].url, role="prefill")),
+            Target(EngineConfig(url=engines[2].url, role="decode")),
+        ]
+    )
+    for each in found:
+        verdict = each.verdicts["handover"]
+        assert verdict.outcome == "pass", verdict
+        assert "with the answer of one engine alone" in verdict.seen
+
+
+async def test_engines_die(vllm_engines: Start, tmp_path: Path) -> None:
+    """One that decodes, in mid-stream, then one that prefills: later requests are answered, and rightly."""
+    engines = vllm_engines(4, kv_transfer_config=NIXL)
+    async with two_and_two(engines, tmp_path) as (world, prefill, decode):
+
+        async def stream(seed: int) -> tuple[str, bool]:
+            """Where it ran, and whether it ended with an error event."""
+            body = completion(seed, tokens=1500) | {"stream": True}
+            async with world.session.post(f"{world.url}/v1/completions", json=body) as response:
+                where = response.headers["x-lmetric-instance"]
+                raw = await response.text()
+                assert raw.endswith("data: [DONE]\n\n")
+                return where, '"error"' in raw
+
+        streams = [asyncio.create_task(stream(seed)) for seed in range(700, 704)]
+
+        async def all_run() -> bool:
+            return sum([await running(engine, world) for engine in decode]) == 4
+
+        await world.until(all_run, seconds=20)
+        decode[0].kill()
+        ends = await asyncio.gather(*streams)
+        assert {(where, broke) for where, broke in ends} == {(decode[0].name, True), (decode[1].name, False)}
+        for seed in range(710, 713):
+            body = completion(seed)
+            said, headers = await ask(world, body)
+            assert headers["x-lmetric-instance"] == decode[1].name
+            assert said == await alone(prefill[0], body)
+        prefill[0].kill()
+        for seed in range(720, 723):
+            body = completion(seed)
+            said, headers = await ask(world, body)
+            assert headers["x-lmetric-prefill"] == prefill[1].name
+            assert said == await alone(prefill[1], body)
+        # Nobody prefills any more: who decodes takes whole requests.
+        prefill[1].kill()
+        body = completion(730)
+        said, headers = await ask(world, body)
+        assert headers["x-lmetric-instance"] == decode[1].name
+        assert said == await alone(decode[1], body)
