@@ -143,7 +143,9 @@ async def test_the_order_of_the_queue_is_tried_where_that_is_asked_for() -> None
             "max_sequences": 8,
         },
         "fail accepted, and not followed: an urgent request overtook 0 of the 12": {"max_sequences": 12},
-        "pass accepted, lower values first; order not shown: 64 requests at once made no queue": {},
+        "pass accepted, lower values first; order not shown: 64 requests at once made no queue": {
+            "clock_speed": 5
+        },
         "pass accepted, lower values first; order not shown: refused: The engine is currently busy": {
             "max_sequences": 4,
             "max_queued_requests": 2,

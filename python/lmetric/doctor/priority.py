@@ -18,7 +18,7 @@ MOST_REQUESTS, AT_ONCE = 64, 8
 QUEUE = 8
 """So many must wait for their order to show."""
 OUTPUT_TOKENS = 1024  # at most: they are left long before
-LOT_SECONDS, QUEUED_SECONDS, TRIAL_SECONDS = 2.0, 0.2, 20.0
+LOT_SECONDS, QUEUED_SECONDS, TRIAL_SECONDS = 2.0, 0.5, 20.0
 """For `AT_ONCE` requests to begin; for a queue to stand still, which is then no passing one; for the urgent
 request to begin."""
 CLEAR = 0.75
@@ -48,19 +48,21 @@ async def check_priority(subject: Subject, *, thorough: bool) -> None:
         else:
             trial = _Trial(subject, subject.capabilities.load_path)
             try:
-                formed = await trial.fill(patient)
-                waited, overtook = await trial.overtake(urgent) if formed else (0, 0)
+                if await trial.fill(patient):
+                    await trial.overtake(urgent)
             finally:
                 await trial.end()
-            _judge(subject, accepted, trial, waited, overtook)
+            _judge(subject, accepted, trial)
     except Unanswered as error:
         subject.failed("priority", str(error))
 
 
-def _judge(subject: Subject, accepted: str, trial: _Trial, waited: int, overtook: int) -> None:
+def _judge(subject: Subject, accepted: str, trial: _Trial) -> None:
+    waited, overtook = trial.waited, trial.overtook
     seen = f"an urgent request overtook {overtook} of the {waited} that waited"
-    if waited == 0:
-        why = trial.refused or f"{trial.sent} requests at once made no queue"
+    if waited == 0 or overtook is None:
+        late = f"the urgent request did not begin within {TRIAL_SECONDS:g} s"
+        why = trial.refused or (late if waited else f"{trial.sent} requests at once made no queue")
         subject.passed("priority", f"{accepted}; order not shown: {why}")
     elif overtook >= CLEAR * waited:
         subject.passed("priority", f"{accepted}, and its queue follows them: {seen}")
@@ -81,6 +83,10 @@ class _Trial:
         self._urgent_after: int | None = None  # how many had begun when the urgent one did
         self.sent = 0
         self.refused: str | None = None
+        self.waited = 0
+        """How many waited when the urgent one was sent."""
+        self.overtook: int | None = None
+        """How many of those began after it; None: it is not known."""
 
     @property
     def _waiting(self) -> int:
@@ -101,9 +107,10 @@ class _Trial:
                 await asyncio.sleep(POLL_SECONDS)
         return False
 
-    async def overtake(self, priority: int | None) -> tuple[int, int]:
-        """Sends the urgent request and makes room. How many waited before it, and how many began after it."""
-        before, waited, begun = await self._queue(), self._waiting, len(self._begun)
+    async def overtake(self, priority: int | None) -> None:
+        """Sends the urgent request, and makes room until it begins."""
+        before, begun = await self._queue(), len(self._begun)
+        self.waited = self._waiting
         self._tasks.append(asyncio.create_task(self._run(priority, urgent=True)))
         await until(self._subject, self._path, lambda load: (load.waiting or 0.0) > before, 1.0)
         deadline = time.monotonic() + TRIAL_SECONDS
@@ -113,10 +120,8 @@ class _Trial:
                     leave.set()
                     break
             await asyncio.sleep(2 * POLL_SECONDS)
-        if self._urgent_after is None and self._waiting:
-            return 0, 0
-        after = len(self._begun) if self._urgent_after is None else self._urgent_after
-        return waited, waited - (after - begun)
+        if self._urgent_after is not None:
+            self.overtook = self.waited - (self._urgent_after - begun)
 
     async def end(self) -> None:
         """Leaves all."""
