@@ -97,6 +97,10 @@ impl Decayed {
     }
 
     fn add(&mut self, amount: f64, now: Seconds) {
+        if now == self.at {
+            self.value += amount; // many tokens of one moment
+            return;
+        }
         self.value = self.now(now) + amount;
         self.at = now;
     }
