@@ -211,10 +211,10 @@ async def test_engines_die(vllm_engines: Start, tmp_path: Path) -> None:
             return decode[0].name in begun.values()
 
         await world.until(one_begun, seconds=60)
-        lost = {seed for seed, where in begun.items() if where == decode[0].name}
         decode[0].kill()
         await asyncio.gather(*streams.values())
         # What the client had nothing of yet goes on at the other one.
+        lost = {seed for seed, where in begun.items() if where == decode[0].name}
         assert {seed for seed, task in streams.items() if task.result()} == lost
         for number, body in enumerate(bodies[:3]):
             said, headers = await ask(world, body)
