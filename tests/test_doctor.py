@@ -18,7 +18,7 @@ from lmetric.cli.app import build
 from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor import CHECKS, Examination, Level, Target, examine
 from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.engines.emulated import EngineOptions
+from lmetric.engines.emulated import EngineOptions, EngineServer
 from lmetric.engines.emulated.text import CHAT_TEMPLATE_PATH, TOKENIZER_PATH
 
 EVENTS = {"kv_events_endpoint": "tcp://*:0", "kv_events_replay_endpoint": "tcp://*:0"}
@@ -101,6 +101,70 @@ async def test_engines_of_one_model_with_two_block_sizes() -> None:
     async with EmbeddedEngines(options=options) as engines:
         found = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
     assert sorted(each.wanting(Level.EXACT) for each in found) == [[], ["block_hashes"]]
+
+
+async def test_every_data_parallel_rank_is_examined() -> None:
+    options = EngineOptions(ranks=3, clock_speed=20, **EVENTS)
+    async with EngineServer(options.model_copy(update={"port": 0})) as engine:
+        [good] = await examine([Target(EngineConfig(url=engine.url))])
+        assert outcomes(good) == dict.fromkeys(CHECKS, "pass") | {"handover": "not offered"}, good
+        assert "on each of 3 ranks" in good.verdicts["block_hashes"].seen
+        assert good.verdicts["kv_events"].seen.count("tcp://") == 3
+        assert "whether its queue follows them, --thorough tries" in good.verdicts["priority"].seen
+        # The second rank's port is not that of the first plus one.
+        first = engine.description()["kv_events_endpoint"].replace("*", "127.0.0.1")
+        settings = PoolSettings(kv_events={"endpoint": first})
+        [bad] = await examine([Target(EngineConfig(url=engine.url), None, settings)])
+    assert bad.wanting(Level.EXACT) == ["kv_events"], bad
+    assert bad.verdicts["kv_events"].seen.startswith("rank 1: nobody listens")
+
+
+@pytest.mark.parametrize(
+    ("ahead", "outcome", "told"),
+    [(0.0, "pass", "behind"), (0.6, "pass", "ahead of"), (5.0, "fail", "ahead of"), (-5.0, "fail", "behind")],
+)
+async def test_the_clock_is_told_by_events_and_else_by_the_date(
+    ahead: float, outcome: str, told: str
+) -> None:
+    options = [EngineOptions(clock_ahead_seconds=ahead, clock_speed=20, **more) for more in (EVENTS, {})]
+    async with EmbeddedEngines(options=options) as engines:
+        by_events, by_date = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
+    assert str(by_events.verdicts["clock"].outcome) == outcome, by_events
+    assert "by the times in its KV events" in by_events.verdicts["clock"].seen
+    assert told in by_events.verdicts["clock"].seen
+    assert str(by_date.verdicts["clock"].outcome) == outcome, by_date
+    assert "by its Date" in by_date.verdicts["clock"].seen
+
+
+async def test_the_order_of_the_queue_is_tried_where_that_is_asked_for() -> None:
+    expected = {
+        "pass accepted, lower values first, and its queue follows them": {
+            "order": "priority",
+            "max_sequences": 8,
+        },
+        "fail accepted, and not followed: an urgent request overtook 0 of the 12": {"max_sequences": 12},
+        "pass accepted, lower values first; order not shown: 64 requests at once made no queue": {
+            "clock_speed": 5
+        },
+        "pass accepted, lower values first; order not shown: refused: The engine is currently busy": {
+            "max_sequences": 4,
+            "max_queued_requests": 2,
+        },
+        "pass accepted, higher values first, and its queue follows them": {
+            "api": "sglang",
+            "order": "priority",
+            "max_sequences": 8,
+        },
+        "not offered its queue is not ordered by it": {"api": "sglang"},
+    }
+    async with EmbeddedEngines(
+        options=[EngineOptions(**options) for options in expected.values()]
+    ) as engines:
+        targets = [Target(EngineConfig(url=url)) for url in engines.urls]
+        tried = await examine(targets, thorough=True)
+    for said, one in zip(expected, tried, strict=True):
+        verdict = one.verdicts["priority"]
+        assert f"{verdict.outcome} {verdict.seen}".startswith(said), verdict
 
 
 async def test_two_engines_that_hand_over() -> None:

@@ -550,5 +550,6 @@ async def test_what_is_predicted_is_what_the_engine_has_cached(bed: Bed) -> None
 
 def server_sequence(server: EngineServer) -> int:
     """Number of the last batch that the engine published."""
-    assert server._kv_feed is not None
-    return server._kv_feed._sequence - 1
+    [rank] = server._ranks
+    assert rank.kv_feed is not None
+    return rank.kv_feed._sequence - 1

@@ -135,7 +135,7 @@ def light(world: World) -> list[Row]:
 @figure("queues", "Real prefill queues under LMETRIC, KV at 50 GB/s, Poisson and bursty arrivals")
 def queues(world: World) -> list[Row]:
     made = []
-    for decodes in world.sizes(32):
+    for decodes in world.sizes(64):
         for arrivals in ("poisson", "3"):
             stage = Stage("zeta-like", "step time", decodes, 0.4, arrivals=arrivals)
             real = {

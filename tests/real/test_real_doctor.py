@@ -41,6 +41,17 @@ def outcomes(engine: dict[str, Any]) -> dict[str, str]:
     return {verdict["check"]: verdict["outcome"] for verdict in engine["verdicts"]}
 
 
+def green(engine: dict[str, Any]) -> bool:
+    """Whether all is well with an engine that hands nothing over."""
+    told = outcomes(engine)
+    return told.pop("handover") == "not offered" and set(told.values()) == {"pass"}
+
+
+def seen(engine: dict[str, Any], check: str) -> str:
+    """What one verdict rests on."""
+    return next(str(verdict["seen"]) for verdict in engine["verdicts"] if verdict["check"] == check)
+
+
 def red(engine: dict[str, Any]) -> dict[str, str]:
     """What the engine is wanting, with the cause and the remedy as one text."""
     told = {v["check"]: f"{v['seen']} SET {v['remedy']}" for v in engine["verdicts"]}
@@ -57,13 +68,36 @@ def config(path: Path, engine: VllmEngine, **settings: Any) -> str:
 async def test_two_engines_set_up_right_are_all_green(vllm_engines: Start) -> None:
     engines = vllm_engines(2)
     code, said = await doctor(*(engine.url for engine in engines))
-    for engine in said["engines"]:
-        told = outcomes(engine)
-        assert told.pop("handover") == "not offered"
-        assert set(told.values()) == {"pass"}
-    assert all(len(engine["verdicts"]) == 12 for engine in said["engines"])
+    assert all(green(engine) for engine in said["engines"])
+    assert all(len(engine["verdicts"]) == 13 for engine in said["engines"])
     assert (code, said["good"]) == (0, True)
     assert {engine["good_for"] for engine in said["engines"]} == {"exact"}
+    for engine in said["engines"]:
+        assert "by the times in its KV events" in seen(engine, "clock")
+        assert "--thorough tries" in seen(engine, "priority")
+
+
+async def test_each_rank_of_an_engine_with_two(vllm_engines: Start) -> None:
+    (engine,) = vllm_engines(1, data_parallel_size=2)
+    code, said = await doctor(engine.url)
+    (found,) = said["engines"]
+    assert green(found)
+    assert "on each of 2 ranks" in seen(found, "block_hashes")
+    assert seen(found, "kv_events").count("tcp://") == 2
+    assert (code, found["good_for"]) == (0, "exact")
+
+
+async def test_a_queue_that_follows_priorities_and_one_that_does_not(vllm_engines: Start) -> None:
+    for policy, outcome, told in (
+        ("priority", "pass", "its queue follows them: an urgent request overtook"),
+        ("fcfs", "fail", "not followed: an urgent request overtook"),
+    ):
+        (engine,) = vllm_engines(1, **({} if policy == "priority" else {"scheduling_policy": policy}))
+        code, said = await doctor(engine.url, "--thorough")
+        (found,) = said["engines"]
+        assert outcomes(found)["priority"] == outcome
+        assert told in seen(found, "priority")
+        assert code == 0, "no mode needs it"
 
 
 async def test_kv_events_that_are_off(vllm_engines: Start) -> None:

@@ -110,7 +110,8 @@ def free_port() -> int:
 
 
 def command_line(flags: dict[str, Any]) -> list[str]:
-    """``max_num_seqs=8`` as ``--max-num-seqs 8``; True: the bare flag, False: ``--no-…``, None: left out."""
+    """``max_num_seqs=8`` as ``--max-num-seqs 8``; a list: several words after the flag; True: the bare flag,
+    False: ``--no-…``, None: left out."""
     words: list[str] = []
     for name, value in flags.items():
         flag = name.replace("_", "-")
@@ -118,6 +119,8 @@ def command_line(flags: dict[str, Any]) -> list[str]:
             continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            words += [f"--{flag}", *map(str, value)]
         else:
             words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return words

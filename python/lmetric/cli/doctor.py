@@ -25,6 +25,13 @@ def command(
             metavar="PATH", help="Tokenizer [default: the configuration's, else the engine's model]."
         ),
     ] = None,
+    thorough: Annotated[
+        bool,
+        typer.Option(
+            "--thorough",
+            help="Try the order of the queue, too: up to 64 requests at once, all yielding to others.",
+        ),
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show what was seen where a check passed, too.")
     ] = False,
@@ -43,7 +50,7 @@ def command(
     level = Level(require)
     targets = _targets(url or [], config, tokenizer)
     note(f"examining {len(targets)} engine{'s' * (len(targets) > 1)}")
-    found = asyncio.run(examine(targets))
+    found = asyncio.run(examine(targets, thorough=thorough))
     good = not any(examination.wanting(level) for examination in found)
     if as_json:
         engines = [_data(examination, level) for examination in found]

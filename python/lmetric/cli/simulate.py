@@ -265,13 +265,14 @@ def _print(results: list[Result]) -> None:
 def print_tables(cells: list[Cell]) -> None:
     """The figures of one load, a table for each kind."""
     from lmetric.cli.show import print_table
-    from lmetric.sim.table import TABLE, rows
+    from lmetric.sim.table import rows, table_of
 
-    values = rows(cells)
+    table = table_of(result for cell in cells for result in cell.results)
+    values = rows(cells, table)
     slo = str(cells[0].results[0].setup.slo)
     position = 0
     merged = []
-    for head, columns in TABLE:
+    for head, columns in table:
         part = [row[position : position + len(columns)] for row in values]
         position += len(columns)
         if len(columns) > 3:

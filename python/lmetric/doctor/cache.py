@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from lmetric.doctor.clock import Ahead, ahead_by_events, judge_events
 from lmetric.doctor.ears import BLOCK_SIZE, Ear, Ears
 from lmetric.doctor.subject import Subject
+from lmetric.doctor.verdict import Outcome, Verdict
 from lmetric.engines.adapter import samples
 from lmetric.engines.http import Answer, Unanswered
 
@@ -20,6 +23,7 @@ EVENT_SECONDS = (1.0, 3.0)
 """Until an event of a prompt just computed must have come, at the first try and the second: the subscription
 may be later than the first prompt. vLLM takes about 15 ms."""
 PREFIX_TOKENS = 64  # at least; whole blocks
+_CHECKS = ("prefix_cache", "cached_tokens", "kv_events", "block_hashes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +37,52 @@ class Probes:
 
 
 async def check_cache(subject: Subject, ears: Ears) -> None:
-    """All four."""
+    """All four, of each data-parallel rank: they do not share their caches. And the clock, by the events."""
     ear = ears.listen(subject)
+    clocks: list[Ahead] = []
+    ranks = [source.rank for source in subject.capabilities.event_sources] or [0]
+    several = len(ranks) > 1  # then a request may name its rank, with vLLM and SGLang alike
+    wanting: dict[str, Verdict] = {}
+    for rank in ranks if ear else ranks[:1]:
+        await _check_rank(
+            subject, ear, rank, {"x-data-parallel-rank": str(rank)} if several else None, clocks
+        )
+        for name in _CHECKS:
+            verdict = subject.verdicts.get(name)
+            if verdict and verdict.outcome is not Outcome.PASS:
+                seen = f"rank {rank}: {verdict.seen}" if several else verdict.seen
+                wanting.setdefault(name, replace(verdict, seen=seen))
+        if any(verdict.outcome is Outcome.FAIL for verdict in wanting.values()):
+            break
+    subject.verdicts.update(wanting)
+    if ear and several and not wanting:
+        seen = subject.verdicts["block_hashes"].seen
+        subject.passed("block_hashes", f"{seen}, on each of {len(ranks)} ranks; the engine picks the rank")
+    if clocks:
+        judge_events(subject, clocks)
+
+
+async def _check_rank(
+    subject: Subject, ear: Ear | None, rank: int, to: Mapping[str, str] | None, clocks: list[Ahead]
+) -> None:
     heard = False
     try:
         tries = await _probes(subject)
         if not tries:
             return
         for probes, seconds in zip(tries, EVENT_SECONDS, strict=True):
-            await _send(subject, probes.first)
+            began = time.monotonic()
+            await _send(subject, probes.first, to)
             if ear is None:
                 break
-            heard = await _heard(ear, subject.name, probes, seconds)
-            if heard or not ear.connected(subject.name):
+            heard = await _heard(ear, subject.name, rank, probes, seconds)
+            if heard or not ear.connected(subject.name, rank):
                 break
+        if ear and heard and (delay := ear.least_delay(subject.name, rank)) is not None:
+            clocks.append(ahead_by_events(delay, time.monotonic() - began))
         predicted = ear.predict(subject.name, probes.second) if ear else None
         before = await _counted(subject)
-        answer = await _send(subject, probes.second)
+        answer = await _send(subject, probes.second, to)
         after = await _counted(subject)
     except Unanswered as error:
         subject.failed("prefix_cache", str(error))
@@ -57,14 +90,12 @@ async def check_cache(subject: Subject, ears: Ears) -> None:
     told = answer.usage("prompt_tokens_details", "cached_tokens")
     _judge_caching(subject, probes, told, None if before is None or after is None else after - before)
     if ear is not None:
-        await _judge_events(subject, ear, probes, heard, predicted, told)
+        await _judge_events(subject, ear, rank, probes, heard, predicted, told)
 
 
-async def _send(subject: Subject, prompt: list[int]) -> Answer:
+async def _send(subject: Subject, prompt: list[int], to: Mapping[str, str] | None) -> Answer:
     body = {"model": subject.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-    # Ranks do not share their caches: both prompts go to the first.
-    one = {"x-data-parallel-rank": "0"} if len(subject.capabilities.event_sources) > 1 else None
-    answer = await subject.client.post("/v1/completions", body, one)
+    answer = await subject.client.post("/v1/completions", body, to)
     if answer.status != 200:
         raise Unanswered(f"a prompt of {len(prompt)} token ids: {answer.error()}")
     return answer
@@ -100,12 +131,12 @@ async def _probes(subject: Subject) -> list[Probes]:
     return prompts
 
 
-async def _heard(ear: Ear, name: str, probes: Probes, seconds: float) -> bool:
+async def _heard(ear: Ear, name: str, rank: int, probes: Probes, seconds: float) -> bool:
     """Whether events come. The index must know the prompt: others' requests make events, too."""
     deadline = time.monotonic() + seconds
-    while not ear.messages(name) or ear.predict(name, probes.first) < probes.common:
+    while not ear.messages(name, rank) or ear.predict(name, probes.first) < probes.common:
         if time.monotonic() > deadline:
-            return ear.messages(name) > 0
+            return ear.messages(name, rank) > 0
         await asyncio.sleep(0.02)
     return True
 
@@ -142,10 +173,16 @@ def _judge_caching(subject: Subject, probes: Probes, told: int | None, counted: 
 
 
 async def _judge_events(
-    subject: Subject, ear: Ear, probes: Probes, heard: bool, predicted: int | None, told: int | None
+    subject: Subject,
+    ear: Ear,
+    rank: int,
+    probes: Probes,
+    heard: bool,
+    predicted: int | None,
+    told: int | None,
 ) -> None:
     if not heard:
-        cause, remedy = await ear.why_silent(subject)
+        cause, remedy = await ear.why_silent(subject, rank)
         subject.failed("kv_events", cause, remedy)
         return
     subject.passed("kv_events", ear.describe(subject.name))

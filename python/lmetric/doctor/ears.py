@@ -35,13 +35,18 @@ class Ear:
         hits = self._router.hit_tokens(tokens=array("I", prompt))
         return int(hits[self._router.instances().index(name)])
 
-    def connected(self, name: str) -> bool:
-        """Whether there is a connection to each of its ranks."""
-        return all(rank["connected"] for rank in self._ranks(name))
+    def connected(self, name: str, rank: int) -> bool:
+        """Whether there is a connection to a rank."""
+        return bool(self._feed.status(name)[rank]["connected"])
 
-    def messages(self, name: str) -> int:
-        """Batches heard as they were published. (What is only replayed proves nothing of the future.)"""
-        return sum(rank["messages"] for rank in self._ranks(name))
+    def messages(self, name: str, rank: int) -> int:
+        """A rank's batches that came as they were published. (Those replayed prove nothing of the future.)"""
+        return int(self._feed.status(name)[rank]["messages"])
+
+    def least_delay(self, name: str, rank: int) -> float | None:
+        """Seconds from a batch's making, by the rank's clock, to its coming, by ours; of all, the least."""
+        seconds: float | None = self._feed.status(name)[rank]["least_delay_seconds"]
+        return seconds
 
     def mismatch(self, name: str) -> str | None:
         """What is wrong with the size of the blocks that it tells of, where they are not the index's."""
@@ -54,30 +59,29 @@ class Ear:
         where = ", ".join(rank["endpoint"] for rank in ranks)
         replays = all(rank["replay_endpoint"] for rank in ranks)
         blind = "" if replays else "; it has no replay_endpoint: a lost batch costs all that is known of it"
-        return f"{self.messages(name)} batches from {where}{blind}"
+        return f"{sum(rank['messages'] for rank in ranks)} batches from {where}{blind}"
 
-    async def why_silent(self, subject: Subject) -> tuple[str, str | None]:
-        """Why no events came from an engine that has just computed a new prompt, and what to set."""
+    async def why_silent(self, subject: Subject, rank: int) -> tuple[str, str | None]:
+        """Why no events came from a rank that has just computed a new prompt, and what to set."""
         if not subject.has("prefix_cache"):
             return "an engine that caches no prefixes publishes no blocks", subject.flag("prefix_cache")
         flag = subject.flag("kv_events")
-        for rank in self._ranks(subject.name):
-            endpoint, topic, other = rank["endpoint"], rank["topic"], rank["other_topic"]
-            if rank["bind"] and not rank["connected"]:
-                return f"nothing connected to {endpoint}, where the router listens", (
-                    f"give its endpoint this machine's address and that port, or let it listen: {flag}"
-                )
-            if not rank["connected"]:
-                why = await _closed(endpoint) or "no ZMQ publisher answers there"
-                return f"nobody listens at {endpoint}: {why}", (
-                    f"let the engine listen there, and the network let the router through: {flag}"
-                )
-            if other is not None:
-                return f"its events have topic {other!r}, not {topic!r}", (
-                    "kv_events.topic in the configuration: leave it out, and the engine is asked"
-                )
-        where = ", ".join(rank["endpoint"] for rank in self._ranks(subject.name))
-        return f"connected to {where}, and nothing came of a new prompt", (
+        heard = self._feed.status(subject.name)[rank]
+        endpoint, topic, other = heard["endpoint"], heard["topic"], heard["other_topic"]
+        if heard["bind"] and not heard["connected"]:
+            return f"nothing connected to {endpoint}, where the router listens", (
+                f"give its endpoint this machine's address and that port, or let it listen: {flag}"
+            )
+        if not heard["connected"]:
+            why = await _closed(endpoint) or "no ZMQ publisher answers there"
+            return f"nobody listens at {endpoint}: {why}", (
+                f"let the engine listen there, and the network let the router through: {flag}"
+            )
+        if other is not None:
+            return f"its events have topic {other!r}, not {topic!r}", (
+                "kv_events.topic in the configuration: leave it out, and the engine is asked"
+            )
+        return f"connected to {endpoint}, and nothing came of a new prompt", (
             "is that the port of this engine's --kv-events-config?"
         )
 

@@ -27,7 +27,7 @@ async def check_load_and_cancel(subject: Subject) -> None:
         )
         return
     try:
-        before = await _read(subject, path)
+        before = await read_load(subject, path)
         if before.running is None or before.waiting is None:
             missing = "running" if before.running is None else "waiting"
             subject.failed("load", f"{path} tells no number of {missing} requests", subject.flag("load"))
@@ -42,7 +42,7 @@ async def check_load_and_cancel(subject: Subject) -> None:
 async def _follow(subject: Subject, path: str, *, last: bool) -> bool:
     """One stream. True: there is nothing more to find out. On an engine that serves others, only the last
     attempt may fail."""
-    before = await _read(subject, path)
+    before = await read_load(subject, path)
     last = last or _total(before) == 0
     tokens = max(min(OUTPUT_TOKENS, subject.max_tokens - 64), 16)
     body = {"model": subject.model, "prompt": "Go on and on.", "max_tokens": tokens, "ignore_eos": True}
@@ -50,7 +50,7 @@ async def _follow(subject: Subject, path: str, *, last: bool) -> bool:
         f" beside {before.running:.0f} others: repeat it when the engine is idle" if before.running else ""
     )
     async with subject.client.stream(body) as stream:
-        rose = await _until(subject, path, lambda load: _total(load) > _total(before), FRESH_SECONDS)
+        rose = await until(subject, path, lambda load: _total(load) > _total(before), FRESH_SECONDS)
         ran = not stream.ended
     if rose is None:
         if last:
@@ -62,7 +62,7 @@ async def _follow(subject: Subject, path: str, *, last: bool) -> bool:
         return last
     names = ", ".join(before.names[:3])
     subject.passed("load", f"{path} ({names}): a request of ours showed after {rose * 1e3:.0f} ms")
-    fell = await _until(subject, path, lambda load: _total(load) <= _total(before), CANCEL_SECONDS)
+    fell = await until(subject, path, lambda load: _total(load) <= _total(before), CANCEL_SECONDS)
     if fell is not None and ran:
         subject.passed("cancel", f"a stream of {tokens} tokens left early was gone after {fell * 1e3:.0f} ms")
         return True
@@ -80,18 +80,19 @@ def _total(load: Load) -> float:
     return (load.running or 0.0) + (load.waiting or 0.0)
 
 
-async def _read(subject: Subject, path: str) -> Load:
+async def read_load(subject: Subject, path: str) -> Load:
+    """The load that the engine reports now. Raises Unanswered."""
     answer = await subject.client.get(path, seconds=5)
     if answer.status != 200 or subject.adapter is None:
         raise Unanswered(f"GET {path}: {answer.error()}")
     return subject.adapter.load(answer.body)
 
 
-async def _until(subject: Subject, path: str, true: Callable[[Load], bool], seconds: float) -> float | None:
+async def until(subject: Subject, path: str, true: Callable[[Load], bool], seconds: float) -> float | None:
     """Seconds until the report satisfies `true`; None: it did not in time."""
     began = time.monotonic()
     while (waited := time.monotonic() - began) < seconds:
-        if true(await _read(subject, path)):
+        if true(await read_load(subject, path)):
             return waited
         await asyncio.sleep(POLL_SECONDS)
     return None

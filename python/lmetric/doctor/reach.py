@@ -1,16 +1,14 @@
-"""Is it there, what is it, and does it do what it should: reachable, model, role, priority, clock."""
+"""Is it there, what is it, and does it do what it should: reachable, model, role."""
 
 from __future__ import annotations
 
 import time
-from email.utils import parsedate_to_datetime
 
+from lmetric.doctor.clock import judge_date
 from lmetric.doctor.subject import Subject
 from lmetric.engines.http import Unanswered
 from lmetric.engines.identify import identify
 
-CLOCK_SECONDS = 2.0
-"""The clocks may differ by this much: `Date` has whole seconds, and servers keep it for one."""
 PROMPT = "Say something."
 
 
@@ -30,21 +28,7 @@ async def check_reachable(subject: Subject) -> None:
         )
         return
     subject.passed("reachable", f"GET /health {answer.status} in {(after - before) * 1e3:.0f} ms")
-    _check_clock(subject, answer.headers.get("Date"), (before + after) / 2)
-
-
-def _check_clock(subject: Subject, date: str | None, now: float) -> None:
-    try:
-        skew = parsedate_to_datetime(date or "").timestamp() + 0.5 - now
-    except ValueError:
-        subject.not_offered("clock", "its answers carry no Date")
-        return
-    if abs(skew) > CLOCK_SECONDS:
-        way = "ahead of" if skew > 0 else "behind"
-        cause = f"its clock is {abs(skew):.0f} s {way} this machine's: ages of its reports would be wrong"
-        subject.failed("clock", cause, "synchronise the clocks of both machines (NTP)")
-    else:
-        subject.passed("clock", f"within {CLOCK_SECONDS:g} s of this machine's, by its Date")
+    judge_date(subject, answer.headers.get("Date"), before, after)
 
 
 async def check_model(subject: Subject) -> None:
@@ -94,30 +78,3 @@ def _check_role(subject: Subject, produced: int | None) -> None:
         subject.failed("role", cause, "give it the role prefill in the configuration")
     else:
         subject.passed("role", "both: prefills and decodes")
-
-
-async def check_priority(subject: Subject) -> None:
-    """A request with the most urgent of priorities is taken."""
-    priority = subject.capabilities.priority
-    if priority is None:
-        subject.not_offered("priority", "no field of a request is known to carry one")
-        return
-    value = 1 if priority.order == "higher_first" else -1
-    body = {"model": subject.model, "prompt": PROMPT, "max_tokens": 1, "priority": value}
-    try:
-        answer = await subject.client.post("/v1/completions", body)
-    except Unanswered as error:
-        subject.failed("priority", str(error))
-        return
-    order = f"{priority.order.replace('_', ' values ')}"
-    if priority.honoured is False:
-        subject.not_offered("priority", "its queue is not ordered by it", subject.flag("priority"))
-    elif answer.status != 200:
-        subject.failed("priority", f"priority {value}: {answer.error()}", subject.flag("priority"))
-    else:
-        told = (
-            ""
-            if priority.honoured
-            else f"; whether its queue heeds it, it does not tell ({subject.flag('priority')})"
-        )
-        subject.passed("priority", f"accepted, {order}{told}")

@@ -13,7 +13,8 @@ from lmetric.doctor.client import StreamingClient
 from lmetric.doctor.ears import Ears
 from lmetric.doctor.handover import check_handovers
 from lmetric.doctor.load import check_load_and_cancel
-from lmetric.doctor.reach import check_model, check_priority, check_reachable
+from lmetric.doctor.priority import check_priority
+from lmetric.doctor.reach import check_model, check_reachable
 from lmetric.doctor.subject import Subject, Target
 from lmetric.doctor.tokens import check_tokenizer
 from lmetric.doctor.verdict import CHECKS, Level, Verdict, needed
@@ -45,17 +46,18 @@ class Examination:
         return next((level for level in Level if not self.wanting(level)), None)
 
 
-async def examine(targets: Sequence[Target]) -> list[Examination]:
+async def examine(targets: Sequence[Target], *, thorough: bool = False) -> list[Examination]:
     """Examines engines, all at once.
 
-    It costs an engine some dozens of short requests, and a long stream that is left early.
+    It costs an engine some dozens of short requests, and a long stream that is left early. ``thorough``: and,
+    for some seconds, up to 64 requests at once that yield to all others.
     """
     ears = Ears()
     # A connection is not used again: a pool's keep-alive would look like an engine's fault.
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
         try:
             subjects = [_subject(target, session) for target in targets]
-            await asyncio.gather(*(_examine(subject, ears) for subject in subjects))
+            await asyncio.gather(*(_examine(subject, ears, thorough) for subject in subjects))
             await check_handovers([subject for subject in subjects if subject.has("reachable")])
         finally:
             await asyncio.to_thread(ears.close)
@@ -77,7 +79,7 @@ def _subject(target: Target, session: aiohttp.ClientSession) -> Subject:
     return Subject(target, StreamingClient(session, engine.url, key))
 
 
-async def _examine(subject: Subject, ears: Ears) -> None:
+async def _examine(subject: Subject, ears: Ears, thorough: bool) -> None:
     await check_reachable(subject)
     if not subject.has("reachable"):
         return
@@ -87,4 +89,4 @@ async def _examine(subject: Subject, ears: Ears) -> None:
     await check_load_and_cancel(subject)
     await check_tokenizer(subject)
     await check_cache(subject, ears)
-    await check_priority(subject)
+    await check_priority(subject, thorough=thorough)

@@ -66,7 +66,7 @@ CHECKS = {
         Check("block_hashes", "the index they make predicts what the engine finds cached", Level.EXACT),
         Check("tokenizer", "the router's token ids are the engine's", Level.EXACT),
         Check("handover", "hands a request's KV cache to another engine, or takes it over", None),
-        Check("priority", "takes a request with a priority", None),
+        Check("priority", "takes a request with a priority; thorough: and its queue follows it", None),
         Check("clock", "its clock agrees with this machine's", None),
     )
 }

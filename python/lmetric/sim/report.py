@@ -16,7 +16,7 @@ from lmetric.sim.max_load import MaxLoad
 from lmetric.sim.setups import Result
 from lmetric.sim.study import Cell, cells, latency
 from lmetric.sim.summary import WINDOW_SECONDS
-from lmetric.sim.table import TABLE, Value, rows
+from lmetric.sim.table import TABLE, Table, Value, rows, table_of
 
 _BURST_SECONDS = 400.0  # what the paper's Figures 10 and 27 show
 
@@ -92,8 +92,11 @@ def build(
         groups.setdefault(cell.group, []).append(cell)
     closely = [cell for members in groups.values() for cell in shown(_at(members, _focus(members)))]
     styles = Styles([*closely, *(cell for members in groups.values() for cell in members)])
+    table = table_of(results)
     sections = [
-        _section(index, group, members, styles, [load for load in max_loads if load.setup.group == group])
+        _section(
+            index, group, members, styles, table, [load for load in max_loads if load.setup.group == group]
+        )
         for index, (group, members) in enumerate(groups.items(), start=1)
     ]
     setups = [result.setup for result in results]
@@ -107,7 +110,7 @@ def build(
         title=title,
         command=command,
         version=version("lmetric-router"),
-        table=TABLE,
+        table=table,
         sections=sections,
         profiles=profiles,
         traces={setup.trace.label: setup.trace for setup in setups},
@@ -136,8 +139,9 @@ def build(
 
 
 def _section(
-    index: int, group: tuple[str, ...], members: list[Cell], styles: Styles, max_loads: list[MaxLoad]
-) -> Section:
+    index: int, group: tuple[str, ...], members: list[Cell], styles: Styles, table: Table,
+    max_loads: list[MaxLoad],
+) -> Section:  # fmt: skip
     loads = list(dict.fromkeys(cell.load for cell in members))
     focus = _focus(members)
     here = _at(members, focus)
@@ -161,7 +165,7 @@ def _section(
                 each[0].results[0].arrivals_per_second,
                 each[0].results[0].setup.speed,
                 load == focus,
-                _rows(each, styles),
+                _rows(each, styles, table),
             )
             for load in loads
             if (each := _at(members, load))
@@ -215,8 +219,8 @@ def _leader(members: list[Cell]) -> Cell | None:
     return next((cell for cell in members if cell.policy == LEADER), None)
 
 
-def _rows(members: list[Cell], styles: Styles) -> list[Row]:
-    made = zip(members, rows(members), strict=True)
+def _rows(members: list[Cell], styles: Styles, table: Table) -> list[Row]:
+    made = zip(members, rows(members, table), strict=True)
     return [Row(cell.policy, styles.colour(cell), values) for cell, values in made]
 
 

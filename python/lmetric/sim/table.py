@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,7 +33,8 @@ def _latencies(name: str, scale: float, digits: int) -> tuple[Column, ...]:
 
 
 # Heads, and the columns below each.
-TABLE: tuple[tuple[str, tuple[Column, ...]], ...] = (
+Table = tuple[tuple[str, tuple[Column, ...]], ...]
+TABLE: Table = (
     ("TTFT, s", _latencies("ttft_seconds", 1, 3)),
     ("TPOT, ms", _latencies("tpot_seconds", 1e3, 1)),
     ("hits, %", (
@@ -45,13 +46,21 @@ TABLE: tuple[tuple[str, tuple[Column, ...]], ...] = (
         Column("tokens/s", lambda r: r.figures.goodput.tokens_per_second, digits=0, better=1),
         Column("share, %", lambda r: r.figures.goodput.share, 100, 1, 1),
     )),
-    ("load", (
-        Column("imbalance", lambda r: r.figures.imbalance, digits=2),
-        Column("least loaded, %", lambda r: r.figures.optimal_assignment_ratio, 100, 1, 1),
-        Column("without end", lambda r: float(r.figures.failed) if r.figures.stalled else None, digits=0),
-    )),
+    ("load", (Column("imbalance", lambda r: r.figures.imbalance, digits=2),)),
     ("end to end, s", _latencies("e2e_seconds", 1, 2)),
 )  # fmt: skip
+
+# Between the two last, where requests decode elsewhere than they are prefilled.
+_POOLS = ("pools", (
+    Column("least loaded, %", lambda r: r.figures.optimal_assignment_ratio, 100, 1, 1),
+    Column("without end", lambda r: float(r.figures.failed) if r.figures.stalled else None, digits=0),
+))  # fmt: skip
+
+
+def table_of(results: Iterable[Result]) -> Table:
+    """`TABLE`, with what only pools have where one of the results has them."""
+    pools = any(result.figures.decode_policy is not None for result in results)
+    return (*TABLE[:-1], _POOLS, TABLE[-1]) if pools else TABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +75,9 @@ class Value:
         return f"{self.text} ±{self.half_range}" if self.half_range else self.text
 
 
-def rows(cells: Sequence[Cell]) -> list[list[Value | None]]:
-    """For each cell its values in the order of `TABLE`'s columns; None where it has none."""
-    columns = [column for _, below in TABLE for column in below]
+def rows(cells: Sequence[Cell], table: Table = TABLE) -> list[list[Value | None]]:
+    """For each cell its values in the order of the table's columns; None where it has none."""
+    columns = [column for _, below in table for column in below]
     spreads = [[cell.over_seeds(column.of) for column in columns] for cell in cells]
     made: list[list[Value | None]] = []
     for cell, own in zip(cells, spreads, strict=True):

@@ -262,6 +262,10 @@ fn a_full_hit_does_not_hide_the_load() {
             (Indicator::WindowOutputTokens, 100.0),
             (Indicator::KvUsage, 1e-3),
             (Indicator::PredictedTtftSeconds, 0.05),
+            (Indicator::HandoffRunningTokens, 500.0),
+            (Indicator::HandoffArrivedTokens, 300.0),
+            (Indicator::HandoffComingTokens, 200.0),
+            (Indicator::DecodePressure, 1.0),
         ]
         .into_iter()
         .fold(Fleet::new(2), |fleet, (id, share)| fleet.set(id, &busy(share)))
@@ -348,7 +352,7 @@ fn a_policy_reads_what_it_declares_and_nothing_else() {
             assert!(all_same(&before, &fleet.scores(policy), fleet.slots()), "{}", spec.name);
         }
         for id in reads.iter() {
-            let matters = (0..600).any(|seed| {
+            let matters = (0..3000).any(|seed| {
                 let mut fleet = arbitrary(3, seed);
                 if seed % 4 == 0 {
                     MAY_BE_ABSENT

@@ -137,6 +137,23 @@ pub fn read_batch(message: &[u8], scratch: &mut Scratch, mut each: impl FnMut(Ev
     Ok(batch)
 }
 
+/// When a batch was made: seconds since 1970 on the engine's clock, where it says so.
+pub fn moment_of(message: &[u8]) -> Option<f64> {
+    let mut reader = Reader::new(message);
+    if let Ok(pairs) = reader.map() {
+        for _ in 0..pairs {
+            match reader.text().ok()? {
+                "ts" => return reader.float().ok(),
+                _ => reader.skip().ok()?,
+            }
+        }
+        return None;
+    }
+    reader.array().ok()?;
+    let _ = reader.text(); // a name of the batch's type
+    reader.float().ok()
+}
+
 /// A whole number, or nothing.
 fn optional(reader: &mut Reader<'_>) -> Decoded<Option<u64>> {
     if reader.nil() { Ok(None) } else { reader.unsigned().map(Some) }

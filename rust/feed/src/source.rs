@@ -1,6 +1,6 @@
 //! One source as the thread keeps it: its stream, what applies it, and the line on which it asks for the past.
 use crate::apply::Applier;
-use crate::event::read_load;
+use crate::event::{moment_of, read_load};
 use crate::status::Status;
 use crate::stream::{Sink, Stream};
 use crate::subscriber::watch;
@@ -9,6 +9,7 @@ use lmetric_core::router::feed::KvFeed;
 use mio::Registry;
 use parking_lot::Mutex;
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 use zmq::{Context, DEALER, DONTWAIT, Message, Socket};
 
 /// Messages taken from one socket before others have their turn.
@@ -174,7 +175,13 @@ impl Source {
         let [_, number, payload] = frames else { return self.skip("malformed_message") };
         let Some(number) = number_of(number) else { return self.skip("malformed_message") };
         match &mut self.kind {
-            Kind::Blocks(blocks) => blocks.stream.live(number, payload, now, &mut blocks.hands),
+            Kind::Blocks(blocks) => {
+                if let Some(delay) = moment_of(payload).and_then(delay_since) {
+                    let least = &mut self.status.least_delay_seconds;
+                    *least = Some(least.map_or(delay, |known| known.min(delay)));
+                }
+                blocks.stream.live(number, payload, now, &mut blocks.hands);
+            }
             Kind::Load => match read_load(payload) {
                 Ok(load) => {
                     let report = Report {
@@ -279,6 +286,12 @@ pub fn receive(socket: &Socket) -> Option<Vec<Message>> {
             return Some(frames);
         }
     }
+}
+
+/// Seconds from a moment on the engine's clock to now on this machine's.
+fn delay_since(moment: f64) -> Option<f64> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?.as_secs_f64();
+    moment.is_finite().then_some(now - moment)
 }
 
 /// A batch's number.

@@ -27,6 +27,9 @@ pub struct Status {
     pub messages: u64,
     /// When the last one came, on the router's clock.
     pub last_message_at: Option<f64>,
+    /// The least time from a batch's making, by the engine's clock, to its coming, by this machine's; of batches that came as they were
+    /// published. Less than nothing: the engine's clock is ahead.
+    pub least_delay_seconds: Option<f64>,
     /// Number of the last batch applied.
     pub last_sequence: Option<u64>,
     /// The last other topic heard.

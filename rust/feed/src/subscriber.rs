@@ -341,6 +341,7 @@ impl Worker {
             connections: 0,
             messages: 0,
             last_message_at: None,
+            least_delay_seconds: None,
             last_sequence: None,
             other_topic: None,
             counts: Counts::default(),

@@ -1,5 +1,5 @@
 //! Messages as engines send them, and as nobody does.
-use lmetric_feed::event::{Batch, Event, Load, Removed, Scratch, read_batch, read_load};
+use lmetric_feed::event::{Batch, Event, Load, Removed, Scratch, moment_of, read_batch, read_load};
 use proptest::prelude::*;
 use rmp::encode as pack;
 
@@ -51,6 +51,7 @@ fn vllm_maps() {
     );
     let (batch, all) = events(&message);
     assert_eq!(batch, Some(Batch { rank: Some(0), events: 1, malformed: 0 }));
+    assert_eq!(moment_of(&message), Some(f64::from_bits(0x41da_bfcb_7dd5_7ce4)));
     assert_eq!(
         all,
         [
@@ -121,6 +122,7 @@ fn sglang_and_what_is_to_come() {
            01
          b2646174615f706172616c6c656c5f72616e6b c0",
     );
+    assert_eq!(moment_of(&message), Some(1.0));
     assert_eq!(
         events(&message),
         (Some(Batch { rank: None, events: 3, malformed: 2 }), vec!["cleared".to_string()])
@@ -166,7 +168,7 @@ proptest! {
     #[test]
     fn any_bytes_are_read_without_harm(message in prop::collection::vec(any::<u8>(), 0..300)) {
         events(&message);
-        let _ = read_load(&message);
+        let _ = (read_load(&message), moment_of(&message));
     }
 
     /// Nearly right is harder than random.

@@ -97,6 +97,7 @@ impl EventFeed {
     /// cached before some moment is not known). Counts since the subscription: `batches`, of which `replayed`; `events`; blocks
     /// `stored` and `removed`; `cleared`; `gaps`, `resyncs` (all forgotten, since batches were lost), `restarts`, `unanswered` (replays);
     /// `unknown_parent`, `unknown_removed` (blocks); `skipped` (by reason), `tiers` (blocks held beside the GPU, by medium).
+    /// `least_delay_seconds`: of batches as they were published, from the engine's time in them to their coming by this machine's clock.
     fn status<'py>(&self, py: Python<'py>, instance: &str) -> Result<Bound<'py, PyDict>> {
         let ranks = PyDict::new(py);
         for status in self.feed.status(instance).iter().filter(|s| !s.load) {
@@ -175,6 +176,7 @@ impl EventFeed {
         let now = self.router.get().clock().read();
         let age = status.last_message_at.map(|at| (now - at).max(0.0));
         dict.set_item("last_batch_age_seconds", age)?;
+        dict.set_item("least_delay_seconds", status.least_delay_seconds)?;
         dict.set_item("block_size", tally.block_size)?;
         dict.set_item("reported_rank", tally.reported_rank)?;
         Ok(dict)

@@ -9,7 +9,8 @@ import math
 import time
 import uuid
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from email.utils import formatdate
 from importlib.metadata import version
 from typing import Any, TypeVar, cast
 
@@ -18,12 +19,9 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
 
-from lmetric.engines.emulated.driver import Driver
 from lmetric.engines.emulated.errors import ApiError, invalid_body
 from lmetric.engines.emulated.generation import Generation, Stream
 from lmetric.engines.emulated.handover import Nixl, PeerError, WrongParams
-from lmetric.engines.emulated.kv_feed import KvFeed
-from lmetric.engines.emulated.metrics import EngineMetrics
 from lmetric.engines.emulated.options import EngineOptions
 from lmetric.engines.emulated.protocol import (
     ChatBody,
@@ -33,6 +31,7 @@ from lmetric.engines.emulated.protocol import (
     TokenizeChat,
     TokenizePrompt,
 )
+from lmetric.engines.emulated.ranks import MetricsPage, Rank, chosen
 from lmetric.engines.emulated.text import TOKENIZER_PATH, Text
 
 _BODY = TypeVar("_BODY", bound=BaseModel)
@@ -58,19 +57,16 @@ class Api:
         self,
         options: EngineOptions,
         *,
-        driver: Driver,
-        metrics: EngineMetrics,
+        ranks: Sequence[Rank],
         text: Text,
         max_model_len: int,
-        kv_feed: KvFeed | None,
         kv_bytes_per_token: int,
     ) -> None:
         self._options = options
-        self._driver = driver
-        self._metrics = metrics
+        self._ranks = ranks
+        self._metrics = MetricsPage([rank.metrics for rank in ranks])
         self._text = text
         self._max_model_len = max_model_len
-        self._kv_feed = kv_feed
         self._kv_bytes_per_token = kv_bytes_per_token
         self._nixl: Nixl | None = None
         self._dead = False
@@ -83,8 +79,9 @@ class Api:
         """Opens what other engines need. Raises EngineStartError."""
         options = self._options
         if options.kv_connector == "nixl":
-            self._nixl = Nixl(int(self._metrics.cache_config["block_size"]), options.kv_lease_seconds)
-            self._metrics.nixl = self._nixl
+            metrics = self._ranks[0].metrics  # there is one, with a connector
+            self._nixl = Nixl(int(metrics.cache_config["block_size"]), options.kv_lease_seconds)
+            metrics.nixl = self._nixl
             await self._nixl.channel.start(options.host, options.kv_port)
 
     async def stop(self) -> None:
@@ -137,6 +134,8 @@ class Api:
         request_id = request.headers.get("X-Request-Id")
         if self._echoes_ids and request_id and not response.prepared:
             response.headers["X-Request-Id"] = request_id
+        if (ahead := self._options.clock_ahead_seconds) and not response.prepared:
+            response.headers["Date"] = formatdate(time.time() + ahead, usegmt=True)
         return response
 
     def _refusal(self, error: ApiError) -> web.Response:
@@ -181,7 +180,8 @@ class Api:
         if body.model not in (None, "", options.model):
             raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
         self._check_length(len(prompt), max_tokens, chat)
-        rejected = self._queue_is_full()
+        rank = chosen(self._ranks, request.headers.get("X-data-parallel-rank"))
+        rejected = self._queue_is_full(rank)
         if rejected and not body.stream:
             raise ApiError(503, _BUSY)
         request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
@@ -199,7 +199,7 @@ class Api:
         try:
             if not body.stream:
                 generation = Generation(shape, max_tokens, break_after=options.fail_after_tokens)
-                return await self._answer_whole(request, generation, priority, body)
+                return await self._answer_whole(request, generation, rank, priority, body)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
             if self._echoes_ids and request.headers.get("X-Request-Id"):
                 response.headers["X-Request-Id"] = request_id
@@ -219,7 +219,7 @@ class Api:
                 stream.write(_event_error(_BUSY, 503))
             else:
                 try:
-                    await self._run(stream, priority, body)
+                    await self._run(stream, rank, priority, body)
                 except ApiError as error:
                     stream.write(_event_error(str(error), error.status))
                 else:
@@ -231,9 +231,14 @@ class Api:
             self._in_progress -= 1
 
     async def _answer_whole(
-        self, request: web.Request, generation: Generation, priority: int, body: CompletionBody | ChatBody
+        self,
+        request: web.Request,
+        generation: Generation,
+        rank: Rank,
+        priority: int,
+        body: CompletionBody | ChatBody,
     ) -> web.Response:
-        await self._run(generation, priority, body)
+        await self._run(generation, rank, priority, body)
         if generation.broken:
             if self._dead or self._options.fail_with == "event":
                 raise ApiError(500, _DIED)
@@ -244,29 +249,31 @@ class Api:
         )
         response = web.Response(body=answer, content_type="application/json")
         if self._options.load_header:
-            self._add_load_header(request, response)
+            self._add_load_header(request, response, rank)
         return response
 
-    async def _run(self, generation: Generation, priority: int, body: CompletionBody | ChatBody) -> None:
+    async def _run(
+        self, generation: Generation, rank: Rank, priority: int, body: CompletionBody | ChatBody
+    ) -> None:
         """Waits until the engine is done with it. A client that leaves cancels this. Raises ApiError."""
         if generation.broken:
             return
         params = (body.kv_transfer_params or {}) if self._nixl is not None else {}
         if params:
-            await self._pull(generation, params)
+            await self._pull(generation, rank, params)
         full = self._full_reports and (body.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
-        self._driver.submit(generation, priority=priority, salt=body.cache_salt, report_cached=full)
+        rank.driver.submit(generation, priority=priority, salt=body.cache_salt, report_cached=full)
         try:
             await generation.over
         finally:
-            self._driver.drop(generation)
+            rank.driver.drop(generation)
         # Where it is streamed, nobody will ever know of what is held.
         if self._nixl is not None and params.get("do_remote_decode") and generation.finish_reason == "length":
             generation.kv_transfer_params = self._nixl.hold(
                 generation.shape.request_id, generation.shape.prompt
             )
 
-    async def _pull(self, generation: Generation, params: dict[str, Any]) -> None:
+    async def _pull(self, generation: Generation, rank: Rank, params: dict[str, Any]) -> None:
         """Fetches the prompt's KV cache as told, as vLLM does in pull mode. Raises ApiError."""
         assert self._nixl is not None
         if params.get("do_remote_decode") and params.get("remote_block_ids"):
@@ -281,30 +288,30 @@ class Api:
                 raise ApiError(400, f"kv_transfer_params: {error}", "kv_transfer_params") from None
             _log.error("the engine dies of kv_transfer_params: %s", error)
             self._dead = True
-            self._driver.die()
+            rank.driver.die()
             raise ApiError(500, _DIED) from None
         except PeerError as error:
             _log.warning("no KV cache: %s", error)
-            self._metrics.failed_transfers += 1
+            rank.metrics.failed_transfers += 1
             if self._options.kv_load_failure_policy == "fail":
                 raise ApiError(500, "Internal server error") from None
             return
         generation.pulled_tokens = len(prompt)
         generation.garbage = None if same else self._text.words
-        await self._transfer(len(prompt))
+        await self._transfer(rank, len(prompt))
 
-    async def _transfer(self, tokens: int) -> None:
+    async def _transfer(self, rank: Rank, tokens: int) -> None:
         """Takes the time that so many tokens' KV cache takes."""
-        options, clock = self._options, self._driver.clock
+        options, clock = self._options, rank.driver.clock
         bandwidth = options.kv_transfer_gigabytes_per_second * 1e9
         size = tokens * self._kv_bytes_per_token
         seconds = options.kv_transfer_seconds + size / bandwidth
-        self._metrics.transfers += 1
+        rank.metrics.transfers += 1
         try:
             await asyncio.sleep(clock.real_seconds_until(clock.now() + seconds))
         finally:
-            self._metrics.transfers -= 1
-        self._metrics.transferred(seconds, size)
+            rank.metrics.transfers -= 1
+        rank.metrics.transferred(seconds, size)
 
     async def _break(self, request: web.Request, stream: Stream | None) -> None:
         """Fails as told."""
@@ -317,11 +324,11 @@ class Api:
                 request.transport.abort()
             raise asyncio.CancelledError
 
-    def _queue_is_full(self) -> bool:
-        limit, load = self._options.max_queued_requests, self._driver.engine.load()
+    def _queue_is_full(self, rank: Rank) -> bool:
+        limit, load = self._options.max_queued_requests, rank.driver.engine.load()
         # A request that would run at once does not queue.
         full = limit is not None and load["waiting"] >= limit and load["running"] > 0
-        self._metrics.rejected += full
+        rank.metrics.rejected += full
         return full
 
     def _check_length(self, prompt_tokens: int, max_tokens: int, chat: bool) -> None:
@@ -357,11 +364,12 @@ class Api:
                 return int(header)
         raise ApiError(400, f"header X-Vllm-Priority: {header!r} is not a signed 64-bit integer", "priority")
 
-    def _add_load_header(self, request: web.Request, response: web.Response) -> None:
+    @staticmethod
+    def _add_load_header(request: web.Request, response: web.Response, rank: Rank) -> None:
         kind = request.headers.get("endpoint-load-metrics-format", "").upper()
         if kind not in ("TEXT", "JSON"):
             return
-        load = self._driver.engine.load()
+        load = rank.driver.engine.load()
         named = {
             "num_requests_waiting": float(load["waiting"]),
             "kv_cache_usage_perc": float(load["kv_usage"]),
@@ -413,19 +421,21 @@ class Api:
         return web.Response(body=self._metrics_page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _kv_event_sources(self, _request: web.Request) -> web.Response:
-        feed = self._kv_feed
-        if feed is None:
-            return web.json_response({})
-        source = {
-            "publisher": "zmq",
-            "endpoint": feed.endpoint,
-            "replay_endpoint": feed.replay_endpoint,
-            "topic": self._options.kv_events_topic,
+        sources = {
+            str(number): {
+                "publisher": "zmq",
+                "endpoint": rank.kv_feed.endpoint,
+                "replay_endpoint": rank.kv_feed.replay_endpoint,
+                "topic": self._options.kv_events_topic,
+            }
+            for number, rank in enumerate(self._ranks)
+            if rank.kv_feed is not None
         }
-        return web.json_response({"0": source})
+        return web.json_response(sources)
 
     async def _reset_prefix_cache(self, _request: web.Request) -> web.Response:
-        if not self._driver.engine.reset_cache():
+        done = [rank.driver.engine.reset_cache() for rank in self._ranks]
+        if not all(done):
             raise ApiError(503, "Requests are running: the prefix cache is in use.")
         return web.Response()
 

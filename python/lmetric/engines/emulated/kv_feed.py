@@ -12,6 +12,7 @@ import msgpack
 import zmq
 
 from lmetric.engines.emulated.errors import EngineStartError
+from lmetric.engines.endpoints import at_rank
 
 _END = (2**64 - 1).to_bytes(8, "big")
 
@@ -62,6 +63,11 @@ def open_socket(socket: zmq.Socket[bytes], endpoint: str, bind: bool, what: str 
     return f"{chosen[:-1]}{port}"
 
 
+def _at_rank(endpoint: str, rank: int) -> str:
+    """A rank adds its number to the port, unless any port will do."""
+    return endpoint if endpoint.endswith((":0", ":*")) else at_rank(endpoint, rank)
+
+
 class KvFeed:
     """Publishes batches of events, and plays past ones again to those who ask."""
 
@@ -73,11 +79,15 @@ class KvFeed:
         topic: str,
         buffer_steps: int,
         block_tokens: int,
+        rank: int = 0,
+        clock_ahead_seconds: float = 0.0,
         message: Message = vllm_message,
     ) -> None:
         self._topic = topic.encode()
         self._message = message
         self._block_tokens = block_tokens
+        self._rank = rank
+        self._ahead = clock_ahead_seconds
         self._sequence = 0
         self._past: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)
         self._context = zmq.Context()
@@ -87,13 +97,13 @@ class KvFeed:
         self._watched: int | None = None
         try:
             bind = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
-            self.endpoint = open_socket(self._publisher, endpoint, bind)
+            self.endpoint = open_socket(self._publisher, _at_rank(endpoint, rank), bind)
             self.replay_endpoint = None
             if replay_endpoint is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
                 # A replay is longer than any mark, and a ROUTER drops what is over it.
                 self._replay.set_hwm(0)
-                self.replay_endpoint = open_socket(self._replay, replay_endpoint, True)
+                self.replay_endpoint = open_socket(self._replay, _at_rank(replay_endpoint, rank), True)
         except EngineStartError:
             self._context.destroy(linger=0)
             raise
@@ -103,7 +113,8 @@ class KvFeed:
 
     def publish(self, events: list[tuple[Any, ...]]) -> None:
         """Sends the events of one step as a batch."""
-        batch = [time.time(), [self._message(event, self._block_tokens) for event in events], 0]
+        told = [self._message(event, self._block_tokens) for event in events]
+        batch = [time.time() + self._ahead, told, self._rank]
         frame, payload = self._sequence.to_bytes(8, "big"), msgpack.packb(batch)
         self._sequence += 1
         self._past.append((frame, payload))

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from lmetric.engines.emulated.generation import Generation
 from lmetric.engines.emulated.handover import Nixl
@@ -71,15 +69,19 @@ class Histogram:
         return list(zip(bounds, accumulate(self._counts), strict=True)), self._sum
 
 
-class EngineMetrics(Collector):
-    """Everything /metrics shows, under vLLM's names. Times are seconds of the engine's own clock."""
+class EngineMetrics:
+    """What /metrics shows of one rank, under vLLM's names. Times are seconds of the engine's own clock."""
 
     prefix = "vllm:"
 
     def __init__(
-        self, model: str, cache_config: Mapping[str, str], load: Callable[[], Mapping[str, Any]]
+        self,
+        model: str,
+        cache_config: Mapping[str, str],
+        load: Callable[[], Mapping[str, Any]],
+        rank: int = 0,
     ) -> None:
-        self._labels = {"engine": "0", "model_name": model}
+        self._labels = {"engine": str(rank), "model_name": model}
         self.cache_config = dict(cache_config)
         self._load = load
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in (_HISTOGRAMS | _NIXL).items()}
@@ -90,8 +92,6 @@ class EngineMetrics(Collector):
         self.transfers = 0  # that requests wait for
         self.failed_transfers = 0
         self.late_seconds = 0.0
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def step(self, seconds: float, decoded: int, prefill_tokens: int) -> None:
         """A step ended: each sequence in it that decoded got its token one step after the one before."""
@@ -130,14 +130,6 @@ class EngineMetrics(Collector):
         self._histograms["nixl_xfer_time_seconds"].observe(seconds)
         self._histograms["nixl_bytes_transferred"].observe(size)
 
-    def render(self) -> bytes:
-        """The exposition text."""
-        return generate_latest(self._registry)
-
-    def describe(self) -> list[Metric]:
-        """Nothing in advance: `collect` is asked only when someone scrapes."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
         load = self._load()
@@ -171,11 +163,13 @@ class EngineMetrics(Collector):
         config = GaugeMetricFamily(
             "vllm:cache_config_info", "The cache's shape.", labels=[*self.cache_config, "engine"]
         )
-        config.add_metric([*self.cache_config.values(), "0"], 1)
+        config.add_metric([*self.cache_config.values(), self._labels["engine"]], 1)
         yield config
-        yield GaugeMetricFamily(
-            "lmetric_engine_late_seconds", "Real seconds behind the clock.", self.late_seconds
+        late = GaugeMetricFamily(
+            "lmetric_engine_late_seconds", "Real seconds behind the clock.", labels=["engine"]
         )
+        late.add_metric([self._labels["engine"]], self.late_seconds)
+        yield late
         for name, (text, _) in (_HISTOGRAMS | (_NIXL if self.nixl else {})).items():
             yield self._histogram(name, text)
         if self.nixl is not None:

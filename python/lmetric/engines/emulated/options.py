@@ -32,6 +32,12 @@ class EngineOptions(BaseModel):
     block_tokens: int = Field(
         default=16, gt=0, le=2**20, description="Tokens of a KV block, whatever the profile simulates with."
     )
+    ranks: int = Field(
+        default=1,
+        gt=0,
+        le=64,
+        description="Data-parallel ranks, each with a queue, a cache and KV events of its own; vllm only.",
+    )
     cache_blocks: int | None = Field(
         default=None, gt=0, le=_COUNT, description="KV blocks; default: as many tokens as the profile holds."
     )
@@ -69,6 +75,10 @@ class EngineOptions(BaseModel):
         default=None, description="ZMQ endpoint (bound) where past KV events can be asked for."
     )
     kv_events_topic: str = Field(default="", description="Topic frame of the KV events.")
+    clock_ahead_seconds: float = Field(
+        default=0.0,
+        description="What its Date and the times in its KV events are ahead of this machine's clock.",
+    )
     kv_events_buffer_steps: int = Field(
         default=10_000, gt=0, description="Batches of KV events kept for replay."
     )
@@ -152,10 +162,19 @@ class EngineOptions(BaseModel):
             raise ValueError("only with api sglang: vLLM does not push its load")
         return endpoint
 
+    @field_validator("ranks")
+    @classmethod
+    def _ranks_of_vllm(cls, ranks: int, info: ValidationInfo) -> int:
+        if ranks > 1 and info.data.get("api") != "vllm":
+            raise ValueError("only with api vllm: the stand-in for SGLang has one")
+        return ranks
+
     @model_validator(mode="after")
     def _role_has_a_connector(self) -> Self:
         if self.api == "sglang" and self.kv_connector != "none":
             raise ValueError("kv_connector is vLLM's: an engine with api sglang needs a role only")
+        if self.ranks > 1 and self.kv_connector != "none":
+            raise ValueError("ranks: an engine with a kv_connector has one")
         if self.api == "vllm" and self.role != "both" and self.kv_connector == "none":
             raise ValueError(f"role {self.role} needs kv_connector nixl")
         return self

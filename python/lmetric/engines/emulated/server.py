@@ -23,9 +23,10 @@ from lmetric.engines.emulated.errors import EngineStartError
 from lmetric.engines.emulated.kv_feed import KvFeed, vllm_message
 from lmetric.engines.emulated.metrics import EngineMetrics
 from lmetric.engines.emulated.options import EngineOptions
+from lmetric.engines.emulated.ranks import Rank
 from lmetric.engines.emulated.sglang import LoadFeed, SglangApi, SglangMetrics, sglang_message
 from lmetric.engines.emulated.text import shared_text
-from lmetric.profiles import ProfileError
+from lmetric.profiles import Profile, ProfileError
 
 _DRAIN_SECONDS = 2.0
 KV_BYTES_PER_TOKEN = (
@@ -44,9 +45,8 @@ class EngineServer:
         self.options = options
         self.url = ""
         self._runner: web.AppRunner | None = None
-        self._driver: Driver | None = None
+        self._ranks: list[Rank] = []
         self._api: Api | None = None
-        self._kv_feed: KvFeed | None = None
         self._load_feed: LoadFeed | None = None
 
     async def start(self) -> None:
@@ -61,41 +61,18 @@ class EngineServer:
         if max_model_len > capacity and options.admission == "vllm":
             message = f"max_model_len is {max_model_len} tokens, but the KV blocks hold {capacity}"
             raise EngineStartError(f"{message}: lower it or raise cache_blocks")
-        if options.kv_events and options.kv_events_endpoint is not None:
-            self._kv_feed = KvFeed(
-                options.kv_events_endpoint,
-                options.kv_events_replay_endpoint,
-                topic=options.kv_events_topic,
-                buffer_steps=options.kv_events_buffer_steps,
-                block_tokens=profile.block_tokens,
-                message=sglang_message if options.api == "sglang" else vllm_message,
-            )
-        engine = Engine(
-            profile.constants(),
-            text.words,
-            text.vocabulary,
-            admission=options.admission,
-            order=options.order,
-            kv_events=self._kv_feed is not None,
-        )
-        cache_config = {
-            "block_size": str(profile.block_tokens),
-            "enable_prefix_caching": "True",
-            "num_gpu_blocks": str(profile.cache_blocks),
-        }
-        make_api, make_metrics = {"vllm": (Api, EngineMetrics), "sglang": (SglangApi, SglangMetrics)}[
-            options.api
-        ]
-        metrics = make_metrics(options.model, cache_config, engine.load)
-        publish = self._kv_feed.publish if self._kv_feed else None
-        self._driver = Driver(engine, Clock(options.clock_speed), metrics, publish)
+        try:
+            for number in range(options.ranks):
+                self._ranks.append(self._rank(number, profile))
+        except EngineStartError:
+            await self.stop()
+            raise
+        make_api = SglangApi if options.api == "sglang" else Api
         api = make_api(
             options,
-            driver=self._driver,
-            metrics=metrics,
+            ranks=tuple(self._ranks),
             text=text,
             max_model_len=max_model_len,
-            kv_feed=self._kv_feed,
             kv_bytes_per_token=profile.kv_bytes_per_token or KV_BYTES_PER_TOKEN,
         )
         self._api = api
@@ -128,10 +105,43 @@ class EngineServer:
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
+    def _rank(self, number: int, profile: Profile) -> Rank:
+        options, text = self.options, shared_text()
+        sglang = options.api == "sglang"
+        feed = None
+        if options.kv_events and options.kv_events_endpoint is not None:
+            feed = KvFeed(
+                options.kv_events_endpoint,
+                options.kv_events_replay_endpoint,
+                topic=options.kv_events_topic,
+                buffer_steps=options.kv_events_buffer_steps,
+                block_tokens=profile.block_tokens,
+                rank=number,
+                clock_ahead_seconds=options.clock_ahead_seconds,
+                message=sglang_message if sglang else vllm_message,
+            )
+        engine = Engine(
+            profile.constants(),
+            text.words,
+            text.vocabulary,
+            admission=options.admission,
+            order=options.order,
+            kv_events=feed is not None,
+        )
+        cache_config = {
+            "block_size": str(profile.block_tokens),
+            "enable_prefix_caching": "True",
+            "num_gpu_blocks": str(profile.cache_blocks),
+        }
+        make_metrics = SglangMetrics if sglang else EngineMetrics
+        metrics = make_metrics(options.model, cache_config, engine.load, number)
+        driver = Driver(engine, Clock(options.clock_speed), metrics, feed.publish if feed else None)
+        return Rank(driver, metrics, feed)
+
     async def stop(self) -> None:
         """Ends running requests with finish_reason abort, then the server."""
-        if self._driver is not None:
-            self._driver.stop()
+        for rank in self._ranks:
+            rank.driver.stop()
         if self._runner is not None:
             await self._runner.cleanup()
         if self._api is not None:
@@ -139,13 +149,14 @@ class EngineServer:
         if self._load_feed is not None:
             await self._load_feed.close()
             self._load_feed = None
-        if self._kv_feed is not None:
-            self._kv_feed.close()
-            self._kv_feed = None
+        for rank in self._ranks:
+            if rank.kv_feed is not None:
+                rank.kv_feed.close()
+        self._ranks.clear()
 
     def description(self) -> dict[str, Any]:
         """What the line on standard output says once the engine is ready."""
-        feed = self._kv_feed
+        feed = self._ranks[0].kv_feed
         return {
             "event": "ready",
             "url": self.url,

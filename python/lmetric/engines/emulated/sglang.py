@@ -27,6 +27,7 @@ from lmetric.engines.emulated.handover import PeerError, Rooms, fetch
 from lmetric.engines.emulated.kv_feed import open_socket
 from lmetric.engines.emulated.metrics import EngineMetrics
 from lmetric.engines.emulated.protocol import ChatBody, CompletionBody
+from lmetric.engines.emulated.ranks import Rank
 from lmetric.engines.emulated.text import TOKENIZER_PATH
 
 _BOOTSTRAP_PORT = 8998  # where a request names none
@@ -122,19 +123,21 @@ class SglangApi(Api):
         if self._rooms is not None:
             await self._rooms.channel.stop()
 
-    async def _run(self, generation: Generation, priority: int, body: CompletionBody | ChatBody) -> None:
+    async def _run(
+        self, generation: Generation, rank: Rank, priority: int, body: CompletionBody | ChatBody
+    ) -> None:
         """As the emulated vLLM's; halves of a request wait for each other."""
         room = body.bootstrap_room
         if self._options.role == "both":
-            await super()._run(generation, priority, body)
+            await super()._run(generation, rank, priority, body)
             return
         if room is None:
             raise ApiError(400, "Disaggregated request received without bootstrap room id")
         try:
             if self._rooms is not None:
-                await self._prefill(self._rooms, room, generation, priority, body)
+                await self._prefill(self._rooms, room, generation, rank, priority, body)
             else:
-                await self._decode(room, generation, priority, body)
+                await self._decode(room, generation, rank, priority, body)
         except PeerError as error:
             raise ApiError(500, f"KVTransferError: {error}") from None
 
@@ -143,13 +146,14 @@ class SglangApi(Api):
         rooms: Rooms,
         number: int,
         generation: Generation,
+        rank: Rank,
         priority: int,
         body: CompletionBody | ChatBody,
     ) -> None:
         """Makes one token, whatever was asked for, and waits until the prompt was fetched."""
         generation.max_tokens = 1
         room = rooms.enter(number)
-        running = asyncio.ensure_future(super()._run(generation, priority, body))
+        running = asyncio.ensure_future(super()._run(generation, rank, priority, body))
         try:
             await asyncio.wait((running, room.fetched), return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
@@ -162,14 +166,14 @@ class SglangApi(Api):
             rooms.leave(number)
 
     async def _decode(
-        self, number: int, generation: Generation, priority: int, body: CompletionBody | ChatBody
+        self, number: int, generation: Generation, rank: Rank, priority: int, body: CompletionBody | ChatBody
     ) -> None:
         """Waits for the prompt's KV cache, then decodes."""
         prompt = generation.shape.prompt
         await fetch(body.bootstrap_host or "", body.bootstrap_port or _BOOTSTRAP_PORT, number, prompt)
         generation.pulled_tokens = len(prompt)
-        await self._transfer(len(prompt))
-        await super()._run(generation, priority, body)
+        await self._transfer(rank, len(prompt))
+        await super()._run(generation, rank, priority, body)
 
     def _add_own(self, router: web.UrlDispatcher) -> None:
         router.add_get("/server_info", self._server_info)
@@ -224,7 +228,7 @@ class SglangApi(Api):
     async def _server_info(self, _request: web.Request) -> web.Response:
         options = self._options
         events = None
-        if (feed := self._kv_feed) is not None:
+        if (feed := self._ranks[0].kv_feed) is not None:
             events = _address(feed.endpoint, "endpoint_host", "endpoint_port_base")
         if events is not None and feed is not None:
             events |= {
@@ -258,11 +262,11 @@ class SglangApi(Api):
 
     @property
     def _page(self) -> int:
-        return int(self._metrics.cache_config["block_size"])
+        return int(self._ranks[0].metrics.cache_config["block_size"])
 
     @property
     def _pages(self) -> int:
-        return int(self._metrics.cache_config["num_gpu_blocks"])
+        return int(self._ranks[0].metrics.cache_config["num_gpu_blocks"])
 
     async def _loads(self, request: web.Request) -> web.Response:
         if request.query.get("include", "all") not in ("core", "all"):
@@ -279,7 +283,7 @@ class SglangApi(Api):
 
     def counts(self) -> dict[str, float]:
         """The load, under the names of /v1/loads."""
-        load, capacity = self._driver.engine.load(), self._page * self._pages
+        load, capacity = self._ranks[0].driver.engine.load(), self._page * self._pages
         used = round(load["kv_usage"] * capacity)
         return {
             "num_running_reqs": load["running"],

@@ -19,15 +19,17 @@ pub static SPEC: PolicySpec = PolicySpec::new(
 );
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
-    lowest(
-        &SPEC,
-        knobs,
-        "type1 * where(survival > 0, handoff_running_tokens, decode_tokens + decode_bs * handoff_seconds * \
-         where(decode_tokens_per_second >= 0, decode_tokens_per_second, 0)) + \
-         type2 * where(survival > 0, handoff_arrived_tokens, handoff_arrived_tokens_for_certain) + \
-         type3 * handoff_coming_tokens",
-        &[],
-    )
+    let score = match knobs.get("survival") > 0.0 {
+        true => {
+            "type1 * handoff_running_tokens + type2 * handoff_arrived_tokens + type3 * handoff_coming_tokens"
+        }
+        false => {
+            "type1 * (decode_tokens + decode_bs * handoff_seconds * \
+             where(decode_tokens_per_second >= 0, decode_tokens_per_second, 0)) + \
+             type2 * handoff_arrived_tokens_for_certain + type3 * handoff_coming_tokens"
+        }
+    };
+    lowest(&SPEC, knobs, score, &[])
 }
 
 #[cfg(test)]

@@ -46,6 +46,9 @@ struct Pace {
 
 impl Pace {
     fn pass(&mut self, now: Seconds) {
+        if now == self.at {
+            return; // many tokens of one moment
+        }
         let seconds = (now - self.at).max(0.0);
         let kept = (-seconds / PACE_SECONDS).exp();
         self.tokens *= kept;

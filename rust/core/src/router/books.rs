@@ -29,6 +29,9 @@ struct Counts {
     /// Others' waiting and running, from the last report.
     foreign_waiting: f64,
     foreign_running: f64,
+    own_since: Span,
+    /// What was last compared with our own: waiting, running, and the KV cache's usage, which tells two samples apart.
+    compared: Option<(f64, f64, Option<f64>)>,
     decode_tokens: f64,
     bound_tokens: f64,
     remaining_tokens: f64,
@@ -45,6 +48,14 @@ struct Counts {
     /// When the last of those that decoded ended.
     decoded_until: Seconds,
     report: Option<Report>,
+}
+
+/// The fewest and the most own requests on an instance since its last report that said anything new: when in that time
+/// a report was sampled is not known.
+#[derive(Clone, Copy, Debug, Default)]
+struct Span {
+    least: f64,
+    most: f64,
 }
 
 /// A prefill not known to be over.
@@ -105,6 +116,34 @@ impl Counts {
             Some(seconds) if tokens > 0.0 => seconds / tokens,
             _ => 1.0 / prior_rate,
         }
+    }
+
+    /// Own requests that the engine may know of.
+    fn own(&self) -> f64 {
+        self.queued + self.scheduled + self.decoding
+    }
+
+    /// Their number may have changed.
+    fn note_own(&mut self) {
+        let own = self.own();
+        self.own_since = Span { least: self.own_since.least.min(own), most: self.own_since.most.max(own) };
+    }
+
+    /// Others' requests: those of the report beyond our own. How many of ours the report counts depends on when it was sampled, so
+    /// of the numbers that may be, the one closest to what was known counts.
+    fn compare(&mut self, waiting: f64, running: f64, kv_usage: Option<f64>) {
+        // The same figures to the last digit are the same sample: a page that somebody keeps. It tells nothing new.
+        let told = Some((waiting, running, kv_usage));
+        if self.compared == told {
+            return;
+        }
+        // Only totals can be compared: what is ours of the engine's running requests depends on how far it is.
+        let (all, own) = (waiting + running, self.own());
+        let known = self.foreign_waiting + self.foreign_running;
+        let foreign = known.min(all - self.own_since.least).max(all - self.own_since.most).max(0.0);
+        self.foreign_waiting = foreign.min((waiting - self.queued).max(0.0));
+        self.foreign_running = foreign - self.foreign_waiting;
+        (self.compared, self.own_since) = (told, Span { least: own, most: own });
     }
 
     /// What decodes.
@@ -460,18 +499,15 @@ impl Books {
         Some((tokens, pairs, seconds))
     }
 
-    /// Takes in an engine's report. What it counts beyond our own is others' load: `max(0, report - own)`, where it reports both
-    /// waiting and running; of our own, those beyond its waiting ones have left its queue.
+    /// Takes in an engine's report. What it counts beyond our own is others' load, where it reports both waiting and running; of our
+    /// own, those beyond its waiting ones have left its queue.
     pub fn report(&mut self, slot: usize, report: Report, columns: &mut Columns) {
         let c = &mut self.counts[slot];
         if let Some(waiting) = report.waiting {
             c.unqueued = (c.queued - waiting).max(0.0);
         }
         if let (Some(waiting), Some(running)) = (report.waiting, report.running) {
-            // Only totals can be compared: what is ours of the engine's running requests depends on how far it is.
-            let foreign = (waiting + running - (c.queued + c.scheduled + c.decoding)).max(0.0);
-            c.foreign_waiting = foreign.min((waiting - c.queued).max(0.0));
-            c.foreign_running = foreign - c.foreign_waiting;
+            c.compare(waiting, running, report.kv_usage);
         }
         let last = c.report.get_or_insert(report);
         last.at = report.at;
@@ -499,7 +535,7 @@ impl Books {
     /// Own requests on the slot, bound ones included.
     pub fn in_flight(&self, slot: usize) -> f64 {
         let c = &self.counts[slot];
-        c.coming + c.queued + c.scheduled + c.decoding
+        c.coming + c.own()
     }
 
     /// Queued prefill tokens of a slot at `now`.
@@ -524,8 +560,9 @@ impl Books {
         }
     }
 
-    fn write(&self, slot: usize, columns: &mut Columns) {
-        let c = &self.counts[slot];
+    fn write(&mut self, slot: usize, columns: &mut Columns) {
+        let c = &mut self.counts[slot];
+        c.note_own();
         let waiting = c.coming + c.queued - c.unqueued + c.foreign_waiting;
         let running = c.unqueued + c.scheduled + c.decoding + c.foreign_running;
         for (id, value) in [
