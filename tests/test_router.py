@@ -360,7 +360,7 @@ def public_things() -> list[tuple[str, object]]:
         if isinstance(thing, type):
             things += [
                 (f"{name}.{member}", value)
-                for member, value in vars(thing).items()
+                for member, value in sorted(vars(thing).items(), key=lambda item: item[0])
                 if not member.startswith("_") and not inspect.ismemberdescriptor(value)
             ]
     return things
