@@ -82,9 +82,8 @@ class Pd:
 
     def load(self, name: str) -> dict[str, Any]:
         """An engine's own counts."""
-        driver = self.engines[name]._driver
-        assert driver is not None
-        return dict(driver.engine.load())
+        (rank,) = self.engines[name]._ranks
+        return dict(rank.driver.engine.load())
 
     def busy(self, name: str) -> int:
         """Requests in an engine."""

@@ -113,7 +113,7 @@ async def test_keys_are_the_sources_unless_the_file_has_them(tmp_path: Path) -> 
     async with following(source(file, api_key="all", model="m")) as told:
         await told.until(lambda: told.lists)
         a, b = told.lists[0]
-        assert (a.config.api_key, a.model, a.config.role) == (SecretStr("all"), "m", "both")
+        assert (a.config.api_key, a.model, a.config.role) == (SecretStr("all"), "m", None)
         assert (b.config.api_key, b.model, b.config.role) == (SecretStr("own"), "n", "prefill")
 
 

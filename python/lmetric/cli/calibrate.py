@@ -120,7 +120,7 @@ def _run(calibrator: Calibrator) -> Calibration:
 
 def _as_data(made: Calibration) -> dict[str, Any]:
     return {
-        "profile": made.profile.model_dump(),
+        "profile": made.profile.model_dump(exclude_none=True),
         "standard_errors": made.fit.standard_errors,
         "request_seconds": made.fit.request_seconds,
         "median_relative_error": made.fit.median_error,
