@@ -25,6 +25,13 @@ def _read(
         str | None, typer.Option(metavar="NAME_OR_EXPRESSION", help="Policy, or a score to minimise.")
     ] = None,
     knob: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Repeatable.")] = None,
+    decode_policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_EXPRESSION",
+            help="Where requests decode whose prompt another engine computed.",
+        ),
+    ] = None,
     profile: Annotated[
         str | None, typer.Option(help="What engines' steps cost: a shipped profile, or a YAML file.")
     ] = None,
@@ -48,6 +55,7 @@ def _read(
         "model": model,
         "policy": policy,
         "knobs": dict(_pair("--knob", text) for text in knob) if knob else None,
+        "decode_policy": decode_policy,
         "profile": profile,
         "auth.keys_file": api_keys,
         "log.level": log_level,
