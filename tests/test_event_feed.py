@@ -66,7 +66,8 @@ class Publisher:
     ) -> None:
         self.context = zmq.Context()
         self.topic, self.keep = topic.encode(), keep
-        self.pub = self.context.socket(zmq.PUB)
+        self.pub = self.context.socket(zmq.XPUB)  # which sees subscriptions
+        self.subscriptions: list[bytes] = []
         self.pub.set_hwm(100_000)
         if endpoint.startswith("connect "):
             self.pub.connect(endpoint.removeprefix("connect "))
@@ -93,6 +94,12 @@ class Publisher:
         if not lose:
             self.pub.send_multipart((self.topic, self.next.to_bytes(8, "big"), payload))
         self.next += 1
+
+    def heard(self) -> bool:
+        """Whether somebody has subscribed to its topic: what was published before is lost."""
+        while self.pub.poll(0):
+            self.subscriptions.append(self.pub.recv())
+        return b"\x01" + self.topic in self.subscriptions
 
     def answer(self) -> None:
         """Serves the replays that were asked for."""

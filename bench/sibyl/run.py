@@ -25,9 +25,13 @@ import numpy as np
 from world import (
     ABLATIONS,
     LATE,
+    LEAST_REQUESTS,
     LENGTHS,
     MAIN,
+    POWER_OF_TWO,
     RIVALS,
+    ROUND_ROBIN,
+    SIBYL,
     Outcome,
     Rival,
     Stage,
@@ -146,6 +150,18 @@ def queues(world: World) -> list[Row]:
                 made.append(row(stage, rival, world.outcomes(stage, rival, **real)))
                 print(f"{stage.label}: {rival.label}: p99 {made[-1]['p99']}", file=sys.stderr, flush=True)
     return made
+
+
+@figure(
+    "plus", "sibyl_plus: batches that the memory of an engine would hold no more, where rules differ most"
+)
+def plus(world: World) -> list[Row]:
+    stages = [
+        Stage(lengths, "step time", decodes, 0.7)
+        for decodes in world.sizes(64)
+        for lengths in (LENGTHS[:1] if world.quick else LENGTHS)
+    ]
+    return rows(world, stages, [LEAST_REQUESTS, POWER_OF_TWO, ROUND_ROBIN, SIBYL, *beyond()])
 
 
 # -- files and the page --------------------------------------------------------------------------------------

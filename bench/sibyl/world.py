@@ -47,11 +47,12 @@ SIBYL = Rival("SIBYL", "sibyl")
 ROUND_ROBIN = Rival("round robin", "round_robin")
 LEAST_REQUESTS = Rival("least requests, bound ones too (REQLEVEL)", "least_requests")
 ILS = Rival("ILS, tokens", "ils")
+POWER_OF_TWO = Rival("power of two", "power_of_two")
 MAIN = [ROUND_ROBIN, ILS, LEAST_REQUESTS, SIBYL]
 RIVALS = [
     ROUND_ROBIN,
     Rival("random", "random"),
-    Rival("power of two", "power_of_two"),
+    POWER_OF_TWO,
     ILS,
     Rival("ILS, requests", "ils_requests"),
     LEAST_REQUESTS,
