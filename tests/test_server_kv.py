@@ -187,7 +187,7 @@ async def test_a_lost_index_is_filled_again_by_the_requests_that_come() -> None:
 
 
 async def test_an_endpoint_that_nobody_listens_at_is_no_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_feed, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(kv_feed, "SILENT_SECONDS", 1.5)
     async with emulated() as engine:
         entry = {"url": engine.url, "name": "e0", "kv_events": {**IDS, "endpoint": "tcp://127.0.0.1:9"}}
         async with routed(entry) as w:
@@ -200,7 +200,7 @@ async def test_an_endpoint_that_nobody_listens_at_is_no_exact_mode(monkeypatch: 
 
 
 async def test_silence_where_there_should_be_events_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_feed, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(kv_feed, "SILENT_SECONDS", 1.5)
     async with emulated(kv_events_topic="kv@right") as engine:
         entry = {"url": engine.url, "name": "e0", "kv_events": {**IDS, "topic": "kv@wrong"}}
         async with routed(entry) as w:

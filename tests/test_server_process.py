@@ -144,7 +144,7 @@ async def test_streams_that_outlast_the_deadline_end_with_an_error() -> None:
         assert rest.endswith(b"data: [DONE]\n\n")
         assert (await plain).status in (200, 503)
         assert await r.ended() == 0
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 10  # the deadline by itself is 30 s
 
 
 async def test_ctrl_c_twice_hurries() -> None:

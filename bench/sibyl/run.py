@@ -158,7 +158,7 @@ def queues(world: World) -> list[Row]:
 def plus(world: World) -> list[Row]:
     stages = [
         Stage(lengths, "step time", decodes, 0.7)
-        for decodes in world.sizes(64)
+        for decodes in world.sizes(32)
         for lengths in (LENGTHS[:1] if world.quick else LENGTHS)
     ]
     return rows(world, stages, [LEAST_REQUESTS, POWER_OF_TWO, ROUND_ROBIN, SIBYL, *beyond()])
