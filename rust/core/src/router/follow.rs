@@ -202,13 +202,8 @@ impl Router {
         let (mut leg, bound, next) = placed.ok()?;
         let hit = leg.entry.prompt_tokens - leg.entry.new_tokens;
         let start = next.as_ref().map(|next| now + next.handoff_seconds);
-        if leg.entry.stage == Stage::Coming {
-            // Its turn is now.
-            self.open_leg(key, &mut leg, start, now);
-            self.books.arrive(leg.segment.instance.index(), &mut leg.entry, &mut self.columns);
-        } else {
-            self.open_leg(key, &mut leg, start, now);
-        }
+        self.open_leg(key, &mut leg, start, now);
+        self.arrive(&mut leg);
         let bound: Vec<_> = bound
             .into_iter()
             .map(|mut leg| {
@@ -222,14 +217,11 @@ impl Router {
         self.totals.retries += 1;
         let name = self.fleet.name(segment.instance).clone();
         self.receipts.update(decision, |r| {
-            match first {
-                true => {
-                    r.moved.push((segment.instance.0, name));
-                    r.predicted_hit_tokens = hit as u32;
-                    r.next = next;
-                }
-                false => r.next = next,
-            };
+            if first {
+                r.moved.push((segment.instance.0, name));
+                r.predicted_hit_tokens = hit as u32;
+            }
+            r.next = next;
         });
         Some(segment)
     }

@@ -116,7 +116,7 @@ impl Router {
         }
         self.count_cached(&ended, usage);
         self.receipts.update(decision, |r| r.outcome.handed_over_seconds = Some(seconds));
-        let leg = match bound {
+        let mut leg = match bound {
             Some(leg) if self.serves(&leg) => leg,
             bound => {
                 if let Some(leg) = bound {
@@ -125,18 +125,22 @@ impl Router {
                 self.go_on(ticket, now)?
             }
         };
+        self.arrive(&mut leg);
         let segment = leg.segment;
-        let state = self.tickets.get(ticket)?;
-        state.leg = leg;
-        if state.leg.entry.stage == Stage::Coming {
-            self.books.arrive(segment.instance.index(), &mut state.leg.entry, &mut self.columns);
-        }
+        self.tickets.get(ticket)?.leg = leg;
         Ok(segment)
     }
 
     /// The segment that is bound behind a ticket's open one, where there is one.
     pub fn bound_next(&mut self, ticket: TicketId) -> Option<Segment> {
         self.tickets.get(ticket).ok()?.later.first().map(|leg| leg.segment)
+    }
+
+    /// A segment's turn has come: where it was bound behind another, it goes to its engine.
+    pub(super) fn arrive(&mut self, leg: &mut Leg) {
+        if leg.entry.stage == Stage::Coming {
+            self.books.arrive(leg.segment.instance.index(), &mut leg.entry, &mut self.columns);
+        }
     }
 
     /// Whether a bound segment's instance still takes it.
