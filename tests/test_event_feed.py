@@ -214,6 +214,20 @@ def test_what_was_published_before_is_asked_for(bed: Bed) -> None:
         assert bed.held([4] * BLOCK, "e1") == 0
 
 
+def test_what_is_published_before_the_subscription_arrives_is_asked_for(bed: Bed) -> None:
+    tokens = list(range(64))
+    with publisher() as engine:
+        engine.publish(stored([1], tokens[:16]))
+        bed.subscribe(engine)
+        bed.settle(engine, "live")
+        # The past was asked for already, nobody hears this one, and then the engine has nothing more to say.
+        engine.publish(stored([2], tokens[16:32], parent=1), lose=True)
+        bed.settle(engine, "live")
+        assert bed.held(tokens) == 2
+        status = bed.status()
+        assert (status["gaps"], status["restarts"], status["replayed"]) == (0, 0, 2)
+
+
 def test_lost_batches_are_played_again(bed: Bed) -> None:
     tokens = list(range(64))
     with publisher() as engine:

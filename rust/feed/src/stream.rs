@@ -14,6 +14,9 @@ const PATIENCE_SECONDS: f64 = 2.0;
 const ATTEMPTS: u32 = 3;
 /// When it is asked again, after nobody answered: an engine may be busy for long while it starts.
 const AGAIN_SECONDS: f64 = 30.0;
+/// How long a subscription may take to reach the publisher: what is published before it does, and after the first answer, is
+/// heard by nobody.
+const SUBSCRIBED_SECONDS: f64 = 1.0;
 /// What is held at most while a replay runs.
 const HELD_BATCHES: usize = 8192;
 const HELD_BYTES: usize = 64 << 20;
@@ -78,6 +81,8 @@ struct Replay {
     from: u64,
     /// From the start, in the place of what is known in part.
     anew: bool,
+    /// Whether something was missed is all that it asks: without an answer, what is known stays.
+    check: bool,
     /// Nothing has come yet.
     first: bool,
     /// A batch was missing in the answer: publishers drop what they cannot send at once.
@@ -102,6 +107,8 @@ pub struct Stream {
     attempts: u32,
     /// When to ask for all anew, where nobody answered.
     again_at: Option<f64>,
+    /// When to ask whether something was missed, where nothing was heard on this connection.
+    check_at: Option<f64>,
     held: VecDeque<(u64, Vec<u8>)>,
     held_bytes: usize,
     counts: Counts,
@@ -120,6 +127,7 @@ impl Stream {
             replay: None,
             attempts: 0,
             again_at: None,
+            check_at: None,
             held: VecDeque::new(),
             held_bytes: 0,
             counts: Counts::default(),
@@ -149,7 +157,8 @@ impl Stream {
 
     /// When [`Stream::tick`] has something to do.
     pub fn deadline(&self) -> Option<f64> {
-        self.replay.map(|r| r.deadline).or(self.again_at)
+        let check_at = self.check_at.filter(|_| self.next.is_some());
+        self.replay.map(|r| r.deadline).or(self.again_at.into_iter().chain(check_at).reduce(f64::min))
     }
 
     /// A connection stands. What was said on one before may be of another process.
@@ -159,6 +168,7 @@ impl Stream {
         self.let_go();
         if self.can_replay {
             self.attempts = 0;
+            self.check_at = Some(now + SUBSCRIBED_SECONDS);
             self.ask(now, sink);
         } else if self.next.is_some() {
             // Nobody can say whether it is the same process, nor what went by meanwhile.
@@ -174,6 +184,7 @@ impl Stream {
     /// The connection is gone.
     pub fn disconnected(&mut self) {
         self.connected = false;
+        self.check_at = None;
     }
 
     /// What was applied was forgotten by others: all is to be told anew.
@@ -199,7 +210,7 @@ impl Stream {
                 self.ask(now, sink);
             }
         }
-        self.heard = Some(number);
+        (self.heard, self.check_at) = (Some(number), None);
         if self.replay.is_some() {
             return self.hold(number, batch);
         }
@@ -288,7 +299,13 @@ impl Stream {
             return;
         }
         let Some(replay) = self.replay else {
-            (self.attempts, self.again_at) = (0, None);
+            self.attempts = 0;
+            if self.check_at.take_if(|at| now >= *at).is_some() {
+                self.ask(now, sink);
+                self.replay.iter_mut().for_each(|replay| replay.check = true);
+                return;
+            }
+            self.again_at = None;
             if !self.complete {
                 self.ask_for(0, true, now, sink);
             }
@@ -297,11 +314,20 @@ impl Stream {
         self.attempts += 1;
         if self.attempts < ATTEMPTS {
             let anew = replay.anew && replay.first;
-            return if anew { self.ask_for(0, true, now, sink) } else { self.ask(now, sink) };
+            if anew {
+                self.ask_for(0, true, now, sink);
+            } else {
+                self.ask(now, sink);
+            }
+            return self.replay.iter_mut().for_each(|again| again.check = replay.check);
         }
         self.counts.unanswered += 1;
-        (self.replay, self.again_at) = (None, Some(now + AGAIN_SECONDS));
+        self.replay = None;
         self.catch_up(sink);
+        if replay.check && self.held.is_empty() {
+            return;
+        }
+        self.again_at = Some(now + AGAIN_SECONDS);
         if !(replay.anew && self.held.is_empty()) {
             self.give_up(sink);
         }
@@ -313,7 +339,8 @@ impl Stream {
 
     fn ask_for(&mut self, from: u64, anew: bool, now: f64, sink: &mut impl Sink) {
         let deadline = now + PATIENCE_SECONDS;
-        self.replay = Some(Replay { from, anew, first: true, hole: false, progressed: false, deadline });
+        self.replay =
+            Some(Replay { from, anew, check: false, first: true, hole: false, progressed: false, deadline });
         sink.ask(from);
     }
 
