@@ -21,6 +21,7 @@ def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def reproduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DRIVER.parents[1]))
     monkeypatch.syspath_prepend(str(DRIVER.parent))
 
 

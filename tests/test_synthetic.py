@@ -79,16 +79,38 @@ def test_named_lengths_have_the_papers_figures(
 def test_named_lengths_stand_for_both_and_are_named_when_wrong() -> None:
     named = {"synthetic": "requests", "rate": 5.0, "duration_seconds": 100}
     spelled = LENGTHS["zeta-like"].model_dump()
+    assert all(check_synthetic(named | {"lengths": name}, "here").make() for name in LENGTHS)
     trace, same = (
         check_synthetic(named | more, "here").make() for more in ({"lengths": "zeta-like"}, spelled)
     )
     assert trace.output_tokens.tolist() == same.output_tokens.tolist()
     for more, told in (
-        ({"lengths": "zeta"}, "sibyl-random, sharegpt-like, zeta-like, got 'zeta'"),
+        ({"lengths": "zeta"}, "sibyl-random, sharegpt-like, zeta-like, .*, got 'zeta'"),
         ({"lengths": "zeta-like", "input_tokens": 5}, "lengths or input_tokens, not both"),
     ):
         with pytest.raises(SyntheticError, match=told):
             check_synthetic(named | more, "here")
+
+
+@pytest.mark.parametrize("synthetic", ["requests", "sessions"])
+def test_kinds_have_lengths_of_their_own(synthetic: str) -> None:
+    told = {
+        "synthetic": synthetic, "rate": 20.0, "duration_seconds": 500,
+        "input_tokens": 10, "output_tokens": 20,
+        "kinds": [
+            {"share": 0.3, "input_tokens": 100, "output_tokens": 200},
+            {"share": 0.2, "input_tokens": 1000, "output_tokens": 2000},
+        ],
+    }  # fmt: skip
+    if synthetic == "sessions":
+        told["turns"] = 1
+    trace = check_synthetic(told, "here").make()
+    pairs, counts = np.unique([trace.input_tokens, trace.output_tokens], axis=1, return_counts=True)
+    assert pairs.T.tolist() == [[10, 20], [100, 200], [1000, 2000]]
+    assert counts / len(trace) == pytest.approx([0.5, 0.3, 0.2], abs=0.02)
+    told["kinds"] = [{"share": 0.6, "input_tokens": 1, "output_tokens": 1}] * 2
+    with pytest.raises(SyntheticError, match=r"shares of kinds must sum to 1 at most, got 1\.2"):
+        check_synthetic(told, "here")
 
 
 def gaps(trace: Trace) -> Any:

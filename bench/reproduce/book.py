@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from world import World
+
+from rerun import Rerun, markdown
 
 Expected = Literal["less", "more", "about 0", ""]
 NEAR = 0.03  # what "about 0" allows
@@ -81,38 +84,22 @@ class Made:
     tables: list[Table] = field(default_factory=list)
 
 
-Maker = Callable[[World], Made]
-FIGURES: dict[str, tuple[str, Maker]] = {}
-
-
-def figure(name: str, title: str) -> Callable[[Maker], Maker]:
+def figure(name: str, title: str) -> Callable[[Callable[[World], Made]], object]:
     """Registers a function as the maker of a figure."""
 
-    def register(maker: Maker) -> Maker:
-        FIGURES[name] = (title, maker)
+    def register(maker: Callable[[World], Made]) -> Callable[[World], Made]:
+        RERUN.figure(name, title)(lambda world: to_json(maker(world)))
         return maker
 
     return register
 
 
-def spread(found: Sequence[float], scale: float = 1, digits: int = 2) -> str:
-    """``mean ±half the range`` over seeds."""
-    half = (max(found) - min(found)) / 2 * scale
-    text = f"{np.mean(found) * scale:.{digits}f}"
-    return f"{text} ±{half:.{digits}f}" if len(found) > 1 else text
-
-
-def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def to_json(name: str, title: str, made: Made, about: dict[str, Any]) -> dict[str, Any]:
-    told = asdict(made)
+def to_json(made: Made) -> dict[str, Any]:
+    told: dict[str, Any] = asdict(made)
     for claim in told["claims"]:
         for ours in claim["ours"]:
             ours["values"] = [float(f"{value:.5g}") for value in ours["values"]]
-    return {"figure": name, "title": title, **about, **told}
+    return told
 
 
 def from_json(told: dict[str, Any]) -> Made:
@@ -136,6 +123,7 @@ def rendered(told: dict[str, Any]) -> str:
     shown = [f"{table.title}\n\n{markdown(table.head, table.rows)}".strip() for table in made.tables]
     if made.claims and shown:
         shown = ["<details><summary>All figures</summary>", *shown, "</details>"]
-    parts += shown
-    parts.append(f"{told['seeds']} seeds, at commit {told['commit']}.")
-    return "\n\n".join(parts)
+    return "\n\n".join(parts + shown)
+
+
+RERUN = Rerun(Path(__file__).parent, "figure", rendered)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from book import Claim, Made, Ours, Table, figure, spread
+from book import Claim, Made, Ours, Table, figure
 from world import HALF, LMETRIC, SIMULATION, VLLM, Choice, Figures, Stage, World, change, mean, values
 
 from lmetric.sim.traces import summarize_trace
+from rerun import spread
 
 LAMBDAS = [round(0.1 * step, 1) for step in range(1, 10)]
 WEIGHTS = LAMBDAS

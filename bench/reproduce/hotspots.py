@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from book import Claim, Made, Ours, Table, figure, spread
+from book import Claim, Made, Ours, Table, figure
 from comparisons import against
 from numpy.typing import NDArray
 from world import HALF, INSTANCES, LMETRIC, VLLM, Choice, Stage, World, values
@@ -18,6 +18,7 @@ from lmetric.policies import Columns, policy_function
 from lmetric.sim.run import Run, prepare
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import Trace
+from rerun import spread
 
 WINDOW_SECONDS = 60.0  # the paper's
 TRACKED = 10  # classes with the most hits in a window ("samples the classes with the highest KV$ hits")

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from book import Claim, Made, Ours, Table, figure, spread
+from book import Claim, Made, Ours, Table, figure
 from comparisons import HEAD, against, cells, linear
 from world import HALF, LMETRIC, SIMULATION, VLLM, Choice, Figures, Stage, World, change, values
 
 from lmetric.policies import Columns, policy_function
 from lmetric.sim.run import prepare
 from lmetric.sim.traces import Trace
+from rerun import spread
 
 BS_ALONE = Choice("lmetric", {"bs_offset": 0}, "p_token * bs")
 LIGHT = [0.02, 0.1, 0.25, 0.5, 0.85]

@@ -28,8 +28,8 @@ from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice
 from lmetric.sim.summary import Slo, figures, measured, prefill_windows
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import Trace, load_trace
+from rerun import ROOT
 
-ROOT = Path(__file__).parents[2]
 SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
 INSTANCES = 16
 HALF = 0.5  # of the maximum load
@@ -149,7 +149,6 @@ class World:
     def __init__(self, traces: Path, *, seeds: int, quick: bool) -> None:
         self.traces, self.quick = traces, quick
         self.seeds = list(range(seeds))
-        self.runs_made = 0
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="simulate")
         self._made: dict[Any, Any] = {}
         self._profiles = TemporaryDirectory()
@@ -236,7 +235,6 @@ class World:
 
     def play(self, stage: Stage, part: Part, choice: Choice, seed: int, fraction: float, **more: Any) -> Run:
         """One run, not kept. Later ones of `choice.settings` and `more` win."""
-        self.runs_made += 1
         settings = {"profile": stage.profile, "instances": INSTANCES, **choice.settings, **more}
         return simulate(
             part.workload.faster(part.max_speed * fraction),

@@ -11,50 +11,43 @@ Each figure writes `results/FIGURE.json`; its tables in docs/reproduction.md are
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from survival import errors
+from tables import rendered
 from world import (
     ABLATIONS,
+    BEYOND,
+    ILS,
     LATE,
     LEAST_REQUESTS,
+    LEAST_TOKENS,
     LENGTHS,
     MAIN,
+    ORACLE,
+    PLUS,
     POWER_OF_TWO,
     RIVALS,
     ROUND_ROBIN,
     SIBYL,
+    TRACES,
     Outcome,
     Rival,
     Stage,
     World,
-    beyond,
 )
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-PAGE = ROOT / "docs" / "reproduction.md"
+from rerun import ROOT, Rerun
+
 Row = dict[str, Any]
-Maker = Callable[[World], list[Row]]
-FIGURES: dict[str, tuple[str, Maker]] = {}
-
-
-def figure(name: str, title: str) -> Callable[[Maker], Maker]:
-    """Registers a function as the maker of a figure."""
-
-    def register(maker: Maker) -> Maker:
-        FIGURES[name] = (title, maker)
-        return maker
-
-    return register
+RERUN = Rerun(Path(__file__).parent, "sibyl", rendered)
+figure = RERUN.figure
 
 
 def row(stage: Stage, rival: Rival, found: Sequence[Outcome]) -> Row:
@@ -64,23 +57,23 @@ def row(stage: Stage, rival: Rival, found: Sequence[Outcome]) -> Row:
     return {"stage": stage.label, "policy": rival.label, **values}
 
 
-def rows(world: World, stages: Iterable[Stage], rivals: Sequence[Rival]) -> list[Row]:
+def rows(world: World, stages: Sequence[Stage], rivals: Sequence[Rival], **settings: Any) -> Row:
     made = []
-    for stage, rival, found in world.all(list(stages), list(rivals)):
+    for stage, rival, found in world.all(stages, rivals, **settings):
         made.append(row(stage, rival, found))
         print(f"{stage.label}: {rival.label}: p99 {made[-1]['p99']}", file=sys.stderr, flush=True)
-    return made
+    return {"rows": made}
 
 
 @figure("independent", "The stage of the independent simulation (12 requests/s)")
-def independent(world: World) -> list[Row]:
+def independent(world: World) -> Row:
     (decodes,) = world.sizes(64)
     stage = Stage("sharegpt-like", "step time", decodes, None, rate=12 * decodes / 64)
-    return rows(world, [stage], [*RIVALS, *LATE, *beyond()])
+    return rows(world, [stage], [*RIVALS, *LATE, *BEYOND])
 
 
 @figure("9", "Figure 9 and Table 1: 64 decode instances")
-def figure_9(world: World) -> list[Row]:
+def figure_9(world: World) -> Row:
     # Under the step-time model 0.4 is a batch of 45, about what the memory of an H20 holds.
     loads = {"Eq. 15, held": (0.4, 0.8), "step time": (0.2, 0.4)}
     stages = [
@@ -90,24 +83,24 @@ def figure_9(world: World) -> list[Row]:
         for lengths in LENGTHS
         for load in (loads[engine][-1:] if world.quick else loads[engine])
     ]
-    return rows(world, stages, [*MAIN, *beyond()])
+    return rows(world, stages, [*MAIN, *BEYOND])
 
 
-LIVES_OF_MANY = 5.0  # pools of hundreds are slow to play, and have more requests to count
+LIVES_OF_MANY = 4.1  # pools of hundreds are slow to play, and have more requests to count
 
 
 @figure("15", "Figure 15 and Table 6: 128 and 256 decode instances")
-def figure_15(world: World) -> list[Row]:
+def figure_15(world: World) -> Row:
     stages = [
         Stage(lengths, "Eq. 15, held", decodes, 0.4, lives=LIVES_OF_MANY)
         for lengths in ("sharegpt-like", "zeta-like")
         for decodes in world.sizes(128, 256)
     ]
-    return rows(world, stages, [*MAIN, *beyond()])
+    return rows(world, stages, [*MAIN, *BEYOND])
 
 
 @figure("8", "Figure 8: ablations")
-def figure_8(world: World) -> list[Row]:
+def figure_8(world: World) -> Row:
     stages = [
         Stage("sharegpt-like", engine, decodes, 0.4)
         for decodes in world.sizes(64)
@@ -117,7 +110,7 @@ def figure_8(world: World) -> list[Row]:
 
 
 @figure("printed", "Eq. (15) as printed: engines past 105 requests stand still")
-def as_printed(world: World) -> list[Row]:
+def as_printed(world: World) -> Row:
     stages = [
         Stage("sharegpt-like", "Eq. 15, as printed", decodes, load)
         for decodes in world.sizes(64)
@@ -127,7 +120,7 @@ def as_printed(world: World) -> list[Row]:
 
 
 @figure("light", "A load so light that most instances are idle: where Table 1's ratios can come from")
-def light(world: World) -> list[Row]:
+def light(world: World) -> Row:
     stages = [
         Stage("sharegpt-like", "Eq. 15, held", decodes, load)
         for decodes in world.sizes(64)
@@ -137,117 +130,92 @@ def light(world: World) -> list[Row]:
 
 
 @figure("queues", "Real prefill queues under LMETRIC, KV at 50 GB/s, Poisson and bursty arrivals")
-def queues(world: World) -> list[Row]:
-    made = []
-    for decodes in world.sizes(64):
-        for arrivals in ("poisson", "3"):
-            stage = Stage("zeta-like", "step time", decodes, 0.4, arrivals=arrivals)
-            real = {
-                "policy": "lmetric", "roles": {"prefill": decodes // 8, "decode": decodes},
-                "prefill": "queues", "transfer": "50",
-            }  # fmt: skip
-            for rival in [*MAIN, *LATE, *beyond()]:
-                made.append(row(stage, rival, world.outcomes(stage, rival, **real)))
-                print(f"{stage.label}: {rival.label}: p99 {made[-1]['p99']}", file=sys.stderr, flush=True)
-    return made
-
-
-@figure(
-    "plus", "sibyl_plus: batches that the memory of an engine would hold no more, where rules differ most"
-)
-def plus(world: World) -> list[Row]:
+def queues(world: World) -> Row:
+    (decodes,) = world.sizes(64)
     stages = [
-        Stage(lengths, "step time", decodes, 0.7)
-        for decodes in world.sizes(32)
-        for lengths in (LENGTHS[:1] if world.quick else LENGTHS)
+        Stage("zeta-like", "step time", decodes, 0.4, arrivals=arrivals) for arrivals in ("poisson", "3")
     ]
-    return rows(world, stages, [LEAST_REQUESTS, POWER_OF_TWO, ROUND_ROBIN, SIBYL, *beyond()])
+    real = {
+        "policy": "lmetric", "roles": {"prefill": decodes // 8, "decode": decodes},
+        "prefill": "queues", "transfer": "50",
+    }  # fmt: skip
+    return rows(world, stages, [*MAIN, *LATE, *BEYOND], **real)
 
 
-# -- files and the page --------------------------------------------------------------------------------------
+# -- beyond: sibyl_plus
+
+# Lengths that nobody looked at before sibyl_plus was as it is, and those that were looked at meanwhile.
+HELD_OUT = ("completion", "long-form", "extraction", "thinking-to-a-cap", "three-tenants")
+SEEN = (
+    "short-chat", "reasoning", "summaries", "two-sizes", "agents", "heavy-tails", "chat-and-documents",
+    "ask-or-think", *LENGTHS,
+)  # fmt: skip
+LOADS = (0.4, 0.7, 0.95)
+SEEDS_OF_THE_FAR = 3  # for rivals that are slow to play and not near
 
 
-def rendered(told: dict[str, Any]) -> str:
-    """A figure's part of the page: a table for each stage."""
-    parts = []
-    for stage in dict.fromkeys(each["stage"] for each in told["rows"]):
-        here = [each for each in told["rows"] if each["stage"] == stage]
-        tails = [np.mean(each["p99"]) for each in here]
-        best = min(tails) if max(tails) > min(tails) * 1.001 else 0.0  # none, where all are equal
-        head = ["decode policy", "TPOT mean, ms", "p50", "p99", "p99.9", "least loaded, %", "batch"]
-        stuck = any(max(each["without_end"]) > 0 for each in here)
-        lines = [head + (["without end, %"] if stuck else [])]
-        lines.append(["---"] * len(lines[0]))
-        for each in here:
-            cells = [spread(each[name]) for name in ("mean", "p50", "p99", "p999")]
-            if np.mean(each["p99"]) <= best * 1.001:
-                cells[2] = f"**{cells[2]}**"
-            cells += [spread(each["least_loaded"], 100), spread(each["batch"])]
-            lines.append([each["policy"], *cells, *([spread(each["without_end"], 100)] if stuck else [])])
-        requests = int(np.mean(here[0]["requests"]))
-        parts.append(f"{stage} ({requests:,} requests counted):\n\n" + "\n".join(map(_line, lines)))
-    parts.append(f"{told['seeds']} seeds, at commit {told['commit']}.")
-    return "\n\n".join(parts)
+def judged(
+    world: World,
+    lengths: Sequence[str],
+    loads: Sequence[float],
+    sizes: Sequence[int],
+    lives: float = LIVES_OF_MANY,
+) -> Row:
+    """sibyl_plus against the rivals that it must beat."""
+    near = [LEAST_REQUESTS, PLUS, ROUND_ROBIN, POWER_OF_TWO]
+    far = [replace(rival, seeds=SEEDS_OF_THE_FAR) for rival in (ILS, LEAST_TOKENS, SIBYL, ORACLE)]
+    stages = [
+        Stage(name, "256 sequences", decodes, load, lives=lives)
+        for decodes in sizes
+        for name in (lengths[:1] if world.quick else lengths)
+        for load in (loads[:1] if world.quick else loads)
+    ]
+    return {"compare": PLUS.label, **rows(world, stages, [*near, *far])}
 
 
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+@figure("fresh", "sibyl_plus on lengths that it was not made with")
+def fresh(world: World) -> Row:
+    return judged(world, HELD_OUT, LOADS, world.sizes(64))
 
 
-def spread(found: Sequence[float], scale: float = 1) -> str:
-    """``mean ±half the range`` over seeds."""
-    half = (max(found) - min(found)) / 2 * scale
-    text = f"{np.mean(found) * scale:.1f}"
-    return f"{text} ±{half:.1f}" if len(found) > 1 else text
+@figure("fresh_sizes", "The same on 128 and 256 decode instances")
+def fresh_sizes(world: World) -> Row:
+    return judged(world, ("completion", "three-tenants"), (0.4, 0.9), world.sizes(128, 256), 3.6)
 
 
-def page(text: str, results: Path) -> str:
-    """The page with every table between its markers made anew."""
-
-    def filled(match: re.Match[str]) -> str:
-        path = results / f"{match[1]}.json"
-        if not path.exists():
-            sys.exit(f"run.py: no {path}: run it with --figure {match[1]}")
-        return f"<!-- sibyl {match[1]} -->\n\n{rendered(json.loads(path.read_text()))}\n\n<!-- /sibyl -->"
-
-    return re.sub(r"<!-- sibyl (\w+) -->.*?<!-- /sibyl -->", filled, text, flags=re.DOTALL)
+@figure("seen", "The same on lengths that were looked at while it was made")
+def seen(world: World) -> Row:
+    return judged(world, SEEN, (0.4, 0.9), world.sizes(64))
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--figure", help=f"some of {', '.join(FIGURES)} [default: all]")
-    parser.add_argument("--seeds", type=int, default=2, help="for arrivals, lengths and ties [2]")
-    parser.add_argument("--quick", action="store_true", help="8 decode instances, one seed")
-    parser.add_argument("--results", type=Path, metavar="DIR", help="elsewhere; the page stays as it is")
-    parser.add_argument("--render", action="store_true", help="only make the page from the results")
-    parser.add_argument("--check", action="store_true", help="fail if the page is not what the results make")
-    options = parser.parse_args(argv)
-    results = options.results or HERE / "results"
-    if options.check:
-        text = PAGE.read_text()
-        sys.exit(f"run.py: {PAGE} is stale: --render" if page(text, results) != text else 0)
-    if not options.render:
-        names = options.figure.split(",") if options.figure else list(FIGURES)
-        if unknown := [name for name in names if name not in FIGURES]:
-            parser.error(f"no figure {', '.join(unknown)}; there are {', '.join(FIGURES)}")
-        make(names, options, None if options.quick and not options.results else results)
-    if options.render or not (options.quick or options.results):
-        PAGE.write_text(page(PAGE.read_text(), results))
+@figure("traces", "The same on recorded traces")
+def traces(world: World) -> Row:
+    if world.quick:
+        return {"compare": PLUS.label, "rows": []}  # the package has no whole trace
+    # So few instances that an hour lasts some lives.
+    return judged(world, list(TRACES), (0.4, 0.7, 0.9), (8,))
 
 
-def make(names: list[str], options: argparse.Namespace, results: Path | None) -> None:
-    world = World(quick=options.quick, seeds=1 if options.quick else options.seeds)
-    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    for name in names:
-        title, maker = FIGURES[name]
-        started = time.perf_counter()
-        about = {"commit": told.stdout.strip(), "seeds": len(world.seeds), "quick": world.quick}
-        made = {"figure": name, "title": title, **about, "rows": maker(world)}
-        print(f"\n## {title}\n\n{rendered(made)}", flush=True)
-        print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
-        if results is not None:
-            results.mkdir(parents=True, exist_ok=True)
-            (results / f"{name}.json").write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n")
+@figure("7", "Figure 7: how far the learned chance to go on is off")
+def figure_7(world: World) -> Row:
+    return {"errors": [errors(lengths, seed) for lengths in LENGTHS for seed in world.seeds]}
+
+
+def world(options: argparse.Namespace) -> World:
+    return World(
+        quick=options.quick,
+        seeds=1 if options.quick else options.seeds,
+        first=options.first_seed,
+        traces=options.traces,
+    )
+
+
+def main() -> None:
+    parser = RERUN.parser(__doc__, seeds=2)
+    parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces", metavar="DIR",
+                        help="with mooncake_conversation.jsonl.gz and azure_conv_2023.csv.gz")  # fmt: skip
+    parser.add_argument("--first-seed", type=int, default=0, help="[0]")
+    RERUN.main(parser, world)
 
 
 if __name__ == "__main__":

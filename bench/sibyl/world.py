@@ -1,35 +1,47 @@
 """What the SIBYL study plays: decode pools, lengths, loads and rivals, and what is kept of a run.
 
-A load is a share of what a decode pool could sustain if its batches could grow without end: under Eq. (15)
-the curve's peak over an answer's mean length; under the step-time model one request for every
-``mean answer x (seconds a sequence + seconds a context token x mean context)``. A *life* is the time that a
-mean answer takes at that load. Runs last `LIVES` lives, of which the first `WARM_UP` and the last `TAIL` do
-not count: answers reach 8,192 tokens, half as much again as the mean.
+A load is a share of what a decode pool could sustain: under Eq. (15) the curve's peak over an answer's mean
+length; under the step-time model with batches that could grow without end one request for every ``mean answer
+x (seconds a sequence + seconds a context token x mean context)``, and else what the largest batch makes. A
+*life* is the time that the answer takes, at that load, to which a token drawn at random belongs: ``E[L^2] /
+E[L]`` tokens, so a few long answers that hold most of the tokens count as they should. Runs last `LIVES`
+lives, of which the first `WARM_UP` and the last `TAIL` do not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lmetric import _core
 from lmetric.profiles import Profile, load_profile
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.setups import PolicyChoice
 from lmetric.sim.synthetic import check_synthetic
-from lmetric.sim.traces import Trace
+from lmetric.sim.traces import Trace, load_trace
 
 LENGTHS = ("sibyl-random", "sharegpt-like", "zeta-like")
 ENGINES = {
     "Eq. 15, held": "sibyl-eq15-held",
     "step time": "independent-pd",
     "Eq. 15, as printed": "sibyl-eq15-as-printed",
+    "256 sequences": "independent-pd",
 }
-WARM_UP, TAIL, LIVES = 2.5, 1.5, 7.0
+MOST_SEQUENCES = {"256 sequences": 256}  # vLLM's default; else as many as come
+WARM_UP, TAIL, LIVES = 2.0, 1.1, 5.1
+# Times in a life that the router is told how far an engine's answers are: telling it of each token makes long
+# runs ten times as slow, and the figures are the same (docs/reproduction.md).
+TOLD = 100
+TRACES = {
+    "azure-conversation": ("azure_conv_2023.csv.gz", "azure"),
+    "mooncake-conversation": ("mooncake_conversation.jsonl.gz", "mooncake"),
+}
 # SIBYL's Algorithm 2: prompts take their own time and wait for none, their KV is there at once.
 ALGORITHM_2: dict[str, Any] = {"prefill": "unlimited", "transfer": None}
 
@@ -41,11 +53,13 @@ class Rival:
     label: str
     policy: str
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    seeds: int | None = None  # at most
 
 
 SIBYL = Rival("SIBYL", "sibyl")
 ROUND_ROBIN = Rival("round robin", "round_robin")
 LEAST_REQUESTS = Rival("least requests, bound ones too (REQLEVEL)", "least_requests")
+LEAST_TOKENS = Rival("least tokens, bound ones too", "least_tokens")
 ILS = Rival("ILS, tokens", "ils")
 POWER_OF_TWO = Rival("power of two", "power_of_two")
 MAIN = [ROUND_ROBIN, ILS, LEAST_REQUESTS, SIBYL]
@@ -56,7 +70,7 @@ RIVALS = [
     ILS,
     Rival("ILS, requests", "ils_requests"),
     LEAST_REQUESTS,
-    Rival("least tokens, bound ones too", "least_tokens"),
+    LEAST_TOKENS,
     SIBYL,
 ]
 ABLATIONS = [
@@ -72,11 +86,9 @@ LATE = [
 ]
 
 
-def beyond() -> list[Rival]:
-    """Policies of ours, where this version has them."""
-    ours = {"sibyl_plus": "sibyl_plus", "oracle_plus": "oracle lengths"}
-    names = {row["name"] for row in _core.policy_table()}
-    return [Rival(label, name) for name, label in ours.items() if name in names]
+PLUS = Rival("sibyl_plus", "sibyl_plus")
+ORACLE = Rival("sibyl_plus that knows lengths", "sibyl_plus(oracle=1)")
+BEYOND = [PLUS, ORACLE]
 
 
 @dataclass(frozen=True)
@@ -88,25 +100,44 @@ class Stage:
     decodes: int
     load: float | None  # None: `rate`
     rate: float = 0.0
-    arrivals: str = "poisson"  # or a coefficient of variation
+    arrivals: str = "poisson"  # or a coefficient of variation; of a trace its own
     lives: float = LIVES
 
     @property
     def label(self) -> str:
+        if self.lengths in TRACES:
+            return f"{self.lengths}, its own arrivals, {self.decodes} decode instances, load {self.load:g}"
         told = f"{self.rate:g}/s" if self.load is None else f"load {self.load:g}"
         bursts = "" if self.arrivals == "poisson" else f", bursts (cv {self.arrivals})"
         return f"{self.lengths}, {self.engine}, {self.decodes} decode instances, {told}{bursts}"
 
 
 @cache
+def recorded(name: str, folder: Path) -> Trace:
+    """A trace from its file."""
+    return load_trace(folder / TRACES[name][0]).open_loop()
+
+
+@cache
 def sample(lengths: str) -> Trace:
     """Some requests, for their means."""
+    if lengths in TRACES:
+        return recorded(lengths, folder())
     told = {"synthetic": "requests", "rate": 1000, "duration_seconds": 100, "lengths": lengths, "seed": 0}
     return check_synthetic(told | {"block_tokens": 512}, lengths).make()
 
 
-def limit(profile: Profile, lengths: str) -> float:
-    """Requests a second that a decode instance could sustain with a batch without end, or at its peak."""
+@cache
+def profile_of(engine: str) -> Profile:
+    """The engine model of a stage."""
+    profile = load_profile(ENGINES[engine])
+    if (most := MOST_SEQUENCES.get(engine)) is None:
+        return profile
+    return profile.model_copy(update={"max_sequences": most})
+
+
+def limit(profile: Profile, lengths: str, most: float = np.inf) -> float:
+    """Requests a second that a decode instance could sustain with a batch of `most`, or at its peak."""
     trace = sample(lengths)
     output = trace.output_tokens.astype(np.float64)
     if (curve := profile.decode_throughput) is not None:
@@ -116,12 +147,18 @@ def limit(profile: Profile, lengths: str) -> float:
         2 * output.mean()
     )  # of a token, over all made
     each = profile.decode_seconds_per_sequence + profile.decode_seconds_per_context_token * context
-    return float(1 / (output.mean() * each))
+    return float(1 / (output.mean() * (each + profile.fixed_seconds / most)))
+
+
+def life_tokens(lengths: str) -> float:
+    """Tokens of the answer that a token drawn at random belongs to."""
+    output = sample(lengths).output_tokens.astype(np.float64)
+    return float((output**2).mean() / output.mean())
 
 
 def life(profile: Profile, lengths: str, load: float) -> float:
-    """Seconds that a mean answer takes at that load, were it spread evenly."""
-    output = float(sample(lengths).output_tokens.mean())
+    """Seconds of a life, were the load spread evenly; `load`: of the limit with a batch without end."""
+    output = life_tokens(lengths)
     if (curve := profile.decode_throughput) is not None:
         # The smaller batch that makes `load` of the peak: alpha n^2 + beta n + gamma = load x peak.
         made = load * (curve.gamma - curve.beta**2 / (4 * curve.alpha))
@@ -145,51 +182,93 @@ class Outcome:
     requests: int
 
 
-class World:
-    """Stages as workloads, each made once."""
+def play(stage: Stage, rival: Rival, seed: int, settings: Mapping[str, Any]) -> Outcome:
+    """One run in steady state."""
+    workload, begin, end = made(stage, seed)
+    (choice,) = PolicyChoice.parse(rival.policy)
+    told: dict[str, Any] = {"policy": "round_robin", "roles": {"prefill": 1, "decode": stage.decodes}}
+    told |= ALGORITHM_2
+    told |= {"decode_policy": choice.build(), "decode_knobs": dict(choice.knobs) or None}
+    told["token_stride"] = max(1, round(life_tokens(stage.lengths) / TOLD))
+    run = simulate(
+        workload, profile=profile_of(stage.engine), seed=seed, **{**told, **rival.settings, **settings}
+    )
+    return outcome(run, begin, end)
 
-    def __init__(self, *, quick: bool, seeds: int) -> None:
-        self.quick, self.seeds = quick, range(seeds)
+
+@lru_cache(maxsize=2)
+def made(stage: Stage, seed: int) -> tuple[Workload, float, float]:
+    """What arrives, and between which seconds it counts."""
+    profile = profile_of(stage.engine)
+    per_instance = limit(profile, stage.lengths, MOST_SEQUENCES.get(stage.engine, np.inf))
+    rate = stage.rate if stage.load is None else stage.load * per_instance * stage.decodes
+    seconds = life(profile, stage.lengths, rate / (limit(profile, stage.lengths) * stage.decodes))
+    if stage.lengths in TRACES:
+        trace = sample(stage.lengths)
+        played = trace.faster(rate * trace.duration_seconds / len(trace))
+        return prepare(played, profile), WARM_UP * seconds, played.duration_seconds - seconds
+    arrivals = "poisson" if stage.arrivals == "poisson" else {"cv": float(stage.arrivals)}
+    told = {
+        "synthetic": "requests", "rate": rate, "duration_seconds": seconds * stage.lives, "seed": seed,
+        "arrivals": arrivals, "lengths": stage.lengths, "block_tokens": 512,
+    }  # fmt: skip
+    workload = prepare(check_synthetic(told, stage.label).make(), profile)
+    return workload, WARM_UP * seconds, (stage.lives - TAIL) * seconds
+
+
+def _use(told: Path) -> None:
+    global _folder
+    _folder = told
+
+
+_folder: Path | None = None
+
+
+def folder() -> Path:
+    """Where the traces are."""
+    if _folder is None:
+        raise RuntimeError("World says where the traces are")
+    return _folder
+
+
+class World:
+    """Plays rivals on stages, as many at once as there are cores."""
+
+    def __init__(self, *, quick: bool, seeds: int, first: int, traces: Path) -> None:
+        self.quick, self.seeds = quick, range(first, first + seeds)
+        _use(traces)
+        self._pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=_use, initargs=(traces,))
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._pool.shutdown(cancel_futures=True)
 
     def sizes(self, *decodes: int) -> tuple[int, ...]:
         """Decode instances: all of them, or one small pool."""
         return (8,) if self.quick else decodes
 
-    @staticmethod
-    @lru_cache(maxsize=4)
-    def workload(stage: Stage, seed: int) -> tuple[Workload, float]:
-        """What arrives, and the length of a life."""
-        profile = load_profile(ENGINES[stage.engine])
-        per_instance = limit(profile, stage.lengths)
-        rate = stage.rate if stage.load is None else stage.load * per_instance * stage.decodes
-        seconds = life(profile, stage.lengths, rate / (per_instance * stage.decodes))
-        arrivals = "poisson" if stage.arrivals == "poisson" else {"cv": float(stage.arrivals)}
-        told = {
-            "synthetic": "requests", "rate": rate, "duration_seconds": seconds * stage.lives, "seed": seed,
-            "arrivals": arrivals, "lengths": stage.lengths, "block_tokens": 512,
-        }  # fmt: skip
-        return prepare(check_synthetic(told, stage.label).make(), profile), seconds
-
-    def play(self, stage: Stage, rival: Rival, seed: int, **settings: Any) -> Outcome:
-        """One run in steady state."""
-        workload, seconds = self.workload(stage, seed)
-        (choice,) = PolicyChoice.parse(rival.policy)
-        told: dict[str, Any] = {"policy": "round_robin", "roles": {"prefill": 1, "decode": stage.decodes}}
-        told |= ALGORITHM_2
-        told |= {"decode_policy": choice.build(), "decode_knobs": dict(choice.knobs) or None}
-        profile = ENGINES[stage.engine]
-        run = simulate(workload, profile=profile, seed=seed, **{**told, **rival.settings, **settings})
-        return outcome(run, WARM_UP * seconds, (stage.lives - TAIL) * seconds)
-
-    def outcomes(self, stage: Stage, rival: Rival, **settings: Any) -> list[Outcome]:
-        """One run for each seed."""
-        return [self.play(stage, rival, seed, **settings) for seed in self.seeds]
-
-    def all(self, stages: list[Stage], rivals: list[Rival]) -> Iterator[tuple[Stage, Rival, list[Outcome]]]:
-        """Every rival on every stage."""
-        for stage in stages:
-            for rival in rivals:
-                yield stage, rival, self.outcomes(stage, rival)
+    def all(
+        self,
+        stages: Sequence[Stage],
+        rivals: Sequence[Rival],
+        **settings: Any,
+    ) -> Iterator[tuple[Stage, Rival, list[Outcome]]]:
+        """Every rival on every stage: one outcome for each seed."""
+        begun = [
+            (
+                stage,
+                rival,
+                [
+                    self._pool.submit(play, stage, rival, seed, settings)
+                    for seed in self.seeds
+                    if rival.seeds is None or seed < self.seeds[0] + rival.seeds
+                ],
+            )
+            for stage in stages
+            for rival in rivals
+        ]
+        for stage, rival, outcomes in begun:
+            yield stage, rival, [each.result() for each in outcomes]
 
 
 def outcome(run: Run, begin: float, end: float) -> Outcome:

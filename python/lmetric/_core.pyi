@@ -171,6 +171,10 @@ class Router:
     ) -> NDArray[np.float64]: ...
     def indicators(self, now: float | None = None) -> dict[str, NDArray[np.float64]]: ...
     def receipt(self, decision_id: int) -> dict[str, Any] | None: ...
+    def survival(self, *, product_limit: bool = False) -> NDArray[np.float64] | None:
+        """The learned curve of answer lengths (SIBYL, section 4.2): the chance that an answer is longer than 0, 64, 128, ...
+        tokens; None where no policy asks for it. `product_limit`: by the Kaplan-Meier estimator, which counts answers that
+        still run (`sibyl_plus`), else as SIBYL's Eq. 4 updates it."""
     def stats(self) -> dict[str, Any]: ...  # counters and gauges, see `lmetric.server.metrics`
 
 @final
@@ -523,6 +527,7 @@ def simulate(
     guard_period_seconds: float = 1.0,
     event_delay_seconds: float = 0.02,
     report_period_seconds: float = 1.0,
+    token_stride: int = 1,
     step_time: Mapping[str, float] | None = None,
     output_known: bool = True,
     timeline_seconds: float = 10.0,

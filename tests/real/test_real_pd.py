@@ -33,7 +33,9 @@ async def two_and_two(
     prefill, decode = engines[:2], engines[2:]
     given = [{"url": engine.url, "role": "prefill" if engine in prefill else "decode"} for engine in engines]
     file = folder / "router.yaml"
-    file.write_text(yaml.safe_dump({"engines": given, "decode_policy": "round_robin", **more}))
+    # Four engines that compute on two cores leave each other's pages waiting for seconds.
+    slow = {"health": {"timeout": 30}}
+    file.write_text(yaml.safe_dump({"engines": given, "decode_policy": "round_robin", **slow, **more}))
     async with served([], "--config", str(file)) as world:
         yield world, prefill, decode
 

@@ -96,6 +96,9 @@ def command(
     event_delay: Annotated[
         float | None, typer.Option(help="With delayed signals: seconds until a cache event arrives.")
     ] = None,
+    token_stride: Annotated[
+        int | None, typer.Option(min=1, help="Steps after which the router hears of tokens [default: 1].")
+    ] = None,
     predictor: Annotated[
         str | None, typer.Option(help="Profile behind predicted TTFTs [default: the engines' own].")
     ] = None,
@@ -160,6 +163,7 @@ def command(
     settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
     optional = {
         "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
+        "token_stride": token_stride,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
         "transfer": transfer,
     }  # fmt: skip

@@ -104,11 +104,26 @@ def draw_whole(distribution: Distribution, n: int, rng: np.random.Generator, *, 
     return np.clip(np.rint(draw(distribution, n, rng)), least, _MOST_TOKENS).astype(np.int64)
 
 
+class Kind(Described):
+    """Some of the requests, with lengths of their own."""
+
+    share: float = Field(gt=0, le=1, description="Of all requests, or sessions.")
+    input_tokens: Distribution
+    output_tokens: Distribution
+
+
+def check_shares(kinds: tuple[Kind, ...]) -> None:
+    """Raises ValueError where the shares of `kinds` sum to more than all."""
+    if (total := sum(kind.share for kind in kinds)) > 1 + 1e-9:
+        raise ValueError(f"the shares of kinds must sum to 1 at most, got {total:g}")
+
+
 class Lengths(Described):
-    """Prompt and answer lengths of a kind of request."""
+    """Prompt and answer lengths; those of `kinds` aside."""
 
     input_tokens: Distribution
     output_tokens: Distribution
+    kinds: tuple[Kind, ...] = ()
 
 
 # SIBYL's three data sets (its section 2.2 and F.2), which are not published: distributions that have the
@@ -138,6 +153,85 @@ LENGTHS: dict[str, Lengths] = {
                 0: 16, 0.05: 160, 0.12: 420, 0.24: 1020, 0.36: 2030, 0.43: 3370, 0.465: 5200, 0.478: 8192,
                 1: 8192,
             }
+        ),
+    ),
+    # Ours: workloads of today's kinds, and shapes that are hard to level. Nobody's data.
+    "short-chat": Lengths(
+        input_tokens=LogNormal(p50=300, p90=2000, min=8, max=16000),
+        output_tokens=LogNormal(p50=180, p90=600, min=2, max=4096),
+    ),
+    "reasoning": Lengths(
+        input_tokens=LogNormal(p50=219, p90=800, min=8, max=8000),
+        output_tokens=LogNormal(p50=1200, p90=6000, min=8, max=32000),
+    ),
+    "summaries": Lengths(
+        input_tokens=LogNormal(p50=6000, p90=20000, min=300, max=60000),
+        output_tokens=LogNormal(p50=120, p90=300, min=8, max=2000),
+    ),
+    "two-sizes": Lengths(
+        input_tokens=LogNormal(p50=400, p90=1200, min=8, max=8000),
+        output_tokens=Quantiles(quantiles={0: 50, 0.5: 150, 0.5001: 3000, 1: 4000}),
+    ),
+    "agents": Lengths(
+        input_tokens=LogNormal(p50=1500, p90=16000, min=50, max=120000),
+        output_tokens=LogNormal(p50=150, p90=1200, min=2, max=8192),
+    ),
+    "heavy-tails": Lengths(
+        input_tokens=LogNormal(p50=200, p90=1500, min=4, max=32000),
+        output_tokens=Quantiles(quantiles={0: 1, 0.5: 100, 0.9: 900, 0.99: 8000, 1: 32000}),
+    ),
+    "chat-and-documents": Lengths(
+        input_tokens=LogNormal(p50=300, p90=2000, min=8, max=16000),
+        output_tokens=LogNormal(p50=180, p90=600, min=2, max=4096),
+        kinds=(
+            Kind(
+                share=0.3,
+                input_tokens=LogNormal(p50=6000, p90=20000, min=300, max=60000),
+                output_tokens=LogNormal(p50=120, p90=300, min=8, max=2000),
+            ),
+        ),
+    ),
+    "ask-or-think": Lengths(
+        input_tokens=LogNormal(p50=3000, p90=8000, min=100, max=32000),
+        output_tokens=LogNormal(p50=100, p90=250, min=2, max=1000),
+        kinds=(
+            Kind(
+                share=0.4,
+                input_tokens=LogNormal(p50=200, p90=600, min=8, max=4000),
+                output_tokens=LogNormal(p50=2000, p90=6000, min=50, max=16000),
+            ),
+        ),
+    ),
+    "completion": Lengths(
+        input_tokens=LogNormal(p50=1200, p90=6000, min=20, max=30000),
+        output_tokens=LogNormal(p50=14, p90=90, min=1, max=1000),
+    ),
+    "long-form": Lengths(
+        input_tokens=LogNormal(p50=100, p90=500, min=4, max=4000),
+        output_tokens=LogNormal(p50=1500, p90=3200, min=50, max=8000),
+    ),
+    "extraction": Lengths(
+        input_tokens=Quantiles(quantiles={0: 500, 0.3: 2500, 0.7: 3500, 1: 12000}),
+        output_tokens=Quantiles(quantiles={0: 180, 1: 220}),
+    ),
+    "thinking-to-a-cap": Lengths(
+        input_tokens=LogNormal(p50=150, p90=1000, min=8, max=8000),
+        output_tokens=Quantiles(quantiles={0: 100, 0.4: 1500, 0.8: 12000, 0.85: 16000, 1: 16000}),
+    ),
+    "three-tenants": Lengths(
+        input_tokens=LogNormal(p50=400, p90=1500, min=8, max=8000),
+        output_tokens=LogNormal(p50=250, p90=700, min=2, max=4000),
+        kinds=(
+            Kind(
+                share=0.1,
+                input_tokens=LogNormal(p50=25000, p90=60000, min=4000, max=110000),
+                output_tokens=LogNormal(p50=400, p90=900, min=20, max=4000),
+            ),
+            Kind(
+                share=0.2,
+                input_tokens=LogNormal(p50=80, p90=200, min=4, max=1000),
+                output_tokens=LogNormal(p50=3000, p90=7000, min=100, max=16000),
+            ),
         ),
     ),
 }  # fmt: skip

@@ -191,6 +191,7 @@ def simulate(
     guard_period_seconds: float = 1.0,
     event_delay_seconds: float = 0.02,
     report_period_seconds: float = 1.0,
+    token_stride: int = 1,
     predictor: ProfileLike | None = None,
     output_known: bool = True,
     timeline_seconds: float = 10.0,
@@ -212,6 +213,8 @@ def simulate(
             engine as at the end of the step that runs; ``"delayed"``, as a live server: cache events come
             `event_delay_seconds` late, loads are reported every `report_period_seconds`, and of its own
             requests it sees what their responses show.
+        token_stride: the router hears of an engine's tokens once its batch has run so many more steps: 1,
+            of each. Policies that read tokens cost less to play with 8, and are up to 7 tokens behind.
         admission: ``"reserve"``, a request enters where all that run and its prompt fit, and is never put
             back; ``"vllm"``, blocks are taken as tokens come, and where none is left the last goes back.
         index: ``"exact"``, fed by the engines' cache events; ``"approximate"``, by what was placed where.
@@ -257,6 +260,7 @@ def simulate(
         guard_period_seconds=guard_period_seconds,
         event_delay_seconds=event_delay_seconds,
         report_period_seconds=report_period_seconds,
+        token_stride=token_stride,
         step_time=step_time,
         output_known=output_known,
         timeline_seconds=timeline_seconds,

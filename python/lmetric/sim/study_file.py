@@ -187,6 +187,9 @@ class SettingsEntry(Strict):
     event_delay_seconds: Annotated[list[NotNegative], Listed] | None = Field(
         None, description="with delayed signals: until a cache event arrives"
     )
+    token_stride: Annotated[list[Count], Listed] | None = Field(
+        None, description="steps after which the router hears of an engine's tokens; 1: of each"
+    )
     predictor: Annotated[list[str], Listed] | None = Field(
         None, description="profile behind predicted_ttft_seconds; default: the engines' own"
     )

@@ -33,8 +33,10 @@ from lmetric.sim.distributions import (
     Distribution,
     Floats,
     Ints,
+    Kind,
     LogNormal,
     Quantiles,
+    check_shares,
     draw,
     draw_whole,
 )
@@ -108,6 +110,9 @@ class _Synthetic(Described):
     )
     input_tokens: Distribution = Field(description="New prompt tokens of a request, beside what it shares.")
     output_tokens: Distribution = Field(description="Tokens of an answer; at least 1.")
+    kinds: tuple[Kind, ...] = Field(
+        default=(), description="Shares of the requests (or sessions) with lengths of their own."
+    )
     prefixes: Prefixes | None = None
     hot_spot: HotSpot | None = None
     block_tokens: int = Field(default=16, gt=0, le=2**20, description="Prompt tokens under one hash id.")
@@ -121,19 +126,20 @@ class _Synthetic(Described):
     @model_validator(mode="before")
     @classmethod
     def _named_lengths(cls, content: Any) -> Any:
-        """`lengths: sharegpt-like` stands for the input_tokens and output_tokens of that name."""
+        """`lengths: sharegpt-like` stands for the input_tokens, output_tokens and kinds of that name."""
         if not isinstance(content, Mapping) or "lengths" not in content:
             return content
         rest = {key: value for key, value in content.items() if key != "lengths"}
-        if twice := sorted({"input_tokens", "output_tokens"} & set(rest)):
+        if twice := sorted({"input_tokens", "output_tokens", "kinds"} & set(rest)):
             raise ValueError(f"give lengths or {twice[0]}, not both")
         named = LENGTHS.get(str(content["lengths"]))
         if named is None:
             raise ValueError(f"lengths must be one of {', '.join(LENGTHS)}, got {content['lengths']!r}")
-        return {**rest, "input_tokens": named.input_tokens, "output_tokens": named.output_tokens}
+        return {**rest, **dict(named)}
 
     @model_validator(mode="after")
     def _is_of_a_size(self) -> _Synthetic:
+        check_shares(self.kinds)
         if self.rate * self.duration_seconds > _MOST_REQUESTS:
             raise ValueError(
                 f"rate x duration_seconds must be at most {_MOST_REQUESTS:,}, got "
@@ -163,6 +169,27 @@ class _Synthetic(Described):
                 f"not one arrival in {end:g} s with seed {self.seed}: raise rate or duration_seconds"
             )
         return starts
+
+    def _kinds(self, n: int) -> Ints:
+        """Which of `kinds` each of `n` requests or sessions is of; -1: of none."""
+        ends = np.cumsum([kind.share for kind in self.kinds])
+        kind = np.searchsorted(ends, self._rng("kinds").random(n), side="right")
+        return np.where(kind < len(self.kinds), kind, -1)
+
+    def _lengths(self, kinds: Ints) -> tuple[Ints, Ints]:
+        """New prompt tokens and answer tokens of requests of these kinds."""
+        n = len(kinds)
+        own = draw_whole(self.input_tokens, n, self._rng("input"), least=1)
+        output = draw_whole(self.output_tokens, n, self._rng("output"), least=1)
+        for number, kind in enumerate(self.kinds):
+            of_it = np.flatnonzero(kinds == number)
+            own[of_it] = draw_whole(
+                kind.input_tokens, len(of_it), self._rng(f"input of kind {number}"), least=1
+            )
+            output[of_it] = draw_whole(
+                kind.output_tokens, len(of_it), self._rng(f"output of kind {number}"), least=1
+            )
+        return own, output
 
     def _families(self, starts: Floats) -> tuple[Ints, Ints]:
         """Each arrival's family (-1: none), and each family's prefix tokens; the hot family is last."""
@@ -248,12 +275,12 @@ class RequestsTrace(_Synthetic):
         arrivals = self._starts()
         n = len(arrivals)
         family, family_tokens = self._families(arrivals)
-        own = draw_whole(self.input_tokens, n, self._rng("input"), least=1)
+        own, output = self._lengths(self._kinds(n))
         prompt = np.where(family >= 0, np.append(family_tokens, 0)[family], 0) + own
         return self._trace(
             arrivals,
             np.minimum(prompt, self.max_prompt_tokens),
-            draw_whole(self.output_tokens, n, self._rng("output"), least=1),
+            output,
             family=family,
             family_tokens=family_tokens,
             stream=np.arange(n),
@@ -289,8 +316,7 @@ class SessionsTrace(_Synthetic):
         session = np.repeat(np.arange(n), turns)
         first = np.concatenate(([0], np.cumsum(turns)[:-1]))
         turn = np.arange(total) - np.repeat(first, turns)
-        own = draw_whole(self.input_tokens, total, self._rng("input"), least=1)
-        output = draw_whole(self.output_tokens, total, self._rng("output"), least=1)
+        own, output = self._lengths(np.repeat(self._kinds(n), turns))
         think = np.where(turn > 0, draw(self.think_seconds, total, self._rng("think")), 0.0)
         prefix = np.where(family >= 0, np.append(family_tokens, 0)[family], 0)
 

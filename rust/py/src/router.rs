@@ -664,6 +664,23 @@ impl Router {
         Ok(())
     }
 
+    /// The learned curve of answer lengths (SIBYL, section 4.2): the chance that an answer is longer than 0, 64, 128, ... tokens; None
+    /// where no policy asks for it. `product_limit`: by the Kaplan-Meier estimator, which counts answers that still run (`sibyl_plus`),
+    /// else as SIBYL's Eq. 4 updates it.
+    #[pyo3(signature = (*, product_limit=false))]
+    fn survival<'py>(
+        &self,
+        py: Python<'py>,
+        product_limit: bool,
+    ) -> Result<Option<Bound<'py, PyArray1<f64>>>> {
+        let router = self.lock(py)?;
+        let curve = router.ahead().map(|ahead| match product_limit {
+            true => ahead.survival().product_limit().boundaries().to_vec(),
+            false => ahead.survival().boundaries().to_vec(),
+        });
+        Ok(curve.map(|curve| PyArray1::from_vec(py, curve)))
+    }
+
     /// Counters since the start, gauges, and for each instance its state and indicators.
     fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
         let mut router = self.lock(py)?;

@@ -87,7 +87,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
 #[pyfunction]
 #[pyo3(signature = (workload, *, policy=None, knobs=None, profiles, seed=0, signals="exact", admission="reserve",
     index="exact", index_bytes=512 << 20, guard=None, guard_window_seconds=60.0, guard_period_seconds=1.0,
-    event_delay_seconds=0.02, report_period_seconds=1.0, step_time=None, output_known=true, timeline_seconds=10.0,
+    event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_time=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end"))]
 fn simulate<'py>(
@@ -106,6 +106,7 @@ fn simulate<'py>(
     guard_period_seconds: f64,
     event_delay_seconds: f64,
     report_period_seconds: f64,
+    token_stride: u32,
     step_time: Option<&Bound<'py, PyDict>>,
     output_known: bool,
     timeline_seconds: f64,
@@ -119,6 +120,12 @@ fn simulate<'py>(
     transfer_overlap: &str,
 ) -> Result<Bound<'py, PyDict>> {
     let policy = policies::build(policy, knobs)?;
+    let seen = match signals {
+        "exact" => Signals::EXACT,
+        "step_end" => Signals::STEP_END,
+        "delayed" => Signals::delayed(event_delay_seconds, report_period_seconds),
+        other => return Err(unknown("signals", other, "exact, step_end or delayed").into()),
+    };
     let decode_policy =
         decode_policy.map(|policy| policies::build(Some(policy), decode_knobs)).transpose()?;
     let config = ClusterConfig {
@@ -144,12 +151,7 @@ fn simulate<'py>(
         },
         // A trace has no priorities.
         order: Order::Fcfs,
-        signals: match signals {
-            "exact" => Signals::EXACT,
-            "step_end" => Signals::STEP_END,
-            "delayed" => Signals::delayed(event_delay_seconds, report_period_seconds),
-            other => return Err(unknown("signals", other, "exact, step_end or delayed").into()),
-        },
+        signals: Signals { token_stride, ..seen },
         router: RouterConfig {
             index_feed: match index {
                 "exact" => IndexFeed::Exact,

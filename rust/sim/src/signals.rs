@@ -21,12 +21,20 @@ pub struct Signals {
     pub event_delay_seconds: Seconds,
     /// Seconds between an engine's load reports. None: whenever the router decides.
     pub report_period_seconds: Option<Seconds>,
+    /// The router hears of an engine's tokens once its batch has run so many more steps. Telling it of each costs, at every decision,
+    /// as much as there are decodes.
+    pub token_stride: u32,
 }
 
 impl Signals {
     /// Everything, at the moment it happens.
-    pub const EXACT: Signals =
-        Signals { step_end: false, progress: true, event_delay_seconds: 0.0, report_period_seconds: None };
+    pub const EXACT: Signals = Signals {
+        step_end: false,
+        progress: true,
+        event_delay_seconds: 0.0,
+        report_period_seconds: None,
+        token_stride: 1,
+    };
     /// Every engine as at the end of the step that runs.
     pub const STEP_END: Signals = Signals { step_end: true, ..Signals::EXACT };
 
@@ -37,6 +45,7 @@ impl Signals {
             progress: false,
             event_delay_seconds,
             report_period_seconds: Some(report_period_seconds),
+            ..Signals::EXACT
         }
     }
 
@@ -52,6 +61,13 @@ impl Signals {
                     expected: format!("{least} to 1e9 seconds"),
                 });
             }
+        }
+        if self.token_stride == 0 {
+            return Err(CoreError::BadValue {
+                what: "token_stride".into(),
+                got: "0".into(),
+                expected: "1 token or more".into(),
+            });
         }
         Ok(())
     }
@@ -73,6 +89,7 @@ const BY_TOKEN: IndicatorSet = IndicatorSet::of(&[
     Indicator::HandoffArrivedTokensForCertain,
     Indicator::HandoffComingTokens,
     Indicator::DecodePressure,
+    Indicator::DecodePressureKnown,
 ]);
 const REPORTED: IndicatorSet = IndicatorSet::of(&[
     Indicator::KvUsage,
@@ -149,9 +166,10 @@ impl Observer {
             for (instance, engine) in engines.iter().enumerate() {
                 let steps = self.steps_seen(engine, now);
                 let all = engine.steps() + u64::from(steps);
-                if std::mem::replace(&mut self.told_steps[instance], all) == all {
-                    continue; // nobody there has a new token
+                if all < self.told_steps[instance] + u64::from(self.signals.token_stride) {
+                    continue;
                 }
+                self.told_steps[instance] = all;
                 for (request, made) in engine.decoding() {
                     self.made(request, made + steps, now)?;
                 }

@@ -10,22 +10,71 @@ use crate::wide::wide_fn;
 /// Buckets for which room is kept at least: most answers are shorter.
 const LEAST: usize = 16;
 
+/// Requests and their context tokens (prompt and generated) by buckets of a count of tokens.
+#[derive(Clone, Debug, Default)]
+pub struct Histogram {
+    requests: Vec<f64>,
+    context: Vec<f64>,
+}
+
+impl Histogram {
+    /// A request comes into the bucket of `tokens`.
+    pub fn put(&mut self, tokens: f64, context: f64) {
+        let bucket = bucket(tokens);
+        if bucket >= self.requests.len() {
+            let room = (bucket + 1).next_power_of_two().clamp(LEAST, BUCKETS);
+            self.requests.resize(room, 0.0);
+            self.context.resize(room, 0.0);
+        }
+        self.requests[bucket] += 1.0;
+        self.context[bucket] += context;
+    }
+
+    /// It goes.
+    pub fn take(&mut self, tokens: f64, context: f64) {
+        let bucket = bucket(tokens);
+        self.requests[bucket] -= 1.0;
+        self.context[bucket] -= context;
+        while self.requests.len() > LEAST && self.requests.last() == Some(&0.0) {
+            self.requests.pop();
+            self.context.pop();
+        }
+    }
+
+    /// It goes on from `tokens` to `then`, and its context grows by `more`.
+    pub fn move_on(&mut self, tokens: f64, then: f64, context: f64, more: f64) {
+        let at = bucket(tokens);
+        if at == bucket(then) {
+            self.context[at] += more;
+        } else {
+            self.put(then, context + more);
+            self.take(tokens, context);
+        }
+    }
+
+    /// Requests and context tokens, by bucket.
+    pub fn buckets(&self) -> (&[f64], &[f64]) {
+        (&self.requests, &self.context)
+    }
+}
+
 /// The decodes of one instance by generated tokens, and the requests bound there.
 #[derive(Clone, Debug, Default)]
 pub struct DecodeLoad {
-    /// Requests in each bucket, and their context tokens (prompt and generated).
-    requests: Vec<f64>,
-    context: Vec<f64>,
+    decoding: Histogram,
     pending: Vec<Pending>,
 }
 
 /// A request bound to an instance that does not decode yet.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Pending {
+pub struct Pending {
     ticket: u32,
-    prompt_tokens: f64,
+    /// Tokens of its prompt.
+    pub prompt_tokens: f64,
+    /// Tokens of its answer; infinite where nobody knows.
+    pub length: f64,
     /// When it is expected to start (tau_k).
-    start: Seconds,
+    pub start: Seconds,
 }
 
 /// SIBYL's projected load of an instance, in tokens, by type of request.
@@ -46,9 +95,9 @@ fn bucket(generated: f64) -> usize {
 }
 
 impl DecodeLoad {
-    /// A request is bound here and expected to start at `start`.
-    pub fn bind(&mut self, ticket: u32, prompt_tokens: f64, start: Seconds) {
-        self.pending.push(Pending { ticket, prompt_tokens, start });
+    /// A request is bound here and expected to start at `start`; `length`: of its answer, infinite where nobody knows.
+    pub fn bind(&mut self, ticket: u32, prompt_tokens: f64, length: f64, start: Seconds) {
+        self.pending.push(Pending { ticket, prompt_tokens, length, start });
     }
 
     /// A bound request decodes now, or will not. Does nothing where it was not bound.
@@ -60,46 +109,27 @@ impl DecodeLoad {
 
     /// A request decodes that has `generated` tokens behind `prompt_tokens`.
     pub fn enter(&mut self, prompt_tokens: f64, generated: f64) {
-        let bucket = bucket(generated);
-        if bucket >= self.requests.len() {
-            let room = (bucket + 1).next_power_of_two().clamp(LEAST, BUCKETS);
-            self.requests.resize(room, 0.0);
-            self.context.resize(room, 0.0);
-        }
-        self.requests[bucket] += 1.0;
-        self.context[bucket] += prompt_tokens + generated;
+        self.decoding.put(generated, prompt_tokens + generated);
     }
 
     /// It does no more.
     pub fn leave(&mut self, prompt_tokens: f64, generated: f64) {
-        let bucket = bucket(generated);
-        self.requests[bucket] -= 1.0;
-        self.context[bucket] -= prompt_tokens + generated;
-        while self.requests.len() > LEAST && self.requests.last() == Some(&0.0) {
-            self.requests.pop();
-            self.context.pop();
-        }
+        self.decoding.take(generated, prompt_tokens + generated);
     }
 
     /// It made `tokens` further tokens.
     pub fn grow(&mut self, prompt_tokens: f64, generated: f64, tokens: f64) {
-        let at = bucket(generated);
-        if at == bucket(generated + tokens) {
-            self.context[at] += tokens;
-        } else {
-            self.enter(prompt_tokens, generated + tokens);
-            self.leave(prompt_tokens, generated);
-        }
+        self.decoding.move_on(generated, generated + tokens, prompt_tokens + generated, tokens);
     }
 
     /// Requests decoding and their context tokens, by bucket of generated tokens.
     pub fn buckets(&self) -> (&[f64], &[f64]) {
-        (&self.requests, &self.context)
+        self.decoding.buckets()
     }
 
-    /// Prompt tokens and expected start of the requests bound here.
-    pub fn pending(&self) -> impl Iterator<Item = (f64, Seconds)> + '_ {
-        self.pending.iter().map(|p| (p.prompt_tokens, p.start))
+    /// The requests bound here.
+    pub fn pending(&self) -> impl Iterator<Item = &Pending> {
+        self.pending.iter()
     }
 
     /// The load at `then`, seen at `now` (SIBYL, Eq. 1). `rate`: tokens/s of a request that decodes here; `mean_rate`: over all instances, for those
@@ -138,18 +168,19 @@ impl DecodeLoad {
         let (shift, part) = (place as usize, place - place.floor());
         let (curve, inverse) = (survival.boundaries(), survival.inverse_middles());
         // Beyond the curve's end it stays what it is there.
-        let within = self.requests.len().min(BUCKETS.saturating_sub(shift));
+        let (requests, context) = self.decoding.buckets();
+        let within = requests.len().min(BUCKETS.saturating_sub(shift));
         let ends = curve[BUCKETS];
         let sum = project(
-            &self.requests[..within],
-            &self.context[..within],
+            &requests[..within],
+            &context[..within],
             &curve[shift.min(BUCKETS)..],
             &inverse[..within],
             part,
             further,
         );
-        let beyond = (within..self.requests.len())
-            .map(|b| (self.context[b] + self.requests[b] * further) * ends * inverse[b]);
+        let beyond =
+            (within..requests.len()).map(|b| (context[b] + requests[b] * further) * ends * inverse[b]);
         sum + beyond.sum::<f64>()
     }
 }
@@ -201,8 +232,8 @@ mod tests {
         let survival = half_at_640();
         let mut load = DecodeLoad::default();
         load.enter(1000.0, 608.0); // the middle of bucket 9: S(608) = 3/4, halfway between 1 at 576 and 1/2 at 640
-        load.bind(1, 500.0, 12.0);
-        load.bind(2, 300.0, 25.0);
+        load.bind(1, 500.0, f64::INFINITY, 12.0);
+        load.bind(2, 300.0, f64::INFINITY, 25.0);
         let p = load.project(&survival, 10.0, 20.0, 6.4, 40.0);
         // Type 1: 64 tokens on, S(672) = 1/2. Type 2: 8 s x 40 = 320 tokens, S = 1. Type 3: 5 s x 40 = 200 less than its prompt.
         assert!((p.running - 1672.0 * (0.5 / 0.75)).abs() < 1e-9, "{p:?}");

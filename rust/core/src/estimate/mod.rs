@@ -7,9 +7,9 @@ pub mod step_time;
 pub mod step_watch;
 pub mod survival;
 
-pub use decode_load::DecodeLoad;
+pub use decode_load::{DecodeLoad, Histogram};
 pub use prefill_rate::{PrefillRate, attention_pairs};
-pub use pressure::{DecodeCost, Pressure};
+pub use pressure::{DecodeCost, Outlook, Pressure};
 pub use step_fit::StepFit;
 pub use step_time::StepTime;
 pub use step_watch::StepWatch;

@@ -6,21 +6,26 @@
 //! control with the arrivals as the only input, the rule with the least variance of the load for a small price on correcting weighs the expected load `m` tokens
 //! ahead by the impulse response of `G / C`, where C is the minimum-phase filter with `|C|^2 = |G|^2 + PRICE max |G|^2`. A request then counts for
 //! `sum over m of w(m) S(g + m) / S(g) (a + b (prompt + g + m))`.
+//!
+//! What is chosen now is load from the moment on at which the new request starts to decode, so all others are seen as they will be then, as in SIBYL's three
+//! types: those that decode so much older, and there by their chance to be; bound ones begun by then, or still to come, by the weights that are left.
+use super::decode_load::{DecodeLoad, Histogram};
 use super::survival::{BUCKET_TOKENS, BUCKETS, Survival};
+use crate::ids::Seconds;
 use crate::wide::wide_fn;
 use rustfft::FftPlanner;
 use rustfft::num_complex::Complex;
 
 /// Price of correcting, of the largest gain of the load's response.
 const PRICE: f64 = 1e-3;
-/// Samples of a life, from its start to the length that few reach.
-const SAMPLES: usize = 256;
-/// Chance of an answer that is longer, where the samples end.
-const FEW: f64 = 3e-3;
+/// Chance of an answer that is longer, where a life is taken to end.
+const FEW: f64 = 1e-3;
+/// Tokens between two samples of a life; twice as many where it has more than [`SAMPLES`].
+const SAMPLE_TOKENS: f64 = 16.0;
+/// Samples of a life at most.
+const SAMPLES: usize = 1024;
 /// Points of the transforms: a life, and room for the response to end in.
-const POINTS: usize = 4096;
-/// Lags whose weights count: beyond the longest life there is nothing to weigh.
-const LAGS: usize = SAMPLES;
+const POINTS: usize = 8 * SAMPLES;
 
 /// What a step costs for each sequence that decodes, and for each token of its context; only their ratio matters.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -31,20 +36,72 @@ pub struct DecodeCost {
     pub context_token_seconds: f64,
 }
 
-/// Weights of requests by their bucket of generated tokens.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Pressure {
-    /// Of a request as such, and of each token of its context, in each bucket.
-    requests: Vec<f64>,
-    context: Vec<f64>,
-    /// Of a request that has not begun, and of each token of its prompt.
-    start: (f64, f64),
+/// From when to when requests are looked ahead, and how fast they go.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Outlook {
+    /// Seen at this moment.
+    pub now: Seconds,
+    /// When that is.
+    pub then: Seconds,
+    /// Tokens/s of a request. One for all: what an instance's own would change is small beside what a table for each would cost.
+    pub rate: f64,
 }
 
-impl Default for Pressure {
-    fn default() -> Pressure {
-        Pressure { requests: Vec::new(), context: Vec::new(), start: (1.0, 0.0) }
+impl Outlook {
+    /// Tokens that a request which decodes now will have made by then.
+    fn further(&self) -> f64 {
+        self.rate * (self.then - self.now).max(0.0)
     }
+
+    /// Tokens of a request that starts to decode at `start` when the new one does; below 0: it will come so much later.
+    fn age(&self, start: Seconds) -> f64 {
+        // One that has not started by now starts no earlier than now, whatever was expected of it.
+        (self.then - start.max(self.now)) * self.rate
+    }
+}
+
+/// What requests weigh: a part of each, and one of each token of its context.
+#[derive(Clone, Debug, PartialEq)]
+struct Curve {
+    requests: Vec<f64>,
+    context: Vec<f64>,
+}
+
+impl Curve {
+    fn of(points: impl Iterator<Item = (f64, f64)>) -> Curve {
+        let (requests, context) = points.unzip();
+        Curve { requests, context }
+    }
+
+    /// With `context` tokens, so many tokens along the curve.
+    fn at(&self, tokens: f64, context: f64) -> f64 {
+        let last = self.requests.len() - 1;
+        let place = (tokens / BUCKET_TOKENS).clamp(0.0, last as f64);
+        let low = (place as usize).min(last.saturating_sub(1));
+        let part = place - low as f64;
+        let value = |curve: &[f64]| curve[low] * (1.0 - part) + curve[(low + 1).min(last)] * part;
+        value(&self.requests) + value(&self.context) * context
+    }
+}
+
+/// What the requests of an instance weigh, in requests that begin behind no prompt. Until lengths are known, each request weighs 1.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Pressure {
+    known: Option<Known>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct Known {
+    /// By age, at the boundaries of buckets, times the chance to get so old; and 1 over that chance in the middle of each bucket.
+    running: Curve,
+    inverse: Vec<f64>,
+    /// Of a request that begins later, by how many tokens later.
+    coming: Curve,
+    /// Cost of a request and of a token of its context, and sums over the first lags of their weights and of weights times lags, at lags
+    /// `sample` tokens apart: with them what a request of known length weighs.
+    cost: DecodeCost,
+    sample: f64,
+    sums: Vec<(f64, f64)>,
 }
 
 impl Pressure {
@@ -53,71 +110,183 @@ impl Pressure {
         let curve = survival.boundaries();
         let last = (1..curve.len()).rev().find(|&i| curve[i] >= FEW).map_or(1, |i| (i + 1).min(BUCKETS));
         let end = last as f64 * BUCKET_TOKENS;
-        let sample = end / SAMPLES as f64;
-        let at = |generated: f64, prompt: f64| {
-            cost.sequence_seconds + cost.context_token_seconds * (prompt + generated)
+        let mut sample = SAMPLE_TOKENS;
+        while end > SAMPLES as f64 * sample {
+            sample *= 2.0;
+        }
+        // Boundaries of buckets are samples, too.
+        let (samples, stride) = ((end / sample) as usize, (BUCKET_TOKENS / sample) as usize);
+        let lag = |i: usize| (i as f64 + 0.5) * sample;
+        let (a, b) = (cost.sequence_seconds, cost.context_token_seconds);
+        let alive: Vec<f64> = (0..samples).map(|i| survival.at(lag(i))).collect();
+        let made: Vec<f64> = alive.iter().enumerate().map(|(i, alive)| alive * lag(i)).collect();
+        let response: Vec<f64> =
+            (0..samples).map(|i| alive[i] * (a + b * prompt_tokens) + b * made[i]).collect();
+        let mut weights = inner(&response);
+        weights.truncate(samples);
+        let later: Vec<f64> = weights.iter().enumerate().map(|(i, weight)| weight * lag(i)).collect();
+        // Of a request with so many buckets of tokens, times the chance to get there: what it weighs without and for each token of its context.
+        let of = |bucket: usize| {
+            let alive = &alive[(bucket * stride).min(samples)..];
+            let token = b * dot(&weights, alive);
+            (a * dot(&weights, alive) + b * dot(&later, alive), token)
         };
-        let response: Vec<f64> = (0..SAMPLES)
-            .map(|i| (i as f64 + 0.5) * sample)
-            .map(|x| survival.at(x) * at(x, prompt_tokens))
-            .collect();
-        let weights = inner(&response);
-        let of = |generated: f64| {
-            let alive = survival.at(generated);
-            let (mut requests, mut prompts) = (0.0, 0.0);
-            for (lag, weight) in weights.iter().enumerate() {
-                let then = generated + (lag as f64 + 0.5) * sample;
-                if then >= end {
-                    break;
-                }
-                let weight = weight * survival.at(then) / alive;
-                requests += weight * at(then, 0.0);
-                prompts += weight * cost.context_token_seconds;
-            }
-            (requests, prompts)
+        let scale = 1.0 / of(0).0.abs().max(f64::MIN_POSITIVE);
+        let scaled = |(request, token): (f64, f64)| (request * scale, token * scale);
+        // Longer than answers are: as those that are nearly as long.
+        let (request, token) = scaled(of(last - 1));
+        let oldest = 1.0 / curve[last - 1];
+        let running = Curve::of((0..=BUCKETS).map(|i| match i < last {
+            true => scaled(of(i)),
+            false => (request * curve[i] * oldest, token * curve[i] * oldest),
+        }));
+        let coming = Curve::of((0..=last).map(|bucket| {
+            let weights = &weights[(bucket * stride).min(samples)..];
+            let token = b * dot(weights, &alive);
+            scaled((a * dot(weights, &alive) + b * dot(weights, &made), token))
+        }));
+        let mut sums = vec![(0.0, 0.0)];
+        for (i, weight) in weights.iter().enumerate() {
+            let (ones, lags) = sums[i];
+            sums.push((ones + weight, lags + weight * lag(i)));
+        }
+        let cost = DecodeCost {
+            sequence_seconds: cost.sequence_seconds * scale,
+            context_token_seconds: cost.context_token_seconds * scale,
         };
-        let start = of(0.0);
-        let scale = 1.0 / start.0.abs().max(f64::MIN_POSITIVE);
-        let (requests, context) = (0..last)
-            .map(|bucket| (bucket as f64 + 0.5) * BUCKET_TOKENS)
-            .map(|generated| (generated, of(generated)))
-            // What is kept of each bucket is context: prompts, and as many generated tokens as its middle has.
-            .map(|(generated, (one, token))| ((one - generated * token) * scale, token * scale))
-            .unzip();
-        Pressure { requests, context, start: (start.0 * scale, start.1 * scale) }
+        let inverse = survival.inverse_middles().to_vec();
+        Pressure { known: Some(Known { running, inverse, coming, cost, sample, sums }) }
     }
 
-    /// What the requests of an instance weigh, in requests that have just begun behind no prompt. `requests` and `context`: how many decode there, and
-    /// their context tokens, by bucket of generated tokens. `pending`: prompt tokens of those bound there.
-    ///
-    /// Until lengths are known, each request weighs 1.
-    pub fn of(&self, requests: &[f64], context: &[f64], pending: impl Iterator<Item = f64>) -> f64 {
-        let bound: f64 = pending.map(|prompt| self.start.0 + prompt * self.start.1).sum();
-        let within = requests.len().min(self.requests.len());
-        let sum = weigh(&requests[..within], &context[..within], &self.requests, &self.context);
-        // Longer than answers are: as those that are nearly as long.
-        let (one, token) = match (self.requests.last(), self.context.last()) {
-            (Some(one), Some(token)) => (*one, *token),
-            _ => (1.0, 0.0),
+    /// The weights as they are for a request that starts to decode then.
+    pub fn towards(&self, outlook: Outlook) -> Ahead<'_> {
+        let table = self.known.as_ref().map(|known| known.table(outlook.further()));
+        Ahead { known: self.known.as_ref().zip(table), outlook }
+    }
+}
+
+/// What requests will weigh when a new one starts to decode.
+pub struct Ahead<'a> {
+    /// And those that decode now, by bucket.
+    known: Option<(&'a Known, Curve)>,
+    outlook: Outlook,
+}
+
+impl Ahead<'_> {
+    /// The requests that decode on an instance and those bound to it.
+    pub fn of(&self, load: &DecodeLoad) -> f64 {
+        let (requests, context) = load.buckets();
+        let Some((known, table)) = &self.known else {
+            return requests.iter().sum::<f64>() + load.pending().count() as f64;
         };
-        let beyond = (within..requests.len()).map(|i| requests[i] * one + context[i] * token);
-        bound + sum + beyond.sum::<f64>()
+        let running = weigh(requests, context, &table.requests, &table.context);
+        let bound = load.pending().map(|p| known.bound(p.prompt_tokens, self.outlook.age(p.start)));
+        running + bound.sum::<f64>()
+    }
+
+    /// The same where it is known how long each answer will be. `left`: the requests that decode, by the tokens they will still make.
+    pub fn of_known(&self, left: &Histogram, load: &DecodeLoad) -> f64 {
+        let (requests, context) = left.buckets();
+        let further = self.outlook.further();
+        let Some((known, _)) = &self.known else {
+            return requests.iter().sum::<f64>() + load.pending().count() as f64;
+        };
+        let running = requests.iter().zip(context).enumerate().map(|(bucket, (requests, context))| {
+            let left = (bucket as f64 + 0.5) * BUCKET_TOKENS - further;
+            if *requests == 0.0 || left <= 0.0 {
+                return 0.0;
+            }
+            let each = context / requests + further;
+            requests * known.of_length(each, 0.0, left)
+        });
+        let bound = load.pending().map(|p| {
+            let age = self.outlook.age(p.start);
+            let left = p.length - age.max(0.0);
+            if left <= 0.0 {
+                0.0
+            } else {
+                known.of_length(p.prompt_tokens + age.max(0.0), (-age).max(0.0), left)
+            }
+        });
+        running.sum::<f64>() + bound.sum::<f64>()
+    }
+}
+
+impl Known {
+    /// Of requests that decode now, by bucket, with every one `further` tokens on.
+    fn table(&self, further: f64) -> Curve {
+        let place = 0.5 + (further / BUCKET_TOKENS).min(BUCKETS as f64);
+        let (shift, part) = (place as usize, place - place.floor());
+        let (ones, tokens) = (&self.running.requests, &self.running.context);
+        Curve::of(self.inverse.iter().enumerate().map(|(bucket, inverse)| {
+            // Beyond the curves' ends they stay what they are there.
+            let (low, high) = ((bucket + shift).min(BUCKETS), (bucket + shift + 1).min(BUCKETS));
+            let one = ones[low] * (1.0 - part) + ones[high] * part;
+            let token = tokens[low] * (1.0 - part) + tokens[high] * part;
+            ((one + token * further) * inverse, token * inverse)
+        }))
+    }
+
+    /// A bound request that will have made `age` tokens by then; below 0: that starts so many tokens later.
+    fn bound(&self, prompt_tokens: f64, age: f64) -> f64 {
+        match age >= 0.0 {
+            true => self.running.at(age, prompt_tokens + age),
+            false => self.coming.at(-age, prompt_tokens),
+        }
+    }
+
+    /// A request that starts `wait` tokens later with `context` tokens and makes `left` more.
+    fn of_length(&self, context: f64, wait: f64, left: f64) -> f64 {
+        let at = |tokens: f64| {
+            let last = self.sums.len() - 1;
+            let place = (tokens / self.sample).clamp(0.0, last as f64);
+            let low = (place as usize).min(last - 1);
+            let part = place - low as f64;
+            let ((a, b), (c, d)) = (self.sums[low], self.sums[low + 1]);
+            (a * (1.0 - part) + c * part, b * (1.0 - part) + d * part)
+        };
+        let ((ones, lags), (ones_before, lags_before)) = (at(wait + left), at(wait));
+        let first = self.cost.sequence_seconds + self.cost.context_token_seconds * (context - wait);
+        first * (ones - ones_before) + self.cost.context_token_seconds * (lags - lags_before)
     }
 }
 
 wide_fn! {
-    fn weigh(requests: &[f64], context: &[f64], one: &[f64], token: &[f64]) -> f64 {
-        let n = requests.len();
-        let (context, one, token) = (&context[..n], &one[..n], &token[..n]);
-        let mut sums = [0.0; 4];
-        for i in 0..n {
-            sums[i & 3] += requests[i] * one[i] + context[i] * token[i];
+    /// Sum of products, as far as both reach.
+    fn dot(a: &[f64], b: &[f64]) -> f64 {
+        let n = a.len().min(b.len());
+        let (a, b) = (&a[..n], &b[..n]);
+        let mut sums = [0.0; 8];
+        let whole = n / 8 * 8;
+        for i in (0..whole).step_by(8) {
+            for (lane, sum) in sums.iter_mut().enumerate() {
+                *sum += a[i + lane] * b[i + lane];
+            }
         }
+        (whole..n).for_each(|i| sums[0] += a[i] * b[i]);
         sums.iter().sum()
     }
 }
 
-/// Impulse response of `G / C` for the first [`LAGS`] samples.
+wide_fn! {
+    /// Sum over buckets of requests x one + context x token.
+    fn weigh(requests: &[f64], context: &[f64], one: &[f64], token: &[f64]) -> f64 {
+        let n = requests.len();
+        let (context, one, token) = (&context[..n], &one[..n], &token[..n]);
+        let mut sums = [0.0; 8];
+        let whole = n / 8 * 8;
+        for i in (0..whole).step_by(8) {
+            for (lane, sum) in sums.iter_mut().enumerate() {
+                let j = i + lane;
+                *sum += requests[j] * one[j] + context[j] * token[j];
+            }
+        }
+        (whole..n).for_each(|j| sums[0] += requests[j] * one[j] + context[j] * token[j]);
+        sums.iter().sum()
+    }
+}
+
+/// Impulse response of `G / C` for the first [`SAMPLES`] samples.
 fn inner(response: &[f64]) -> Vec<f64> {
     let mut planner = FftPlanner::new();
     let (forward, back) = (planner.plan_fft_forward(POINTS), planner.plan_fft_inverse(POINTS));
@@ -144,7 +313,7 @@ fn inner(response: &[f64]) -> Vec<f64> {
         *g /= log.exp();
     }
     back.process(&mut g);
-    g[..LAGS].iter().map(|w| w.re / POINTS as f64).collect()
+    g[..SAMPLES].iter().map(|w| w.re / POINTS as f64).collect()
 }
 
 #[cfg(test)]
@@ -171,24 +340,89 @@ mod tests {
         assert!((late[0] - 0.5).abs() < 0.01 && (late[1] - 0.75).abs() < 0.01, "{:?}", &late[..4]);
     }
 
+    const HERE: Outlook = Outlook { now: 0.0, then: 0.0, rate: 0.0 };
+
+    /// A request with so many tokens that decodes.
+    fn one(pressure: &Pressure, generated: f64, prompt: f64, outlook: Outlook) -> f64 {
+        let mut load = DecodeLoad::default();
+        load.enter(prompt, generated);
+        pressure.towards(outlook).of(&load)
+    }
+
+    fn bound(pressure: &Pressure, prompt: f64, start: f64, outlook: Outlook) -> f64 {
+        let mut load = DecodeLoad::default();
+        load.bind(1, prompt, f64::INFINITY, start);
+        pressure.towards(outlook).of(&load)
+    }
+
     #[test]
     fn long_prompts_weigh_more_and_answers_near_their_end_less() {
         let survival = lengths((0..4000).map(|i| 500 + i % 4000));
         let pressure = Pressure::new(&survival, COST, 1000.0);
-        let one = |generated: f64, prompt: f64| {
-            let mut load = DecodeLoad::default();
-            load.enter(prompt, generated);
-            let (requests, context) = load.buckets();
-            pressure.of(requests, context, std::iter::empty())
-        };
+        let one = |generated: f64, prompt: f64| one(&pressure, generated, prompt, HERE);
         assert!(one(100.0, 4000.0) > one(100.0, 1000.0));
         assert!(one(1000.0, 1000.0) > one(100.0, 1000.0), "it grows and still stays long");
         assert!(one(4400.0, 1000.0) < 0.7 * one(3500.0, 1000.0), "it will be gone");
         assert!(one(9000.0, 1000.0) > 0.0, "longer than any seen");
-        assert!((pressure.of(&[], &[], [0.0, 0.0].into_iter()) - 2.0).abs() < 1e-9);
-        assert!(pressure.of(&[], &[], [5000.0].into_iter()) > 1.0);
+        assert!((bound(&pressure, 0.0, 0.0, HERE) - 1.0).abs() < 1e-9);
+        assert!(bound(&pressure, 5000.0, 0.0, HERE) > 1.0);
         let unknown = Pressure::default();
-        assert_eq!(unknown.of(&[2.0, 1.0], &[900.0, 70.0], [10.0].into_iter()), 4.0);
+        let mut load = DecodeLoad::default();
+        load.enter(450.0, 10.0);
+        load.bind(7, 10.0, 5.0, 0.0);
+        assert_eq!(unknown.towards(HERE).of(&load), 2.0);
+    }
+
+    #[test]
+    fn it_is_seen_as_it_will_be_when_the_new_one_starts() {
+        let survival = lengths((0..4000).map(|i| 500 + i % 4000));
+        let pressure = Pressure::new(&survival, COST, 1000.0);
+        let later = Outlook { now: 0.0, then: 20.0, rate: 32.0 };
+        // One that decodes: 640 tokens older, if it lasts.
+        let lasts = survival.at(2144.0) / survival.at(1504.0);
+        let expected = one(&pressure, 2144.0, 1000.0, HERE) * lasts;
+        assert!((one(&pressure, 1504.0, 1000.0, later) - expected).abs() < 0.01, "{expected}");
+        // One that starts in between has made 8 s x 32 tokens; one that starts at the same time none; one that starts later weighs
+        // less, the later the less.
+        let at = |start: f64| bound(&pressure, 800.0, start, later);
+        let expected = one(&pressure, 256.0, 800.0, HERE) * survival.at(256.0);
+        assert!((at(12.0) - expected).abs() < 0.02 * expected, "{} {expected}", at(12.0));
+        assert!((at(20.0) - bound(&pressure, 800.0, 0.0, HERE)).abs() < 1e-9);
+        assert_eq!(at(-3.0), at(0.0), "not before now");
+        assert!(
+            at(20.0) > at(60.0) && at(60.0) > at(100.0) && at(1e6).abs() < 0.05,
+            "{} {}",
+            at(60.0),
+            at(1e6)
+        );
+    }
+
+    #[test]
+    fn a_known_length_weighs_what_is_left_of_it() {
+        // All answers have 1,000 tokens: what is known adds nothing.
+        let survival = lengths((0..2000).map(|_| 1000));
+        let pressure = Pressure::new(&survival, COST, 500.0);
+        let of = |left: f64, context: f64, outlook: Outlook| {
+            let mut known = Histogram::default();
+            known.put(left, context);
+            pressure.towards(outlook).of_known(&known, &DecodeLoad::default())
+        };
+        for generated in [100.0, 500.0, 800.0] {
+            let by_curve = one(&pressure, generated, 500.0, HERE);
+            let by_length = of(1000.0 - generated, 500.0 + generated, HERE);
+            assert!((by_curve - by_length).abs() < 0.1 * by_curve.abs() + 0.05, "{by_curve} {by_length}");
+        }
+        assert!(
+            of(900.0, 500.0, HERE) > of(450.0, 500.0, HERE) && of(450.0, 500.0, HERE) > of(70.0, 500.0, HERE)
+        );
+        let later = Outlook { now: 0.0, then: 10.0, rate: 32.0 };
+        assert!((of(800.0, 700.0, later) - of(480.0, 1020.0, HERE)).abs() < 1e-9);
+        assert_eq!(of(300.0, 700.0, later), 0.0, "it will be gone");
+        let mut load = DecodeLoad::default();
+        load.bind(1, 500.0, 1000.0, 10.0);
+        let by_length = pressure.towards(later).of_known(&Histogram::default(), &load);
+        let by_curve = bound(&pressure, 500.0, 10.0, later);
+        assert!((by_curve - by_length).abs() < 0.1 * by_curve + 0.05, "{by_curve} {by_length}");
     }
 
     #[test]
@@ -201,6 +435,9 @@ mod tests {
         }));
         let cost = DecodeCost { sequence_seconds: 1.0, context_token_seconds: 0.0 };
         let pressure = Pressure::new(&survival, cost, 0.0);
-        assert!(pressure.requests[..15].iter().all(|w| (w - 1.0).abs() < 0.1), "{pressure:?}");
+        for bucket in 0..15 {
+            let weight = one(&pressure, (f64::from(bucket) + 0.5) * BUCKET_TOKENS, 0.0, HERE);
+            assert!((weight - 1.0).abs() < 0.1, "{bucket} {weight}");
+        }
     }
 }

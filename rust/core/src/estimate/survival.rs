@@ -10,8 +10,10 @@ pub const BUCKET_TOKENS: f64 = 64.0;
 pub const BUCKETS: usize = 512;
 /// Weight that the curve keeps at each finished answer, once a thousand were seen; until then all count alike.
 pub const ALPHA: f64 = 0.999;
-/// The curve never falls below: nothing divides by 0, and fewer than one in a thousand cannot be told from none.
-pub const FLOOR: f64 = 1e-3;
+/// The same of what the product-limit curve is made of: a long tail has few answers that tell of it.
+const KEEP: f64 = 0.9999;
+/// The curve never falls below: nothing divides by 0, and fewer than one in ten thousand cannot be told from none.
+pub const FLOOR: f64 = 1e-4;
 
 /// Requests that count as seen before any was, and their mean length in tokens.
 const PRIOR: f64 = 2.0;
@@ -63,7 +65,7 @@ impl Survival {
         longer.iter_mut().for_each(|s| *s = *s * keep + (1.0 - keep));
         shorter.iter_mut().for_each(|s| *s *= keep);
         refine(&self.curve, &mut self.floored, &mut self.inverse);
-        self.weight /= self.alpha.max(1e-3);
+        self.weight /= KEEP;
         self.exits[(passed - 1).min(BUCKETS - 1)] += self.weight;
         if self.weight > 1e100 {
             let scale = 1.0 / self.weight;

@@ -5,16 +5,23 @@
 //! docs/reproduction.md what it gains.
 use super::*;
 
+const KNOBS: &[Knob] = &[Knob::flag(
+    "oracle",
+    false,
+    "take answers to be as long as expected_output_tokens says: for simulations",
+)];
+
 pub static SPEC: PolicySpec = PolicySpec::new(
     "sibyl_plus",
     "decode_pressure + others' requests, lowest",
     "ours, from SIBYL's survival curve",
-    &[],
+    KNOBS,
 );
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     // What is in bs beyond our own is others' load, of which only the number is known.
-    lowest(&SPEC, knobs, "decode_pressure + (bs - decode_bs - bound_bs)", &[])
+    let ours = if knobs.get("oracle") > 0.0 { "decode_pressure_known" } else { "decode_pressure" };
+    lowest(&SPEC, knobs, &format!("{ours} + (bs - decode_bs - bound_bs)"), &[])
 }
 
 #[cfg(test)]
@@ -26,9 +33,11 @@ mod tests {
     fn others_requests_count_one_each() {
         let fleet = Fleet::new(2)
             .set(DecodePressure, &[3.5, 2.0])
+            .set(DecodePressureKnown, &[1.0, 2.0])
             .set(Bs, &[4.0, 6.0])
             .set(DecodeBs, &[3.0, 2.0])
             .set(BoundBs, &[1.0, 1.0]);
         assert_eq!(fleet.score(&*policy("sibyl_plus", &[])), [3.5, 5.0]);
+        assert_eq!(fleet.score(&*policy("sibyl_plus", &[("oracle", 1.0)])), [1.0, 5.0]);
     }
 }

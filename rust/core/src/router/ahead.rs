@@ -2,7 +2,8 @@
 //!
 //! Fed by the same events as the books: who is bound where and when it is expected to start, who decodes and how far it is, how fast
 //! decodes go, and how long answers were.
-use crate::estimate::{DecodeCost, DecodeLoad, Pressure, Survival};
+use super::books::{Entry, Stage};
+use crate::estimate::{DecodeCost, DecodeLoad, Histogram, Outlook, Pressure, Survival};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 
@@ -14,6 +15,7 @@ pub const AHEAD: IndicatorSet = IndicatorSet::of(&[
     Indicator::HandoffComingTokens,
     Indicator::DecodeTokensPerSecond,
     Indicator::DecodePressure,
+    Indicator::DecodePressureKnown,
 ]);
 
 /// SIBYL's.
@@ -23,6 +25,9 @@ const PROJECTED: IndicatorSet = IndicatorSet::of(&[
     Indicator::HandoffArrivedTokensForCertain,
     Indicator::HandoffComingTokens,
 ]);
+
+/// Those by what requests weigh.
+const WEIGHED: IndicatorSet = IndicatorSet::of(&[Indicator::DecodePressure, Indicator::DecodePressureKnown]);
 
 /// Time constant of the learned decode rates, in seconds.
 const PACE_SECONDS: f64 = 10.0;
@@ -65,6 +70,8 @@ impl Pace {
 #[derive(Clone, Debug, Default)]
 pub struct Ahead {
     loads: Vec<DecodeLoad>,
+    /// Those that decode by the tokens they will still make, where a policy asks for it.
+    left: Option<Vec<Histogram>>,
     paces: Vec<Pace>,
     /// Over all instances.
     pace: Pace,
@@ -72,23 +79,34 @@ pub struct Ahead {
     /// Mean seconds from the end of a first segment to the first token of the second.
     lag: Seconds,
     lag_known: bool,
-    /// What requests weigh, from how many ended answers and when that was worked out.
+    /// What requests weigh, where a policy asks for it; from how many ended answers and when that was worked out.
+    weighs: bool,
     pressure: Pressure,
     weighed: (u64, Seconds),
     mean_prompt_tokens: f64,
 }
 
 impl Ahead {
+    /// Nothing yet, of as many slots; of what only some policies ask for, what `reads` names.
+    pub fn new(reads: IndicatorSet, slots: usize) -> Ahead {
+        let left = reads.contains(Indicator::DecodePressureKnown).then(Vec::new);
+        let mut ahead = Ahead { left, weighs: reads.intersects(WEIGHED), ..Ahead::default() };
+        ahead.resize(slots);
+        ahead
+    }
+
     /// Makes room for `slots` slots.
     pub fn resize(&mut self, slots: usize) {
         self.loads.resize_with(slots, DecodeLoad::default);
         self.paces.resize_with(slots, Pace::default);
+        self.left.iter_mut().for_each(|left| left.resize_with(slots, Histogram::default));
     }
 
     /// Forgets a slot's instance.
     pub fn clear(&mut self, slot: usize) {
         self.pace.requests -= self.paces[slot].requests;
         (self.loads[slot], self.paces[slot]) = (DecodeLoad::default(), Pace::default());
+        self.left.iter_mut().for_each(|left| left[slot] = Histogram::default());
     }
 
     /// The length curve learned so far.
@@ -107,23 +125,20 @@ impl Ahead {
     }
 
     /// A request is bound to a slot and expected to start decoding there at `start`.
-    pub fn bind(&mut self, slot: usize, ticket: u32, prompt_tokens: f64, start: Seconds) {
+    pub fn bind(&mut self, slot: usize, ticket: u32, entry: &Entry, start: Seconds) {
+        let prompt_tokens = entry.prompt_tokens;
         let weight = if self.mean_prompt_tokens == 0.0 { 1.0 } else { PROMPT_WEIGHT };
         self.mean_prompt_tokens += weight * (prompt_tokens - self.mean_prompt_tokens);
-        self.loads[slot].bind(ticket, prompt_tokens, start);
+        self.loads[slot].bind(ticket, prompt_tokens, entry.left(), start);
     }
 
     /// It started: its first token came. `lag`: seconds since the segment before it ended.
-    pub fn start(
-        &mut self,
-        slot: usize,
-        ticket: u32,
-        prompt_tokens: f64,
-        now: Seconds,
-        lag: Option<Seconds>,
-    ) {
+    pub fn start(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds, lag: Option<Seconds>) {
         self.loads[slot].unbind(ticket);
-        self.loads[slot].enter(prompt_tokens, 1.0);
+        self.loads[slot].enter(entry.prompt_tokens, entry.output_tokens);
+        if let Some(left) = &mut self.left {
+            left[slot].put(entry.left(), entry.prompt_tokens + entry.output_tokens);
+        }
         self.survival.passed(0.0, 1.0);
         for pace in [&mut self.paces[slot], &mut self.pace] {
             pace.pass(now);
@@ -136,9 +151,14 @@ impl Ahead {
         }
     }
 
-    /// It made `tokens` tokens behind the `generated` it had.
-    pub fn grow(&mut self, slot: usize, prompt_tokens: f64, generated: f64, tokens: f64, now: Seconds) {
+    /// It makes `tokens` tokens behind those it has.
+    pub fn grow(&mut self, slot: usize, entry: &Entry, tokens: f64, now: Seconds) {
+        let (prompt_tokens, generated) = (entry.prompt_tokens, entry.output_tokens);
         self.loads[slot].grow(prompt_tokens, generated, tokens);
+        if let Some(left) = &mut self.left {
+            let after = Entry { output_tokens: generated + tokens, ..*entry };
+            left[slot].move_on(entry.left(), after.left(), prompt_tokens + generated, tokens);
+        }
         self.survival.passed(generated, generated + tokens);
         for pace in [&mut self.paces[slot], &mut self.pace] {
             pace.pass(now);
@@ -146,24 +166,19 @@ impl Ahead {
         }
     }
 
-    /// It is gone from the slot. `generated`: its tokens there, where it decoded.
-    pub fn end(
-        &mut self,
-        slot: usize,
-        ticket: u32,
-        prompt_tokens: f64,
-        generated: Option<f64>,
-        now: Seconds,
-    ) {
-        match generated {
-            None => self.loads[slot].unbind(ticket),
-            Some(generated) => {
-                self.loads[slot].leave(prompt_tokens, generated);
-                for pace in [&mut self.paces[slot], &mut self.pace] {
-                    pace.pass(now);
-                    pace.requests -= 1.0;
-                }
-            }
+    /// It is gone from the slot.
+    pub fn end(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
+        let (prompt_tokens, generated) = (entry.prompt_tokens, entry.output_tokens);
+        if entry.stage != Stage::Decoding {
+            return self.loads[slot].unbind(ticket);
+        }
+        self.loads[slot].leave(prompt_tokens, generated);
+        if let Some(left) = &mut self.left {
+            left[slot].take(entry.left(), prompt_tokens + generated);
+        }
+        for pace in [&mut self.paces[slot], &mut self.pace] {
+            pace.pass(now);
+            pace.requests -= 1.0;
         }
     }
 
@@ -173,7 +188,7 @@ impl Ahead {
         self.survival.observe(output_tokens);
         let ended = self.survival.seen();
         let (last, at) = self.weighed;
-        if ended >= last + LEAST_ENDED && (last == 0 || now >= at + REFRESH_SECONDS) {
+        if self.weighs && ended >= last + LEAST_ENDED && (last == 0 || now >= at + REFRESH_SECONDS) {
             self.weighed = (ended, now);
             self.pressure = Pressure::new(&self.survival.product_limit(), cost, self.mean_prompt_tokens);
         }
@@ -182,13 +197,15 @@ impl Ahead {
     /// Writes the projections for a request that starts to decode at `then`.
     pub fn derive(&self, reads: IndicatorSet, now: Seconds, then: Seconds, columns: &mut Columns) {
         let mean_rate = self.pace.rate().unwrap_or(0.0);
+        let pressure = self.pressure.towards(Outlook { now, then, rate: mean_rate });
         for (slot, (load, pace)) in self.loads.iter().zip(&self.paces).enumerate() {
             let rate = pace.rate();
             columns.get_mut(Indicator::DecodeTokensPerSecond)[slot] = rate.unwrap_or(f64::NAN);
             if reads.contains(Indicator::DecodePressure) {
-                let (requests, context) = load.buckets();
-                let bound = load.pending().map(|(prompt, _)| prompt);
-                columns.get_mut(Indicator::DecodePressure)[slot] = self.pressure.of(requests, context, bound);
+                columns.get_mut(Indicator::DecodePressure)[slot] = pressure.of(load);
+            }
+            if let Some(left) = &self.left {
+                columns.get_mut(Indicator::DecodePressureKnown)[slot] = pressure.of_known(&left[slot], load);
             }
             if reads.intersects(PROJECTED) {
                 let p = load.project(&self.survival, now, then, rate.unwrap_or(mean_rate), mean_rate);

@@ -186,6 +186,11 @@ impl Entry {
         self.expected_output_tokens.map_or(0.0, |e| (e - self.output_tokens).max(0.0))
     }
 
+    /// Output tokens to come; without end where nobody said.
+    pub fn left(&self) -> f64 {
+        self.expected_output_tokens.map_or(f64::INFINITY, |e| (e - self.output_tokens).max(0.0))
+    }
+
     fn context(&self) -> f64 {
         self.prompt_tokens + self.output_tokens
     }

@@ -89,7 +89,7 @@ impl Router {
                     self.books.first_token(slot, key, &mut leg.entry, now, &mut self.columns);
                     if let Some(ahead) = self.ahead.as_mut().filter(|_| first) {
                         let lag = state.handed_over.map(|(at, _)| now - at);
-                        ahead.start(slot, key, leg.entry.prompt_tokens, now, lag);
+                        ahead.start(slot, key, &leg.entry, now, lag);
                     }
                 } else {
                     leg.entry.stage = Stage::Decoding;
@@ -104,7 +104,7 @@ impl Router {
                 if current && leg.entry.stage == Stage::Decoding {
                     let n = f64::from(n);
                     if let Some(ahead) = &mut self.ahead {
-                        ahead.grow(slot, leg.entry.prompt_tokens, leg.entry.output_tokens, n, now);
+                        ahead.grow(slot, &leg.entry, n, now);
                     }
                     self.books.tokens(slot, key, &mut leg.entry, n, now, &mut self.columns);
                 }

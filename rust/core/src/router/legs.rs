@@ -65,12 +65,10 @@ impl Router {
             self.later.made += 1;
         }
         if leg.segment.to_token.is_none() && self.ahead.is_some() {
-            let prompt = leg.entry.prompt_tokens;
-            let start = start.unwrap_or_else(|| {
-                now + self.prefill_seconds(slot, prompt - leg.entry.new_tokens, leg.entry.new_tokens, now)
-            });
+            let (prompt, new) = (leg.entry.prompt_tokens, leg.entry.new_tokens);
+            let start = start.unwrap_or_else(|| now + self.prefill_seconds(slot, prompt - new, new, now));
             if let Some(ahead) = &mut self.ahead {
-                ahead.bind(slot, ticket, prompt, start);
+                ahead.bind(slot, ticket, &leg.entry, start);
             }
         }
     }
@@ -83,8 +81,7 @@ impl Router {
         let slot = leg.segment.instance.index();
         self.books.close(slot, ticket, &leg.entry, now, &mut self.columns);
         if let Some(ahead) = &mut self.ahead {
-            let generated = (leg.entry.stage == Stage::Decoding).then_some(leg.entry.output_tokens);
-            ahead.end(slot, ticket, leg.entry.prompt_tokens, generated, now);
+            ahead.end(slot, ticket, &leg.entry, now);
         }
     }
 

@@ -241,10 +241,8 @@ impl Router {
 
     /// Keeps what the load will be, where a policy asks for it.
     fn look_ahead(&mut self) {
-        self.ahead = self.reads().intersects(AHEAD).then(Ahead::default);
-        if let Some(ahead) = &mut self.ahead {
-            ahead.resize(self.fleet.slots());
-        }
+        let reads = self.reads();
+        self.ahead = reads.intersects(AHEAD).then(|| Ahead::new(reads, self.fleet.slots()));
     }
 
     /// Indicators that its policies read.

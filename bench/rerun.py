@@ -1,0 +1,118 @@
+"""A paper's simulations rerun, figure by figure: each figure makes `results/FIGURE.json`, and its part of
+docs/reproduction.md is made of that file alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "reproduction.md"
+Told = dict[str, Any]
+
+
+def spread(found: Sequence[float], scale: float = 1, digits: int = 2) -> str:
+    """``mean ±half the range`` over seeds."""
+    half = (max(found) - min(found)) / 2 * scale
+    text = f"{np.mean(found) * scale:.{digits}f}"
+    return f"{text} ±{half:.{digits}f}" if len(found) > 1 else text
+
+
+def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+@dataclass
+class Rerun:
+    """The figures of a study. `marker` is what its parts of the page stand between; a maker takes the study's
+    world (with `seeds`, `quick`, `close`) and gives what its JSON file holds beside its name and origin;
+    `rendered` makes Markdown of that."""
+
+    folder: Path
+    marker: str
+    rendered: Callable[[Told], str]
+    figures: dict[str, tuple[str, Callable[[Any], Told]]] = field(default_factory=dict)
+
+    def figure(self, name: str, title: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+        """Registers a function as the maker of a figure."""
+
+        def register(maker: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            self.figures[name] = (title, maker)
+            return maker
+
+        return register
+
+    def parser(self, about: str | None, seeds: int) -> argparse.ArgumentParser:
+        """What all drivers take."""
+        parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawTextHelpFormatter)
+        parser.add_argument("--figure", help=f"some of {', '.join(self.figures)} [default: all]")
+        parser.add_argument(
+            "--seeds", type=int, default=seeds, help=f"for arrivals, lengths and ties [{seeds}]"
+        )
+        parser.add_argument("--quick", action="store_true", help="few seeds, small; nothing is written")
+        parser.add_argument("--results", type=Path, metavar="DIR", help="elsewhere; the page stays as it is")
+        parser.add_argument("--render", action="store_true", help="only make the page from the results")
+        parser.add_argument(
+            "--check", action="store_true", help="fail if the page is not what the results make"
+        )
+        return parser
+
+    def main(self, parser: argparse.ArgumentParser, world: Callable[[argparse.Namespace], Any]) -> None:
+        """Does what was asked for; `world` is made where figures are."""
+        options = parser.parse_args()
+        results = options.results or self.folder / "results"
+        if options.check:
+            text = PAGE.read_text()
+            sys.exit(f"run.py: {PAGE} is stale: --render" if self.page(text, results) != text else 0)
+        if not options.render:
+            names = options.figure.split(",") if options.figure else list(self.figures)
+            if unknown := [name for name in names if name not in self.figures]:
+                parser.error(f"no figure {', '.join(unknown)}; there are {', '.join(self.figures)}")
+            keeps = options.results is not None or not options.quick
+            self._make(names, world(options), results if keeps else None)
+        if options.render or not (options.quick or options.results):
+            PAGE.write_text(self.page(PAGE.read_text(), results))
+
+    def page(self, text: str, results: Path) -> str:
+        """The page with every part between its markers made anew."""
+
+        def filled(match: re.Match[str]) -> str:
+            path = results / f"{match[1]}.json"
+            if not path.exists():
+                sys.exit(f"run.py: no {path}: run it with --figure {match[1]}")
+            told = json.loads(path.read_text())
+            origin = f"{told['seeds']} seeds, at commit {told['commit']}."
+            return f"<!-- {self.marker} {match[1]} -->\n\n{self.rendered(told)}\n\n{origin}\n\n{end}"
+
+        end = f"<!-- /{self.marker} -->"
+        return re.sub(rf"<!-- {self.marker} (\w+) -->.*?{end}", filled, text, flags=re.DOTALL)
+
+    def _make(self, names: list[str], world: Any, results: Path | None) -> None:
+        git = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        try:
+            for name in names:
+                title, maker = self.figures[name]
+                started = time.perf_counter()
+                about = {"commit": commit, "seeds": len(world.seeds), "quick": world.quick}
+                told = {"figure": name, "title": title, **about, **maker(world)}
+                print(f"\n## {title}\n\n{self.rendered(told)}", flush=True)
+                print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+                if results is not None:
+                    results.mkdir(parents=True, exist_ok=True)
+                    text = json.dumps(told, indent=1, ensure_ascii=False)
+                    (results / f"{name}.json").write_text(text + "\n")
+        finally:
+            world.close()

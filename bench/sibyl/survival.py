@@ -1,0 +1,77 @@
+"""Figure 7 of the SIBYL paper: how far the learned chance that a request goes on is off.
+
+The router is told of answers as it is live: they begin, go on, and end. After so many answers its two curves
+(Eq. 4, and the product-limit estimator that sibyl_plus uses) are held against answers that it has not seen:
+the chance that one with g tokens makes m more, over a grid of both, wherever one in a hundred gets to g.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import lmetric as lm
+from lmetric.sim.synthetic import check_synthetic
+
+STEP = 64.0  # tokens between two points of the learned curve
+GRID = 256
+SEEN = (64, 256, 1024, 4096)
+AT_ONCE = 64  # answers that run beside each other
+LEAST = 0.01
+
+
+def outputs(lengths: str, count: int, seed: int) -> NDArray[np.int64]:
+    """Lengths of answers."""
+    told = {"synthetic": "requests", "rate": 100, "duration_seconds": count / 50, "seed": seed}
+    told |= {"lengths": lengths, "block_tokens": 512}
+    made = check_synthetic(told, lengths).make().output_tokens
+    return np.asarray(made[:count])
+
+
+def errors(lengths: str, seed: int) -> dict[str, Any]:
+    """Errors after each number of answers."""
+    told: dict[str, Any] = {"lengths": lengths, "seen": list(SEEN), "eq4": [], "product_limit": []}
+    test = np.sort(outputs(lengths, 50_000, seed + 1000))
+    router = lm.Router("round_robin", decode_policy="sibyl")
+    router.add_instance("p", role="prefill")
+    router.add_instance("d", role="decode")
+    open_: list[tuple[lm.Ticket, int, int]] = []
+    ended, now = 0, 0.0
+    waiting = outputs(lengths, SEEN[-1] + AT_ONCE, seed).tolist()
+    while ended < SEEN[-1]:
+        now += 1.0
+        while len(open_) < AT_ONCE and waiting:
+            _, ticket = router.route(prompt_tokens=100, now=now)
+            ticket.finished(prompt_tokens=100, now=now)
+            ticket.first_token(now)
+            open_.append((ticket, 1, waiting.pop()))
+        going = []
+        for ticket, made, length in open_:
+            more = min(int(STEP), length - made)
+            if more:
+                ticket.tokens(more, now)
+            if made + more < length:
+                going.append((ticket, made + more, length))
+                continue
+            ticket.finished(output_tokens=length, now=now)
+            ended += 1
+            if ended in SEEN:
+                for curve in ("eq4", "product_limit"):
+                    known = router.survival(product_limit=curve == "product_limit")
+                    assert known is not None
+                    told[curve].append(held_against(known, test))
+        open_ = going
+    return told
+
+
+def held_against(curve: NDArray[np.float64], test: NDArray[np.int64]) -> dict[str, float]:
+    """Mean, 95th percentile and largest of the error on the grid."""
+    step = max(STEP, test[-1] / GRID)
+    places = np.arange(0.0, test[-1], step)
+    true = 1 - np.searchsorted(test, np.add.outer(places, places), side="right") / len(test)
+    at = np.interp(np.add.outer(places, places), STEP * np.arange(len(curve)), curve)
+    reached = true[:, 0] >= LEAST
+    off = np.abs(at / at[:, :1] - true / np.maximum(true[:, :1], 1e-12))[reached]
+    return {"mean": float(off.mean()), "p95": float(np.percentile(off, 95)), "largest": float(off.max())}

@@ -1,0 +1,96 @@
+"""Figures of the SIBYL study as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from rerun import markdown, spread
+
+Row = dict[str, Any]
+LEAST = "least requests, bound ones too (REQLEVEL)"
+
+
+def rendered(told: dict[str, Any]) -> str:
+    """A figure's part of the page."""
+    if "errors" in told:
+        return survival_errors(told["errors"])
+    if "compare" in told:
+        return compared(told["rows"], told["compare"])
+    return "\n\n".join(stage_table(stage, here) for stage, here in by_stage(told["rows"]).items())
+
+
+def by_stage(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    stages: dict[str, list[Row]] = {}
+    for each in rows:
+        stages.setdefault(each["stage"], []).append(each)
+    return stages
+
+
+def stage_table(stage: str, rows: Sequence[Row]) -> str:
+    """All policies on a stage."""
+    tails = [np.mean(each["p99"]) for each in rows]
+    best = min(tails) if max(tails) > min(tails) * 1.001 else 0.0  # none, where all are equal
+    head = ["decode policy", "TPOT mean, ms", "p50", "p99", "p99.9", "least loaded, %", "batch"]
+    stuck = any(max(each["without_end"]) > 0 for each in rows)
+    lines = []
+    for each in rows:
+        cells = [spread(each[name], digits=1) for name in ("mean", "p50", "p99", "p999")]
+        if np.mean(each["p99"]) <= best * 1.001:
+            cells[2] = f"**{cells[2]}**"
+        cells += [spread(each["least_loaded"], 100, 1), spread(each["batch"], digits=1)]
+        lines.append([each["policy"], *cells, *([spread(each["without_end"], 100, 1)] if stuck else [])])
+    requests = int(np.mean(rows[0]["requests"]))
+    table = markdown(head + (["without end, %"] if stuck else []), lines)
+    return f"{stage} ({requests:,} requests counted):\n\n{table}"
+
+
+def bounds(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """The ratio of two figures over the seeds that both have: geometric mean, 95% bounds by Student's t."""
+    both = min(len(ours), len(theirs))
+    logs = np.log(np.asarray(ours[:both]) / np.asarray(theirs[:both]))
+    half = 0.0
+    if len(logs) > 1:
+        half = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
+    mean = float(logs.mean())
+    return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
+
+
+def compared(rows: Sequence[Row], chosen: str) -> str:
+    """P99 TPOT of one policy over that of each other, stage by stage."""
+    stages = by_stage(rows)
+    if not stages:
+        return "No stage."
+    first = next(iter(stages.values()))
+    others = [each["policy"] for each in first if each["policy"] not in (chosen, LEAST)]
+    lines = []
+    for stage, here in stages.items():
+        p99 = {each["policy"]: each["p99"] for each in here}
+        ratio, low, high = bounds(p99[chosen], p99[LEAST])
+        text = f"{ratio:.3f} [{low:.3f}, {high:.3f}]"
+        cells = [stage, spread(p99[LEAST], digits=1), f"**{text}**" if high > 1.01 else text]
+        cells += [f"{bounds(p99[chosen], p99[other])[0]:.3f}" for other in others]
+        lines.append(cells)
+    head = ["stage", "P99 TPOT of least requests, ms", f"{chosen} over it [95%]"]
+    return markdown(head + [f"over {other}" for other in others], lines)
+
+
+def survival_errors(errors: Sequence[Row]) -> str:
+    """Mean and largest error of the learned chance to go on, by the answers seen."""
+    lines = []
+    for lengths in dict.fromkeys(each["lengths"] for each in errors):
+        here = [each for each in errors if each["lengths"] == lengths]
+        for number, seen in enumerate(here[0]["seen"]):
+            cells = [lengths, f"{seen:,}"]
+            for curve in ("eq4", "product_limit"):
+                for figure in ("mean", "p95", "largest"):
+                    cells.append(spread([each[curve][number][figure] for each in here], 100, 1))
+            lines.append(cells)
+    head = ["lengths", "answers seen"]
+    head += [
+        f"{curve}: {figure}" for curve in ("Eq. 4", "product limit") for figure in ("mean", "p95", "largest")
+    ]
+    return "Error of S(g + m) / S(g), percentage points, over a grid of g and m:\n\n" + markdown(head, lines)
