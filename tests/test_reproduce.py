@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from studies import importable
 
 ROOT = Path(__file__).parent.parent
 DRIVER = ROOT / "bench" / "reproduce" / "run.py"
@@ -20,9 +23,8 @@ def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def reproduce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DRIVER.parents[1]))
-    monkeypatch.syspath_prepend(str(DRIVER.parent))
+def reproduce() -> Iterator[None]:
+    yield from importable(DRIVER)
 
 
 def test_quick_figures_and_the_policy_that_must_lose(tmp_path: Path) -> None:

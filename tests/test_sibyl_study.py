@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from studies import importable
 
 ROOT = Path(__file__).parent.parent
 DRIVER = ROOT / "bench" / "sibyl" / "run.py"
+
+
+@pytest.fixture
+def study() -> Iterator[None]:
+    yield from importable(DRIVER)
 
 
 def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
@@ -60,10 +69,9 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     assert "no figure 99" in unknown.stderr
 
 
-def test_limits_and_lives_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DRIVER.parent))
-    monkeypatch.delitem(sys.modules, "world", raising=False)
-    from world import life, limit, sample
+@pytest.mark.usefixtures("study")
+def test_limits_and_lives_by_hand() -> None:
+    from world import life, life_tokens, limit, profile_of, sample
 
     from lmetric.profiles import load_profile
 
@@ -71,10 +79,38 @@ def test_limits_and_lives_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     mean = trace.output_tokens.mean()
     held, steps = load_profile("sibyl-eq15-held"), load_profile("independent-pd")
     assert limit(held, "sharegpt-like") == pytest.approx(1176.64 / mean, rel=1e-4)
+    # The answer that a token belongs to: long ones hold more of them.
+    of_a_token = (mean**2 + trace.output_tokens.var()) / mean
+    assert life_tokens("sharegpt-like") == pytest.approx(of_a_token)
     # A fifth of the peak, 235.3 tokens/s, is made by 5.741 sequences: 24.4 ms a token.
-    assert life(held, "sharegpt-like", 0.2) == pytest.approx(mean * 5.741 / 235.33, rel=2e-3)
+    assert life(held, "sharegpt-like", 0.2) == pytest.approx(of_a_token * 5.741 / 235.33, rel=2e-3)
     # Half of the time goes into the fixed part of a step: a step takes twice that.
-    assert life(steps, "sharegpt-like", 0.5) == pytest.approx(mean * 0.054)
+    assert life(steps, "sharegpt-like", 0.5) == pytest.approx(of_a_token * 0.054)
     context = trace.input_tokens.mean() + (trace.output_tokens**2).mean() / (2 * mean)
     assert limit(steps, "sharegpt-like") == pytest.approx(1 / (mean * (7e-5 + 8.2e-8 * context)))
-    monkeypatch.delitem(sys.modules, "world", raising=False)
+    few = profile_of("256 sequences")
+    assert few.max_sequences == 256
+    step = 0.027 + 256 * (7e-5 + 8.2e-8 * context)
+    assert limit(few, "sharegpt-like", 256) == pytest.approx(256 / step / mean)
+
+
+@pytest.mark.usefixtures("study")
+def test_bounds_of_a_ratio_by_hand() -> None:
+    from tables import bounds
+
+    ratio, low, high = bounds([1.0, 2.0, 4.0], [1.0, 1.0, 1.0, 9.0])
+    assert ratio == pytest.approx(2.0)
+    # Logarithms 0, 0.693, 1.386: deviation 0.693, over the root of 3, times 4.303.
+    assert (low, high) == (pytest.approx(2 / 5.594, rel=1e-3), pytest.approx(2 * 5.594, rel=1e-3))
+
+
+@pytest.mark.usefixtures("study")
+def test_a_curve_that_is_right_has_no_error() -> None:
+    from survival import STEP, held_against
+
+    answers = np.arange(1, 16385)
+    true = 1 - np.minimum(STEP * np.arange(513) / 16384, 1)
+    assert held_against(true, answers)["largest"] < 1e-3
+    wrong = held_against(np.ones(513), answers)
+    assert wrong["largest"] > 0.9
+    assert 0.3 < wrong["mean"] < 0.8

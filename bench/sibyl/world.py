@@ -81,14 +81,13 @@ ABLATIONS = [
     Rival("no type 3", "sibyl(type3=0)"),
     LEAST_REQUESTS,
 ]
-LATE = [
-    Rival(f"{rival.label}, late", rival.policy, {"binding": "late"}) for rival in (ILS, LEAST_REQUESTS, SIBYL)
-]
-
-
 PLUS = Rival("sibyl_plus", "sibyl_plus")
 ORACLE = Rival("sibyl_plus that knows lengths", "sibyl_plus(oracle=1)")
 BEYOND = [PLUS, ORACLE]
+LATE = [
+    Rival(f"{rival.label}, late", rival.policy, {"binding": "late"})
+    for rival in (ILS, LEAST_REQUESTS, SIBYL, PLUS)
+]
 
 
 @dataclass(frozen=True)

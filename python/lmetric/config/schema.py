@@ -100,10 +100,10 @@ class PoolSettings(Strict):
     decode_knobs: dict[str, float] = Field(
         default_factory=dict, description="the decode policy's knobs by name"
     )
-    binding: Literal["early", "late"] = Field(
-        "early",
-        description="when the decode engine is chosen: with the prefill engine, or when the prompt is "
-        "computed; SGLang's need early",
+    binding: Literal["auto", "early", "late"] = Field(
+        "auto",
+        description="when the decode engine is chosen: early, with the prefill engine, or late, when the "
+        "prompt is computed; auto: late where the engines' protocol allows it (vLLM's does, SGLang's not)",
     )
     colocate: bool = Field(
         True, description="where one of the two roles is missing, the other takes whole requests"

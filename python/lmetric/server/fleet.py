@@ -217,7 +217,7 @@ class Pool:
             seed=settings.seed,
             decode_policy=decode_policy,
             decode_knobs=settings.decode_knobs if isinstance(decode_policy, str) else None,
-            binding=settings.binding,
+            binding="late" if settings.binding == "auto" else settings.binding,
             colocate=settings.colocate,
         )
         self.kv = KvFeed(self.router)
@@ -257,6 +257,9 @@ class Pool:
         self.router.set_role(engine.name, role)
         self.cuts = any(each.role != "both" for each in self.engines.values())
         engine.connector = CONNECTORS.get(handover.connector) if handover and role != "both" else None
+        if self.settings.binding == "auto":
+            connectors = [each.connector for each in self.engines.values()]
+            self.router.set_binding("early" if any(each and each.at_once for each in connectors) else "late")
         engine.unfit = None
         if role != "both" and engine.identified:
             told, does = engine.capabilities.role, engine.connector
@@ -267,7 +270,9 @@ class Pool:
             elif does.at_once and told != role:
                 engine.unfit = f"role {role}, but it was started as {told or 'something else'}"
             elif does.at_once and self.settings.binding == "late":
-                engine.unfit = "binding is late, but both legs have to be sent at once: set binding: early"
+                engine.unfit = (
+                    "binding is late, but both legs have to be sent at once: set binding: early, or auto"
+                )
 
     @property
     def knows_tokens(self) -> bool:

@@ -264,7 +264,7 @@ impl Router {
                 ..GuardConfig::default()
             },
             step_time: step_time.map(step_time_of).transpose()?,
-            binding: named("binding", binding, &[("early", Binding::Early), ("late", Binding::Late)])?,
+            binding: binding_of(binding)?,
             colocate,
             ..RouterConfig::default()
         };
@@ -658,6 +658,13 @@ impl Router {
         Ok((events, next))
     }
 
+    /// When the instance of a second segment is chosen from now on: `"early"`, at the decision, or `"late"`, when the first has ended.
+    fn set_binding(&self, py: Python<'_>, binding: &str) -> Result<()> {
+        let binding = binding_of(binding)?;
+        self.lock(py)?.set_binding(binding);
+        Ok(())
+    }
+
     /// Switches the hot-spot guard on or off. Off, it forgets what it saw.
     fn set_guard(&self, py: Python<'_>, on: bool) -> Result<()> {
         self.lock(py)?.set_guard(on);
@@ -692,6 +699,11 @@ impl Router {
 /// Who feeds an index, by name.
 fn index_feed_of(what: &str, name: &str) -> Result<IndexFeed> {
     named(what, name, &[("approximate", IndexFeed::Approximate), ("exact", IndexFeed::Exact)])
+}
+
+/// When the instance of a second segment is chosen, by name.
+pub fn binding_of(name: &str) -> Result<Binding> {
+    named("binding", name, &[("early", Binding::Early), ("late", Binding::Late)])
 }
 
 /// One of a few values, by name.

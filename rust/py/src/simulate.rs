@@ -5,7 +5,6 @@ use crate::{policies, router};
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
-use lmetric_core::plan::Binding;
 use lmetric_core::router::{IndexFeed, RouterConfig};
 use lmetric_sim::{
     Admission, ClusterConfig, Order, Outcome, Overlap, Profile, Quantity, Signals, Trace, Transfer,
@@ -168,11 +167,7 @@ fn simulate<'py>(
                 ..GuardConfig::default()
             },
             step_time: step_time.map(router::step_time_of).transpose()?,
-            binding: router::named(
-                "binding",
-                binding,
-                &[("early", Binding::Early), ("late", Binding::Late)],
-            )?,
+            binding: router::binding_of(binding)?,
             // No instance ever goes, so a request that nobody decodes is a decode policy that cannot score: an error.
             colocate: false,
             unlimited_prefill,

@@ -239,6 +239,11 @@ impl Router {
         Ok(())
     }
 
+    /// When the instance of a second segment is chosen; what is bound already stays so.
+    pub fn set_binding(&mut self, binding: Binding) {
+        self.config.binding = binding;
+    }
+
     /// Keeps what the load will be, where a policy asks for it.
     fn look_ahead(&mut self) {
         let reads = self.reads();
