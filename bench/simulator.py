@@ -3,7 +3,8 @@
     python bench/simulator.py TRACE [--rivals DIR] [--repeats 5] [--out FILE]
 
 The Mooncake conversation trace, one policy, everything recorded: on 16 engines of 4,000 blocks of 512 tokens
-and of 16,384 blocks of 64 tokens, and 16 times as fast on 256 engines. Dynamo's `run_mocker_trace_replay`
+and of 16,384 blocks of 64 tokens, 16 times as fast on 256 engines, and on pools of 4 that prefill and 12 that
+decode. Dynamo's `run_mocker_trace_replay`
 plays the same requests on the same cache (blocks of 64), by round robin and by its KV router; its step times
 are its own. Reading the trace is apart for us (once for all runs of a study) and inside its call for Dynamo.
 
@@ -25,16 +26,19 @@ from typing import Any
 
 from common import about, median_range, write_result
 
-# Name: policy, instances, tokens of a block, blocks of an engine, speed.
-OURS: dict[str, tuple[str, int, int, int, float]] = {
+# Name: policy, instances, tokens of a block, blocks of an engine, speed; the decode policy of pools.
+OURS: dict[str, tuple[str | int | float, ...]] = {
     "16 engines, 4,000 x 512": ("lmetric", 16, 512, 4000, 2.2),
     "16 engines, 16,384 x 64": ("lmetric", 16, 64, 16384, 2.2),
     "16 engines, 16,384 x 64, round robin": ("round_robin", 16, 64, 16384, 2.2),
     "256 engines, 4,000 x 512, 16 times as fast": ("lmetric", 256, 512, 4000, 35.2),
     "256 engines, 16,384 x 64, 16 times as fast": ("lmetric", 256, 64, 16384, 35.2),
+    "4P12D, 4,000 x 512, least_requests": ("lmetric", 16, 512, 4000, 2.2, "least_requests"),
+    "4P12D, 4,000 x 512, sibyl": ("lmetric", 16, 512, 4000, 2.2, "sibyl"),
+    "4P12D, 4,000 x 512, sibyl_plus": ("lmetric", 16, 512, 4000, 2.2, "sibyl_plus"),
 }
 # Seconds of one core that a run may take.
-BUDGETS = dict(zip(OURS, (0.15, 0.5, 0.5, 1.5, 1.5), strict=True))
+BUDGETS = dict(zip(OURS, (0.15, 0.5, 0.5, 1.5, 1.5), strict=False))
 DYNAMO = {"Dynamo, 16,384 x 64, round robin": "round_robin", "Dynamo, 16,384 x 64, kv_router": "kv_router"}
 
 MEASURE = """
@@ -52,12 +56,14 @@ from lmetric.profiles import load_profile
 from lmetric.sim.run import prepare, simulate
 from lmetric.sim.traces import load_trace
 
-path, policy, instances, block, blocks, speed = json.loads(sys.argv[1])
+path, policy, instances, block, blocks, speed, *decode = json.loads(sys.argv[1])
+pools = {"roles": "4P12D", "decode_policy": decode[0]} if decode else {}
 profile = {**load_profile("independent-sim").constants(), "block_tokens": block, "cache_blocks": blocks}
+profile.setdefault("kv_bytes_per_token", 131072)
 workload = prepare(load_trace(path).faster(speed), profile)
 
 def play():
-    run = simulate(workload, policy=policy, instances=instances, profile=profile)
+    run = simulate(workload, policy=policy, instances=instances, profile=profile, **pools)
     columns = (run.instance, run.hit_tokens, run.first_token_seconds, run.finished_seconds)
     return hashlib.sha256(b"".join(c.tobytes() for c in columns)).hexdigest()
 
@@ -110,8 +116,8 @@ def main() -> None:
         plain.write_bytes(gzip.decompress(packed) if options.trace.suffix == ".gz" else packed)
         for _ in range(options.repeats):
             loads.append(os.getloadavg())
-            for name, (policy, instances, block, blocks, speed) in OURS.items():
-                argument = [str(options.trace), policy, instances, block, blocks, speed]
+            for name, told in OURS.items():
+                argument = [str(options.trace), *told]
                 samples.setdefault(name, []).append(run(sys.executable, OUR_RUN, argument))
             for name, mode in DYNAMO.items() if options.rivals else ():
                 python = str(options.rivals / "bin" / "python")

@@ -20,6 +20,7 @@ GRID = 256
 SEEN = (64, 256, 1024, 4096)
 AT_ONCE = 64  # answers that run beside each other
 LEAST = 0.01
+SURFACE = 6
 
 
 def outputs(lengths: str, count: int, seed: int) -> NDArray[np.int64]:
@@ -66,12 +67,19 @@ def errors(lengths: str, seed: int) -> dict[str, Any]:
     return told
 
 
-def held_against(curve: NDArray[np.float64], test: NDArray[np.int64]) -> dict[str, float]:
-    """Mean, 95th percentile and largest of the error on the grid."""
+def held_against(curve: NDArray[np.float64], test: NDArray[np.int64]) -> dict[str, Any]:
+    """Mean, 95th percentile and largest of the error on the grid, and its means in `SURFACE` parts of both
+    axes (by g, then by m); None where hardly an answer gets to."""
     step = max(STEP, test[-1] / GRID)
     places = np.arange(0.0, test[-1], step)
     true = 1 - np.searchsorted(test, np.add.outer(places, places), side="right") / len(test)
     at = np.interp(np.add.outer(places, places), STEP * np.arange(len(curve)), curve)
     reached = true[:, 0] >= LEAST
-    off = np.abs(at / at[:, :1] - true / np.maximum(true[:, :1], 1e-12))[reached]
-    return {"mean": float(off.mean()), "p95": float(np.percentile(off, 95)), "largest": float(off.max())}
+    off = np.abs(at / at[:, :1] - true / np.maximum(true[:, :1], 1e-12))
+    parts = np.array_split(np.arange(len(places)), SURFACE)
+    surface = [
+        [float(off[g[reached[g]]][:, m].mean()) if reached[g].any() else None for m in parts] for g in parts
+    ]
+    off = off[reached]
+    told = {"mean": float(off.mean()), "p95": float(np.percentile(off, 95)), "largest": float(off.max())}
+    return told | {"surface": surface}

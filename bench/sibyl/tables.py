@@ -93,4 +93,17 @@ def survival_errors(errors: Sequence[Row]) -> str:
     head += [
         f"{curve}: {figure}" for curve in ("Eq. 4", "product limit") for figure in ("mean", "p95", "largest")
     ]
-    return "Error of S(g + m) / S(g), percentage points, over a grid of g and m:\n\n" + markdown(head, lines)
+    parts = ["Error of S(g + m) / S(g), percentage points, over a grid of g and m:", markdown(head, lines)]
+    for lengths in dict.fromkeys(each["lengths"] for each in errors):
+        here = [each["product_limit"][-1]["surface"] for each in errors if each["lengths"] == lengths]
+        surface = np.array(here, dtype=float).mean(axis=0) * 100
+        lines = [
+            [f"{g + 1} of {len(surface)}", *("" if np.isnan(cell) else f"{cell:.1f}" for cell in row)]
+            for g, row in enumerate(surface)
+        ]
+        head = ["g in part", *(f"m in part {m + 1}" for m in range(len(surface)))]
+        parts += [
+            f"The product limit's surface, {lengths}, both axes up to the longest answer:",
+            markdown(head, lines),
+        ]
+    return "\n\n".join(parts)

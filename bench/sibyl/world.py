@@ -35,9 +35,6 @@ ENGINES = {
 }
 MOST_SEQUENCES = {"256 sequences": 256}  # vLLM's default; else as many as come
 WARM_UP, TAIL, LIVES = 2.0, 1.1, 5.1
-# Times in a life that the router is told how far an engine's answers are: telling it of each token makes long
-# runs ten times as slow, and the figures are the same (docs/reproduction.md).
-TOLD = 100
 TRACES = {
     "azure-conversation": ("azure_conv_2023.csv.gz", "azure"),
     "mooncake-conversation": ("mooncake_conversation.jsonl.gz", "mooncake"),
@@ -101,6 +98,9 @@ class Stage:
     rate: float = 0.0
     arrivals: str = "poisson"  # or a coefficient of variation; of a trace its own
     lives: float = LIVES
+    # Times in a life that the router is told how far answers are; None: of each token, which makes
+    # long runs of policies that read tokens ten times as slow.
+    told: int | None = None
 
     @property
     def label(self) -> str:
@@ -188,7 +188,8 @@ def play(stage: Stage, rival: Rival, seed: int, settings: Mapping[str, Any]) -> 
     told: dict[str, Any] = {"policy": "round_robin", "roles": {"prefill": 1, "decode": stage.decodes}}
     told |= ALGORITHM_2
     told |= {"decode_policy": choice.build(), "decode_knobs": dict(choice.knobs) or None}
-    told["token_stride"] = max(1, round(life_tokens(stage.lengths) / TOLD))
+    if stage.told is not None:
+        told["token_stride"] = max(1, round(life_tokens(stage.lengths) / stage.told))
     run = simulate(
         workload, profile=profile_of(stage.engine), seed=seed, **{**told, **rival.settings, **settings}
     )

@@ -222,6 +222,8 @@ fn what_cannot_be_placed_is_counted() {
     bed.feed.set_index_feed("a", IndexFeed::Approximate).unwrap();
     assert_eq!(bed.say(bed.a, 2, 0..3, Means::NewCopy), Applied { not_exact: 3, ..Applied::default() });
     assert_eq!((bed.hits(1, 1).0, bed.names()), (1, 0), "what events said stays as a guess");
+    bed.feed.cleared(bed.a);
+    assert_eq!(bed.hits(1, 1).0, 1, "nor does its stream's word that all is gone count");
 }
 
 #[test]

@@ -357,7 +357,12 @@ impl KvFeed {
         }
         if !state.names.has_others(instance, rank) {
             drop(state.names.take(instance, rank));
-            return self.clear_index(instance, Some(source.generation));
+            // Of an instance whose events do not count, what is known are guesses of what was sent there: they stay.
+            let counts = matches!(self.router.lock_behind().index_feed(instance), IndexFeed::Exact);
+            if counts {
+                self.clear_index(instance, Some(source.generation));
+            }
+            return;
         }
         let Some(hashes) = state.names.take(instance, rank) else { return };
         let mut hashes = hashes.peekable();
