@@ -1,5 +1,5 @@
 //! Steps under an order that preempts: the prefills that run and the requests that wait share the budget by rank.
-use super::order::Preemption;
+use super::order::{Exchange, Preemption};
 use super::plan::Freed;
 use super::{Admission, Chunk, Engine};
 use crate::sequence::State;
@@ -63,8 +63,8 @@ impl Engine {
     }
 
     /// Puts back as many running requests as a waiting one needs to get in: of the decodes and of the prefills that have no share of
-    /// this step, those that yield to it, the highest rank first. False, and nothing is done: they do not make room enough, or no
-    /// token of the budget is left.
+    /// this step, those that yield to it, the highest rank first. False, and nothing is done: they do not make room enough, it does not
+    /// pay, or no token of the budget is left.
     fn displace(&mut self, slot: u32, prefills: &[((i64, u64), u32)]) -> bool {
         let Some(rules) = self.settings.order.rules().preemption() else { return false };
         if self.budget() == 0 {
@@ -80,8 +80,9 @@ impl Engine {
         for i in 0..victims.len() {
             self.add_freed(victims[i].1, &mut freed);
             if self.fits(slot, freed) {
-                victims[..=i].iter().for_each(|&(_, victim)| self.preempt(victim));
-                return true;
+                let pays = rules.pays(&self.exchange(slot, &victims[..=i]));
+                victims[..=i].iter().filter(|_| pays).for_each(|&(_, victim)| self.preempt(victim));
+                return pays;
             }
         }
         false
@@ -90,6 +91,18 @@ impl Engine {
     fn yields(&self, rules: &dyn Preemption, slot: u32, waiting: i64) -> bool {
         let sequence = &self.sequences[slot];
         sequence.state != State::Waiting && rules.yields(&self.job(slot), sequence.rank, waiting)
+    }
+
+    fn exchange(&self, slot: u32, victims: &[((i64, u64), u32)]) -> Exchange {
+        let running = self.prefilling.iter().chain(&self.decoding);
+        let lost =
+            |&(_, victim): &(_, u32)| self.profile.prefill_seconds_behind(0, self.job(victim).computed);
+        Exchange {
+            waiting: self.sequences[slot].rank,
+            least: running.map(|&slot| self.rank(slot).0).min().unwrap_or(i64::MAX),
+            running: self.running(),
+            lost_seconds: victims.iter().map(lost).sum(),
+        }
     }
 
     /// Adds what a running request would leave to the one that was looked up last.

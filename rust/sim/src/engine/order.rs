@@ -6,6 +6,7 @@
 //! Decodes get their token in every step whatever the order, as in Sarathi and vLLM.
 use crate::profile::Profile;
 use lmetric_core::CoreError;
+use lmetric_core::ids::Seconds;
 
 mod fcfs;
 mod las;
@@ -89,16 +90,35 @@ pub(super) trait LocalOrder {
     }
 }
 
-/// When a running request goes back into the queue for another. What it had computed is lost, but for what the cache keeps.
+/// When running requests go back into the queue for another. What had been computed of them is lost, but for what the cache keeps.
 pub(super) trait Preemption {
-    /// Whether `running`, whose rank was `entered` when it last entered the queue, makes room for a waiting request of the rank
-    /// `waiting`. From one decode to the next a yes may become a no; a no becomes a yes only where [`Preemption::firm_steps`] says.
+    /// Whether `running`, whose rank was `entered` when it last entered the queue, may go back for a waiting request of the rank
+    /// `waiting`.
     fn yields(&self, running: &Job<'_>, entered: i64, waiting: i64) -> bool;
 
-    /// Decode steps of `running` for which a no of [`Preemption::yields`] holds.
+    /// Whether what those lose that would go back is worth it.
+    fn pays(&self, _exchange: &Exchange) -> bool {
+        true
+    }
+
+    /// Decode steps for which what is left in place stays there: as long as the batch only decodes, nothing that does not yield or pay
+    /// begins to before `running` has made so many.
     fn firm_steps(&self, _running: &Job<'_>) -> u32 {
         u32::MAX
     }
+}
+
+/// A waiting request would get in for some that run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Exchange {
+    /// Its rank.
+    pub waiting: i64,
+    /// The least rank of those that run.
+    pub least: i64,
+    /// How many run.
+    pub running: u32,
+    /// What it takes to compute again what those had that would go back, if the cache kept none of it.
+    pub lost_seconds: Seconds,
 }
 
 /// What an order may look at of a request, at one moment.
@@ -116,6 +136,8 @@ pub(super) struct Job<'a> {
     pub context: u32,
     /// Of these, the leading ones whose KV is there; where it waits, what the cache holds or another engine sends of them.
     pub computed: u32,
+    /// Leading tokens that were cached or sent when it was first admitted.
+    pub spared: u32,
     /// Tokens ever computed for it, each counted once: prompt tokens that were cached or sent do not count.
     pub attained: u32,
 }
@@ -134,6 +156,7 @@ mod tests {
             made: 0,
             context: 100,
             computed: 0,
+            spared: 0,
             attained: 0,
         }
     }

@@ -123,6 +123,7 @@ impl Engine {
             made: context - sequence.prompt_tokens,
             context,
             computed,
+            spared: sequence.spared,
             attained: attained.max(sequence.attained),
         }
     }

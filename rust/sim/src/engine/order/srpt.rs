@@ -3,11 +3,12 @@
 //! Work is the seconds until the request would end, were it alone on this engine: in tokens, a long prompt with a short answer
 //! would pass for more work than a short prompt with a long answer, which takes longer.
 //!
-//! **No thrashing**: a running request goes back only where the waiting one's work and what the running one would have to compute
-//! again are together less than what the running one has left. On an engine of one place every such change lowers the sum of the
-//! two end times. All that is computed counts as lost, though the cache may give some of it back.
-use super::{Job, LocalOrder, Preemption};
-use crate::profile::{Profile, StepWork};
+//! **No thrashing**: running requests go back only where the waiting one's work, and what all that run lose while those that go back are
+//! computed again, are together less than what the first to end has left. The waiting one would otherwise get in when that one ends:
+//! so it gains those seconds, each that goes back waits for about the waiting one's work, and everyone in the batch waits for the
+//! computing. In an engine of one place this is SRPT with a cost of changing, and each change lowers the sum of the end times. All that
+//! was computed counts as lost, though the cache may give some of it back.
+use super::{Exchange, Job, LocalOrder, Preemption};
 use lmetric_core::ids::Seconds;
 
 pub struct Srpt;
@@ -28,14 +29,18 @@ impl LocalOrder for Srpt {
 
 impl Preemption for Srpt {
     fn yields(&self, running: &Job<'_>, _entered: i64, waiting: i64) -> bool {
-        pays(self.rank(running), running, waiting)
+        self.rank(running) > waiting
+    }
+
+    fn pays(&self, exchange: &Exchange) -> bool {
+        pays(exchange)
     }
 }
 
-/// Whether it pays to put `running`, which has `left` nanoseconds of work left, back for one with `waiting`. Each decode lowers the
-/// first and raises what is lost, so that a no stays a no.
-pub fn pays(left: i64, running: &Job<'_>, waiting: i64) -> bool {
-    waiting.saturating_add(nanoseconds(prefill_seconds(running.profile, 0, running.computed))) < left
+/// Each decode lowers the least work left and raises what would be lost, so that a no stays a no.
+pub fn pays(exchange: &Exchange) -> bool {
+    let lost = nanoseconds(f64::from(exchange.running) * exchange.lost_seconds);
+    exchange.waiting.saturating_add(lost) < exchange.least
 }
 
 /// Seconds until a request that gets `output_tokens` would end, alone on the engine.
@@ -43,10 +48,10 @@ pub fn seconds_left(job: &Job<'_>, output_tokens: u32) -> Seconds {
     let (profile, left) = (job.profile, output_tokens.saturating_sub(job.made));
     match job.context - job.computed {
         // What computes one token behind its context is a decode.
-        1 => decode_seconds(profile, job.context, left),
+        1 => profile.decode_seconds(job.context, left),
         tokens => {
-            prefill_seconds(profile, job.computed, tokens)
-                + decode_seconds(profile, job.context + 1, left.saturating_sub(1))
+            profile.prefill_seconds_behind(job.computed, tokens)
+                + profile.decode_seconds(job.context + 1, left.saturating_sub(1))
         }
     }
 }
@@ -54,20 +59,6 @@ pub fn seconds_left(job: &Job<'_>, output_tokens: u32) -> Seconds {
 /// Whole nanoseconds: ranks are compared exactly.
 pub fn nanoseconds(seconds: Seconds) -> i64 {
     (seconds * 1e9) as i64
-}
-
-fn prefill_seconds(profile: &Profile, before: u32, tokens: u32) -> Seconds {
-    let mut work = StepWork::default();
-    work.add_prefill(before, tokens);
-    let steps = tokens.div_ceil(profile.max_batch_tokens);
-    profile.step_seconds(&work) + (f64::from(steps) - 1.0) * profile.fixed_seconds
-}
-
-/// `steps` decodes, the first behind `context` tokens.
-fn decode_seconds(profile: &Profile, context: u32, steps: u32) -> Seconds {
-    let first = StepWork { decode_sequences: 1, context_tokens: u64::from(context), ..StepWork::default() };
-    let n = f64::from(steps);
-    n * profile.step_seconds(&first) + profile.more_seconds(1) * n * (n - 1.0) / 2.0
 }
 
 #[cfg(test)]
@@ -98,13 +89,15 @@ mod tests {
     }
 
     #[test]
-    fn a_request_goes_back_only_where_that_pays_for_what_is_lost() {
+    fn requests_go_back_only_where_that_pays_for_what_all_lose() {
+        // 2 s of work, and 3 x 0.5 s lost by three.
+        let exchange =
+            Exchange { waiting: 2_000_000_000, least: 3_500_000_000, running: 3, lost_seconds: 0.5 };
+        assert!(!Srpt.pays(&exchange));
+        assert!(Srpt.pays(&Exchange { least: exchange.least + 1, ..exchange }));
+        assert!(!Srpt.pays(&Exchange { least: exchange.least + 1, running: 4, ..exchange }));
         let profile = round();
-        // 36 decodes left behind 164 tokens and more: 36 x 1.1 + (164 + 199) x 18 x 0.001 = 46.134. Lost: 3 + 1.63 + 163 x 81.5 x 0.0001.
-        let running = Job { output_tokens: 100, made: 64, context: 164, computed: 163, ..job(&profile) };
-        let (left, lost) = (46.134, 3.0 + 1.63 + 1.32845);
-        close(seconds_left(&running, 100), left);
-        assert!(Srpt.yields(&running, 0, nanoseconds(left - lost - 0.001)));
-        assert!(!Srpt.yields(&running, 0, nanoseconds(left - lost + 0.001)));
+        let rank = Srpt.rank(&job(&profile));
+        assert!(Srpt.yields(&job(&profile), 0, rank - 1) && !Srpt.yields(&job(&profile), 0, rank));
     }
 }

@@ -3,9 +3,9 @@
 //! **The prediction**: the true length times `exp(0.5 z)`, rounded, at least 1, where `z` is standard normal: its median is right, two of
 //! three predictions are within a factor of 1.65, one in twenty is off by more than 2.66. `z` follows from the seed and the request's
 //! id, so a request is predicted alike wherever it runs and however often it is put back. A request that has outlived its prediction
-//! counts as having nothing left, and is not put back for another. The rules are those of `srpt` in all else.
+//! counts as having nothing left: as long as it runs nothing goes back. The rules are those of `srpt` in all else.
 use super::srpt::{nanoseconds, pays, seconds_left};
-use super::{Job, LocalOrder, Preemption};
+use super::{Exchange, Job, LocalOrder, Preemption};
 use std::f64::consts::TAU;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -45,7 +45,11 @@ impl LocalOrder for SrptNoisy {
 
 impl Preemption for SrptNoisy {
     fn yields(&self, running: &Job<'_>, _entered: i64, waiting: i64) -> bool {
-        pays(self.rank(running), running, waiting)
+        self.rank(running) > waiting
+    }
+
+    fn pays(&self, exchange: &Exchange) -> bool {
+        pays(exchange)
     }
 }
 
