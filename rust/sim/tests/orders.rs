@@ -9,6 +9,12 @@ struct Ask {
     at: f64,
     prompt: u32,
     output: u32,
+    /// Leading tokens of its prompt that equal those of all others, as far as blocks are full.
+    shared: u32,
+}
+
+const fn ask(at: f64, prompt: u32, output: u32) -> Ask {
+    Ask { at, prompt, output, shared: 0 }
 }
 
 /// Round constants, so that times can be worked out by hand.
@@ -42,7 +48,7 @@ impl Played {
     }
 }
 
-/// Plays requests, which share nothing, to their ends; checks all along that memory is bounded and that nothing is lost.
+/// Plays requests to their ends; checks all along that memory is bounded and that nothing is lost.
 fn play(profile: &Profile, admission: Admission, order: &str, asks: &[Ask], jumps: bool) -> Played {
     let reserve = admission == Admission::Reserve;
     let settings = Settings { admission, order: Order::named(order, 1).unwrap(), kv_events: false };
@@ -53,9 +59,11 @@ fn play(profile: &Profile, admission: Admission, order: &str, asks: &[Ask], jump
     let (mut now, mut next) = (0.0, 0);
     loop {
         while let Some(ask) = asks.get(next).filter(|ask| ask.at <= now) {
+            let blocks = u64::from(ask.shared.min(ask.prompt) / profile.block_tokens);
+            let hashes: Vec<u64> = (1..=blocks).collect();
             let request = Request {
                 id: next as u64,
-                prompt: Prompt::Chain { hashes: &[], tokens: ask.prompt },
+                prompt: Prompt::Chain { hashes: &hashes, tokens: ask.prompt },
                 output_tokens: ask.output,
                 priority: 0,
                 salt: None,
@@ -74,10 +82,14 @@ fn play(profile: &Profile, admission: Admission, order: &str, asks: &[Ask], jump
             }
             None => break,
         }
-        engine.events().preempted.iter().for_each(|&id| out.put_back[id as usize] += 1);
+        let admitted = &engine.events().admitted;
+        for &id in &engine.events().preempted {
+            out.put_back[id as usize] += 1;
+            assert!(!admitted.iter().any(|admitted| admitted.id == id), "{id} is back at once");
+        }
         // Reserving admission lets decodes grow past the memory, as nothing goes back for want of it; but nothing enters then.
         let load = engine.load();
-        let full = load.running > 1 && !engine.events().admitted.is_empty();
+        let full = load.running > 1 && !admitted.is_empty();
         assert!(load.kv_usage <= 1.0 || (reserve && !full), "{load:?}");
         let events = engine.finish_step();
         for chunk in events.prefilled.iter().filter(|chunk| chunk.done) {
@@ -93,6 +105,7 @@ fn play(profile: &Profile, admission: Admission, order: &str, asks: &[Ask], jump
     let load = engine.load();
     let outputs: u32 = asks.iter().map(|ask| ask.output).sum();
     let prompts: u32 = asks.iter().map(|ask| ask.prompt).sum();
+    assert!(engine.reset_cache());
     assert_eq!((load.waiting, load.running, load.kv_usage), (0, 0, 0.0));
     assert_eq!(load.counters.finished, asks.len() as u64);
     assert_eq!(load.counters.generation_tokens, u64::from(outputs));
@@ -111,11 +124,7 @@ fn close(got: &[f64], expected: &[f64]) {
 }
 
 /// A long request has the only place when a short one and a shorter one come.
-const THREE: [Ask; 3] = [
-    Ask { at: 0.0, prompt: 50, output: 20 },
-    Ask { at: 3.0, prompt: 60, output: 3 },
-    Ask { at: 3.1, prompt: 64, output: 2 },
-];
+const THREE: [Ask; 3] = [ask(0.0, 50, 20), ask(3.0, 60, 3), ask(3.1, 64, 2)];
 
 #[test]
 fn who_gets_the_only_place_by_hand() {
@@ -145,7 +154,7 @@ fn who_gets_the_only_place_by_hand() {
 
 #[test]
 fn least_attained_service_by_hand() {
-    let asks = [Ask { at: 0.0, prompt: 200, output: 400 }, Ask { at: 10.0, prompt: 64, output: 3 }];
+    let asks = [ask(0.0, 200, 400), ask(10.0, 64, 3)];
     for admission in ADMISSIONS {
         let run = play(&round(1), admission, "las", &asks, true);
         // The prompt takes four steps, 3 x 1.64 + 1.08. The first level ends with what 256 decodes take.
@@ -161,7 +170,7 @@ fn least_attained_service_by_hand() {
 #[test]
 fn prompts_share_the_budget_by_rank() {
     // Both have places. Orders that preempt let the second's prompt go before the rest of the first's, which keeps what it has.
-    let asks = [Ask { at: 0.0, prompt: 400, output: 2 }, Ask { at: 0.5, prompt: 40, output: 2 }];
+    let asks = [ask(0.0, 400, 2), ask(0.5, 40, 2)];
     for order in ["fcfs", "spf"] {
         let run = play(&round(2), Admission::Reserve, order, &asks, true);
         close(&run.first_token, &[6.0 * 1.64 + 1.56; 2]);
@@ -170,6 +179,35 @@ fn prompts_share_the_budget_by_rank() {
     // 64; 24 beside 40; 63 beside its decode; three times 64; 57.
     close(&run.first_token, &[5.0 * 1.64 + 1.63 + 1.57, 2.0 * 1.64]);
     assert_eq!(run.put_back, [0, 0]);
+}
+
+#[test]
+fn requests_go_back_for_memory_only_where_that_is_enough() {
+    // A prompt of 65 tokens takes more than 256 decodes do: its request is past the first level.
+    let slow = |cache_blocks, max_batch_tokens| Profile {
+        prefill_seconds_per_token: 5.0,
+        cache_blocks,
+        max_batch_tokens,
+        ..round(3)
+    };
+    let long = |at| Ask { shared: 64, ..ask(at, 65, 10) };
+    // The second finds four of the first's five blocks, so that going back the first leaves one.
+    let two_and = |prompt| [long(0.0), long(326.5), ask(331.0, prompt, 2)];
+    for (cache_blocks, max_batch_tokens, prompt, put_back) in [
+        // Six blocks in use; three are needed.
+        (7, 66, 33, 0),
+        (8, 66, 33, 1),
+        // One is free; a budget of 16 tokens, but of 17 where a decode goes back, which need two.
+        (6, 18, 40, 0),
+        (7, 18, 40, 1),
+    ] {
+        let profile = slow(cache_blocks, max_batch_tokens);
+        let run = play(&profile, Admission::Vllm, "las", &two_and(prompt), true);
+        assert_eq!(run.put_back[0], put_back, "{cache_blocks} blocks, {run:?}");
+    }
+    // What goes back leaves nine blocks where three are needed, and is not back in the same step.
+    let run = play(&slow(10, 66), Admission::Vllm, "las", &[ask(0.0, 129, 10), ask(648.5, 33, 2)], true);
+    assert_eq!(run.put_back, [1, 0], "{run:?}");
 }
 
 fn profile() -> impl Strategy<Value = Profile> {
@@ -192,13 +230,12 @@ fn profile() -> impl Strategy<Value = Profile> {
 /// Lengths over three decades, so that some pass several levels of attained service.
 fn asks() -> impl Strategy<Value = Vec<Ask>> {
     let tokens = || (0.0f64..2.95).prop_map(|log10| 10f64.powf(log10) as u32);
-    let ask = (0.0f64..20.0, tokens(), tokens());
-    prop::collection::vec(ask.prop_map(|(at, prompt, output)| Ask { at, prompt, output }), 1..25).prop_map(
-        |mut asks| {
-            asks.sort_by(|a, b| a.at.total_cmp(&b.at));
-            asks
-        },
-    )
+    let drawn = (0.0f64..20.0, tokens(), tokens(), 0u32..400);
+    let ask = drawn.prop_map(|(at, prompt, output, shared)| Ask { shared, ..ask(at, prompt, output) });
+    prop::collection::vec(ask, 1..40).prop_map(|mut asks| {
+        asks.sort_by(|a, b| a.at.total_cmp(&b.at));
+        asks
+    })
 }
 
 proptest! {
@@ -232,7 +269,7 @@ proptest! {
         mut arrivals in prop::collection::vec(0.0f64..20.0, 1..25),
     ) {
         arrivals.sort_by(f64::total_cmp);
-        let asks: Vec<Ask> = arrivals.into_iter().map(|at| Ask { at, prompt, output }).collect();
+        let asks: Vec<Ask> = arrivals.into_iter().map(|at| ask(at, prompt, output)).collect();
         let admission = ADMISSIONS[usize::from(!reserve)];
         let fcfs = play(&profile, admission, "fcfs", &asks, true);
         // All stay within the first level, of 256 decodes. Predictions of equal lengths differ, so srpt_noisy is left out.
@@ -256,7 +293,7 @@ fn heavy_tailed(requests: usize, per_second: f64, seed: u64) -> Vec<Ask> {
         .map(|_| {
             at -= uniform().ln() / per_second;
             let output = (20.0 * uniform().powf(-1.0 / 1.2)).min(4000.0) as u32;
-            Ask { at, prompt: 50 + (uniform() * 400.0) as u32, output }
+            ask(at, 50 + (uniform() * 400.0) as u32, output)
         })
         .collect()
 }
