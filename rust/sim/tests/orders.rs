@@ -205,7 +205,7 @@ fn requests_go_back_for_memory_only_where_that_is_enough() {
         let run = play(&profile, Admission::Vllm, "las", &two_and(prompt), true);
         assert_eq!(run.put_back[0], put_back, "{cache_blocks} blocks, {run:?}");
     }
-    // What goes back leaves nine blocks where three are needed, and is not back in the same step.
+    // What goes back leaves nine blocks where three are needed.
     let run = play(&slow(10, 66), Admission::Vllm, "las", &[ask(0.0, 129, 10), ask(648.5, 33, 2)], true);
     assert_eq!(run.put_back, [1, 0], "{run:?}");
 }
