@@ -115,7 +115,7 @@ def run(flags: list[str]) -> int | str | None:
         (
             ["--order", "random"],
             2,
-            "--order 'random': Input should be 'fcfs', 'priority', 'sjf', 'spf', 'srpt', 'srpt_noisy' or 'las'",
+            "--order 'random': Input should be 'fcfs', 'priority', 'sjf', 'spf', 'srpt'",
         ),
         (["--profile", "qwen3-30b-a3b-h2"], 1, "did you mean 'qwen3-30b-a3b-h20'?"),
         (["--max-sequences", "5000"], 1, "max_batch_tokens must be max_sequences (5000) or more"),

@@ -11,6 +11,7 @@ import lmetric as lm
 from lmetric.defaults import LocalOrder
 from lmetric.profiles import Profile
 from lmetric.sim.run import Run, prepare, simulate
+from lmetric.sim.summary import Slo, figures
 from lmetric.sim.traces import Trace
 
 # Round constants, so that times can be worked out by hand.
@@ -129,7 +130,7 @@ def test_every_kind_of_policy_plays(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("admission", ["reserve", "vllm"])
-@pytest.mark.parametrize("pools", [{"instances": 2}, {"roles": "1P2D"}])
+@pytest.mark.parametrize("pools", [{"instances": 2}, {"roles": "1P2D", "transfer": None}])
 def test_every_local_order_serves_all(admission: Any, pools: dict[str, Any]) -> None:
     workload = prepare(some(300).faster(3), ROUND)
     ends = {}
@@ -151,13 +152,19 @@ def test_local_orders_on_one_engine_by_hand() -> None:
     one = ROUND.model_copy(update={"max_sequences": 1, "decode_seconds_per_sequence": 0.0})
     asks = trace([(0.0, 50, 20, []), (3.0, 60, 3, []), (3.1, 64, 2, [])])
 
-    def ends(order: LocalOrder) -> Any:
-        return pytest.approx(simulate(asks, instances=1, profile=one, local_order=order).finished_seconds)
+    def ends(order: LocalOrder, put_back: int = 0) -> Any:
+        run = simulate(asks, instances=1, profile=one, local_order=order)
+        assert run.preemptions.tolist() == [put_back, 0, 0]
+        kept = figures(run, Slo())
+        assert (kept.local_order, kept.preemptions) == (order, put_back)
+        return run.finished_seconds
 
-    assert [20.5, 24.1, 26.74] == ends("fcfs")
-    assert [20.5, 26.74, 23.14] == ends("sjf")
-    # The first has 50 + 3 tokens when it goes back, 53 x 0.01 + 1 s to compute again; 16 more follow that one's.
-    assert [3.5 + 2.64 + 3.6 + 1.53 + 16, 3.5 + 2.64 + 3.6, 3.5 + 2.64] == ends("srpt")
+    assert ends("fcfs") == pytest.approx([20.5, 24.1, 26.74])
+    assert ends("sjf") == pytest.approx([20.5, 26.74, 23.14])
+    # The first has 50 + 3 tokens when it goes back, computed again in 1 + 53 x 0.01 s; then it needs 16 more.
+    assert ends("srpt", put_back=1) == pytest.approx(
+        [3.5 + 2.64 + 3.6 + 1.53 + 16, 3.5 + 2.64 + 3.6, 3.5 + 2.64]
+    )
 
 
 def test_predictions_follow_the_seed() -> None:
@@ -186,7 +193,7 @@ def test_errors_say_what_would_have_been_right() -> None:
         simulate(two, profile=ROUND, signals="late")  # type: ignore[arg-type]
     with pytest.raises(lm.BadValueError, match='"lifo" is not valid; expected one of fcfs'):
         simulate(two, profile=ROUND, local_order="lifo")  # type: ignore[arg-type]
-    with pytest.raises(lm.BadValueError, match="local_order.*a trace have no priorities"):
+    with pytest.raises(lm.BadValueError, match="requests of a trace have no priorities"):
         simulate(two, profile=ROUND, local_order="priority")  # type: ignore[arg-type]
     with pytest.raises(lm.UnknownNameError, match="did you mean"):
         simulate(two, profile=ROUND, policy="lmetrik")

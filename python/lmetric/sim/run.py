@@ -234,8 +234,8 @@ def simulate(
             none (SIBYL, Algorithm 2). Then any number of prefill instances does the same.
         local_order: in which order engines take requests from their queues and, from ``"srpt"`` on, which go
             back for another: ``"fcfs"``, ``"sjf"`` (shortest answer), ``"spf"`` (shortest uncached prompt),
-            ``"srpt"`` (least remaining work, lengths known), ``"srpt_noisy"`` (predicted, by `seed`), ``"las"``
-            (least attained service); see docs/simulator.md.
+            ``"srpt"`` (least remaining work, lengths known), ``"srpt_noisy"`` (predicted, by `seed`), and
+            ``"las"`` (least attained service); see docs/simulator.md.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
