@@ -59,7 +59,7 @@ def test_a_runs_figures() -> None:
 
 def test_only_the_measured_share_counts() -> None:
     figures = summary.figures(run_of(), Slo(), (0.25, 0.75))
-    assert figures.requests == 2
+    assert (figures.requests, figures.preemptions) == (2, 2)
     assert figures.ttft_seconds is not None
     assert figures.ttft_seconds.mean == pytest.approx(0.75)
     assert figures.hit_ratio == pytest.approx(200 / 500)
