@@ -303,6 +303,31 @@ async def test_priority_reorders_the_queue(http: aiohttp.ClientSession) -> None:
         assert finished == ["sooner", "soon", "late"]
 
 
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [("fcfs", ["long", "short"]), ("sjf", ["short", "long"]), ("srpt", ["short", "long"])],
+)
+async def test_local_orders_know_how_long_answers_get(
+    http: aiohttp.ClientSession, order: str, expected: list[str]
+) -> None:
+    async with EngineServer(options(max_sequences=1, order=order, clock_speed=5.0)) as engine:
+        finished: list[str] = []
+        url = f"{engine.url}/v1/completions"
+
+        async def ask(name: str, max_tokens: int) -> None:
+            status, answer = await post(http, url, {"prompt": name, "max_tokens": max_tokens})
+            assert status == 200
+            assert answer["usage"]["completion_tokens"] == max_tokens
+            finished.append(name)
+
+        # The first has still less to do than the others when they come, so that it keeps its place.
+        async with http.post(url, json={"prompt": "a", "max_tokens": 30, "stream": True}) as first:
+            await first.content.readline()
+            tasks = [asyncio.create_task(ask(*each)) for each in (("long", 300), ("short", 100))]
+            await asyncio.gather(*tasks)
+        assert finished == expected
+
+
 async def test_a_full_queue_is_refused_as_vllm_does(http: aiohttp.ClientSession) -> None:
     async with EngineServer(options(max_sequences=1, max_queued_requests=0, clock_speed=1.0)) as engine:
         url = f"{engine.url}/v1/completions"

@@ -112,7 +112,11 @@ def run(flags: list[str]) -> int | str | None:
     ("flags", "code", "message"),
     [
         (["--clock-speed", "-1"], 2, "--clock-speed '-1': Input should be greater than 0"),
-        (["--order", "random"], 2, "--order 'random': Input should be 'fcfs' or 'priority'"),
+        (
+            ["--order", "random"],
+            2,
+            "--order 'random': Input should be 'fcfs', 'priority', 'sjf', 'spf', 'srpt'",
+        ),
         (["--profile", "qwen3-30b-a3b-h2"], 1, "did you mean 'qwen3-30b-a3b-h20'?"),
         (["--max-sequences", "5000"], 1, "max_batch_tokens must be max_sequences (5000) or more"),
         (["--max-model-len", "9000000"], 1, "the KV blocks hold 2048000"),

@@ -26,6 +26,7 @@ def run_of(n: int = 4) -> Any:
         handoff_least_loaded=np.array([1, 0, -1, 1])[:n], wall_seconds=0.25, arrival_seconds=arrival[:n],
         first_token_seconds=first[:n], finished_seconds=finished[:n], output_tokens=output[:n],
         input_tokens=np.array([100, 300, 200, 400])[:n], hit_tokens=np.array([0, 150, 50, 300])[:n],
+        local_order="srpt", preemptions=np.array([5, 0, 2, 1])[:n],
         prompt_blocks=np.array([7, 19, 13, 25])[:n], hit_blocks=np.array([0, 9, 3, 18])[:n],
         ttft_seconds=(first - arrival)[:n], e2e_seconds=(finished - arrival)[:n],
         tpot_seconds=summary.tpot_seconds(first, finished, output)[:n],
@@ -39,6 +40,7 @@ def test_a_runs_figures() -> None:
     figures = summary.figures(run_of(), Slo(ttft_seconds=1.0, tpot_seconds=0.15))
     assert (figures.decode_policy, figures.optimal_assignment_ratio) == ("sibyl", 2 / 3)
     assert (figures.policy, figures.seed, figures.requests, figures.failed) == ("lmetric", 7, 4, 0)
+    assert (figures.local_order, figures.preemptions) == ("srpt", 8)
     assert figures.ttft_seconds is not None
     assert figures.ttft_seconds.mean == pytest.approx(1.0)
     assert figures.ttft_seconds.p50 == pytest.approx(0.75)
@@ -57,7 +59,7 @@ def test_a_runs_figures() -> None:
 
 def test_only_the_measured_share_counts() -> None:
     figures = summary.figures(run_of(), Slo(), (0.25, 0.75))
-    assert figures.requests == 2
+    assert (figures.requests, figures.preemptions) == (2, 2)
     assert figures.ttft_seconds is not None
     assert figures.ttft_seconds.mean == pytest.approx(0.75)
     assert figures.hit_ratio == pytest.approx(200 / 500)

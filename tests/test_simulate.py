@@ -2,14 +2,16 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 import lmetric as lm
+from lmetric.defaults import LocalOrder
 from lmetric.profiles import Profile
 from lmetric.sim.run import Run, prepare, simulate
+from lmetric.sim.summary import Slo, figures
 from lmetric.sim.traces import Trace
 
 # Round constants, so that times can be worked out by hand.
@@ -127,6 +129,58 @@ def test_every_kind_of_policy_plays(settings: dict[str, Any]) -> None:
         assert set(run.instance.tolist()) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("admission", ["reserve", "vllm"])
+@pytest.mark.parametrize("pools", [{"instances": 2}, {"roles": "1P2D", "transfer": None}])
+def test_every_local_order_serves_all(admission: Any, pools: dict[str, Any]) -> None:
+    workload = prepare(some(300).faster(3), ROUND)
+    ends = {}
+    for order in get_args(LocalOrder):
+        for signals in ("exact", "step_end", "delayed"):
+            run = simulate(
+                workload, profile=ROUND, admission=admission, signals=signals, local_order=order, **pools
+            )
+            assert run.local_order == order
+            assert (run.finished_seconds >= run.first_token_seconds).all()
+            assert (run.first_token_seconds > run.scheduled_seconds).all()
+        ends[order] = run.finished_seconds
+    # Where prompts are prefilled apart, every request is as long there: only prompts tell them apart.
+    assert len({column.tobytes() for column in ends.values()}) >= 4
+
+
+def test_local_orders_on_one_engine_by_hand() -> None:
+    # A place for one. A request of 20 steps is at its third when one of 3 comes, and one of 2.
+    one = ROUND.model_copy(update={"max_sequences": 1, "decode_seconds_per_sequence": 0.0})
+    asks = trace([(0.0, 50, 20, []), (3.0, 60, 3, []), (3.1, 64, 2, [])])
+
+    def ends(order: LocalOrder, put_back: int = 0) -> Any:
+        run = simulate(asks, instances=1, profile=one, local_order=order)
+        assert run.preemptions.tolist() == [put_back, 0, 0]
+        kept = figures(run, Slo())
+        assert (kept.local_order, kept.preemptions) == (order, put_back)
+        return run.finished_seconds
+
+    assert ends("fcfs") == pytest.approx([20.5, 24.1, 26.74])
+    assert ends("sjf") == pytest.approx([20.5, 26.74, 23.14])
+    # The first has 50 + 3 tokens when it goes back, computed again in 1 + 53 x 0.01 s; then it needs 16 more.
+    assert ends("srpt", put_back=1) == pytest.approx(
+        [3.5 + 2.64 + 3.6 + 1.53 + 16, 3.5 + 2.64 + 3.6, 3.5 + 2.64]
+    )
+
+
+def test_predictions_follow_the_seed() -> None:
+    workload = prepare(some(200).faster(3), ROUND)
+
+    def ends(order: LocalOrder, seed: int) -> bytes:
+        run = simulate(
+            workload, instances=2, profile=ROUND, policy="round_robin", local_order=order, seed=seed
+        )
+        return run.finished_seconds.tobytes()
+
+    assert ends("srpt_noisy", 1) == ends("srpt_noisy", 1)
+    assert ends("srpt_noisy", 1) != ends("srpt_noisy", 2)
+    assert ends("srpt", 1) == ends("srpt", 2)
+
+
 def test_errors_say_what_would_have_been_right() -> None:
     two = trace([(0.0, 20, 3, [1, 2]), (1.5, 900, 1, [])])
     with pytest.raises(lm.BadValueError, match=r"request 1: 900 tokens.*at most 512"):
@@ -137,6 +191,10 @@ def test_errors_say_what_would_have_been_right() -> None:
         simulate(two, instances=0, profile=ROUND)
     with pytest.raises(lm.BadValueError, match="exact, step_end or delayed"):
         simulate(two, profile=ROUND, signals="late")  # type: ignore[arg-type]
+    with pytest.raises(lm.BadValueError, match='"lifo" is not valid; expected one of fcfs'):
+        simulate(two, profile=ROUND, local_order="lifo")  # type: ignore[arg-type]
+    with pytest.raises(lm.BadValueError, match="requests of a trace have no priorities"):
+        simulate(two, profile=ROUND, local_order="priority")  # type: ignore[arg-type]
     with pytest.raises(lm.UnknownNameError, match="did you mean"):
         simulate(two, profile=ROUND, policy="lmetrik")
     with pytest.raises(lm.PolicyError, match="broken"):

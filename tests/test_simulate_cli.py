@@ -79,6 +79,26 @@ def test_the_same_seed_gives_the_same_figures_whatever_runs_beside_it() -> None:
     assert first[0]["ttft_seconds"] != first[1]["ttft_seconds"]  # another seed draws other instances
 
 
+def test_local_orders_are_runs_of_their_own() -> None:
+    busy = ["--instances", "1", "--speed", "9"]
+    flags = [*busy, "--policy", "vllm,lmetric", "--local-order", "fcfs,srpt", "--local-order", "las"]
+    answer = told(*flags)
+    runs = answer["runs"]
+    assert [(run["policy"], run["local_order"]) for run in runs] == [
+        (policy, order) for policy in ("vllm", "lmetric") for order in ("fcfs", "srpt", "las")
+    ]
+    assert "local_order" not in answer["setting"]["settings"]
+    assert runs[1]["e2e_seconds"]["mean"] < runs[0]["e2e_seconds"]["mean"]
+    assert runs[2]["e2e_seconds"] != runs[0]["e2e_seconds"]
+    done = simulate(*BASE, *flags)
+    assert done.returncode == 0, done.stderr
+    for label in ("vllm, fcfs", "vllm, srpt", "lmetric, las"):
+        assert label in done.stdout
+    (alone,) = told("--policy", "vllm", *busy)["runs"]
+    assert alone["local_order"] == "fcfs"
+    assert alone["e2e_seconds"] == runs[0]["e2e_seconds"]
+
+
 def test_settings_reach_the_simulator() -> None:
     def mean(*arguments: str) -> float:
         (run,) = told("--policy", "lmetric", *arguments)["runs"]
@@ -129,6 +149,8 @@ def test_the_table_the_report_and_the_figures(tmp_path: Path) -> None:
         (["--seeds", "0"], 2, "--seeds"),
         (["--measure", "0:0.001"], 1, "of 120 requests leaves none to measure"),
         (["--signals", "exakt"], 2, "exakt"),
+        (["--local-order", "fcfs,lifo"], 2, "'lifo' is not one of fcfs, sjf"),
+        (["--local-order", "priority"], 2, "have no priorities"),
         (["--profile", "nope"], 2, "nope"),
         (["--json", "no/such/directory/o.json"], 2, "there is no directory"),
         (["--start", "1e9"], 1, "none of its 1000 requests is left"),

@@ -84,6 +84,18 @@ def test_settings_are_swept_and_paths_are_seen_from_the_file(tmp_path: Path) -> 
     assert made.setups[0].trace.path == str(tmp_path / "t.jsonl")
 
 
+def test_local_orders_are_a_setting(tmp_path: Path) -> None:
+    text = f"""
+        traces: {{path: {ROOT / "python/lmetric/data/mooncake_conversation_slice.jsonl.gz"}, requests: 60}}
+        policies: lmetric
+        instances: 1
+        settings: {{local_order: [fcfs, srpt]}}
+    """
+    made = load_study(write(tmp_path / "s.yaml", text))
+    kept = [run(setup, setup.trace.load()).figures.local_order for setup in made.setups]
+    assert kept == ["fcfs", "srpt"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -99,6 +111,7 @@ def test_settings_are_swept_and_paths_are_seen_from_the_file(tmp_path: Path) -> 
         (("seeds: 2", "measure: 0.9:0.1"), "share of requests '0.9:0.1'"),
         (("seeds: 2", "profiles: nope"), "nope"),
         (("seeds: 2", "settings: {signals: exakt}"), "settings.signals[0] = 'exakt'"),
+        (("seeds: 2", "settings: {local_order: [fcfs, lifo]}"), "settings.local_order[1] = 'lifo'"),
         (("policies: [lmetric,", "policies: [{policy: vllm, label: lmetric}, lmetric,"), "two are called"),
         (("traces:", "treces:"), "treces"),
         (("policies: [lmetric, vllm,", "policies: [,"), "s.yaml:4"),

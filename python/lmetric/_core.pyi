@@ -415,7 +415,7 @@ class Engine:
         vocabulary: int,
         *,
         admission: str = "vllm",  # or "reserve"
-        order: str = "fcfs",  # or "priority"
+        order: str = "fcfs",  # see docs/simulator.md, local orders
         kv_events: bool = False,
     ) -> Engine: ...
     def submit(
@@ -540,4 +540,5 @@ def simulate(
     transfer_seconds_per_token: float = 0.0,
     transfer_fixed_seconds: float = 0.0,
     transfer_overlap: str = "end",
+    local_order: str = "fcfs",
 ) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; the interpreter lock is released

@@ -1,4 +1,9 @@
 """Defaults that the command line shows without loading what they belong to."""
 
+from typing import Literal
+
 DEFAULT_PROFILE = "independent-sim"
 """What engines and simulations run on unless told otherwise; its note says what it is."""
+
+LocalOrder = Literal["fcfs", "sjf", "spf", "srpt", "srpt_noisy", "las"]
+"""In which order a simulated engine takes requests; see docs/simulator.md."""

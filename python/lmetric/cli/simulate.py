@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -21,7 +21,7 @@ from lmetric.cli.options import (
     TraceFile,
     check_file,
 )
-from lmetric.defaults import DEFAULT_PROFILE
+from lmetric.defaults import DEFAULT_PROFILE, LocalOrder
 
 if TYPE_CHECKING:
     from lmetric.sim.setups import PolicyChoice, Result, Setup
@@ -84,6 +84,13 @@ def command(
         Signals, typer.Option(help="What policies see of the engines, and when.")
     ] = Signals.exact,
     admission: Annotated[Admission, typer.Option(help="How engines admit requests.")] = Admission.reserve,
+    local_order: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B,…",
+            help="Order inside an engine: fcfs, sjf, spf, srpt, srpt_noisy, las [default: fcfs].",
+        ),
+    ] = None,
     index: Annotated[
         Index, typer.Option(help="KV index: fed by the engines' events, or by what was sent.")
     ] = Index.exact,
@@ -160,6 +167,7 @@ def command(
     seconds: list[PolicyChoice | None] = [None]
     if pools is not None and pools.decode:
         seconds = [*_choices(decode_policy or ["least_requests"])]
+    orders = _orders(local_order)
     settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
     optional = {
         "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
@@ -179,10 +187,11 @@ def command(
             instances=instances if pools is None else pools.instances,
             roles=None if pools is None else str(pools),
             block_tokens=block_tokens,
-            settings=settings, measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
+            settings=settings | order, measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
         )
         for choice in choices
         for second in seconds
+        for order in orders
         for seed in range(seeds)
     ]  # fmt: skip
     results = _run(setups, jobs)
@@ -208,6 +217,18 @@ def _choices(texts: list[str]) -> list[PolicyChoice]:
     for choice in choices:
         choice.build()
     return choices
+
+
+def _orders(texts: list[str] | None) -> list[dict[str, str]]:
+    """As settings, the local orders that these texts name, each once."""
+    names = [name.strip() for text in texts or [] for name in text.split(",")]
+    known = get_args(LocalOrder)
+    if wrong := [name for name in names if name not in known]:
+        why = "the requests of a trace have no priorities" if wrong[0] == "priority" else ""
+        raise typer.BadParameter(
+            f"{wrong[0]!r} is not one of {', '.join(known)}{why and ': ' + why}", param_hint="--local-order"
+        )
+    return [{"local_order": name} for name in dict.fromkeys(names)] or [{}]
 
 
 def _run(setups: list[Setup], jobs: int | None) -> list[Result]:
@@ -240,6 +261,7 @@ def _write_json(results: list[Result], path: Path | None) -> None:
     setup = asdict(results[0].setup)
     for name in ("policy", "decode_policy", "seed", "fraction_of_max"):
         del setup[name]
+    setup["settings"].pop("local_order", None)  # each run has its own
     told = {
         "version": version("lmetric-router"),
         "setting": setup,
@@ -274,20 +296,25 @@ def print_tables(cells: list[Cell]) -> None:
     table = table_of(result for cell in cells for result in cell.results)
     values = rows(cells, table)
     slo = str(cells[0].results[0].setup.slo)
+    orders = [cell.results[0].figures.local_order for cell in cells]
+    several = len(set(orders)) > 1
+    labels = [
+        f"{cell.policy}, {each}" if several else cell.policy for cell, each in zip(cells, orders, strict=True)
+    ]
     position = 0
     merged = []
     for head, columns in table:
         part = [row[position : position + len(columns)] for row in values]
         position += len(columns)
         if len(columns) > 3:
-            body = [[cell.policy, *_cells(row)] for cell, row in zip(cells, part, strict=True)]
+            body = [[label, *_cells(row)] for label, row in zip(labels, part, strict=True)]
             print_table([head, *(column.title for column in columns)], body)
         else:
             merged.append((head, columns, part))
     titles = [f"{head} {column.title}" for head, columns, _ in merged for column in columns]
     body = [
-        [cell.policy, *(text for _, _, part in merged for text in _cells(part[index]))]
-        for index, cell in enumerate(cells)
+        [label, *(text for _, _, part in merged for text in _cells(part[index]))]
+        for index, label in enumerate(labels)
     ]
     print_table([f"goodput: {slo or 'no SLO given'}", *titles], body)
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric import _core
-from lmetric.defaults import DEFAULT_PROFILE
+from lmetric.defaults import DEFAULT_PROFILE, LocalOrder
 from lmetric.expr import Expr
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
@@ -59,6 +59,7 @@ class Run:
     policy: str
     decode_policy: str | None  # what chose where requests decode; None: where they were prefilled
     roles: Roles | None
+    local_order: str  # of the engines
     seed: int
     arrival_seconds: NDArray[np.float64]  # later than the trace's where a request waited for its predecessor
     instance: NDArray[np.int64]
@@ -71,7 +72,7 @@ class Run:
     scheduled_seconds: NDArray[np.float64]  # when it first left the engine's queue
     first_token_seconds: NDArray[np.float64]  # with pools: from the engine that decodes
     finished_seconds: NDArray[np.float64]  # NaN: on an engine that stands still, see `stalled`
-    preemptions: NDArray[np.int64]
+    preemptions: NDArray[np.int64]  # times it went back into the queue: for want of memory, or for another
     decode_instance: NDArray[np.int64]  # -1: decoded where it was prefilled
     handoff_seconds: NDArray[np.float64]  # when its prefill ended, to decode elsewhere
     decode_start_seconds: NDArray[np.float64]  # when it first left the queue there
@@ -201,6 +202,7 @@ def simulate(
     binding: Binding = "early",
     transfer: TransferLike | None = DEFAULT_TRANSFER,
     prefill: Prefill = "queues",
+    local_order: LocalOrder = "fcfs",
 ) -> Run:
     """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
 
@@ -230,6 +232,10 @@ def simulate(
             None or ``"none"`` (it is there at once). Its size comes from the profile.
         prefill: ``"queues"``, as engines do; ``"unlimited"``, every prompt takes its own time and waits for
             none (SIBYL, Algorithm 2). Then any number of prefill instances does the same.
+        local_order: in which order engines take requests from their queues and, from ``"srpt"`` on, which go
+            back for another: ``"fcfs"``, ``"sjf"`` (shortest answer), ``"spf"`` (shortest uncached prompt),
+            ``"srpt"`` (least remaining work, lengths known), ``"srpt_noisy"`` (predicted, by `seed`), and
+            ``"las"`` (least attained service); see docs/simulator.md.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
@@ -264,6 +270,7 @@ def simulate(
         step_time=step_time,
         output_known=output_known,
         timeline_seconds=timeline_seconds,
+        local_order=local_order,
         **_pooled(pools, chosen, decode_policy, decode_knobs, binding, transfer, prefill),
     )
     wall_seconds = time.perf_counter() - started
@@ -278,6 +285,7 @@ def simulate(
         if pools is None or not pools.decode
         else policy_name(DECODE_POLICY if decode_policy is None else decode_policy),
         roles=pools,
+        local_order=local_order,
         seed=seed,
         input_tokens=workload.trace.input_tokens,
         output_tokens=np.maximum(workload.trace.output_tokens, 1),

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
-from lmetric.defaults import DEFAULT_PROFILE
+from lmetric.defaults import DEFAULT_PROFILE, LocalOrder
 from lmetric.profiles import load_profile, shipped_profiles
 from lmetric.sim.max_load import Rule
 from lmetric.sim.pools import Roles, Transfer
@@ -168,8 +168,8 @@ class SettingsEntry(Strict):
     admission: Annotated[list[Literal["reserve", "vllm"]], Listed] | None = Field(
         None, description="how engines admit requests"
     )
-    order: Annotated[list[Literal["fcfs", "priority"]], Listed] | None = Field(
-        None, description="of the engines' queues"
+    local_order: Annotated[list[LocalOrder], Listed] | None = Field(
+        None, description="in which engines take requests: fcfs, sjf, srpt, ...; see docs/simulator.md"
     )
     index: Annotated[list[Literal["exact", "approximate"]], Listed] | None = Field(
         None, description="the router's KV index: fed by engines' events, or by what it sent"

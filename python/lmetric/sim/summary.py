@@ -120,6 +120,8 @@ class RunFigures:
         None  # share of hand-overs to the least loaded instance, by context tokens
     )
     stalled: int = 0  # engines that stand still for ever
+    local_order: str = "fcfs"  # of the engines
+    preemptions: int = 0  # times that measured requests went back into a queue
 
 
 def measured(arrival_seconds: Floats, share: tuple[float, float]) -> NDArray[np.int64]:
@@ -157,6 +159,8 @@ def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunF
         decode_policy=run.decode_policy,
         optimal_assignment_ratio=optimal_assignment_ratio(run.handoff_least_loaded[kept]),
         stalled=run.stalled,
+        local_order=run.local_order,
+        preemptions=int(run.preemptions[kept].sum()),
     )
 
 

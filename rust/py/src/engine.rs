@@ -90,11 +90,7 @@ impl Engine {
             "reserve" => Admission::Reserve,
             other => return Err(unknown("admission", other, "vllm or reserve")),
         };
-        let order = match order {
-            "fcfs" => Order::Fcfs,
-            "priority" => Order::Priority,
-            other => return Err(unknown("order", other, "fcfs or priority")),
-        };
+        let order = Order::named(order, 0).map_err(to_python)?;
         let generator = Generator::new(words, vocabulary).map_err(to_python)?;
         let settings = Settings { admission, order, kv_events };
         let engine = lmetric_sim::Engine::new(profile, settings, Some(generator)).map_err(to_python)?;

@@ -88,7 +88,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     index="exact", index_bytes=512 << 20, guard=None, guard_window_seconds=60.0, guard_period_seconds=1.0,
     event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_time=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
-    transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end"))]
+    transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", local_order="fcfs"))]
 fn simulate<'py>(
     py: Python<'py>,
     workload: &Bound<'py, Workload>,
@@ -117,6 +117,7 @@ fn simulate<'py>(
     transfer_seconds_per_token: f64,
     transfer_fixed_seconds: f64,
     transfer_overlap: &str,
+    local_order: &str,
 ) -> Result<Bound<'py, PyDict>> {
     let policy = policies::build(policy, knobs)?;
     let seen = match signals {
@@ -148,8 +149,7 @@ fn simulate<'py>(
             "vllm" => Admission::Vllm,
             other => return Err(unknown("admission", other, "reserve or vllm").into()),
         },
-        // A trace has no priorities.
-        order: Order::Fcfs,
+        order: order(local_order, seed)?,
         signals: Signals { token_stride, ..seen },
         router: RouterConfig {
             index_feed: match index {
@@ -183,6 +183,16 @@ fn simulate<'py>(
         })
     })?;
     Ok(columns(py, outcome, config.profiles.len())?)
+}
+
+fn order(name: &str, seed: u64) -> Result<Order> {
+    match Order::named(name, seed)? {
+        Order::Priority => {
+            Err(unknown("local_order", name, "another one: the requests of a trace have no priorities")
+                .into())
+        }
+        order => Ok(order),
+    }
 }
 
 /// The outcome as a dictionary of numpy columns; nothing is copied.

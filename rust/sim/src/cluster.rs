@@ -9,7 +9,8 @@
 //! Whatever is to happen later is an [`Event`] in one queue: migrations and failures are to be further kinds of it, not further
 //! loops. A request's way through the cluster begins in `arrive` and is one segment of its plan at a time; `handover` leads from
 //! one to the next.
-use crate::engine::{Admission, Engine, Order, Prompt, Request};
+use crate::engine::order::Order;
+use crate::engine::{Admission, Engine, Prompt, Request};
 use crate::profile::Profile;
 use crate::record::{Quantity, Records, Timeline};
 use crate::signals::{Observer, Signals};
@@ -38,7 +39,7 @@ pub struct ClusterConfig {
     pub transfer: Transfer,
     /// How requests get memory.
     pub admission: Admission,
-    /// What the engines' queues are ordered by.
+    /// What the engines order requests by.
     pub order: Order,
     /// What the router learns, and when.
     pub signals: Signals,

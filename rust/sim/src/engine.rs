@@ -16,29 +16,24 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
 
+mod by_rank;
+pub mod order;
 mod plan;
 mod settle;
+
+use order::Order;
 
 /// How a request gets memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
-    /// vLLM: blocks are taken as tokens are computed; where none is left, the request of the highest (priority, arrival)
-    /// is put back into the queue and computed again later. Full blocks can be found by others at once, generated
+    /// vLLM: blocks are taken as tokens are computed; where none is left, the request of the highest (rank, arrival) in the
+    /// [`Order`] is put back into the queue and computed again later. Full blocks can be found by others at once, generated
     /// tokens too.
     Vllm,
-    /// Nothing is ever put back: a request enters while the prompt and output tokens of all that run, with its prompt,
+    /// Nothing is put back for want of memory: a request enters while the prompt and output tokens of all that run, with its prompt,
     /// fit the capacity, or alone. The cache lies beside them: a prompt's blocks enter when its prefill is complete,
     /// its partial last one too where the request names it.
     Reserve,
-}
-
-/// What the queue is ordered by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
-    /// Arrival; priorities are ignored.
-    Fcfs,
-    /// Priority (lower first), then arrival.
-    Priority,
 }
 
 /// How an engine behaves, its profile apart.
@@ -46,7 +41,7 @@ pub enum Order {
 pub struct Settings {
     /// How a request gets memory.
     pub admission: Admission,
-    /// What the queue is ordered by.
+    /// What requests are ordered by.
     pub order: Order,
     /// Whether changes of the cache are kept in [`Engine::kv_log`].
     pub kv_events: bool,
@@ -141,7 +136,7 @@ pub struct Engine {
     by_id: HashMap<u64, u32>,
     /// Submitted, and not yet seen by a step: (arrival, slot, order).
     incoming: VecDeque<(Seconds, u32, u64)>,
-    /// (priority, order, slot), lowest first. Entries of aborted requests are skipped when they come up.
+    /// (rank, order, slot), lowest first. Entries of aborted requests are skipped when they come up.
     waiting: BinaryHeap<Reverse<(i64, u64, u32)>>,
     waiting_requests: u32,
     prefilling: Vec<u32>,
@@ -214,7 +209,7 @@ impl Engine {
         let sequence = &mut self.sequences[slot];
         sequence.state = State::Waiting;
         sequence.id = request.id;
-        sequence.priority = if self.settings.order == Order::Priority { request.priority } else { 0 };
+        sequence.priority = request.priority;
         sequence.order = order;
         sequence.output_tokens = request.output_tokens;
         sequence.root = hash::root(request.salt);
@@ -319,15 +314,19 @@ impl Engine {
             self.incoming.pop_front();
             let sequence = &self.sequences[slot];
             if (sequence.state, sequence.order) == (State::Waiting, order) {
-                self.waiting.push(Reverse((sequence.priority, order, slot)));
+                self.enqueue(slot);
             }
         }
         if self.settings.admission == Admission::Vllm {
             self.grow_decodes();
         }
-        self.plan_prefills();
-        if self.events.preempted.is_empty() {
-            self.admit();
+        if self.settings.order.rules().preemption().is_some() {
+            self.plan_by_rank();
+        } else {
+            self.plan_prefills();
+            if self.events.preempted.is_empty() {
+                self.admit();
+            }
         }
         if self.decoding.is_empty() && self.chunks.is_empty() {
             return None;

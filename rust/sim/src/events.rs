@@ -146,7 +146,7 @@ pub struct Counters {
     pub finished: u64,
     /// Requests aborted.
     pub aborted: u64,
-    /// Times that a running request was put back for want of blocks.
+    /// Times that a running request was put back, for want of blocks or for another.
     pub preemptions: u64,
     /// Prompt tokens of the requests whose prefill is complete.
     pub prompt_tokens: u64,

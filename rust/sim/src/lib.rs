@@ -19,7 +19,8 @@ pub mod transfer;
 pub mod workload;
 
 pub use cluster::{ClusterConfig, Outcome, simulate};
-pub use engine::{Admission, Engine, Order, Prompt, Request, Settings};
+pub use engine::order::{Order, SrptNoisy};
+pub use engine::{Admission, Engine, Prompt, Request, Settings};
 pub use events::{Counters, KvEvent, KvLog, Load, StepEvents};
 pub use profile::{DecodeThroughput, Profile, StepWork};
 pub use record::{Quantity, Records, Timeline};

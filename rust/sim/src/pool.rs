@@ -61,6 +61,11 @@ impl BlockPool {
         self.blocks[block as usize].users > 0
     }
 
+    /// Whether several requests use the block.
+    pub fn is_shared(&self, block: u32) -> bool {
+        self.blocks[block as usize].users > 1
+    }
+
     /// Adds a user to a block that was found.
     pub fn share(&mut self, block: u32) {
         if self.blocks[block as usize].users == 0 {

@@ -119,6 +119,23 @@ impl Profile {
             .sum()
     }
 
+    /// Seconds that `tokens` prompt tokens behind `before` others take alone, in chunks of `max_batch_tokens`.
+    pub fn prefill_seconds_behind(&self, before: u32, tokens: u32) -> f64 {
+        let mut work = StepWork::default();
+        work.add_prefill(before, tokens);
+        // The pairs of the chunks add up to those of the whole, and each chunk takes a step.
+        let steps = tokens.div_ceil(self.max_batch_tokens);
+        self.step_seconds(&work) + self.fixed_seconds * (f64::from(steps) - 1.0)
+    }
+
+    /// Seconds that a request alone takes for `steps` decodes, the first behind `context` tokens.
+    pub fn decode_seconds(&self, context: u32, steps: u32) -> f64 {
+        let first =
+            StepWork { decode_sequences: 1, context_tokens: u64::from(context), ..StepWork::default() };
+        let n = f64::from(steps);
+        n * self.step_seconds(&first) + self.more_seconds(1) * n * (n - 1.0) / 2.0
+    }
+
     /// Refuses constants that no engine can have.
     pub fn check(&self) -> Result<(), CoreError> {
         let bad = |field: &str, got: String, expected: String| {
@@ -223,6 +240,14 @@ pub(crate) mod tests {
         assert_eq!(profile.more_seconds(10), 0.0);
         // Alone, a prompt of 100 tokens takes a step of 64 and one of 36: 2 x 1 + 100 x 0.01 + 100 x 50 x 0.0001.
         assert!((profile.prefill_seconds(100) - 3.5).abs() < 1e-12);
+        assert!((profile.prefill_seconds_behind(0, 100) - 3.5).abs() < 1e-12);
+        assert!(
+            (profile.prefill_seconds_behind(64, 36) - profile.prefill_seconds(100) + 1.8448).abs() < 1e-12
+        );
+        assert!(profile.prefill_seconds_behind(0, 0).abs() < 1e-12);
+        assert_eq!(profile.decode_seconds(7, 4), 4.0 / eq15(true).tokens_per_second(1));
+        // 3 x 1.1 + (50 + 51 + 52) x 0.001
+        assert!((round().decode_seconds(50, 3) - 3.453).abs() < 1e-12);
     }
 
     #[test]

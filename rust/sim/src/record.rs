@@ -18,7 +18,7 @@ pub struct Records {
     pub first_token_seconds: Vec<Seconds>,
     /// When its last one was.
     pub finished_seconds: Vec<Seconds>,
-    /// Times it was put back into the queue for want of memory.
+    /// Times it was put back into the queue, for want of memory or for another.
     pub preemptions: Vec<i64>,
     /// Where it decoded, its prompt being prefilled elsewhere; -1: nowhere else.
     pub decode_instance: Vec<i64>,

@@ -17,7 +17,9 @@ pub struct Sequence {
     pub state: State,
     pub id: u64,
     pub priority: i64,
-    /// Ordinal of the submission: ties of priority are broken by it, and it tells requests in one slot apart.
+    /// Its rank in the local order when it last entered the queue.
+    pub rank: i64,
+    /// Ordinal of the submission: ties of rank are broken by it, and it tells requests in one slot apart.
     pub order: u64,
     pub prompt_tokens: u32,
     pub output_tokens: u32,
@@ -33,6 +35,10 @@ pub struct Sequence {
     pub cached: Option<u32>,
     /// Leading prompt tokens whose KV comes from elsewhere when it is admitted, until it was put back.
     pub pulled: u32,
+    /// Tokens it did not have to compute when it was first admitted.
+    pub spared: u32,
+    /// Tokens computed for it before it was last put back, each counted once.
+    pub attained: u32,
     /// Place in the list of decoding sequences, and in the list of those that cross a block edge at the same tick.
     pub at: u32,
     pub crossing_at: u32,
@@ -56,11 +62,6 @@ impl Sequence {
             State::Decode => self.total + (tick - self.since) as u32,
             _ => self.total,
         }
-    }
-
-    /// What the engine orders by: lower runs earlier, higher is preempted first.
-    pub fn rank(&self) -> (i64, u64) {
-        (self.priority, self.order)
     }
 }
 

@@ -46,9 +46,9 @@ fn profile() -> impl Strategy<Value = Profile> {
 }
 
 fn settings() -> impl Strategy<Value = Settings> {
-    (any::<bool>(), any::<bool>()).prop_map(|(reserve, priority)| Settings {
+    (any::<bool>(), prop::sample::select(Order::NAMES.to_vec())).prop_map(|(reserve, order)| Settings {
         admission: if reserve { Admission::Reserve } else { Admission::Vllm },
-        order: if priority { Order::Priority } else { Order::Fcfs },
+        order: Order::named(order, 1).unwrap(),
         kv_events: true,
     })
 }

@@ -62,7 +62,10 @@ class EngineOptions(BaseModel):
         default="vllm",
         description="vllm: blocks are taken as tokens come, with preemption; reserve: all at once.",
     )
-    order: Literal["fcfs", "priority"] = Field(default="fcfs", description="What the queue is ordered by.")
+    order: Literal["fcfs", "priority", "sjf", "spf", "srpt", "srpt_noisy", "las"] = Field(
+        default="fcfs",
+        description="Local order; see docs/simulator.md. It knows how long an answer gets: max_tokens.",
+    )
     clock_speed: float = Field(
         default=1.0, gt=0, le=1000, description="The engine's clock runs this much faster."
     )

@@ -1,8 +1,19 @@
 //! What the next step does: room for those that run, then for those that wait.
+use super::order::Job;
 use super::{Admission, Chunk, Engine, prompt_blocks};
 use crate::events::Admitted;
 use crate::sequence::State;
 use std::cmp::Reverse;
+
+/// What requests that go back leave behind.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Freed {
+    pub requests: u32,
+    /// Those of them that decode: each leaves a token of the budget.
+    pub decodes: u32,
+    pub tokens: u64,
+    pub blocks: u32,
+}
 
 impl Engine {
     /// Gives each sequence that crosses a block edge its new block; the block just filled can be found from now on.
@@ -50,59 +61,112 @@ impl Engine {
 
     /// Takes requests off the queue while there is room.
     pub(super) fn admit(&mut self) {
-        let block = self.profile.block_tokens;
-        let capacity = u64::from(self.profile.cache_blocks) * u64::from(block);
-        while let Some(&Reverse((_, order, slot))) = self.waiting.peek() {
-            let sequence = &self.sequences[slot];
-            if (sequence.state, sequence.order) != (State::Waiting, order) {
-                self.waiting.pop();
-                continue;
-            }
-            let (running, total) = (self.running(), sequence.total);
-            if running == self.profile.max_sequences {
+        while let Some((.., slot)) = self.next_waiting() {
+            self.look_up(slot);
+            if !self.fits(slot, Freed::default()) {
                 break;
             }
-            let hit = match self.settings.admission {
-                Admission::Vllm => match self.find_room(slot) {
-                    Some(hit) => hit,
-                    None => break,
-                },
-                Admission::Reserve if running > 0 && self.running_tokens() + u64::from(total) > capacity => {
-                    break;
-                }
-                Admission::Reserve => {
-                    let found = self.cache.touch(prompt_blocks(&sequence.chain, total, block));
-                    (found as u32 * block).min(total - 1)
-                }
-            };
-            self.waiting.pop();
-            self.waiting_requests -= 1;
-            let before = self.before(slot, hit);
-            let tokens = (total - before).min(self.budget());
-            if tokens > 0 {
-                self.chunks.push(Chunk { slot, order, before, tokens });
-            }
-            self.prefilling.push(slot);
-            self.prefilling_tokens += u64::from(total);
-            let sequence = &mut self.sequences[slot];
-            (sequence.state, sequence.computed) = (State::Prefill, before);
-            let first_time = sequence.cached.is_none();
-            if first_time {
-                sequence.cached = Some(hit);
-                self.counters.prefix_cache_queries += u64::from(total);
-                self.counters.prefix_cache_hits += u64::from(hit);
-                self.counters.pulled_prompt_tokens += u64::from(before - hit);
-            }
-            if first_time && sequence.report_cached && hit >= block {
-                let blocks = (hit / block) as usize;
-                let tokens = sequence.tokens.get(..blocks * block as usize).unwrap_or_default();
-                self.kv.stored(None, &sequence.chain[..blocks], tokens, sequence.salt.as_ref());
-            }
-            let pulled_tokens = before - hit;
-            let id = sequence.id;
-            self.events.admitted.push(Admitted { id, cached_tokens: hit, pulled_tokens, first_time });
-            self.name_blocks(slot, before + tokens);
+            self.admit_next(slot);
         }
+    }
+
+    /// (rank, order, slot) of the request that is next in the queue.
+    pub(super) fn next_waiting(&mut self) -> Option<(i64, u64, u32)> {
+        while let Some(&Reverse(next @ (_, order, slot))) = self.waiting.peek() {
+            let sequence = &self.sequences[slot];
+            if (sequence.state, sequence.order) == (State::Waiting, order) {
+                return Some(next);
+            }
+            self.waiting.pop();
+        }
+        None
+    }
+
+    /// Puts the request into the queue, by the rank it has now.
+    pub(super) fn enqueue(&mut self, slot: u32) {
+        let rank = self.settings.order.rules().rank(&self.job(slot));
+        let sequence = &mut self.sequences[slot];
+        sequence.rank = rank;
+        self.waiting.push(Reverse((rank, sequence.order, slot)));
+    }
+
+    /// (rank, order) of a running request: lower runs earlier, higher is put back first. Its rank moves only in orders that
+    /// preempt.
+    pub(super) fn rank(&self, slot: u32) -> (i64, u64) {
+        let rules = self.settings.order.rules();
+        let sequence = &self.sequences[slot];
+        match rules.preemption() {
+            Some(_) => (rules.rank(&self.job(slot)), sequence.order),
+            None => (sequence.rank, sequence.order),
+        }
+    }
+
+    /// What the order may know of a request.
+    pub(super) fn job(&self, slot: u32) -> Job<'_> {
+        let sequence = &self.sequences[slot];
+        let context = sequence.total_at(self.tick);
+        let computed = match sequence.state {
+            State::Decode => context - 1,
+            State::Prefill => sequence.computed,
+            _ if self.settings.order.rules().reads_cache() => {
+                self.before(slot, self.hit_tokens(&sequence.chain, context))
+            }
+            _ => 0,
+        };
+        let running = sequence.state != State::Waiting;
+        let attained = if running { computed.saturating_sub(sequence.spared) } else { 0 };
+        Job {
+            profile: &self.profile,
+            id: sequence.id,
+            priority: sequence.priority,
+            output_tokens: sequence.output_tokens,
+            made: context - sequence.prompt_tokens,
+            context,
+            computed,
+            spared: sequence.spared,
+            attained: attained.max(sequence.attained),
+        }
+    }
+
+    /// Admits the request that is next in the queue, for which there is room, by what was looked up of it.
+    pub(super) fn admit_next(&mut self, slot: u32) {
+        let block = self.profile.block_tokens;
+        let hit = match self.settings.admission {
+            Admission::Vllm => self.take_blocks(slot),
+            Admission::Reserve => {
+                let sequence = &self.sequences[slot];
+                let found = self.cache.touch(prompt_blocks(&sequence.chain, sequence.total, block));
+                (found as u32 * block).min(sequence.total - 1)
+            }
+        };
+        self.waiting.pop();
+        self.waiting_requests -= 1;
+        let (before, budget) = (self.before(slot, hit), self.budget());
+        self.prefilling.push(slot);
+        let sequence = &mut self.sequences[slot];
+        let (order, total) = (sequence.order, sequence.total);
+        let tokens = (total - before).min(budget);
+        if tokens > 0 {
+            self.chunks.push(Chunk { slot, order, before, tokens });
+        }
+        self.prefilling_tokens += u64::from(total);
+        (sequence.state, sequence.computed) = (State::Prefill, before);
+        let first_time = sequence.cached.is_none();
+        if first_time {
+            (sequence.cached, sequence.spared) = (Some(hit), before);
+            self.counters.prefix_cache_queries += u64::from(total);
+            self.counters.prefix_cache_hits += u64::from(hit);
+            self.counters.pulled_prompt_tokens += u64::from(before - hit);
+        }
+        if first_time && sequence.report_cached && hit >= block {
+            let blocks = (hit / block) as usize;
+            let tokens = sequence.tokens.get(..blocks * block as usize).unwrap_or_default();
+            self.kv.stored(None, &sequence.chain[..blocks], tokens, sequence.salt.as_ref());
+        }
+        let pulled_tokens = before - hit;
+        let id = sequence.id;
+        self.events.admitted.push(Admitted { id, cached_tokens: hit, pulled_tokens, first_time });
+        self.name_blocks(slot, before + tokens);
     }
 
     /// Of a waiting request, the leading tokens that need not be computed once `hit` are cached: what is pulled, too, but never
@@ -112,28 +176,54 @@ impl Engine {
         hit.max(sequence.pulled).min(sequence.total - 1)
     }
 
-    /// Blocks for the cached and pulled prefix of a waiting request and for its first chunk: gives the hit in tokens, or None
-    /// where the budget or the blocks do not suffice.
-    pub(super) fn find_room(&mut self, slot: u32) -> Option<u32> {
-        let block = self.profile.block_tokens;
-        let sequence = &self.sequences[slot];
-        let most = ((sequence.total - 1) / block) as usize;
+    /// Looks up the cached blocks of a waiting request, as far as its admission needs to know them.
+    pub(super) fn look_up(&mut self, slot: u32) {
         self.found.clear();
-        self.found.extend(sequence.chain.iter().take(most).map_while(|&hash| self.pool.find(hash)));
-        let hit = self.found.len() as u32 * block;
-        let before = self.before(slot, hit);
-        let tokens = (sequence.total - before).min(self.budget());
-        let pinned = self.found.iter().filter(|&&block| !self.pool.in_use(block)).count() as u32;
-        let new = (before + tokens).div_ceil(block) - self.found.len() as u32;
-        if tokens == 0 || self.pool.free() < pinned + new {
-            return None;
+        if self.settings.admission == Admission::Vllm {
+            let sequence = &self.sequences[slot];
+            let most = ((sequence.total - 1) / self.profile.block_tokens) as usize;
+            self.found.extend(sequence.chain.iter().take(most).map_while(|&hash| self.pool.find(hash)));
         }
+    }
+
+    /// Whether there is room for a waiting request that was looked up, once `freed` is: a place in the batch, and memory for its
+    /// prompt (reserving) or for its first chunk (vLLM), of at least a token.
+    pub(super) fn fits(&self, slot: u32, freed: Freed) -> bool {
+        let (sequence, block) = (&self.sequences[slot], self.profile.block_tokens);
+        let running = self.running() - freed.requests;
+        if running == self.profile.max_sequences {
+            return false;
+        }
+        match self.settings.admission {
+            Admission::Vllm => {
+                let (tokens, new) = self.first_blocks(slot, self.budget() + freed.decodes);
+                let pinned = self.found.iter().filter(|&&block| !self.pool.in_use(block)).count() as u32;
+                tokens > 0 && self.pool.free() + freed.blocks >= pinned + new
+            }
+            Admission::Reserve => {
+                let capacity = u64::from(self.profile.cache_blocks) * u64::from(block);
+                running == 0 || self.running_tokens() - freed.tokens + u64::from(sequence.total) <= capacity
+            }
+        }
+    }
+
+    /// Of a waiting request that was looked up: the tokens of its first chunk, and the blocks it needs beside those found.
+    fn first_blocks(&self, slot: u32, budget: u32) -> (u32, u32) {
+        let (block, found) = (self.profile.block_tokens, self.found.len() as u32);
+        let before = self.before(slot, found * block);
+        let tokens = (self.sequences[slot].total - before).min(budget);
+        (tokens, (before + tokens).div_ceil(block) - found)
+    }
+
+    /// Takes the blocks found of a waiting request, and those for its pulled prefix and its first chunk: gives the hit in tokens.
+    fn take_blocks(&mut self, slot: u32) -> u32 {
+        let (_, new) = self.first_blocks(slot, self.budget());
         let sequence = &mut self.sequences[slot];
         sequence.blocks.extend_from_slice(&self.found);
         sequence.named = self.found.len();
         self.found.iter().for_each(|&block| self.pool.share(block));
         sequence.blocks.extend((0..new).map_while(|_| self.pool.take(&mut self.kv)));
-        Some(hit)
+        self.found.len() as u32 * self.profile.block_tokens
     }
 
     /// Steps until a sequence ends or needs a block.
@@ -152,7 +242,7 @@ impl Engine {
                 (1..=block).find(|ahead| !self.crossings[((self.tick + ahead) % block) as usize].is_empty());
             most = most.min(edge.unwrap_or(block) as u32);
         }
-        most
+        most.min(self.firm_steps())
     }
 
     /// Takes blocks until the sequence has room for `tokens` tokens; where none is left, the last in rank goes, maybe
@@ -164,7 +254,7 @@ impl Engine {
                 Some(block) => self.sequences[slot].blocks.push(block),
                 None => {
                     let running = self.prefilling.iter().chain(&self.decoding);
-                    let victim = *running.max_by_key(|&&slot| self.sequences[slot].rank()).unwrap_or(&slot);
+                    let victim = *running.max_by_key(|&&slot| self.rank(slot)).unwrap_or(&slot);
                     self.preempt(victim);
                     if victim == slot {
                         return;
@@ -174,15 +264,17 @@ impl Engine {
         }
     }
 
+    /// Puts a running request back into the queue. What was computed of it is lost, but for what the cache keeps.
     pub(super) fn preempt(&mut self, slot: u32) {
+        let attained = self.job(slot).attained;
         self.unplace(slot);
         let sequence = &mut self.sequences[slot];
         (sequence.state, sequence.computed, sequence.pulled) = (State::Waiting, 0, 0);
-        let (priority, order) = sequence.rank();
-        self.waiting.push(Reverse((priority, order, slot)));
+        sequence.attained = attained;
+        self.events.preempted.push(sequence.id);
+        self.enqueue(slot);
         self.waiting_requests += 1;
         self.counters.preemptions += 1;
-        self.events.preempted.push(sequence.id);
     }
 }
 

@@ -1,0 +1,24 @@
+//! First come, first served: what vLLM and SGLang do unless told otherwise.
+use super::{Job, LocalOrder};
+
+pub struct Fcfs;
+
+impl LocalOrder for Fcfs {
+    fn rank(&self, _: &Job<'_>) -> i64 {
+        0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::job;
+    use super::*;
+    use crate::profile::tests::round;
+
+    #[test]
+    fn nothing_but_arrival_counts() {
+        let profile = round();
+        let other = Job { priority: -9, output_tokens: 1, context: 1, attained: 50, ..job(&profile) };
+        assert_eq!(Fcfs.rank(&job(&profile)), Fcfs.rank(&other));
+    }
+}

@@ -1,0 +1,25 @@
+//! Shortest job first: the shortest answer, its length being known. LTR (Fu et al., 2024) with perfect prediction, without its
+//! guard against starvation.
+use super::{Job, LocalOrder};
+
+pub struct Sjf;
+
+impl LocalOrder for Sjf {
+    fn rank(&self, job: &Job<'_>) -> i64 {
+        i64::from(job.output_tokens)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::job;
+    use super::*;
+    use crate::profile::tests::round;
+
+    #[test]
+    fn the_shorter_answer_runs_first_whatever_its_prompt() {
+        let profile = round();
+        let short = Job { output_tokens: 9, context: 5000, ..job(&profile) };
+        assert!(Sjf.rank(&short) < Sjf.rank(&job(&profile)));
+    }
+}

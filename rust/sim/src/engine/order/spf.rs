@@ -1,0 +1,30 @@
+//! Shortest prompt first, by the tokens that are neither cached nor sent by another engine when the request enters the queue:
+//! the "shortest prefill first" that UniBoost (section 2) names among the engines' heuristics, prefix hits left out as its A.5 does.
+use super::{Job, LocalOrder};
+
+pub struct Spf;
+
+impl LocalOrder for Spf {
+    fn rank(&self, job: &Job<'_>) -> i64 {
+        i64::from(job.context - job.computed)
+    }
+
+    fn reads_cache(&self) -> bool {
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::job;
+    use super::*;
+    use crate::profile::tests::round;
+
+    #[test]
+    fn what_is_cached_does_not_count() {
+        let profile = round();
+        assert_eq!(Spf.rank(&job(&profile)), 100);
+        let long = Job { context: 900, computed: 832, ..job(&profile) };
+        assert_eq!(Spf.rank(&long), 68);
+    }
+}

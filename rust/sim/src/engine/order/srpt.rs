@@ -1,0 +1,103 @@
+//! Shortest remaining processing time, lengths known: TRAIL with perfect prediction (Shahout et al., 2024), without its threshold.
+//!
+//! Work is the seconds until the request would end, were it alone on this engine: in tokens, a long prompt with a short answer
+//! would pass for more work than a short prompt with a long answer, which takes longer.
+//!
+//! **No thrashing**: running requests go back only where the waiting one's work, and what all that run lose while those that go back are
+//! computed again, are together less than what the first to end has left. The waiting one would otherwise get in when that one ends:
+//! so it gains those seconds, each that goes back waits for about the waiting one's work, and everyone in the batch waits for the
+//! computing. In an engine of one place this is SRPT with a cost of changing, and each change lowers the sum of the end times. All that
+//! was computed counts as lost, though the cache may give some of it back.
+use super::{Exchange, Job, LocalOrder, Preemption};
+use lmetric_core::ids::Seconds;
+
+pub struct Srpt;
+
+impl LocalOrder for Srpt {
+    fn rank(&self, job: &Job<'_>) -> i64 {
+        nanoseconds(seconds_left(job, job.output_tokens))
+    }
+
+    fn reads_cache(&self) -> bool {
+        true
+    }
+
+    fn preemption(&self) -> Option<&dyn Preemption> {
+        Some(self)
+    }
+}
+
+impl Preemption for Srpt {
+    fn yields(&self, running: &Job<'_>, _entered: i64, waiting: i64) -> bool {
+        self.rank(running) > waiting
+    }
+
+    fn pays(&self, exchange: &Exchange) -> bool {
+        pays(exchange)
+    }
+}
+
+/// Each decode lowers the least work left and raises what would be lost, so that a no stays a no.
+pub fn pays(exchange: &Exchange) -> bool {
+    let lost = nanoseconds(f64::from(exchange.running) * exchange.lost_seconds);
+    exchange.waiting.saturating_add(lost) < exchange.least
+}
+
+/// Seconds until a request that gets `output_tokens` would end, alone on the engine.
+pub fn seconds_left(job: &Job<'_>, output_tokens: u32) -> Seconds {
+    let (profile, left) = (job.profile, output_tokens.saturating_sub(job.made));
+    match job.context - job.computed {
+        // What computes one token behind its context is a decode.
+        1 => profile.decode_seconds(job.context, left),
+        tokens => {
+            profile.prefill_seconds_behind(job.computed, tokens)
+                + profile.decode_seconds(job.context + 1, left.saturating_sub(1))
+        }
+    }
+}
+
+/// Whole nanoseconds: ranks are compared exactly.
+pub fn nanoseconds(seconds: Seconds) -> i64 {
+    (seconds * 1e9) as i64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::job;
+    use super::*;
+    use crate::profile::tests::round;
+
+    fn close(a: f64, b: f64) {
+        assert!((a - b).abs() < 1e-9, "{a} is not {b}");
+    }
+
+    #[test]
+    fn remaining_work_by_hand() {
+        let profile = round();
+        let fresh = job(&profile);
+        // Two steps for 100 tokens: 2 x 1 + 100 x 0.01 + 100 x 50 x 0.0001. Then 9 decodes behind 101 to 109 tokens: 9 x 1.1 + 945 x 0.001.
+        close(seconds_left(&fresh, 10), 3.5 + 9.9 + 0.945);
+        // 60 of them cached: 1 + 40 x 0.01 + 40 x (60 + 20) x 0.0001.
+        close(seconds_left(&Job { computed: 60, ..fresh }, 10), 1.72 + 9.9 + 0.945);
+        // Four tokens made: 6 decodes behind 104 to 109 tokens.
+        close(seconds_left(&Job { made: 4, context: 104, computed: 103, ..fresh }, 10), 6.6 + 0.639);
+        // Put back with four made: two steps for 104 tokens, of which comes the fifth; 5 decodes behind 105 to 109.
+        let again = Job { made: 4, context: 104, ..fresh };
+        close(seconds_left(&again, 10), 2.0 + 1.04 + 104.0 * 52.0 * 0.0001 + 5.5 + 0.535);
+        // Sent by another engine: its last prompt token is computed as a decode is.
+        close(seconds_left(&Job { computed: 99, ..fresh }, 10), 11.0 + 1.045);
+    }
+
+    #[test]
+    fn requests_go_back_only_where_that_pays_for_what_all_lose() {
+        // 2 s of work, and 3 x 0.5 s lost by three.
+        let exchange =
+            Exchange { waiting: 2_000_000_000, least: 3_500_000_000, running: 3, lost_seconds: 0.5 };
+        assert!(!Srpt.pays(&exchange));
+        assert!(Srpt.pays(&Exchange { least: exchange.least + 1, ..exchange }));
+        assert!(!Srpt.pays(&Exchange { least: exchange.least + 1, running: 4, ..exchange }));
+        let profile = round();
+        let rank = Srpt.rank(&job(&profile));
+        assert!(Srpt.yields(&job(&profile), 0, rank - 1) && !Srpt.yields(&job(&profile), 0, rank));
+    }
+}
