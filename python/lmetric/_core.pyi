@@ -93,6 +93,12 @@ class Router:
     def remove_instance(self, name: str) -> None: ...
     def set_health(self, name: str, healthy: bool) -> None: ...
     def set_binding(self, binding: str) -> None: ...  # "early" or "late", from now on
+    def set_split(
+        self, kind: str, **settings: float
+    ) -> None: ...  # "none"; "force": each at the fraction `at`
+    def set_cuts(
+        self, name: str, cuts: str
+    ) -> None: ...  # "nowhere", "prompt_end", "output" or "anywhere": what its engine can do
     def drain(self, name: str, draining: bool = True) -> None: ...
     def set_index_feed(self, name: str, index: str) -> None: ...  # "approximate" or "exact"
     def set_cache_blocks(
@@ -116,6 +122,7 @@ class Router:
         adapter: str | None = None,  # LoRA adapter; prompts with other adapters or salts never match
         salt: str | None = None,
         request_id: str | None = None,
+        uncut: str | None = None,  # why it must stay in one piece, where it must: for the receipt
         now: float | None = None,
     ) -> tuple[Decision, Ticket]: ...
     def engine_report(
@@ -238,6 +245,8 @@ class Ticket:
     @property
     def from_token(self) -> int: ...  # where the open segment begins
     @property
+    def to_token(self) -> int | None: ...  # one past its last token; None: it goes to the request's end
+    @property
     def follows(self) -> bool: ...  # whether another segment follows it
     @property
     def next_instance(self) -> str | None: ...  # where that is bound to; None: nowhere yet
@@ -256,6 +265,14 @@ class Ticket:
         output_tokens: int | None = None,
         now: float | None = None,
     ) -> str | None: ...  # where the next segment goes; None: the request ended
+    def ended(
+        self,
+        *,
+        prompt_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+        now: float | None = None,
+    ) -> None: ...  # the request ended inside the open segment, whatever was to follow
     def failed(self, kind: str, now: float | None = None, *, retry: bool = True) -> str | None: ...
     # kind: "refused" | "reset" | "timeout" | "status" -> before the first token the ticket moves to the next of the
     # ranking and its name is returned (call sent() again); None: the ranking is used up, or a token was seen: closed.
@@ -541,4 +558,7 @@ def simulate(
     transfer_fixed_seconds: float = 0.0,
     transfer_overlap: str = "end",
     local_order: str = "fcfs",
+    split: str = "none",
+    split_settings: Mapping[str, float] | None = None,
+    silent_segments: bool = False,
 ) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; the interpreter lock is released

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric import _core
-from lmetric.defaults import DEFAULT_PROFILE, LocalOrder
+from lmetric.defaults import DEFAULT_PROFILE, LocalOrder, Split
 from lmetric.expr import Expr
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
@@ -60,6 +60,7 @@ class Run:
     decode_policy: str | None  # what chose where requests decode; None: where they were prefilled
     roles: Roles | None
     local_order: str  # of the engines
+    split: str  # how requests were cut that no roles cut
     seed: int
     arrival_seconds: NDArray[np.float64]  # later than the trace's where a request waited for its predecessor
     instance: NDArray[np.int64]
@@ -79,6 +80,7 @@ class Run:
     # 1: no decode instance held fewer context tokens than its own when its prefill ended; 0: one did; -1: no
     # hand-over.
     handoff_least_loaded: NDArray[np.int64]
+    cut_tokens: NDArray[np.int64]  # where it was cut, prompt and output counted through; -1: no roles cut it
     timeline: Timeline
     guard_alarms: int  # prefixes that the hot-spot guard suspected
     guard_filters: int  # and for which it then took instances out
@@ -203,6 +205,9 @@ def simulate(
     transfer: TransferLike | None = DEFAULT_TRANSFER,
     prefill: Prefill = "queues",
     local_order: LocalOrder = "fcfs",
+    split: Split = "none",
+    split_settings: Mapping[str, float] | None = None,
+    silent_segments: bool = False,
 ) -> Run:
     """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
 
@@ -236,6 +241,10 @@ def simulate(
             back for another: ``"fcfs"``, ``"sjf"`` (shortest answer), ``"spf"`` (shortest uncached prompt),
             ``"srpt"`` (least remaining work, lengths known), ``"srpt_noisy"`` (predicted, by `seed`), and
             ``"las"`` (least attained service); see docs/simulator.md.
+        split: how requests are cut that no `roles` cut: ``"none"``, or ``"force"`` at the fraction ``at`` of
+            prompt and output (in `split_settings`), for tests. What is cut moves as `transfer` says.
+        silent_segments: whether a segment that another follows says nothing until its end, as on stock
+            engines; else its tokens come as they are made.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
@@ -271,7 +280,10 @@ def simulate(
         output_known=output_known,
         timeline_seconds=timeline_seconds,
         local_order=local_order,
-        **_pooled(pools, chosen, decode_policy, decode_knobs, binding, transfer, prefill),
+        split=split,
+        split_settings=split_settings,
+        silent_segments=silent_segments,
+        **_pooled(pools, chosen, decode_policy, decode_knobs, binding, transfer, prefill, split != "none"),
     )
     wall_seconds = time.perf_counter() - started
     block = chosen.block_tokens
@@ -282,10 +294,11 @@ def simulate(
     return Run(
         policy=policy_name(policy),
         decode_policy=None
-        if pools is None or not pools.decode
+        if (pools is None or not pools.decode) and split == "none"
         else policy_name(DECODE_POLICY if decode_policy is None else decode_policy),
         roles=pools,
         local_order=local_order,
+        split=split,
         seed=seed,
         input_tokens=workload.trace.input_tokens,
         output_tokens=np.maximum(workload.trace.output_tokens, 1),
@@ -305,9 +318,10 @@ def _pooled(
     binding: Binding,
     transfer: TransferLike | None,
     prefill: Prefill,
+    cut: bool,
 ) -> dict[str, Any]:
-    """What `_core.simulate` takes for pools; nothing without them."""
-    if pools is None or not pools.decode:
+    """What `_core.simulate` takes where plans have several segments; nothing where none has."""
+    if (pools is None or not pools.decode) and not cut:
         if decode_policy is not None:
             raise _core.BadValueError(
                 "decode_policy: requests decode where they are prefilled; give roles, e.g. 16P64D"
@@ -316,7 +330,7 @@ def _pooled(
     if prefill not in ("queues", "unlimited"):
         raise _core.BadValueError(f"prefill: {prefill!r} is not valid; expected queues or unlimited")
     told: dict[str, Any] = {
-        "roles": pools.each(),
+        "roles": None if pools is None else pools.each(),
         "decode_policy": DECODE_POLICY if decode_policy is None else decode_policy,
         "decode_knobs": decode_knobs,
         "binding": binding,

@@ -1,7 +1,11 @@
 //! Plans: a request is a chain of segments placed on instances.
 //!
 //! A plan is made segment by segment: the open one, and those bound behind it. Where a segment ends before the request does, another follows: bound
-//! at the decision, or chosen when its turn comes ([`Binding`]). Prefill/decode is two segments cut at the prompt's end.
+//! at the decision, or chosen when its turn comes ([`Binding`]). Prefill/decode is two segments cut at the prompt's end; a request may be
+//! cut at any other token, too ([`Cuts`]), and a running one moved, which cuts it where it is.
+//!
+//! A cut at token `s` means: the KV cache of the first `s` tokens is computed before it. Of a prompt of `P` tokens, a first segment with `s >= P` makes
+//! `s - P` output tokens that count; an engine that hands over with its last token, as vLLM does, makes one more, which is made again behind the cut.
 use crate::ids::InstanceId;
 
 /// A range of a request's tokens, prompt and output counted through, on one instance.
@@ -25,6 +29,45 @@ pub enum Binding {
     Late,
 }
 
+/// Where an instance can hand a request over, or take one, by what its engine can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub enum Cuts {
+    /// Nowhere.
+    Nowhere,
+    /// Where the prompt ends (SGLang's prefill engines stop at the first token).
+    PromptEnd,
+    /// There and behind any output token (vLLM's NIXL connector).
+    Output,
+    /// Anywhere, inside the prompt, too (the same in bidirectional mode).
+    #[default]
+    Anywhere,
+}
+
+impl Cuts {
+    /// All of them, with their names.
+    pub const NAMES: [(&'static str, Cuts); 4] = [
+        ("nowhere", Cuts::Nowhere),
+        ("prompt_end", Cuts::PromptEnd),
+        ("output", Cuts::Output),
+        ("anywhere", Cuts::Anywhere),
+    ];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        Cuts::NAMES.iter().find(|(_, cuts)| *cuts == self).expect("every value has a name").0
+    }
+
+    /// The cut that it allows for one wished for at `token` of a prompt of `prompt_tokens`: the same, the prompt's end, or none.
+    pub fn nearest(self, token: u32, prompt_tokens: u32) -> Option<u32> {
+        match self {
+            Cuts::Nowhere => None,
+            Cuts::PromptEnd => Some(prompt_tokens),
+            Cuts::Output => Some(token.max(prompt_tokens)),
+            Cuts::Anywhere => Some(token),
+        }
+    }
+}
+
 /// What happened to the open segment of a ticket.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Event {
@@ -40,8 +83,10 @@ pub enum Event {
     FirstToken,
     /// This many further output tokens came back.
     Tokens(u32),
-    /// The segment ended well: the request did, or the next segment's turn has come.
+    /// The segment ended well, as planned: the request did, or the next segment's turn has come.
     Finished(Usage),
+    /// The request ended well inside this segment, whatever was to follow: its answer was shorter than expected.
+    Ended(Usage),
     /// It did not; another instance may take it.
     Failed(Failure),
     /// It did not, and no other instance shall be tried.

@@ -79,6 +79,10 @@ pub struct Receipt {
     pub chosen: u32,
     /// Where it goes on after its first segment, as far as that is chosen.
     pub next: Option<Next>,
+    /// Tokens at which the plan cuts the request, prompt and output counted through.
+    pub cuts: SmallVec<[u32; 2]>,
+    /// Why it was left in one piece, where requests are cut.
+    pub uncut: Option<Box<str>>,
     /// Instances that the request moved to before its first token, in order: slot and name.
     pub moved: Vec<(u32, Arc<str>)>,
     /// Leading prompt tokens that the chosen instance was believed to hold.
@@ -101,6 +105,7 @@ impl Receipt {
     fn bytes(&self) -> usize {
         size_of::<Receipt>()
             + self.request_id.as_ref().map_or(0, |r| r.len())
+            + self.uncut.as_ref().map_or(0, |r| r.len())
             + self.scores.capacity() * size_of::<f32>()
             + self.moved.capacity() * size_of::<(u32, Arc<str>)>()
             + if self.terms.spilled() { self.terms.capacity() * size_of::<f64>() } else { 0 }

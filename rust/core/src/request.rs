@@ -14,4 +14,6 @@ pub struct Request<'a> {
     pub expected_output_tokens: Option<u32>,
     /// Hash of the session key, where the request has one.
     pub session: Option<u64>,
+    /// Why it must stay in one piece, where it must: stands in the receipt. Pools of prefill and decode instances cut it all the same.
+    pub uncut: Option<&'a str>,
 }

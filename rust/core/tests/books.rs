@@ -2,11 +2,11 @@
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{Indicator, IndicatorSet, Snapshot};
-use lmetric_core::plan::{Binding, Event, Failure, Segment, Usage};
+use lmetric_core::plan::{Binding, Cuts, Event, Failure, Segment, Usage};
 use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores, registry};
 use lmetric_core::request::Request;
 use lmetric_core::router::books::Report;
-use lmetric_core::router::{Router, RouterConfig, TicketId};
+use lmetric_core::router::{Router, RouterConfig, Split, TicketId};
 use proptest::prelude::*;
 use std::borrow::Cow;
 
@@ -55,6 +55,8 @@ enum Op {
     FirstToken(usize),
     Tokens(usize, u8),
     Finish(usize),
+    End(usize),
+    Cuts(u8, Cuts),
     Fail(usize, u8),
     Drop(usize),
     Report(u8, u8, u8),
@@ -79,6 +81,8 @@ fn op() -> impl Strategy<Value = Op> {
         5 => n.clone().prop_map(Op::FirstToken),
         5 => (n.clone(), any::<u8>()).prop_map(|(t, k)| Op::Tokens(t, k)),
         3 => n.clone().prop_map(Op::Finish),
+        1 => n.clone().prop_map(Op::End),
+        1 => (0..6u8, 0..4usize).prop_map(|(i, k)| Op::Cuts(i, Cuts::NAMES[k].1)),
         3 => (n.clone(), 0..6u8).prop_map(|(t, k)| Op::Fail(t, k)),
         2 => n.prop_map(Op::Drop),
         1 => (0..6u8, any::<u8>(), any::<u8>()).prop_map(|(i, w, r)| Op::Report(i, w, r)),
@@ -100,16 +104,47 @@ struct Open {
     /// Where its next segment is bound.
     bound: Option<(u8, u32)>,
     decision: u64,
-    /// Whether another segment follows the open one, and whether that computes the prompt.
-    follows: bool,
-    prefills: bool,
+    /// The open segment.
+    segment: Segment,
     /// When it was placed there, as a turn: engines begin prefills in this order.
     turn: u64,
+    /// Whether its prompt is in the backlog.
+    sent: bool,
     stage: Stage,
-    prompt: f64,
+    /// All of the prompt, and of the output where known.
+    whole: u32,
     prefill_left: f64,
     output: f64,
     expected: Option<f64>,
+}
+
+impl Open {
+    /// Tokens of the prompt that its segment needs.
+    fn prompt(&self) -> f64 {
+        f64::from(self.segment.to_token.unwrap_or(self.whole).min(self.whole))
+    }
+
+    /// Tokens of the prompt that its segment computes.
+    fn computes(&self) -> f64 {
+        self.prompt() - f64::from(self.segment.from_token.min(self.whole))
+    }
+
+    fn follows(&self) -> bool {
+        self.segment.to_token.is_some()
+    }
+
+    fn prefills_only(&self) -> bool {
+        self.segment.to_token.is_some_and(|to| to <= self.whole)
+    }
+
+    fn remaining(&self) -> f64 {
+        let cut = self.segment.to_token.filter(|_| !self.prefills_only());
+        let expected = cut.map(|to| f64::from(to - self.whole)).or(self.expected);
+        match self.stage {
+            Stage::Queued => 0.0,
+            _ => expected.map_or(0.0, |e| (e - self.output).max(0.0)),
+        }
+    }
 }
 
 #[derive(Default)]
@@ -135,29 +170,23 @@ impl Model {
                 self.open.iter().filter(|o| o.home == (i, self.lives[i as usize])).collect();
             let coming: Vec<&Open> =
                 self.open.iter().filter(|o| o.bound == Some((i, self.lives[i as usize]))).collect();
-            let bound: f64 = coming.iter().map(|o| o.prompt).sum();
+            let bound: f64 =
+                coming.iter().map(|o| f64::from(o.whole.max(o.segment.to_token.unwrap_or(0)))).sum();
             let sum = |f: &dyn Fn(&Open) -> f64| here.iter().map(|o| f(o)).sum::<f64>();
             let count = |stage| here.iter().filter(|o| o.stage == stage).count() as f64;
-            let remaining = |o: &Open| {
-                if o.stage == Stage::Queued {
-                    0.0
-                } else {
-                    o.expected.map_or(0.0, |e| (e - o.output).max(0.0))
-                }
-            };
             for (id, expected) in [
                 (Indicator::DecodeBs, count(Stage::Decoding)),
                 (Indicator::BoundBs, count(Stage::Queued) + count(Stage::Scheduled) + coming.len() as f64),
-                (Indicator::Tokens, sum(&|o| o.prompt + o.output) + bound),
+                (Indicator::Tokens, sum(&|o| o.prompt() + o.output) + bound),
                 (
                     Indicator::DecodeTokens,
-                    sum(&|o| if o.stage == Stage::Decoding { o.prompt + o.output } else { 0.0 }),
+                    sum(&|o| if o.stage == Stage::Decoding { o.prompt() + o.output } else { 0.0 }),
                 ),
                 (
                     Indicator::BoundTokens,
-                    sum(&|o| if o.stage == Stage::Decoding { 0.0 } else { o.prompt }) + bound,
+                    sum(&|o| if o.stage == Stage::Decoding { 0.0 } else { o.prompt() + o.output }) + bound,
                 ),
-                (Indicator::RemainingTokens, sum(&remaining)),
+                (Indicator::RemainingTokens, sum(&Open::remaining)),
                 (Indicator::QueuedPrefillTokens, sum(&|o| o.prefill_left)),
             ] {
                 assert_eq!(router.columns().get(id)[slot], expected, "{} of {}", id.decl().name, name(i));
@@ -171,9 +200,10 @@ impl Model {
                 assert_eq!(requests.iter().sum::<f64>(), count(Stage::Decoding));
                 assert_eq!(
                     context.iter().sum::<f64>(),
-                    sum(&|o| if o.stage == Stage::Decoding { o.prompt + o.output } else { 0.0 })
+                    sum(&|o| if o.stage == Stage::Decoding { o.prompt() + o.output } else { 0.0 })
                 );
-                let pending = here.iter().filter(|o| o.stage != Stage::Decoding && !o.follows).count();
+                let pending =
+                    here.iter().filter(|o| o.stage != Stage::Decoding && !o.prefills_only()).count();
                 assert_eq!(ahead.load(slot).pending().count(), pending + coming.len());
             }
             assert_eq!(
@@ -208,6 +238,10 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
             let id = router.fleet().find(&name(i)).unwrap();
             router.fleet_mut().set_draining(id, on);
         }
+        Op::Cuts(i, cuts) if config_instance(i, model) => {
+            let id = router.fleet().find(&name(i)).unwrap();
+            router.set_cuts(id, cuts);
+        }
         Op::Report(i, waiting, running) if config_instance(i, model) => {
             let report = Report {
                 at: model.now,
@@ -235,12 +269,12 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
                 home: home(router, decision.segment.instance, model),
                 bound: decision.next.map(|next| home(router, next.instance, model)),
                 decision: decision.id,
-                follows: decision.segment.to_token.is_some(),
-                prefills: true,
+                segment: decision.segment,
                 turn: model.turn,
+                sent: true,
                 stage: Stage::Queued,
-                prompt: f64::from(prompt),
-                prefill_left: f64::from(prompt),
+                whole: prompt,
+                prefill_left: f64::from(decision.segment.to_token.unwrap_or(prompt).min(prompt)),
                 output: 0.0,
                 expected: expected.map(f64::from),
             });
@@ -251,6 +285,7 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
         | Op::FirstToken(t)
         | Op::Tokens(t, _)
         | Op::Finish(t)
+        | Op::End(t)
         | Op::Fail(t, _)
         | Op::Drop(t)
             if !model.open.is_empty() =>
@@ -273,24 +308,52 @@ fn go_on(t: usize, next: Segment, router: &Router, model: &mut Model) {
     let (turn, home) = (model.turn, home(router, next.instance, model));
     let bound = router.receipt(model.open[t].decision).unwrap().next.clone();
     let open = &mut model.open[t];
-    open.follows = next.to_token.is_some();
-    open.prefills = next.from_token == 0;
-    assert!(open.prefills || next.from_token == open.prompt as u32);
-    open.bound = bound.filter(|_| open.follows).map(|bound| {
+    assert!(
+        next.from_token == 0
+            || Some(next.from_token) == open.segment.to_token
+            || next == Segment { instance: next.instance, ..open.segment }
+    );
+    open.segment = next;
+    open.bound = bound.filter(|_| next.to_token.is_some()).map(|bound| {
         let i: u8 = bound.name[7..].parse().unwrap();
         (i, model.lives[i as usize])
     });
     (open.home, open.turn, open.stage) = (home, turn, Stage::Queued);
-    open.prefill_left = if open.prefills { open.prompt } else { 0.0 };
-    open.output = 0.0;
+    open.prefill_left = if next.from_token == 0 { open.computes() } else { 0.0 };
+    open.sent = next.from_token == 0;
+    open.output = f64::from(next.from_token.saturating_sub(open.whole));
 }
 
 /// Its prefill is over, and with it all that its instance began before.
 fn prefilled(t: usize, model: &mut Model) {
-    if model.open[t].prefills {
+    if model.open[t].computes() > 0.0 && model.open[t].sent {
         let (home, turn) = (model.open[t].home, model.open[t].turn);
         for earlier in model.open.iter_mut().filter(|o| o.home == home && o.turn <= turn) {
             earlier.prefill_left = 0.0;
+        }
+    }
+}
+
+/// The open segment ended, or a first token came while both legs run (`first`): the next one is open.
+fn hand_over(first: bool, t: usize, router: &mut Router, model: &mut Model) {
+    let (ticket, now, alone) = (model.open[t].ticket, model.now, model.open[t].prefills_only());
+    let usage = Usage { cached_tokens: Some(0), ..Usage::default() };
+    let event = if first { Event::FirstToken } else { Event::Finished(usage) };
+    let next = router.advance(ticket, event, now);
+    if alone {
+        prefilled(t, model);
+    }
+    match next {
+        Ok(next) => {
+            go_on(t, next.expect("another segment"), router, model);
+            if first {
+                prefilled(t, model);
+                (model.open[t].stage, model.open[t].output) = (Stage::Decoding, model.open[t].output + 1.0);
+            }
+        }
+        Err(error) => {
+            assert!(matches!(error, CoreError::NoInstance(_)), "{error}");
+            model.open.remove(t);
         }
     }
 }
@@ -302,7 +365,14 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
     let at_home = model.live[open.home.0 as usize] && model.lives[open.home.0 as usize] == open.home.1;
     let mut advance = |event| router.advance(ticket, event, now).unwrap();
     match *op {
-        Op::Sent(_) => assert!(advance(Event::Sent).is_none()),
+        Op::Sent(_) => {
+            assert!(advance(Event::Sent).is_none());
+            if !std::mem::replace(&mut open.sent, true) && open.stage != Stage::Decoding {
+                // What is left of its prompt joins the backlog now.
+                model.turn += 1;
+                (open.turn, open.prefill_left) = (model.turn, open.computes());
+            }
+        }
         Op::Scheduled(_) => {
             advance(Event::Scheduled(None));
             if open.stage == Stage::Queued {
@@ -313,26 +383,8 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
             advance(Event::Prefilled(u32::from(k)));
             open.prefill_left = (open.prefill_left - f64::from(k)).max(0.0);
         }
-        Op::FirstToken(_) | Op::Finish(_) if open.follows => {
-            let first = matches!(op, Op::FirstToken(_));
-            let usage = Usage { cached_tokens: Some(0), ..Usage::default() };
-            let event = if first { Event::FirstToken } else { Event::Finished(usage) };
-            match router.advance(ticket, event, now) {
-                Ok(next) => {
-                    prefilled(t, model);
-                    go_on(t, next.expect("another segment"), router, model);
-                    if first {
-                        prefilled(t, model);
-                        (model.open[t].stage, model.open[t].output) = (Stage::Decoding, 1.0);
-                    }
-                }
-                Err(error) => {
-                    assert!(matches!(error, CoreError::NoInstance(_)), "{error}");
-                    prefilled(t, model);
-                    model.open.remove(t);
-                }
-            }
-        }
+        Op::FirstToken(_) if open.prefills_only() => hand_over(true, t, router, model),
+        Op::Finish(_) if open.follows() => hand_over(false, t, router, model),
         Op::FirstToken(_) => {
             advance(Event::FirstToken);
             if open.stage != Stage::Decoding {
@@ -347,8 +399,10 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
                 open.output += f64::from(k);
             }
         }
-        Op::Finish(_) => {
-            advance(Event::Finished(Usage { cached_tokens: Some(0), ..Usage::default() }));
+        Op::Finish(_) | Op::End(_) => {
+            let usage = Usage { cached_tokens: Some(0), ..Usage::default() };
+            let event = if matches!(op, Op::End(_)) { Event::Ended(usage) } else { Event::Finished(usage) };
+            assert_eq!(advance(event), None);
             model.open.remove(t);
         }
         Op::Fail(_, kind) => {
@@ -384,9 +438,11 @@ proptest! {
         ops in prop::collection::vec(op(), 1..120),
         late in any::<bool>(),
         sibyl in any::<bool>(),
+        cut in prop::option::of(0.01..0.99f64),
     ) {
         let binding = if late { Binding::Late } else { Binding::Early };
-        let config = RouterConfig { drain: false, binding, ..RouterConfig::default() };
+        let split = cut.map_or(Split::None, Split::ForceAt);
+        let config = RouterConfig { drain: false, binding, split, ..RouterConfig::default() };
         let mut router = Router::new(LeastRequests::boxed(), config).unwrap();
         if sibyl {
             router.set_decode_policy(registry::build("sibyl", &[]).unwrap()).unwrap();

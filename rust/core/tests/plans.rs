@@ -2,10 +2,10 @@
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
-use lmetric_core::plan::{Binding, Event, Failure, Usage};
+use lmetric_core::plan::{Binding, Cuts, Event, Failure, Usage};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::router::{Decision, Router, RouterConfig};
+use lmetric_core::router::{Decision, Router, RouterConfig, Split};
 
 fn fleet(config: RouterConfig, roles: &[Role]) -> Router {
     let mut router = Router::new(registry::build("least_requests", &[]).unwrap(), config).unwrap();
@@ -155,4 +155,130 @@ fn sibyl_sees_what_will_be_there_when_the_prefill_ends() {
     assert_eq!(at(&route(&mut router, 41.5)), at(&old));
     let error = router.set_decode_policy(registry::build("ils", &[]).unwrap()).unwrap_err();
     assert!(error.to_string().contains("in flight"), "{error}");
+}
+
+/// A fleet of equals, of which each request of 1,000 prompt tokens and 200 expected output tokens is cut at `fraction` of these.
+fn cutting(fraction: f64, equals: usize) -> Router {
+    fleet(RouterConfig { split: Split::ForceAt(fraction), ..RouterConfig::default() }, &vec![Both; equals])
+}
+
+fn route_expecting(router: &mut Router, output: Option<u32>, uncut: Option<&str>) -> Decision {
+    let request = Request {
+        prompt_tokens: 1000,
+        tokens_per_block: 16.0,
+        expected_output_tokens: output,
+        uncut,
+        ..Request::default()
+    };
+    router.route(&request, 0.0).unwrap()
+}
+
+#[test]
+fn a_cut_behind_the_prompt_leaves_the_first_segment_some_of_the_output() {
+    let mut router = cutting(0.875, 3);
+    let d = route_expecting(&mut router, Some(200), None);
+    let (a, b) = (d.segment.instance.index(), d.next.unwrap().instance.index());
+    assert_ne!(a, b);
+    assert_eq!((d.segment.to_token, d.next.unwrap().from_token), (Some(1050), 1050));
+    assert_eq!(router.receipt(d.id).unwrap().cuts[..], [1050]);
+    router.derive_all(0.0);
+    let at = |router: &mut Router, id, slot: usize| router.columns().get(id)[slot];
+    assert_eq!(at(&mut router, Indicator::QueuedPrefillTokens, a), 1000.0);
+    assert_eq!(at(&mut router, Indicator::QueuedPrefillTokens, b), 0.0);
+    assert_eq!(at(&mut router, BoundTokens, b), 1050.0);
+    // Its first token comes from there, and ends nothing.
+    assert_eq!(router.advance(d.ticket, Event::FirstToken, 0.5).unwrap(), None);
+    assert_eq!(at(&mut router, Indicator::RemainingTokens, a), 49.0);
+    router.advance(d.ticket, Event::Tokens(49), 0.9).unwrap();
+    assert_eq!(router.advance(d.ticket, DONE, 1.0).unwrap(), d.next);
+    router.advance(d.ticket, Event::FirstToken, 1.1).unwrap();
+    assert_eq!(at(&mut router, DecodeTokens, b), 1051.0);
+    assert_eq!(at(&mut router, Indicator::RemainingTokens, b), 149.0);
+    assert_eq!(router.advance(d.ticket, DONE, 2.0).unwrap(), None);
+    is(&mut router, Bs, &[0.0; 3]);
+    is(&mut router, Indicator::Tokens, &[0.0; 3]);
+    let outcome = router.receipt(d.id).unwrap().outcome;
+    assert_eq!((outcome.ttft_seconds, outcome.handed_over_seconds), (Some(0.5), Some(1.0)));
+    assert_eq!((router.totals().split, router.totals().output_tokens), (1, 51));
+}
+
+#[test]
+fn a_segment_that_says_nothing_until_its_end_gives_its_first_token_then() {
+    let mut router = cutting(0.875, 2);
+    let d = route_expecting(&mut router, Some(200), None);
+    router.advance(d.ticket, DONE, 1.0).unwrap();
+    assert_eq!(router.receipt(d.id).unwrap().outcome.ttft_seconds, Some(1.0));
+    assert_eq!(router.totals().output_tokens, 50);
+    // The rest fails: it goes on at the one that has it, from the same token.
+    let back = router.advance(d.ticket, Event::Failed(Failure::Reset), 1.1).unwrap().unwrap();
+    assert_eq!((back.instance, back.from_token), (d.segment.instance, 1050));
+    router.advance(d.ticket, DONE, 2.0).unwrap();
+    is(&mut router, Bs, &[0.0; 2]);
+}
+
+#[test]
+fn a_cut_inside_the_prompt_leaves_its_rest_to_the_second_segment() {
+    let mut router = cutting(0.5, 2);
+    let d = route_expecting(&mut router, Some(200), None);
+    let (a, b) = (d.segment.instance.index(), d.next.unwrap().instance.index());
+    assert_eq!(d.segment.to_token, Some(600));
+    let queued = |router: &mut Router| {
+        router.derive_all(router.receipt(1).unwrap().at);
+        router.columns().get(Indicator::QueuedPrefillTokens).to_vec()
+    };
+    assert_eq!(queued(&mut router)[a], 600.0);
+    assert_eq!(router.columns().get(Indicator::Tokens)[a], 600.0);
+    assert_eq!(router.advance(d.ticket, DONE, 0.0).unwrap(), d.next);
+    router.advance(d.ticket, Event::Sent, 0.0).unwrap();
+    assert_eq!((queued(&mut router)[a], queued(&mut router)[b]), (0.0, 400.0));
+    router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
+    assert_eq!((queued(&mut router)[b], router.columns().get(DecodeTokens)[b]), (0.0, 1001.0));
+    router.advance(d.ticket, DONE, 1.0).unwrap();
+    is(&mut router, Indicator::Tokens, &[0.0; 2]);
+}
+
+#[test]
+fn an_answer_that_ends_before_the_cut_ends_the_request() {
+    let mut router = cutting(0.875, 2);
+    let d = route_expecting(&mut router, Some(200), None);
+    router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
+    let usage = Usage { output_tokens: Some(9), ..Usage::default() };
+    assert_eq!(router.advance(d.ticket, Event::Ended(usage), 0.6).unwrap(), None);
+    assert_eq!((router.in_flight(), router.totals().finished), (0, 1));
+    is(&mut router, Bs, &[0.0; 2]);
+    is(&mut router, BoundBs, &[0.0; 2]);
+}
+
+#[test]
+fn what_engines_cannot_do_moves_the_cut_or_leaves_the_request_whole_and_the_receipt_says_why() {
+    let whole = |router: &mut Router, d: &Decision| {
+        assert_eq!((d.segment.to_token, d.next), (None, None));
+        let receipt = router.receipt(d.id).unwrap();
+        assert!(receipt.cuts.is_empty());
+        receipt.uncut.as_deref().unwrap().to_owned()
+    };
+    for (cuts, token) in [(Cuts::Output, 1000), (Cuts::PromptEnd, 1000), (Cuts::Anywhere, 600)] {
+        let mut router = cutting(0.5, 2);
+        router.set_cuts(lmetric_core::InstanceId(1), cuts);
+        assert_eq!(route_expecting(&mut router, Some(200), None).segment.to_token, Some(token));
+    }
+    let mut router = cutting(0.875, 2);
+    router.set_cuts(lmetric_core::InstanceId(0), Cuts::PromptEnd);
+    assert_eq!(route_expecting(&mut router, Some(200), None).segment.to_token, Some(1000));
+    let d = route_expecting(&mut router, Some(200), Some("it has a seed"));
+    assert_eq!(whole(&mut router, &d), "it has a seed");
+    router.set_cuts(lmetric_core::InstanceId(0), Cuts::Nowhere);
+    for _ in 0..4 {
+        let d = route_expecting(&mut router, Some(200), None);
+        let why = whole(&mut router, &d);
+        assert!(why == "its instance cannot hand over" || why == "no second instance takes over", "{why}");
+    }
+    let mut router = cutting(0.5, 1);
+    let d = route_expecting(&mut router, Some(200), None);
+    assert_eq!(whole(&mut router, &d), "no second instance takes over");
+    assert_eq!(router.totals().split, 0);
+    for bad in [0.0, 1.0, -1.0, f64::NAN] {
+        let error = router.set_split(Split::ForceAt(bad)).unwrap_err().to_string();
+        assert!(error.contains("fraction") && error.contains("more than 0"), "{error}");
+    }
 }

@@ -10,6 +10,7 @@ mod feed;
 mod policies;
 mod router;
 mod simulate;
+mod split;
 mod ticket;
 mod tokens;
 mod wire;

@@ -10,7 +10,7 @@ use lmetric_core::guard::GuardConfig;
 use lmetric_core::indicators::{INDICATORS, Scope};
 use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::plan::Binding;
+use lmetric_core::plan::{Binding, Cuts};
 use lmetric_core::request::Request;
 use lmetric_core::router::books::Report;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
@@ -106,6 +106,7 @@ struct Prompt<'py> {
     session: Option<&'py str>,
     adapter: Option<&'py str>,
     salt: Option<&'py str>,
+    uncut: Option<&'py str>,
 }
 
 impl Router {
@@ -152,6 +153,7 @@ impl Router {
             tokens_per_block,
             expected_output_tokens: prompt.expected_output_tokens,
             session: prompt.session.map(|s| xxh3_64(s.as_bytes())),
+            uncut: prompt.uncut,
         };
         with(request, chain)
     }
@@ -378,13 +380,13 @@ impl Router {
     /// block of `block_size` tokens, chained here); or `prompt_tokens` alone, where nothing can match. `prompt_tokens`: prompt
     /// length in tokens, where the caller knows better (text is taken for 4 bytes a token). `expected_output_tokens`: output
     /// length, where known. `extra_tokens`: of further prompts in the same request, which count as load and match nothing. `session`: key of session affinity. `adapter`: the LoRA adapter's name; `salt`: cache salt; prompts where they differ never
-    /// match. `request_id`: for the receipt. `now`: seconds on the monotonic clock.
+    /// match. `request_id`: for the receipt. `uncut`: why the request must stay in one piece, where it must (for the receipt). `now`: seconds on the monotonic clock.
     ///
     /// Returns the decision and the ticket; a ticket that is dropped while open is an abort. Raises `NoInstanceError` (nothing is
     /// booked), `BadValueError` (a prompt of the wrong kind), `PolicyError` (a policy function failed).
     /// Source: LMETRIC, Figure 4 and section 5.
     #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
-        extra_tokens=0, session=None, adapter=None, salt=None, request_id=None, now=None))]
+        extra_tokens=0, session=None, adapter=None, salt=None, request_id=None, uncut=None, now=None))]
     fn route<'py>(
         &self,
         py: Python<'py>,
@@ -398,6 +400,7 @@ impl Router {
         adapter: Option<&'py str>,
         salt: Option<&'py str>,
         request_id: Option<&str>,
+        uncut: Option<&'py str>,
         now: Option<f64>,
     ) -> Result<(Decision, Ticket)> {
         let prompt = Prompt {
@@ -410,6 +413,7 @@ impl Router {
             session,
             adapter,
             salt,
+            uncut,
         };
         let now = self.clock.now(now)?;
         self.with_request(py, &prompt, |request, chain| {
@@ -451,6 +455,7 @@ impl Router {
             session: None,
             adapter,
             salt,
+            uncut: None,
         };
         let hits = self.with_request(py, &prompt, |request, chain| {
             Ok(self.lock(py)?.hit_tokens(&Request { chain, ..request }))
@@ -484,6 +489,7 @@ impl Router {
             session,
             adapter,
             salt,
+            uncut: None,
         };
         let now = self.clock.now(now)?;
         let mut out = Vec::new();
@@ -662,6 +668,24 @@ impl Router {
     fn set_binding(&self, py: Python<'_>, binding: &str) -> Result<()> {
         let binding = binding_of(binding)?;
         self.lock(py)?.set_binding(binding);
+        Ok(())
+    }
+
+    /// How requests are cut from now on that no roles cut: `"none"`, or `"force"` with the fraction of prompt and expected output at which each is cut
+    /// (`at`, for tests). Raises `BadValueError`.
+    #[pyo3(signature = (kind, **settings))]
+    fn set_split(&self, py: Python<'_>, kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {
+        let split = crate::split::split_of(kind, settings)?;
+        Ok(self.lock(py)?.set_split(split)?)
+    }
+
+    /// Where the instance's engine can hand requests over and take them: `"nowhere"`, `"prompt_end"`, `"output"` (there and behind any output
+    /// token) or `"anywhere"` (inside the prompt, too; a new instance's). Raises `UnknownNameError`, `BadValueError`.
+    fn set_cuts(&self, py: Python<'_>, name: &str, cuts: &str) -> Result<()> {
+        let cuts = named(&format!("cuts of {name}"), cuts, &Cuts::NAMES)?;
+        let mut router = self.lock(py)?;
+        let id = router.fleet().find(name)?;
+        router.set_cuts(id, cuts);
         Ok(())
     }
 

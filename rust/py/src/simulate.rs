@@ -88,7 +88,8 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     index="exact", index_bytes=512 << 20, guard=None, guard_window_seconds=60.0, guard_period_seconds=1.0,
     event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_time=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
-    transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", local_order="fcfs"))]
+    transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", local_order="fcfs",
+    split="none", split_settings=None, silent_segments=false))]
 fn simulate<'py>(
     py: Python<'py>,
     workload: &Bound<'py, Workload>,
@@ -118,6 +119,9 @@ fn simulate<'py>(
     transfer_fixed_seconds: f64,
     transfer_overlap: &str,
     local_order: &str,
+    split: &str,
+    split_settings: Option<&Bound<'py, PyDict>>,
+    silent_segments: bool,
 ) -> Result<Bound<'py, PyDict>> {
     let policy = policies::build(policy, knobs)?;
     let seen = match signals {
@@ -171,8 +175,10 @@ fn simulate<'py>(
             // No instance ever goes, so a request that nobody decodes is a decode policy that cannot score: an error.
             colocate: false,
             unlimited_prefill,
+            split: crate::split::split_of(split, split_settings)?,
             ..RouterConfig::default()
         },
+        silent_segments,
         output_known,
         timeline_seconds,
     };
@@ -216,6 +222,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
         ("preemptions", records.preemptions),
         ("decode_instance", records.decode_instance),
         ("handoff_least_loaded", records.handoff_least_loaded),
+        ("cut_tokens", records.cut_tokens),
     ] {
         dict.set_item(name, counts.into_pyarray(py))?;
     }

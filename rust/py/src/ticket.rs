@@ -145,13 +145,19 @@ impl Ticket {
         self.place.lock().1.to_string()
     }
 
-    /// First token of the open segment: 0, or the prompt's length where the prompt was computed elsewhere.
+    /// First token of the open segment, prompt and output counted through: 0, or where the request was cut. What comes before was computed elsewhere.
     #[getter(from_token)]
     fn segment_start(&self) -> u32 {
         self.place.lock().0.from_token
     }
 
-    /// Whether another segment follows the open one, which then ends with the prompt.
+    /// One past the last token of the open segment; None: it goes to the request's end. Its KV covers exactly these tokens when it ends.
+    #[getter(to_token)]
+    fn segment_end(&self) -> Option<u32> {
+        self.place.lock().0.to_token
+    }
+
+    /// Whether another segment follows the open one.
     #[getter]
     fn follows(&self) -> bool {
         self.place.lock().0.to_token.is_some()
@@ -215,6 +221,20 @@ impl Ticket {
     ) -> Result<Option<String>> {
         let usage = Usage { prompt_tokens, cached_tokens, output_tokens };
         Ok(self.advance(py, Event::Finished(usage), now)?.map(|name| name.to_string()))
+    }
+
+    /// The request ended well inside its open segment, whatever was to follow: its answer was shorter than expected. The ticket is closed.
+    #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, now=None))]
+    fn ended(
+        &self,
+        py: Python<'_>,
+        prompt_tokens: Option<u32>,
+        cached_tokens: Option<u32>,
+        output_tokens: Option<u32>,
+        now: Option<f64>,
+    ) -> Result<()> {
+        let usage = Usage { prompt_tokens, cached_tokens, output_tokens };
+        self.advance(py, Event::Ended(usage), now).map(drop)
     }
 
     /// The request failed: `"refused"`, `"reset"`, `"timeout"`, `"status"`, `"cancelled"` or `"engine_error"`.
@@ -292,6 +312,8 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("decode_instance", next.map(|n| &*n.name))?;
     dict.set_item("decode_score", next.and_then(|n| number(n.score)))?;
     dict.set_item("expected_handoff_seconds", next.map(|n| n.handoff_seconds))?;
+    dict.set_item("cuts", receipt.cuts.to_vec())?;
+    dict.set_item("uncut", receipt.uncut.as_deref())?;
     dict.set_item("predicted_cached_tokens", receipt.predicted_hit_tokens)?;
     let outcome = &receipt.outcome;
     dict.set_item("cached_tokens", outcome.usage.cached_tokens)?;
@@ -340,6 +362,7 @@ pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, 
         ("retries", totals.retries),
         ("left_out", totals.left_out),
         ("filter_waived", totals.filter_waived),
+        ("split", totals.split),
         ("finished", totals.finished),
         ("dropped", totals.dropped),
         ("prompt_tokens", totals.prompt_tokens),

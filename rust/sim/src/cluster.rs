@@ -16,7 +16,7 @@ use crate::record::{Quantity, Records, Timeline};
 use crate::signals::{Observer, Signals};
 use crate::transfer::{Links, Transfer};
 use crate::workload::Workload;
-use handover::Leg;
+use handover::Part;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::Phase;
@@ -46,6 +46,9 @@ pub struct ClusterConfig {
     /// The router's settings; whether its backlog drains by itself follows from the signals, and whether partial blocks
     /// count from the admission. Where it takes prefills to be unlimited they are: each takes its own time, and no engine's.
     pub router: RouterConfig,
+    /// Whether a segment that another follows says nothing until its end, as on stock engines (whose streams never say how to pull what they left);
+    /// else its tokens come as they are made.
+    pub silent_segments: bool,
     /// Whether the router is told of each request how long its answer will be.
     pub output_known: bool,
     /// Length of the timeline's buckets.
@@ -76,11 +79,11 @@ pub struct Outcome {
 enum Event {
     /// The step of an instance is over, or is seen to be, if this is still the `version`th thing known of it.
     Step { instance: u32, version: u32 },
-    /// A prompt that decodes elsewhere has been prefilled.
+    /// A segment has ended that another follows.
     Prefilled { request: u32 },
     /// An instance whose last step was seen before its end may begin the next one.
     Free { instance: u32 },
-    /// The KV of a prompt is where the request decodes.
+    /// The KV that a segment left is where the next one is.
     HandOver { request: u32 },
     /// An instance reports its load.
     Report { instance: u32 },
@@ -118,8 +121,9 @@ struct Cluster<'a> {
     instances: Vec<Instance>,
     observer: Observer,
     links: Links,
-    /// What of each request is at work.
-    legs: Vec<Leg>,
+    /// What of each request is at work, and whether its engine has made a token of it.
+    parts: Vec<Part>,
+    started: Vec<bool>,
     /// Whether it was known where each decodes when its prefill began.
     early: Vec<bool>,
     records: Records,
@@ -245,6 +249,7 @@ impl Cluster<'_> {
                 tokens_per_block: f64::from(shape.block_tokens),
                 expected_output_tokens: self.config.output_known.then(|| shape.output_tokens[request]),
                 session: shape.sessions[request],
+                uncut: None,
             },
             self.now,
         )?;
@@ -257,18 +262,16 @@ impl Cluster<'_> {
         if let Some(next) = decision.next {
             self.records.decode_instance[request] = next.instance.index() as i64;
         }
-        if decision.segment.to_token.is_some() {
-            self.legs[request] = Leg::Prefill;
-            if self.config.router.unlimited_prefill {
-                return self.prefill_alone(request, instance);
-            }
+        self.begin(request, decision.segment);
+        if decision.segment.to_token.is_some() && self.config.router.unlimited_prefill {
+            return self.prefill_alone(request, instance);
         }
         self.submit(request, instance)
     }
 
     /// What of a request is at work comes to an engine.
     fn submit(&mut self, request: usize, instance: usize) -> Result<(), CoreError> {
-        let asked = engine_request(self.workload, self.config, request, self.legs[request]);
+        let asked = engine_request(self.workload, self.config, request, self.parts[request]);
         self.engines[instance].submit(&asked, self.now)?;
         self.count_queue(instance);
         match self.instances[instance].state {
@@ -302,7 +305,7 @@ impl Cluster<'_> {
             let events = self.engines[instance].events();
             for admitted in events.admitted.iter().filter(|admitted| admitted.first_time) {
                 let request = admitted.id as usize;
-                if self.legs[request] == Leg::Decode {
+                if self.parts[request].from > 0 {
                     self.records.decode_start_seconds[request] = self.now;
                 } else {
                     self.records.scheduled_seconds[request] = self.now;
@@ -347,30 +350,35 @@ impl Cluster<'_> {
         let computed: u32 = events.prefilled.iter().map(|chunk| chunk.tokens).sum();
         self.timeline.add(instance, Quantity::PrefillTokens, start, end, f64::from(computed) / (end - start));
         for chunk in &events.prefilled {
-            let at = &mut self.records.first_token_seconds[chunk.id as usize];
+            let request = chunk.id as usize;
             // What a prefill for another instance makes of a first token, nobody gets.
-            let first = chunk.done && at.is_nan() && self.legs[chunk.id as usize] != Leg::Prefill;
+            let (part, prompt) = (&self.parts[request], self.workload.shape.input_tokens[request]);
+            let streams = part.streams(prompt, self.config.silent_segments);
+            let first = chunk.done && !self.started[request] && streams;
             if first {
-                *at = end;
+                self.started[request] = true;
+                let at = &mut self.records.first_token_seconds[request];
+                *at = if at.is_nan() { end } else { *at };
             }
             self.observer.prefilled(chunk, first, self.now)?;
         }
         let (mut arrivals, mut prefilled) = (Vec::new(), Vec::new());
         for &id in &events.finished {
             let request = id as usize;
-            if self.legs[request] == Leg::Prefill {
+            let shape = &self.workload.shape;
+            let (prompt, output) = (shape.input_tokens[request], shape.output_tokens[request]);
+            if self.parts[request].follows(prompt, output) {
                 prefilled.push(request);
                 continue;
             }
             self.left -= 1;
             self.records.finished_seconds[request] = end;
-            let shape = &self.workload.shape;
             let usage = Usage {
-                prompt_tokens: Some(shape.input_tokens[request]),
+                prompt_tokens: Some(prompt),
                 cached_tokens: Some(self.records.hit_tokens[request] as u32),
-                output_tokens: Some(shape.output_tokens[request]),
+                output_tokens: Some(output),
             };
-            self.observer.finished(id, usage, self.now)?;
+            self.observer.ended(id, usage, self.now)?;
             arrivals.extend(shape.followers(request).map(|next| {
                 let earliest = self.workload.arrival_seconds[next];
                 (earliest.max(end + self.workload.think_seconds(next)), next as u32)
@@ -415,20 +423,23 @@ fn engine_request<'w>(
     workload: &'w Workload,
     config: &ClusterConfig,
     request: usize,
-    leg: Leg,
+    part: Part,
 ) -> Request<'w> {
-    let shape = &workload.shape;
+    let (shape, hashes) = (&workload.shape, chain(workload, config, request));
+    let (prompt, output) = (shape.input_tokens[request], shape.output_tokens[request]);
+    // It computes its prompt up to the cut, and reads what was made before it came like a prompt.
+    let tokens = part.to.map_or(prompt, |to| to.min(prompt)).max(part.from);
+    let whole = if tokens < prompt { (tokens / shape.block_tokens) as usize } else { hashes.len() };
+    // One token more than its share: an engine hands over with a token that is made again behind the cut.
+    let end = part.to.map_or(prompt + output, |to| (to + 1).min(prompt + output));
     Request {
         id: request as u64,
-        prompt: Prompt::Chain {
-            hashes: chain(workload, config, request),
-            tokens: shape.input_tokens[request],
-        },
-        output_tokens: if leg == Leg::Prefill { 1 } else { shape.output_tokens[request] },
+        prompt: Prompt::Chain { hashes: &hashes[..hashes.len().min(whole)], tokens },
+        output_tokens: end - tokens,
         priority: 0,
         salt: None,
         report_cached: false,
-        pulled_tokens: if leg == Leg::Decode { shape.input_tokens[request] } else { 0 },
+        pulled_tokens: part.from,
     }
 }
 

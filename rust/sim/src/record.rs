@@ -29,6 +29,8 @@ pub struct Records {
     /// Whether, when its prefill ended, no instance for decodes held fewer context tokens than its own (1) or one did (0); -1: no
     /// hand-over.
     pub handoff_least_loaded: Vec<i64>,
+    /// The token at which it was first cut where no role cuts it; -1: it was not.
+    pub cut_tokens: Vec<i64>,
 }
 
 impl PartialEq for Records {
@@ -53,6 +55,7 @@ impl PartialEq for Records {
                 r.preemptions.clone(),
                 r.decode_instance.clone(),
                 r.handoff_least_loaded.clone(),
+                r.cut_tokens.clone(),
             ]
         };
         times(self) == times(other) && counts(self) == counts(other)
@@ -74,7 +77,8 @@ impl Records {
             decode_instance: none.clone(),
             handoff_seconds: times.clone(),
             decode_start_seconds: times,
-            handoff_least_loaded: none,
+            handoff_least_loaded: none.clone(),
+            cut_tokens: none,
         }
     }
 }

@@ -104,6 +104,8 @@ struct Flight {
     ticket: TicketId,
     /// Output tokens that the router was told of.
     told: u32,
+    /// Those that were made before the open segment.
+    before: u32,
 }
 
 /// Changes of a cache on their way.
@@ -146,7 +148,7 @@ impl Observer {
 
     /// A request was placed.
     pub fn placed(&mut self, request: u64, ticket: TicketId) {
-        self.flights[request as usize] = Some(Flight { ticket, told: 0 });
+        self.flights[request as usize] = Some(Flight { ticket, told: 0, before: 0 });
     }
 
     /// The open segment of its plan goes out.
@@ -171,7 +173,8 @@ impl Observer {
                 }
                 self.told_steps[instance] = all;
                 for (request, made) in engine.decoding() {
-                    self.made(request, made + steps, now)?;
+                    let before = self.flights[request as usize].map_or(0, |flight| flight.before);
+                    self.made(request, before + made + steps, now)?;
                 }
             }
         }
@@ -219,25 +222,40 @@ impl Observer {
         if first {
             self.tell(chunk.id, Event::FirstToken, now)?;
             if let Some(flight) = &mut self.flights[chunk.id as usize] {
-                flight.told = 1;
+                flight.told = flight.before + 1;
             }
         }
         Ok(())
     }
 
-    /// The open segment of a request's plan has ended well. Gives the next one; without one, the request has all its output tokens.
+    /// The open segment of a request's plan has ended as planned, with `made` output tokens in all so far. Gives the next one.
     pub fn finished(
         &mut self,
         request: u64,
         usage: Usage,
+        made: u32,
         now: Seconds,
     ) -> Result<Option<Segment>, CoreError> {
-        self.made(request, usage.output_tokens.unwrap_or(0), now)?;
+        self.made(request, made, now)?;
         let next = self.tell(request, Event::Finished(usage), now)?;
-        if next.is_none() {
-            self.flights[request as usize] = None;
+        if let Some(flight) = &mut self.flights[request as usize] {
+            (flight.told, flight.before) = (0, made);
         }
         Ok(next)
+    }
+
+    /// A request has all its output tokens.
+    pub fn ended(&mut self, request: u64, usage: Usage, now: Seconds) -> Result<(), CoreError> {
+        self.made(request, usage.output_tokens.unwrap_or(0), now)?;
+        self.tell(request, Event::Ended(usage), now)?;
+        self.flights[request as usize] = None;
+        Ok(())
+    }
+
+    /// Where the segment behind a request's open one is bound.
+    pub fn bound(&mut self, request: u64) -> Option<InstanceId> {
+        let ticket = self.flights[request as usize]?.ticket;
+        self.router.bound_next(ticket).map(|segment| segment.instance)
     }
 
     /// The changes of an instance's cache since the last call.

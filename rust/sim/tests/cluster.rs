@@ -4,7 +4,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::plan::Binding;
 use lmetric_core::policy::registry;
-use lmetric_core::router::{IndexFeed, RouterConfig};
+use lmetric_core::router::{IndexFeed, RouterConfig, Split};
 use lmetric_sim::{
     Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Profile, Quantity, Signals, Trace,
     Transfer, Workload, simulate,
@@ -40,6 +40,7 @@ fn config(instances: usize) -> ClusterConfig {
             guard: GuardConfig { on: false, ..GuardConfig::default() },
             ..RouterConfig::default()
         },
+        silent_segments: false,
         output_known: true,
         timeline_seconds: 10.0,
     }
@@ -115,6 +116,42 @@ fn two_requests_on_one_engine_by_hand() {
 fn pools(prefill: usize, decode: usize) -> ClusterConfig {
     let roles = [vec![Role::Prefill; prefill], vec![Role::Decode; decode]].concat();
     ClusterConfig { roles, ..config(prefill + decode) }
+}
+
+#[test]
+fn requests_cut_at_any_token_by_hand() {
+    let transfer = Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() };
+    let one = workload(&[ask(0.0, 20, 4, &[1, 2])]);
+    let cut_at = |fraction, silent_segments, one: &Workload| {
+        let mut config = ClusterConfig { transfer, silent_segments, ..config(2) };
+        config.router.split = Split::ForceAt(fraction);
+        play(one, "round_robin", &config).unwrap()
+    };
+    // At 22 of 24 tokens. Prefill: 1 + 0.2. Decodes of 21 and 22 tokens, the last of which counts for nothing. To be moved: 0.5 + 22 x 0.02. Then steps
+    // with 22 and 23 tokens of context.
+    let ended = 1.2 + 1.121 + 1.122;
+    for (silent, first_token) in [(false, 1.2), (true, ended)] {
+        let out = cut_at(0.9, silent, &one);
+        let r = &out.records;
+        assert_eq!((r.instance[0], r.decode_instance[0], r.cut_tokens[0]), (0, 1, 22));
+        close(&r.first_token_seconds, &[first_token]);
+        close(&r.handoff_seconds, &[ended]);
+        close(&r.decode_start_seconds, &[ended + 0.94]);
+        close(&r.finished_seconds, &[ended + 0.94 + 1.122 + 1.123]);
+        assert_eq!((out.router.totals().split, out.router.totals().output_tokens), (1, 4));
+    }
+    // At 12: a prefill of 12 tokens, 0.5 + 12 x 0.02 of moving, a prefill of the other 8.
+    let r = cut_at(0.5, false, &one).records;
+    let there = 1.12 + 0.74;
+    close(&r.decode_start_seconds, &[there]);
+    close(&r.first_token_seconds, &[there + 1.08]);
+    close(&r.finished_seconds, &[there + 1.08 + 1.121 + 1.122 + 1.123]);
+    assert_eq!(r.cut_tokens, [12]);
+    // Where the first segment makes the last token, too, nothing follows it; a request of one token stays whole.
+    let r = cut_at(0.95, false, &one).records;
+    close(&r.finished_seconds, &[ended + 1.123]);
+    assert_eq!((r.cut_tokens[0], r.handoff_seconds[0].is_nan()), (-1, true));
+    assert_eq!(cut_at(0.5, false, &workload(&[ask(0.0, 1, 1, &[1])])).records.cut_tokens, [-1]);
 }
 
 #[test]
@@ -292,6 +329,11 @@ fn configs() -> impl Strategy<Value = ClusterConfig> {
             config.router.index_feed = if exact { IndexFeed::Exact } else { IndexFeed::Approximate };
             config.router.seed = seed;
             config.router.guard.on = seed % 2 == 0;
+            if config.roles.is_empty() && seed % 5 < 3 {
+                config.router.split = Split::ForceAt((seed % 97) as f64 / 100.0 + 0.015);
+                config.silent_segments = seed % 5 == 1;
+                config.transfer.seconds_per_token = 0.015625;
+            }
             config
         },
     )
@@ -317,7 +359,17 @@ proptest! {
             }
             prop_assert!(r.scheduled_seconds[i] >= r.arrival_seconds[i]);
             prop_assert!(r.first_token_seconds[i] > r.scheduled_seconds[i]);
-            if config.roles.is_empty() {
+            let cut = r.cut_tokens[i];
+            let moved = cut >= 0 && !r.handoff_seconds[i].is_nan();
+            if moved {
+                prop_assert!(r.decode_instance[i] != r.instance[i] && cut + 1 < ask.input + ask.output.max(1));
+                prop_assert!(r.scheduled_seconds[i] < r.handoff_seconds[i]);
+                prop_assert!(r.handoff_seconds[i] <= r.decode_start_seconds[i]);
+                // Its answer begins on the first engine where that makes some of it, and is whole only on the second.
+                let begun = if config.silent_segments { r.handoff_seconds[i] } else { r.first_token_seconds[i] };
+                prop_assert_eq!(cut > ask.input, r.first_token_seconds[i] <= r.handoff_seconds[i].min(begun));
+                prop_assert!(r.decode_start_seconds[i] < r.finished_seconds[i]);
+            } else if config.roles.is_empty() {
                 prop_assert!(r.decode_instance[i] == -1 && r.handoff_seconds[i].is_nan());
                 prop_assert!(r.decode_start_seconds[i].is_nan() && r.handoff_least_loaded[i] == -1);
             } else {
@@ -333,7 +385,8 @@ proptest! {
                 waiting += r.decode_start_seconds[i] - r.handoff_seconds[i];
             }
             prop_assert!(r.finished_seconds[i] >= r.first_token_seconds[i]);
-            prop_assert_eq!(r.finished_seconds[i] == r.first_token_seconds[i], ask.output <= 1);
+            prop_assert!(r.finished_seconds[i] > r.first_token_seconds[i] || ask.output <= 1 || config.silent_segments);
+            prop_assert!(r.finished_seconds[i] == r.first_token_seconds[i] || ask.output > 1);
             prop_assert!((0..ask.input).contains(&r.hit_tokens[i]));
             prop_assert!((0..ask.input).contains(&r.predicted_hit_tokens[i]));
             prop_assert!((0..config.profiles.len() as i64).contains(&r.instance[i]));
@@ -349,6 +402,10 @@ proptest! {
             (total(Quantity::PrefillTokens, 1.0), prefilled),
             (total(Quantity::Running, 10.0) + total(Quantity::Waiting, 10.0), running + waiting),
         ] {
+            // The rest of a prompt may be cached where it is computed.
+            if config.router.split != Split::None {
+                continue;
+            }
             // What moves between instances is in no queue.
             if config.transfer != Transfer::default() && sum < expected {
                 continue;
@@ -395,6 +452,8 @@ proptest! {
             config.router.binding = Binding::Early;
             // And an engine that is seen at the end of its step holds by then what that step computes: less to move.
             config.transfer.seconds_per_token = 0.0;
+            // Where a cut request goes on is chosen by the load.
+            config.router.split = Split::None;
             let r = play(&w, "round_robin", &config).unwrap().records;
             (r.instance, r.hit_tokens, r.scheduled_seconds, r.first_token_seconds, r.finished_seconds)
         };

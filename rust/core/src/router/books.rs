@@ -260,7 +260,14 @@ impl Books {
     pub fn open(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds, columns: &mut Columns) {
         let c = &mut self.counts[slot];
         c.queued += 1.0;
-        c.bound_tokens += entry.prompt_tokens;
+        c.bound_tokens += entry.context();
+        self.queue(slot, ticket, entry, now);
+        self.write(slot, columns);
+    }
+
+    /// Its prompt joins the backlog: at the placement or, of a segment that follows another, when it is sent. (Engines begin prefills in this order.)
+    pub fn queue(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
+        let c = &mut self.counts[slot];
         c.window_prefill.add(entry.new_tokens, now);
         if c.prefills.is_empty() {
             c.head_since = now;
@@ -274,15 +281,13 @@ impl Books {
         c.left_seconds += tokens * seconds_per_token;
         c.prefills.push_back(Prefill { ticket, tokens, pairs, left: tokens, seconds_per_token });
         self.drain_rate(slot);
-        self.write(slot, columns);
     }
 
-    /// Books a segment that follows another: nothing of it is at the engine yet, and its prompt is not computed here.
-    pub fn bind(&mut self, slot: usize, entry: &mut Entry, columns: &mut Columns) {
-        entry.stage = Stage::Coming;
+    /// Books a segment that follows another: nothing of it is at the engine yet, and what of its prompt is computed here waits until it is.
+    pub fn bind(&mut self, slot: usize, entry: &Entry, columns: &mut Columns) {
         let c = &mut self.counts[slot];
         c.coming += 1.0;
-        c.bound_tokens += entry.prompt_tokens;
+        c.bound_tokens += entry.context();
         self.write(slot, columns);
     }
 
@@ -374,7 +379,7 @@ impl Books {
             _ => c.scheduled -= 1.0,
         }
         c.decoding += 1.0;
-        c.bound_tokens -= entry.prompt_tokens;
+        c.bound_tokens -= entry.context();
         c.decode_tokens += entry.context();
         entry.stage = Stage::Decoding;
         self.count(slot, entry, 1.0, now, columns);
@@ -436,7 +441,7 @@ impl Books {
         if entry.stage == Stage::Decoding {
             c.decode_tokens -= entry.context();
         } else {
-            c.bound_tokens -= entry.prompt_tokens;
+            c.bound_tokens -= entry.context();
         }
         self.write(slot, columns);
     }

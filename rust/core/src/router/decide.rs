@@ -1,5 +1,6 @@
 //! Decisions: match, score, commit.
 use super::books::{Entry, Stage};
+use super::cut::Rest;
 use super::tickets::TicketState;
 use super::{Decision, Router};
 use crate::error::CoreError;
@@ -7,7 +8,7 @@ use crate::fleet::Role;
 use crate::guard::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Snapshot};
-use crate::plan::Binding;
+use crate::plan::Cuts;
 use crate::policy::{Scores, select};
 use crate::request::Request;
 
@@ -16,16 +17,17 @@ use crate::request::Request;
 pub(super) enum Turn {
     /// The one that begins with the request.
     First,
-    /// One that follows another.
+    /// One that follows another, in a pool of its own.
     Later,
+    /// One that follows another on an equal of its instance, which may be that one itself only where it is not named.
+    Peer(Option<InstanceId>),
 }
 
 /// The instances of a plan.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct Chosen {
     pub first: InstanceId,
-    /// What follows the first segment: nothing, or a segment whose instance is chosen or not yet. With it, the seconds until it is expected to start.
-    pub rest: Option<(Option<InstanceId>, Seconds)>,
+    pub rest: Rest,
 }
 
 impl Router {
@@ -76,29 +78,8 @@ impl Router {
     fn decide(&mut self, request: &Request<'_>, now: Seconds) -> Result<Chosen, CoreError> {
         self.match_prefix(request.chain);
         let first = self.score(request, now);
-        let chosen = first.and_then(|first| Ok(Chosen { first, rest: self.rest(request, first, now)? }));
+        let chosen = first.and_then(|first| Ok(Chosen { first, rest: self.rest(request, first, &[], now)? }));
         chosen.inspect_err(|_| self.totals.no_instance += 1)
-    }
-
-    /// What follows a first segment on `first`.
-    pub(super) fn rest(
-        &mut self,
-        request: &Request<'_>,
-        first: InstanceId,
-        now: Seconds,
-    ) -> Result<Option<(Option<InstanceId>, Seconds)>, CoreError> {
-        if self.fleet.role(first) != Role::Prefill {
-            return Ok(None);
-        }
-        if self.fleet.decoder_count() == 0 {
-            return if self.config.colocate { Ok(None) } else { Err(self.nobody(Turn::Later)) };
-        }
-        let handoff = self.expected_handoff(request, first, now);
-        let next = match self.config.binding {
-            Binding::Early => Some(self.choose(request, Turn::Later, &[], Some(handoff), now)?),
-            Binding::Late => None,
-        };
-        Ok(Some((next, handoff)))
     }
 
     /// First stage of a decision: how much of the prompt each instance holds.
@@ -138,7 +119,7 @@ impl Router {
     ) -> Result<InstanceId, CoreError> {
         let reads = match turn {
             Turn::First => self.first.reads,
-            Turn::Later => self.later.reads,
+            Turn::Later | Turn::Peer(_) => self.later.reads,
         };
         self.derive(request, reads, handoff, now);
         let eligible_count = self.admit(turn, failed);
@@ -150,7 +131,7 @@ impl Router {
                 self.restriction = self.guard.restrict(request.chain, &mut self.first.eligible);
                 (&mut self.first, self.restriction)
             }
-            Turn::Later => (&mut self.later, Restriction::Free),
+            Turn::Later | Turn::Peer(_) => (&mut self.later, Restriction::Free),
         };
         let excluded = if let Restriction::Filtered(out) = restriction { out } else { 0 };
         let slots = self.fleet.slots();
@@ -194,11 +175,21 @@ impl Router {
         let (chooser, able, count) = match turn {
             Turn::First => (&mut self.first, fleet.eligible(), fleet.eligible_count()),
             Turn::Later => (&mut self.later, fleet.decoders(), fleet.decoder_count()),
+            Turn::Peer(_) => (&mut self.later, fleet.eligible(), fleet.eligible_count()),
         };
         let mut mark = |able: &[bool], count: usize| {
             chooser.eligible.clear();
             chooser.eligible.extend_from_slice(able);
             failed.iter().for_each(|slot| chooser.eligible[*slot as usize] = false);
+            if let Turn::Peer(first) = turn {
+                // It takes over from the first: the engines of both must be able to, and the roles that prefill only do not go on.
+                for (slot, eligible) in chooser.eligible.iter_mut().enumerate() {
+                    let id = InstanceId(slot as u32);
+                    *eligible &=
+                        first != Some(id) && fleet.role(id) == Role::Both && self.cuts[slot] > Cuts::Nowhere;
+                }
+                return chooser.eligible.iter().filter(|e| **e).count();
+            }
             if failed.is_empty() { count } else { chooser.eligible.iter().filter(|e| **e).count() }
         };
         match mark(able, count) {
@@ -220,7 +211,7 @@ impl Router {
         chosen: InstanceId,
         now: Seconds,
     ) -> Decision {
-        self.commit_plan(request, request_id, Chosen { first: chosen, rest: None }, now)
+        self.commit_plan(request, request_id, Chosen { first: chosen, rest: Rest::default() }, now)
     }
 
     fn commit_plan(
@@ -253,12 +244,11 @@ impl Router {
         self.guard.observe(now, request.chain, matched, &self.first.scores, &self.first.eligible, first);
         let mut receipt = self.explain(request, request_id, first, hit as u32, now);
         let id = receipt.id;
-        let leg = self.first_leg(request, first, chosen.rest.is_some());
-        let mut later = Vec::new();
-        if let Some((Some(next), handoff)) = chosen.rest {
-            receipt.next = Some(self.next_of(next, handoff));
-            later.push(self.later_leg(request, next));
-        }
+        let (leg, later) = self.legs_of(request, &chosen);
+        let start = chosen.rest.first().map(|follow| now + follow.start_seconds);
+        receipt.next = self.next_in(&chosen.rest);
+        receipt.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
+        receipt.uncut = self.uncut.take();
         self.receipts.push(receipt);
         let (segment, next) = (leg.segment, later.first().map(|leg| leg.segment));
         let ticket = self.tickets.open(TicketState {
@@ -269,10 +259,14 @@ impl Router {
             decided_at: now,
             tokens_per_block: request.tokens_per_block,
             chain: Vec::new(),
+            prompt_tokens: request.prompt_tokens,
+            expected_output_tokens: request.expected_output_tokens,
+            may_be_cut: request.uncut.is_none(),
             session: request.session,
             failed: Vec::new(),
         });
-        self.open_legs(ticket, chosen.rest.map(|(_, handoff)| now + handoff), now);
+        self.totals.split += u64::from(segment.to_token.is_some_and(|_| self.peers(&segment)));
+        self.open_legs(ticket, start, now);
         self.totals.decisions += 1;
         self.first.made += 1;
         Decision { id, ticket, segment, next, predicted_hit_tokens: hit as u32 }
@@ -287,6 +281,9 @@ impl Router {
             }
             (_, Turn::Later) => {
                 format!("none of the {live} instances is of the role decode, healthy and not draining")
+            }
+            (_, Turn::Peer(_)) => {
+                format!("none of the {live} instances takes over from others, healthy and not draining")
             }
         })
     }

@@ -1,9 +1,10 @@
 //! What becomes of a placed request: progress, the end, the next of the ranking.
 use super::books::Stage;
-use super::decide::Turn;
+use super::decide::{Chosen, Turn};
 use super::tickets::{self, Leg};
 use super::{IndexFeed, Router, TicketId};
 use crate::error::CoreError;
+use crate::fleet::Role;
 use crate::ids::Seconds;
 use crate::plan::{Event, Failure, Segment, Usage};
 use crate::receipt::Next;
@@ -24,12 +25,13 @@ impl Router {
         let now = self.clock(now);
         let state = self.tickets.get(ticket)?;
         let follows = state.leg.segment.to_token.is_some();
+        let prefills_only = state.leg.prefills_only();
         match event {
             Event::Finished(usage) if follows => {
                 self.tell_index(ticket);
                 self.hand_over(ticket, usage, now).map(Some)
             }
-            Event::FirstToken if follows => {
+            Event::FirstToken if prefills_only => {
                 // Both legs run at once: the token comes from the next one.
                 self.tell_index(ticket);
                 let next = self.hand_over(ticket, Usage::default(), now)?;
@@ -71,11 +73,18 @@ impl Router {
         let (slot, key) = (leg.segment.instance.index(), tickets::slot(ticket));
         let current = self.fleet.is_current(leg.segment.instance, leg.instance_generation);
         match event {
-            Event::Sent => {}
+            Event::Sent => {
+                let first = !std::mem::replace(&mut leg.queued, true);
+                let begun = matches!(leg.entry.stage, Stage::Decoding | Stage::Coming);
+                if current && first && !begun && leg.entry.new_tokens > 0.0 {
+                    self.books.queue(slot, key, &leg.entry, now);
+                }
+            }
             Event::Scheduled(cached) if current => {
                 self.books.scheduled(slot, &mut leg.entry, &mut self.columns);
                 if let Some(cached) = cached {
-                    let left = (leg.entry.prompt_tokens - f64::from(cached)).max(0.0);
+                    let there = f64::from(cached.max(leg.segment.from_token));
+                    let left = (leg.entry.prompt_tokens - there).max(0.0);
                     self.books.rebook(slot, key, left, now);
                 }
             }
@@ -109,7 +118,7 @@ impl Router {
                     self.books.tokens(slot, key, &mut leg.entry, n, now, &mut self.columns);
                 }
             }
-            Event::Finished(usage) => self.finish(ticket, usage, now),
+            Event::Finished(usage) | Event::Ended(usage) => self.finish(ticket, usage, now),
             Event::Failed(failure) => return Ok(self.fail(ticket, failure, true, now)),
             Event::GaveUp(failure) => return Ok(self.fail(ticket, failure, false, now)),
             Event::Scheduled(_) | Event::Prefilled(_) => {}
@@ -192,11 +201,20 @@ impl Router {
         let decision = state.decision;
         self.close_leg(key, &old, now);
         later.iter().for_each(|leg| self.close_leg(key, leg, now));
-        let first = old.segment.from_token == 0;
+        let Segment { instance, from_token, to_token } = old.segment;
+        let first = from_token == 0;
+        // Of three segments, one that fails in the middle leaves the rest to the one that takes it over.
+        let to_token = to_token.filter(|_| first);
+        let turn = match self.fleet.role(instance) {
+            Role::Both => Turn::Peer(None),
+            _ => Turn::Later,
+        };
         let placed = self
             .with_request_of(ticket, |router, request, failed| match first {
                 true => router.place_first(request, failed, now),
-                false => router.place_later(request, failed, now).map(|(leg, next)| (leg, None, Some(next))),
+                false => router
+                    .place_later(request, turn, (from_token, to_token), failed, now)
+                    .map(|(leg, next)| (leg, Vec::new(), Some(next))),
             })
             .ok()?;
         let (mut leg, bound, next) = placed.ok()?;
@@ -212,6 +230,8 @@ impl Router {
             })
             .collect();
         let segment = leg.segment;
+        let cuts = segment.to_token.into_iter().chain(bound.iter().filter_map(|leg| leg.segment.to_token));
+        let cuts = cuts.collect();
         let state = self.tickets.get(ticket).ok()?;
         (state.leg, state.later) = (leg, bound);
         self.totals.retries += 1;
@@ -220,6 +240,7 @@ impl Router {
             if first {
                 r.moved.push((segment.instance.0, name));
                 r.predicted_hit_tokens = hit as u32;
+                r.cuts = cuts;
             }
             r.next = next;
         });
@@ -232,16 +253,11 @@ impl Router {
         request: &Request<'_>,
         failed: &[u32],
         now: Seconds,
-    ) -> Result<(Leg, Option<Leg>, Option<Next>), CoreError> {
+    ) -> Result<(Leg, Vec<Leg>, Option<Next>), CoreError> {
         self.match_prefix(request.chain);
         let first = self.choose(request, Turn::First, failed, None, now)?;
-        let rest = self.rest(request, first, now)?;
-        let leg = self.first_leg(request, first, rest.is_some());
-        Ok(match rest {
-            Some((Some(next), handoff)) => {
-                (leg, Some(self.later_leg(request, next)), Some(self.next_of(next, handoff)))
-            }
-            _ => (leg, None, None),
-        })
+        let chosen = Chosen { first, rest: self.rest(request, first, failed, now)? };
+        let (leg, later) = self.legs_of(request, &chosen);
+        Ok((leg, later, self.next_in(&chosen.rest)))
     }
 }

@@ -1,6 +1,6 @@
 //! The segments of a request's plan: opened, handed over, closed, with their books.
 use super::books::Stage;
-use super::decide::{Turn, entry};
+use super::decide::{Chosen, Turn, entry};
 use super::tickets::{self, Leg, TicketState};
 use super::{Router, TicketId};
 use crate::error::CoreError;
@@ -11,28 +11,46 @@ use crate::receipt::Next;
 use crate::request::Request;
 
 impl Router {
-    /// A segment that begins with the request; `cut`: it ends with the prompt.
-    pub(super) fn first_leg(&self, request: &Request<'_>, instance: InstanceId, cut: bool) -> Leg {
-        let hit_blocks = self.hit_blocks[instance.index()];
-        Leg {
-            segment: Segment { instance, from_token: 0, to_token: cut.then_some(request.prompt_tokens) },
-            instance_generation: self.fleet.generation(instance),
-            entry: entry(request, self.saved_tokens(request, hit_blocks)),
-            hit_blocks,
-            told: false,
-        }
+    /// The segments of a plan, as far as their instances are chosen.
+    pub(super) fn legs_of(&self, request: &Request<'_>, chosen: &Chosen) -> (Leg, Vec<Leg>) {
+        let end = |i: usize| chosen.rest.get(i).map(|follow| follow.from_token);
+        let leg = self.leg(request, chosen.first, 0, end(0));
+        let later = chosen.rest.iter().enumerate().map_while(|(i, follow)| {
+            Some(self.leg(request, follow.instance?, follow.from_token, end(i + 1)))
+        });
+        (leg, later.collect())
     }
 
-    /// A segment that begins where the prompt ends, which was computed elsewhere.
-    pub(super) fn later_leg(&self, request: &Request<'_>, instance: InstanceId) -> Leg {
-        let mut entry = entry(request, f64::from(request.prompt_tokens));
-        entry.stage = Stage::Coming;
+    /// A segment of a request. What comes before `from_token` was computed elsewhere and is carried over.
+    pub(super) fn leg(
+        &self,
+        request: &Request<'_>,
+        instance: InstanceId,
+        from_token: u32,
+        to_token: Option<u32>,
+    ) -> Leg {
+        let hit_blocks = self.hit_blocks[instance.index()];
+        let hit =
+            self.saved_tokens(request, hit_blocks).max(f64::from(from_token.min(request.prompt_tokens)));
+        let mut entry = entry(request, hit);
+        if let Some(to) = to_token.filter(|to| *to < request.prompt_tokens) {
+            entry.prompt_tokens = f64::from(to);
+            entry.new_tokens = (f64::from(to) - hit).max(0.0);
+        }
+        if let Some(to) = to_token.filter(|to| *to > request.prompt_tokens) {
+            entry.expected_output_tokens = Some(f64::from(to - request.prompt_tokens));
+        }
+        if from_token > 0 {
+            entry.output_tokens = f64::from(from_token.saturating_sub(request.prompt_tokens));
+            entry.stage = Stage::Coming;
+        }
         Leg {
-            segment: Segment { instance, from_token: request.prompt_tokens, to_token: None },
+            segment: Segment { instance, from_token, to_token },
             instance_generation: self.fleet.generation(instance),
             entry,
-            hit_blocks: self.hit_blocks[instance.index()],
+            hit_blocks,
             told: false,
+            queued: from_token == 0,
         }
     }
 
@@ -57,14 +75,14 @@ impl Router {
     pub(super) fn open_leg(&mut self, ticket: u32, leg: &mut Leg, start: Option<Seconds>, now: Seconds) {
         let slot = leg.segment.instance.index();
         match leg.entry.stage {
-            Stage::Coming => self.books.bind(slot, &mut leg.entry, &mut self.columns),
+            Stage::Coming => self.books.bind(slot, &leg.entry, &mut self.columns),
             _ => self.books.open(slot, ticket, &leg.entry, now, &mut self.columns),
         }
         self.placed[slot] += 1;
         if leg.segment.from_token > 0 {
             self.later.made += 1;
         }
-        if leg.segment.to_token.is_none() && self.ahead.is_some() {
+        if !leg.prefills_only() && self.ahead.is_some() {
             let (prompt, new) = (leg.entry.prompt_tokens, leg.entry.new_tokens);
             let start = start.unwrap_or_else(|| now + self.prefill_seconds(slot, prompt - new, new, now));
             if let Some(ahead) = &mut self.ahead {
@@ -100,26 +118,41 @@ impl Router {
         let state = self.tickets.get(ticket)?;
         let mut ended = state.leg.clone();
         state.leg.instance_generation = 0; // off the books, whatever comes
-        state.handed_over = Some((now, usage));
+        let first = state.handed_over.map_or(usage, |(_, first)| first);
+        state.handed_over = Some((now, first));
         state.failed.clear();
         let bound = if state.later.is_empty() { None } else { Some(state.later.remove(0)) };
         let (decision, seconds) = (state.decision, now - state.decided_at);
+        let made = f64::from(ended.segment.to_token.unwrap_or(0).saturating_sub(state.prompt_tokens));
         let instance = ended.segment.instance;
         if self.fleet.is_current(instance, ended.instance_generation) {
-            // What a first token teaches of prefills, the end of a first segment does.
             let place = instance.index();
-            self.books.first_token(place, slot, &mut ended.entry, now, &mut self.columns);
-            self.books.close(place, slot, &ended.entry, now, &mut self.columns);
+            if ended.prefills_only() {
+                // What a first token teaches of prefills, the end of a first segment does.
+                self.books.first_token(place, slot, &mut ended.entry, now, &mut self.columns);
+                self.books.close(place, slot, &ended.entry, now, &mut self.columns);
+            } else {
+                self.close_leg(slot, &ended, now);
+            }
         }
-        self.count_cached(&ended, usage);
-        self.receipts.update(decision, |r| r.outcome.handed_over_seconds = Some(seconds));
+        // Tokens of a segment that said nothing until its end.
+        self.totals.output_tokens += (made - ended.entry.output_tokens).max(0.0) as u64;
+        if ended.segment.from_token == 0 {
+            self.count_cached(&ended, usage);
+        }
+        self.receipts.update(decision, |r| {
+            r.outcome.handed_over_seconds.get_or_insert(seconds);
+            if made > 0.0 {
+                r.outcome.ttft_seconds.get_or_insert(seconds);
+            }
+        });
         let mut leg = match bound {
             Some(leg) if self.serves(&leg) => leg,
             bound => {
-                if let Some(leg) = bound {
-                    self.close_leg(slot, &leg, now);
+                if let Some(leg) = &bound {
+                    self.close_leg(slot, leg, now);
                 }
-                self.go_on(ticket, now)?
+                self.go_on(ticket, &ended, bound.map(|leg| leg.segment), now)?
             }
         };
         self.arrive(&mut leg);
@@ -147,10 +180,20 @@ impl Router {
         healthy && self.fleet.is_current(instance, leg.instance_generation)
     }
 
-    /// Chooses and books where a request goes on whose prompt was computed; all of it anew where nobody decodes, if that may be.
-    fn go_on(&mut self, ticket: TicketId, now: Seconds) -> Result<Leg, CoreError> {
-        let placed =
-            self.with_request_of(ticket, |router, request, failed| router.place_later(request, failed, now))?;
+    /// Chooses and books where a request goes on whose segment `ended`, in the place of the segment `bound`, where one was; all of it anew where
+    /// nobody takes it over, if that may be.
+    fn go_on(
+        &mut self,
+        ticket: TicketId,
+        ended: &Leg,
+        bound: Option<Segment>,
+        now: Seconds,
+    ) -> Result<Leg, CoreError> {
+        let turn = if self.peers(&ended.segment) { Turn::Peer(None) } else { Turn::Later };
+        let (from, to) = (ended.segment.to_token, bound.and_then(|segment| segment.to_token));
+        let placed = self.with_request_of(ticket, |router, request, failed| {
+            router.place_later(request, turn, (from.unwrap_or(request.prompt_tokens), to), failed, now)
+        })?;
         let (mut leg, next) = match placed {
             Ok(placed) => placed,
             Err(error) => {
@@ -165,22 +208,24 @@ impl Router {
         Ok(leg)
     }
 
-    /// Where a request goes on whose prompt was computed.
+    /// Where the tokens `from` to `to` of a request go whose tokens before are computed.
     pub(super) fn place_later(
         &mut self,
         request: &Request<'_>,
+        turn: Turn,
+        (from, to): (u32, Option<u32>),
         failed: &[u32],
         now: Seconds,
     ) -> Result<(Leg, Next), CoreError> {
         self.match_prefix(request.chain);
         let handoff = self.ahead.as_ref().map_or(0.0, |ahead| ahead.lag());
-        match self.choose(request, Turn::Later, failed, Some(handoff), now) {
-            Ok(next) => Ok((self.later_leg(request, next), self.next_of(next, handoff))),
+        match self.choose(request, turn, failed, Some(handoff), now) {
+            Ok(next) => Ok((self.leg(request, next, from, to), self.next_of(next, handoff))),
             Err(_) if self.config.colocate => {
                 let whole = self.choose(request, Turn::First, failed, None, now)?;
                 let mut next = self.next_of(whole, 0.0);
                 next.score = self.first.scores.score[whole.index()];
-                Ok((self.first_leg(request, whole, false), next))
+                Ok((self.leg(request, whole, 0, None), next))
             }
             Err(error) => Err(error),
         }
@@ -196,10 +241,11 @@ impl Router {
         let (chain, failed) = (std::mem::take(&mut state.chain), std::mem::take(&mut state.failed));
         let request = Request {
             chain: &chain,
-            prompt_tokens: state.leg.entry.prompt_tokens as u32,
+            prompt_tokens: state.prompt_tokens,
             tokens_per_block: state.tokens_per_block,
-            expected_output_tokens: state.leg.entry.expected_output_tokens.map(|t| t as u32),
+            expected_output_tokens: state.expected_output_tokens,
             session: state.session,
+            uncut: (!state.may_be_cut).then_some("it must stay in one piece"),
         };
         let result = with(self, &request, &failed);
         let state = self.tickets.get(ticket)?;

@@ -1,11 +1,12 @@
 //! The router: the only one that commits. It decides from a snapshot, books the placement at once, follows each ticket to its
 //! end and keeps the receipts. One router serves one pool: the instances of one model.
 //!
-//! `decide` places a request, `legs` the segments of its plan, `follow` what becomes of it, `ahead` what the load will be, `derive` the indicators of the moment, `explain` its receipt, `books`
+//! `decide` places a request, `cut` says where it is cut, `legs` the segments of its plan, `follow` what becomes of it, `ahead` what the load will be, `derive` the indicators of the moment, `explain` its receipt, `books`
 //! what is placed where, `tickets` who is in flight, `shared` the lock, `feed` what the engines' events tell.
 
 pub mod ahead;
 pub mod books;
+mod cut;
 mod decide;
 mod derive;
 mod explain;
@@ -15,6 +16,7 @@ mod legs;
 pub mod shared;
 pub mod tickets;
 
+pub use cut::Split;
 pub use derive::TtftSource;
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;
@@ -26,7 +28,7 @@ use crate::guard::{Guard, GuardConfig, GuardEvent, Restriction};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::kv::index::KvIndex;
-use crate::plan::{Binding, Failure, Segment};
+use crate::plan::{Binding, Cuts, Failure, Segment};
 use crate::policy::{Policy, PolicyRng, Scores, registry};
 use crate::receipt::{Receipt, ReceiptRing};
 use crate::request::Request;
@@ -72,6 +74,8 @@ pub struct RouterConfig {
     pub colocate: bool,
     /// Whether a prefill never waits for others on its instance, so that the expected hand-over counts no queue (SIBYL, Algorithm 2).
     pub unlimited_prefill: bool,
+    /// How requests are cut that no roles cut.
+    pub split: Split,
 }
 
 impl Default for RouterConfig {
@@ -89,6 +93,7 @@ impl Default for RouterConfig {
             binding: Binding::Early,
             colocate: true,
             unlimited_prefill: false,
+            split: Split::None,
         }
     }
 }
@@ -124,6 +129,8 @@ pub struct Totals {
     pub left_out: u64,
     /// Decisions whose filter left nothing and was waived.
     pub filter_waived: u64,
+    /// Requests cut at other places than where roles cut them.
+    pub split: u64,
     /// Requests ended well.
     pub finished: u64,
     /// Tickets dropped while open.
@@ -180,6 +187,11 @@ pub struct Router {
     cache_blocks: Vec<Option<u32>>,
     /// Who feeds the index of each slot.
     feeds: Vec<IndexFeed>,
+    /// Where each slot's engine can hand over.
+    cuts: Vec<Cuts>,
+    split: Split,
+    /// Why the request at hand stays in one piece, where others are cut.
+    uncut: Option<Box<str>>,
     /// Scratch of predicted times.
     scratch: Vec<f64>,
     receipts: ReceiptRing,
@@ -195,6 +207,7 @@ impl Router {
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
         let mut columns = Columns::default();
         columns.resize(0);
+        config.split.check()?;
         let later = registry::build("least_requests", &[])?;
         let mut router = Router {
             fleet: Fleet::default(),
@@ -212,6 +225,9 @@ impl Router {
             placed: Vec::new(),
             cache_blocks: Vec::new(),
             feeds: Vec::new(),
+            cuts: Vec::new(),
+            split: config.split,
+            uncut: None,
             scratch: Vec::new(),
             receipts: ReceiptRing::new(config.receipt_bytes),
             totals: Totals::default(),
@@ -286,6 +302,8 @@ impl Router {
         self.cache_blocks[id.index()] = cache_blocks;
         self.feeds.resize(slots, self.config.index_feed);
         self.feeds[id.index()] = self.config.index_feed;
+        self.cuts.resize(slots, Cuts::Anywhere);
+        self.cuts[id.index()] = Cuts::Anywhere;
         self.index.add_instance(id, cache_blocks);
         Ok(id)
     }

@@ -21,6 +21,15 @@ pub struct Leg {
     pub hit_blocks: u32,
     /// Whether the index was told that the prompt is on its way there.
     pub told: bool,
+    /// Whether what it computes of the prompt is in its instance's backlog.
+    pub queued: bool,
+}
+
+impl Leg {
+    /// Whether it ends before its request's first output token, or with it.
+    pub fn prefills_only(&self) -> bool {
+        self.segment.to_token.is_some_and(|to| f64::from(to) <= self.entry.prompt_tokens)
+    }
 }
 
 /// A request in flight.
@@ -38,8 +47,14 @@ pub struct TicketState {
     pub decided_at: Seconds,
     /// Tokens that one block of `chain` stands for.
     pub tokens_per_block: f64,
-    /// Its prompt's chain, kept for the index and for a retry elsewhere.
+    /// Its prompt's chain, kept for the index and for a retry elsewhere; its length, and that of its answer where known.
     pub chain: Vec<u64>,
+    /// See above.
+    pub prompt_tokens: u32,
+    /// See above.
+    pub expected_output_tokens: Option<u32>,
+    /// Whether it may be cut at other places than its prompt's end.
+    pub may_be_cut: bool,
     /// Hash of its session key, where it has one.
     pub session: Option<u64>,
     /// Slots that failed the open segment.

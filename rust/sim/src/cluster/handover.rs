@@ -8,16 +8,32 @@ use lmetric_core::fleet::Role;
 use lmetric_core::ids::Seconds;
 use lmetric_core::plan::{Binding, Segment, Usage};
 
-/// What of a request is at work.
+/// The tokens of a request that are at work on one instance: those of the open segment of its plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub(super) enum Leg {
-    /// All of it, on one instance.
-    #[default]
-    Whole,
-    /// Its prompt; it decodes elsewhere.
-    Prefill,
-    /// Its output; its prompt was prefilled elsewhere.
-    Decode,
+pub(super) struct Part {
+    pub from: u32,
+    /// `None`: to its end.
+    pub to: Option<u32>,
+    /// Where it runs, and where the part before it ran.
+    pub instance: u32,
+    pub before: u32,
+}
+
+impl Part {
+    /// Whether it ends before the first output token that counts, of a request with so many prompt tokens.
+    pub fn prefills_only(&self, prompt: u32) -> bool {
+        self.to.is_some_and(|to| to <= prompt)
+    }
+
+    /// Whether another part follows it: not where it makes all of the answer.
+    pub fn follows(&self, prompt: u32, output: u32) -> bool {
+        self.prefills_only(prompt) || self.to.is_some_and(|to| to + 1 < prompt + output)
+    }
+
+    /// Whether its tokens are known as they are made, where those that others follow are `silent` or not.
+    pub fn streams(&self, prompt: u32, silent: bool) -> bool {
+        self.to.is_none_or(|to| to > prompt && !silent)
+    }
 }
 
 impl Cluster<'_> {
@@ -36,40 +52,62 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// The prefill of a request is known to be over, at `ended`: the router says where it decodes.
+    /// A segment of a request is placed.
+    pub(super) fn begin(&mut self, request: usize, segment: Segment) {
+        let (from, to) = (segment.from_token, segment.to_token);
+        let (instance, before) = (segment.instance.0, self.parts[request].instance);
+        self.parts[request] = Part { from, to, instance, before };
+        self.started[request] = false;
+        let by_roles = self.config.roles.get(instance as usize) == Some(&Role::Prefill);
+        if let Some(cut) = to.filter(|_| from == 0 && !by_roles) {
+            self.records.cut_tokens[request] = i64::from(cut);
+        }
+    }
+
+    /// The open segment of a request is known to be over, at `ended`: the router says where it goes on.
     pub(super) fn next_segment(&mut self, request: usize, ended: Seconds) -> Result<(), CoreError> {
         if self.config.router.binding == Binding::Late {
             self.observer.catch_up(&self.engines, self.now)?;
         }
+        let prompt = self.workload.shape.input_tokens[request];
+        let made = self.parts[request].to.map_or(0, |to| to.saturating_sub(prompt));
+        if made > 0 {
+            // What it made is with the client by now.
+            let at = &mut self.records.first_token_seconds[request];
+            *at = if at.is_nan() { ended } else { *at };
+        }
         let usage = Usage {
-            prompt_tokens: Some(self.workload.shape.input_tokens[request]),
+            prompt_tokens: Some(prompt),
             cached_tokens: Some(self.records.hit_tokens[request] as u32),
-            output_tokens: Some(1),
+            output_tokens: Some(made.max(1)),
         };
-        let Some(Segment { instance, .. }) = self.observer.finished(request as u64, usage, self.now)? else {
-            let got = format!("request {request} without a segment behind its prefill");
+        let bound = self.observer.bound(request as u64);
+        let Some(segment) = self.observer.finished(request as u64, usage, made, self.now)? else {
+            let got = format!("request {request} without a segment behind the one that ended");
             return super::bad("plan", got, "one that leads to the request's end");
         };
-        self.legs[request] = Leg::Decode;
-        let bound = std::mem::replace(&mut self.records.decode_instance[request], instance.index() as i64);
-        self.early[request] = bound == instance.index() as i64;
+        self.begin(request, segment);
+        self.records.decode_instance[request] = segment.instance.index() as i64;
+        self.early[request] = bound == Some(segment.instance);
         self.records.handoff_seconds[request] = ended;
         Ok(())
     }
 
-    /// A request's prefill is over: its KV begins to move to where it decodes, or has begun to.
+    /// A segment of a request is over: its KV begins to move to where the next one runs, or has begun to.
     pub(super) fn prefilled(&mut self, request: usize) -> Result<(), CoreError> {
-        let tokens = self.workload.shape.input_tokens[request];
-        if self.legs[request] == Leg::Prefill {
+        if self.parts[request].from == 0 {
+            // One that no engine ran: its prefill waited for nobody.
+            let tokens = self.workload.shape.input_tokens[request];
             let chunk = Prefilled { id: request as u64, tokens, done: true };
             self.observer.prefilled(&chunk, false, self.now)?;
             self.next_segment(request, self.now)?;
         }
-        let to = self.records.decode_instance[request] as usize;
+        let tokens = self.parts[request].from;
+        let to = self.parts[request].instance as usize;
         self.records.handoff_least_loaded[request] = i64::from(self.least_loaded(to));
         let held = self.engines[to].hit_tokens(super::chain(self.workload, self.config, request), tokens);
         let there = self.links.carry(Load {
-            from: self.records.instance[request] as usize,
+            from: self.parts[request].before as usize,
             to,
             tokens: tokens - held,
             began: self.early[request].then_some(self.records.scheduled_seconds[request]),
@@ -79,10 +117,10 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// A request's KV has arrived: it queues where it decodes.
+    /// A request's KV has arrived: it queues where it goes on.
     pub(super) fn hand_over(&mut self, request: usize) -> Result<(), CoreError> {
         self.observer.sent(request as u64, self.now)?;
-        self.submit(request, self.records.decode_instance[request] as usize)
+        self.submit(request, self.parts[request].instance as usize)
     }
 
     /// Whether no instance for decodes holds fewer context tokens of running requests than this one now (SIBYL, Table 1: the

@@ -1,5 +1,5 @@
 //! A cluster as it stands before anything happens: checked, and with its first events.
-use super::handover::Leg;
+use super::handover::Part;
 use super::{Cluster, ClusterConfig, Event, Instance, State, bad, engine_request};
 use crate::engine::{Admission, Engine, Settings};
 use crate::record::{Records, Timeline};
@@ -9,7 +9,7 @@ use crate::workload::Workload;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::policy::Policy;
-use lmetric_core::router::{IndexFeed, Router, RouterConfig};
+use lmetric_core::router::{IndexFeed, Router, RouterConfig, Split};
 use std::collections::BinaryHeap;
 
 impl<'a> Cluster<'a> {
@@ -34,6 +34,9 @@ impl<'a> Cluster<'a> {
         }
         if has(Role::Prefill) != has(Role::Decode) {
             return bad("roles", "prefill or decode alone", "instances of the other kind, to hand over to");
+        }
+        if config.router.unlimited_prefill && config.router.split != Split::None {
+            return bad("split", "requests that are cut", "none where prefills wait for nobody");
         }
         if !(config.timeline_seconds >= 1e-3 && config.timeline_seconds <= 1e9) {
             return bad("timeline_seconds", config.timeline_seconds, "0.001 to 1e9 seconds");
@@ -64,7 +67,8 @@ impl<'a> Cluster<'a> {
         let mut cluster = Cluster {
             observer: Observer::new(router, config.signals, workload.len()),
             links: Links::new(config.transfer, engines.len()),
-            legs: vec![Leg::default(); workload.len()],
+            parts: vec![Part::default(); workload.len()],
+            started: vec![false; workload.len()],
             early: vec![false; workload.len()],
             records: Records::new(workload.len()),
             timeline: Timeline::new(engines.len(), config.timeline_seconds),
@@ -82,13 +86,14 @@ impl<'a> Cluster<'a> {
             engines,
         };
         for (i, engine) in cluster.engines.iter().enumerate() {
-            let leg = match config.roles.get(i) {
-                Some(Role::Prefill) => Leg::Prefill,
-                Some(Role::Decode) => Leg::Decode,
-                _ => Leg::Whole,
-            };
-            (0..workload.len())
-                .try_for_each(|request| engine.check(&engine_request(workload, config, request, leg)))?;
+            for (request, &prompt) in workload.shape.input_tokens.iter().enumerate() {
+                let part = match config.roles.get(i) {
+                    Some(Role::Prefill) => Part { to: Some(prompt), ..Part::default() },
+                    Some(Role::Decode) => Part { from: prompt, ..Part::default() },
+                    _ => Part::default(),
+                };
+                engine.check(&engine_request(workload, config, request, part))?;
+            }
         }
         cluster.schedule_first_events();
         Ok(cluster)
