@@ -561,4 +561,5 @@ def simulate(
     split: str = "none",
     split_settings: Mapping[str, float] | None = None,
     silent_segments: bool = False,
+    token_slo_seconds: float = 0.1,
 ) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; the interpreter lock is released

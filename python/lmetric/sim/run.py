@@ -81,6 +81,13 @@ class Run:
     # hand-over.
     handoff_least_loaded: NDArray[np.int64]
     cut_tokens: NDArray[np.int64]  # where it was cut, prompt and output counted through; -1: no roles cut it
+    slow_tokens: NDArray[np.int64]  # gaps between its tokens longer than `token_slo_seconds`
+    worst_gap_seconds: NDArray[np.float64]  # the longest of them; 0: none
+    token_slo_seconds: float
+    # All gaps between two tokens of a request (TBT), measured or not: how many are at most
+    # each edge and above the one before it.
+    gap_edges_seconds: NDArray[np.float64]
+    gap_counts: NDArray[np.uint64]
     timeline: Timeline
     guard_alarms: int  # prefixes that the hot-spot guard suspected
     guard_filters: int  # and for which it then took instances out
@@ -112,6 +119,14 @@ class Run:
         """From the start of the decode elsewhere to the last token, by tokens; NaN without a hand-over. (The
         first of them comes from there, too, so none is left out.)"""
         return np.asarray((self.finished_seconds - self.decode_start_seconds) / self.output_tokens)
+
+    def gap_seconds(self, quantile: float) -> float:
+        """A quantile of the time between tokens (TBT), to 1%; NaN where no request made two."""
+        total = int(self.gap_counts.sum())
+        if total == 0:
+            return float("nan")
+        place = int(np.searchsorted(np.cumsum(self.gap_counts), quantile * total))
+        return float(self.gap_edges_seconds[min(place, len(self.gap_edges_seconds) - 1)])
 
     @property
     def optimal_assignment_ratio(self) -> float | None:
@@ -208,6 +223,7 @@ def simulate(
     split: Split = "none",
     split_settings: Mapping[str, float] | None = None,
     silent_segments: bool = False,
+    token_slo_seconds: float = 0.1,
 ) -> Run:
     """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
 
@@ -245,6 +261,7 @@ def simulate(
             prompt and output (in `split_settings`), for tests. What is cut moves as `transfer` says.
         silent_segments: whether a segment that another follows says nothing until its end, as on stock
             engines; else its tokens come as they are made.
+        token_slo_seconds: the longest gap between two tokens that counts as good, for `slow_tokens`.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
@@ -283,6 +300,7 @@ def simulate(
         split=split,
         split_settings=split_settings,
         silent_segments=silent_segments,
+        token_slo_seconds=token_slo_seconds,
         **_pooled(pools, chosen, decode_policy, decode_knobs, binding, transfer, prefill, split != "none"),
     )
     wall_seconds = time.perf_counter() - started
@@ -299,6 +317,7 @@ def simulate(
         roles=pools,
         local_order=local_order,
         split=split,
+        token_slo_seconds=token_slo_seconds,
         seed=seed,
         input_tokens=workload.trace.input_tokens,
         output_tokens=np.maximum(workload.trace.output_tokens, 1),

@@ -7,7 +7,8 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::router::{IndexFeed, RouterConfig};
 use lmetric_sim::{
-    Admission, ClusterConfig, Order, Outcome, Overlap, Profile, Quantity, Signals, Trace, Transfer,
+    Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Profile, Quantity, Signals, Trace,
+    Transfer,
 };
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -89,7 +90,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_time=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", local_order="fcfs",
-    split="none", split_settings=None, silent_segments=false))]
+    split="none", split_settings=None, silent_segments=false, token_slo_seconds=0.1))]
 fn simulate<'py>(
     py: Python<'py>,
     workload: &Bound<'py, Workload>,
@@ -122,6 +123,7 @@ fn simulate<'py>(
     split: &str,
     split_settings: Option<&Bound<'py, PyDict>>,
     silent_segments: bool,
+    token_slo_seconds: f64,
 ) -> Result<Bound<'py, PyDict>> {
     let policy = policies::build(policy, knobs)?;
     let seen = match signals {
@@ -181,6 +183,7 @@ fn simulate<'py>(
         silent_segments,
         output_known,
         timeline_seconds,
+        token_slo_seconds,
     };
     let workload = &workload.get().inner;
     let outcome = py.detach(|| {
@@ -212,6 +215,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
         ("finished_seconds", records.finished_seconds),
         ("handoff_seconds", records.handoff_seconds),
         ("decode_start_seconds", records.decode_start_seconds),
+        ("worst_gap_seconds", records.worst_gap_seconds),
     ] {
         dict.set_item(name, times.into_pyarray(py))?;
     }
@@ -223,6 +227,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
         ("decode_instance", records.decode_instance),
         ("handoff_least_loaded", records.handoff_least_loaded),
         ("cut_tokens", records.cut_tokens),
+        ("slow_tokens", records.slow_tokens),
     ] {
         dict.set_item(name, counts.into_pyarray(py))?;
     }
@@ -235,6 +240,9 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
         let table: Bound<'_, PyArray2<f64>> = timeline.column(quantity).into_pyarray(py).reshape(shape)?;
         dict.set_item(name, table)?;
     }
+    let edges: Vec<f64> = (0..outcome.gaps.counts().len()).map(GapHistogram::edge).collect();
+    dict.set_item("gap_edges_seconds", edges.into_pyarray(py))?;
+    dict.set_item("gap_counts", outcome.gaps.counts().to_vec().into_pyarray(py))?;
     dict.set_item("guard_alarms", outcome.guard_alarms)?;
     dict.set_item("guard_filters", outcome.guard_filters)?;
     dict.set_item("steps", outcome.steps)?;

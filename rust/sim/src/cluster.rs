@@ -11,6 +11,7 @@
 //! one to the next.
 use crate::engine::order::Order;
 use crate::engine::{Admission, Engine, Prompt, Request};
+use crate::gaps::{GapHistogram, Gaps, TokenGaps};
 use crate::profile::Profile;
 use crate::record::{Quantity, Records, Timeline};
 use crate::signals::{Observer, Signals};
@@ -53,6 +54,8 @@ pub struct ClusterConfig {
     pub output_known: bool,
     /// Length of the timeline's buckets.
     pub timeline_seconds: Seconds,
+    /// The longest gap between two output tokens that a token SLO allows.
+    pub token_slo_seconds: Seconds,
 }
 
 /// What came of a run.
@@ -70,6 +73,8 @@ pub struct Outcome {
     /// Engines that stand still for ever, beyond what their [`crate::DecodeThroughput`] carries. Their requests have no end, nor
     /// have those that wait for these.
     pub stalled: u64,
+    /// Gaps between the output tokens of all requests, as clients get them.
+    pub gaps: GapHistogram,
     /// The router as it was left, with its totals and latest receipts.
     pub router: Router,
 }
@@ -131,6 +136,9 @@ struct Cluster<'a> {
     events: BinaryHeap<Reverse<(u64, Event)>>,
     ready: Vec<u32>,
     now: Seconds,
+    /// When each cut request's last token before its cut was there, and the gaps at the cuts.
+    last_tokens: Vec<Seconds>,
+    seams: TokenGaps,
     /// Requests that have not ended; events that lead to something (reports and ticks go on for ever).
     left: usize,
     moving: usize,
@@ -168,6 +176,11 @@ pub fn simulate<E: From<CoreError>>(
         timeline: cluster.timeline,
         guard_alarms: cluster.guard_alarms,
         guard_filters: cluster.guard_filters,
+        gaps: {
+            let mut gaps = cluster.seams.histogram().clone();
+            cluster.engines.iter().for_each(|engine| gaps.add(engine.gaps()));
+            gaps
+        },
         steps: cluster.engines.iter().map(|engine| engine.load().counters.steps).sum(),
         router: cluster.observer.router,
     })
@@ -359,15 +372,31 @@ impl Cluster<'_> {
                 self.started[request] = true;
                 let at = &mut self.records.first_token_seconds[request];
                 *at = if at.is_nan() { end } else { *at };
+                let last = std::mem::replace(&mut self.last_tokens[request], f64::NAN);
+                if !last.is_nan() {
+                    self.records.add_gaps(request, self.seams.single(end - last));
+                }
             }
             self.observer.prefilled(chunk, first, self.now)?;
         }
         let (mut arrivals, mut prefilled) = (Vec::new(), Vec::new());
-        for &id in &events.finished {
+        for (&id, &gaps) in events.finished.iter().zip(&events.gaps) {
             let request = id as usize;
+            let part = &self.parts[request];
+            if part.streams(self.workload.shape.input_tokens[request], self.config.silent_segments) {
+                // The step that makes a token which is made again behind a cut is part of the gap there.
+                let again = part.to.is_some() && end - events.last_start > self.config.token_slo_seconds;
+                let slow = gaps.slow.saturating_sub(u32::from(again));
+                self.records.add_gaps(request, Gaps { slow, ..gaps });
+            }
             let shape = &self.workload.shape;
             let (prompt, output) = (shape.input_tokens[request], shape.output_tokens[request]);
-            if self.parts[request].follows(prompt, output) {
+            if part.follows(prompt, output) {
+                if part.to.is_some_and(|to| to > prompt) {
+                    // The last token that counts came a step before the one that is made again.
+                    let silent = self.config.silent_segments;
+                    self.last_tokens[request] = if silent { end } else { events.last_start };
+                }
                 prefilled.push(request);
                 continue;
             }

@@ -4,6 +4,7 @@
 //! far), and a step costs the sequences that prefill, end or cross a block edge, not those that merely decode.
 use crate::cache::PrefixCache;
 use crate::events::{Counters, KvEvent, KvLog, Load, StepEvents};
+use crate::gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, TokenGaps};
 use crate::hash;
 use crate::pool::BlockPool;
 use crate::profile::{Profile, StepWork};
@@ -132,6 +133,9 @@ pub struct Engine {
     kv: KvLog,
     events: StepEvents,
     counters: Counters,
+    gaps: TokenGaps,
+    /// When the latest step began.
+    begun: Seconds,
     sequences: Sequences,
     by_id: HashMap<u64, u32>,
     /// Submitted, and not yet seen by a step: (arrival, slot, order).
@@ -174,6 +178,8 @@ impl Engine {
             generator,
             events: StepEvents::default(),
             counters: Counters::default(),
+            gaps: TokenGaps::new(DEFAULT_TOKEN_SLO_SECONDS),
+            begun: 0.0,
             sequences: Sequences::default(),
             by_id: HashMap::new(),
             incoming: VecDeque::new(),
@@ -195,6 +201,16 @@ impl Engine {
     /// The engine's constants.
     pub fn profile(&self) -> &Profile {
         &self.profile
+    }
+
+    /// Counts gaps between tokens against another SLO than [`DEFAULT_TOKEN_SLO_SECONDS`], from now on.
+    pub fn set_token_slo(&mut self, seconds: Seconds) {
+        self.gaps = TokenGaps::new(seconds);
+    }
+
+    /// Gaps between the tokens of all requests.
+    pub fn gaps(&self) -> &GapHistogram {
+        self.gaps.histogram()
     }
 
     /// Puts a request into the queue. A step takes it off if it begins at `now` or later.
@@ -310,6 +326,7 @@ impl Engine {
             return Some(step.end);
         }
         self.clear_events();
+        self.begun = now;
         while let Some(&(_, slot, order)) = self.incoming.front().filter(|(arrival, ..)| *arrival <= now) {
             self.incoming.pop_front();
             let sequence = &self.sequences[slot];
@@ -417,9 +434,10 @@ impl Engine {
             self.clear_events();
             return &self.events;
         };
+        self.events.last_start = step.start + step.lasting(step.steps - 1);
         (self.events.start, self.events.end, self.events.steps) = (step.start, step.end, step.steps);
         self.counters.steps += u64::from(step.steps);
-        self.finish_decodes(step.steps);
+        self.finish_decodes(&step);
         self.finish_prefills();
         &self.events
     }

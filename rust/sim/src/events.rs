@@ -1,4 +1,5 @@
 //! What an engine tells: events of a step, events of the KV cache, load.
+use crate::gaps::Gaps;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -9,6 +10,8 @@ pub struct StepEvents {
     pub start: f64,
     /// When it ended.
     pub end: f64,
+    /// When the last of its steps began.
+    pub last_start: f64,
     /// Steps in it: more than one only from [`crate::Engine::start_steps`].
     pub steps: u32,
     /// Requests taken off the queue when the step began.
@@ -19,8 +22,10 @@ pub struct StepEvents {
     pub prefilled: Vec<Prefilled>,
     /// Tokens made, in batch order. Empty where the engine has no generator.
     pub tokens: Vec<Token>,
-    /// Requests that ended with this step.
+    /// Requests that ended with this step, and the gaps between the tokens of each.
     pub finished: Vec<u64>,
+    /// See above.
+    pub gaps: Vec<Gaps>,
 }
 
 /// A request was taken off the queue.

@@ -1,4 +1,5 @@
 //! What is kept of a run: one row a request, and a timeline for each instance.
+use crate::gaps::Gaps;
 use lmetric_core::ids::Seconds;
 
 /// One column a quantity, one row a request, in the workload's order. Times are simulated seconds.
@@ -31,6 +32,10 @@ pub struct Records {
     pub handoff_least_loaded: Vec<i64>,
     /// The token at which it was first cut where no role cuts it; -1: it was not.
     pub cut_tokens: Vec<i64>,
+    /// Gaps between its output tokens, as its client gets them, that are longer than the token SLO.
+    pub slow_tokens: Vec<i64>,
+    /// The longest of them.
+    pub worst_gap_seconds: Vec<Seconds>,
 }
 
 impl PartialEq for Records {
@@ -44,6 +49,7 @@ impl PartialEq for Records {
                 &r.finished_seconds,
                 &r.handoff_seconds,
                 &r.decode_start_seconds,
+                &r.worst_gap_seconds,
             ]
             .map(|column| column.iter().map(|at| at.to_bits()).collect::<Vec<_>>())
         };
@@ -56,6 +62,7 @@ impl PartialEq for Records {
                 r.decode_instance.clone(),
                 r.handoff_least_loaded.clone(),
                 r.cut_tokens.clone(),
+                r.slow_tokens.clone(),
             ]
         };
         times(self) == times(other) && counts(self) == counts(other)
@@ -79,7 +86,15 @@ impl Records {
             decode_start_seconds: times,
             handoff_least_loaded: none.clone(),
             cut_tokens: none,
+            slow_tokens: vec![0; requests],
+            worst_gap_seconds: vec![0.0; requests],
         }
+    }
+
+    pub(crate) fn add_gaps(&mut self, request: usize, gaps: Gaps) {
+        self.slow_tokens[request] += i64::from(gaps.slow);
+        let worst = &mut self.worst_gap_seconds[request];
+        *worst = worst.max(gaps.worst);
     }
 }
 

@@ -1,5 +1,7 @@
 //! One request inside the engine, and the store of them.
+use crate::gaps::Gaps;
 use crate::text::Rolling;
+use lmetric_core::ids::Seconds;
 use std::sync::Arc;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,6 +41,10 @@ pub struct Sequence {
     pub spared: u32,
     /// Tokens computed for it before it was last put back, each counted once.
     pub attained: u32,
+    /// How many steps had been too slow when it began to decode, its gaps before it was last put back, and when its last token before that was there.
+    pub slow_mark: u64,
+    pub gaps: Gaps,
+    pub last_token: Option<Seconds>,
     /// Place in the list of decoding sequences, and in the list of those that cross a block edge at the same tick.
     pub at: u32,
     pub crossing_at: u32,

@@ -43,6 +43,7 @@ fn config(instances: usize) -> ClusterConfig {
         silent_segments: false,
         output_known: true,
         timeline_seconds: 10.0,
+        token_slo_seconds: 0.1,
     }
 }
 
@@ -107,6 +108,9 @@ fn two_requests_on_one_engine_by_hand() {
     close(&r.finished_seconds, &[joined + 1.223, joined + 1.223 + 1.127]);
     assert_eq!(r.hit_tokens, [0, 16]);
     assert_eq!(r.predicted_hit_tokens, [0, 16]);
+    assert_eq!(r.slow_tokens, [3, 1]);
+    close(&r.worst_gap_seconds, &[1.223, 1.127]);
+    assert_eq!(out.gaps.counts().iter().sum::<u64>(), 4);
     assert_eq!(out.steps, 5);
     close(&out.timeline.column(Quantity::Waiting), &[(joined - 3.0) / 10.0]);
     close(&out.timeline.column(Quantity::PrefillTokens), &[30.0]);
@@ -138,6 +142,10 @@ fn requests_cut_at_any_token_by_hand() {
         close(&r.handoff_seconds, &[ended]);
         close(&r.decode_start_seconds, &[ended + 0.94]);
         close(&r.finished_seconds, &[ended + 0.94 + 1.122 + 1.123]);
+        // Between its tokens: 1.121, the seam, 1.123. What comes at once has no gaps.
+        let seam = 1.122 + 0.94 + 1.122;
+        close(&r.worst_gap_seconds, &[if silent { 0.94 + 1.122 } else { seam }]);
+        assert_eq!(r.slow_tokens, [if silent { 2 } else { 3 }]);
         assert_eq!((out.router.totals().split, out.router.totals().output_tokens), (1, 4));
     }
     // At 12: a prefill of 12 tokens, 0.5 + 12 x 0.02 of moving, a prefill of the other 8.

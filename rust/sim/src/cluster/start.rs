@@ -2,6 +2,7 @@
 use super::handover::Part;
 use super::{Cluster, ClusterConfig, Event, Instance, State, bad, engine_request};
 use crate::engine::{Admission, Engine, Settings};
+use crate::gaps::TokenGaps;
 use crate::record::{Records, Timeline};
 use crate::signals::Observer;
 use crate::transfer::Links;
@@ -38,6 +39,9 @@ impl<'a> Cluster<'a> {
         if config.router.unlimited_prefill && config.router.split != Split::None {
             return bad("split", "requests that are cut", "none where prefills wait for nobody");
         }
+        if !(config.token_slo_seconds > 0.0 && config.token_slo_seconds <= 1e9) {
+            return bad("token_slo_seconds", config.token_slo_seconds, "more than 0, up to 1e9 seconds");
+        }
         if !(config.timeline_seconds >= 1e-3 && config.timeline_seconds <= 1e9) {
             return bad("timeline_seconds", config.timeline_seconds, "0.001 to 1e9 seconds");
         }
@@ -60,7 +64,9 @@ impl<'a> Cluster<'a> {
             }
             let role = config.roles.get(i).copied().unwrap_or_default();
             router.add_instance(&format!("engine-{i}"), role, Some(profile.cache_blocks))?;
-            engines.push(Engine::new(profile.clone(), settings, None)?);
+            let mut engine = Engine::new(profile.clone(), settings, None)?;
+            engine.set_token_slo(config.token_slo_seconds);
+            engines.push(engine);
         }
         let instance =
             || Instance { state: State::Idle, version: 0, ready: false, queue_since: 0.0, queued: 0 };
@@ -78,6 +84,8 @@ impl<'a> Cluster<'a> {
             now: 0.0,
             left: workload.len(),
             moving: 0,
+            last_tokens: vec![f64::NAN; workload.len()],
+            seams: TokenGaps::new(config.token_slo_seconds),
             guard_alarms: 0,
             guard_filters: 0,
             stalled: 0,

@@ -267,8 +267,13 @@ impl Engine {
     /// Puts a running request back into the queue. What was computed of it is lost, but for what the cache keeps.
     pub(super) fn preempt(&mut self, slot: u32) {
         let attained = self.job(slot).attained;
+        let (gaps, decoded) = (self.gaps_of(slot), self.sequences[slot].state == State::Decode);
         self.unplace(slot);
+        let begun = self.begun;
         let sequence = &mut self.sequences[slot];
+        if decoded {
+            (sequence.gaps, sequence.last_token) = (gaps, Some(begun));
+        }
         (sequence.state, sequence.computed, sequence.pulled) = (State::Waiting, 0, 0);
         sequence.attained = attained;
         self.events.preempted.push(sequence.id);

@@ -1,14 +1,17 @@
 //! What a step has done, and the books.
-use super::{Admission, Chunk, Engine, prompt_blocks};
+use super::{Admission, Chunk, Engine, Step, prompt_blocks};
 use crate::events::{Prefilled, Token};
+use crate::gaps::Gaps;
 use crate::hash;
 use crate::sequence::State;
 use std::cmp::Reverse;
 
 impl Engine {
-    pub(super) fn finish_decodes(&mut self, steps: u32) {
+    pub(super) fn finish_decodes(&mut self, step: &Step) {
+        let steps = step.steps;
         let made = self.decoding.len() as u64 * u64::from(steps);
         self.tick += u64::from(steps);
+        self.gaps.steps(self.tick, self.decoding.len(), step.first, step.more, steps);
         self.context_tokens += made;
         self.counters.generation_tokens += made;
         if let Some(generator) = &self.generator {
@@ -85,6 +88,11 @@ impl Engine {
         let phase = self.crossing_phase(slot);
         self.sequences[slot].crossing_at = self.crossings[phase].len() as u32;
         self.crossings[phase].push(slot);
+        self.sequences[slot].slow_mark = self.gaps.mark();
+        if let Some(before) = self.sequences[slot].last_token.take() {
+            let gap = self.gaps.single(self.events.end - before);
+            self.sequences[slot].gaps = self.sequences[slot].gaps.and(gap);
+        }
         if left == 0 {
             self.finish(slot);
         } else {
@@ -108,10 +116,20 @@ impl Engine {
     /// A request has its last token.
     pub(super) fn finish(&mut self, slot: u32) {
         self.events.finished.push(self.sequences[slot].id);
+        self.events.gaps.push(self.gaps_of(slot));
         self.name_blocks(slot, self.sequences[slot].total_at(self.tick) - 1);
         self.unplace(slot);
         self.forget(slot);
         self.counters.finished += 1;
+    }
+
+    /// The gaps between a request's tokens so far.
+    pub(super) fn gaps_of(&self, slot: u32) -> Gaps {
+        let sequence = &self.sequences[slot];
+        match sequence.state {
+            State::Decode => sequence.gaps.and(self.gaps.since(sequence.since, sequence.slow_mark)),
+            _ => sequence.gaps,
+        }
     }
 
     pub(super) fn running_tokens(&self) -> u64 {
@@ -197,6 +215,7 @@ impl Engine {
         events.prefilled.clear();
         events.tokens.clear();
         events.finished.clear();
-        (events.steps, events.start, events.end) = (0, 0.0, 0.0);
+        events.gaps.clear();
+        (events.steps, events.start, events.last_start, events.end) = (0, 0.0, 0.0, 0.0);
     }
 }
