@@ -85,6 +85,8 @@ pub enum Event {
     Tokens(u32),
     /// The segment ended well, as planned: the request did, or the next segment's turn has come.
     Finished(Usage),
+    /// The segment was closed early, with all output tokens told of so far; the one that was bound behind it by a move goes on.
+    Moved,
     /// The request ended well inside this segment, whatever was to follow: its answer was shorter than expected.
     Ended(Usage),
     /// It did not; another instance may take it.

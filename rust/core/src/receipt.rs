@@ -83,6 +83,8 @@ pub struct Receipt {
     pub cuts: SmallVec<[u32; 2]>,
     /// Why it was left in one piece, where requests are cut.
     pub uncut: Option<Box<str>>,
+    /// Instances that it moved to while it ran: the token at which it did, slot and name.
+    pub moves: Vec<(u32, u32, Arc<str>)>,
     /// Instances that the request moved to before its first token, in order: slot and name.
     pub moved: Vec<(u32, Arc<str>)>,
     /// Leading prompt tokens that the chosen instance was believed to hold.
@@ -108,6 +110,7 @@ impl Receipt {
             + self.uncut.as_ref().map_or(0, |r| r.len())
             + self.scores.capacity() * size_of::<f32>()
             + self.moved.capacity() * size_of::<(u32, Arc<str>)>()
+            + self.moves.capacity() * size_of::<(u32, u32, Arc<str>)>()
             + if self.terms.spilled() { self.terms.capacity() * size_of::<f64>() } else { 0 }
     }
 

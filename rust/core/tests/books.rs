@@ -6,7 +6,7 @@ use lmetric_core::plan::{Binding, Cuts, Event, Failure, Segment, Usage};
 use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores, registry};
 use lmetric_core::request::Request;
 use lmetric_core::router::books::Report;
-use lmetric_core::router::{Router, RouterConfig, Split, TicketId};
+use lmetric_core::router::{Carry, Router, RouterConfig, Split, TicketId};
 use proptest::prelude::*;
 use std::borrow::Cow;
 
@@ -56,6 +56,8 @@ enum Op {
     Tokens(usize, u8),
     Finish(usize),
     End(usize),
+    BeginMove(usize, u8, bool),
+    EndMove(usize, bool),
     Cuts(u8, Cuts),
     Fail(usize, u8),
     Drop(usize),
@@ -82,6 +84,8 @@ fn op() -> impl Strategy<Value = Op> {
         5 => (n.clone(), any::<u8>()).prop_map(|(t, k)| Op::Tokens(t, k)),
         3 => n.clone().prop_map(Op::Finish),
         1 => n.clone().prop_map(Op::End),
+        3 => (n.clone(), 0..6u8, any::<bool>()).prop_map(|(t, i, carry)| Op::BeginMove(t, i, carry)),
+        2 => (n.clone(), any::<bool>()).prop_map(|(t, done)| Op::EndMove(t, done)),
         1 => (0..6u8, 0..4usize).prop_map(|(i, k)| Op::Cuts(i, Cuts::NAMES[k].1)),
         3 => (n.clone(), 0..6u8).prop_map(|(t, k)| Op::Fail(t, k)),
         2 => n.prop_map(Op::Drop),
@@ -101,11 +105,16 @@ struct Open {
     ticket: TicketId,
     /// Instance by name and by how often that name was added: a new life owes nothing to the old one.
     home: (u8, u32),
-    /// Where its next segment is bound.
+    /// Where its next segment is bound, and the tokens it was bound with.
     bound: Option<(u8, u32)>,
+    bound_tokens: f64,
+    /// Whether that is a move, and whether this computes all anew.
+    moving: Option<bool>,
     decision: u64,
     /// The open segment.
     segment: Segment,
+    /// Whether it computes what came before anew.
+    anew: bool,
     /// When it was placed there, as a turn: engines begin prefills in this order.
     turn: u64,
     /// Whether its prompt is in the backlog.
@@ -126,7 +135,10 @@ impl Open {
 
     /// Tokens of the prompt that its segment computes.
     fn computes(&self) -> f64 {
-        self.prompt() - f64::from(self.segment.from_token.min(self.whole))
+        match self.anew {
+            true => f64::from(self.segment.from_token),
+            false => self.prompt() - f64::from(self.segment.from_token.min(self.whole)),
+        }
     }
 
     fn follows(&self) -> bool {
@@ -170,8 +182,7 @@ impl Model {
                 self.open.iter().filter(|o| o.home == (i, self.lives[i as usize])).collect();
             let coming: Vec<&Open> =
                 self.open.iter().filter(|o| o.bound == Some((i, self.lives[i as usize]))).collect();
-            let bound: f64 =
-                coming.iter().map(|o| f64::from(o.whole.max(o.segment.to_token.unwrap_or(0)))).sum();
+            let bound: f64 = coming.iter().map(|o| o.bound_tokens).sum();
             let sum = |f: &dyn Fn(&Open) -> f64| here.iter().map(|o| f(o)).sum::<f64>();
             let count = |stage| here.iter().filter(|o| o.stage == stage).count() as f64;
             for (id, expected) in [
@@ -268,8 +279,11 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
                 ticket: decision.ticket,
                 home: home(router, decision.segment.instance, model),
                 bound: decision.next.map(|next| home(router, next.instance, model)),
+                bound_tokens: f64::from(decision.next.map_or(0, |next| next.from_token.max(prompt))),
+                moving: None,
                 decision: decision.id,
                 segment: decision.segment,
+                anew: false,
                 turn: model.turn,
                 sent: true,
                 stage: Stage::Queued,
@@ -286,6 +300,8 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
         | Op::Tokens(t, _)
         | Op::Finish(t)
         | Op::End(t)
+        | Op::BeginMove(t, ..)
+        | Op::EndMove(t, _)
         | Op::Fail(t, _)
         | Op::Drop(t)
             if !model.open.is_empty() =>
@@ -314,6 +330,9 @@ fn go_on(t: usize, next: Segment, router: &Router, model: &mut Model) {
             || next == Segment { instance: next.instance, ..open.segment }
     );
     open.segment = next;
+    open.anew = false;
+    open.bound_tokens = f64::from(next.to_token.unwrap_or(0).max(open.whole));
+    open.moving = None;
     open.bound = bound.filter(|_| next.to_token.is_some()).map(|bound| {
         let i: u8 = bound.name[7..].parse().unwrap();
         (i, model.lives[i as usize])
@@ -421,6 +440,51 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
                 }
             }
         }
+        Op::BeginMove(_, i, recompute) => {
+            let target = router.fleet().find(&name(i));
+            let carry = if recompute { Carry::Recompute } else { Carry::Kv };
+            let Ok(target) = target else { return };
+            match router.begin_move(ticket, target, carry, now) {
+                Err(error) => assert!(error.to_string().contains("cannot move"), "{error}"),
+                Ok(segment) => {
+                    assert!(open.stage == Stage::Decoding && open.bound.is_none());
+                    let home = home(router, segment.instance, model);
+                    let open = &mut model.open[t];
+                    assert_ne!(home, open.home);
+                    assert_eq!(f64::from(segment.from_token), f64::from(open.whole) + open.output);
+                    (open.bound, open.bound_tokens) = (Some(home), f64::from(segment.from_token));
+                    open.moving = Some(recompute);
+                }
+            }
+        }
+        Op::EndMove(_, done) => match (open.moving, done) {
+            (None, _) => assert!(router.advance(ticket, Event::Moved, now).is_err()),
+            (Some(_), false) => {
+                router.cancel_move(ticket, now).unwrap();
+                (open.bound, open.moving) = (None, None);
+            }
+            (Some(recompute), true) => {
+                let output = open.output;
+                let (bound, to) = (open.bound, f64::from(open.whole) + open.output);
+                open.segment.to_token = Some(to as u32);
+                match router.advance(ticket, Event::Moved, now) {
+                    Ok(next) => {
+                        let next = next.expect("it goes on elsewhere");
+                        go_on(t, next, router, model);
+                        let open = &mut model.open[t];
+                        assert!(next.from_token == 0 || open.output == output);
+                        // What was to be computed anew is forgotten where another has to take it.
+                        open.anew = recompute && bound == Some(open.home) && next.from_token > 0;
+                        open.sent = next.from_token == 0;
+                        open.bound = None;
+                    }
+                    Err(error) => {
+                        assert!(matches!(error, CoreError::NoInstance(_)), "{error}");
+                        model.open.remove(t);
+                    }
+                }
+            }
+        },
         Op::Drop(_) => {
             router.drop_ticket(ticket);
             router.drop_ticket(ticket);

@@ -276,7 +276,7 @@ impl Books {
         self.left[slot] += entry.new_tokens;
         let c = &mut self.counts[slot];
         let tokens = entry.new_tokens;
-        let pairs = attention_pairs(entry.prompt_tokens - tokens, tokens);
+        let pairs = attention_pairs((entry.context() - tokens).max(0.0), tokens);
         let seconds_per_token = c.seconds_per_token(tokens, pairs, self.prior_rate);
         c.left_seconds += tokens * seconds_per_token;
         c.prefills.push_back(Prefill { ticket, tokens, pairs, left: tokens, seconds_per_token });

@@ -4,7 +4,6 @@ use super::decide::{Chosen, Turn};
 use super::tickets::{self, Leg};
 use super::{IndexFeed, Router, TicketId};
 use crate::error::CoreError;
-use crate::fleet::Role;
 use crate::ids::Seconds;
 use crate::plan::{Event, Failure, Segment, Usage};
 use crate::receipt::Next;
@@ -27,6 +26,7 @@ impl Router {
         let follows = state.leg.segment.to_token.is_some();
         let prefills_only = state.leg.prefills_only();
         match event {
+            Event::Moved => self.complete_move(ticket, now).map(Some),
             Event::Finished(usage) if follows => {
                 self.tell_index(ticket);
                 self.hand_over(ticket, usage, now).map(Some)
@@ -100,8 +100,9 @@ impl Router {
                         let lag = state.handed_over.map(|(at, _)| now - at);
                         ahead.start(slot, key, &leg.entry, now, lag);
                     }
-                } else {
+                } else if first {
                     leg.entry.stage = Stage::Decoding;
+                    leg.entry.output_tokens += 1.0;
                 }
                 self.totals.output_tokens += 1;
                 self.receipts.update(decision, |r| {
@@ -116,12 +117,14 @@ impl Router {
                         ahead.grow(slot, &leg.entry, n, now);
                     }
                     self.books.tokens(slot, key, &mut leg.entry, n, now, &mut self.columns);
+                } else if leg.entry.stage == Stage::Decoding {
+                    leg.entry.output_tokens += f64::from(n); // its instance has left, and finishes what it has
                 }
             }
             Event::Finished(usage) | Event::Ended(usage) => self.finish(ticket, usage, now),
             Event::Failed(failure) => return Ok(self.fail(ticket, failure, true, now)),
             Event::GaveUp(failure) => return Ok(self.fail(ticket, failure, false, now)),
-            Event::Scheduled(_) | Event::Prefilled(_) => {}
+            Event::Scheduled(_) | Event::Prefilled(_) | Event::Moved => {}
         }
         Ok(None)
     }
@@ -205,10 +208,7 @@ impl Router {
         let first = from_token == 0;
         // Of three segments, one that fails in the middle leaves the rest to the one that takes it over.
         let to_token = to_token.filter(|_| first);
-        let turn = match self.fleet.role(instance) {
-            Role::Both => Turn::Peer(None),
-            _ => Turn::Later,
-        };
+        let turn = self.turn_behind(instance);
         let placed = self
             .with_request_of(ticket, |router, request, failed| match first {
                 true => router.place_first(request, failed, now),

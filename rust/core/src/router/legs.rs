@@ -4,6 +4,7 @@ use super::decide::{Chosen, Turn, entry};
 use super::tickets::{self, Leg, TicketState};
 use super::{Router, TicketId};
 use crate::error::CoreError;
+use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::plan::{Failure, Segment, Usage};
@@ -189,7 +190,7 @@ impl Router {
         bound: Option<Segment>,
         now: Seconds,
     ) -> Result<Leg, CoreError> {
-        let turn = if self.peers(&ended.segment) { Turn::Peer(None) } else { Turn::Later };
+        let turn = self.turn_behind(ended.segment.instance);
         let (from, to) = (ended.segment.to_token, bound.and_then(|segment| segment.to_token));
         let placed = self.with_request_of(ticket, |router, request, failed| {
             router.place_later(request, turn, (from.unwrap_or(request.prompt_tokens), to), failed, now)
@@ -206,6 +207,14 @@ impl Router {
         let decision = self.tickets.get(ticket)?.decision;
         self.receipts.update(decision, |r| r.next = Some(next));
         Ok(leg)
+    }
+
+    /// Who is asked to go on behind a segment on `instance`.
+    pub(super) fn turn_behind(&self, instance: InstanceId) -> Turn {
+        match self.fleet.role(instance) {
+            Role::Both => Turn::Peer(None),
+            Role::Prefill | Role::Decode => Turn::Later,
+        }
     }
 
     /// Where the tokens `from` to `to` of a request go whose tokens before are computed.

@@ -1,7 +1,7 @@
 //! The router: the only one that commits. It decides from a snapshot, books the placement at once, follows each ticket to its
 //! end and keeps the receipts. One router serves one pool: the instances of one model.
 //!
-//! `decide` places a request, `cut` says where it is cut, `legs` the segments of its plan, `follow` what becomes of it, `ahead` what the load will be, `derive` the indicators of the moment, `explain` its receipt, `books`
+//! `decide` places a request, `cut` says where it is cut, `legs` the segments of its plan, `moves` closes one early, `follow` what becomes of it, `ahead` what the load will be, `derive` the indicators of the moment, `explain` its receipt, `books`
 //! what is placed where, `tickets` who is in flight, `shared` the lock, `feed` what the engines' events tell.
 
 pub mod ahead;
@@ -13,11 +13,13 @@ mod explain;
 pub mod feed;
 mod follow;
 mod legs;
+mod moves;
 pub mod shared;
 pub mod tickets;
 
 pub use cut::Split;
 pub use derive::TtftSource;
+pub use moves::Carry;
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;
 
@@ -131,6 +133,8 @@ pub struct Totals {
     pub filter_waived: u64,
     /// Requests cut at other places than where roles cut them.
     pub split: u64,
+    /// Running requests moved to another instance.
+    pub moved: u64,
     /// Requests ended well.
     pub finished: u64,
     /// Tickets dropped while open.

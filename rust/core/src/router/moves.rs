@@ -1,0 +1,129 @@
+//! Moves of running requests: the open segment is closed early, and another goes on elsewhere (STAR, section 5.4).
+//!
+//! A move takes time, in which the request runs on or waits: its segment on the target is bound when the move begins ([`Router::begin_move`]) and opened when
+//! [`crate::plan::Event::Moved`] says that it is there. Whatever ends the request meanwhile ends the move with it.
+use super::books::Stage;
+use super::tickets;
+use super::{Router, TicketId};
+use crate::error::CoreError;
+use crate::fleet::Role;
+use crate::ids::{InstanceId, Seconds};
+use crate::plan::{Cuts, Segment, Usage};
+
+/// How a move brings what was computed to the target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Carry {
+    /// Its KV is sent.
+    Kv,
+    /// Nothing is: the target computes it again behind what its prefix cache holds.
+    Recompute,
+}
+
+impl Router {
+    /// Begins to move a running request: books a segment for what is left of it on `target`, behind its open one.
+    ///
+    /// # Errors
+    /// `Ticket` where it is closed, without a token so far, has a segment bound behind the open one already, or could not go there: `target` is where it is, gone,
+    /// not healthy, draining, prefills only, or one of both engines cannot hand over behind an output token.
+    pub fn begin_move(
+        &mut self,
+        ticket: TicketId,
+        target: InstanceId,
+        carry: Carry,
+        now: Seconds,
+    ) -> Result<Segment, CoreError> {
+        let now = self.clock(now);
+        let state = self.tickets.get(ticket)?;
+        let (source, made) = (state.leg.segment.instance, state.leg.entry.output_tokens);
+        let runs = state.leg.entry.stage == Stage::Decoding;
+        let bound = !state.later.is_empty() || state.leg.segment.to_token.is_some();
+        let from = state.prompt_tokens + made as u32;
+        let able = |id: InstanceId| self.cuts[id.index()] >= Cuts::Output;
+        let problem = match () {
+            () if !runs => "it has no token yet",
+            () if bound => "another segment is to follow its open one",
+            () if source == target => "it runs there already",
+            () if !self.takes_over(target) => "the target is gone, not healthy, draining, or prefills only",
+            () if carry == Carry::Kv && !(able(source) && able(target)) => {
+                "the engines cannot hand over behind an output token"
+            }
+            () => "",
+        };
+        if !problem.is_empty() {
+            return Err(CoreError::Ticket {
+                ticket: ticket.0,
+                problem: format!("it cannot move: {problem}"),
+            });
+        }
+        let key = tickets::slot(ticket);
+        let mut leg = self.with_request_of(ticket, |router, request, _| {
+            router.match_prefix(request.chain);
+            let mut leg = router.leg(request, target, from, None);
+            if carry == Carry::Recompute {
+                let hit = router.saved_tokens(request, leg.hit_blocks);
+                leg.entry.new_tokens = f64::from(from) - hit;
+            }
+            leg
+        })?;
+        self.open_leg(key, &mut leg, Some(now), now);
+        let segment = leg.segment;
+        self.tickets.get(ticket)?.later.push(leg);
+        Ok(segment)
+    }
+
+    /// Gives up a move that has begun. Does nothing where none has.
+    ///
+    /// # Errors
+    /// `Ticket` where it is closed.
+    pub fn cancel_move(&mut self, ticket: TicketId, now: Seconds) -> Result<(), CoreError> {
+        let now = self.clock(now);
+        let state = self.tickets.get(ticket)?;
+        if state.leg.segment.to_token.is_none() {
+            let later = std::mem::take(&mut state.later);
+            later.iter().for_each(|leg| self.close_leg(tickets::slot(ticket), leg, now));
+        }
+        Ok(())
+    }
+
+    /// Closes the open segment where it is, and opens the one that was bound by a move.
+    pub(super) fn complete_move(&mut self, ticket: TicketId, now: Seconds) -> Result<Segment, CoreError> {
+        let key = tickets::slot(ticket);
+        let state = self.tickets.get(ticket)?;
+        if state.later.is_empty() || state.leg.segment.to_token.is_some() {
+            let problem = "no move of it has begun".into();
+            return Err(CoreError::Ticket { ticket: ticket.0, problem });
+        }
+        let (made, decision) = (state.leg.entry.output_tokens, state.decision);
+        let from = state.prompt_tokens + made as u32;
+        state.leg.segment.to_token = Some(from);
+        let mut bound = state.later.remove(0);
+        // It has made some more since it was bound.
+        self.close_leg(key, &bound, now);
+        let more = made - bound.entry.output_tokens;
+        bound.entry.output_tokens = made;
+        if bound.entry.new_tokens > 0.0 {
+            bound.entry.new_tokens += more;
+        }
+        bound.segment.from_token = from;
+        if self.fleet.is_current(bound.segment.instance, bound.instance_generation) {
+            self.placed[bound.segment.instance.index()] -= 1;
+            self.later.made -= 1;
+            self.open_leg(key, &mut bound, Some(now), now);
+        }
+        self.tickets.get(ticket)?.later.push(bound);
+        let segment = self.hand_over(ticket, Usage::default(), now)?;
+        self.totals.moved += 1;
+        let name = self.fleet.name(segment.instance).clone();
+        self.receipts.update(decision, |r| r.moves.push((from, segment.instance.0, name)));
+        Ok(segment)
+    }
+
+    /// Whether requests that run may go on there.
+    fn takes_over(&self, id: InstanceId) -> bool {
+        let live = id.index() < self.fleet.slots() && self.fleet.is_live(id);
+        live && {
+            let (healthy, draining, role) = self.fleet.state(id);
+            healthy && !draining && role != Role::Prefill
+        }
+    }
+}
