@@ -138,6 +138,8 @@ struct Cluster<'a> {
     now: Seconds,
     /// When each cut request's last token before its cut was there, and the gaps at the cuts.
     last_tokens: Vec<Seconds>,
+    /// By instance, the requests that leave it when its step ends.
+    leaving: Vec<Vec<u32>>,
     seams: TokenGaps,
     /// Requests that have not ended; events that lead to something (reports and ticks go on for ever).
     left: usize,
@@ -266,7 +268,7 @@ impl Cluster<'_> {
             },
             self.now,
         )?;
-        self.observer.placed(request as u64, decision.ticket);
+        self.observer.placed(request as u64, decision.ticket, decision.segment, shape.input_tokens[request]);
         self.observer.sent(request as u64, self.now)?;
         let instance = decision.segment.instance.index();
         self.records.arrival_seconds[request] = self.now;
@@ -415,6 +417,7 @@ impl Cluster<'_> {
         }
         arrivals.into_iter().for_each(|(at, request)| self.at(at, Event::Arrival { request }));
         self.observer.cache_changed(instance, self.engines[instance].kv_log(), self.now);
+        self.let_go(instance, end)?;
         for request in prefilled {
             self.next_segment(request, end)?;
             self.at(end, Event::Prefilled { request: request as u32 });
@@ -473,6 +476,7 @@ fn engine_request<'w>(
 }
 
 mod handover;
+mod moves;
 mod start;
 #[cfg(test)]
 mod tests;

@@ -4,7 +4,7 @@
 //! far), and a step costs the sequences that prefill, end or cross a block edge, not those that merely decode.
 use crate::cache::PrefixCache;
 use crate::events::{Counters, KvEvent, KvLog, Load, StepEvents};
-use crate::gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, TokenGaps};
+use crate::gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps, TokenGaps};
 use crate::hash;
 use crate::pool::BlockPool;
 use crate::profile::{Profile, StepWork};
@@ -311,6 +311,23 @@ impl Engine {
         self.forget(slot);
         self.counters.aborted += 1;
         true
+    }
+
+    /// Takes a request out that decodes, between two steps: gives the output tokens that it has made here, and the gaps between them. None: it does not decode
+    /// here now.
+    pub fn leave(&mut self, id: u64) -> Option<(u32, Gaps)> {
+        let slot = self.by_id.get(&id).copied()?;
+        let sequence = &self.sequences[slot];
+        if sequence.state != State::Decode || self.step.is_some() {
+            return None;
+        }
+        let made = sequence.total_at(self.tick) - sequence.prompt_tokens;
+        let gaps = self.gaps_of(slot);
+        self.name_blocks(slot, self.sequences[slot].total_at(self.tick) - 1);
+        self.unplace(slot);
+        self.forget(slot);
+        self.counters.left += 1;
+        Some((made, gaps))
     }
 
     /// Starts a step at `now` and gives its end. None: there is nothing to do at `now`. While a step runs, its end; infinite

@@ -151,6 +151,8 @@ pub struct Counters {
     pub finished: u64,
     /// Requests aborted.
     pub aborted: u64,
+    /// Requests that left while they ran, to go on elsewhere.
+    pub left: u64,
     /// Times that a running request was put back, for want of blocks or for another.
     pub preemptions: u64,
     /// Prompt tokens of the requests whose prefill is complete.

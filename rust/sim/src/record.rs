@@ -32,6 +32,8 @@ pub struct Records {
     pub handoff_least_loaded: Vec<i64>,
     /// The token at which it was first cut where no role cuts it; -1: it was not.
     pub cut_tokens: Vec<i64>,
+    /// Times that it moved while it ran.
+    pub moves: Vec<i64>,
     /// Gaps between its output tokens, as its client gets them, that are longer than the token SLO.
     pub slow_tokens: Vec<i64>,
     /// The longest of them.
@@ -63,6 +65,7 @@ impl PartialEq for Records {
                 r.handoff_least_loaded.clone(),
                 r.cut_tokens.clone(),
                 r.slow_tokens.clone(),
+                r.moves.clone(),
             ]
         };
         times(self) == times(other) && counts(self) == counts(other)
@@ -86,6 +89,7 @@ impl Records {
             decode_start_seconds: times,
             handoff_least_loaded: none.clone(),
             cut_tokens: none,
+            moves: vec![0; requests],
             slow_tokens: vec![0; requests],
             worst_gap_seconds: vec![0.0; requests],
         }

@@ -5,7 +5,7 @@ use lmetric_core::ids::Seconds;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Event, Segment, Usage};
 use lmetric_core::router::books::Report;
-use lmetric_core::router::{Router, TicketId};
+use lmetric_core::router::{Carry, Router, TicketId};
 use lmetric_core::{CoreError, InstanceId};
 use std::collections::VecDeque;
 
@@ -104,8 +104,17 @@ struct Flight {
     ticket: TicketId,
     /// Output tokens that the router was told of.
     told: u32,
-    /// Those that were made before the open segment.
+    /// Those that were made before the open segment, and those that count once it has ended.
     before: u32,
+    most: u32,
+}
+
+impl Flight {
+    /// `segment` is open now, of a request with so many prompt tokens, of which `before` output tokens were made before it.
+    fn open(&mut self, segment: Segment, prompt: u32, before: u32) {
+        (self.told, self.before) = (0, before);
+        self.most = segment.to_token.map_or(u32::MAX, |to| to.saturating_sub(prompt));
+    }
 }
 
 /// Changes of a cache on their way.
@@ -147,8 +156,10 @@ impl Observer {
     }
 
     /// A request was placed.
-    pub fn placed(&mut self, request: u64, ticket: TicketId) {
-        self.flights[request as usize] = Some(Flight { ticket, told: 0, before: 0 });
+    pub fn placed(&mut self, request: u64, ticket: TicketId, segment: Segment, prompt: u32) {
+        let mut flight = Flight { ticket, told: 0, before: 0, most: 0 };
+        flight.open(segment, prompt, 0);
+        self.flights[request as usize] = Some(flight);
     }
 
     /// The open segment of its plan goes out.
@@ -238,10 +249,52 @@ impl Observer {
     ) -> Result<Option<Segment>, CoreError> {
         self.made(request, made, now)?;
         let next = self.tell(request, Event::Finished(usage), now)?;
-        if let Some(flight) = &mut self.flights[request as usize] {
-            (flight.told, flight.before) = (0, made);
+        if let (Some(flight), Some(segment)) = (&mut self.flights[request as usize], next) {
+            flight.open(segment, usage.prompt_tokens.unwrap_or(0), made);
         }
         Ok(next)
+    }
+
+    /// A move of a running request begins; it may be given up again.
+    pub fn begin_move(
+        &mut self,
+        request: u64,
+        target: InstanceId,
+        carry: Carry,
+        now: Seconds,
+    ) -> Result<(), CoreError> {
+        match &self.flights[request as usize] {
+            Some(flight) => self.router.begin_move(flight.ticket, target, carry, now).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// See [`Observer::begin_move`].
+    pub fn cancel_move(&mut self, request: u64, now: Seconds) -> Result<(), CoreError> {
+        match &self.flights[request as usize] {
+            Some(flight) => self.router.cancel_move(flight.ticket, now),
+            None => Ok(()),
+        }
+    }
+
+    /// A request has left where it ran, with `made` output tokens so far: where it goes on.
+    pub fn moved(
+        &mut self,
+        request: u64,
+        prompt: u32,
+        made: u32,
+        now: Seconds,
+    ) -> Result<Segment, CoreError> {
+        self.made(request, made, now)?;
+        let next = self.tell(request, Event::Moved, now)?;
+        if let (Some(flight), Some(segment)) = (&mut self.flights[request as usize], next) {
+            flight.open(segment, prompt, made);
+        }
+        next.ok_or_else(|| CoreError::BadValue {
+            what: "move".into(),
+            got: format!("request {request} that goes nowhere"),
+            expected: "one that is in flight".into(),
+        })
     }
 
     /// A request has all its output tokens.
@@ -290,6 +343,8 @@ impl Observer {
 
     /// The request has `made` output tokens by now; the first one is told of apart.
     fn made(&mut self, request: u64, made: u32, now: Seconds) -> Result<(), CoreError> {
+        let most = self.flights[request as usize].map_or(0, |flight| flight.most);
+        let made = made.min(most);
         if let Some(flight) = &mut self.flights[request as usize]
             && (1..made).contains(&flight.told)
         {

@@ -58,6 +58,9 @@ impl Cluster<'_> {
         let (instance, before) = (segment.instance.0, self.parts[request].instance);
         self.parts[request] = Part { from, to, instance, before };
         self.started[request] = false;
+        if from > 0 {
+            self.records.decode_start_seconds[request] = f64::NAN;
+        }
         let by_roles = self.config.roles.get(instance as usize) == Some(&Role::Prefill);
         if let Some(cut) = to.filter(|_| from == 0 && !by_roles) {
             self.records.cut_tokens[request] = i64::from(cut);

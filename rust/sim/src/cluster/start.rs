@@ -84,6 +84,7 @@ impl<'a> Cluster<'a> {
             now: 0.0,
             left: workload.len(),
             moving: 0,
+            leaving: vec![Vec::new(); engines.len()],
             last_tokens: vec![f64::NAN; workload.len()],
             seams: TokenGaps::new(config.token_slo_seconds),
             guard_alarms: 0,

@@ -66,12 +66,15 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
         let steps = if cluster.config.signals.step_end { begun } else { ended };
         let outputs: Vec<(u64, u32)> = engine.decoding().collect();
         let mut queued = engine.load().remaining_prefill_tokens as i64;
-        let (mut tokens, mut remaining, mut coming, mut unknown) = (0, 0, 0, false);
+        let (mut tokens, mut remaining, mut coming) = (0, 0, 0);
+        let (mut unknown, mut moving_in) = (false, false);
         for &i in &in_flight {
             let (part, prompt, output) = (&parts[i], shape.input_tokens[i], shape.output_tokens[i]);
             // What another segment of it will find here.
             if bound[i] == Some(slot) {
-                tokens += part.to.unwrap().max(prompt);
+                // A move was bound with the tokens that were known when it began.
+                tokens += part.to.unwrap_or(0).max(prompt);
+                moving_in |= part.to.is_none();
                 coming += 1;
             }
             if part.instance as usize != slot {
@@ -80,7 +83,9 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
             coming += u32::from(moving.contains(&i));
             let before = part.from.saturating_sub(prompt);
             let made = outputs.iter().find(|o| o.0 == i as u64).map(|o| o.1 + steps);
-            let made_in_all = before + made.unwrap_or(0);
+            // The token that is made again behind a cut counts there.
+            let most = part.to.map_or(u32::MAX, |to| to.saturating_sub(prompt));
+            let made_in_all = (before + made.unwrap_or(0)).min(most);
             let needed = part.to.map_or(prompt, |to| to.min(prompt));
             tokens += needed + made_in_all;
             let admitted =
@@ -107,6 +112,10 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
             (Indicator::Tokens, f64::from(tokens)),
             (Indicator::RemainingTokens, f64::from(remaining)),
         ] {
+            if moving_in && id == Indicator::Tokens {
+                prop_assert!(columns.get(id)[slot] >= truth);
+                continue;
+            }
             if unknown && id == Indicator::QueuedPrefillTokens {
                 prop_assert!(columns.get(id)[slot] <= truth);
                 continue;
@@ -125,11 +134,23 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// Moves some request that decodes to another instance that may take it; false where none could.
+fn move_one(cluster: &mut Cluster<'_>, turn: usize) -> bool {
+    let n = cluster.engines.len();
+    let running: Vec<u64> = cluster.engines.iter().flat_map(|e| e.decoding().map(|(id, _)| id)).collect();
+    let Some(id) = running.get(turn % running.len().max(1)) else { return false };
+    cluster.begin_move(*id as usize, lmetric_core::InstanceId((turn / 3 % n) as u32)).is_ok()
+}
+
+fn shape_outputs(workload: &Workload) -> u64 {
+    workload.shape.output_tokens.iter().map(|tokens| u64::from(*tokens)).sum()
+}
+
 proptest! {
     #[test]
     fn exact_signals_are_exact(
         step_end: bool, instances in 1usize..4, decodes in 0usize..3, late: bool, seconds_per_token in 0.0f64..0.02,
-        layers: bool, cut in prop::option::of(0.01f64..0.99), cache_blocks in 6u32..24,
+        layers: bool, moves in 0usize..4, cut in prop::option::of(0.01f64..0.99), cache_blocks in 6u32..24,
         asks in prop::collection::vec((0.0f64..30.0, 1i64..90, 1i64..15, 0u64..3, 0u64..7), 1..25),
     ) {
         let column = |f: fn(&(f64, i64, i64, u64, u64)) -> i64| asks.iter().map(f).collect::<Vec<_>>();
@@ -161,8 +182,19 @@ proptest! {
         }
         let policy = registry::build("dynamo", &[]).unwrap();
         let mut cluster = Cluster::new(&workload, policy, None, &config).unwrap();
+        let mut steps = 0;
         while cluster.step().unwrap() {
             check(&mut cluster)?;
+            steps += 1;
+            if moves > 0 && steps % moves == 0 && move_one(&mut cluster, steps) {
+                check(&mut cluster)?;
+            }
         }
+        let records = &cluster.records;
+        prop_assert!(records.finished_seconds.iter().all(|at| at.is_finite()));
+        prop_assert_eq!(cluster.observer.router.totals().output_tokens, shape_outputs(&workload));
+        let moved: i64 = records.moves.iter().sum();
+        prop_assert_eq!(cluster.observer.router.totals().moved, moved as u64);
+        prop_assert_eq!(cluster.observer.router.in_flight(), 0);
     }
 }
