@@ -81,6 +81,7 @@ class Run:
     # hand-over.
     handoff_least_loaded: NDArray[np.int64]
     cut_tokens: NDArray[np.int64]  # where it was cut, prompt and output counted through; -1: no roles cut it
+    moves: NDArray[np.int64]  # times that it moved while it ran
     slow_tokens: NDArray[np.int64]  # gaps between its tokens longer than `token_slo_seconds`
     worst_gap_seconds: NDArray[np.float64]  # the longest of them; 0: none
     token_slo_seconds: float
@@ -92,6 +93,7 @@ class Run:
     guard_alarms: int  # prefixes that the hot-spot guard suspected
     guard_filters: int  # and for which it then took instances out
     steps: int  # of all engines
+    oom: int  # times that an engine ran out of memory, and put a request back into its queue for it
     stalled: int  # engines that stand still for ever, beyond what their profile's decode_throughput carries
     wall_seconds: float
 
@@ -120,11 +122,11 @@ class Run:
         first of them comes from there, too, so none is left out.)"""
         return np.asarray((self.finished_seconds - self.decode_start_seconds) / self.output_tokens)
 
-    def gap_seconds(self, quantile: float) -> float:
-        """A quantile of the time between tokens (TBT), to 1%; NaN where no request made two."""
+    def gap_seconds(self, quantile: float) -> float | None:
+        """A quantile of the time between tokens (TBT), to 1%; None where no request made two."""
         total = int(self.gap_counts.sum())
         if total == 0:
-            return float("nan")
+            return None
         place = int(np.searchsorted(np.cumsum(self.gap_counts), quantile * total))
         return float(self.gap_edges_seconds[min(place, len(self.gap_edges_seconds) - 1)])
 

@@ -122,6 +122,16 @@ class RunFigures:
     stalled: int = 0  # engines that stand still for ever
     local_order: str = "fcfs"  # of the engines
     preemptions: int = 0  # times that measured requests went back into a queue
+    split: str = "none"  # how requests were cut that no roles cut
+    splits: int = 0  # of the measured
+    reschedule: str = "none"  # how running requests were moved
+    moves: int = 0  # times that measured ones were
+    oom: int = 0  # times that an engine ran out of memory, over the whole run
+    token_slo_seconds: float = 0.1
+    token_goodput: float = 0.0  # tokens of measured requests a second, each within the SLO of the one before
+    slow_token_share: float | None = None  # of the gaps between tokens, those longer; None: no gap
+    tbt_p50_seconds: float | None = None  # time between tokens, over the whole run, to 1%
+    tbt_p99_seconds: float | None = None
 
 
 def measured(arrival_seconds: Floats, share: tuple[float, float]) -> NDArray[np.int64]:
@@ -141,6 +151,7 @@ def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunF
     seconds = max(end - begin, 1e-9)
     ttft, tpot, output = run.ttft_seconds[done], run.tpot_seconds[done], run.output_tokens[done]
     last = float(run.arrival_seconds[kept[-1]]) if len(kept) else 0.0
+    slow, gaps = run.slow_tokens[done], int((output - 1).sum())
     return RunFigures(
         policy=run.policy,
         seed=run.seed,
@@ -161,6 +172,15 @@ def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunF
         stalled=run.stalled,
         local_order=run.local_order,
         preemptions=int(run.preemptions[kept].sum()),
+        split=run.split,
+        splits=int((run.cut_tokens[kept] >= 0).sum()),
+        moves=int(run.moves[kept].sum()),
+        oom=run.oom,
+        token_slo_seconds=run.token_slo_seconds,
+        token_goodput=int((output - slow).sum()) / seconds,
+        slow_token_share=int(slow.sum()) / gaps if gaps else None,
+        tbt_p50_seconds=run.gap_seconds(0.5),
+        tbt_p99_seconds=run.gap_seconds(0.99),
     )
 
 

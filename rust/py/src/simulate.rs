@@ -228,6 +228,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
         ("handoff_least_loaded", records.handoff_least_loaded),
         ("cut_tokens", records.cut_tokens),
         ("slow_tokens", records.slow_tokens),
+        ("moves", records.moves),
     ] {
         dict.set_item(name, counts.into_pyarray(py))?;
     }
@@ -246,6 +247,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
     dict.set_item("guard_alarms", outcome.guard_alarms)?;
     dict.set_item("guard_filters", outcome.guard_filters)?;
     dict.set_item("steps", outcome.steps)?;
+    dict.set_item("oom", outcome.out_of_memory)?;
     dict.set_item("stalled", outcome.stalled)?;
     Ok(dict)
 }

@@ -70,6 +70,8 @@ pub struct Outcome {
     pub guard_filters: u64,
     /// Steps that all engines ran.
     pub steps: u64,
+    /// Times that an engine ran out of memory, so that a request went back into its queue.
+    pub out_of_memory: u64,
     /// Engines that stand still for ever, beyond what their [`crate::DecodeThroughput`] carries. Their requests have no end, nor
     /// have those that wait for these.
     pub stalled: u64,
@@ -183,6 +185,7 @@ pub fn simulate<E: From<CoreError>>(
             cluster.engines.iter().for_each(|engine| gaps.add(engine.gaps()));
             gaps
         },
+        out_of_memory: cluster.engines.iter().map(|engine| engine.load().counters.out_of_memory).sum(),
         steps: cluster.engines.iter().map(|engine| engine.load().counters.steps).sum(),
         router: cluster.observer.router,
     })

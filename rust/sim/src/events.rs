@@ -155,6 +155,8 @@ pub struct Counters {
     pub left: u64,
     /// Times that a running request was put back, for want of blocks or for another.
     pub preemptions: u64,
+    /// Of these, those for want of blocks.
+    pub out_of_memory: u64,
     /// Prompt tokens of the requests whose prefill is complete.
     pub prompt_tokens: u64,
     /// Those among them that came out of the cache.

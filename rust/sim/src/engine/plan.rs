@@ -255,6 +255,7 @@ impl Engine {
                 None => {
                     let running = self.prefilling.iter().chain(&self.decoding);
                     let victim = *running.max_by_key(|&&slot| self.rank(slot)).unwrap_or(&slot);
+                    self.counters.out_of_memory += 1;
                     self.preempt(victim);
                     if victim == slot {
                         return;
