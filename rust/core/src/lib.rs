@@ -23,6 +23,7 @@ pub mod policy;
 pub mod receipt;
 pub mod request;
 pub mod router;
+pub mod split;
 mod wide;
 
 pub use error::CoreError;

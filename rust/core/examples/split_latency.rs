@@ -1,0 +1,92 @@
+//! What a search for a cut takes (`lmetric_core::split`), by loads and lengths drawn at random.
+//!
+//! `cargo run --release -p lmetric-core --example split_latency`. Each sample is one call between two readings of the clock, so that the tail is seen;
+//! the clock's own share is printed first.
+use lmetric_core::estimate::StepTime;
+use lmetric_core::split::predict::Instance;
+use lmetric_core::split::{Found, Load, Placed, Settings, Whole, search, search_three};
+use rand::{RngExt, SeedableRng};
+use rand_pcg::Pcg64;
+use std::hint::black_box;
+use std::time::Instant;
+
+const SAMPLES: usize = 200_000;
+
+/// The profile `llama-3.1-8b-a100`, about.
+const STEP: StepTime = StepTime {
+    fixed_seconds: 0.01,
+    decode_seconds_per_sequence: 2e-5,
+    decode_seconds_per_context_token: 8e-8,
+    prefill_seconds_per_token: 6e-5,
+    prefill_seconds_per_attention_pair: 2.2e-9,
+    max_batch_tokens: 2048.0,
+};
+
+struct Case {
+    whole: Whole,
+    loads: [Load; 3],
+}
+
+fn case(rng: &mut Pcg64) -> Case {
+    let prompt_tokens = rng.random_range(64..16_384);
+    let mut load = || {
+        let (queued, decoding) = (rng.random_range(0.0..8000.0), rng.random_range(0.0..128.0f64).floor());
+        Load {
+            queued_prefill_tokens: queued,
+            queued_prefill_pairs: queued * 1000.0,
+            decoding,
+            context_tokens: decoding * 1500.0,
+            remaining_output_tokens: decoding * rng.random_range(50.0..600.0),
+        }
+    };
+    let loads = [load(), load(), load()];
+    let whole = Whole {
+        prompt_tokens,
+        first_hit_tokens: rng.random_range(0..prompt_tokens),
+        second_hit_tokens: 0,
+        expected_output_tokens: rng.random_range(64..2048),
+    };
+    Case { whole, loads }
+}
+
+fn measure(name: &str, cases: &[Case], mut call: impl FnMut(&Case)) {
+    let mut nanoseconds: Vec<u64> = cases
+        .iter()
+        .map(|case| {
+            let start = Instant::now();
+            call(black_box(case));
+            start.elapsed().as_nanos() as u64
+        })
+        .collect();
+    nanoseconds.sort_unstable();
+    let at = |share: f64| nanoseconds[(share * (SAMPLES - 1) as f64) as usize] as f64 / 1e3;
+    println!("{name:<28} p50 {:7.3} us   p99 {:7.3} us   p99.9 {:7.3} us", at(0.5), at(0.99), at(0.999));
+}
+
+fn main() {
+    let mut rng = Pcg64::seed_from_u64(1);
+    let cases: Vec<Case> = (0..SAMPLES).map(|_| case(&mut rng)).collect();
+    let settings = Settings::default();
+    let six = Settings { epsilon: 0.0, ..settings };
+    let run = |case: &Case, settings: &Settings| -> Found {
+        search(&case.whole, &case.loads[0], &case.loads[1], &STEP, &STEP, settings)
+    };
+    measure("clock", &cases, |_| ());
+    measure("two loads made ready", &cases, |case| {
+        black_box((Instance::new(&case.loads[0], &STEP), Instance::new(&case.loads[1], &STEP)));
+    });
+    measure("search", &cases, |case| {
+        black_box(run(case, &settings));
+    });
+    measure("search, always six probes", &cases, |case| {
+        black_box(run(case, &six));
+    });
+    measure("three parts, three instances", &cases, |case| {
+        let on = [0, 1, 2].map(|i| Placed { load: &case.loads[i], step: &STEP, hit_tokens: 0 });
+        black_box(search_three(&case.whole, case.whole.expected_output_tokens / 2, on, &settings));
+    });
+    let found: Vec<Found> = cases.iter().map(|case| run(case, &settings)).collect();
+    let cut = found.iter().filter(|found| found.cut_token.is_some()).count();
+    let probes: u32 = found.iter().map(|found| found.probes).sum();
+    println!("{cut} of {SAMPLES} cut, {:.2} probes each", f64::from(probes) / SAMPLES as f64);
+}

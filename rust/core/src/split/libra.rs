@@ -1,0 +1,362 @@
+//! Algorithm 1: the token at which both instances are busy for equally long, by bounded binary search.
+use super::predict::{Instance, parts};
+use super::{Found, Load, Settings, Whole, Why};
+use crate::estimate::StepTime;
+use crate::ids::Seconds;
+use crate::plan::Cuts;
+
+/// Where to cut `whole` between a first instance, whose load is `first`, and a second one (Libra, section 4.1, Algorithm 1).
+///
+/// The search starts at `phi = P / (P + D)`, the prompt's end, and halves what is left of the allowed range at each of at most K probes:
+/// `s = ceil(phi (P + D))` tokens go to the first instance. T1 never falls and T2 never grows with phi, but for the one token at the prompt's end.
+/// Of the probes, that with the smallest gap counts, not the last. Never allocates; about K closed forms.
+///
+/// A cut in the prompt moves at least `least_tokens` that the second instance does not hold; the first may hold them all: then nothing is
+/// computed there, and the cut is a pull of a prefix.
+pub fn search(
+    whole: &Whole,
+    first: &Load,
+    second: &Load,
+    step_first: &StepTime,
+    step_second: &StepTime,
+    settings: &Settings,
+) -> Found {
+    let (Some(first), Some(second)) = (Instance::new(first, step_first), Instance::new(second, step_second))
+    else {
+        return Found::whole(Why::Unknown);
+    };
+    if whole.expected_output_tokens == 0 {
+        return Found::whole(Why::Unknown);
+    }
+    let (least, most) = match allowed(whole, settings) {
+        Ok(range) => range,
+        Err(why) => return Found::whole(why),
+    };
+    let pair = Pair::new(whole, first, second);
+    let all = f64::from(whole.tokens());
+    let (mut low, mut high) = (f64::from(least) / all, f64::from(most) / all);
+    let mut phi = (f64::from(whole.prompt_tokens) / all).clamp(low, high);
+    let mut best: Option<Probe> = None;
+    let (mut probes, mut last) = (0, 0);
+    while probes < settings.probes {
+        let token = ((phi * all).ceil() as u32).clamp(least, most);
+        if token == last {
+            break;
+        }
+        (last, probes) = (token, probes + 1);
+        let probe = pair.probe(whole, token);
+        if best.is_none_or(|best| probe.gap() < best.gap()) {
+            best = Some(probe);
+        }
+        if probe.gap() <= settings.epsilon * pair.own_seconds {
+            break;
+        }
+        if probe.first < probe.second {
+            low = phi;
+        } else {
+            high = phi;
+        }
+        phi = f64::midpoint(low, high);
+    }
+    let best = best.expect("settings.probes is at least 1, and no token is 0");
+    pair.judge(whole, &best, probes, settings)
+}
+
+/// The cut at the fraction `fraction` of P + D, clipped so that both parts have a token: to test engines and streams with.
+/// `None`: a request of less than two tokens, or a fraction that is no number.
+pub fn force_at(fraction: f64, whole: &Whole) -> Option<u32> {
+    let all = whole.tokens();
+    (all >= 2 && !fraction.is_nan()).then(|| ((fraction * f64::from(all)).ceil() as u32).clamp(1, all - 1))
+}
+
+/// First and last token at which a cut may lie.
+fn allowed(whole: &Whole, settings: &Settings) -> Result<(u32, u32), Why> {
+    let (prompt, least_tokens) = (whole.prompt_tokens, settings.least_tokens.max(1));
+    // What the second instance holds need not be moved there.
+    let least = whole.second_hit_tokens.min(prompt).saturating_add(least_tokens);
+    let most = whole.tokens().saturating_sub(least_tokens);
+    let (least, most) = match settings.cuts {
+        Cuts::Nowhere => return Err(Why::Unable),
+        Cuts::PromptEnd if least <= prompt && prompt <= most => (prompt, prompt),
+        Cuts::PromptEnd => return Err(Why::TooShort),
+        Cuts::Output => (least.max(prompt), most),
+        Cuts::Anywhere => (least, most),
+    };
+    if least <= most { Ok((least, most)) } else { Err(Why::TooShort) }
+}
+
+/// A cut that was looked at.
+#[derive(Clone, Copy, Debug)]
+struct Probe {
+    token: u32,
+    first: Seconds,
+    second: Seconds,
+}
+
+impl Probe {
+    fn gap(&self) -> Seconds {
+        (self.first - self.second).abs()
+    }
+}
+
+/// Two instances, and what they take without the request and with all of it.
+struct Pair {
+    first: Instance,
+    second: Instance,
+    idle: [Seconds; 2],
+    loaded: [Seconds; 2],
+    /// What the request adds, the mean of both.
+    own_seconds: Seconds,
+}
+
+impl Pair {
+    fn new(whole: &Whole, first: Instance, second: Instance) -> Pair {
+        let all = whole.tokens();
+        let idle = [first.seconds(&Default::default()), second.seconds(&Default::default())];
+        let loaded = [first.seconds(&parts(whole, all).0), second.seconds(&parts(whole, 0).1)];
+        let own_seconds = (loaded[0] - idle[0] + loaded[1] - idle[1]) / 2.0;
+        Pair { first, second, idle, loaded, own_seconds }
+    }
+
+    fn probe(&self, whole: &Whole, token: u32) -> Probe {
+        let (first, second) = parts(whole, token);
+        Probe { token, first: self.first.seconds(&first), second: self.second.seconds(&second) }
+    }
+
+    /// Whether the best cut pays: when the pair is done with all, against the request whole on the better of both.
+    fn judge(&self, whole: &Whole, best: &Probe, probes: u32, settings: &Settings) -> Found {
+        let moved = f64::from(best.token.saturating_sub(whole.second_hit_tokens));
+        let transfer = settings.transfer_fixed_seconds + settings.transfer_seconds_per_token * moved;
+        let handed_over = self.first.until_done(&parts(whole, best.token).0) + transfer;
+        // The second part begins no sooner than it is handed over; until then its instance does what else it has.
+        let waits = (handed_over - self.idle[1]).max(0.0);
+        let seconds_cut = best.first.max(best.second + waits);
+        let [on_first, on_second] = [self.loaded[0].max(self.idle[1]), self.loaded[1].max(self.idle[0])];
+        let seconds_whole = on_first.min(on_second);
+        let pays =
+            settings.least_gain.is_none_or(|gain| seconds_cut < seconds_whole - gain * self.own_seconds);
+        let why = match (pays, best.gap() <= settings.epsilon * self.own_seconds) {
+            (false, _) => Why::NoGain,
+            (true, true) => Why::Balanced,
+            (true, false) => Why::Nearest,
+        };
+        Found {
+            cut_token: pays.then_some(best.token),
+            phi: f64::from(best.token) / f64::from(whole.tokens()),
+            probes,
+            seconds_first: best.first,
+            seconds_second: best.second,
+            seconds_cut,
+            seconds_whole,
+            whole_on_second: on_second < on_first,
+            why,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::predict::tests::round;
+    use super::*;
+    use proptest::prelude::*;
+
+    const ALIKE: Whole = Whole {
+        prompt_tokens: 1024,
+        first_hit_tokens: 0,
+        second_hit_tokens: 0,
+        expected_output_tokens: 1024,
+    };
+
+    /// The figures of Figure 5 (Qwen2.5-32B on A100): 5.6 requests/s prefill 1,024 tokens, 1.7 decode 1,024 tokens behind them, and both sides
+    /// make 2.5 where the cut is at 1358. Solved by hand for 20 ms a step, no cost a sequence, 2,048 tokens a step:
+    /// - 1024 u + 1024 x 1535.5 b = 1 / 1.7 and 690 u + 690 x 1702.5 b = 1 / 2.5 (the second side) give b = 3.15e-8 s a context token and
+    ///   u = 5.26e-4 s: 20 ms shared by 38 sequences;
+    /// - 1024 c + 20 ms x 1024 / 2017 = 1 / 5.6 (the first, which only prefills) gives c = 1.645e-4;
+    /// - 1 / 2.5 - 1024 c - 334 x 1191.5 b for 334 decodes leaves 20 ms shared by 30.5: the first side's batch is smaller, as requests
+    ///   stay there for fewer tokens. With one batch size for both, no constants meet all four figures.
+    fn figure_5() -> (StepTime, Load, Load) {
+        let step = StepTime {
+            fixed_seconds: 0.02,
+            decode_seconds_per_sequence: 0.0,
+            decode_seconds_per_context_token: 3.15e-8,
+            prefill_seconds_per_token: 1.645e-4,
+            prefill_seconds_per_attention_pair: 0.0,
+            max_batch_tokens: 2048.0,
+        };
+        (step, Load { decoding: 29.5, ..Load::default() }, Load { decoding: 37.0, ..Load::default() })
+    }
+
+    #[test]
+    fn the_balance_of_figure_5() {
+        let (step, first, second) = figure_5();
+        let pair =
+            Pair::new(&ALIKE, Instance::new(&first, &step).unwrap(), Instance::new(&second, &step).unwrap());
+        let rates = |token| {
+            let probe = pair.probe(&ALIKE, token);
+            (1.0 / probe.first, 1.0 / probe.second)
+        };
+        let (prefill, decode) = rates(1024);
+        assert!((prefill - 5.6).abs() < 0.05 && (decode - 1.7).abs() < 0.02, "{prefill} {decode}");
+        let (prefill, decode) = rates(1358);
+        assert!((prefill - 2.5).abs() < 0.01 && (decode - 2.5).abs() < 0.01, "{prefill} {decode}");
+        // Probes at 1024, 1536, 1280, 1408 and 1344, whose gap is within 5% of what the request takes.
+        let as_printed = Settings { least_gain: None, least_tokens: 1, ..Settings::default() };
+        let found = search(&ALIKE, &first, &second, &step, &step, &as_printed);
+        assert_eq!(
+            (found.why, found.probes, found.cut_token.map(|s| s.abs_diff(1344) <= 1)),
+            (Why::Balanced, 5, Some(true))
+        );
+        // Finer: where the rates are equal.
+        let finer = Settings { probes: 12, epsilon: 0.001, ..as_printed };
+        let found = search(&ALIKE, &first, &second, &step, &step, &finer);
+        assert!(found.cut_token.unwrap().abs_diff(1358) <= 3, "{found:?}");
+    }
+
+    #[test]
+    fn a_lone_request_is_not_cut_and_one_among_others_is() {
+        let step = round();
+        let settings = Settings::default();
+        let idle = Load::default();
+        let found = search(&ALIKE, &idle, &idle, &step, &step, &settings);
+        assert_eq!((found.cut_token, found.why), (None, Why::NoGain));
+        // On an idle pair nothing is gained: the parts take what the whole takes, and the second begins when the first ends.
+        assert!(found.seconds_cut >= found.seconds_whole);
+        let busy = Load {
+            decoding: 32.0,
+            context_tokens: 48_000.0,
+            remaining_output_tokens: 32.0 * 1024.0,
+            ..Load::default()
+        };
+        let found = search(&ALIKE, &busy, &busy, &step, &step, &settings);
+        assert_eq!((found.why, found.cut_token.is_some()), (Why::Balanced, true), "{found:?}");
+        assert!(found.seconds_cut < found.seconds_whole);
+        // A transfer that takes longer than what the second instance has to do makes it wait.
+        let slow = Settings { transfer_fixed_seconds: 60.0, ..settings };
+        assert_eq!(search(&ALIKE, &busy, &busy, &step, &step, &slow).why, Why::NoGain);
+        // Where the second instance has far more to do, the request stays on the first, and the other way round.
+        let more = Load { remaining_output_tokens: 1e6, ..busy };
+        let found = search(&ALIKE, &busy, &more, &step, &step, &settings);
+        assert_eq!((found.cut_token, found.whole_on_second), (None, false));
+        let found = search(&ALIKE, &more, &busy, &step, &step, &settings);
+        assert_eq!((found.cut_token, found.whole_on_second), (None, true));
+    }
+
+    #[test]
+    fn cuts_lie_where_engines_and_caches_let_them() {
+        let (step, first, second) = figure_5();
+        let any = Settings { least_gain: None, ..Settings::default() };
+        let cut = |whole: &Whole, cuts| {
+            let found = search(whole, &first, &second, &step, &step, &Settings { cuts, ..any });
+            (found.cut_token, found.probes)
+        };
+        assert_eq!(cut(&ALIKE, Cuts::PromptEnd), (Some(1024), 1));
+        // Long prompt, short answer: the balance lies inside the prompt.
+        let long = Whole { prompt_tokens: 8192, expected_output_tokens: 64, ..ALIKE };
+        let inside = cut(&long, Cuts::Anywhere).0.unwrap();
+        assert!((3000..5000).contains(&inside), "{inside}");
+        assert_eq!(cut(&long, Cuts::Output).0, Some(8192));
+        // What the second holds already is not handed over.
+        let held = Whole { second_hit_tokens: 8000, ..long };
+        assert!(cut(&held, Cuts::Anywhere).0.unwrap() >= 8032);
+        for (whole, cuts, why) in [
+            (ALIKE, Cuts::Nowhere, Why::Unable),
+            (Whole { prompt_tokens: 20, expected_output_tokens: 20, ..ALIKE }, Cuts::Anywhere, Why::TooShort),
+            (Whole { expected_output_tokens: 20, ..ALIKE }, Cuts::PromptEnd, Why::TooShort),
+            (Whole { expected_output_tokens: 0, ..ALIKE }, Cuts::Anywhere, Why::Unknown),
+        ] {
+            let found = search(&whole, &first, &second, &step, &step, &Settings { cuts, ..any });
+            assert_eq!((found.cut_token, found.why, found.probes), (None, why, 0));
+        }
+        let bad = Load { decoding: f64::NAN, ..first };
+        assert_eq!(search(&ALIKE, &bad, &second, &step, &step, &any).why, Why::Unknown);
+    }
+
+    #[test]
+    fn a_forced_cut_leaves_both_sides_a_token() {
+        let whole = Whole { prompt_tokens: 7, expected_output_tokens: 3, ..ALIKE };
+        for (fraction, token) in [(0.0, 1), (0.41, 5), (0.5, 5), (0.99, 9), (1.0, 9), (-3.0, 1)] {
+            assert_eq!(force_at(fraction, &whole), Some(token), "{fraction}");
+        }
+        assert_eq!(force_at(f64::NAN, &whole), None);
+        assert_eq!(force_at(0.5, &Whole { prompt_tokens: 1, expected_output_tokens: 0, ..whole }), None);
+    }
+
+    #[test]
+    fn settings_out_of_range_are_named() {
+        let good = Settings::default();
+        assert_eq!(good.check(), Ok(()));
+        for (settings, what) in [
+            (Settings { probes: 0, ..good }, "probes"),
+            (Settings { epsilon: f64::NAN, ..good }, "epsilon"),
+            (Settings { least_gain: Some(2.0), ..good }, "least gain"),
+            (Settings { least_tokens: 0, ..good }, "least tokens"),
+            (Settings { transfer_seconds_per_token: -1.0, ..good }, "seconds per token"),
+            (Settings { transfer_fixed_seconds: f64::INFINITY, ..good }, "fixed seconds"),
+        ] {
+            let message = settings.check().unwrap_err().to_string();
+            assert!(message.contains(what), "{message}");
+        }
+    }
+
+    prop_compose! {
+        fn load()(queued in 0.0..20_000f64, decoding in 0.0..200f64, context in 0.0..4000f64, remaining in 0.0..1000f64) -> Load {
+            Load {
+                queued_prefill_tokens: queued,
+                queued_prefill_pairs: queued * 500.0,
+                decoding,
+                context_tokens: decoding * context,
+                remaining_output_tokens: decoding * remaining,
+            }
+        }
+    }
+
+    prop_compose! {
+        fn whole()(prompt in 1..20_000u32, output in 1..4000u32, a in 0.0..1f64, b in 0.0..1f64) -> Whole {
+            let hit = |share: f64| (f64::from(prompt) * share) as u32;
+            Whole { prompt_tokens: prompt, first_hit_tokens: hit(a), second_hit_tokens: hit(b), expected_output_tokens: output }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_first_side_grows_and_the_second_shrinks(whole in whole(), a in load(), b in load(), x in 0.0..1f64, y in 0.0..1f64) {
+            let pair = Pair::new(&whole, Instance::new(&a, &round()).unwrap(), Instance::new(&b, &round()).unwrap());
+            let last = whole.tokens() - 1;
+            let token = |phi: f64| 1 + ((f64::from(last) - 1.0).max(0.0) * phi) as u32;
+            let (low, high) = (token(x.min(y)), token(x.max(y)));
+            let (before, after) = (pair.probe(&whole, low), pair.probe(&whole, high));
+            prop_assert!(before.first <= after.first * (1.0 + 1e-12));
+            // At the prompt's end the second side makes one token more: the first, which a prefill makes at no cost.
+            let one = 0.01 + 1e-4 + 1e-6 * f64::from(whole.tokens());
+            let seam = if low < whole.prompt_tokens && high >= whole.prompt_tokens { one } else { 0.0 };
+            prop_assert!(after.second <= before.second * (1.0 + 1e-12) + seam);
+        }
+
+        #[test]
+        fn a_cut_found_is_a_balance_or_the_nearest(whole in whole(), a in load(), b in load(), printed: bool) {
+            let settings = Settings { least_gain: (!printed).then_some(0.05), ..Settings::default() };
+            let found = search(&whole, &a, &b, &round(), &round(), &settings);
+            prop_assert!(found.probes <= settings.probes);
+            let Some(token) = found.cut_token else { return Ok(()) };
+            let least = whole.second_hit_tokens + settings.least_tokens;
+            prop_assert!(least <= token && token + settings.least_tokens <= whole.tokens());
+            prop_assert!(printed || found.seconds_cut < found.seconds_whole);
+            let pair = Pair::new(&whole, Instance::new(&a, &round()).unwrap(), Instance::new(&b, &round()).unwrap());
+            let gap = (found.seconds_first - found.seconds_second).abs();
+            if found.why == Why::Balanced {
+                prop_assert!(gap <= 0.05 * pair.own_seconds);
+                return Ok(());
+            }
+            // Six probes leave an interval of 1/32 of the range: balance is no further off, or at the range's end.
+            let width = (whole.tokens() - settings.least_tokens - least) / 32 + 2;
+            let gap_at = |t: u32| {
+                let probe = pair.probe(&whole, t);
+                probe.first - probe.second
+            };
+            let (low, high) = (token.saturating_sub(width).max(least), (token + width).min(whole.tokens() - settings.least_tokens));
+            let crossed = gap_at(low) <= 0.0 && gap_at(high) >= 0.0;
+            let ends = gap_at(least) >= -0.03 || gap_at(whole.tokens() - settings.least_tokens) <= 0.03;
+            prop_assert!(crossed || ends, "{found:?}");
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! The execution predictor (Libra, section 4.1): what an instance takes for all that is assigned to it, in closed form.
+//!
+//! The paper plays virtual passes: prefill chunks and one token of every active decode share a pass under the token budget, until all is done.
+//! Each pass costs what the step-time model says, which is linear. So the sum over passes needs no passes, only their number:
+//!
+//! `T = fixed x passes + a x decodes + b x their contexts + c x prefill tokens + d x prefill pairs`
+//!
+//! `passes` is the larger of two: those that the decodes need, at the batch that the instance has ("drawn from each instance's recent batching
+//! history"), and those that the prefill needs, beside these decodes under the token budget. The batch is taken to stay: under a stream of
+//! requests what ends is replaced. All decodes of a batch count as equally far from their ends.
+use super::{Load, Whole};
+use crate::estimate::{StepTime, attention_pairs};
+use crate::ids::Seconds;
+
+/// Work of a part of a request on one instance.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Part {
+    /// Prompt tokens to be computed.
+    pub prefill_tokens: f64,
+    /// Their attention pairs.
+    pub prefill_pairs: f64,
+    /// Decode passes.
+    pub decodes: f64,
+    /// Context tokens behind which they run, summed over the passes.
+    pub contexts: f64,
+}
+
+impl Part {
+    /// Tokens `from..to` (of prompt and output counted through), of which the leading `hit` tokens are in the cache. `first`: the part begins the request.
+    ///
+    /// A pass computes one token's KV, but a part that begins behind the prompt's end computes the last token that it got again, to make the
+    /// next one ([`crate::plan`]). So `to - max(from, P)` decodes make a later part's tokens; where the prefill is here and the request ends here, one
+    /// less, since the prefill makes the first.
+    pub fn of(prompt_tokens: u32, tokens: u32, hit: u32, from: u32, to: u32) -> Part {
+        let p = f64::from(prompt_tokens);
+        let begin = f64::from(from.max(hit).min(prompt_tokens));
+        // The last prompt token is always computed, where the part reaches the answer and the prompt is its own.
+        let end = f64::from(to.min(prompt_tokens));
+        let own_prompt = from < prompt_tokens;
+        let least = if own_prompt && to >= prompt_tokens { 1.0 } else { 0.0 };
+        let new = (end - begin).max(least);
+        let from = f64::from(from.max(prompt_tokens));
+        let mut decodes = (f64::from(to) - from).max(0.0);
+        if own_prompt && to == tokens {
+            decodes = (decodes - 1.0).max(0.0);
+        }
+        let ahead = if own_prompt { p + 1.0 } else { from };
+        Part {
+            prefill_tokens: new,
+            prefill_pairs: attention_pairs(end - new, new),
+            decodes,
+            contexts: decodes * (ahead + (decodes - 1.0) / 2.0),
+        }
+    }
+
+    /// Both, on one instance.
+    pub fn and(&self, other: &Part) -> Part {
+        Part {
+            prefill_tokens: self.prefill_tokens + other.prefill_tokens,
+            prefill_pairs: self.prefill_pairs + other.prefill_pairs,
+            decodes: self.decodes + other.decodes,
+            contexts: self.contexts + other.contexts,
+        }
+    }
+}
+
+/// An instance as the search sees it: what its load takes, worked out once, and its rates.
+#[derive(Clone, Copy, Debug)]
+pub struct Instance {
+    step: StepTime,
+    /// Passes that the present decodes need, prefill tokens that are queued, and the cost of all that but for the fixed part.
+    passes: f64,
+    prefill_tokens: f64,
+    seconds: Seconds,
+    /// Sequences in the batch, the new one counted, and the token budget that the present ones leave.
+    batch: f64,
+    budget: f64,
+    /// A pass of the present batch with the new one in it, but for the new one's context.
+    pass_seconds: Seconds,
+}
+
+impl Instance {
+    /// `None`: a figure is no number, below zero or beyond all bounds, or a pass takes no time.
+    pub fn new(load: &Load, step: &StepTime) -> Option<Instance> {
+        let costs = [
+            step.fixed_seconds,
+            step.decode_seconds_per_sequence,
+            step.decode_seconds_per_context_token,
+            step.prefill_seconds_per_token,
+            step.prefill_seconds_per_attention_pair,
+        ];
+        let sane = costs.iter().all(|cost| (0.0..1e6).contains(cost)) && step.max_batch_tokens >= 1.0;
+        // A prompt and an answer both cost something, or nothing is known of them.
+        let known = costs[0] + costs[1] > 0.0 && costs[3] > 0.0;
+        if !(load.check() && sane && known) {
+            return None;
+        }
+        let present = load.decoding.max(1.0);
+        let (remaining, each) = (load.remaining_output_tokens, load.remaining_output_tokens / present);
+        // Each of the batch has its mean context ahead, and grows by what it has yet to get.
+        let contexts = remaining * (load.context_tokens / present + (each - 1.0).max(0.0) / 2.0);
+        Some(Instance {
+            step: *step,
+            passes: each,
+            prefill_tokens: load.queued_prefill_tokens,
+            seconds: step.decode_seconds_per_sequence * remaining
+                + step.decode_seconds_per_context_token * contexts
+                + step.prefill_seconds_per_token * load.queued_prefill_tokens
+                + step.prefill_seconds_per_attention_pair * load.queued_prefill_pairs,
+            batch: load.decoding + 1.0,
+            budget: (step.max_batch_tokens - load.decoding).max(1.0),
+            pass_seconds: step.step(load.decoding + 1.0, load.context_tokens),
+        })
+    }
+
+    /// T: seconds until all is done, `part` included.
+    pub fn seconds(&self, part: &Part) -> Seconds {
+        let decode = self.passes + part.decodes / self.batch;
+        let prefill = (self.prefill_tokens + part.prefill_tokens) / self.budget;
+        self.seconds
+            + self.step.fixed_seconds * decode.max(prefill)
+            + self.step.decode_seconds_per_sequence * part.decodes
+            + self.step.decode_seconds_per_context_token * part.contexts
+            + self.step.prefill_seconds_per_token * part.prefill_tokens
+            + self.step.prefill_seconds_per_attention_pair * part.prefill_pairs
+    }
+
+    /// Seconds until `part` itself is done if it begins now: prefills go first come, first served beside the decodes, then each of its tokens
+    /// takes a whole pass.
+    pub fn until_done(&self, part: &Part) -> Seconds {
+        let (mut seconds, mut passes) = (0.0, part.decodes);
+        if part.prefill_tokens > 0.0 {
+            let tokens = self.prefill_tokens + part.prefill_tokens;
+            passes += (tokens / self.budget).ceil();
+            seconds += self.step.prefill_seconds_per_token * tokens
+                + self.step.prefill_seconds_per_attention_pair * part.prefill_pairs;
+        }
+        seconds + passes * self.pass_seconds + self.step.decode_seconds_per_context_token * part.contexts
+    }
+}
+
+/// Both parts of a request that is cut at `token`, each with the prefix that its own instance holds.
+pub fn parts(whole: &Whole, token: u32) -> (Part, Part) {
+    let Whole { prompt_tokens, first_hit_tokens, second_hit_tokens, .. } = *whole;
+    let all = whole.tokens();
+    (
+        Part::of(prompt_tokens, all, first_hit_tokens, 0, token),
+        Part::of(prompt_tokens, all, second_hit_tokens, token, all),
+    )
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn round() -> StepTime {
+        StepTime {
+            fixed_seconds: 0.01,
+            decode_seconds_per_sequence: 1e-4,
+            decode_seconds_per_context_token: 1e-6,
+            prefill_seconds_per_token: 1e-4,
+            prefill_seconds_per_attention_pair: 1e-8,
+            max_batch_tokens: 512.0,
+        }
+    }
+
+    fn close(a: f64, b: f64) {
+        assert!((a - b).abs() < 1e-9 * b.abs().max(1.0), "{a} is not {b}");
+    }
+
+    #[test]
+    fn parts_by_hand() {
+        // P = 100, D = 20. Cut at 110: 100 prompt tokens and 10 decodes behind 101 to 110 tokens; then 10 behind 110 to 119.
+        let first = Part::of(100, 120, 0, 0, 110);
+        assert_eq!(
+            first,
+            Part { prefill_tokens: 100.0, prefill_pairs: 5000.0, decodes: 10.0, contexts: 1055.0 }
+        );
+        let second = Part::of(100, 120, 0, 110, 120);
+        assert_eq!(second, Part { decodes: 10.0, contexts: 1145.0, ..Part::default() });
+        // At the prompt's end: no decode here, all 20 there, the first of which computes the last prompt token again.
+        assert_eq!(Part::of(100, 120, 0, 0, 100).decodes, 0.0);
+        assert_eq!(Part::of(100, 120, 0, 100, 120).decodes, 20.0);
+        // Inside the prompt, 30 tokens of 70 behind 70 are computed there, and 19 decodes follow.
+        let late = Part::of(100, 120, 0, 70, 120);
+        assert_eq!((late.prefill_tokens, late.prefill_pairs, late.decodes), (30.0, 30.0 * 85.0, 19.0));
+        // Cached: the first holds 64, the second 96 and so computes 4; a prompt that is cached whole has its last token computed.
+        assert_eq!(Part::of(100, 120, 64, 0, 70).prefill_tokens, 6.0);
+        assert_eq!(Part::of(100, 120, 64, 0, 50).prefill_tokens, 0.0);
+        assert_eq!(Part::of(100, 120, 96, 70, 120).prefill_tokens, 4.0);
+        assert_eq!(Part::of(100, 120, 100, 0, 120).prefill_tokens, 1.0);
+    }
+
+    #[test]
+    fn seconds_by_hand() {
+        // 4 decodes of 1,000 tokens with 100 left each, 1,000 prompt tokens of 500,000 pairs queued.
+        let load = Load {
+            queued_prefill_tokens: 1000.0,
+            queued_prefill_pairs: 5e5,
+            decoding: 4.0,
+            context_tokens: 4000.0,
+            remaining_output_tokens: 400.0,
+        };
+        let instance = Instance::new(&load, &round()).unwrap();
+        let alone = 0.01 * 100.0 + 400.0 * 1e-4 + 400.0 * 1049.5 * 1e-6 + 0.1 + 0.005;
+        close(instance.seconds(&Part::default()), alone);
+        // 50 decodes more, at a fifth of a pass each.
+        let part = Part { prefill_tokens: 100.0, prefill_pairs: 5000.0, decodes: 50.0, contexts: 6000.0 };
+        close(instance.seconds(&part), alone + 0.01 * 10.0 + 0.005 + 0.006 + 0.01 + 5e-5);
+        // 60,000 prompt tokens need more passes than the decodes: 61,000 / 508.
+        let long = Part { prefill_tokens: 60_000.0, ..Part::default() };
+        close(instance.seconds(&long), alone - 1.0 + 0.01 * 61_000.0 / 508.0 + 6.0);
+        // Its own end: 1,100 prompt tokens take 3 passes; each pass 10 ms + 5 x 0.1 ms + 4,000 x 1 us.
+        close(instance.until_done(&part), 0.11 + 5e-5 + 53.0 * 0.0145 + 0.006);
+    }
+
+    #[test]
+    fn an_idle_instance_takes_what_the_request_takes_alone() {
+        let instance = Instance::new(&Load::default(), &round()).unwrap();
+        let part = Part::of(256, 276, 0, 256, 276);
+        close(instance.seconds(&part), instance.until_done(&part));
+        close(instance.seconds(&part), 20.0 * 0.0101 + 20.0 * 265.5 * 1e-6);
+    }
+
+    #[test]
+    fn what_is_no_figure_is_refused() {
+        let good = Load { decoding: 4.0, ..Load::default() };
+        assert!(Instance::new(&good, &round()).is_some());
+        for bad in [f64::NAN, -1.0, f64::INFINITY] {
+            assert!(Instance::new(&Load { decoding: bad, ..good }, &round()).is_none());
+            assert!(Instance::new(&Load { queued_prefill_pairs: bad, ..good }, &round()).is_none());
+            assert!(Instance::new(&good, &StepTime { fixed_seconds: bad, ..round() }).is_none());
+        }
+        assert!(Instance::new(&good, &StepTime { max_batch_tokens: f64::NAN, ..round() }).is_none());
+        assert!(Instance::new(&good, &StepTime { prefill_seconds_per_token: 0.0, ..round() }).is_none());
+    }
+}
