@@ -1,5 +1,6 @@
 //! What the router learns or is told about speed.
 pub mod decode_load;
+pub mod output_length;
 pub mod prefill_rate;
 pub mod pressure;
 pub mod step_fit;
@@ -8,6 +9,7 @@ pub mod step_watch;
 pub mod survival;
 
 pub use decode_load::{DecodeLoad, Histogram};
+pub use output_length::OutputLength;
 pub use prefill_rate::{PrefillRate, attention_pairs};
 pub use pressure::{DecodeCost, Outlook, Pressure};
 pub use step_fit::StepFit;

@@ -1,0 +1,258 @@
+//! How long an answer is expected to get: a quantile of the answers of its class, and a margin (Libra, section 5).
+//!
+//! A class is whatever is likely to answer alike: a session, a tenant, a model, a bucket of prompt lengths, hashed to 64 bits by the caller.
+//! Of each, counts by length are kept in buckets whose edges grow by a sixteenth (exact to 16 tokens), so a quantile is at most 6.25% too long and never
+//! too short. Recent answers weigh more: counts are halved when a class has seen 256. Bounded: `classes` x [`BUCKETS`] x 2 bytes; the class that
+//! was used least recently leaves.
+use crate::error::CoreError;
+use hashbrown::HashMap;
+
+/// Tokens that the paper adds against answers that outlive their prediction (section 5).
+pub const MARGIN_TOKENS: u32 = 20;
+/// Buckets of a class: 16 of one token each, then 16 for every doubling to 2^20 tokens.
+pub const BUCKETS: usize = 16 * 17;
+/// Answers after which a class forgets half of each count.
+const HALVED_AT: u32 = 256;
+/// No class.
+const NONE: u32 = u32::MAX;
+
+/// The bucket of a length, the last one for those beyond.
+fn bucket(tokens: u32) -> usize {
+    if tokens < 16 {
+        return tokens as usize;
+    }
+    let doublings = tokens.ilog2() - 4;
+    let within = (tokens >> doublings) - 16;
+    ((doublings + 1) as usize * 16 + within as usize).min(BUCKETS - 1)
+}
+
+/// The longest length in a bucket.
+fn longest(bucket: usize) -> u32 {
+    let (octave, within) = (bucket as u32 / 16, bucket as u32 % 16);
+    if octave == 0 { within } else { ((16 + within + 1) << (octave - 1)) - 1 }
+}
+
+#[derive(Clone, Debug)]
+struct Class {
+    key: u64,
+    counts: [u16; BUCKETS],
+    seen: u32,
+    /// The quantile, as it was after the last answer.
+    tokens: u32,
+    /// Neighbours by use: towards the most and towards the least recent.
+    newer: u32,
+    older: u32,
+}
+
+impl Class {
+    /// Halves all counts. What is left over of an odd one goes to the next that is not empty: so scattered answers, of one count each, last as long.
+    fn halve(&mut self) {
+        let mut left = 0;
+        for count in &mut self.counts {
+            let sum = *count + left;
+            (*count, left) = (sum / 2, sum % 2);
+        }
+        self.seen /= 2;
+    }
+}
+
+/// How long answers are, by class.
+#[derive(Clone, Debug)]
+pub struct OutputLength {
+    quantile: f64,
+    margin_tokens: u32,
+    most: usize,
+    slots: HashMap<u64, u32>,
+    classes: Vec<Class>,
+    newest: u32,
+    oldest: u32,
+}
+
+impl OutputLength {
+    /// Expects the `quantile` (0 to 1; the median, 0.5, where nothing speaks for another) of a class's answers and `margin_tokens` more, for at most `classes`
+    /// classes (1 to 2^20).
+    ///
+    /// # Errors
+    /// `BadValue` for a figure out of its range.
+    pub fn new(quantile: f64, margin_tokens: u32, classes: u32) -> Result<OutputLength, CoreError> {
+        let bad = |what: &str, got: String, expected: &str| {
+            Err(CoreError::BadValue {
+                what: format!("output length: {what}"),
+                got,
+                expected: expected.into(),
+            })
+        };
+        if !(0.0..=1.0).contains(&quantile) {
+            return bad("quantile", quantile.to_string(), "0 to 1");
+        }
+        if !(1..=1 << 20).contains(&classes) {
+            return bad("classes", classes.to_string(), "1 to 2^20");
+        }
+        Ok(OutputLength {
+            quantile,
+            margin_tokens,
+            most: classes as usize,
+            slots: HashMap::new(),
+            classes: Vec::new(),
+            newest: NONE,
+            oldest: NONE,
+        })
+    }
+
+    /// Tokens that an answer of this class is expected to get, the margin in them; `None` until one of it has ended.
+    pub fn expected(&self, class: u64) -> Option<u32> {
+        let slot = *self.slots.get(&class)?;
+        Some(self.classes[slot as usize].tokens.saturating_add(self.margin_tokens))
+    }
+
+    /// An answer of this class ended by itself with `tokens` tokens. One cut short (a client that left, an engine that died) tells too little: leave it out.
+    pub fn ended(&mut self, class: u64, tokens: u32) {
+        let slot = self.touch(class);
+        let quantile = self.quantile;
+        let class = &mut self.classes[slot as usize];
+        class.counts[bucket(tokens)] += 1;
+        class.seen += 1;
+        if class.seen == HALVED_AT {
+            class.halve();
+        }
+        let rank = (quantile * f64::from(class.seen)).ceil().max(1.0) as u32;
+        let mut below = 0;
+        let at = class.counts.iter().position(|&count| {
+            below += u32::from(count);
+            below >= rank
+        });
+        class.tokens = longest(at.unwrap_or(BUCKETS - 1));
+    }
+
+    /// Classes that are known.
+    pub fn len(&self) -> usize {
+        self.classes.len()
+    }
+
+    /// Whether no answer ended yet.
+    pub fn is_empty(&self) -> bool {
+        self.classes.is_empty()
+    }
+
+    /// The slot of a class, now the most recent; where it is new and all are taken, that of the least recent one.
+    fn touch(&mut self, key: u64) -> u32 {
+        if let Some(&slot) = self.slots.get(&key) {
+            self.unlink(slot);
+            self.link(slot);
+            return slot;
+        }
+        let class = Class { key, counts: [0; BUCKETS], seen: 0, tokens: 0, newer: NONE, older: NONE };
+        let slot = if self.classes.len() < self.most {
+            self.classes.push(class);
+            self.classes.len() as u32 - 1
+        } else {
+            let slot = self.oldest;
+            self.unlink(slot);
+            self.slots.remove(&self.classes[slot as usize].key);
+            self.classes[slot as usize] = class;
+            slot
+        };
+        self.slots.insert(key, slot);
+        self.link(slot);
+        slot
+    }
+
+    fn unlink(&mut self, slot: u32) {
+        let Class { newer, older, .. } = self.classes[slot as usize];
+        match newer {
+            NONE => self.newest = older,
+            _ => self.classes[newer as usize].older = older,
+        }
+        match older {
+            NONE => self.oldest = newer,
+            _ => self.classes[older as usize].newer = newer,
+        }
+    }
+
+    fn link(&mut self, slot: u32) {
+        let older = self.newest;
+        let class = &mut self.classes[slot as usize];
+        (class.newer, class.older) = (NONE, older);
+        match older {
+            NONE => self.oldest = slot,
+            _ => self.classes[older as usize].newer = slot,
+        }
+        self.newest = slot;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_are_a_sixteenth_wide_and_leave_no_gap() {
+        for tokens in 0..70_000 {
+            let top = longest(bucket(tokens));
+            assert!(top >= tokens && f64::from(top - tokens) <= f64::from(tokens) / 16.0, "{tokens} {top}");
+            assert_eq!(bucket(top), bucket(tokens));
+            assert!(bucket(top + 1) == bucket(top) + 1);
+        }
+        assert_eq!((bucket(u32::MAX), longest(BUCKETS - 1)), (BUCKETS - 1, (1 << 20) - 1));
+    }
+
+    #[test]
+    fn quantiles_by_hand() {
+        let mut lengths = OutputLength::new(0.5, MARGIN_TOKENS, 4).unwrap();
+        assert_eq!((lengths.expected(1), lengths.is_empty()), (None, true));
+        lengths.ended(1, 9);
+        assert_eq!(lengths.expected(1), Some(29));
+        for tokens in [10, 11, 12, 1000] {
+            lengths.ended(1, tokens);
+        }
+        // 9, 10, 11, 12 and 1,000: the third; another class knows nothing of them.
+        assert_eq!((lengths.expected(1), lengths.expected(2), lengths.len()), (Some(31), None, 1));
+        let mut high = OutputLength::new(0.9, 0, 4).unwrap();
+        (1..=10).for_each(|tokens| high.ended(7, tokens));
+        assert_eq!(high.expected(7), Some(9));
+        // 1,000 falls into 992..1024.
+        high.ended(8, 1000);
+        assert_eq!(high.expected(8), Some(1023));
+    }
+
+    #[test]
+    fn recent_answers_take_over() {
+        let mut lengths = OutputLength::new(0.5, 0, 4).unwrap();
+        (0..1000).for_each(|_| lengths.ended(1, 10));
+        let mut answers = 0;
+        while lengths.expected(1) == Some(10) {
+            lengths.ended(1, 15);
+            answers += 1;
+        }
+        assert!((64..=256).contains(&answers), "{answers}");
+        // Scattered lengths, few of one bucket: no count is lost, none grows without bound, and the median stays theirs.
+        (0..100_000u32).for_each(|i| lengths.ended(2, i * 7919 % 50_000));
+        let class = &lengths.classes[1];
+        assert!(class.seen < HALVED_AT);
+        assert_eq!(class.counts.iter().map(|&count| u32::from(count)).sum::<u32>(), class.seen);
+        assert!((20_000..30_000).contains(&class.tokens), "{}", class.tokens);
+    }
+
+    #[test]
+    fn the_class_used_least_recently_leaves() {
+        let mut lengths = OutputLength::new(0.5, 0, 3).unwrap();
+        for class in [1, 2, 3, 1, 4, 4, 5] {
+            lengths.ended(class, class as u32);
+        }
+        let known: Vec<u64> = (1..=5).filter(|&class| lengths.expected(class).is_some()).collect();
+        assert_eq!((known, lengths.len()), (vec![1, 4, 5], 3));
+        // A long walk over many classes holds three, and those are the last.
+        (0..10_000u64).for_each(|class| lengths.ended(class * 7919, 5));
+        assert_eq!((lengths.len(), lengths.slots.len(), lengths.expected(9999 * 7919)), (3, 3, Some(5)));
+    }
+
+    #[test]
+    fn figures_out_of_range_are_named() {
+        for (quantile, classes, what) in
+            [(f64::NAN, 1, "quantile"), (1.5, 1, "quantile"), (0.5, 0, "classes")]
+        {
+            let message = OutputLength::new(quantile, 0, classes).unwrap_err().to_string();
+            assert!(message.contains(what), "{message}");
+        }
+    }
+}
