@@ -32,6 +32,19 @@ pub struct Next {
     pub handoff_seconds: Seconds,
 }
 
+/// Seconds that two instances were expected to take for all that is assigned to them, the request included (Libra, section 4.1).
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Balance {
+    /// The first, with its part of the best cut; NaN where none was looked at.
+    pub first_seconds: Seconds,
+    /// The second, with its part.
+    pub second_seconds: Seconds,
+    /// Both, the hand-over and the wait for it counted in.
+    pub cut_seconds: Seconds,
+    /// Both, with the request whole on the better of them.
+    pub whole_seconds: Seconds,
+}
+
 /// How a request ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Outcome {
@@ -83,6 +96,8 @@ pub struct Receipt {
     pub cuts: SmallVec<[u32; 2]>,
     /// Why it was left in one piece, where requests are cut.
     pub uncut: Option<Box<str>>,
+    /// What its two instances were expected to take for all that they have, where a cut was looked for.
+    pub balance: Option<Balance>,
     /// Instances that it moved to while it ran: the token at which it did, slot and name.
     pub moves: Vec<(u32, u32, Arc<str>)>,
     /// Instances that the request moved to before its first token, in order: slot and name.

@@ -150,8 +150,8 @@ impl Open {
     }
 
     fn remaining(&self) -> f64 {
-        let cut = self.segment.to_token.filter(|_| !self.prefills_only());
-        let expected = cut.map(|to| f64::from(to - self.whole)).or(self.expected);
+        let cut = self.segment.to_token.map(|to| f64::from(to.saturating_sub(self.whole)));
+        let expected = cut.or(self.expected);
         match self.stage {
             Stage::Queued => 0.0,
             _ => expected.map_or(0.0, |e| (e - self.output).max(0.0)),

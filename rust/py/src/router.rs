@@ -671,7 +671,10 @@ impl Router {
         Ok(())
     }
 
-    /// How requests are cut from now on that no roles cut: `"none"`, or `"force"` with the fraction of prompt and expected output at which each is cut
+    /// How requests are cut from now on that no roles cut: `"none"`; `"libra"`, where that balances two instances and pays, with the settings `probes`,
+    /// `epsilon`, `least_gain` (shares of a request's own seconds; a gain below 0: wherever there is a balance), `least_tokens`,
+    /// `transfer_seconds_per_token`, `transfer_fixed_seconds`, `quantile` and `margin_tokens` of the expected answer, or `lengths_given` (1: requests say how
+    /// long their answers get); or `"force"` with the fraction of prompt and expected output at which each is cut
     /// (`at`, for tests). Raises `BadValueError`.
     #[pyo3(signature = (kind, **settings))]
     fn set_split(&self, py: Python<'_>, kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {

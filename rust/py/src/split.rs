@@ -1,9 +1,15 @@
 //! How requests are cut, by name and settings.
 use crate::errors::Result;
 use lmetric_core::CoreError;
-use lmetric_core::router::Split;
+use lmetric_core::estimate::output_length::MARGIN_TOKENS;
+use lmetric_core::router::{Lengths, Libra, Split};
+use lmetric_core::split::Settings;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+
+/// Libra's settings, by name.
+const LIBRA: &str = "probes, epsilon, least_gain, least_tokens, transfer_seconds_per_token, transfer_fixed_seconds, quantile, \
+    margin_tokens or lengths_given";
 
 /// The split of this name with its settings.
 ///
@@ -22,11 +28,38 @@ pub fn split_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Spli
     };
     let split = match kind {
         "none" => Split::None,
+        "libra" => {
+            let (plain, lengths) = (Settings::default(), Lengths::default());
+            let Lengths::Estimated { quantile, .. } = lengths else { unreachable!("the default estimates") };
+            let settings = Settings {
+                probes: take("probes").map_or(plain.probes, |n| n as u32),
+                epsilon: take("epsilon").unwrap_or(plain.epsilon),
+                // Below zero: every balance is a cut.
+                least_gain: take("least_gain").map_or(plain.least_gain, |gain| (gain >= 0.0).then_some(gain)),
+                least_tokens: take("least_tokens").map_or(plain.least_tokens, |n| n as u32),
+                transfer_seconds_per_token: take("transfer_seconds_per_token")
+                    .unwrap_or(plain.transfer_seconds_per_token),
+                transfer_fixed_seconds: take("transfer_fixed_seconds")
+                    .unwrap_or(plain.transfer_fixed_seconds),
+                cuts: plain.cuts,
+            };
+            let quantile = take("quantile").unwrap_or(quantile);
+            let margin_tokens = take("margin_tokens").map_or(MARGIN_TOKENS, |n| n as u32);
+            let lengths = match take("lengths_given").unwrap_or(0.0) {
+                0.0 => Lengths::Estimated { quantile, margin_tokens },
+                _ => Lengths::Given,
+            };
+            Split::Libra(Libra { settings, lengths })
+        }
         "force" => Split::ForceAt(take("at").unwrap_or(f64::NAN)),
-        other => return Err(bad("split", format!("{other:?}"), "\"none\" or \"force\"")),
+        other => return Err(bad("split", format!("{other:?}"), "\"none\", \"libra\" or \"force\"")),
     };
     if let Some((name, _)) = given.first() {
-        let known = if kind == "force" { "at" } else { "nothing" };
+        let known = match kind {
+            "force" => "at",
+            "libra" => LIBRA,
+            _ => "nothing",
+        };
         return Err(bad("split", format!("{name} with {kind:?}"), known));
     }
     split.check()?;

@@ -5,7 +5,7 @@ use lmetric_core::CoreError;
 use lmetric_core::guard::{GuardEvent, Phase};
 use lmetric_core::plan::{Event, Failure, Segment, Usage};
 use lmetric_core::policy::Prefer;
-use lmetric_core::receipt::Receipt;
+use lmetric_core::receipt::{Balance, Receipt};
 use lmetric_core::router::{Decision as CoreDecision, Router, SharedRouter, Ticket as CoreTicket};
 use numpy::PyArray1;
 use parking_lot::Mutex;
@@ -314,6 +314,13 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("expected_handoff_seconds", next.map(|n| n.handoff_seconds))?;
     dict.set_item("cuts", receipt.cuts.to_vec())?;
     dict.set_item("uncut", receipt.uncut.as_deref())?;
+    let balance = |of: fn(&Balance) -> f64| receipt.balance.as_ref().and_then(|balance| number(of(balance)));
+    dict.set_item("balance_first_seconds", balance(|b| b.first_seconds))?;
+    dict.set_item("balance_second_seconds", balance(|b| b.second_seconds))?;
+    dict.set_item("balance_cut_seconds", balance(|b| b.cut_seconds))?;
+    dict.set_item("balance_whole_seconds", balance(|b| b.whole_seconds))?;
+    let moves = receipt.moves.iter().map(|(token, _, name)| (*token, &**name));
+    dict.set_item("moves", PyList::new(py, moves)?)?;
     dict.set_item("predicted_cached_tokens", receipt.predicted_hit_tokens)?;
     let outcome = &receipt.outcome;
     dict.set_item("cached_tokens", outcome.usage.cached_tokens)?;
@@ -363,6 +370,7 @@ pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, 
         ("left_out", totals.left_out),
         ("filter_waived", totals.filter_waived),
         ("split", totals.split),
+        ("moved", totals.moved),
         ("finished", totals.finished),
         ("dropped", totals.dropped),
         ("prompt_tokens", totals.prompt_tokens),

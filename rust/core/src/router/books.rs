@@ -35,6 +35,8 @@ struct Counts {
     decode_tokens: f64,
     bound_tokens: f64,
     remaining_tokens: f64,
+    /// Output tokens to come of those that have not left the queue, where known.
+    bound_remaining: f64,
     /// Prefills not known to be over, in the order of placement.
     prefills: VecDeque<Prefill>,
     /// Seconds that what is left of them takes.
@@ -261,6 +263,7 @@ impl Books {
         let c = &mut self.counts[slot];
         c.queued += 1.0;
         c.bound_tokens += entry.context();
+        c.bound_remaining += entry.remaining();
         self.queue(slot, ticket, entry, now);
         self.write(slot, columns);
     }
@@ -288,6 +291,7 @@ impl Books {
         let c = &mut self.counts[slot];
         c.coming += 1.0;
         c.bound_tokens += entry.context();
+        c.bound_remaining += entry.remaining();
         self.write(slot, columns);
     }
 
@@ -308,6 +312,7 @@ impl Books {
             c.leave_queue();
             c.scheduled += 1.0;
             c.remaining_tokens += entry.remaining();
+            c.bound_remaining -= entry.remaining();
             self.write(slot, columns);
         }
     }
@@ -371,10 +376,12 @@ impl Books {
             Stage::Bound => {
                 c.leave_queue();
                 c.remaining_tokens += entry.remaining();
+                c.bound_remaining -= entry.remaining();
             }
             Stage::Coming => {
                 c.coming -= 1.0;
                 c.remaining_tokens += entry.remaining();
+                c.bound_remaining -= entry.remaining();
             }
             _ => c.scheduled -= 1.0,
         }
@@ -426,8 +433,14 @@ impl Books {
         let c = &mut self.counts[slot];
         c.steps.ended(ticket);
         match entry.stage {
-            Stage::Coming => c.coming -= 1.0,
-            Stage::Bound => c.leave_queue(),
+            Stage::Coming => {
+                c.coming -= 1.0;
+                c.bound_remaining -= entry.remaining();
+            }
+            Stage::Bound => {
+                c.leave_queue();
+                c.bound_remaining -= entry.remaining();
+            }
             Stage::Scheduled => {
                 c.scheduled -= 1.0;
                 c.remaining_tokens -= entry.remaining();
@@ -558,6 +571,17 @@ impl Books {
         let at = slot..slot + 1;
         drained(&self.left[at.clone()], &self.since[at.clone()], &self.rate[at], now, &mut out);
         out[0]
+    }
+
+    /// Attention pairs of the prefills queued on a slot, as far as they were not settled.
+    pub fn queued_pairs_on(&self, slot: usize) -> f64 {
+        let left = |p: &Prefill| if p.tokens > 0.0 { p.pairs * p.left / p.tokens } else { 0.0 };
+        self.counts[slot].prefills.iter().map(left).sum()
+    }
+
+    /// Output tokens to come of those that have not left a slot's queue, where known.
+    pub fn bound_remaining_on(&self, slot: usize) -> f64 {
+        self.counts[slot].bound_remaining
     }
 
     /// Queued prefill tokens of each slot at `now`, in one pass over three columns.

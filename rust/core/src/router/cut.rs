@@ -2,12 +2,17 @@
 use super::Router;
 use super::decide::Turn;
 use crate::error::CoreError;
+use crate::estimate::OutputLength;
+use crate::estimate::output_length::MARGIN_TOKENS;
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
+use crate::indicators::Indicator;
 use crate::plan::{Binding, Cuts, Segment};
-use crate::receipt::Next;
+use crate::receipt::{Balance, Next};
 use crate::request::Request;
+use crate::split::{self, Load, Settings, Whole};
 use smallvec::SmallVec;
+use std::borrow::Cow;
 
 /// A segment that follows another.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -31,6 +36,44 @@ pub enum Split {
     None,
     /// Each at this fraction of its prompt and expected output, 0 to 1: to test engines and streams with.
     ForceAt(f64),
+    /// Where it balances its two instances, if that pays (Libra, Algorithm 1).
+    Libra(Libra),
+}
+
+/// How Libra cuts.
+#[derive(Clone, Copy, Debug, PartialEq, Default)]
+pub struct Libra {
+    /// The search; what engines are able to is filled in at each.
+    pub settings: Settings,
+    /// How long answers are expected to get.
+    pub lengths: Lengths,
+}
+
+/// Where the expected length of an answer comes from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Lengths {
+    /// The request says it: the oracle of a simulation.
+    Given,
+    /// A quantile of the answers to prompts of about that length, and a margin in tokens; never more than the request allows.
+    Estimated {
+        /// 0 to 1.
+        quantile: f64,
+        /// See [`crate::estimate::output_length::MARGIN_TOKENS`].
+        margin_tokens: u32,
+    },
+}
+
+impl Default for Lengths {
+    fn default() -> Lengths {
+        Lengths::Estimated { quantile: 0.5, margin_tokens: MARGIN_TOKENS }
+    }
+}
+
+/// Classes of prompts that lengths are kept of: powers of two of their tokens.
+const CLASSES: u32 = 33;
+
+fn class(prompt_tokens: u32) -> u64 {
+    u64::from(u32::BITS - prompt_tokens.leading_zeros())
 }
 
 impl Split {
@@ -43,7 +86,30 @@ impl Split {
                 got: fraction.to_string(),
                 expected: "more than 0 and less than 1".into(),
             }),
+            Split::Libra(libra) => {
+                libra.settings.check()?;
+                libra.lengths.estimate().map(drop)
+            }
             _ => Ok(()),
+        }
+    }
+
+    /// What is to be learned of lengths for it.
+    pub(super) fn estimate(&self) -> Result<Option<OutputLength>, CoreError> {
+        match self {
+            Split::Libra(libra) => libra.lengths.estimate(),
+            _ => Ok(None),
+        }
+    }
+}
+
+impl Lengths {
+    fn estimate(&self) -> Result<Option<OutputLength>, CoreError> {
+        match *self {
+            Lengths::Given => Ok(None),
+            Lengths::Estimated { quantile, margin_tokens } => {
+                OutputLength::new(quantile, margin_tokens, CLASSES).map(Some)
+            }
         }
     }
 }
@@ -55,8 +121,35 @@ impl Router {
     /// `BadValue` for a setting out of its range.
     pub fn set_split(&mut self, split: Split) -> Result<(), CoreError> {
         split.check()?;
+        if split.estimate()?.is_none() || self.lengths.is_none() {
+            self.lengths = split.estimate()?;
+        }
         self.split = split;
         Ok(())
+    }
+
+    /// The request with the length that its answer is expected to get, where that is estimated: what it may get at most tells little.
+    pub(super) fn estimated<'r>(&self, request: &'r Request<'r>) -> Cow<'r, Request<'r>> {
+        match self.lengths.as_ref().and_then(|lengths| lengths.expected(class(request.prompt_tokens))) {
+            Some(tokens) => {
+                let most = request.expected_output_tokens.unwrap_or(u32::MAX);
+                Cow::Owned(Request {
+                    expected_output_tokens: Some(tokens.clamp(1, most.max(1))),
+                    ..request.clone()
+                })
+            }
+            None if self.lengths.is_some() => {
+                Cow::Owned(Request { expected_output_tokens: None, ..request.clone() })
+            }
+            None => Cow::Borrowed(request),
+        }
+    }
+
+    /// An answer ended by itself.
+    pub(super) fn learn_length(&mut self, prompt_tokens: u32, output_tokens: u32) {
+        if let Some(lengths) = &mut self.lengths {
+            lengths.ended(class(prompt_tokens), output_tokens);
+        }
     }
 
     /// How requests are cut.
@@ -77,7 +170,7 @@ impl Router {
         failed: &[u32],
         now: Seconds,
     ) -> Result<Rest, CoreError> {
-        self.uncut = None;
+        (self.uncut, self.balance) = (None, None);
         match self.fleet.role(first) {
             Role::Prefill => self.rest_of_prefill(request, first, now),
             Role::Both if self.split != Split::None => Ok(self.rest_of_split(request, first, failed, now)),
@@ -133,20 +226,60 @@ impl Router {
     fn cut(
         &mut self,
         request: &Request<'_>,
-        _first: InstanceId,
-        _second: InstanceId,
+        first: InstanceId,
+        second: InstanceId,
         able: Cuts,
-        _now: Seconds,
+        now: Seconds,
     ) -> Result<u32, &'static str> {
-        let prompt = request.prompt_tokens;
-        let all = prompt.saturating_add(request.expected_output_tokens.unwrap_or(1));
-        let wished = match self.split {
-            Split::None => return Err("requests are not cut"),
-            Split::ForceAt(fraction) => (f64::from(all) * fraction).ceil() as u32,
+        let hit = |id: InstanceId| self.saved_tokens(request, self.hit_blocks[id.index()]) as u32;
+        let whole = Whole {
+            prompt_tokens: request.prompt_tokens,
+            first_hit_tokens: hit(first),
+            second_hit_tokens: hit(second),
+            expected_output_tokens: request.expected_output_tokens.unwrap_or(1),
         };
-        let token = able.nearest(wished, prompt).ok_or("its instances cannot hand over")?;
-        // Each side has a token to compute: the last one is never computed, only made.
-        if token == 0 || token + 1 >= all { Err("too short to be cut") } else { Ok(token) }
+        match self.split {
+            Split::None => Err("requests are not cut"),
+            Split::ForceAt(fraction) => {
+                let wished = split::force_at(fraction, &whole).ok_or("too short to be cut")?;
+                let token =
+                    able.nearest(wished, whole.prompt_tokens).ok_or("its instances cannot hand over")?;
+                // The last token is never computed, only made.
+                if token + 1 < whole.tokens() { Ok(token) } else { Err("too short to be cut") }
+            }
+            Split::Libra(_) if request.expected_output_tokens.is_none() => {
+                Err("nothing is known of the length of answers")
+            }
+            Split::Libra(libra) => {
+                let loads = [first, second].map(|id| self.load_of(id, now));
+                let steps = [first, second].map(|id| self.step_time_of(id.index()));
+                let [Some(step_first), Some(step_second)] = steps else {
+                    return Err("nothing is known of the instances' speed");
+                };
+                let settings = Settings { cuts: able, ..libra.settings };
+                let found = split::search(&whole, &loads[0], &loads[1], &step_first, &step_second, &settings);
+                self.balance = Some(Balance {
+                    first_seconds: found.seconds_first,
+                    second_seconds: found.seconds_second,
+                    cut_seconds: found.seconds_cut,
+                    whole_seconds: found.seconds_whole,
+                });
+                found.cut_token.ok_or(found.why.text())
+            }
+        }
+    }
+
+    /// What is assigned to an instance.
+    fn load_of(&self, id: InstanceId, now: Seconds) -> Load {
+        let slot = id.index();
+        let at = |indicator| self.columns.get(indicator)[slot];
+        Load {
+            queued_prefill_tokens: self.books.queued_prefill_on(slot, now),
+            queued_prefill_pairs: self.books.queued_pairs_on(slot),
+            decoding: at(Indicator::DecodeBs) + at(Indicator::BoundBs),
+            context_tokens: at(Indicator::Tokens),
+            remaining_output_tokens: at(Indicator::RemainingTokens) + self.books.bound_remaining_on(slot),
+        }
     }
 
     fn leave_whole(&mut self, reason: &str) -> Rest {

@@ -50,6 +50,7 @@ impl Router {
         now: Seconds,
     ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
+        let request = &*self.estimated(request);
         let chosen = self.decide(request, now)?;
         Ok(self.commit_plan(request, request_id, chosen, now))
     }
@@ -68,6 +69,7 @@ impl Router {
     ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
         let whole = Request { chain, ..*request };
+        let whole = self.estimated(&whole);
         let chosen = self.decide(&whole, now)?;
         let decision = self.book(&whole, request_id, chosen, now);
         let spare = self.tickets.spare_chain();
@@ -249,6 +251,7 @@ impl Router {
         receipt.next = self.next_in(&chosen.rest);
         receipt.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
         receipt.uncut = self.uncut.take();
+        receipt.balance = self.balance.take();
         self.receipts.push(receipt);
         let (segment, next) = (leg.segment, later.first().map(|leg| leg.segment));
         let ticket = self.tickets.open(TicketState {

@@ -195,6 +195,11 @@ impl Router {
         if good { fit.step_time() } else { None }
     }
 
+    /// The step-time model of a slot, where the profile gives one or enough was learned.
+    pub(super) fn step_time_of(&self, slot: usize) -> Option<StepTime> {
+        self.config.step_time.or_else(|| self.learned(slot))
+    }
+
     fn predict_ttft(&mut self) {
         let mut predicted = std::mem::take(&mut self.scratch);
         predicted.clear();
@@ -233,7 +238,7 @@ impl Router {
         mean_rate: f64,
     ) -> Seconds {
         let rate = self.columns.get(Indicator::PrefillTokensPerSecond)[slot];
-        match self.config.step_time.or_else(|| self.learned(slot)) {
+        match self.step_time_of(slot) {
             Some(model) => model.ttft(queued, hit, new, decoding, context),
             None => (queued + new).max(1.0) / if rate.is_nan() { mean_rate } else { rate },
         }

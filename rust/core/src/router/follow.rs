@@ -149,6 +149,9 @@ impl Router {
             let seen = state.leg.entry.output_tokens;
             self.ahead.iter_mut().for_each(|ahead| ahead.finished(made, seen, cost, now));
         }
+        if made > 0 {
+            self.learn_length(state.prompt_tokens, made);
+        }
         let prompt = usage.prompt_tokens.unwrap_or(state.leg.entry.prompt_tokens as u32);
         self.totals.finished += 1;
         self.totals.prompt_tokens += u64::from(prompt);

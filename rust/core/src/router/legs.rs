@@ -34,12 +34,10 @@ impl Router {
         let hit =
             self.saved_tokens(request, hit_blocks).max(f64::from(from_token.min(request.prompt_tokens)));
         let mut entry = entry(request, hit);
-        if let Some(to) = to_token.filter(|to| *to < request.prompt_tokens) {
-            entry.prompt_tokens = f64::from(to);
-            entry.new_tokens = (f64::from(to) - hit).max(0.0);
-        }
-        if let Some(to) = to_token.filter(|to| *to > request.prompt_tokens) {
-            entry.expected_output_tokens = Some(f64::from(to - request.prompt_tokens));
+        if let Some(to) = to_token {
+            entry.prompt_tokens = f64::from(to.min(request.prompt_tokens));
+            entry.new_tokens = (entry.prompt_tokens - hit).max(0.0);
+            entry.expected_output_tokens = Some(f64::from(to.saturating_sub(request.prompt_tokens)));
         }
         if from_token > 0 {
             entry.output_tokens = f64::from(from_token.saturating_sub(request.prompt_tokens));

@@ -17,14 +17,14 @@ mod moves;
 pub mod shared;
 pub mod tickets;
 
-pub use cut::Split;
+pub use cut::{Lengths, Libra, Split};
 pub use derive::TtftSource;
 pub use moves::Carry;
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;
 
 use crate::error::CoreError;
-use crate::estimate::StepTime;
+use crate::estimate::{OutputLength, StepTime};
 use crate::fleet::{Fleet, Role};
 use crate::guard::{Guard, GuardConfig, GuardEvent, Restriction};
 use crate::ids::{InstanceId, Seconds};
@@ -32,7 +32,7 @@ use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::kv::index::KvIndex;
 use crate::plan::{Binding, Cuts, Failure, Segment};
 use crate::policy::{Policy, PolicyRng, Scores, registry};
-use crate::receipt::{Receipt, ReceiptRing};
+use crate::receipt::{Balance, Receipt, ReceiptRing};
 use crate::request::Request;
 use ahead::{AHEAD, Ahead};
 use books::{Books, Report};
@@ -196,6 +196,9 @@ pub struct Router {
     split: Split,
     /// Why the request at hand stays in one piece, where others are cut.
     uncut: Option<Box<str>>,
+    /// What the two instances of the request at hand are expected to take, and the lengths of answers by class, where requests are cut by them.
+    balance: Option<Balance>,
+    lengths: Option<OutputLength>,
     /// Scratch of predicted times.
     scratch: Vec<f64>,
     receipts: ReceiptRing,
@@ -232,6 +235,8 @@ impl Router {
             cuts: Vec::new(),
             split: config.split,
             uncut: None,
+            balance: None,
+            lengths: config.split.estimate()?,
             scratch: Vec::new(),
             receipts: ReceiptRing::new(config.receipt_bytes),
             totals: Totals::default(),

@@ -91,7 +91,7 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
             let admitted =
                 if part.from > 0 { records.decode_start_seconds[i] } else { records.scheduled_seconds[i] };
             if !admitted.is_nan() {
-                let expected = part.to.filter(|to| *to > prompt).map_or(output, |to| to - prompt);
+                let expected = part.to.map_or(output, |to| to.saturating_sub(prompt));
                 remaining += expected.saturating_sub(made_in_all);
                 // The last token of what was computed elsewhere is no backlog.
                 queued -= i64::from(part.from >= prompt && made.is_none());
