@@ -26,6 +26,10 @@ def run_of(n: int = 4) -> Any:
         handoff_least_loaded=np.array([1, 0, -1, 1])[:n], wall_seconds=0.25, arrival_seconds=arrival[:n],
         first_token_seconds=first[:n], finished_seconds=finished[:n], output_tokens=output[:n],
         input_tokens=np.array([100, 300, 200, 400])[:n], hit_tokens=np.array([0, 150, 50, 300])[:n],
+        split="libra", cut_tokens=np.array([-1, 40, 0, 9])[:n],
+        reschedule="none", moves=np.array([0, 0, 3, 1])[:n],
+        oom=6, token_slo_seconds=0.1, slow_tokens=np.array([2, 0, 5, 1])[:n],
+        gap_seconds=lambda quantile: 0.05 * quantile,
         local_order="srpt", preemptions=np.array([5, 0, 2, 1])[:n],
         prompt_blocks=np.array([7, 19, 13, 25])[:n], hit_blocks=np.array([0, 9, 3, 18])[:n],
         ttft_seconds=(first - arrival)[:n], e2e_seconds=(finished - arrival)[:n],
@@ -41,6 +45,11 @@ def test_a_runs_figures() -> None:
     assert (figures.decode_policy, figures.optimal_assignment_ratio) == ("sibyl", 2 / 3)
     assert (figures.policy, figures.seed, figures.requests, figures.failed) == ("lmetric", 7, 4, 0)
     assert (figures.local_order, figures.preemptions) == ("srpt", 8)
+    assert (figures.split, figures.splits, figures.reschedule, figures.moves) == ("libra", 3, "none", 4)
+    # Of 44 tokens, 8 came later than 0.1 s after the one before, of 40 that could.
+    assert (figures.oom, figures.token_goodput) == (6, pytest.approx(36 / 7))
+    assert figures.slow_token_share == pytest.approx(8 / 40)
+    assert (figures.tbt_p50_seconds, figures.tbt_p99_seconds) == (0.025, pytest.approx(0.0495))
     assert figures.ttft_seconds is not None
     assert figures.ttft_seconds.mean == pytest.approx(1.0)
     assert figures.ttft_seconds.p50 == pytest.approx(0.75)

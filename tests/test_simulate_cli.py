@@ -99,6 +99,26 @@ def test_local_orders_are_runs_of_their_own() -> None:
     assert alone["e2e_seconds"] == runs[0]["e2e_seconds"]
 
 
+def test_splits_are_runs_of_their_own() -> None:
+    busy = ["--instances", "2", "--speed", "9", "--policy", "least_requests"]
+    answer = told(*busy, "--split", "none,libra", "--reschedule", "none", "--decode-policy", "least_tokens")
+    runs = answer["runs"]
+    assert [(run["split"], run["decode_policy"]) for run in runs] == [
+        ("none", None),
+        ("libra", "least_tokens"),
+    ]
+    assert "split" not in answer["setting"]["settings"]
+    assert runs[0]["splits"] == 0 < runs[1]["splits"] <= runs[1]["requests"]
+    assert {"reschedule", "moves", "oom", "token_goodput", "tbt_p99_seconds"} <= runs[1].keys()
+    done = simulate(*BASE, *busy, "--split", "none,libra")
+    assert done.returncode == 0, done.stderr
+    assert "least_requests, libra" in done.stdout or "least_requests + least_requests, libra" in done.stdout
+    for flag, name in (("--split", "force"), ("--reschedule", "lifo")):
+        done = simulate(*BASE, *busy, flag, name)
+        assert done.returncode == 2
+        assert name in done.stderr
+
+
 def test_settings_reach_the_simulator() -> None:
     def mean(*arguments: str) -> float:
         (run,) = told("--policy", "lmetric", *arguments)["runs"]

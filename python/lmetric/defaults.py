@@ -8,5 +8,8 @@ DEFAULT_PROFILE = "independent-sim"
 LocalOrder = Literal["fcfs", "sjf", "spf", "srpt", "srpt_noisy", "las"]
 """In which order a simulated engine takes requests; see docs/simulator.md."""
 
+Reschedule = Literal["none"]
+"""How running requests are moved; see docs/architecture.md, "Moves"."""
+
 Split = Literal["none", "libra", "force"]
 """How requests are cut that no roles cut; see docs/architecture.md, "Plans of several segments"."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -21,7 +22,7 @@ from lmetric.cli.options import (
     TraceFile,
     check_file,
 )
-from lmetric.defaults import DEFAULT_PROFILE, LocalOrder
+from lmetric.defaults import DEFAULT_PROFILE, LocalOrder, Reschedule, Split
 
 if TYPE_CHECKING:
     from lmetric.sim.setups import PolicyChoice, Result, Setup
@@ -91,6 +92,17 @@ def command(
             help="Order inside an engine: fcfs, sjf, spf, srpt, srpt_noisy, las [default: fcfs].",
         ),
     ] = None,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A,B", help="Where requests are cut: none, libra [default: none]."),
+    ] = None,
+    reschedule: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B,…",
+            help=f"How running requests move: {', '.join(get_args(Reschedule))} [default: none].",
+        ),
+    ] = None,
     index: Annotated[
         Index, typer.Option(help="KV index: fed by the engines' events, or by what was sent.")
     ] = Index.exact,
@@ -144,14 +156,21 @@ def command(
     from lmetric.sim.summary import Slo, parse_share
 
     pools = None if roles is None else Roles.of(roles)
-    if pools is None or not pools.decode:
+    orders = _each("--local-order", local_order, LocalOrder)
+    splits = _each("--split", split, Split, leave_out="force")
+    moves = _each("--reschedule", reschedule, Reschedule)
+    pooled = pools is not None and bool(pools.decode)
+    if not pooled and not any(map(_several_segments, _ways([], splits, moves))):
         told = {
             "--decode-policy": decode_policy, "--binding": binding, "--prefill": prefill,
             "--transfer": transfer,
         }  # fmt: skip
         for name, given in told.items():
             if given is not None:
-                raise typer.BadParameter("needs --roles with a decode pool, e.g. 16P64D", param_hint=name)
+                raise typer.BadParameter(
+                    "needs --roles with a decode pool, e.g. 16P64D, or --split or --reschedule",
+                    param_hint=name,
+                )
     Transfer.of(transfer)
     for name, value in (("--speed", speed), ("--duration", duration), ("--report-period", report_period)):
         if value is not None and not value > 0:
@@ -164,10 +183,7 @@ def command(
 
         require_matplotlib()
     choices = _choices(policy or ["vllm", "lmetric"])
-    seconds: list[PolicyChoice | None] = [None]
-    if pools is not None and pools.decode:
-        seconds = [*_choices(decode_policy or ["least_requests"])]
-    orders = _orders(local_order)
+    seconds = _choices(decode_policy or ["least_requests"])
     settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
     optional = {
         "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
@@ -187,11 +203,11 @@ def command(
             instances=instances if pools is None else pools.instances,
             roles=None if pools is None else str(pools),
             block_tokens=block_tokens,
-            settings=settings | order, measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
+            settings=settings | ways, measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
         )
         for choice in choices
-        for second in seconds
-        for order in orders
+        for ways in _ways(orders, splits, moves)
+        for second in (seconds if pooled or _several_segments(ways) else [None])
         for seed in range(seeds)
     ]  # fmt: skip
     results = _run(setups, jobs)
@@ -202,7 +218,7 @@ def command(
     if report is not None or figures is not None:
         from lmetric.cli.show import write_report
 
-        write_report(results, f"{taken.label}: {len(choices) * len(seconds)} policies", report, figures)
+        write_report(results, f"{taken.label}: {len(setups) // seeds} policies", report, figures)
     for path in (report, figures):
         if path is not None:
             note(f"wrote {path}")
@@ -219,16 +235,28 @@ def _choices(texts: list[str]) -> list[PolicyChoice]:
     return choices
 
 
-def _orders(texts: list[str] | None) -> list[dict[str, str]]:
-    """As settings, the local orders that these texts name, each once."""
+def _each(option: str, texts: list[str] | None, known: Any, leave_out: str = "") -> list[str]:
+    """The names that these texts give, each once; none: nothing was given."""
     names = [name.strip() for text in texts or [] for name in text.split(",")]
-    known = get_args(LocalOrder)
-    if wrong := [name for name in names if name not in known]:
+    allowed = [name for name in get_args(known) if name != leave_out]
+    if wrong := [name for name in names if name not in allowed]:
         why = "the requests of a trace have no priorities" if wrong[0] == "priority" else ""
         raise typer.BadParameter(
-            f"{wrong[0]!r} is not one of {', '.join(known)}{why and ': ' + why}", param_hint="--local-order"
+            f"{wrong[0]!r} is not one of {', '.join(allowed)}{why and ': ' + why}", param_hint=option
         )
-    return [{"local_order": name} for name in dict.fromkeys(names)] or [{}]
+    return list(dict.fromkeys(names))
+
+
+def _ways(orders: list[str], splits: list[str], moves: list[str]) -> list[dict[str, str]]:
+    """As settings, each combination of what was given."""
+    given = {"local_order": orders, "split": splits, "reschedule": moves}
+    named = {name: values for name, values in given.items() if values}
+    return [dict(zip(named, each, strict=True)) for each in product(*named.values())]
+
+
+def _several_segments(ways: dict[str, str]) -> bool:
+    """Whether requests may go on elsewhere than they begin, without pools."""
+    return any(ways.get(name, "none") != "none" for name in ("split", "reschedule"))
 
 
 def _run(setups: list[Setup], jobs: int | None) -> list[Result]:
@@ -261,7 +289,8 @@ def _write_json(results: list[Result], path: Path | None) -> None:
     setup = asdict(results[0].setup)
     for name in ("policy", "decode_policy", "seed", "fraction_of_max"):
         del setup[name]
-    setup["settings"].pop("local_order", None)  # each run has its own
+    for name in ("local_order", "split", "reschedule"):
+        setup["settings"].pop(name, None)  # each run has its own
     told = {
         "version": version("lmetric-router"),
         "setting": setup,
@@ -296,11 +325,13 @@ def print_tables(cells: list[Cell]) -> None:
     table = table_of(result for cell in cells for result in cell.results)
     values = rows(cells, table)
     slo = str(cells[0].results[0].setup.slo)
-    orders = [cell.results[0].figures.local_order for cell in cells]
-    several = len(set(orders)) > 1
-    labels = [
-        f"{cell.policy}, {each}" if several else cell.policy for cell, each in zip(cells, orders, strict=True)
-    ]
+    figures = [cell.results[0].figures for cell in cells]
+    columns_by_name = {
+        name: [str(getattr(each, name)) for each in figures]
+        for name in ("local_order", "split", "reschedule")
+    }
+    told = [names for names in columns_by_name.values() if len(set(names)) > 1]
+    labels = [", ".join([cell.policy, *each]) for cell, *each in zip(cells, *told, strict=True)]
     position = 0
     merged = []
     for head, columns in table:

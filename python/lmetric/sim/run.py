@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric import _core
-from lmetric.defaults import DEFAULT_PROFILE, LocalOrder, Split
+from lmetric.defaults import DEFAULT_PROFILE, LocalOrder, Reschedule, Split
 from lmetric.expr import Expr
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
@@ -61,6 +61,7 @@ class Run:
     roles: Roles | None
     local_order: str  # of the engines
     split: str  # how requests were cut that no roles cut
+    reschedule: str  # how running ones were moved
     seed: int
     arrival_seconds: NDArray[np.float64]  # later than the trace's where a request waited for its predecessor
     instance: NDArray[np.int64]
@@ -224,6 +225,8 @@ def simulate(
     local_order: LocalOrder = "fcfs",
     split: Split = "none",
     split_settings: Mapping[str, float] | None = None,
+    reschedule: Reschedule = "none",
+    reschedule_settings: Mapping[str, float] | None = None,
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
 ) -> Run:
@@ -259,8 +262,10 @@ def simulate(
             back for another: ``"fcfs"``, ``"sjf"`` (shortest answer), ``"spf"`` (shortest uncached prompt),
             ``"srpt"`` (least remaining work, lengths known), ``"srpt_noisy"`` (predicted, by `seed`), and
             ``"las"`` (least attained service); see docs/simulator.md.
-        split: how requests are cut that no `roles` cut: ``"none"``, or ``"force"`` at the fraction ``at`` of
-            prompt and output (in `split_settings`), for tests. What is cut moves as `transfer` says.
+        split: how requests are cut that no `roles` cut: ``"none"``; ``"libra"``, between the instance of the
+            policy and that of `decode_policy`, where this balances them and pays, by `split_settings`; see
+            `Router.set_split`; or ``"force"``, at the fraction ``at``. What is cut moves as `transfer` says.
+        reschedule: how running requests are moved between engines: ``"none"``.
         silent_segments: whether a segment that another follows says nothing until its end, as on stock
             engines; else its tokens come as they are made.
         token_slo_seconds: the longest gap between two tokens that counts as good, for `slow_tokens`.
@@ -303,7 +308,16 @@ def simulate(
         split_settings=split_settings,
         silent_segments=silent_segments,
         token_slo_seconds=token_slo_seconds,
-        **_pooled(pools, chosen, decode_policy, decode_knobs, binding, transfer, prefill, split != "none"),
+        **_pooled(
+            pools,
+            chosen,
+            decode_policy,
+            decode_knobs,
+            binding,
+            transfer,
+            prefill,
+            split != "none" or reschedule != "none",
+        ),
     )
     wall_seconds = time.perf_counter() - started
     block = chosen.block_tokens
@@ -314,11 +328,12 @@ def simulate(
     return Run(
         policy=policy_name(policy),
         decode_policy=None
-        if (pools is None or not pools.decode) and split == "none"
+        if (pools is None or not pools.decode) and (split, reschedule) == ("none", "none")
         else policy_name(DECODE_POLICY if decode_policy is None else decode_policy),
         roles=pools,
         local_order=local_order,
         split=split,
+        reschedule=reschedule,
         token_slo_seconds=token_slo_seconds,
         seed=seed,
         input_tokens=workload.trace.input_tokens,

@@ -174,6 +174,7 @@ def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunF
         preemptions=int(run.preemptions[kept].sum()),
         split=run.split,
         splits=int((run.cut_tokens[kept] >= 0).sum()),
+        reschedule=run.reschedule,
         moves=int(run.moves[kept].sum()),
         oom=run.oom,
         token_slo_seconds=run.token_slo_seconds,
