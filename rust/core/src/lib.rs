@@ -22,6 +22,7 @@ pub mod plan;
 pub mod policy;
 pub mod receipt;
 pub mod request;
+pub mod reschedule;
 pub mod router;
 pub mod split;
 mod wide;

@@ -15,9 +15,10 @@ const KEEP: f64 = 0.9999;
 /// The curve never falls below: nothing divides by 0, and fewer than one in ten thousand cannot be told from none.
 pub const FLOOR: f64 = 1e-4;
 
-/// Requests that count as seen before any was, and their mean length in tokens.
+/// Requests that count as seen before any was.
 const PRIOR: f64 = 2.0;
-const PRIOR_TOKENS: f64 = 2000.0;
+/// Their mean length in tokens.
+pub const PRIOR_TOKENS: f64 = 2000.0;
 
 /// S(l) = P(L > l): non-increasing, S(0) = 1. Until an answer was seen S is 1 everywhere.
 #[derive(Clone, Debug)]

@@ -35,6 +35,7 @@ mod session_affinity;
 mod sibyl;
 mod sibyl_plus;
 mod simulation;
+mod star_dispatch;
 mod vllm;
 
 #[cfg(test)]

@@ -36,6 +36,7 @@ static POLICIES: &[(&PolicySpec, Build)] = policies![
     ils,
     ils_requests,
     least_tokens,
+    star_dispatch,
     always_worst,
 ];
 

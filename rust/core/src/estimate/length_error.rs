@@ -1,0 +1,239 @@
+//! Predictors of remaining lengths that err as STAR's do: for the simulator, which knows the true lengths.
+//!
+//! [`Bins`] are the coarse predictors of Table 3. [`LengthError`] errs by a mean absolute error (MAE): of Table 1 for the rivals, of section 4.3 for STAR's own.
+//! The paper gives averages and a few points; what is assumed between them is said at each. No state: an error is a hash of seed, request and interval.
+use super::remaining::Remaining;
+use crate::error::{CoreError, nearest};
+use std::f64::consts::{PI, TAU};
+
+/// A predictor that knows only in which bin the remaining length lies (STAR section 6.5, Table 3).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bins {
+    /// Lower edges in tokens, rising, the first 0; and the end of the last bin.
+    edges: Vec<f64>,
+    /// Prediction in each bin.
+    values: Vec<f64>,
+    /// Standard deviation in each bin.
+    deviations: Vec<f64>,
+}
+
+impl Bins {
+    /// Table 3's settings of 2, 4 or 6 bins up to 32K tokens (K = 1,024); a prediction is the middle of its bin.
+    ///
+    /// # Errors
+    /// `BadValue` for another number of bins.
+    pub fn table_3(bins: u32) -> Result<Bins, CoreError> {
+        let edges: &[f64] = match bins {
+            2 => &[0.0, 8.0, 32.0],
+            4 => &[0.0, 4.0, 8.0, 16.0, 32.0],
+            6 => &[0.0, 2.0, 4.0, 6.0, 8.0, 16.0, 32.0],
+            _ => return Err(bad("bins of a length predictor", bins, "2, 4 or 6 (STAR Table 3)")),
+        };
+        Bins::new(edges.iter().map(|k| k * 1024.0).collect())
+    }
+
+    /// Bins between these edges, in tokens.
+    ///
+    /// # Errors
+    /// `BadValue` unless there are two or more, finite and rising from 0.
+    pub fn new(edges: Vec<f64>) -> Result<Bins, CoreError> {
+        let rising = edges.windows(2).all(|w| w[0] < w[1]) && edges.iter().all(|e| e.is_finite());
+        if edges.len() < 2 || edges[0] != 0.0 || !rising {
+            return Err(bad("edges of length bins", format!("{edges:?}"), "two or more, rising from 0"));
+        }
+        let values = edges.windows(2).map(|w| (w[0] + w[1]) / 2.0).collect();
+        let deviations = edges.windows(2).map(|w| (w[1] - w[0]) / 12f64.sqrt()).collect();
+        Ok(Bins { edges, values, deviations })
+    }
+
+    /// The same with the mean of `remaining` lengths (in tokens, a sample) in each bin instead of its middle; an empty bin keeps the middle.
+    pub fn with_means(mut self, remaining: &[f64]) -> Bins {
+        for bin in 0..self.values.len() {
+            let inside: Vec<f64> = remaining.iter().copied().filter(|r| self.bin(*r) == bin).collect();
+            if !inside.is_empty() {
+                let n = inside.len() as f64;
+                let mean = inside.iter().sum::<f64>() / n;
+                self.values[bin] = mean;
+                self.deviations[bin] = (inside.iter().map(|r| (r - mean).powi(2)).sum::<f64>() / n).sqrt();
+            }
+        }
+        self
+    }
+
+    fn bin(&self, remaining: f64) -> usize {
+        self.edges[1..self.values.len()].partition_point(|edge| *edge <= remaining)
+    }
+
+    /// The prediction for a request that truly has `remaining` tokens to come; more than the last edge counts as in the last bin.
+    pub fn predict(&self, remaining: f64) -> Remaining {
+        let bin = self.bin(remaining);
+        Remaining { tokens: self.values[bin], deviation: self.deviations[bin] }
+    }
+}
+
+/// The predictors of STAR's Table 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Predictor {
+    /// STAR's own, from the model's last hidden state: MAE 3,873.2 on average. Figure 7's 18,256 tokens before the first token and 2,929 after 8,000, both for
+    /// answers of 30-32K tokens, are taken as parts of the answer's length (of 31K); an exponential runs between them, and its value at 8,000 holds after.
+    LlmNative,
+    /// PiA, the model asked in the prompt: 14,169.3 at any time.
+    Pia,
+    /// mu-Serve, bert: 8,165.8 on average over contexts up to 32K, with the growth of section 2.3 (3.2 times from 4K to 32K, a straight line).
+    MuServe,
+    /// TetriInfer, opt-125m: 7,658.1, as mu-Serve.
+    TetriInfer,
+}
+
+/// Names of the predictors, as [`Predictor::from_name`] takes them.
+const PREDICTORS: &[(&str, Predictor)] = &[
+    ("llm_native", Predictor::LlmNative),
+    ("pia", Predictor::Pia),
+    ("mu_serve", Predictor::MuServe),
+    ("tetri_infer", Predictor::TetriInfer),
+];
+
+impl Predictor {
+    /// The predictor of that name.
+    ///
+    /// # Errors
+    /// `UnknownName` with the nearest one.
+    pub fn from_name(name: &str) -> Result<Predictor, CoreError> {
+        let found = PREDICTORS.iter().find(|(known, _)| *known == name).map(|(_, predictor)| *predictor);
+        found.ok_or_else(|| CoreError::UnknownName {
+            kind: "length predictor".into(),
+            name: name.into(),
+            nearest: nearest(name, PREDICTORS.iter().map(|(name, _)| *name)),
+        })
+    }
+
+    /// Mean absolute error in tokens for an answer of `total` tokens of which `generated` are there.
+    pub fn mae(self, generated: f64, total: f64) -> f64 {
+        const LONG: f64 = 31_000.0;
+        // Mean over contexts of 0 to 32K of 1 up to 4K and a line to 3.2 from there.
+        const MEAN_GROWTH: f64 = (4.0 + 28.0 * 2.1) / 32.0;
+        let growth = 1.0 + 2.2 * ((generated / 1024.0 - 4.0) / 28.0).clamp(0.0, 1.0);
+        match self {
+            Predictor::LlmNative => {
+                let part = (generated / 8000.0).clamp(0.0, 1.0);
+                total / LONG * 18_256.0 * (2929.0f64 / 18_256.0).powf(part)
+            }
+            Predictor::Pia => 14_169.3,
+            Predictor::MuServe => 8165.8 / MEAN_GROWTH * growth,
+            Predictor::TetriInfer => 7658.1 / MEAN_GROWTH * growth,
+        }
+    }
+}
+
+/// A predictor that errs by a normal error with the predictor's MAE.
+///
+/// Part of the error is a request's own and stays, the rest is drawn anew each interval (`persistence`, 0 to 1; not in the paper: a predictor that reads much the
+/// same state errs much the same way). Predictions below 0 are 0, which makes the error at short lengths smaller than the MAE says.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LengthError {
+    predictor: Predictor,
+    persistence: f64,
+    seed: u64,
+}
+
+impl LengthError {
+    /// # Errors
+    /// `BadValue` for a persistence outside of 0 to 1.
+    pub fn new(predictor: Predictor, persistence: f64, seed: u64) -> Result<LengthError, CoreError> {
+        if !(0.0..=1.0).contains(&persistence) {
+            return Err(bad("persistence of a length predictor", persistence, "a number from 0 to 1"));
+        }
+        Ok(LengthError { predictor, persistence, seed })
+    }
+
+    /// The prediction in the request's `interval`-th interval, for an answer that has `generated` tokens and truly `remaining` to come.
+    pub fn predict(&self, request: u64, interval: u64, generated: f64, remaining: f64) -> Remaining {
+        // A normal error's standard deviation is sqrt(pi / 2) times its mean absolute value.
+        let deviation = self.predictor.mae(generated, generated + remaining) * (PI / 2.0).sqrt();
+        let own = normal(mix(self.seed ^ mix(request)));
+        let fresh = normal(mix(mix(self.seed ^ mix(request)) ^ mix(!interval)));
+        let error = self.persistence.sqrt() * own + (1.0 - self.persistence).sqrt() * fresh;
+        Remaining { tokens: (remaining + deviation * error).max(0.0), deviation }
+    }
+}
+
+/// A number without a pattern from each number (SplitMix64's finaliser).
+fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// A standard normal number from a hash (Box and Muller).
+fn normal(hash: u64) -> f64 {
+    let unit = |bits: u64| ((bits >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+    (-2.0 * unit(hash).ln()).sqrt() * (TAU * unit(mix(hash))).cos()
+}
+
+fn bad(what: &str, got: impl ToString, expected: &str) -> CoreError {
+    CoreError::BadValue { what: what.into(), got: got.to_string(), expected: expected.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bins_of_table_3() {
+        let two = Bins::table_3(2).unwrap();
+        let tokens = |b: &Bins, r: f64| b.predict(r).tokens;
+        assert_eq!((tokens(&two, 0.0), tokens(&two, 8191.0)), (4096.0, 4096.0));
+        assert_eq!((tokens(&two, 8192.0), tokens(&two, 1e9)), (20_480.0, 20_480.0));
+        let six = Bins::table_3(6).unwrap();
+        assert_eq!(
+            [0.0, 3000.0, 5000.0, 7000.0, 9000.0, 20_000.0].map(|r| tokens(&six, r) / 1024.0),
+            [1.0, 3.0, 5.0, 7.0, 12.0, 24.0]
+        );
+        let means = two.with_means(&[100.0, 300.0]);
+        assert_eq!(means.predict(5.0), Remaining { tokens: 200.0, deviation: 100.0 });
+        assert_eq!(tokens(&means, 9000.0), 20_480.0);
+        let error = Bins::table_3(3).unwrap_err().to_string();
+        assert_eq!(error, "bins of a length predictor: 3 is not valid; expected 2, 4 or 6 (STAR Table 3)");
+        for edges in [vec![], vec![0.0], vec![1.0, 2.0], vec![0.0, 2.0, 2.0], vec![0.0, f64::NAN]] {
+            assert!(Bins::new(edges).is_err());
+        }
+    }
+
+    #[test]
+    fn the_paper_s_points() {
+        let native = |g: f64| Predictor::LlmNative.mae(g, 31_000.0);
+        assert!((native(0.0) - 18_256.0).abs() < 1e-6 && (native(8000.0) - 2929.0).abs() < 1e-6);
+        assert!(native(4000.0) < native(2000.0) && native(20_000.0) == native(8000.0));
+        let auxiliary = |p: Predictor| {
+            let grow = p.mae(32.0 * 1024.0, 0.0) / p.mae(4096.0, 0.0);
+            ((0..3200).map(|i| p.mae(f64::from(i) * 10.24, 0.0)).sum::<f64>() / 3200.0, grow)
+        };
+        for (predictor, average) in [(Predictor::MuServe, 8165.8), (Predictor::TetriInfer, 7658.1)] {
+            let (mean, grow) = auxiliary(predictor);
+            assert!((mean / average - 1.0).abs() < 1e-3 && (grow - 3.2).abs() < 1e-9, "{mean} {grow}");
+        }
+        let error = Predictor::from_name("llm-native").unwrap_err().to_string();
+        assert_eq!(error, "unknown length predictor \"llm-native\"; did you mean \"llm_native\"?");
+    }
+
+    #[test]
+    fn errors_have_the_size_they_say_and_repeat() {
+        for persistence in [0.0, 0.7, 1.0] {
+            let model = LengthError::new(Predictor::Pia, persistence, 7).unwrap();
+            let errors: Vec<f64> =
+                (0..20_000).map(|id| model.predict(id, 3, 0.0, 1e6).tokens - 1e6).collect();
+            let mae = errors.iter().map(|e| e.abs()).sum::<f64>() / 20_000.0;
+            let mean = errors.iter().sum::<f64>() / 20_000.0;
+            assert!((mae / 14_169.3 - 1.0).abs() < 0.02 && mean.abs() < 300.0, "{mae} {mean}");
+            assert_eq!(model.predict(5, 3, 0.0, 1e6), model.predict(5, 3, 0.0, 1e6));
+            let same = model.predict(5, 3, 0.0, 1e6) == model.predict(5, 4, 0.0, 1e6);
+            assert_eq!(same, persistence == 1.0);
+            let other = LengthError::new(Predictor::Pia, persistence, 8).unwrap();
+            assert_ne!(model.predict(5, 3, 0.0, 1e6), other.predict(5, 3, 0.0, 1e6));
+        }
+        assert!(LengthError::new(Predictor::Pia, f64::NAN, 0).is_err());
+        let short = LengthError::new(Predictor::Pia, 0.5, 0).unwrap();
+        assert!((0..1000).all(|id| short.predict(id, 0, 0.0, 1.0).tokens >= 0.0));
+    }
+}

@@ -1,0 +1,152 @@
+//! How many tokens an answer still has to come, from how long answers are (the curve of `survival.rs`) and how long it is already.
+//!
+//! With S the chance that an answer is longer, one of g tokens has `integral of S from g on / S(g)` to come on average, and the mean of the square of what is to
+//! come is `2 x integral of (u - g) S(u) from g on / S(g)`. Straight lines run between the curve's points, so both integrals are exact sums, kept from
+//! each point on: a prediction costs O(1).
+use super::survival::{BUCKET_TOKENS, BUCKETS, FLOOR, PRIOR_TOKENS, Survival};
+
+/// A prediction of output tokens still to come.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Remaining {
+    /// The expected number: 0 or more.
+    pub tokens: f64,
+    /// Its standard deviation in tokens; 0 where it is known.
+    pub deviation: f64,
+}
+
+impl Remaining {
+    /// Known for certain: an oracle's.
+    pub fn exact(tokens: f64) -> Remaining {
+        Remaining { tokens, deviation: 0.0 }
+    }
+}
+
+/// Remaining tokens by length so far.
+#[derive(Clone, Debug)]
+pub struct RemainingCurve {
+    /// S at `i * BUCKET_TOKENS`; what is at the floor is 0.
+    curve: Vec<f64>,
+    /// Integrals from each point on of S(u), and of S(u) times the way there.
+    area: Vec<f64>,
+    moment: Vec<f64>,
+}
+
+impl RemainingCurve {
+    /// From a length curve. Take [`Survival::product_limit`], which counts answers that still run: a mean over ended ones alone is too short.
+    pub fn new(survival: &Survival) -> RemainingCurve {
+        let curve: Vec<f64> =
+            survival.boundaries().iter().map(|s| if *s > FLOOR { *s } else { 0.0 }).collect();
+        let (mut area, mut moment) = (vec![0.0; BUCKETS + 1], vec![0.0; BUCKETS + 1]);
+        for i in (0..BUCKETS).rev() {
+            (area[i], moment[i]) = onward(BUCKET_TOKENS, curve[i], curve[i + 1], area[i + 1], moment[i + 1]);
+        }
+        RemainingCurve { curve, area, moment }
+    }
+
+    /// What an answer that has `generated` tokens still has to come, at most until it has `limit` (its `max_tokens`; infinite where it has none).
+    ///
+    /// Where no answer has come so far, its end is taken to be as likely at each token as the curve's prior has it (a mean of 2,000 tokens to come).
+    pub fn at(&self, generated: f64, limit: f64) -> Remaining {
+        let generated = generated.max(0.0);
+        let most = (limit - generated).max(0.0);
+        let (s, area, moment) = self.from(generated);
+        let (tokens, square) = if s > FLOOR {
+            // Beyond the limit nothing comes: E[min(L, limit) - g], and its square.
+            let (_, beyond, beyond_moment) = self.from(limit.max(generated));
+            let moment = if beyond > 0.0 { moment - beyond_moment - most * beyond } else { moment };
+            ((area - beyond) / s, 2.0 * moment / s)
+        } else if most.is_finite() {
+            let (mean, end) = (PRIOR_TOKENS, (-most / PRIOR_TOKENS).exp());
+            (mean * (1.0 - end), 2.0 * mean * (mean * (1.0 - end) - most * end))
+        } else {
+            (PRIOR_TOKENS, 2.0 * PRIOR_TOKENS * PRIOR_TOKENS)
+        };
+        let tokens = tokens.clamp(0.0, most);
+        Remaining { tokens, deviation: (square - tokens * tokens).max(0.0).sqrt() }
+    }
+
+    /// S at a length, and both integrals from there on.
+    fn from(&self, tokens: f64) -> (f64, f64, f64) {
+        let place = tokens / BUCKET_TOKENS;
+        if place >= BUCKETS as f64 {
+            return (0.0, 0.0, 0.0);
+        }
+        let bucket = place as usize;
+        let part = place - bucket as f64;
+        let s = self.curve[bucket] * (1.0 - part) + self.curve[bucket + 1] * part;
+        let next = bucket + 1;
+        let width = BUCKET_TOKENS * (1.0 - part);
+        let (area, moment) = onward(width, s, self.curve[next], self.area[next], self.moment[next]);
+        (s, area, moment)
+    }
+}
+
+/// Both integrals from a place on: S falls from `s` to `end` over `width` tokens, from where on they are `area` and `moment`.
+fn onward(width: f64, s: f64, end: f64, area: f64, moment: f64) -> (f64, f64) {
+    let here = width * (s + end) / 2.0;
+    let here_moment = width * width * (s / 6.0 + end / 3.0);
+    (here + area, here_moment + moment + width * area)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn curve(lengths: impl IntoIterator<Item = u32>) -> RemainingCurve {
+        let mut s = Survival::default();
+        lengths.into_iter().for_each(|l| s.observe(l));
+        RemainingCurve::new(&s)
+    }
+
+    #[test]
+    fn two_lengths() {
+        // Half end in the bucket up to 640, half in that up to 6,400: S falls in straight lines over these two buckets.
+        let curve = curve((0..1000).flat_map(|_| [640, 6400]));
+        let at = |g: f64| curve.at(g, f64::INFINITY);
+        assert!((at(0.0).tokens - (608.0 + 6368.0) / 2.0).abs() < 3.0, "{:?}", at(0.0));
+        assert!((at(0.0).deviation - 2880.0).abs() < 3.0, "{:?}", at(0.0));
+        assert!((at(1000.0).tokens - 5368.0).abs() < 1e-6, "{:?}", at(1000.0));
+        assert!((at(1000.0).deviation - 64.0 / 12f64.sqrt()).abs() < 1e-3, "{:?}", at(1000.0));
+        // Cut at 2,000: half have 608, half 2,000.
+        let cut = curve.at(0.0, 2000.0);
+        assert!((cut.tokens - 1304.0).abs() < 1.0 && (cut.deviation - 696.0).abs() < 1.0, "{cut:?}");
+        assert_eq!(curve.at(3000.0, 2000.0), Remaining::exact(0.0));
+    }
+
+    #[test]
+    fn where_nobody_has_been_the_prior_holds() {
+        let short = curve((0..100).map(|_| 100));
+        for (generated, limit, tokens) in [
+            (5000.0, f64::INFINITY, 2000.0),
+            (50_000.0, f64::INFINITY, 2000.0),
+            (5000.0, 7000.0, 2000.0 * (1.0 - (-1f64).exp())),
+        ] {
+            assert!((short.at(generated, limit).tokens - tokens).abs() < 1e-9);
+        }
+        assert!(short.at(5000.0, 7000.0).deviation < short.at(5000.0, f64::INFINITY).deviation);
+        let none = RemainingCurve::new(&Survival::default().product_limit());
+        assert!(
+            (none.at(0.0, f64::INFINITY).tokens - 2000.0).abs() < 60.0,
+            "{:?}",
+            none.at(0.0, f64::INFINITY)
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn it_is_the_mean_of_those_that_are_longer(lengths in prop::collection::vec(1u32..30_000, 20..400), part in 0.0..0.9f64) {
+            let curve = curve(lengths.iter().copied());
+            let longest = f64::from(*lengths.iter().max().unwrap());
+            let generated = (part * longest / BUCKET_TOKENS).floor() * BUCKET_TOKENS;
+            let still: Vec<f64> = lengths.iter().map(|l| f64::from(*l) - generated).filter(|s| *s > 0.0).collect();
+            let n = still.len() as f64;
+            let mean = still.iter().sum::<f64>() / n;
+            let deviation = (still.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / n).sqrt();
+            let at = curve.at(generated, f64::INFINITY);
+            // The curve knows lengths to a bucket.
+            prop_assert!((at.tokens - mean).abs() <= BUCKET_TOKENS, "{at:?} {mean}");
+            prop_assert!((at.deviation - deviation).abs() <= 2.0 * BUCKET_TOKENS, "{at:?} {deviation}");
+        }
+    }
+}

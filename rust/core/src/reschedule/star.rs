@@ -1,0 +1,340 @@
+//! STAR, Algorithm 1: the request whose move makes present and future token loads most even.
+//!
+//! Erratum 6 holds: weights sum to 1, an instance is underloaded below (1 - theta) times the mean, source and target differ, and the memory check counts the
+//! request's current tokens, too.
+//!
+//! The paper looks at each (request, source, target) in O(H). Here one costs O(1), and nothing is left out. With L the loads and x_k the request's load at
+//! point k, a move changes the sum of squares at k by `2 x_k (x_k + L_target - L_source)` and the sum not at all. With x_k = N + t_k while the request lasts
+//! (the first m points), the weighted sum over points is a constant of request and source plus
+//! `N sum_{k<m} W_k L_target + sum_{k<m} W_k t_k L_target`, two prefix sums an instance. The best target is the least of these over a row of targets, which the
+//! processor takes several at a time; a row is skipped where its least terms together cannot beat the best so far.
+use super::grid::Grid;
+use super::{InstanceLoad, Move, Rescheduler, Round, Stop, bad, ordered, setting};
+use crate::error::CoreError;
+use crate::wide::{lesser, wide_fn};
+
+/// What a step of the future counts for: beta_t, scaled to sum to 1.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Weights {
+    /// All alike.
+    Uniform,
+    /// Half as much each so many steps (above 0).
+    Geometric {
+        /// The steps.
+        half_life_steps: f64,
+    },
+}
+
+/// Settings. The paper gives none of these values (erratum 6).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StarSettings {
+    /// Whether remaining lengths are used; else current loads alone are made even (the paper's STAR w/o prediction).
+    pub prediction: bool,
+    /// H, in decode steps. 2,048: the mean length of requests in decode instances of section 5.3 is 2,000, so most of what runs now has ended by then, and
+    /// what comes after is made by requests not yet here, of which the forecast knows nothing.
+    pub horizon_steps: u32,
+    /// Points of the horizon at which loads are compared, at most as many as steps. 32: one each 64 steps, finer than any predictor.
+    pub points: u32,
+    /// Weights of the future. Half each 512 steps: near loads are better known than far ones.
+    pub weights: Weights,
+    /// theta, 0 to 1. 0.1: a tenth is what a move of one request among ten changes; less would move requests to and fro.
+    pub threshold: f64,
+    /// Seconds that a move takes whatever the request's size: the fixed part of C_mig.
+    pub migration_seconds: f64,
+    /// Seconds a token: bytes of a token's KV cache over the link's bytes a second. 2e-5: 56 KiB (7B, grouped heads, 16 bit) at 25 Gbit/s.
+    pub migration_seconds_per_token: f64,
+    /// Deviations of the prediction that the memory check adds to the remaining tokens; 0 is the paper's.
+    pub caution: f64,
+    /// Moves of a round at most; above 1 each sees those before it as done.
+    pub most_moves: usize,
+}
+
+impl Default for StarSettings {
+    fn default() -> StarSettings {
+        StarSettings {
+            prediction: true,
+            horizon_steps: 2048,
+            points: 32,
+            weights: Weights::Geometric { half_life_steps: 512.0 },
+            threshold: 0.1,
+            migration_seconds: 0.1,
+            migration_seconds_per_token: 2e-5,
+            caution: 0.0,
+            most_moves: 1,
+        }
+    }
+}
+
+/// Most steps of a horizon and points on it: they bound the memory of a round.
+const MOST_STEPS: u32 = 1 << 20;
+const MOST_POINTS: u32 = 4096;
+/// A gain below this part of the variance is rounding.
+const ROUNDING: f64 = 1e-12;
+
+/// The rescheduler, with what it needs again each round.
+#[derive(Clone, Debug)]
+pub struct Star {
+    settings: StarSettings,
+    grid: Grid,
+    /// Load of each instance at each point: a row an instance.
+    loads: Vec<f64>,
+    /// For how many points each request lasts, instance by instance, 0 where it may not be moved; `starts` has each instance's first.
+    lasts: Vec<u32>,
+    starts: Vec<usize>,
+    /// Prefix sums over points of weight x load and weight x time x load of the targets: a row for each number of points.
+    sums: Vec<f64>,
+    timed: Vec<f64>,
+}
+
+/// The best move so far: places of source and target in the order of instances, place of the request in its instance.
+struct Best {
+    gain: f64,
+    request: (u64, usize),
+    source: usize,
+    target: usize,
+}
+
+impl Star {
+    /// # Errors
+    /// `BadValue` with the setting and its range.
+    pub fn new(settings: StarSettings) -> Result<Star, CoreError> {
+        let StarSettings { horizon_steps, points, .. } = settings;
+        setting("horizon_steps", horizon_steps.into(), 1.0, MOST_STEPS.into())?;
+        setting("points", points.into(), 1.0, MOST_POINTS.min(horizon_steps).into())?;
+        setting("threshold", settings.threshold, 0.0, 1.0)?;
+        setting("migration_seconds", settings.migration_seconds, 0.0, f64::INFINITY)?;
+        setting("migration_seconds_per_token", settings.migration_seconds_per_token, 0.0, f64::INFINITY)?;
+        setting("caution", settings.caution, 0.0, f64::INFINITY)?;
+        if settings.most_moves == 0 {
+            return Err(bad("rescheduling setting most_moves", 0, "at least 1; `none` moves nothing"));
+        }
+        let grid = match settings.weights {
+            _ if !settings.prediction => Grid::present(),
+            Weights::Uniform => Grid::future(horizon_steps, points, |_| 1.0),
+            Weights::Geometric { half_life_steps } => {
+                // Below a step the weights of far points would all be 0, and the nearest alone would count.
+                setting("half_life_steps", half_life_steps, 1.0, f64::INFINITY)?;
+                Grid::future(horizon_steps, points, |t| (-t / half_life_steps).exp2())
+            }
+        };
+        let none = Vec::new;
+        Ok(Star { settings, grid, loads: none(), lasts: vec![], starts: vec![], sums: none(), timed: none() })
+    }
+
+    /// The moments at which it compares loads, and their weights.
+    pub fn grid(&self) -> &Grid {
+        &self.grid
+    }
+
+    /// Tokens that must fit on the target at the request's end (line 21, with its current tokens).
+    fn need(&self, request: &super::RunningRequest) -> f64 {
+        let still = request.remaining.tokens + self.settings.caution * request.remaining.deviation;
+        f64::from(request.tokens) + if self.settings.prediction { still } else { 0.0 }
+    }
+
+    /// Summaries of all instances, and which of their requests outlast their move (line 20; without prediction nobody knows).
+    fn summarise(&mut self, loads: &[&InstanceLoad]) {
+        let points = self.grid.len();
+        self.loads.resize(loads.len() * points, 0.0);
+        self.lasts.clear();
+        self.starts.clear();
+        let all: usize = loads.iter().map(|l| l.requests.len()).sum();
+        self.lasts.reserve(all);
+        for (load, row) in loads.iter().zip(self.loads.chunks_exact_mut(points)) {
+            let start = self.lasts.len();
+            self.starts.push(start);
+            self.lasts.extend(load.requests.iter().map(|r| self.grid.lasts(r.remaining.tokens) as u32));
+            let lasts = self.lasts[start..].iter().map(|m| *m as usize);
+            self.grid.load(load.other_tokens, load.requests.iter().zip(lasts), row);
+            for (m, r) in self.lasts[start..].iter_mut().zip(load.requests) {
+                let seconds = self.settings.migration_seconds
+                    + self.settings.migration_seconds_per_token * f64::from(r.tokens);
+                let outlasts = !self.settings.prediction || r.remaining.tokens * load.step_seconds > seconds;
+                *m *= u32::from(r.movable && outlasts);
+            }
+        }
+    }
+
+    /// Prefix sums of an instance's row, as `row(m, sum, timed)` for the first m points.
+    fn prefix(&self, instance: usize, mut row: impl FnMut(usize, f64, f64)) {
+        let points = self.grid.len();
+        let (mut sum, mut timed) = (0.0, 0.0);
+        row(0, sum, timed);
+        for k in 0..points {
+            let load = self.grid.variance_weights[k] * self.loads[instance * points + k];
+            sum += load;
+            timed += load * self.grid.times[k];
+            row(k + 1, sum, timed);
+        }
+    }
+
+    /// The best move as things stand in the summaries, or why there is none.
+    fn best(&mut self, loads: &[&InstanceLoad]) -> Result<Placed, Stop> {
+        let (n, points) = (loads.len(), self.grid.len());
+        let now = |i: usize, this: &Star| this.loads[i * points];
+        let weighted: Vec<f64> = self
+            .loads
+            .chunks_exact(points)
+            .map(|row| row.iter().zip(&self.grid.load_weights).map(|(l, w)| l * w).sum())
+            .collect();
+        let mean = weighted.iter().sum::<f64>() / n as f64;
+        let over: Vec<usize> =
+            (0..n).filter(|i| weighted[*i] > (1.0 + self.settings.threshold) * mean).collect();
+        if over.is_empty() {
+            return Err(Stop::NoneOverloaded);
+        }
+        let under: Vec<usize> = (0..n)
+            .filter(|&i| loads[i].accepts && now(i, self) < (1.0 - self.settings.threshold) * mean)
+            .collect();
+        if under.is_empty() {
+            return Err(Stop::NoneUnderloaded);
+        }
+        let width = under.len();
+        let (mut sums, mut timed) = (std::mem::take(&mut self.sums), std::mem::take(&mut self.timed));
+        sums.resize((points + 1) * width, 0.0);
+        timed.resize((points + 1) * width, 0.0);
+        let mut least = vec![(f64::INFINITY, f64::INFINITY); points + 1];
+        for (j, &t) in under.iter().enumerate() {
+            self.prefix(t, |m, a, b| {
+                (sums[m * width + j], timed[m * width + j]) = (a, b);
+                least[m] = (lesser(a, least[m].0), lesser(b, least[m].1));
+            });
+        }
+        let mut room: Vec<f64> =
+            under.iter().map(|&t| loads[t].capacity_tokens as f64 - now(t, self)).collect();
+        let before = self.grid.variance(&self.loads);
+        let floor = before * ROUNDING * n as f64 / 2.0;
+        let mut best: Option<Best> = None;
+        let (mut movable, mut fits) = (false, false);
+        let mut own = vec![(0.0, 0.0); points + 1];
+        for &s in &over {
+            self.prefix(s, |m, a, b| own[m] = (a, b));
+            // Light now and heavy later, an instance can be both; it is no target of its own.
+            let itself = under
+                .iter()
+                .position(|t| *t == s)
+                .map(|j| (j, std::mem::replace(&mut room[j], f64::NEG_INFINITY)));
+            let lasts = &self.lasts[self.starts[s]..][..loads[s].requests.len()];
+            for (place, (request, &m)) in loads[s].requests.iter().zip(lasts).enumerate() {
+                if m == 0 {
+                    continue;
+                }
+                movable = true;
+                let (m, tokens) = (m as usize, f64::from(request.tokens));
+                let fixed = tokens * own[m].0 + own[m].1 - self.grid.square(tokens, m);
+                let most = fixed - (tokens * least[m].0 + least[m].1);
+                // Where nothing has fitted yet, the row is looked at for the reason that is given in the end.
+                if fits && (most <= floor || best.as_ref().is_some_and(|b| most < b.gain)) {
+                    continue;
+                }
+                let row = m * width..(m + 1) * width;
+                let need = self.need(request);
+                let value = least_sum(&sums[row.clone()], &timed[row.clone()], &room, tokens, need);
+                if value == f64::INFINITY {
+                    continue;
+                }
+                fits = true;
+                let gain = fixed - value;
+                let better = |b: &Best| gain > b.gain || (gain == b.gain && request.id < b.request.0);
+                if gain > floor && best.as_ref().is_none_or(better) {
+                    let here = |j: &usize| {
+                        room[*j] >= need && tokens * sums[row.start + j] + timed[row.start + j] == value
+                    };
+                    let j = (0..width).find(here).expect("the least is one of them");
+                    best = Some(Best { gain, request: (request.id, place), source: s, target: under[j] });
+                }
+            }
+            if let Some((j, free)) = itself {
+                room[j] = free;
+            }
+        }
+        (self.sums, self.timed) = (sums, timed);
+        let best = best.ok_or(match (movable, fits) {
+            (false, _) => Stop::NoneMovable,
+            (_, false) => Stop::NoRoom,
+            _ => Stop::NoGain,
+        })?;
+        let Best { gain, request: (request, place), source, target } = best;
+        let found = Move {
+            request,
+            source: loads[source].instance,
+            target: loads[target].instance,
+            source_load: weighted[source],
+            target_load: weighted[target],
+            mean_load: mean,
+            variance_before: before,
+            variance_after: before - 2.0 * gain / n as f64,
+        };
+        Ok(Placed { found, place, source, target })
+    }
+
+    /// Takes the move as done.
+    fn apply(&mut self, done: &Placed, loads: &[&InstanceLoad]) {
+        let points = self.grid.len();
+        let lasts = std::mem::take(&mut self.lasts[self.starts[done.source] + done.place]) as usize;
+        let tokens = f64::from(loads[done.source].requests[done.place].tokens);
+        for k in 0..lasts {
+            let load = tokens + self.grid.times[k];
+            self.loads[done.source * points + k] -= load;
+            self.loads[done.target * points + k] += load;
+        }
+    }
+}
+
+/// A move with its places in the round.
+struct Placed {
+    found: Move,
+    place: usize,
+    source: usize,
+    target: usize,
+}
+
+impl Rescheduler for Star {
+    fn name(&self) -> &'static str {
+        if self.settings.prediction { "star" } else { "star_current" }
+    }
+
+    fn round(&mut self, loads: &[InstanceLoad]) -> Result<Round, CoreError> {
+        let loads: Vec<&InstanceLoad> = ordered(loads)?.into_iter().map(|i| &loads[i]).collect();
+        let mut moves = Vec::new();
+        if loads.len() < 2 {
+            return Ok(Round { moves, stop: Stop::FewInstances });
+        }
+        self.summarise(&loads);
+        loop {
+            match self.best(&loads) {
+                Err(stop) => return Ok(Round { moves, stop }),
+                Ok(done) => {
+                    moves.push(done.found);
+                    if moves.len() == self.settings.most_moves {
+                        return Ok(Round { moves, stop: Stop::MostMoves });
+                    }
+                    self.apply(&done, &loads);
+                }
+            }
+        }
+    }
+}
+
+wide_fn! {
+    /// The least of `tokens x sums + timed` where there is room for `need`; infinite where there is none.
+    fn least_sum(sums: &[f64], timed: &[f64], room: &[f64], tokens: f64, need: f64) -> f64 {
+        const LANES: usize = 8;
+        let value = |a: f64, b: f64, free: f64| if free >= need { tokens * a + b } else { f64::INFINITY };
+        let mut least = [f64::INFINITY; LANES];
+        let rows = sums.chunks_exact(LANES).zip(timed.chunks_exact(LANES)).zip(room.chunks_exact(LANES));
+        for ((a, b), free) in rows {
+            for i in 0..LANES {
+                least[i] = lesser(value(a[i], b[i], free[i]), least[i]);
+            }
+        }
+        let mut all = f64::INFINITY;
+        for j in sums.len() - sums.len() % LANES..sums.len() {
+            all = lesser(value(sums[j], timed[j], room[j]), all);
+        }
+        for l in least {
+            all = lesser(l, all);
+        }
+        all
+    }
+}
