@@ -433,6 +433,7 @@ class Engine:
         *,
         admission: str = "vllm",  # or "reserve"
         order: str = "fcfs",  # see docs/simulator.md, local orders
+        order_slo_seconds: float = 0.1,  # of the order slo
         kv_events: bool = False,
     ) -> Engine: ...
     def submit(
@@ -557,7 +558,9 @@ def simulate(
     transfer_seconds_per_token: float = 0.0,
     transfer_fixed_seconds: float = 0.0,
     transfer_overlap: str = "end",
+    transfer_chunk_tokens: int = 256,
     local_order: str = "fcfs",
+    order_slo_seconds: float = 0.1,
     split: str = "none",
     split_settings: Mapping[str, float] | None = None,
     silent_segments: bool = False,

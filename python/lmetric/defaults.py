@@ -5,11 +5,14 @@ from typing import Literal
 DEFAULT_PROFILE = "independent-sim"
 """What engines and simulations run on unless told otherwise; its note says what it is."""
 
-LocalOrder = Literal["fcfs", "sjf", "spf", "srpt", "srpt_noisy", "las"]
+LocalOrder = Literal["fcfs", "sjf", "spf", "srpt", "srpt_noisy", "las", "slo"]
 """In which order a simulated engine takes requests; see docs/simulator.md."""
 
 Reschedule = Literal["none"]
 """How running requests are moved; see docs/architecture.md, "Moves"."""
+
+ORDER_SLO = 0.1
+"""Seconds that a step may take under the local order `slo`: Libra's, section 6.1."""
 
 Split = Literal["none", "libra", "force"]
 """How requests are cut that no roles cut; see docs/architecture.md, "Plans of several segments"."""

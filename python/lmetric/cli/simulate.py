@@ -89,7 +89,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="A,B,…",
-            help="Order inside an engine: fcfs, sjf, spf, srpt, srpt_noisy, las [default: fcfs].",
+            help="Order inside an engine: fcfs, sjf, spf, srpt, srpt_noisy, las, slo [default: fcfs].",
         ),
     ] = None,
     split: Annotated[
@@ -102,6 +102,9 @@ def command(
             metavar="A,B,…",
             help=f"How running requests move: {', '.join(get_args(Reschedule))} [default: none].",
         ),
+    ] = None,
+    order_slo: Annotated[
+        float | None, typer.Option(help="Seconds a step with decodes may take under slo [default: 0.1].")
     ] = None,
     index: Annotated[
         Index, typer.Option(help="KV index: fed by the engines' events, or by what was sent.")
@@ -187,7 +190,7 @@ def command(
     settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
     optional = {
         "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
-        "token_stride": token_stride,
+        "token_stride": token_stride, "order_slo": order_slo,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
         "transfer": transfer,
     }  # fmt: skip

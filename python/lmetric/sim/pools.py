@@ -86,20 +86,26 @@ class Transfer:
     fixed_seconds: float = 0.001
     # "end": begins when the prefill has ended, as vLLM's NIXL connector pulls. "layers": moves while it runs,
     # where the decode instance is known by then (early binding); only what the prefill does not hide counts.
-    overlap: Literal["end", "layers"] = "end"
+    # "chunks": the same chunk by chunk, an answer's tokens, too, where it is cut (Libra, section 4.3).
+    overlap: Literal["end", "layers", "chunks"] = "end"
+    # Tokens of a chunk: a guess; the paper does not say.
+    chunk_tokens: int = 256
 
     def __post_init__(self) -> None:
         speed, fixed = self.gigabytes_per_second, self.fixed_seconds
-        if not (speed > 0 and 0 <= fixed < 1e6) or self.overlap not in ("end", "layers"):
+        fits = speed > 0 and 0 <= fixed < 1e6 and 0 < self.chunk_tokens < 2**31
+        fits = fits and self.chunk_tokens == int(self.chunk_tokens)
+        if not fits or self.overlap not in ("end", "layers", "chunks"):
             raise BadValueError(
-                f"transfer at {speed:g} GB/s, {fixed:g} s besides, overlap {self.overlap!r} is not valid; "
-                "expected more than 0 GB/s, 0 s or more, overlap end or layers"
+                f"transfer at {speed:g} GB/s, {fixed:g} s besides, overlap {self.overlap!r}, chunks of "
+                f"{self.chunk_tokens} tokens is not valid; expected more than 0 GB/s, 0 s or more, overlap "
+                "end, layers or chunks, whole chunks of 1 token or more"
             )
 
     @classmethod
     def of(cls, value: str | Mapping[str, float | str] | Self | None) -> Self | None:
-        """From ``50``, ``50 GB/s, layers``, ``25, fixed=0.005``, or a mapping of the fields; ``none`` and
-        None: nothing moves, the KV is there at once (as in SIBYL's Algorithm 2).
+        """From ``50``, ``50 GB/s, layers``, ``25, chunk=256``, ``25, fixed=0.005``, or a mapping of the
+        fields; ``none`` and None: nothing moves, the KV is there at once (as in SIBYL's Algorithm 2).
 
         Raises:
             BadValueError: anything else.
@@ -113,8 +119,12 @@ class Transfer:
             return None
         elif isinstance(value, str):
             for part in (part.strip() for part in value.split(",")):
-                if part in ("end", "layers"):
+                if part in ("end", "layers", "chunks"):
                     fields["overlap"] = part
+                elif part.startswith("chunk="):
+                    tokens = part.removeprefix("chunk=")
+                    fields["overlap"] = "chunks"
+                    fields["chunk_tokens"] = int(tokens) if tokens.isdecimal() else None
                 elif part.startswith("fixed="):
                     fields["fixed_seconds"] = _number(part.removeprefix("fixed="))
                 else:
@@ -123,8 +133,8 @@ class Transfer:
             return cls(**fields)  # type: ignore[arg-type]
         except TypeError:
             raise BadValueError(
-                f"transfer {value!r} is not valid; expected none, or GB/s with end or layers and "
-                'fixed=SECONDS, e.g. "50, layers"'
+                f"transfer {value!r} is not valid; expected none, or GB/s with end, layers, chunks or "
+                'chunk=TOKENS, and fixed=SECONDS, e.g. "50, layers"'
             ) from None
 
     def seconds_per_token(self, profile: Profile) -> float:

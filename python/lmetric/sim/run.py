@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric import _core
-from lmetric.defaults import DEFAULT_PROFILE, LocalOrder, Reschedule, Split
+from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO, LocalOrder, Reschedule, Split
 from lmetric.expr import Expr
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
@@ -223,6 +223,7 @@ def simulate(
     transfer: TransferLike | None = DEFAULT_TRANSFER,
     prefill: Prefill = "queues",
     local_order: LocalOrder = "fcfs",
+    order_slo: float = ORDER_SLO,
     split: Split = "none",
     split_settings: Mapping[str, float] | None = None,
     reschedule: Reschedule = "none",
@@ -232,47 +233,43 @@ def simulate(
 ) -> Run:
     """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
 
-    Args:
-        trace: what arrives; from `prepare` where it is played more than once.
-        policy: what `lmetric.Router` takes (name, expression, `Policy`, `policy_function`), with `knobs`.
-        profile: a shipped name, a path, a mapping, or a `Profile`.
-        seed: of every random choice (ties, policies that draw).
-        signals: ``"exact"``, the router learns of everything as it happens; ``"step_end"``, it sees every
-            engine as at the end of the step that runs; ``"delayed"``, as a live server: cache events come
-            `event_delay_seconds` late, loads are reported every `report_period_seconds`, and of its own
-            requests it sees what their responses show.
-        token_stride: the router hears of an engine's tokens once its batch has run so many more steps: 1,
-            of each. Policies that read tokens cost less to play with 8, and are up to 7 tokens behind.
-        admission: ``"reserve"``, a request enters where all that run and its prompt fit, and is never put
-            back; ``"vllm"``, blocks are taken as tokens come, and where none is left the last goes back.
-        index: ``"exact"``, fed by the engines' cache events; ``"approximate"``, by what was placed where.
-        guard: the hot-spot guard; None: on where the policy is lmetric.
-        predictor: the profile that `predicted_ttft_seconds` is computed from (None: the engines' own).
-        output_known: whether the router knows how long each answer will be.
-        timeline_seconds: length of the timeline's buckets.
-        roles: pools in place of `instances` that do all: ``"16P64D"``, or ``{"prefill": 16, "decode": 64}``.
-            A request is prefilled where `policy` says and decodes where `decode_policy` (with `decode_knobs`)
-            says, `least_requests` if nothing is said.
-        binding: when that is chosen: ``"early"``, as the request arrives, or ``"late"``, after its prefill.
-        transfer: what moving its KV takes, see `lmetric.sim.pools.Transfer`: ``"50, layers"``, a mapping, or
-            None or ``"none"`` (it is there at once). Its size comes from the profile.
-        prefill: ``"queues"``, as engines do; ``"unlimited"``, every prompt takes its own time and waits for
-            none (SIBYL, Algorithm 2). Then any number of prefill instances does the same.
-        local_order: in which order engines take requests from their queues and, from ``"srpt"`` on, which go
-            back for another: ``"fcfs"``, ``"sjf"`` (shortest answer), ``"spf"`` (shortest uncached prompt),
-            ``"srpt"`` (least remaining work, lengths known), ``"srpt_noisy"`` (predicted, by `seed`), and
-            ``"las"`` (least attained service); see docs/simulator.md.
-        split: how requests are cut that no `roles` cut: ``"none"``; ``"libra"``, between the instance of the
-            policy and that of `decode_policy`, where this balances them and pays, by `split_settings`; see
-            `Router.set_split`; or ``"force"``, at the fraction ``at``. What is cut moves as `transfer` says.
-        reschedule: how running requests are moved between engines: ``"none"``.
-        silent_segments: whether a segment that another follows says nothing until its end, as on stock
-            engines; else its tokens come as they are made.
-        token_slo_seconds: the longest gap between two tokens that counts as good, for `slow_tokens`.
+        Args:
+            trace: what arrives; from `prepare` where it is played more than once.
+            policy: what `lmetric.Router` takes (name, expression, `Policy`, `policy_function`), with `knobs`.
+            profile: a shipped name, a path, a mapping, or a `Profile`.
+            seed: of every random choice (ties, policies that draw).
+            signals: ``"exact"``, the router learns of everything as it happens; ``"step_end"``, it sees every
+                engine as at the end of the step that runs; ``"delayed"``, as a live server: cache events come
+                `event_delay_seconds` late, loads are reported every `report_period_seconds`, and of its own
+                requests it sees what their responses show.
+            token_stride: the router hears of an engine's tokens once its batch has run so many more steps: 1,
+                of each. Policies that read tokens cost less to play with 8, and are up to 7 tokens behind.
+            admission: ``"reserve"``, a request enters where all that run and its prompt fit, and is never put
+                back; ``"vllm"``, blocks are taken as tokens come, and where none is left the last goes back.
+            index: ``"exact"``, fed by the engines' cache events; ``"approximate"``, by what was placed where.
+            guard: the hot-spot guard; None: on where the policy is lmetric.
+            predictor: the profile that `predicted_ttft_seconds` is computed from (None: the engines' own).
+            output_known: whether the router knows how long each answer will be.
+            timeline_seconds: length of the timeline's buckets.
+            roles: pools in place of `instances` that do all: ``"16P64D"``, or ``{"prefill": 16, "decode": 64}``.
+                A request is prefilled where `policy` says and decodes where `decode_policy` (with `decode_knobs`)
+                says, `least_requests` if nothing is said.
+            binding: when that is chosen: ``"early"``, as the request arrives, or ``"late"``, after its prefill.
+            transfer: what moving its KV takes, see `lmetric.sim.pools.Transfer`: ``"50, layers"``, a mapping, or
+                None or ``"none"`` (it is there at once). Its size comes from the profile.
+            prefill: ``"queues"``, as engines do; ``"unlimited"``, every prompt takes its own time and waits for
+                none (SIBYL, Algorithm 2). Then any number of prefill instances does the same.
+            local_order: in which order engines take requests from their queues and, from ``"srpt"`` on, which go
+                back for another: ``"fcfs"``, ``"sjf"`` (shortest answer), ``"spf"`` (shortest uncached prompt),
+                ``"srpt"`` (least remaining work, lengths known), ``"srpt_noisy"`` (predicted, by `seed`), and
+    from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO, LocalOrder, Reschedule, Split
+            silent_segments: whether a segment that another follows says nothing until its end, as on stock
+                engines; else its tokens come as they are made.
+            token_slo_seconds: the longest gap between two tokens that counts as good, for `slow_tokens`.
 
-    Raises:
-        LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
-        ProfileError: an unknown or bad profile.
+        Raises:
+            LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
+            ProfileError: an unknown or bad profile.
     """
     chosen = resolve_profile(profile)
     workload = trace if isinstance(trace, Workload) else prepare(trace, chosen)
@@ -304,6 +301,7 @@ def simulate(
         output_known=output_known,
         timeline_seconds=timeline_seconds,
         local_order=local_order,
+        order_slo_seconds=order_slo,
         split=split,
         split_settings=split_settings,
         silent_segments=silent_segments,
@@ -377,6 +375,7 @@ def _pooled(
             "transfer_seconds_per_token": moved.seconds_per_token(profile),
             "transfer_fixed_seconds": moved.fixed_seconds,
             "transfer_overlap": moved.overlap,
+            "transfer_chunk_tokens": int(moved.chunk_tokens),
         }
     return told
 

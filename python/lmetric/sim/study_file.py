@@ -171,6 +171,9 @@ class SettingsEntry(Strict):
     local_order: Annotated[list[LocalOrder], Listed] | None = Field(
         None, description="in which engines take requests: fcfs, sjf, srpt, ...; see docs/simulator.md"
     )
+    order_slo: Annotated[list[Positive], Listed] | None = Field(
+        None, description="under local_order slo: seconds that a step with decodes may take"
+    )
     index: Annotated[list[Literal["exact", "approximate"]], Listed] | None = Field(
         None, description="the router's KV index: fed by engines' events, or by what it sent"
     )

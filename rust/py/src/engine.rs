@@ -3,7 +3,7 @@ use crate::errors::to_python;
 use lmetric_core::CoreError;
 use lmetric_sim::text::Rolling;
 use lmetric_sim::{
-    Admission, DecodeThroughput, Generator, KvEvent, Order, Profile, Prompt, Request, Settings,
+    Admission, DecodeThroughput, Generator, KvEvent, Order, Profile, Prompt, Request, Settings, TOKEN_SECONDS,
 };
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
@@ -76,13 +76,15 @@ struct Engine {
 #[pymethods]
 impl Engine {
     #[new]
-    #[pyo3(signature = (profile, words, vocabulary, *, admission="vllm", order="fcfs", kv_events=false))]
+    #[pyo3(signature = (profile, words, vocabulary, *, admission="vllm", order="fcfs", order_slo_seconds=TOKEN_SECONDS,
+        kv_events=false))]
     fn new(
         #[pyo3(from_py_with = profile)] profile: Profile,
         #[pyo3(from_py_with = tokens)] words: Vec<u32>,
         vocabulary: u32,
         admission: &str,
         order: &str,
+        order_slo_seconds: f64,
         kv_events: bool,
     ) -> PyResult<Engine> {
         let admission = match admission {
@@ -90,7 +92,7 @@ impl Engine {
             "reserve" => Admission::Reserve,
             other => return Err(unknown("admission", other, "vllm or reserve")),
         };
-        let order = Order::named(order, 0).map_err(to_python)?;
+        let order = Order::named(order, 0, order_slo_seconds).map_err(to_python)?;
         let generator = Generator::new(words, vocabulary).map_err(to_python)?;
         let settings = Settings { admission, order, kv_events };
         let engine = lmetric_sim::Engine::new(profile, settings, Some(generator)).map_err(to_python)?;

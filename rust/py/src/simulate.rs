@@ -7,8 +7,8 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::router::{IndexFeed, RouterConfig};
 use lmetric_sim::{
-    Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Profile, Quantity, Signals, Trace,
-    Transfer,
+    Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Profile, Quantity, Signals,
+    TOKEN_SECONDS, Trace, Transfer,
 };
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -89,7 +89,8 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     index="exact", index_bytes=512 << 20, guard=None, guard_window_seconds=60.0, guard_period_seconds=1.0,
     event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_time=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
-    transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", local_order="fcfs",
+    transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
+    local_order="fcfs", order_slo_seconds=TOKEN_SECONDS,
     split="none", split_settings=None, silent_segments=false, token_slo_seconds=0.1))]
 fn simulate<'py>(
     py: Python<'py>,
@@ -119,7 +120,9 @@ fn simulate<'py>(
     transfer_seconds_per_token: f64,
     transfer_fixed_seconds: f64,
     transfer_overlap: &str,
+    transfer_chunk_tokens: u32,
     local_order: &str,
+    order_slo_seconds: f64,
     split: &str,
     split_settings: Option<&Bound<'py, PyDict>>,
     silent_segments: bool,
@@ -147,7 +150,11 @@ fn simulate<'py>(
             overlap: router::named(
                 "transfer_overlap",
                 transfer_overlap,
-                &[("end", Overlap::End), ("layers", Overlap::Layers)],
+                &[
+                    ("end", Overlap::End),
+                    ("layers", Overlap::Layers),
+                    ("chunks", Overlap::Chunks { tokens: transfer_chunk_tokens }),
+                ],
             )?,
         },
         admission: match admission {
@@ -155,7 +162,7 @@ fn simulate<'py>(
             "vllm" => Admission::Vllm,
             other => return Err(unknown("admission", other, "reserve or vllm").into()),
         },
-        order: order(local_order, seed)?,
+        order: order(local_order, seed, order_slo_seconds)?,
         signals: Signals { token_stride, ..seen },
         router: RouterConfig {
             index_feed: match index {
@@ -194,8 +201,8 @@ fn simulate<'py>(
     Ok(columns(py, outcome, config.profiles.len())?)
 }
 
-fn order(name: &str, seed: u64) -> Result<Order> {
-    match Order::named(name, seed)? {
+fn order(name: &str, seed: u64, order_slo_seconds: f64) -> Result<Order> {
+    match Order::named(name, seed, order_slo_seconds)? {
         Order::Priority => {
             Err(unknown("local_order", name, "another one: the requests of a trace have no priorities")
                 .into())

@@ -7,7 +7,7 @@ use crate::events::{Counters, KvEvent, KvLog, Load, StepEvents};
 use crate::gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps, TokenGaps};
 use crate::hash;
 use crate::pool::BlockPool;
-use crate::profile::{Profile, StepWork};
+use crate::profile::Profile;
 use crate::sequence::{Sequence, Sequences, State};
 use crate::text::Generator;
 use hashbrown::HashMap;
@@ -38,7 +38,7 @@ pub enum Admission {
 }
 
 /// How an engine behaves, its profile apart.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
     /// How a request gets memory.
     pub admission: Admission,
@@ -365,21 +365,7 @@ impl Engine {
         if self.decoding.is_empty() && self.chunks.is_empty() {
             return None;
         }
-        let mut work = StepWork {
-            decode_sequences: self.decoding.len() as u32,
-            context_tokens: self.context_tokens,
-            ..Default::default()
-        };
-        for chunk in &self.chunks {
-            let sequence = &self.sequences[chunk.slot];
-            if sequence.pulled > 0 && chunk.tokens == 1 && chunk.before + 1 == sequence.total {
-                // All the rest of its prompt came from elsewhere: what it computes is what a decode computes.
-                work.decode_sequences += 1;
-                work.context_tokens += u64::from(sequence.total);
-            } else {
-                work.add_prefill(chunk.before, chunk.tokens);
-            }
-        }
+        let work = self.planned();
         let first = self.profile.step_seconds(&work);
         let mut step = Step { start: now, end: now + first, steps: 1, first, more: 0.0 };
         // After a preemption the queue is looked at again in the next step.

@@ -20,7 +20,7 @@ pub mod transfer;
 pub mod workload;
 
 pub use cluster::{ClusterConfig, Outcome, simulate};
-pub use engine::order::{Order, SrptNoisy};
+pub use engine::order::{Order, Slo, SrptNoisy, TOKEN_SECONDS};
 pub use engine::{Admission, Engine, Prompt, Request, Settings};
 pub use events::{Counters, KvEvent, KvLog, Load, StepEvents};
 pub use gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps};

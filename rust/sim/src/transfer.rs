@@ -11,6 +11,12 @@ pub enum Overlap {
     /// With the prefill, layer by layer, where the decode instance is known by then: only what the prefill does not hide counts
     /// (P2P NCCL, SGLang's bootstrap; in the limit of many layers).
     Layers,
+    /// Chunk by chunk of so many tokens, prompt or answer alike, each when it is computed, where the receiver is known by then (Libra,
+    /// section 4.3 and Figure 7): at the end of the first part only the last chunk is left.
+    Chunks {
+        /// Tokens of a chunk; the last one may be smaller.
+        tokens: u32,
+    },
 }
 
 /// What moving KV costs.
@@ -27,6 +33,14 @@ pub struct Transfer {
 impl Transfer {
     /// Refuses times that cannot be.
     pub(crate) fn check(&self) -> Result<(), CoreError> {
+        if self.overlap == (Overlap::Chunks { tokens: 0 }) {
+            let expected = "1 or more".into();
+            return Err(CoreError::BadValue {
+                what: "transfer: tokens of a chunk".into(),
+                got: "0".into(),
+                expected,
+            });
+        }
         for (what, seconds) in [
             ("transfer: seconds per token", self.seconds_per_token),
             ("transfer: fixed seconds", self.fixed_seconds),
@@ -60,11 +74,21 @@ pub(crate) struct Links {
     /// Until when each instance sends and receives.
     sends: Vec<Seconds>,
     receives: Vec<Seconds>,
+    /// The same of last chunks alone: those that come before may be older than the links' work.
+    last_sent: Vec<Seconds>,
+    last_received: Vec<Seconds>,
 }
 
 impl Links {
     pub fn new(transfer: Transfer, instances: usize) -> Links {
-        Links { transfer, sends: vec![0.0; instances], receives: vec![0.0; instances] }
+        let free = vec![0.0; instances];
+        Links {
+            transfer,
+            sends: free.clone(),
+            receives: free.clone(),
+            last_sent: free.clone(),
+            last_received: free,
+        }
     }
 
     /// Moves a prompt; gives when it is there, which is never before its prefill has ended.
@@ -74,13 +98,38 @@ impl Links {
         if seconds == 0.0 || load.tokens == 0 || load.from == load.to {
             return load.ended;
         }
-        let earliest = match overlap {
-            Overlap::End => load.ended,
-            Overlap::Layers => load.began.unwrap_or(load.ended),
+        let earliest = match (overlap, load.began) {
+            (Overlap::End, _) | (_, None) => load.ended,
+            (Overlap::Layers, Some(began)) => began,
+            (Overlap::Chunks { tokens }, Some(began)) => return self.carry_chunks(&load, tokens, began),
         };
         let begin = earliest.max(self.sends[load.from]).max(self.receives[load.to]);
         let there = load.ended.max(begin + seconds);
         (self.sends[load.from], self.receives[load.to]) = (there, there);
+        there
+    }
+
+    /// Chunks are taken to be done evenly from `began` on (a prompt's come sooner, and wait for nothing). Those of several requests take
+    /// turns on a link, so what it has to do adds up, but a request that computes slowly does not keep it from others.
+    fn carry_chunks(&mut self, load: &Load, chunk: u32, began: Seconds) -> Seconds {
+        let Transfer { seconds_per_token, fixed_seconds, .. } = self.transfer;
+        let moving = |tokens: u32| fixed_seconds + seconds_per_token * f64::from(tokens);
+        let chunks = load.tokens.div_ceil(chunk);
+        let last = moving(load.tokens - (chunks - 1) * chunk);
+        let done = |k: u32| {
+            let share = (f64::from(k) * f64::from(chunk) / f64::from(load.tokens)).min(1.0);
+            began + (load.ended - began) * share
+        };
+        let (from, to) = (load.from, load.to);
+        // All chunks one behind the other, as soon as there is one and the links have time.
+        let full = f64::from(chunks - 1) * moving(chunk) + last;
+        let busy = done(1).max(self.sends[from]).max(self.receives[to]) + full;
+        // Or the links wait for the chunks: the wait ends with the last one but one, or with the last.
+        let but_one = if chunks > 1 { done(chunks - 1) + moving(chunk) } else { began };
+        let tail = load.ended.max(but_one).max(self.last_sent[from]).max(self.last_received[to]) + last;
+        let there = busy.max(tail);
+        (self.sends[from], self.receives[to]) = (busy, busy);
+        (self.last_sent[from], self.last_received[to]) = (there, there);
         there
     }
 }
@@ -114,10 +163,35 @@ mod tests {
     }
 
     #[test]
+    fn chunk_by_chunk_only_the_last_one_is_left() {
+        let chunks = |tokens| links(Overlap::Chunks { tokens });
+        // 100 tokens within 10 s, in chunks of 40: done at 4, 8 and 10 s; the last one, of 20 tokens, takes 0.5 + 0.2 s.
+        let load = Load { from: 0, to: 2, tokens: 100, began: Some(0.0), ended: 10.0 };
+        let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-9, "{a} is not {b}");
+        close(chunks(40).carry(load), 10.7);
+        // Computed in 1 s: the first is done at 0.4 s, and all three take 0.9 + 0.9 + 0.7 s one behind the other.
+        close(chunks(40).carry(Load { ended: 1.0, ..load }), 2.9);
+        // In 2.5 s: the first moves 1.0 to 1.9 s, the second 2.0 to 2.9 s, and then the last.
+        close(chunks(40).carry(Load { ended: 2.5, ..load }), 3.6);
+        // One chunk is no overlap, and neither is a receiver that was not known.
+        close(chunks(100).carry(load), 11.5);
+        close(chunks(40).carry(Load { began: None, ..load }), 11.5);
+        // Two that compute side by side share the link: 2.5 s of work each, long done but for the last chunks.
+        let mut shared = chunks(40);
+        close(shared.carry(load), 10.7);
+        close(shared.carry(load), 11.4);
+        // Another receiver does not help where the sender is the same. With more, the link has no time left: 2.5 s each from 4 s on.
+        close(shared.carry(Load { to: 3, ..load }), 12.1);
+        close((0..4).map(|_| shared.carry(load)).sum(), 14.0 + 16.5 + 19.0 + 21.5);
+        close(shared.carry(load), 4.0 + 8.0 * 2.5);
+    }
+
+    #[test]
     fn bad_times_are_named() {
         for (transfer, what) in [
             (Transfer { seconds_per_token: f64::NAN, ..Transfer::default() }, "seconds per token"),
             (Transfer { fixed_seconds: -1.0, ..Transfer::default() }, "fixed seconds"),
+            (Transfer { overlap: Overlap::Chunks { tokens: 0 }, ..Transfer::default() }, "tokens of a chunk"),
         ] {
             let message = transfer.check().unwrap_err().to_string();
             assert!(message.contains(what), "{message}");

@@ -1,6 +1,7 @@
 //! Laws that hold for any load: nothing is lost, memory is bounded and comes back, same inputs give same events.
 use lmetric_sim::{
     Admission, Engine, Generator, KvEvent, Order, Profile, Prompt, Request, Settings, StepEvents,
+    TOKEN_SECONDS,
 };
 use proptest::prelude::*;
 use std::collections::HashMap;
@@ -48,7 +49,7 @@ fn profile() -> impl Strategy<Value = Profile> {
 fn settings() -> impl Strategy<Value = Settings> {
     (any::<bool>(), prop::sample::select(Order::NAMES.to_vec())).prop_map(|(reserve, order)| Settings {
         admission: if reserve { Admission::Reserve } else { Admission::Vllm },
-        order: Order::named(order, 1).unwrap(),
+        order: Order::named(order, 1, TOKEN_SECONDS).unwrap(),
         kv_events: true,
     })
 }

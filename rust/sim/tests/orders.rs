@@ -1,5 +1,5 @@
 //! Local orders: cases by hand, laws that hold for each, and what queueing theory says of them.
-use lmetric_sim::{Admission, Engine, Order, Profile, Prompt, Request, Settings};
+use lmetric_sim::{Admission, Engine, Order, Profile, Prompt, Request, Settings, TOKEN_SECONDS};
 use proptest::prelude::*;
 
 const ADMISSIONS: [Admission; 2] = [Admission::Reserve, Admission::Vllm];
@@ -50,8 +50,12 @@ impl Played {
 
 /// Plays requests to their ends; checks all along that memory is bounded and that nothing is lost.
 fn play(profile: &Profile, admission: Admission, order: &str, asks: &[Ask], jumps: bool) -> Played {
+    play_by(profile, admission, Order::named(order, 1, TOKEN_SECONDS).unwrap(), asks, jumps)
+}
+
+fn play_by(profile: &Profile, admission: Admission, order: Order, asks: &[Ask], jumps: bool) -> Played {
     let reserve = admission == Admission::Reserve;
-    let settings = Settings { admission, order: Order::named(order, 1).unwrap(), kv_events: false };
+    let settings = Settings { admission, order, kv_events: false };
     let mut engine = Engine::new(profile.clone(), settings, None).unwrap();
     let nan = || vec![f64::NAN; asks.len()];
     let mut out =
@@ -236,6 +240,28 @@ fn asks() -> impl Strategy<Value = Vec<Ask>> {
         asks.sort_by(|a, b| a.at.total_cmp(&b.at));
         asks
     })
+}
+
+#[test]
+fn a_token_slo_shares_a_prompt_out_over_steps() {
+    // The first has its token after 1 + 0.1 s. Then 20 tokens of the second's prompt go with each of its decodes: 5 steps of 1.2 s, and none of them
+    // is late; in order of arrival 63 and 37 tokens did, in steps of 1.63 and 1.37 s.
+    let asks = [ask(0.0, 10, 20), ask(0.5, 100, 4)];
+    for admission in ADMISSIONS {
+        let slo = Order::named("slo", 0, 1.2).unwrap();
+        let kept = play_by(&round(8), admission, slo, &asks, true);
+        close(&[kept.first_token[0]], &[1.1]);
+        close(&[kept.first_token[1]], &[7.1]);
+        close(&[kept.end[0]], &[21.1]);
+        let fcfs = play(&round(8), admission, "fcfs", &asks, true);
+        close(&[fcfs.first_token[1]], &[4.1]);
+        // With an SLO that no step misses it is the same.
+        let loose = play_by(&round(8), admission, Order::named("slo", 0, 9.0).unwrap(), &asks, true);
+        assert_eq!((loose.first_token, loose.end), (fcfs.first_token, fcfs.end));
+        // One that the decodes miss alone keeps nobody waiting for ever: 16 tokens a step, and 4 in the seventh.
+        let tight = play_by(&round(8), admission, Order::named("slo", 0, 0.5).unwrap(), &asks, true);
+        close(&[tight.first_token[1]], &[1.1 + 6.0 * 1.16 + 1.04]);
+    }
 }
 
 proptest! {

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from lmetric.defaults import DEFAULT_PROFILE
+from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO
 from lmetric.profiles import Profile, check_profile, load_profile
 
 _COUNT = 2**30
@@ -62,9 +62,15 @@ class EngineOptions(BaseModel):
         default="vllm",
         description="vllm: blocks are taken as tokens come, with preemption; reserve: all at once.",
     )
-    order: Literal["fcfs", "priority", "sjf", "spf", "srpt", "srpt_noisy", "las"] = Field(
+    order: Literal["fcfs", "priority", "sjf", "spf", "srpt", "srpt_noisy", "las", "slo"] = Field(
         default="fcfs",
         description="Local order; see docs/simulator.md. It knows how long an answer gets: max_tokens.",
+    )
+    order_slo: float = Field(
+        default=ORDER_SLO,
+        gt=0,
+        le=1e6,
+        description="Seconds that a step with decodes may take under --order slo.",
     )
     clock_speed: float = Field(
         default=1.0, gt=0, le=1000, description="The engine's clock runs this much faster."

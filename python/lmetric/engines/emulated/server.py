@@ -126,6 +126,7 @@ class EngineServer:
             text.vocabulary,
             admission=options.admission,
             order=options.order,
+            order_slo_seconds=options.order_slo,
             kv_events=feed is not None,
         )
         cache_config = {

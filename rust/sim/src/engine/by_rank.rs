@@ -32,7 +32,7 @@ impl Engine {
     /// Gives a running prefill its share of the budget. False: a request was put back for the blocks it needs.
     fn plan_prefill(&mut self, slot: u32) -> bool {
         let sequence = &self.sequences[slot];
-        let tokens = (sequence.total - sequence.computed).min(self.budget());
+        let tokens = self.share(sequence.computed, (sequence.total - sequence.computed).min(self.budget()));
         if sequence.state != State::Prefill || tokens == 0 {
             return true;
         }

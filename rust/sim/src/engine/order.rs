@@ -3,8 +3,8 @@
 //!
 //! An order is a file here. It gives every request a rank, lower first; ties go by arrival. The rank of a request that waits is taken
 //! when it enters the queue, for nothing that an order looks at changes while it waits (but for the cache, which is looked at once).
-//! Decodes get their token in every step whatever the order, as in Sarathi and vLLM.
-use crate::profile::Profile;
+//! Decodes get their token in every step whatever the order, as in Sarathi and vLLM; an order may say how many prompt tokens go with them.
+use crate::profile::{Profile, StepWork};
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
 
@@ -12,14 +12,16 @@ mod fcfs;
 mod las;
 mod priority;
 mod sjf;
+mod slo;
 mod spf;
 mod srpt;
 mod srpt_noisy;
 
+pub use slo::{Slo, TOKEN_SECONDS};
 pub use srpt_noisy::SrptNoisy;
 
 /// Which order an engine goes by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Order {
     /// Arrival; priorities are ignored.
     Fcfs,
@@ -35,14 +37,19 @@ pub enum Order {
     SrptNoisy(SrptNoisy),
     /// Least attained service first, by levels; preempts.
     Las,
+    /// Arrival, in steps that keep a token SLO.
+    Slo(Slo),
 }
 
 impl Order {
     /// The orders' names, as [`Order::named`] takes them.
-    pub const NAMES: [&str; 7] = ["fcfs", "priority", "sjf", "spf", "srpt", "srpt_noisy", "las"];
+    pub const NAMES: [&str; 8] = ["fcfs", "priority", "sjf", "spf", "srpt", "srpt_noisy", "las", "slo"];
 
-    /// The order of this name; `seed` is that of its predictions, where it makes any.
-    pub fn named(name: &str, seed: u64) -> Result<Order, CoreError> {
+    /// The order of this name; `seed` is that of its predictions, where it makes any, and `token_seconds` its token SLO, where it keeps one.
+    ///
+    /// # Errors
+    /// `BadValue` for another name, and where the order is `slo` for a time that is none.
+    pub fn named(name: &str, seed: u64, token_seconds: Seconds) -> Result<Order, CoreError> {
         Ok(match name {
             "fcfs" => Order::Fcfs,
             "priority" => Order::Priority,
@@ -51,6 +58,11 @@ impl Order {
             "srpt" => Order::Srpt,
             "srpt_noisy" => Order::SrptNoisy(SrptNoisy { seed }),
             "las" => Order::Las,
+            "slo" => {
+                let slo = Slo { token_seconds };
+                slo.check()?;
+                Order::Slo(slo)
+            }
             other => {
                 return Err(CoreError::BadValue {
                     what: "local order".into(),
@@ -70,6 +82,7 @@ impl Order {
             Order::Srpt => &srpt::Srpt,
             Order::SrptNoisy(order) => order,
             Order::Las => &las::Las,
+            Order::Slo(order) => order,
         }
     }
 }
@@ -88,6 +101,17 @@ pub(super) trait LocalOrder {
     fn preemption(&self) -> Option<&dyn Preemption> {
         None
     }
+
+    /// How it composes a step; None: prompt tokens fill the token budget.
+    fn composition(&self) -> Option<&dyn Composition> {
+        None
+    }
+}
+
+/// How many prompt tokens a step takes.
+pub(super) trait Composition {
+    /// Tokens of a prompt, behind `before` of it and at most `most`, that a step takes in which `planned` is already.
+    fn prefill_tokens(&self, profile: &Profile, planned: &StepWork, before: u32, most: u32) -> u32;
 }
 
 /// When running requests go back into the queue for another. What had been computed of them is lost, but for what the cache keeps.
@@ -163,17 +187,19 @@ mod tests {
 
     #[test]
     fn every_name_is_an_order_and_others_are_refused() {
-        let orders: Vec<Order> = Order::NAMES.iter().map(|name| Order::named(name, 5).unwrap()).collect();
+        let orders: Vec<Order> =
+            Order::NAMES.iter().map(|name| Order::named(name, 5, 0.2).unwrap()).collect();
         for (i, order) in orders.iter().enumerate() {
             assert!(!orders[..i].contains(order));
         }
         assert_eq!(orders[5], Order::SrptNoisy(SrptNoisy { seed: 5 }));
+        assert_eq!(orders[7], Order::Slo(Slo { token_seconds: 0.2 }));
         let preempting: Vec<&str> = Order::NAMES
             .into_iter()
-            .filter(|name| Order::named(name, 0).unwrap().rules().preemption().is_some())
+            .filter(|name| Order::named(name, 0, TOKEN_SECONDS).unwrap().rules().preemption().is_some())
             .collect();
         assert_eq!(preempting, ["srpt", "srpt_noisy", "las"]);
-        let error = Order::named("lifo", 0).unwrap_err().to_string();
-        assert!(error.contains("\"lifo\"") && error.contains("srpt_noisy, las"), "{error}");
+        let error = Order::named("lifo", 0, TOKEN_SECONDS).unwrap_err().to_string();
+        assert!(error.contains("\"lifo\"") && error.contains("srpt_noisy, las, slo"), "{error}");
     }
 }

@@ -2,6 +2,7 @@
 use super::order::Job;
 use super::{Admission, Chunk, Engine, prompt_blocks};
 use crate::events::Admitted;
+use crate::profile::StepWork;
 use crate::sequence::State;
 use std::cmp::Reverse;
 
@@ -16,6 +17,34 @@ pub(super) struct Freed {
 }
 
 impl Engine {
+    /// What the step does, as far as it is planned.
+    pub(super) fn planned(&self) -> StepWork {
+        let mut work = StepWork {
+            decode_sequences: self.decoding.len() as u32,
+            context_tokens: self.context_tokens,
+            ..Default::default()
+        };
+        for chunk in &self.chunks {
+            let sequence = &self.sequences[chunk.slot];
+            if sequence.pulled > 0 && chunk.tokens == 1 && chunk.before + 1 == sequence.total {
+                // All the rest of its prompt came from elsewhere: what it computes is what a decode computes.
+                work.decode_sequences += 1;
+                work.context_tokens += u64::from(sequence.total);
+            } else {
+                work.add_prefill(chunk.before, chunk.tokens);
+            }
+        }
+        work
+    }
+
+    /// Of `most` tokens of a prompt behind `before` of it, those that the order has this step take.
+    pub(super) fn share(&self, before: u32, most: u32) -> u32 {
+        match self.settings.order.rules().composition() {
+            Some(composition) => composition.prefill_tokens(&self.profile, &self.planned(), before, most),
+            None => most,
+        }
+    }
+
     /// Gives each sequence that crosses a block edge its new block; the block just filled can be found from now on.
     pub(super) fn grow_decodes(&mut self) {
         let phase = (self.tick % u64::from(self.profile.block_tokens)) as usize;
@@ -38,7 +67,7 @@ impl Engine {
             let preempted = self.events.preempted.len();
             let sequence = &self.sequences[slot];
             let (before, order) = (sequence.computed, sequence.order);
-            let tokens = (sequence.total - before).min(self.budget());
+            let tokens = self.share(before, (sequence.total - before).min(self.budget()));
             if tokens == 0 {
                 break;
             }
@@ -141,11 +170,11 @@ impl Engine {
         };
         self.waiting.pop();
         self.waiting_requests -= 1;
-        let (before, budget) = (self.before(slot, hit), self.budget());
+        let before = self.before(slot, hit);
+        let tokens = self.share(before, (self.sequences[slot].total - before).min(self.budget()));
         self.prefilling.push(slot);
         let sequence = &mut self.sequences[slot];
         let (order, total) = (sequence.order, sequence.total);
-        let tokens = (total - before).min(budget);
         if tokens > 0 {
             self.chunks.push(Chunk { slot, order, before, tokens });
         }
@@ -211,7 +240,7 @@ impl Engine {
     fn first_blocks(&self, slot: u32, budget: u32) -> (u32, u32) {
         let (block, found) = (self.profile.block_tokens, self.found.len() as u32);
         let before = self.before(slot, found * block);
-        let tokens = (self.sequences[slot].total - before).min(budget);
+        let tokens = self.share(before, (self.sequences[slot].total - before).min(budget));
         (tokens, (before + tokens).div_ceil(block) - found)
     }
 

@@ -1,0 +1,131 @@
+//! Libra's batches (section 4.2, Algorithm 2): a step takes as many prompt tokens as keep it within the token SLO, beside all that decodes. Prompts
+//! go by arrival.
+//!
+//! The paper's profile table (prefill tokens, context, decodes, measured time) is refined by each batch; here it is the engine's own step-time model, which
+//! is what such a table comes to when it is full. It knows the attention pairs of a chunk, too, which the table's three columns leave out.
+//!
+//! Where nothing decodes there is no token to be late: the step takes the whole token budget. Where the decodes alone take longer than the SLO,
+//! [`LEAST_TOKENS`] go with them all the same: M = 0 would keep every prompt waiting until enough answers have ended.
+use super::{Composition, Job, LocalOrder};
+use crate::profile::{Profile, StepWork};
+use lmetric_core::CoreError;
+use lmetric_core::ids::Seconds;
+
+/// Prompt tokens that a step takes at least, where a prompt has so many left: a block, one to three milliseconds of a usual engine.
+const LEAST_TOKENS: u32 = 16;
+/// What the paper's evaluation asks of each token, seconds (section 6.1).
+pub const TOKEN_SECONDS: Seconds = 0.1;
+
+/// [`super::Order::Slo`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Slo {
+    /// Seconds that a step in which something decodes may take.
+    pub token_seconds: Seconds,
+}
+
+impl Slo {
+    /// # Errors
+    /// `BadValue` for no time at all, or one that is no number.
+    pub fn check(&self) -> Result<(), CoreError> {
+        if self.token_seconds > 0.0 && self.token_seconds <= 1e6 {
+            return Ok(());
+        }
+        Err(CoreError::BadValue {
+            what: "local order slo: seconds a token".into(),
+            got: self.token_seconds.to_string(),
+            expected: "more than 0, at most 1e6".into(),
+        })
+    }
+}
+
+impl LocalOrder for Slo {
+    fn rank(&self, _: &Job<'_>) -> i64 {
+        0
+    }
+
+    fn composition(&self) -> Option<&dyn Composition> {
+        Some(self)
+    }
+}
+
+impl Composition for Slo {
+    fn prefill_tokens(&self, profile: &Profile, planned: &StepWork, before: u32, most: u32) -> u32 {
+        if planned.decode_sequences == 0 {
+            return most;
+        }
+        // The most t with c t + d t (before + t / 2) <= what the SLO leaves, in the form that has no cancellation.
+        let room = self.token_seconds - profile.step_seconds(planned);
+        let pair = profile.prefill_seconds_per_attention_pair;
+        let token = profile.prefill_seconds_per_token + pair * f64::from(before);
+        let root = (token * token + 2.0 * pair * room.max(0.0)).sqrt();
+        // A step that takes the SLO itself is within it, whatever the last bit says.
+        let tokens = 2.0 * room.max(0.0) / (token + root) + 1e-6;
+        // Where prompt tokens cost nothing, any number will do: the cast holds infinity at the largest, and makes 0 / 0 none.
+        let least = LEAST_TOKENS.saturating_sub(planned.prefill_tokens);
+        (tokens as u32).max(least).min(most)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::job;
+    use super::*;
+    use crate::profile::tests::round;
+
+    fn planned(decode_sequences: u32) -> StepWork {
+        StepWork {
+            decode_sequences,
+            context_tokens: 100 * u64::from(decode_sequences),
+            ..StepWork::default()
+        }
+    }
+
+    #[test]
+    fn the_budget_by_hand() {
+        let profile = round();
+        // Four decodes of 100 tokens: 1 + 0.4 + 0.4 = 1.8 s. Of 10 s that leaves 8.2 s; 100 t + 0.5 t^2 = 82,000 at t = 317.19.
+        let slo = Slo { token_seconds: 10.0 };
+        assert_eq!(slo.prefill_tokens(&profile, &planned(4), 0, 4096), 317);
+        // Behind 1,000 tokens each costs ten times more: 1,100 t + 0.5 t^2 = 82,000.
+        assert_eq!(slo.prefill_tokens(&profile, &planned(4), 1000, 4096), 72);
+        assert_eq!(slo.prefill_tokens(&profile, &planned(4), 0, 100), 100);
+        // What was planned before it counts.
+        let mut more = planned(4);
+        more.add_prefill(0, 300);
+        assert_eq!(slo.prefill_tokens(&profile, &more, 0, 4096), 54); // 100 t + 0.5 t^2 = 7,000
+        for tokens in [317, 318] {
+            let mut work = planned(4);
+            work.add_prefill(0, tokens);
+            assert_eq!(profile.step_seconds(&work) <= 10.0, tokens == 317);
+        }
+    }
+
+    #[test]
+    fn prompts_are_never_kept_waiting_for_ever() {
+        let profile = round();
+        let slo = Slo { token_seconds: 1.5 };
+        assert_eq!(slo.prefill_tokens(&profile, &planned(0), 0, 4096), 4096, "nothing decodes");
+        assert_eq!(slo.prefill_tokens(&profile, &planned(8), 0, 4096), 16, "decodes alone take 2.6 s");
+        let mut work = planned(8);
+        work.add_prefill(0, 12);
+        assert_eq!(slo.prefill_tokens(&profile, &work, 0, 4096), 4);
+        work.add_prefill(12, 4);
+        assert_eq!(slo.prefill_tokens(&profile, &work, 0, 4096), 0);
+        let free =
+            Profile { prefill_seconds_per_token: 0.0, prefill_seconds_per_attention_pair: 0.0, ..profile };
+        assert_eq!(Slo { token_seconds: 9.0 }.prefill_tokens(&free, &planned(8), 0, 4096), 4096);
+    }
+
+    #[test]
+    fn nothing_but_arrival_counts_and_bad_times_are_named() {
+        let profile = round();
+        let slo = Slo { token_seconds: TOKEN_SECONDS };
+        let other = Job { priority: -9, output_tokens: 1, context: 1, attained: 50, ..job(&profile) };
+        assert_eq!(slo.rank(&job(&profile)), slo.rank(&other));
+        assert_eq!(slo.check(), Ok(()));
+        for token_seconds in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            let message = Slo { token_seconds }.check().unwrap_err().to_string();
+            assert!(message.contains("seconds a token"), "{message}");
+        }
+    }
+}
