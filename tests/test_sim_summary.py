@@ -28,7 +28,7 @@ def run_of(n: int = 4) -> Any:
         input_tokens=np.array([100, 300, 200, 400])[:n], hit_tokens=np.array([0, 150, 50, 300])[:n],
         split="libra", cut_tokens=np.array([-1, 40, 0, 9])[:n],
         reschedule="none", moves=np.array([0, 0, 3, 1])[:n],
-        oom=6, token_slo_seconds=0.1, slow_tokens=np.array([2, 0, 5, 1])[:n],
+        oom=6, step_variance=0.5, token_slo_seconds=0.1, slow_tokens=np.array([2, 0, 5, 1])[:n],
         gap_seconds=lambda quantile: 0.05 * quantile,
         local_order="srpt", preemptions=np.array([5, 0, 2, 1])[:n],
         prompt_blocks=np.array([7, 19, 13, 25])[:n], hit_blocks=np.array([0, 9, 3, 18])[:n],
@@ -47,6 +47,7 @@ def test_a_runs_figures() -> None:
     assert (figures.local_order, figures.preemptions) == ("srpt", 8)
     assert (figures.split, figures.splits, figures.reschedule, figures.moves) == ("libra", 3, "none", 4)
     # Of 44 tokens, 8 came later than 0.1 s after the one before, of 40 that could.
+    assert figures.step_variance == 0.5
     assert (figures.oom, figures.token_goodput) == (6, pytest.approx(36 / 7))
     assert figures.slow_token_share == pytest.approx(8 / 40)
     assert (figures.tbt_p50_seconds, figures.tbt_p99_seconds) == (0.025, pytest.approx(0.0495))

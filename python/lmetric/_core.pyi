@@ -563,6 +563,8 @@ def simulate(
     order_slo_seconds: float = 0.1,
     split: str = "none",
     split_settings: Mapping[str, float] | None = None,
+    reschedule: str = "none",
+    reschedule_settings: Mapping[str, float | str] | None = None,
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
 ) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; the interpreter lock is released

@@ -8,7 +8,7 @@ DEFAULT_PROFILE = "independent-sim"
 LocalOrder = Literal["fcfs", "sjf", "spf", "srpt", "srpt_noisy", "las", "slo"]
 """In which order a simulated engine takes requests; see docs/simulator.md."""
 
-Reschedule = Literal["none"]
+Reschedule = Literal["none", "star", "star_current", "star_oracle", "llumnix"]
 """How running requests are moved; see docs/architecture.md, "Moves"."""
 
 ORDER_SLO = 0.1

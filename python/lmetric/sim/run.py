@@ -94,6 +94,7 @@ class Run:
     guard_alarms: int  # prefixes that the hot-spot guard suspected
     guard_filters: int  # and for which it then took instances out
     steps: int  # of all engines
+    step_variance: float  # of decode steps' seconds over the instances that decode, mean over the run, in s^2
     oom: int  # times that an engine ran out of memory, and put a request back into its queue for it
     stalled: int  # engines that stand still for ever, beyond what their profile's decode_throughput carries
     wall_seconds: float
@@ -227,49 +228,59 @@ def simulate(
     split: Split = "none",
     split_settings: Mapping[str, float] | None = None,
     reschedule: Reschedule = "none",
-    reschedule_settings: Mapping[str, float] | None = None,
+    reschedule_settings: Mapping[str, float | str] | None = None,
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
 ) -> Run:
     """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
 
-        Args:
-            trace: what arrives; from `prepare` where it is played more than once.
-            policy: what `lmetric.Router` takes (name, expression, `Policy`, `policy_function`), with `knobs`.
-            profile: a shipped name, a path, a mapping, or a `Profile`.
-            seed: of every random choice (ties, policies that draw).
-            signals: ``"exact"``, the router learns of everything as it happens; ``"step_end"``, it sees every
-                engine as at the end of the step that runs; ``"delayed"``, as a live server: cache events come
-                `event_delay_seconds` late, loads are reported every `report_period_seconds`, and of its own
-                requests it sees what their responses show.
-            token_stride: the router hears of an engine's tokens once its batch has run so many more steps: 1,
-                of each. Policies that read tokens cost less to play with 8, and are up to 7 tokens behind.
-            admission: ``"reserve"``, a request enters where all that run and its prompt fit, and is never put
-                back; ``"vllm"``, blocks are taken as tokens come, and where none is left the last goes back.
-            index: ``"exact"``, fed by the engines' cache events; ``"approximate"``, by what was placed where.
-            guard: the hot-spot guard; None: on where the policy is lmetric.
-            predictor: the profile that `predicted_ttft_seconds` is computed from (None: the engines' own).
-            output_known: whether the router knows how long each answer will be.
-            timeline_seconds: length of the timeline's buckets.
-            roles: pools in place of `instances` that do all: ``"16P64D"``, or ``{"prefill": 16, "decode": 64}``.
-                A request is prefilled where `policy` says and decodes where `decode_policy` (with `decode_knobs`)
-                says, `least_requests` if nothing is said.
-            binding: when that is chosen: ``"early"``, as the request arrives, or ``"late"``, after its prefill.
-            transfer: what moving its KV takes, see `lmetric.sim.pools.Transfer`: ``"50, layers"``, a mapping, or
-                None or ``"none"`` (it is there at once). Its size comes from the profile.
-            prefill: ``"queues"``, as engines do; ``"unlimited"``, every prompt takes its own time and waits for
-                none (SIBYL, Algorithm 2). Then any number of prefill instances does the same.
-            local_order: in which order engines take requests from their queues and, from ``"srpt"`` on, which go
-                back for another: ``"fcfs"``, ``"sjf"`` (shortest answer), ``"spf"`` (shortest uncached prompt),
-                ``"srpt"`` (least remaining work, lengths known), ``"srpt_noisy"`` (predicted, by `seed`), and
-    from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO, LocalOrder, Reschedule, Split
-            silent_segments: whether a segment that another follows says nothing until its end, as on stock
-                engines; else its tokens come as they are made.
-            token_slo_seconds: the longest gap between two tokens that counts as good, for `slow_tokens`.
+    Args:
+        trace: what arrives; from `prepare` where it is played more than once.
+        policy: what `lmetric.Router` takes (name, expression, `Policy`, `policy_function`), with `knobs`.
+        profile: a shipped name, a path, a mapping, or a `Profile`.
+        seed: of every random choice (ties, policies that draw).
+        signals: ``"exact"``, the router learns of everything as it happens; ``"step_end"``, it sees every
+            engine as at the end of the step that runs; ``"delayed"``, as a live server: cache events come
+            `event_delay_seconds` late, loads are reported every `report_period_seconds`, and of its own
+            requests it sees what their responses show.
+        token_stride: the router hears of an engine's tokens once its batch has run so many more steps: 1,
+            of each. Policies that read tokens cost less to play with 8, and are up to 7 tokens behind.
+        admission: ``"reserve"``, a request enters where all that run and its prompt fit, and is never put
+            back; ``"vllm"``, blocks are taken as tokens come, and where none is left the last goes back.
+        index: ``"exact"``, fed by the engines' cache events; ``"approximate"``, by what was placed where.
+        guard: the hot-spot guard; None: on where the policy is lmetric.
+        predictor: the profile that `predicted_ttft_seconds` is computed from (None: the engines' own).
+        output_known: whether the router knows how long each answer will be.
+        timeline_seconds: length of the timeline's buckets.
+        roles: pools in place of `instances` that do all: ``"16P64D"``, or ``{"prefill": 16, "decode": 64}``.
+            A request is prefilled where `policy` says and decodes where `decode_policy` (with `decode_knobs`)
+            says, `least_requests` if nothing is said.
+        binding: when that is chosen: ``"early"``, as the request arrives, or ``"late"``, after its prefill.
+        transfer: what moving its KV takes, see `lmetric.sim.pools.Transfer`: ``"50, layers"``, a mapping, or
+            None or ``"none"`` (it is there at once). Its size comes from the profile.
+        prefill: ``"queues"``, as engines do; ``"unlimited"``, every prompt takes its own time and waits for
+            none (SIBYL, Algorithm 2). Then any number of prefill instances does the same.
+        local_order: in which order engines take requests from their queues and, from ``"srpt"`` on, which go
+            back for another: ``"fcfs"``, ``"sjf"`` (shortest answer), ``"spf"`` (shortest uncached prompt),
+            ``"srpt"`` (least remaining work, lengths known), ``"srpt_noisy"`` (predicted, by `seed`), and
+            ``"las"`` (least attained service); ``"slo"``: arrival, in steps that keep `order_slo`; see
+            docs/simulator.md.
+        order_slo: under ``"slo"``, seconds that a step in which something decodes may take.
+        split: how requests are cut that no `roles` cut: ``"none"``; ``"libra"``, between the instance of the
+            policy and that of `decode_policy`, where this balances them and pays, by `split_settings`; see
+            `Router.set_split`; or ``"force"``, at the fraction ``at``. What is cut moves as `transfer` says.
+        reschedule: how running requests are moved between engines that decode: ``"none"``; ``"star"`` (by
+            predicted loads), ``"star_current"`` (by present ones), ``"star_oracle"`` (lengths known),
+            ``"llumnix"``, with `reschedule_settings`: ``forecast`` (``curve``, ``given``, ``bins_2``,
+            ``bins_4``, ``bins_6``, ``llm_native``, ``pia``, ``mu_serve``, ``tetri_infer``),
+            ``period_seconds``, ``threshold`` and others; an unknown one is answered with their names.
+        silent_segments: whether a segment that another follows says nothing until its end, as on stock
+            engines; else its tokens come as they are made.
+        token_slo_seconds: the longest gap between two tokens that counts as good, for `slow_tokens`.
 
-        Raises:
-            LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
-            ProfileError: an unknown or bad profile.
+    Raises:
+        LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
+        ProfileError: an unknown or bad profile.
     """
     chosen = resolve_profile(profile)
     workload = trace if isinstance(trace, Workload) else prepare(trace, chosen)
@@ -304,6 +315,8 @@ def simulate(
         order_slo_seconds=order_slo,
         split=split,
         split_settings=split_settings,
+        reschedule=reschedule,
+        reschedule_settings=reschedule_settings,
         silent_segments=silent_segments,
         token_slo_seconds=token_slo_seconds,
         **_pooled(

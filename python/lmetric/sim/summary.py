@@ -126,6 +126,7 @@ class RunFigures:
     splits: int = 0  # of the measured
     reschedule: str = "none"  # how running requests were moved
     moves: int = 0  # times that measured ones were
+    step_variance: float = 0.0  # of decode steps' seconds over instances, mean over the whole run, in s^2
     oom: int = 0  # times that an engine ran out of memory, over the whole run
     token_slo_seconds: float = 0.1
     token_goodput: float = 0.0  # tokens of measured requests a second, each within the SLO of the one before
@@ -176,6 +177,7 @@ def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunF
         splits=int((run.cut_tokens[kept] >= 0).sum()),
         reschedule=run.reschedule,
         moves=int(run.moves[kept].sum()),
+        step_variance=run.step_variance,
         oom=run.oom,
         token_slo_seconds=run.token_slo_seconds,
         token_goodput=int((output - slow).sum()) / seconds,

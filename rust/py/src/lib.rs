@@ -8,6 +8,7 @@ mod errors;
 mod expr;
 mod feed;
 mod policies;
+mod reschedule;
 mod router;
 mod simulate;
 mod split;

@@ -91,7 +91,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
     local_order="fcfs", order_slo_seconds=TOKEN_SECONDS,
-    split="none", split_settings=None, silent_segments=false, token_slo_seconds=0.1))]
+    split="none", split_settings=None, reschedule="none", reschedule_settings=None, silent_segments=false, token_slo_seconds=0.1))]
 fn simulate<'py>(
     py: Python<'py>,
     workload: &Bound<'py, Workload>,
@@ -125,6 +125,8 @@ fn simulate<'py>(
     order_slo_seconds: f64,
     split: &str,
     split_settings: Option<&Bound<'py, PyDict>>,
+    reschedule: &str,
+    reschedule_settings: Option<&Bound<'py, PyDict>>,
     silent_segments: bool,
     token_slo_seconds: f64,
 ) -> Result<Bound<'py, PyDict>> {
@@ -189,6 +191,7 @@ fn simulate<'py>(
         },
         silent_segments,
         output_known,
+        reschedule: crate::reschedule::reschedule_of(reschedule, reschedule_settings)?,
         timeline_seconds,
         token_slo_seconds,
     };
@@ -254,6 +257,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
     dict.set_item("guard_alarms", outcome.guard_alarms)?;
     dict.set_item("guard_filters", outcome.guard_filters)?;
     dict.set_item("steps", outcome.steps)?;
+    dict.set_item("step_variance", outcome.step_variance)?;
     dict.set_item("oom", outcome.out_of_memory)?;
     dict.set_item("stalled", outcome.stalled)?;
     Ok(dict)

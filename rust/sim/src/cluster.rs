@@ -25,7 +25,7 @@ use lmetric_core::ids::Seconds;
 use lmetric_core::plan::Usage;
 use lmetric_core::policy::Policy;
 use lmetric_core::request::Request as RouterRequest;
-use lmetric_core::router::{Router, RouterConfig};
+use lmetric_core::router::{RescheduleConfig, Router, RouterConfig};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
@@ -52,6 +52,8 @@ pub struct ClusterConfig {
     pub silent_segments: bool,
     /// Whether the router is told of each request how long its answer will be.
     pub output_known: bool,
+    /// How running requests are moved; `None`: not at all.
+    pub reschedule: Option<RescheduleConfig>,
     /// Length of the timeline's buckets.
     pub timeline_seconds: Seconds,
     /// The longest gap between two output tokens that a token SLO allows.
@@ -75,6 +77,8 @@ pub struct Outcome {
     /// Engines that stand still for ever, beyond what their [`crate::DecodeThroughput`] carries. Their requests have no end, nor
     /// have those that wait for these.
     pub stalled: u64,
+    /// Variance of the decode step's seconds over the instances that decode, mean over the run (STAR, section 6.3), in seconds squared; 0 with one of them.
+    pub step_variance: f64,
     /// Gaps between the output tokens of all requests, as clients get them.
     pub gaps: GapHistogram,
     /// The router as it was left, with its totals and latest receipts.
@@ -96,8 +100,19 @@ enum Event {
     Report { instance: u32 },
     /// The router looks at what it does periodically.
     Tick,
+    /// It looks at what should run elsewhere.
+    Reschedule,
+    /// Step times are compared over the instances that decode.
+    Compare,
     /// A request arrives.
     Arrival { request: u32 },
+}
+
+impl Event {
+    /// Whether it comes again and again, and leads to nothing by itself.
+    fn for_ever(self) -> bool {
+        matches!(self, Event::Report { .. } | Event::Tick | Event::Reschedule | Event::Compare)
+    }
 }
 
 /// Where an instance stands.
@@ -143,6 +158,8 @@ struct Cluster<'a> {
     /// By instance, the requests that leave it when its step ends.
     leaving: Vec<Vec<u32>>,
     seams: TokenGaps,
+    /// Sum and number of the variances of step times.
+    variances: (f64, f64),
     /// Requests that have not ended; events that lead to something (reports and ticks go on for ever).
     left: usize,
     moving: usize,
@@ -180,6 +197,7 @@ pub fn simulate<E: From<CoreError>>(
         timeline: cluster.timeline,
         guard_alarms: cluster.guard_alarms,
         guard_filters: cluster.guard_filters,
+        step_variance: cluster.variances.0 / cluster.variances.1.max(1.0),
         gaps: {
             let mut gaps = cluster.seams.histogram().clone();
             cluster.engines.iter().for_each(|engine| gaps.add(engine.gaps()));
@@ -198,7 +216,7 @@ fn bad<T>(what: &str, got: impl ToString, expected: impl Into<String>) -> Result
 impl Cluster<'_> {
     /// Puts an event into the queue. Times are never negative, so their bits are in the order of the numbers.
     fn at(&mut self, time: Seconds, event: Event) {
-        self.moving += usize::from(!matches!(event, Event::Report { .. } | Event::Tick));
+        self.moving += usize::from(!event.for_ever());
         self.events.push(Reverse((time.max(0.0).to_bits(), event)));
     }
 
@@ -223,7 +241,7 @@ impl Cluster<'_> {
             );
         };
         self.now = f64::from_bits(time);
-        self.moving -= usize::from(!matches!(event, Event::Report { .. } | Event::Tick));
+        self.moving -= usize::from(!event.for_ever());
         match event {
             Event::Step { instance, version } if self.instances[instance as usize].version == version => {
                 self.see(instance as usize)?;
@@ -239,6 +257,8 @@ impl Cluster<'_> {
                 self.at(self.now + period, event);
             }
             Event::Tick => self.tick()?,
+            Event::Reschedule => self.reschedule()?,
+            Event::Compare => self.compare(),
         }
         Ok(true)
     }

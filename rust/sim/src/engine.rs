@@ -416,6 +416,12 @@ impl Engine {
         self.decoding.iter().map(move |&slot| made(&self.sequences[slot], self.tick))
     }
 
+    /// Sequences that decode, and their context tokens once so many of the steps under way have run.
+    pub fn decode_load(&self, steps: u32) -> (u32, u64) {
+        let n = self.decoding.len() as u32;
+        (n, self.context_tokens + u64::from(steps) * u64::from(n))
+    }
+
     /// Steps run.
     pub fn steps(&self) -> u64 {
         self.counters.steps

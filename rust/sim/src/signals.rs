@@ -1,6 +1,7 @@
 //! What the router learns of the engines, and when: one way with settings, from perfect to what a live server sees.
 use crate::engine::Engine;
 use crate::events::{Admitted, KvEvent, KvLog, Prefilled};
+use hashbrown::HashMap;
 use lmetric_core::ids::Seconds;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Event, Segment, Usage};
@@ -130,6 +131,7 @@ pub(crate) struct Observer {
     pub router: Router,
     signals: Signals,
     flights: Vec<Option<Flight>>,
+    by_ticket: HashMap<TicketId, u64>,
     late: VecDeque<Late>,
     spare: Vec<KvLog>,
     by_token: bool,
@@ -150,6 +152,7 @@ impl Observer {
             router,
             signals,
             flights: vec![None; requests],
+            by_ticket: HashMap::new(),
             late: VecDeque::new(),
             spare: Vec::new(),
         }
@@ -160,6 +163,7 @@ impl Observer {
         let mut flight = Flight { ticket, told: 0, before: 0, most: 0 };
         flight.open(segment, prompt, 0);
         self.flights[request as usize] = Some(flight);
+        self.by_ticket.insert(ticket, request);
     }
 
     /// The open segment of its plan goes out.
@@ -176,18 +180,7 @@ impl Observer {
             self.spare.push(late.log);
         }
         if self.by_token {
-            for (instance, engine) in engines.iter().enumerate() {
-                let steps = self.steps_seen(engine, now);
-                let all = engine.steps() + u64::from(steps);
-                if all < self.told_steps[instance] + u64::from(self.signals.token_stride) {
-                    continue;
-                }
-                self.told_steps[instance] = all;
-                for (request, made) in engine.decoding() {
-                    let before = self.flights[request as usize].map_or(0, |flight| flight.before);
-                    self.made(request, before + made + steps, now)?;
-                }
-            }
+            self.catch_up_tokens(engines, now)?;
         }
         if self.reported {
             for (instance, engine) in engines.iter().enumerate() {
@@ -195,6 +188,28 @@ impl Observer {
             }
         }
         Ok(())
+    }
+
+    /// Tells of the tokens made by now.
+    pub fn catch_up_tokens(&mut self, engines: &[Engine], now: Seconds) -> Result<(), CoreError> {
+        for (instance, engine) in engines.iter().enumerate() {
+            let steps = self.steps_seen(engine, now);
+            let all = engine.steps() + u64::from(steps);
+            if all < self.told_steps[instance] + u64::from(self.signals.token_stride) {
+                continue;
+            }
+            self.told_steps[instance] = all;
+            for (request, made) in engine.decoding() {
+                let before = self.flights[request as usize].map_or(0, |flight| flight.before);
+                self.made(request, before + made + steps, now)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The request of a ticket that is in flight.
+    pub fn request_of(&self, ticket: TicketId) -> Option<u64> {
+        self.by_ticket.get(&ticket).copied()
     }
 
     /// Of an engine's steps under way, those whose results are seen by now.
@@ -301,7 +316,9 @@ impl Observer {
     pub fn ended(&mut self, request: u64, usage: Usage, now: Seconds) -> Result<(), CoreError> {
         self.made(request, usage.output_tokens.unwrap_or(0), now)?;
         self.tell(request, Event::Ended(usage), now)?;
-        self.flights[request as usize] = None;
+        if let Some(flight) = self.flights[request as usize].take() {
+            self.by_ticket.remove(&flight.ticket);
+        }
         Ok(())
     }
 

@@ -42,6 +42,7 @@ fn config(instances: usize) -> ClusterConfig {
         },
         silent_segments: false,
         output_known: true,
+        reschedule: None,
         timeline_seconds: 10.0,
         token_slo_seconds: 0.1,
     }

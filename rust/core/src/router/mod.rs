@@ -1,7 +1,7 @@
 //! The router: the only one that commits. It decides from a snapshot, books the placement at once, follows each ticket to its
 //! end and keeps the receipts. One router serves one pool: the instances of one model.
 //!
-//! `decide` places a request, `cut` says where it is cut, `legs` the segments of its plan, `moves` closes one early, `follow` what becomes of it, `ahead` what the load will be, `derive` the indicators of the moment, `explain` its receipt, `books`
+//! `decide` places a request, `cut` says where it is cut, `legs` the segments of its plan, `moves` closes one early, `rounds` says which, `follow` what becomes of it, `ahead` what the load will be, `derive` the indicators of the moment, `explain` its receipt, `books`
 //! what is placed where, `tickets` who is in flight, `shared` the lock, `feed` what the engines' events tell.
 
 pub mod ahead;
@@ -14,12 +14,14 @@ pub mod feed;
 mod follow;
 mod legs;
 mod moves;
+mod rounds;
 pub mod shared;
 pub mod tickets;
 
 pub use cut::{Lengths, Libra, Split};
 pub use derive::TtftSource;
 pub use moves::Carry;
+pub use rounds::{Forecast, NamedMove, RescheduleConfig, Rescheduling, Rule};
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;
 
@@ -198,6 +200,7 @@ pub struct Router {
     uncut: Option<Box<str>>,
     /// What the two instances of the request at hand are expected to take, and the lengths of answers by class, where requests are cut by them.
     balance: Option<Balance>,
+    rescheduling: Option<Rescheduling>,
     lengths: Option<OutputLength>,
     /// Scratch of predicted times.
     scratch: Vec<f64>,
@@ -236,6 +239,7 @@ impl Router {
             split: config.split,
             uncut: None,
             balance: None,
+            rescheduling: None,
             lengths: config.split.estimate()?,
             scratch: Vec::new(),
             receipts: ReceiptRing::new(config.receipt_bytes),
@@ -272,7 +276,8 @@ impl Router {
     /// Keeps what the load will be, where a policy asks for it.
     fn look_ahead(&mut self) {
         let reads = self.reads();
-        self.ahead = reads.intersects(AHEAD).then(|| Ahead::new(reads, self.fleet.slots()));
+        let wanted = reads.intersects(AHEAD) || self.forecasts();
+        self.ahead = wanted.then(|| Ahead::new(reads, self.fleet.slots()));
     }
 
     /// Indicators that its policies read.

@@ -119,7 +119,7 @@ impl Router {
     }
 
     /// Whether requests that run may go on there.
-    fn takes_over(&self, id: InstanceId) -> bool {
+    pub(super) fn takes_over(&self, id: InstanceId) -> bool {
         let live = id.index() < self.fleet.slots() && self.fleet.is_live(id);
         live && {
             let (healthy, draining, role) = self.fleet.state(id);

@@ -106,6 +106,13 @@ impl Tickets {
         self.slots[slot(id) as usize].1.take()
     }
 
+    /// All open tickets, in the order of the slab.
+    pub fn iter(&self) -> impl Iterator<Item = (TicketId, &TicketState)> {
+        self.slots.iter().enumerate().filter_map(|(slot, (generation, state))| {
+            Some((TicketId(u64::from(*generation) << 32 | slot as u64), state.as_ref()?))
+        })
+    }
+
     /// Number of open tickets.
     pub fn len(&self) -> usize {
         self.open

@@ -2,12 +2,50 @@
 //! between, as in STAR (section 5.4: the paused request's KV is sent while the others decode).
 use super::{Cluster, Event, State};
 use crate::gaps::Gaps;
+use crate::profile::StepWork;
 use crate::transfer::Load;
 use lmetric_core::CoreError;
+use lmetric_core::fleet::Role;
 use lmetric_core::ids::{InstanceId, Seconds};
 use lmetric_core::router::Carry;
 
+/// Seconds between two comparisons of step times.
+const COMPARED_SECONDS: Seconds = 1.0;
+
 impl Cluster<'_> {
+    /// The router says what should run elsewhere.
+    pub(super) fn reschedule(&mut self) -> Result<(), CoreError> {
+        self.observer.catch_up_tokens(&self.engines, self.now)?;
+        let (moves, _) = self.observer.router.reschedule(self.now)?;
+        for named in moves {
+            let Some(request) = self.observer.request_of(named.ticket) else { continue };
+            self.begin_move(request as usize, named.why.target)?;
+        }
+        let period = self.config.reschedule.as_ref().map_or(1.0, |settings| settings.period_seconds);
+        self.at(self.now + period, Event::Reschedule);
+        Ok(())
+    }
+
+    /// How uneven decode steps are now.
+    pub(super) fn compare(&mut self) {
+        let decodes = |i: &usize| self.config.roles.get(*i) != Some(&Role::Prefill);
+        let (mut n, mut sum, mut squares) = (0.0, 0.0, 0.0);
+        for engine in (0..self.engines.len()).filter(decodes).map(|i| &self.engines[i]) {
+            let (sequences, context_tokens) = engine.decode_load(engine.progress(self.now).1);
+            let work = StepWork { decode_sequences: sequences, context_tokens, ..StepWork::default() };
+            let seconds = if sequences > 0 { engine.profile().step_seconds(&work) } else { 0.0 };
+            if seconds.is_finite() {
+                (n, sum, squares) = (n + 1.0, sum + seconds, squares + seconds * seconds);
+            }
+        }
+        if n > 1.0 && sum > 0.0 {
+            let mean = sum / n;
+            self.variances.0 += (squares / n - mean * mean).max(0.0);
+            self.variances.1 += 1.0;
+        }
+        self.at(self.now + COMPARED_SECONDS, Event::Compare);
+    }
+
     /// A running request is to go on at `target`.
     ///
     /// # Errors

@@ -55,6 +55,9 @@ impl<'a> Cluster<'a> {
         if let Some(policy) = decode_policy {
             router.set_decode_policy(policy)?;
         }
+        if let Some(reschedule) = &config.reschedule {
+            router.set_rescheduling(Some(reschedule.build()?));
+        }
         let settings = Settings { admission: config.admission, order: config.order, kv_events: exact };
         let mut engines = Vec::with_capacity(config.profiles.len());
         for (i, profile) in config.profiles.iter().enumerate() {
@@ -86,6 +89,7 @@ impl<'a> Cluster<'a> {
             moving: 0,
             leaving: vec![Vec::new(); engines.len()],
             last_tokens: vec![f64::NAN; workload.len()],
+            variances: (0.0, 0.0),
             seams: TokenGaps::new(config.token_slo_seconds),
             guard_alarms: 0,
             guard_filters: 0,
@@ -121,6 +125,12 @@ impl<'a> Cluster<'a> {
             for instance in 0..instances {
                 self.at(period * f64::from(instance) / f64::from(instances), Event::Report { instance });
             }
+        }
+        if self.config.reschedule.is_some() {
+            self.at(0.0, Event::Reschedule);
+        }
+        if self.engines.len() > 1 {
+            self.at(0.0, Event::Compare);
         }
         if self.config.router.guard.on {
             self.at(0.0, Event::Tick);

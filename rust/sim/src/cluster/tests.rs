@@ -36,6 +36,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         },
         silent_segments: false,
         output_known: true,
+        reschedule: None,
         timeline_seconds: 10.0,
         token_slo_seconds: 0.1,
     }
