@@ -2,9 +2,9 @@
 
     python bench/lengths.py TRACE ... --train-python PYTHON [--seeds 3] [--hidden 256,64,16] [--docs]
 
-Samples of each trace (every 20 generated tokens, at most 16 of a request) are split by request. The
-network is trained by PYTHON, an interpreter with PyTorch, on 70% of the requests, stopped by 15%, and compared with
-the baselines on the other 15%, by NumPy's inference. The seed decides samples, split, first weights and order.
+Samples of each trace (every 20 generated tokens, at most 16 of a request) are split by request. PYTHON, an
+interpreter with PyTorch, trains the network on 70% of the requests and stops by 15%; on the other 15% it is
+compared with the baselines, by NumPy's inference. The seed decides samples, split, first weights and order.
 Method and figures: docs/lengths.md.
 """
 

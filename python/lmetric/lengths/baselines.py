@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 from lmetric.lengths.predictor import LengthsError
 from lmetric.lengths.samples import Samples
 
+PROMPT_BUCKETS = 50
+"""As many quantiles of prompt lengths are told apart."""
+
 
 class Survival:
     """Remaining tokens of requests that have come as far: their mean, or their median.
@@ -43,20 +46,40 @@ def baselines(train: Samples, test: Samples) -> dict[str, NDArray[np.float64]]:
 
     - ``mean``: the mean answer, less what was generated, at least 0.
     - ``survival mean``, ``survival median``: see `Survival`.
+    - ``survival by prompt``: the survival median of requests whose prompt is about as long (`PROMPT_BUCKETS`
+      quantiles of prompt lengths); past the longest answer there, that of all.
     - ``session mean``: the mean of the conversation's earlier answers, less what was generated, while that is
-      above 0; else, and in first turns, the survival mean.
+      above 0; else, and in first turns, the survival median.
 
-    Needs the columns log_generated_tokens and log_mean_answer_tokens; raises `LengthsError` without them.
+    Needs the columns log_generated_tokens, log_prompt_tokens and log_mean_answer_tokens; raises `LengthsError`
+    without them.
     """
-    generated = np.expm1(test.column("log_generated_tokens").astype(np.float64))
+    # Whole again after 32 bits: whether an answer of 20 tokens goes on past 20 hangs on it.
+    generated = np.rint(np.expm1(test.column("log_generated_tokens").astype(np.float64)))
     of_train = np.expm1(train.column("log_generated_tokens").astype(np.float64)) + train.remaining
     _, first = np.unique(train.request_ids, return_index=True)
-    survival = Survival(np.rint(of_train[first]))
-    by_survival = survival.mean(generated)
+    answers = np.rint(of_train[first])
+    survival = Survival(answers)
+    by_survival = survival.median(generated)
     of_session = np.expm1(test.column("log_mean_answer_tokens").astype(np.float64)) - generated
     return {
-        "mean": np.maximum(np.rint(of_train[first]).mean() - generated, 0.0),
-        "survival mean": by_survival,
-        "survival median": survival.median(generated),
+        "mean": np.maximum(answers.mean() - generated, 0.0),
+        "survival mean": survival.mean(generated),
+        "survival median": by_survival,
+        "survival by prompt": _by_prompt(train.column("log_prompt_tokens")[first], answers, test, generated),
         "session mean": np.where(of_session > 0, of_session, by_survival),
     }
+
+
+def _by_prompt(
+    prompts: NDArray[np.float32], answers: NDArray[np.float64], test: Samples, generated: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    edges = np.unique(np.quantile(prompts, np.arange(1, PROMPT_BUCKETS) / PROMPT_BUCKETS))
+    of_train = np.searchsorted(edges, prompts, side="right")
+    of_test = np.searchsorted(edges, test.column("log_prompt_tokens"), side="right")
+    found = Survival(answers).median(generated)
+    for bucket in np.unique(of_train):
+        rows = np.flatnonzero(of_test == bucket)
+        here = Survival(answers[of_train == bucket]).median(generated[rows])
+        found[rows] = np.where(here > 0, here, found[rows])
+    return found

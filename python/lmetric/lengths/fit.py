@@ -78,8 +78,8 @@ def need_torch() -> None:
 def fit(samples: Samples, training: Training, say: Callable[[str], None] = lambda _: None) -> Fitted:
     """Fit a predictor to `samples`, split by request; `say` gets a line an epoch.
 
-    The same samples and training give the same predictor on the same device with the same PyTorch and threads.
-    Raises `LengthsError` where samples are too few, the loss is not finite, or there is no PyTorch.
+    The same samples and training give the same predictor on the same device by the same PyTorch and
+    threads. Raises `LengthsError` where samples are too few, the loss is not finite, or PyTorch is missing.
     """
     training.check()
     need_torch()
