@@ -51,7 +51,7 @@ def baselines(train: Samples, test: Samples) -> dict[str, NDArray[np.float64]]:
     - ``session mean``: the mean of the conversation's earlier answers, less what was generated, while that is
       above 0; else, and in first turns, the survival median.
 
-    Needs the columns log_generated_tokens, log_prompt_tokens and log_mean_answer_tokens; raises `LengthsError`
+    Needs the columns log_generated_tokens, log_prompt_tokens, log_mean_answer_tokens; raises `LengthsError`
     without them.
     """
     # Whole again after 32 bits: whether an answer of 20 tokens goes on past 20 hangs on it.
