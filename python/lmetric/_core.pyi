@@ -96,6 +96,12 @@ class Router:
     def set_split(
         self, kind: str, **settings: float
     ) -> None: ...  # "none"; "force": each at the fraction `at`
+    def set_rescheduling(
+        self, name: str, **settings: float | str
+    ) -> None: ...  # none, star, star_current, star_oracle, llumnix
+    def reschedule(
+        self, now: float | None = None
+    ) -> tuple[list[dict[str, Any]], str]: ...  # moves, and why there are no more
     def set_cuts(
         self, name: str, cuts: str
     ) -> None: ...  # "nowhere", "prompt_end", "output" or "anywhere": what its engine can do
@@ -244,6 +250,11 @@ class Ticket:
     def instance(self) -> str: ...  # where the open segment is
     @property
     def from_token(self) -> int: ...  # where the open segment begins
+    @property
+    def id(self) -> int: ...  # unique among open tickets
+    def begin_move(self, target: str, *, recompute: bool = True, now: float | None = None) -> None: ...
+    def cancel_move(self, now: float | None = None) -> None: ...
+    def moved(self, now: float | None = None) -> str: ...  # where it goes on
     @property
     def to_token(self) -> int | None: ...  # one past its last token; None: it goes to the request's end
     @property

@@ -3,7 +3,7 @@ use crate::errors::to_python;
 use lmetric_core::CoreError;
 use lmetric_sim::text::Rolling;
 use lmetric_sim::{
-    Admission, DecodeThroughput, Generator, KvEvent, Order, Profile, Prompt, Request, Settings, TOKEN_SECONDS,
+    Admission, DecodeThroughput, Generator, KvEvent, Order, Profile, Prompt, Request, Settings,
 };
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
@@ -76,7 +76,7 @@ struct Engine {
 #[pymethods]
 impl Engine {
     #[new]
-    #[pyo3(signature = (profile, words, vocabulary, *, admission="vllm", order="fcfs", order_slo_seconds=TOKEN_SECONDS,
+    #[pyo3(signature = (profile, words, vocabulary, *, admission="vllm", order="fcfs", order_slo_seconds=0.1,
         kv_events=false))]
     fn new(
         #[pyo3(from_py_with = profile)] profile: Profile,

@@ -682,6 +682,36 @@ impl Router {
         Ok(self.lock(py)?.set_split(split)?)
     }
 
+    /// How running requests are moved from now on: `"none"`, `"star"`, `"star_current"`, `"star_oracle"` or `"llumnix"`, with the settings of `lmetric.simulate`'s
+    /// `reschedule_settings`. With a forecast by the learned curve, set it before the first request. Raises `UnknownNameError`, `BadValueError`.
+    #[pyo3(signature = (name, **settings))]
+    fn set_rescheduling(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        settings: Option<&Bound<'_, PyDict>>,
+    ) -> Result<()> {
+        let config = crate::reschedule::reschedule_of(name, settings)?;
+        let built = config.map(|config| config.build()).transpose()?;
+        self.lock(py)?.set_rescheduling(built);
+        Ok(())
+    }
+
+    /// One round of rescheduling: the moves that are worth making, and why there are no more. Each is a dictionary of `ticket` (a `Ticket.id`), `source`, `target`,
+    /// `source_load`, `target_load`, `mean_load`, `variance_before` and `variance_after` (STAR, Algorithm 1). Nothing is booked: see `Ticket.begin_move`.
+    #[pyo3(signature = (now=None))]
+    fn reschedule<'py>(
+        &self,
+        py: Python<'py>,
+        now: Option<f64>,
+    ) -> Result<(Vec<Bound<'py, PyDict>>, &'static str)> {
+        let now = self.clock.now(now)?;
+        let mut router = self.lock(py)?;
+        let (moves, stop) = router.reschedule(now)?;
+        let told = moves.iter().map(|named| crate::ticket::move_dict(py, named, router.fleet()));
+        Ok((told.collect::<PyResult<_>>()?, stop.reason()))
+    }
+
     /// Where the instance's engine can hand requests over and take them: `"nowhere"`, `"prompt_end"`, `"output"` (there and behind any output
     /// token) or `"anywhere"` (inside the prompt, too; a new instance's). Raises `UnknownNameError`, `BadValueError`.
     fn set_cuts(&self, py: Python<'_>, name: &str, cuts: &str) -> Result<()> {

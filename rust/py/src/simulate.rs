@@ -7,8 +7,8 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::router::{IndexFeed, RouterConfig};
 use lmetric_sim::{
-    Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Profile, Quantity, Signals,
-    TOKEN_SECONDS, Trace, Transfer,
+    Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Profile, Quantity, Signals, Trace,
+    Transfer,
 };
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -90,7 +90,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_time=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
-    local_order="fcfs", order_slo_seconds=TOKEN_SECONDS,
+    local_order="fcfs", order_slo_seconds=0.1,
     split="none", split_settings=None, reschedule="none", reschedule_settings=None, silent_segments=false, token_slo_seconds=0.1))]
 fn simulate<'py>(
     py: Python<'py>,

@@ -2,11 +2,14 @@
 use crate::errors::Result;
 use crate::router::{Clock, lock};
 use lmetric_core::CoreError;
+use lmetric_core::fleet::Fleet;
 use lmetric_core::guard::{GuardEvent, Phase};
 use lmetric_core::plan::{Event, Failure, Segment, Usage};
 use lmetric_core::policy::Prefer;
 use lmetric_core::receipt::{Balance, Receipt};
-use lmetric_core::router::{Decision as CoreDecision, Router, SharedRouter, Ticket as CoreTicket};
+use lmetric_core::router::{
+    Carry, Decision as CoreDecision, NamedMove, Router, SharedRouter, Ticket as CoreTicket,
+};
 use numpy::PyArray1;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -169,6 +172,38 @@ impl Ticket {
         let mut router = lock(self.ticket.router(), py)?;
         let next = router.bound_next(self.ticket.id());
         Ok(next.map(|segment| router.fleet().name(segment.instance).to_string()))
+    }
+
+    /// Its number, unique among open tickets: `Router.reschedule` names moves by it.
+    #[getter]
+    fn id(&self) -> u64 {
+        self.ticket.id().0
+    }
+
+    /// Begins to move the running request to the instance `target`, which is booked now. `recompute`: the target computes what came before again; else its KV is sent.
+    /// Raises `UnknownNameError`, and `TicketError` where it cannot move: closed, without a token, another segment bound, `target` not able.
+    #[pyo3(signature = (target, *, recompute=true, now=None))]
+    fn begin_move(&self, py: Python<'_>, target: &str, recompute: bool, now: Option<f64>) -> Result<()> {
+        let now = self.clock.now(now)?;
+        let mut router = lock(self.ticket.router(), py)?;
+        let target = router.fleet().find(target)?;
+        let carry = if recompute { Carry::Recompute } else { Carry::Kv };
+        router.begin_move(self.ticket.id(), target, carry, now)?;
+        Ok(())
+    }
+
+    /// Gives up a move that has begun; does nothing where none has. Raises `TicketError` on a closed ticket.
+    #[pyo3(signature = (now=None))]
+    fn cancel_move(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
+        let now = self.clock.now(now)?;
+        Ok(lock(self.ticket.router(), py)?.cancel_move(self.ticket.id(), now)?)
+    }
+
+    /// The open segment is closed with the output tokens told of so far, and the one that a move bound is open: the name of its instance (another one, where that has
+    /// gone meanwhile). Then call `sent`. Raises `TicketError` where no move has begun, `NoInstanceError` where nobody takes it: the request has failed.
+    #[pyo3(signature = (now=None))]
+    fn moved(&self, py: Python<'_>, now: Option<f64>) -> Result<String> {
+        Ok(self.advance(py, Event::Moved, now)?.map(|name| name.to_string()).unwrap_or_default())
     }
 
     /// Whether the ticket is open.
@@ -335,6 +370,24 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
         Some(Some(failure)) => failure.name(),
     };
     dict.set_item("outcome", state)?;
+    Ok(dict)
+}
+
+/// A move that a round names, as a dictionary.
+pub fn move_dict<'py>(py: Python<'py>, named: &NamedMove, fleet: &Fleet) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("ticket", named.ticket.0)?;
+    dict.set_item("source", &**fleet.name(named.why.source))?;
+    dict.set_item("target", &**fleet.name(named.why.target))?;
+    for (name, value) in [
+        ("source_load", named.why.source_load),
+        ("target_load", named.why.target_load),
+        ("mean_load", named.why.mean_load),
+        ("variance_before", named.why.variance_before),
+        ("variance_after", named.why.variance_after),
+    ] {
+        dict.set_item(name, value.is_finite().then_some(value))?;
+    }
     Ok(dict)
 }
 

@@ -1,0 +1,105 @@
+"""Running requests that move: what the router names, and what a ticket's books do of it."""
+
+import pytest
+
+from lmetric import BadValueError, NoInstanceError, Router, TicketError, UnknownNameError
+
+
+def fleet(rule: str = "star_oracle", **settings: float | str) -> Router:
+    """Three engines with room for 100,000 tokens, and step times for the loads to be weighed by."""
+    router = Router(
+        "session_affinity",
+        step_time={
+            "fixed_seconds": 0.01,
+            "decode_seconds_per_sequence": 1e-5,
+            "decode_seconds_per_context_token": 1e-7,
+            "prefill_seconds_per_token": 1e-4,
+            "prefill_seconds_per_attention_pair": 0.0,
+            "max_batch_tokens": 2048,
+        },
+    )
+    for name in ("a", "b", "c"):
+        router.add_instance(name, cache_blocks=6250)
+    router.set_rescheduling(rule, **settings)
+    return router
+
+
+def test_a_round_names_the_move_that_makes_loads_even_and_the_ticket_makes_it() -> None:
+    router = fleet()
+    tickets = []
+    for _ in range(4):
+        _, ticket = router.route(prompt_tokens=1000, expected_output_tokens=4000, session="s", now=0.0)
+        ticket.sent(0.0)
+        ticket.first_token(0.5)
+        tickets.append(ticket)
+    (home,) = {ticket.instance for ticket in tickets}
+    (move,), why = router.reschedule(1.0)
+    assert why == "the most moves of a round were found"
+    assert move["source"] == home != move["target"]
+    assert move["variance_after"] < move["variance_before"]
+    (ticket,) = (ticket for ticket in tickets if ticket.id == move["ticket"])
+    with pytest.raises(TicketError, match="no move of it has begun"):
+        ticket.moved()
+    with pytest.raises(UnknownNameError):
+        ticket.begin_move("d")
+    with pytest.raises(TicketError, match="it runs there already"):
+        ticket.begin_move(home)
+    ticket.begin_move(move["target"], now=1.0)
+    with pytest.raises(TicketError, match="another segment is to follow"):
+        ticket.begin_move(move["target"], now=1.0)
+    ticket.tokens(9, 1.5)
+    slots = router.instances()
+    bs = router.indicators(1.5)["bs"]
+    assert (bs[slots.index(home)], bs[slots.index(move["target"])]) == (4, 1)
+    assert ticket.moved(2.0) == move["target"] == ticket.instance
+    assert (ticket.from_token, ticket.to_token) == (1010, None)
+    ticket.sent(2.0)
+    # What came before is computed anew there: 1,010 tokens.
+    assert router.indicators(2.0)["queued_prefill_tokens"][slots.index(move["target"])] == 1010
+    ticket.first_token(2.2)
+    ticket.finished(now=3.0)
+    assert router.stats()["moved"] == 1
+    receipts = [router.receipt(number) for number in range(1, 5)]
+    assert [each["moves"] for each in receipts if each and each["moves"]] == [[(1010, move["target"])]]
+    for each in tickets:
+        if each.open:
+            each.finished(now=4.0)
+    assert router.in_flight() == 0
+    assert list(router.indicators(4.0)["tokens"]) == [0, 0, 0]
+    assert router.reschedule(4.0) == ([], "no instance is overloaded")
+
+
+def test_a_move_that_is_given_up_leaves_nothing() -> None:
+    router = fleet()
+    _, ticket = router.route(prompt_tokens=100, session="s", now=0.0)
+    with pytest.raises(TicketError, match="it has no token yet"):
+        ticket.begin_move("a" if ticket.instance != "a" else "b")
+    ticket.first_token(0.1)
+    target = next(name for name in ("a", "b", "c") if name != ticket.instance)
+    ticket.begin_move(target, recompute=False, now=0.2)
+    ticket.cancel_move(0.3)
+    assert router.indicators(0.3)["bs"][router.instances().index(target)] == 0
+    ticket.begin_move(target, recompute=False, now=0.4)
+    router.set_health(target, False)
+    router.set_health(ticket.instance, False)
+    (left,) = {"a", "b", "c"} - {target, ticket.instance}
+    assert ticket.moved(0.5) == left
+    ticket.failed("cancelled")
+    assert router.in_flight() == 0
+
+
+def test_what_cannot_be_is_named() -> None:
+    router = Router()
+    with pytest.raises(UnknownNameError, match='did you mean "star"'):
+        router.set_rescheduling("sta")
+    with pytest.raises(BadValueError, match='reschedule: speed with "star"'):
+        router.set_rescheduling("star", speed=3)
+    with pytest.raises(BadValueError, match="threshold"):
+        router.set_rescheduling("star", threshold=2.0)
+    with pytest.raises(BadValueError, match="curve, given, bins_2"):
+        router.set_rescheduling("star", forecast="tarot")
+    with pytest.raises(BadValueError, match="period_seconds"):
+        router.set_rescheduling("llumnix", period_seconds=0)
+    assert router.reschedule() == ([], "rescheduling is off")
+    with pytest.raises(NoInstanceError):
+        router.route(prompt_tokens=1)
