@@ -6,7 +6,7 @@
 //! An engine whose batch only decodes runs through as many steps as nothing changes in, and is an event only when they end.
 //! A request that comes in between cuts them short. What a decision must know of their progress is worked out then.
 //!
-//! Whatever is to happen later is an [`Event`] in one queue: migrations and failures are to be further kinds of it, not further
+//! Whatever is to happen later is an [`Event`] in one queue: moves are kinds of it, failures are to be, not further
 //! loops. A request's way through the cluster begins in `arrive` and is one segment of its plan at a time; `handover` leads from
 //! one to the next.
 use crate::engine::order::Order;
