@@ -102,6 +102,10 @@ class Chain:
         """As `Handed.broke`."""
         return self._handed.broke(status, error_code)
 
+    def busy(self, status: int | None) -> bool:
+        """Whether another engine is to be asked where one answers so."""
+        return status in self._config.retries.statuses
+
     @property
     def joins(self) -> bool:
         """Whether the client gets, or has got, what legs told the router."""
@@ -155,7 +159,7 @@ class Chain:
         """A silent leg answered."""
         engine, self._silent = silent.engine, None
         if status != 200:
-            if self._handed.broke(status, None):
+            if not self.busy(status) and self._handed.broke(status, None):
                 self.begin(engine, time.monotonic())
             else:
                 self.refused(engine, status, body)

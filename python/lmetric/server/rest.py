@@ -113,7 +113,7 @@ class Rest(Leg):
         """Whether a stream is over with its first event."""
         code = connection.error_code
         if flags & ENGINE_ERROR and not connection.tokens:
-            if self._chain.broke(200, code):
+            if not self._chain.busy(code) and self._chain.broke(200, code):
                 self.drop()
                 self._chain.again(self)
             else:
@@ -162,7 +162,7 @@ class Rest(Leg):
             connection.transport.resume_reading()
         connection.release()
         if status != 200:
-            if self._chain.broke(status, None):
+            if not self._chain.busy(status) and self._chain.broke(status, None):
                 self._chain.again(self)
             else:
                 self._chain.refused(engine, status, bytes(self._held))
