@@ -123,6 +123,11 @@ class PoolSettings(Strict):
         description="whether a request may be cut at any of its tokens and go on at another engine of role "
         "both: none, or libra, where it pays; its client sees one answer",
     )
+    split_settings: dict[str, float] = Field(
+        default_factory=dict,
+        description="of libra, by name: probes, epsilon, least_gain, least_tokens, "
+        "transfer_seconds_per_token, transfer_fixed_seconds, quantile, margin_tokens, lengths_given",
+    )
     split_force_at: float | None = Field(
         None,
         gt=0,

@@ -226,7 +226,7 @@ class Pool:
         if settings.split_force_at is not None:
             self.router.set_split("force", at=settings.split_force_at)
         elif self.splits:
-            self.router.set_split(settings.split)
+            self.router.set_split(settings.split, **settings.split_settings)
         self._not_joinable: dict[str, str] = {}  # by path: why answers cannot be joined
         self.kv = KvFeed(self.router)
         self.cuts = self.splits  # whether a plan may have several segments: by that, or by engines' roles

@@ -88,7 +88,7 @@ class Joined:
         if self.begun or to_token < count:
             return COMPLETIONS, self._by_ids(to_token)
         leg = {k: v for k, v in self.request.items() if k not in ("stream_options", "max_completion_tokens")}
-        leg |= {"stream": False, "max_tokens": to_token - count + 1}
+        leg |= {"stream": False, "max_tokens": min(to_token - count + 1, self._most)}
         if self._chat:
             leg["max_completion_tokens"] = leg["max_tokens"]
         if to_token > count:
@@ -112,7 +112,8 @@ class Joined:
         if self.request.get("logprobs") is not None and not self._chat:
             leg["logprobs"] = self.request["logprobs"]
         leg["prompt"] = (self.prompt + self.made)[: max(to_token, 0)]
-        leg["max_tokens"] = max(1, to_token - count - len(self.made) + 1)
+        left = self._most - len(self.made)
+        leg["max_tokens"] = max(1, min(to_token - count - len(self.made) + 1, left))
         leg["stream"] = False
         if to_token > count:
             leg["return_token_ids"] = True
