@@ -48,6 +48,7 @@ def heard(raw: bytes) -> dict[str, Any]:
         if "error" in chunk:
             said["error"] = chunk["error"]
             continue
+        assert not chunk.get("kv_transfer_params")
         said["same"].add((chunk["id"].partition("-")[0], chunk["object"], chunk["model"]))
         if not chunk["choices"]:
             said["usage"] = chunk["usage"]
@@ -66,6 +67,7 @@ def heard(raw: bytes) -> dict[str, Any]:
 def told(answer: dict[str, Any]) -> dict[str, Any]:
     """The same of an answer that is not streamed."""
     (choice,) = answer["choices"]
+    assert not answer.get("kv_transfer_params")  # where an engine holds what is nobody's business
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     return {
         "text": text,

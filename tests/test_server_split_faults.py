@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import orjson
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -17,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 from lmetric.engines.emulated.text import TOKENIZER_PATH
 from pd_world import Pd
 from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, event, plain, world
-from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, heard, split
+from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, heard, split, told
 
 PATHS = [CHAT, COMPLETIONS]
 SLOW: dict[str, Any] = {"clock_speed": 0.5}
@@ -433,3 +435,30 @@ async def test_a_last_leg_that_says_nothing() -> None:
             status, _, got = await w.post({**ASKED, "stream": True})
             assert (status, said_in(got)) == (200, STORY_TEXT)
             await w.until(lambda w=w: sum(fake.left for fake in w.engines) == 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
+    """It fetches the cache of other tokens than it makes of the chat; only it can tell."""
+    async with split(both(tokenize=False), both(tokenize=False), at=0.3) as w:
+        for name in w.engines:
+            api = w.engines[name]._api
+            render = api._text.render_chat
+
+            def other(messages: Any, render: Any = render, **how: Any) -> str:
+                return "As it was said: " + str(render(messages, **how))
+
+            text = copy.copy(api._text)
+            text.render_chat = other  # type: ignore[method-assign]
+            api._text = text
+        body = body_of(CHAT, stream=stream)
+        said = await asked(w, CHAT, body)
+        assert said["receipt"]["cuts"]
+        assert w.outcomes == {"handed_over": 1, "other_tokens": 1}
+        # As if nothing had been cut.
+        again = await asked(w, CHAT, body)
+        equal(said, again)
+        assert "it makes other tokens of a chat" in again["receipt"]["uncut"]
+        async with w.client.post(w.engines["b0"].url + CHAT, json=body) as response:
+            raw = await response.read()
+        assert said["text"] == (heard(raw) if stream else told(orjson.loads(raw)))["text"]

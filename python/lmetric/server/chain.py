@@ -21,7 +21,8 @@ from lmetric.server.handed import Handed
 from lmetric.server.joined import Joined, Made, NotJoinable
 from lmetric.server.legs import EngineRefusal, Silent, usage_of
 from lmetric.server.openai import CHAT, ApiError, Call
-from lmetric.server.rest import Rest
+from lmetric.server.rest import Passed, Rest
+from lmetric.server.upstream import Connection
 
 if TYPE_CHECKING:
     from lmetric.server.asked import Asked
@@ -54,6 +55,8 @@ class Chain:
         self._unjoined = False  # its first answer could not be joined: it is answered whole
         self.first_token_at: float | None = None
         self._head_told = False
+        self._passes = False  # the last leg is a whole request whose answer is looked at
+        self._passed_tokens = 0
 
     # What the relay calls.
 
@@ -64,11 +67,7 @@ class Chain:
             return
         to_token = self.ticket.to_token
         assert to_token is not None
-        joined, count = self.joined, len(self.joined.prompt)
-        if self._asked.path == CHAT and not joined.begun:
-            # A chat that goes on inside its prompt would be rendered anew: to other tokens, maybe.
-            to_token = max(to_token, count)
-        target, leg = joined.leg(to_token)
+        target, leg = self.joined.leg(to_token)
         fields = self._asks(engine, now, goes_on=True)
         self._asked_tokens, self._ends_at = leg["max_tokens"], to_token
         silent = Silent(self, self._asked, orjson.dumps(leg | fields), now, target.encode())
@@ -78,14 +77,38 @@ class Chain:
     def last(self, engine: Engine, now: float) -> bool:
         """Sends the last segment to its engine; False: the relay itself has to, with `body`."""
         if not self.joined.begun:
-            return False
+            return self._passed(engine, now)
         target, leg = self.joined.last()
         body = orjson.dumps(leg | self._asks(engine, now, goes_on=False))
-        rest = self._rest = Rest(self, self._asked, body, self._stream, target.encode(), now)
+        self._send(Rest(self, self._asked, body, self._stream, target.encode(), now), engine, now)
+        return True
+
+    def _passed(self, engine: Engine, now: float) -> bool:
+        """Sends a whole request that fetches the cache of its prompt, or of the front of it, where its answer
+        cannot just pass. A chat that goes on inside its prompt is rendered anew, and must become the very
+        tokens whose cache is fetched: nobody else would see that it does not. And an answer that is not
+        streamed tells where this engine holds what it computed, which is no client's business."""
+        inside = 0 < self._ends_at < len(self.joined.prompt)
+        chat = self._asked.path == CHAT
+        if self._unjoined or not self._ends_at or not ((chat and inside) or not self._stream):
+            return False
+        fields = self._asks(engine, now, goes_on=False)
+        if not fields:
+            return False
+        request = self.joined.whole() if inside else dict(self.joined.request)
+        checks = chat and inside
+        body = orjson.dumps(request | fields | ({"return_token_ids": True} if checks else {}))
+        self._passes = True
+        rest = Passed(self, self._asked, body, self._stream, self._asked.path.encode(), now)
+        rest.checks = checks
+        self._send(rest, engine, now)
+        return True
+
+    def _send(self, rest: Rest, engine: Engine, now: float) -> None:
+        self._rest = rest
         if self._relay.stalled:
             rest.pause(True)
         rest.go(engine, now)
-        return True
 
     def body(self, engine: Engine, now: float) -> bytes:
         """The last leg's body, where its bytes pass."""
@@ -107,9 +130,14 @@ class Chain:
         return status in self._config.retries.statuses
 
     @property
-    def joins(self) -> bool:
-        """Whether the client gets, or has got, what legs told the router."""
-        return self.joined.begun
+    def speaks(self) -> bool:
+        """Whether the client's answer is written here, not passed on by the relay."""
+        return self.joined.begun or self._passes
+
+    @property
+    def output_tokens(self) -> int:
+        """Of the answer, as far as the client has it."""
+        return len(self.joined.made) or self._passed_tokens
 
     @property
     def instance(self) -> str:
@@ -225,28 +253,58 @@ class Chain:
     def moved(self, rest: Rest, kind: str, reason: str) -> None:
         """The last leg failed before anything came of it."""
         self._rest = None
+        self._passes = False
         self._relay.move(rest.engine, kind, reason)
 
     def again(self, rest: Rest) -> None:
         """The last leg could not fetch what was handed over: once more, without."""
         self._rest = None
-        self.last(rest.engine, time.monotonic())
+        self._anew(rest.engine)
+
+    def differs(self, rest: Rest, why: str) -> None:
+        """The last leg's prompt is not that of the cache it has fetched: what it says is of no use."""
+        self._rest = None
+        self._pool.not_joinable(self._asked.path, f"{rest.engine.name}: {why}")
+        self._handed.useless("other_tokens", why)
+        self._ends_at = 0
+        self._anew(rest.engine)
+
+    def _anew(self, engine: Engine) -> None:
+        now = time.monotonic()
+        if not self.last(engine, now):
+            self._passes = False
+            self._relay.go(engine, now)
 
     def tell(self, made: Made) -> None:
         """Gives the client what a leg added, where it streams."""
         if not self._stream:
             return
         opening = b"" if self._head_told else self.joined.opening()
-        if not self._head_told:
-            self._head_told = True
-            self._relay.commit_joined(b"text/event-stream; charset=utf-8", None)
+        self._commit_stream()
         if made.ids and self.first_token_at is None:
             self.first_token_at = time.monotonic()
         self._relay.say(opening + self.joined.chunk(made))
 
+    def _commit_stream(self) -> None:
+        if not self._head_told:
+            self._head_told = True
+            self._relay.commit_joined(b"text/event-stream; charset=utf-8", None)
+
     def pass_on(self, data: bytes) -> None:
-        """Gives the client an event as it came."""
+        """Gives the client an event of the last leg."""
+        self._commit_stream()
         self._relay.say(data)
+
+    def passed(self, connection: Connection, answer: bytes | None) -> None:
+        """The last leg, of which all was passed on, ended well; `answer`: where it was not streamed."""
+        self._passed_tokens = connection.tokens
+        self.first_token_at = connection.first_token_at
+        if answer is not None:
+            self._relay.commit_joined(b"application/json", len(answer))
+        self._relay.say(b"data: [DONE]\n\n" if answer is None else answer, last=True)
+        connection.finished()
+        self._rest = None
+        self._relay.joined_end()
 
     def whole(self, body: bytes) -> None:
         """The last leg's answer, not streamed."""

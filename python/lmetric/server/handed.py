@@ -82,9 +82,13 @@ class Handed:
         sent there once more."""
         broke = self._sent and (status >= 500 or (error_code or 0) >= 500)
         if broke:
-            self._sent = False
-            self.recompute("broken", f"status {status}, error {error_code}")
+            self.useless("broken", f"status {status}, error {error_code}")
         return broke
+
+    def useless(self, outcome: str, reason: str) -> None:
+        """What was sent with it cannot be used; it is to be sent once more, without."""
+        self._sent = False
+        self.recompute(outcome, reason)
 
     def recompute(self, outcome: str, reason: str) -> None:
         """Counts that tokens are computed again."""

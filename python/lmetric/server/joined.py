@@ -70,7 +70,7 @@ class Joined:
         self._encoder = encoder
         self._text: Detokeniser | None = None
         self._said = ""
-        self._logprobs: dict[str, list[Any]] | None = None
+        self._logprobs: dict[str, Any] | None = None
         self._frame: dict[str, Any] = {}  # of the first leg that made tokens, without its choices
         self._choice: dict[str, Any] = {}  # of it
         self._options = request.get("stream_options") or {}
@@ -180,10 +180,13 @@ class Joined:
             raise NotJoinable(str(error)) from None
         shifted = _shifted(logprobs, len(ids), len(self._said)) if isinstance(logprobs, dict) else None
         if shifted is not None:
-            if self._logprobs is None:
-                self._logprobs = {name: [] for name in shifted}
+            before = self._logprobs or {}
             for name, values in shifted.items():
-                self._logprobs.setdefault(name, []).extend(values)
+                said = before.get(name)
+                before[name] = (
+                    said + values if isinstance(said, list) and isinstance(values, list) else values
+                )
+            self._logprobs = before
         self.made += ids
         self._said += text
         return Made(ids, text, finish, stop, shifted)
@@ -274,10 +277,10 @@ def _ids(choice: JSON) -> list[int]:
     return ids
 
 
-def _shifted(logprobs: JSON, count: int, offset: int) -> dict[str, list[Any]]:
+def _shifted(logprobs: JSON, count: int, offset: int) -> dict[str, Any]:
     """The log probabilities of the first `count` tokens of a leg that began `offset` characters into the
     answer."""
-    shifted = {k: list(v[:count]) for k, v in logprobs.items() if isinstance(v, list)}
-    if "text_offset" in shifted:
+    shifted = {k: v[:count] if isinstance(v, list) else v for k, v in logprobs.items()}
+    if isinstance(shifted.get("text_offset"), list):
         shifted["text_offset"] = [at + offset for at in shifted["text_offset"]]
     return shifted

@@ -266,7 +266,7 @@ class Relay(Underway, Leg):
 
     def _cut(self, error: ApiError) -> None:
         self.error = True
-        if self._chain is not None and self._chain.joins:
+        if self._chain is not None and self._chain.speaks:
             self.say(b"data: %b\n\ndata: [DONE]\n\n" % error.body(), last=True)
             self.drop()
             return
@@ -395,8 +395,8 @@ class Relay(Underway, Leg):
         legs, chain = self._legs or self._chain, self._chain
         if legs is not None:
             legs.drop()
-        if self.committed and chain is not None and chain.joins:
-            self.output_tokens = len(chain.joined.made)
+        if self.committed and chain is not None and chain.speaks:
+            self.output_tokens = chain.output_tokens
             self.first_token_at = chain.first_token_at
             self.prompt_tokens = len(chain.joined.prompt)
         elif self.committed:
@@ -447,7 +447,7 @@ class Relay(Underway, Leg):
 
     def stop(self) -> None:
         """The server stops: ends the answer with an error."""
-        joined = self._chain is not None and self._chain.joins
+        joined = self._chain is not None and self._chain.speaks
         if self.committed and (self._connection is not None or joined):
             self._cut(ApiError(503, STOPPING, code="shutting_down"))
         super().stop()
@@ -457,7 +457,7 @@ class Relay(Underway, Leg):
         legs = self._legs or self._chain
         if legs is not None:
             legs.check(now)
-        joined = self._chain is not None and self._chain.joins
+        joined = self._chain is not None and self._chain.speaks
         if self.ended or (self._connection is None and not joined):
             return
         limits = self._config.timeouts

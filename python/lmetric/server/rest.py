@@ -127,6 +127,8 @@ class Rest(Leg):
     def _events(self, data: bytes) -> None:
         """Whole events, and nothing else."""
         for line in data.splitlines():
+            if self.ended:
+                return
             if line.startswith(b":"):
                 self._chain.pass_on(line + b"\n\n")
             elif line.startswith(b"data:"):
@@ -146,8 +148,11 @@ class Rest(Leg):
         for choice in choices:
             if choice.get("finish_reason") in ("abort", "error"):
                 self._fault("engine_error", f"it ended with finish_reason {choice['finish_reason']}")
-            if self.ended:
                 return
+        self._told_of(event, choices)
+
+    def _told_of(self, event: dict[str, Any], choices: list[Any]) -> None:
+        for choice in choices:
             made = self._chain.joined.more(choice)
             self._told = True
             self._chain.tell(made)
@@ -168,6 +173,10 @@ class Rest(Leg):
                 self._chain.refused(engine, status, bytes(self._held))
             return
         engine.failures = 0
+        self._whole(connection)
+
+    def _whole(self, connection: Connection) -> None:
+        """It ended well."""
         if self._stream:
             self._chain.done()
         else:
@@ -226,3 +235,54 @@ class Rest(Leg):
         limit = limits.between_chunks if self._told else limits.first_byte if self._stream else limits.answer
         if now - self._since > limit:
             self._fault("timeout", f"nothing for {limit:g} s")
+
+
+class Passed(Rest):
+    """A whole request at an engine that fetches the cache of its prompt, or of the front of it: passed on
+    without what is the router's. `checks`: only once the engine has told that the prompt has the same
+    tokens."""
+
+    checks = False
+
+    def _told_of(self, event: dict[str, Any], choices: list[Any]) -> None:
+        if self._differs(event):
+            return
+        self._told = True
+        self._chain.pass_on(b"data: %b\n\n" % self._stripped(event, choices))
+
+    def _whole(self, connection: Connection) -> None:
+        if self._stream:
+            self._chain.passed(connection, None)
+            return
+        try:
+            answer = orjson.loads(bytes(self._held))
+            choices = answer["choices"]
+        except (orjson.JSONDecodeError, TypeError, KeyError) as error:
+            self._chain.moved(self, "reset", f"its answer has no choices: {error}")
+            return
+        if connection.aborted:
+            self._chain.moved(self, "reset", "its answer was aborted")
+        elif not self._differs(answer):
+            self._chain.passed(connection, self._stripped(answer, choices))
+
+    def _differs(self, said: dict[str, Any]) -> bool:
+        """Whether it is of no use, which is then told."""
+        if not self.checks:
+            return False
+        prompt = said.get("prompt_token_ids")
+        self.checks = prompt != self._chain.joined.prompt
+        if self.checks:
+            self.drop()
+            told = "it makes other tokens of a chat" if prompt else "it does not tell a chat's token ids"
+            self._chain.differs(self, told)
+        return self.checks
+
+    def _stripped(self, said: dict[str, Any], choices: list[Any]) -> bytes:
+        """Without what only the router asked for."""
+        if not self._chain.joined.request.get("return_token_ids"):
+            said.pop("prompt_token_ids", None)
+            for choice in choices:
+                choice.pop("token_ids", None)
+        if "kv_transfer_params" in said:
+            said["kv_transfer_params"] = None
+        return orjson.dumps(said)
