@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import structlog
 
-from lmetric._core import NoInstanceError, Ticket
+from lmetric._core import NoInstanceError, Ticket, TokenEncoder
 from lmetric.config import ServerConfig
 from lmetric.engines.handover import HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
@@ -35,10 +35,16 @@ class Chain:
     """What a relay keeps of a request that was cut between equals."""
 
     def __init__(
-        self, relay: Relay, config: ServerConfig, asked: Asked, pool: Pool, ticket: Ticket, call: Call
+        self,
+        relay: Relay,
+        config: ServerConfig,
+        asked: Asked,
+        pool: Pool,
+        ticket: Ticket,
+        call: Call,
+        encoder: TokenEncoder,
     ) -> None:
         assert call.tokens is not None  # else it must not be cut
-        assert pool.tokenizer is not None
         self._relay = relay
         self._config = config
         self._asked = asked
@@ -46,7 +52,7 @@ class Chain:
         self.ticket = ticket
         self._body = relay.body  # as the client sent it
         self._stream = call.stream
-        self.joined = Joined(asked.path, call.request, call.tokens, pool.tokenizer.encoder)
+        self.joined = Joined(asked.path, call.request, call.tokens, encoder)
         self._handed = Handed(pool)
         self._silent: Silent | None = None
         self._asked_tokens = 0  # of the silent leg that was sent last
@@ -203,8 +209,7 @@ class Chain:
                 joined.cached = (answer.get("usage") or {}).get("prompt_tokens_details") or joined.cached
                 made = joined.take(answer, self._asked_tokens)
             except NotJoinable as error:
-                self._not_joined(engine, error)
-                if self._relay.ended or self._silent is not None:
+                if not self._asked_anew(engine, error):
                     return
         if made is not None and made.finish is not None:
             self._end(made, ended=True)
@@ -218,9 +223,9 @@ class Chain:
             self.tell(made)
         self._go_on(prompt, cached)
 
-    def _not_joined(self, engine: Engine, error: NotJoinable) -> None:
-        """The answer so far cannot be joined with what would follow. Where nobody has seen any of it, all is
-        asked for anew."""
+    def _asked_anew(self, engine: Engine, error: NotJoinable) -> bool:
+        """The answer so far cannot be joined with what would follow: whether all of it is to be asked for
+        anew, where the next leg was to go. It cannot be where somebody has seen some of it."""
         if self._relay.committed:
             self.broken(engine, "reset", str(error))
         elif error.failed:
@@ -228,6 +233,7 @@ class Chain:
         else:
             self._unjoined = True
             self._pool.not_joinable(self._asked.path, f"{engine.name}: {error}")
+        return self._unjoined
 
     def failed(self, silent: Silent, kind: str, reason: str) -> None:
         """A silent leg failed."""

@@ -76,7 +76,8 @@ class Relay(Underway, Leg):
         self._stream = stream
         self._require_finish = require_finish
         self._on_end = on_end
-        self._call = call  # where it may be cut between equals
+        self._call = call  # where it may be cut between equals; then its tokenizer is known
+        self._encoder = pool.tokenizer.encoder if call is not None and pool.tokenizer is not None else None
 
     def start(self, now: float) -> None:
         """Sends the request to the engine of the decision, which was made at ``now``."""
@@ -107,7 +108,10 @@ class Relay(Underway, Leg):
         chain = self._chain
         if chain is None:
             assert self._call is not None  # else nothing is cut between equals
-            chain = self._chain = Chain(self, self._config, self._asked, self._pool, self._ticket, self._call)
+            assert self._encoder is not None
+            chain = self._chain = Chain(
+                self, self._config, self._asked, self._pool, self._ticket, self._call, self._encoder
+            )
         if self._ticket.follows:
             chain.begin(engine, now)
         elif not chain.last(engine, now):
