@@ -96,7 +96,7 @@ async def test_a_pull_decodes_without_computing() -> None:
                 return status, body.encode()
 
             told = (await identify(ask))[1]
-            assert (told.handover, told.role) == (Handover("nixl", 30.0, "fail"), role)
+            assert (told.handover, told.role) == (Handover("nixl", 30.0, "fail", bidirectional=False), role)
         answer = await first_leg(prefill)
         params = json.loads(answer)["kv_transfer_params"]
         assert (params["remote_num_tokens"], params["transfer_mode"]) == (200, "pull")

@@ -155,7 +155,11 @@ async def test_what_engines_tell_of_it() -> None:
     }
     info = {"/server_info?config_format=json": json.dumps({"vllm_config": {"kv_transfer_config": transfer}})}
     told = await of(models | nixl | info)
-    assert (told.handover, told.role) == (Handover("nixl", 12.0, "fail"), "decode")
+    assert (told.handover, told.role) == (Handover("nixl", 12.0, "fail", bidirectional=False), "decode")
+    transfer["kv_connector_extra_config"] = {"bidirectional_kv_xfer": True}
+    info = {"/server_info?config_format=json": json.dumps({"vllm_config": {"kv_transfer_config": transfer}})}
+    told = await of(models | nixl | info)
+    assert told.handover == Handover("nixl", 30.0, "fail", bidirectional=True)
     sglang = {"/v1/models": '{"data": [{"id": "tiny", "parent": null, "owned_by": "sglang"}]}'}
     modes = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 9001}
     told = await of(sglang | {"/server_info": json.dumps(modes)})

@@ -7,6 +7,7 @@ import openai
 import orjson
 import pytest
 
+from lmetric.defaults import DEFAULT_PROFILE
 from test_server_process import router
 
 
@@ -114,3 +115,43 @@ async def test_embedded_engines_that_make_no_sense(wrong: str) -> None:
     async with router("--embedded", wrong) as r:
         assert await r.ended() == 2
         assert "2P4D" in "".join(r.log)
+
+
+async def test_cut_requests_say_what_whole_ones_say() -> None:
+    prompts = ["Of the river, its banks and its bridges. " * n for n in (5, 60, 150, 300, 20, 90)]
+
+    async def said(*flags: str) -> tuple[list[tuple[str, str]], list[Any], str]:
+        async with router("--embedded", "4", "--profile", DEFAULT_PROFILE, *flags) as r:
+            await r.listening()
+            async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
+
+                async def chat(prompt: str) -> tuple[str, str, str]:
+                    chunks = await client.chat.completions.with_raw_response.create(
+                        model="emulated",
+                        messages=[{"role": "user", "content": prompt}],
+                        max_tokens=60,
+                        stream=True,
+                    )
+                    got = [chunk async for chunk in chunks.parse()]
+                    text = "".join(chunk.choices[0].delta.content or "" for chunk in got)
+                    return text, str(got[-1].choices[0].finish_reason), chunks.headers["x-lmetric-decision"]
+
+                got = await asyncio.gather(*(chat(prompt) for prompt in prompts))
+                receipts = [
+                    orjson.loads(await client.get(f"{r.url}/debug/decisions/{decision}", cast_to=str))
+                    for *_, decision in got
+                ]
+                page = await client.get(f"{r.url}/metrics", cast_to=str)
+            r.process.terminate()
+            assert await r.ended() == 0
+        (line,) = (line for line in page.splitlines() if line.startswith("lmetric_split_requests_total"))
+        return [(text, end) for text, end, _ in got], receipts, line
+
+    whole, receipts, counted = await said()
+    assert all(not receipt["cuts"] for receipt in receipts)
+    cut, receipts, counted = await said("--split", "libra", "--set", "split_settings.lengths_given=1")
+    assert cut == whole
+    count = sum(bool(receipt["cuts"]) for receipt in receipts)
+    assert count > 0
+    assert counted == f'lmetric_split_requests_total{{model="emulated"}} {count}.0'
+    assert all(receipt["uncut"] for receipt in receipts if not receipt["cuts"])

@@ -509,6 +509,9 @@ class TokenEncoder:
         """The ids of a text. With ``at_most``, None where more than so many of its bytes (UTF-8) are new; the
         interpreter lock is kept. Without, it is let go: for a thread. Raises TokenizeError."""
 
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids; what is no whole character is U+FFFD. Raises TokenizeError."""
+
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name."""
 

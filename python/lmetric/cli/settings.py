@@ -32,6 +32,14 @@ def _read(
             help="Where requests decode whose prompt another engine computed.",
         ),
     ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(metavar="none|libra", help="Whether requests are cut between equal engines."),
+    ] = None,
+    split_force_at: Annotated[
+        float | None,
+        typer.Option(metavar="FRACTION", help="For tests: cut every request there that can be cut."),
+    ] = None,
     profile: Annotated[
         str | None, typer.Option(help="What engines' steps cost: a shipped profile, or a YAML file.")
     ] = None,
@@ -56,6 +64,8 @@ def _read(
         "policy": policy,
         "knobs": dict(_pair("--knob", text) for text in knob) if knob else None,
         "decode_policy": decode_policy,
+        "split": split,
+        "split_force_at": split_force_at,
         "profile": profile,
         "auth.keys_file": api_keys,
         "log.level": log_level,

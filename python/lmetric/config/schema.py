@@ -118,6 +118,28 @@ class PoolSettings(Strict):
         description="after the prompt was computed, its KV cache is fetched within this time or computed "
         "again; default: two thirds of the engine's lease, 20 where it does not tell",
     )
+    split: Literal["none", "libra"] = Field(
+        "none",
+        description="whether a request may be cut at any of its tokens and go on at another engine of role "
+        "both: none, or libra, where it pays; its client sees one answer",
+    )
+    split_settings: dict[str, float] = Field(
+        default_factory=dict,
+        description="of libra, by name: probes, epsilon, least_gain, least_tokens, "
+        "transfer_seconds_per_token, transfer_fixed_seconds, quantile, margin_tokens, lengths_given",
+    )
+    split_force_at: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="to test engines with: every request that can be is cut at this fraction of its prompt "
+        "and longest answer",
+    )
+    split_recompute: bool = Field(
+        False,
+        description="cut between engines that hand nothing over, too: the second computes again what its "
+        "prefix cache does not hold",
+    )
     block_size: Positive | None = Field(
         None,
         le=1 << 20,
@@ -374,6 +396,12 @@ class ServerConfig(PoolSettings):
                 raise ValueError(f"two models are named {name!r}")
             names.add(name)
         return self
+
+    @property
+    def splits(self) -> bool:
+        """Whether requests of some model may be cut between equals."""
+        pools = [self, *self.models]
+        return any(pool.split != "none" or pool.split_force_at is not None for pool in pools)
 
     def pool_settings(self, model: ModelConfig | None = None) -> PoolSettings:
         """Settings of a model's pool: its own where given, else the top level's."""

@@ -89,6 +89,9 @@ class Handover:
     lease_seconds: float | None = None  # that it holds what nobody has fetched
     on_failure: str | None = None  # of a fetch: recompute or fail
     bootstrap_port: int | None = None  # where decode engines find it (SGLang)
+    # Whether it takes the front of a prompt and computes the rest, and hands on what it took (vLLM's
+    # bidirectional_kv_xfer); where it does not, a request for that never ends.
+    bidirectional: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

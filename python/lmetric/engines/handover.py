@@ -49,6 +49,15 @@ class Connector(ABC):
         """What the first leg's answer adds to the second's body. Raises HandoverError."""
         return {}
 
+    def check_count(self, fields: JSON, tokens: int) -> None:
+        """Raises HandoverError where what is handed over is not the cache of so many tokens."""
+        raise HandoverError(f"{self.name} does not tell of how many tokens it hands the cache over")
+
+    def asks(self, fields: JSON | None, *, goes_on: bool, whole: bool) -> JSON:
+        """What a leg's body says: where it finds what was computed before (`fields`), whether that is its
+        whole prompt, and whether another leg follows. Raises HandoverError where this protocol cannot."""
+        raise HandoverError(f"{self.name} hands over at the prompt's end only")
+
     def deadline_seconds(self, told: Handover) -> float:
         """How long after the first leg's answer the second may be sent with these fields."""
         return math.inf
@@ -93,6 +102,21 @@ class Nixl(Connector):
                 f"transfer mode {params['transfer_mode']!r} is not supported; use NixlConnector"
             )
         return {"kv_transfer_params": params}
+
+    def check_count(self, fields: JSON, tokens: int) -> None:
+        """By `remote_num_tokens`: with one token too many the decode engine dies."""
+        count = fields["kv_transfer_params"]["remote_num_tokens"]
+        if count != tokens:
+            raise HandoverError(f"the engine computed {count} tokens, not {tokens}")
+
+    def asks(self, fields: JSON | None, *, goes_on: bool, whole: bool) -> JSON:
+        """`kv_transfer_params`. A leg that fetches less than its prompt, or is fetched from in turn, needs
+        the bidirectional mode: without it, it waits for ever."""
+        if fields is None:
+            return {"kv_transfer_params": _ASK} if goes_on else {}
+        front = goes_on or not whole
+        params = fields["kv_transfer_params"]
+        return {"kv_transfer_params": params | {"do_remote_prefill": not front, "do_remote_decode": front}}
 
     def deadline_seconds(self, told: Handover) -> float:
         """Well under the lease, which began when the prefill engine wrote its answer."""

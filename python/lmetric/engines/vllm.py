@@ -108,8 +108,10 @@ async def _handover(pages: Pages, metrics: bytes) -> tuple[Handover | None, Role
         return Handover("nixl"), None
     extra = transfer.get("kv_connector_extra_config")
     lease = number_of(extra.get("kv_lease_duration", 30)) if isinstance(extra, dict) else None
+    both_ways = extra.get("bidirectional_kv_xfer") if isinstance(extra, dict) else None
     policy = text_of(transfer, "kv_load_failure_policy")
-    return Handover("nixl", lease, policy), _ROLES.get(str(transfer.get("kv_role")))
+    told = Handover("nixl", lease, policy, bidirectional=both_ways is True)
+    return told, _ROLES.get(str(transfer.get("kv_role")))
 
 
 def _labels(raw: bytes) -> dict[str, str]:

@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -164,14 +164,15 @@ def run_server(config: ServerConfig) -> int:
         return runner.run(serve(config))
 
 
-def _embedded_options(embedded: int | str) -> "list[EngineOptions]":
-    """One for each engine: so many alike, or those of 2P4D."""
+def _embedded_options(embedded: int | str, splits: bool) -> "list[EngineOptions]":
+    """One for each engine: so many alike, or those of 2P4D. `splits`: they hand over to each other."""
     from lmetric.engines.emulated import EngineOptions
 
+    kv: dict[str, Any] = {"kv_connector": "nixl", "kv_load_failure_policy": "recompute"}
     if isinstance(embedded, int):
-        return [EngineOptions()] * embedded
+        both = EngineOptions.model_validate(kv | {"kv_bidirectional": True}) if splits else EngineOptions()
+        return [both] * embedded
     prefill, decode = embedded.removesuffix("D").split("P")
-    kv = {"kv_connector": "nixl", "kv_load_failure_policy": "recompute"}
     roles = ["prefill"] * int(prefill) + ["decode"] * int(decode)
     return [EngineOptions.model_validate({"role": role, **kv}) for role in roles]
 
@@ -184,7 +185,7 @@ async def _with_embedded(config: ServerConfig) -> AsyncIterator[ServerConfig]:
         return
     from lmetric.engines.embedded import EmbeddedEngines
 
-    options = _embedded_options(config.embedded)
+    options = _embedded_options(config.embedded, config.splits)
     async with EmbeddedEngines(options=options, kv_events=True) as embedded:
         engines = [
             EngineConfig(url=url, name=f"embedded-{number}", role=None if one.role == "both" else one.role)

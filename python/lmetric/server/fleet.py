@@ -23,8 +23,9 @@ from lmetric.policies import Policy
 from lmetric.profiles import load_profile
 from lmetric.server.kv_feed import KvFeed
 from lmetric.server.modes import UNASKED, Pooled
-from lmetric.server.openai import ApiError
+from lmetric.server.openai import ApiError, Call
 from lmetric.server.refill import Refill
+from lmetric.server.uncut import uncut_reason
 from lmetric.server.upstream import Upstream, UpstreamError
 from lmetric.tokens import NotVerifiable, PromptTokenizer, TokenizerError, find_folder, verify
 
@@ -220,8 +221,15 @@ class Pool:
             binding="late" if settings.binding == "auto" else settings.binding,
             colocate=settings.colocate,
         )
+        # Whether requests may be cut between equals.
+        self.splits = settings.split != "none" or settings.split_force_at is not None
+        if settings.split_force_at is not None:
+            self.router.set_split("force", at=settings.split_force_at)
+        elif self.splits:
+            self.router.set_split(settings.split, **settings.split_settings)
+        self._not_joinable: dict[str, str] = {}  # by path: why answers cannot be joined
         self.kv = KvFeed(self.router)
-        self.cuts = False  # whether engines have roles, so that a plan may have several segments
+        self.cuts = self.splits  # whether a plan may have several segments: by that, or by engines' roles
         self.handovers: Counter[str] = Counter()  # from prefill to decode engines, by what came of them
         self._pooled: Pooled | None = None
         self.asking = asyncio.Lock()  # for a tokenizer: the others wait until it is known
@@ -247,7 +255,7 @@ class Pool:
         self.kv.unwire(name)
         engine.upstream.close()
         self.router.remove_instance(name)
-        self.cuts = any(engine.role != "both" for engine in self.engines.values())
+        self.cuts = self.splits or any(engine.role != "both" for engine in self.engines.values())
         if not self.engines:
             self.unserved_since = time.monotonic()
 
@@ -255,8 +263,12 @@ class Pool:
         """Has the router heed an engine's role; to be called when it may have changed."""
         role, handover = engine.role, engine.handover
         self.router.set_role(engine.name, role)
-        self.cuts = any(each.role != "both" for each in self.engines.values())
-        engine.connector = CONNECTORS.get(handover.connector) if handover and role != "both" else None
+        self.cuts = self.splits or any(each.role != "both" for each in self.engines.values())
+        connector = CONNECTORS.get(handover.connector) if handover else None
+        between_equals = self.splits and connector is not None and not connector.at_once
+        engine.connector = connector if role != "both" or between_equals else None
+        if self.splits:
+            self.router.set_cuts(engine.name, self._cuts_of(engine))
         if self.settings.binding == "auto":
             connectors = [each.connector for each in self.engines.values()]
             self.router.set_binding("early" if any(each and each.at_once for each in connectors) else "late")
@@ -273,6 +285,29 @@ class Pool:
                 engine.unfit = (
                     "binding is late, but both legs have to be sent at once: set binding: early, or auto"
                 )
+
+    def _cuts_of(self, engine: Engine) -> str:
+        """Where an engine of role both can hand a request over, and take one."""
+        handover = engine.handover
+        if engine.connector is None:
+            return "output" if self.settings.split_recompute else "nowhere"
+        # Inside the prompt its tokens have to be known beforehand, and to be the engine's.
+        known = engine.tokens_differ is None
+        return "anywhere" if known and handover is not None and handover.bidirectional else "output"
+
+    def uncut(self, path: str, call: Call) -> str | None:
+        """Why a request must not be cut between equals; None: it may be."""
+        if why := uncut_reason(path, call.request, tokens=call.tokens is not None):
+            return why
+        if self.tokenizer is None:
+            return "its answer cannot be joined: the model's tokenizer is not known"
+        return self._not_joinable.get(path)
+
+    def not_joinable(self, path: str, why: str) -> None:
+        """Answers of this path cannot be joined: its requests stay whole from now on. Said once."""
+        if path not in self._not_joinable:
+            self._not_joinable[path] = f"its answer cannot be joined: {why}"
+            log.warning("requests are not cut any more", model=self.name, path=path, reason=why)
 
     @property
     def knows_tokens(self) -> bool:

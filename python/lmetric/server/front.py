@@ -309,6 +309,7 @@ class Front(web.Server):
                 adapter=adapter,
                 salt=call.salt,
                 request_id=head.request_id,
+                uncut=pool.uncut(asked.path, call) if pool.splits else None,
                 now=now,
             )
         except NoInstanceError as error:
@@ -319,7 +320,16 @@ class Front(web.Server):
             asked.keep_alive &= not self.draining
             require_finish = asked.path in (CHAT, COMPLETIONS)
             relay = Relay(
-                self.config, asked, pool, decision, ticket, body, call.stream, require_finish, self._ended
+                self.config,
+                asked,
+                pool,
+                decision,
+                ticket,
+                body,
+                call.stream,
+                require_finish,
+                self._ended,
+                call if pool.splits else None,
             )
             asked.client.relay = relay
             self.relays.add(relay)

@@ -23,6 +23,7 @@ class Leg:
     _connecting: asyncio.Task[Connection] | None = None
     _engine: "Engine"
     _asked: "Asked"
+    _target: bytes | None = None  # None: the client's
 
     def go(self, engine: "Engine", now: float) -> None:
         """Sends the request, on a connection that waits where there is one."""
@@ -57,7 +58,8 @@ class Leg:
 
     def _write(self, connection: Connection, body: bytes, stream: bool) -> None:
         engine, head = self._engine, self._asked.head
-        lines = head.for_engine(engine.upstream.head(head.target, stream), len(body))
+        target = self._target or head.target
+        lines = head.for_engine(engine.upstream.head(target, stream), len(body))
         if len(body) <= JOIN_BYTES:
             connection.transport.write(lines + body)
         else:

@@ -7,15 +7,15 @@ the answer.
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import orjson
-import structlog
 
 from lmetric._core import NoInstanceError, Ticket
 from lmetric.config import ServerConfig
 from lmetric.engines.handover import HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
+from lmetric.server.handed import Handed
 from lmetric.server.leg import Leg
 from lmetric.server.openai import ApiError, bad
 from lmetric.server.upstream import Connection, Fetch, UpstreamError
@@ -23,8 +23,6 @@ from lmetric.server.upstream import Connection, Fetch, UpstreamError
 if TYPE_CHECKING:
     from lmetric.server.asked import Asked
     from lmetric.server.relay import Relay
-
-log = structlog.get_logger("lmetric.legs")
 
 
 class EngineRefusal(ApiError):
@@ -39,13 +37,27 @@ class EngineRefusal(ApiError):
         return self._answer
 
 
-class Silent(Leg):
-    """A leg whose answer the client does not see; ``legs`` is told how it ended."""
+class Hearer(Protocol):
+    """Who is told how a silent leg ended."""
 
-    def __init__(self, legs: "Legs", asked: "Asked", body: bytes, now: float) -> None:
+    def sent(self, now: float) -> None: ...
+    def refilled(self, engine: Engine, body: bytes) -> bytes: ...
+    def answered(self, silent: "Silent", status: int, body: bytes) -> None: ...
+    def failed(self, silent: "Silent", kind: str, reason: str) -> None: ...
+    def fail(self) -> None: ...
+
+
+class Silent(Leg):
+    """A leg whose answer the client does not see; ``legs`` is told how it ended. ``target``: where it goes,
+    if not where the client's request went."""
+
+    def __init__(
+        self, legs: Hearer, asked: "Asked", body: bytes, now: float, target: bytes | None = None
+    ) -> None:
         self._legs = legs
         self._asked = asked
         self._body = body
+        self._target = target
         self.started = now
         self._fetch: Fetch | None = None
 
@@ -120,15 +132,14 @@ class Legs:
         self._silent: Silent | None = None
         self._first: Engine | None = None  # that computed the prompt, or does
         self._joined: bytes | None = None  # the body of both legs that run at once
-        self._fields: Any = None  # what was handed over, until it was sent
-        self._deadline = 0.0
-        self._handed = False  # what was sent last carried it
+        self._handed = Handed(pool)
 
     # What the relay calls.
 
     def begin(self, engine: Engine, body: bytes, now: float) -> None:
         """Sends the first of two legs, and the second with it where both run at once."""
-        self._first, self._fields, self._joined = engine, None, None
+        self._first, self._joined = engine, None
+        self._handed.begin(engine)
         connector, told = engine.connector, engine.handover
         try:
             if connector is None or told is None:
@@ -140,7 +151,7 @@ class Legs:
                     bad(f"{self._pool.name} is served by prefill and decode engines: {error}")
                 )
                 return
-            self._recompute("not_cut", str(error))
+            self._handed.recompute("not_cut", str(error))
             self._go_on(None, None)
             return
         if connector.at_once:
@@ -170,36 +181,15 @@ class Legs:
 
     def body(self, engine: Engine, body: bytes, now: float) -> bytes:
         """The second leg's body for this engine."""
-        again, self._handed = self._handed, False
         if self._joined is not None:
             return self._joined
-        fields, self._fields = self._fields, None
-        if fields is None:
-            if again:
-                self._recompute("spent", "what was handed over was sent to an engine that failed")
-            return body
-        first = self._first
-        if engine is first:
-            self._recompute("same_engine", "it has the prompt in its own cache")
-        elif first is None or engine.connector is not first.connector:
-            self._recompute("other_connector", f"{engine.name} cannot take over from {first and first.name}")
-        elif now > self._deadline:
-            self._recompute("late", "the engine that computed the prompt may have let go of it")
-        else:
-            # Sent once: what was fetched is gone, and whoever fetches it again decodes something else.
-            self._handed = True
-            self._pool.handovers["handed_over"] += 1
-            return with_fields(body, fields)
-        return body
+        fields = self._handed.fields(engine, now)
+        return body if fields is None else with_fields(body, fields)
 
     def broke(self, status: int, error_code: int | None) -> bool:
         """Whether an answer of the second engine means that it could not fetch what was handed over; then the
         request is to be sent there once more."""
-        broke = self._handed and (status >= 500 or (error_code or 0) >= 500)
-        if broke:
-            self._handed = False
-            self._recompute("broken", f"status {status}, error {error_code}")
-        return broke
+        return self._handed.broke(status, error_code)
 
     def settle(self, engine: Engine) -> str | None:
         """An attempt at `engine` failed, and the ticket is about to be told. Where the request goes on, if it
@@ -250,9 +240,9 @@ class Legs:
         engine.failures = 0
         if not self._ticket.follows:
             return  # the second leg's first token was here before
-        prompt, cached = _usage(body)
+        prompt, cached = usage_of(body)
         if self._joined is None:
-            self._accept(engine, body)
+            self._handed.accept(engine, body)
         self._go_on(prompt, cached)
 
     def _refused(self, engine: Engine, status: int, body: bytes) -> None:
@@ -282,20 +272,6 @@ class Legs:
         silent.go(engine, now)
         return self._silent is silent
 
-    def _accept(self, engine: Engine, answer: bytes) -> None:
-        """Takes what the first leg's answer hands over."""
-        connector, told = engine.connector, engine.handover
-        try:
-            if connector is None or told is None:
-                raise HandoverError(f"{engine.name} is another engine by now")
-            self._fields = connector.fields(answer)
-        except HandoverError as error:
-            self._recompute("missing", str(error))
-            return
-        self._deadline = time.monotonic() + (
-            self._pool.settings.handover_seconds or connector.deadline_seconds(told)
-        )
-
     def _go_on(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
         """The first segment is over: on to the next, unless both run at once and it is at work already."""
         try:
@@ -308,12 +284,8 @@ class Legs:
         assert following is not None  # another segment follows
         self._relay.segment(following, time.monotonic())
 
-    def _recompute(self, outcome: str, reason: str) -> None:
-        self._pool.handovers[outcome] += 1
-        log.debug("the prompt is computed again", model=self._pool.name, why=outcome, reason=reason)
 
-
-def _usage(answer: bytes) -> tuple[int | None, int | None]:
+def usage_of(answer: bytes) -> tuple[int | None, int | None]:
     """Prompt tokens and cached ones, as far as an answer tells."""
     try:
         usage = orjson.loads(answer)["usage"]

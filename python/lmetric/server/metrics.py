@@ -23,6 +23,7 @@ _TOTALS = {
     "retries": "moves to the next of the ranking",
     "left_out": "instances left out of a decision: an indicator was absent, or the score no number",
     "filter_waived": "decisions in which the policy's filter left nobody and was waived",
+    "split_requests": "requests cut at one of their tokens, to go on elsewhere",
     "finished": "requests that ended well",
     "dropped": "tickets closed without an outcome",
     "prompt_tokens": "prompt tokens routed",
@@ -32,6 +33,7 @@ _TOTALS = {
     "index_evicted_blocks": "blocks that left the KV index to keep its bound",
 }
 
+_NAMED = {"split_requests": "split"}  # as the router's stats have it
 
 _GAUGES = {
     "index_bytes": "Memory of the KV index",
@@ -164,7 +166,7 @@ class Metrics(Collector):
         for name, text in _TOTALS.items():
             counter = CounterMetricFamily(f"lmetric_{name}", text.capitalize(), labels=("model",))
             for pool, values in stats:
-                counter.add_metric((pool.name,), values[name])
+                counter.add_metric((pool.name,), values[_NAMED.get(name, name)])
             yield counter
         failed = CounterMetricFamily("lmetric_failures", "Failures by kind", labels=("model", "kind"))
         for pool, values in stats:

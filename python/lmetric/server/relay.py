@@ -25,10 +25,11 @@ from lmetric._core import (
 )
 from lmetric.config import ServerConfig
 from lmetric.server.asked import STOPPING, Asked, Underway
+from lmetric.server.chain import Chain
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.leg import Leg
 from lmetric.server.legs import Legs
-from lmetric.server.openai import ApiError
+from lmetric.server.openai import ApiError, Call
 from lmetric.server.upstream import Connection
 
 _STATUS = {"refused": 502, "reset": 502, "timeout": 504, "status": 503}
@@ -46,7 +47,9 @@ class Relay(Underway, Leg):
     error = False  # the engine reported an error inside its answer
     _pieces = 0  # of the answer, at the last check
     _deadline_from = 0.0
-    _legs: Legs | None = None  # where its plan has more than one segment
+    _legs: Legs | None = None  # where its plan has two segments, of prefill and decode
+    _chain: Chain | None = None  # where it was cut between equals
+    _chunked = False  # what is joined of it goes out in chunks
     _tried: tuple[str, ...] = ()
     _stalled_at = 0.0
 
@@ -61,6 +64,7 @@ class Relay(Underway, Leg):
         stream: bool,
         require_finish: bool,
         on_end: Callable[[Asked, Underway, ApiError | None], None],
+        call: Call | None = None,
     ) -> None:
         self._config = config
         self._asked = asked
@@ -72,6 +76,8 @@ class Relay(Underway, Leg):
         self._stream = stream
         self._require_finish = require_finish
         self._on_end = on_end
+        self._call = call  # where it may be cut between equals; then its tokenizer is known
+        self._encoder = pool.tokenizer.encoder if call is not None and pool.tokenizer is not None else None
 
     def start(self, now: float) -> None:
         """Sends the request to the engine of the decision, which was made at ``now``."""
@@ -83,7 +89,9 @@ class Relay(Underway, Leg):
     def segment(self, name: str, now: float) -> None:
         """Sends the segment that is open to its engine; the ticket says which of the plan's it is."""
         engine, ticket, legs = self._pool.engines[name], self._ticket, self._legs
-        if ticket.follows:
+        if self._chain is not None or (ticket.follows and engine.role != "prefill"):
+            self._cut_segment(engine, now)
+        elif ticket.follows:
             if legs is None:
                 legs = self._legs = Legs(self, self._config, self._asked, self._pool, ticket)
             legs.begin(engine, self.body, now)
@@ -94,6 +102,19 @@ class Relay(Underway, Leg):
             self.end_with(ApiError(503, f"{self._pool.name}: {why}", code="no_engine"))
         else:
             self._legs = None
+            self.go(engine, now)
+
+    def _cut_segment(self, engine: Engine, now: float) -> None:
+        chain = self._chain
+        if chain is None:
+            assert self._call is not None  # else nothing is cut between equals
+            assert self._encoder is not None
+            chain = self._chain = Chain(
+                self, self._config, self._asked, self._pool, self._ticket, self._call, self._encoder
+            )
+        if self._ticket.follows:
+            chain.begin(engine, now)
+        elif not chain.last(engine, now):
             self.go(engine, now)
 
     def refilled(self, engine: Engine, body: bytes) -> bytes:
@@ -113,7 +134,11 @@ class Relay(Underway, Leg):
             return
         self._deadline_from = now
         engine = self._engine
-        body = self.body if self._legs is None else self._legs.body(engine, self.body, now)
+        body = self.body
+        if self._legs is not None:
+            body = self._legs.body(engine, body, now)
+        elif self._chain is not None:
+            body = self._chain.body(engine, now)
         if engine.refill is not None:
             body = self.refilled(engine, body)
         self._write(connection, body, self._stream)
@@ -173,23 +198,27 @@ class Relay(Underway, Leg):
             if flags & INCOMPLETE and not reader.tokens:
                 self.settle("reset", "the stream ended without a token")
                 return False
-        if self._legs is not None and self._legs.broke(status, reader.error_code):
+        legs = self._legs or self._chain
+        if legs is not None and legs.broke(status, reader.error_code):
             self._drop()
             self.go(self._engine, time.monotonic())
             return False
         self.committed = True
         self.status = status
         self.body = b""
+        write = self._transport.write
+        write(reader.commit(self._extra(self._engine.name), not self._asked.keep_alive, write))
+        return True
+
+    def _extra(self, instance: str) -> bytes:
+        """Lines of the answer's head that are the router's."""
         extra = b"x-lmetric-instance: %s\r\nx-lmetric-decision: %s\r\nx-request-id: %s\r\n" % (
-            self._engine.name.encode(),
+            instance.encode(),
             self._label.encode(),
             self._asked.head.request_id.encode("latin-1"),
         )
-        if self._legs is not None:
-            extra += self._legs.header
-        write = self._transport.write
-        write(reader.commit(extra, not self._asked.keep_alive, write))
-        return True
+        legs = self._legs or self._chain
+        return extra + legs.header if legs is not None else extra
 
     def _words(self, reader: ResponseReader) -> str:
         """What the engine says of its refusal, behind a colon."""
@@ -241,6 +270,10 @@ class Relay(Underway, Leg):
 
     def _cut(self, error: ApiError) -> None:
         self.error = True
+        if self._chain is not None and self._chain.speaks:
+            self.say(b"data: %b\n\ndata: [DONE]\n\n" % error.body(), last=True)
+            self.drop()
+            return
         tail = self._reader.end_with(error.body())
         if tail:
             self._transport.write(tail)
@@ -274,6 +307,9 @@ class Relay(Underway, Leg):
                 else:
                     self.go(self._pool.engines[following], now)
                 return
+        if self.committed:
+            self.broke_off(engine, kind, reason)
+            return
         self._fail_ticket(kind)
         headers = {"x-lmetric-decision": self._label}
         if kind == "status":
@@ -294,16 +330,65 @@ class Relay(Underway, Leg):
         return following
 
     def end_with(self, error: ApiError) -> None:
-        """Ends with an error, before anything of an answer."""
+        """Ends with an error."""
         self.drop()
+        if self.committed:
+            self._cut(error)
+            error_for_client = None
+        else:
+            error_for_client = error
         self._fail_ticket("engine_error")
-        self._end(error)
+        self._end(error_for_client)
 
     def drop(self) -> None:
         """Gives up what is on its way to engines."""
-        if self._legs is not None:
-            self._legs.drop()
+        legs = self._legs or self._chain
+        if legs is not None:
+            legs.drop()
         self._drop()
+
+    # What a chain calls, whose answer is joined from legs.
+
+    def commit_joined(self, kind: bytes, length: int | None) -> None:
+        """Begins the answer of a chain; `length`: of its body, None: it is streamed."""
+        assert self._chain is not None
+        self.committed = True
+        self.status = 200
+        self.body = b""
+        lines = [b"HTTP/1.1 200 OK\r\ncontent-type: ", kind, b"\r\n", self._extra(self._chain.instance)]
+        self._chunked = length is None and self._asked.http11
+        if length is not None:
+            lines.append(b"content-length: %d\r\n" % length)
+        elif self._chunked:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        else:
+            self.close_client = True
+        if self.close_client or not self._asked.keep_alive:
+            lines.append(b"connection: close\r\n")
+        self._transport.write(b"".join(lines) + b"\r\n")
+
+    def say(self, data: bytes, *, last: bool = False) -> None:
+        """More of that answer."""
+        if self._chunked:
+            data = (b"%x\r\n%b\r\n" % (len(data), data) if data else b"") + (b"0\r\n\r\n" if last else b"")
+        if data:
+            self._transport.write(data)
+
+    def broke_off(self, engine: Engine, kind: str, reason: str) -> None:
+        """That answer cannot go on."""
+        self._cut(ApiError(502, f"the answer of engine {engine.name} broke off: {reason}", code=kind))
+        self._fail_ticket(kind)
+        self.reason = reason
+        self._end()
+
+    def joined_end(self) -> None:
+        """That answer is whole, and the ticket closed."""
+        self._end()
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the client does not keep up."""
+        return self._stalled_at > 0.0
 
     def at_work(self, engine: Engine) -> bool:
         """Whether the request is on its way to this engine."""
@@ -311,9 +396,14 @@ class Relay(Underway, Leg):
 
     def _end(self, error: ApiError | None = None) -> None:
         self.ended = True
-        if self._legs is not None:
-            self._legs.drop()
-        if self.committed:
+        legs, chain = self._legs or self._chain, self._chain
+        if legs is not None:
+            legs.drop()
+        if self.committed and chain is not None and chain.speaks:
+            self.output_tokens = chain.output_tokens
+            self.first_token_at = chain.first_token_at
+            self.prompt_tokens = len(chain.joined.prompt)
+        elif self.committed:
             self.close_client |= self._reader.closes_client
             self.output_tokens = self._reader.tokens
             self.first_token_at = self._reader.first_token_at
@@ -345,6 +435,8 @@ class Relay(Underway, Leg):
     def client_slow(self) -> None:
         """The client does not keep up: stop reading from the engine."""
         self._stalled_at = time.monotonic()
+        if self._chain is not None:
+            self._chain.pause(True)
         if self._connection is not None:
             self._connection.transport.pause_reading()
 
@@ -352,26 +444,33 @@ class Relay(Underway, Leg):
         """The client caught up."""
         self._stalled_at = 0.0
         self._deadline_from = time.monotonic()
+        if self._chain is not None:
+            self._chain.pause(False)
         if self._connection is not None:
             self._connection.transport.resume_reading()
 
     def stop(self) -> None:
         """The server stops: ends the answer with an error."""
-        if self.committed and self._connection is not None:
+        joined = self._chain is not None and self._chain.speaks
+        if self.committed and (self._connection is not None or joined):
             self._cut(ApiError(503, STOPPING, code="shutting_down"))
         super().stop()
 
     def check(self, now: float) -> None:
         """Called now and then: ends what takes too long."""
-        if self._legs is not None:
-            self._legs.check(now)
-        if self._connection is None:
+        legs = self._legs or self._chain
+        if legs is not None:
+            legs.check(now)
+        joined = self._chain is not None and self._chain.speaks
+        if self.ended or (self._connection is None and not joined):
             return
         limits = self._config.timeouts
         if self._stalled_at:
             if now - self._stalled_at > limits.slow_client:
                 self._leave("the client does not read")
                 self._transport.abort()
+        elif joined:
+            return  # the chain looks after its legs
         elif self.committed:
             pieces = self._reader.pieces
             if pieces != self._pieces:

@@ -6,7 +6,12 @@ use pyo3::create_exception;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
-create_exception!(lmetric, TokenizeError, LmetricError, "The tokenizer has no ids for a text.");
+create_exception!(
+    lmetric,
+    TokenizeError,
+    LmetricError,
+    "The tokenizer has no ids for a text, or no text for ids."
+);
 
 /// Adds the class to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -63,6 +68,12 @@ impl TokenEncoder {
             None => py.detach(|| self.encoder.encode(text, add_special_tokens, usize::MAX)),
         };
         Ok(ids.map_err(error)?.map(|ids| PyArray1::from_vec(py, ids)))
+    }
+
+    /// The text of ids (a list); what is no whole character is U+FFFD. Raises `TokenizeError`.
+    #[pyo3(signature = (ids, *, skip_special_tokens=true))]
+    fn decode(&self, ids: Vec<u32>, skip_special_tokens: bool) -> PyResult<String> {
+        self.encoder.decode(&ids, skip_special_tokens).map_err(error)
     }
 
     /// Why texts are tokenised whole, where they are; None: they are cut at special tokens.

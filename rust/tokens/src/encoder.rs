@@ -105,6 +105,14 @@ impl Encoder {
         self.libraries.tokenizer.token_to_id(token)
     }
 
+    /// The text of ids. Those that no token has are left out, and what is no whole character is U+FFFD.
+    ///
+    /// # Errors
+    /// `Failed`: the tokenizer has no text for these ids.
+    pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String, TokensError> {
+        self.libraries.decode(ids, skip_special_tokens)
+    }
+
     /// The ids of `text`; `None` where more than `at_most` bytes of it would have to be tokenised, or (with a bound) where it is so
     /// long that finding that out takes long. `add_special_tokens`: with
     /// what the tokenizer puts around a text (BOS), as engines do for completions; chat templates write it themselves.

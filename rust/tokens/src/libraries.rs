@@ -52,6 +52,16 @@ impl Libraries {
         }
     }
 
+    /// The text of ids, as engines make it.
+    pub(crate) fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String, TokensError> {
+        let decode = || self.tokenizer.decode(ids, skip_special_tokens);
+        match catch_unwind(AssertUnwindSafe(decode)) {
+            Ok(Ok(text)) => Ok(text),
+            Ok(Err(error)) => Err(TokensError::Failed(error.to_string())),
+            Err(_) => Err(TokensError::Failed("it panicked".into())),
+        }
+    }
+
     fn by_fast(&self, text: &str) -> Option<Vec<PipelineToken>> {
         let fast = self.fast.as_ref()?;
         let mut ids = Vec::with_capacity(text.len() / 3);

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from lmetric.engines.emulated.errors import ApiError, invalid_body
 from lmetric.engines.emulated.generation import Generation, Stream
-from lmetric.engines.emulated.handover import Nixl, PeerError, WrongParams
+from lmetric.engines.emulated.handover import Nixl, PeerError, WrongCount, WrongParams
 from lmetric.engines.emulated.options import EngineOptions
 from lmetric.engines.emulated.protocol import (
     ChatBody,
@@ -80,7 +80,12 @@ class Api:
         options = self._options
         if options.kv_connector == "nixl":
             metrics = self._ranks[0].metrics  # there is one, with a connector
-            self._nixl = Nixl(int(metrics.cache_config["block_size"]), options.kv_lease_seconds)
+            self._nixl = Nixl(
+                int(metrics.cache_config["block_size"]),
+                options.kv_lease_seconds,
+                bidirectional=options.kv_bidirectional,
+                decoder_ttl=options.kv_decoder_ttl_seconds,
+            )
             metrics.nixl = self._nixl
             await self._nixl.channel.start(options.host, options.kv_port)
 
@@ -195,10 +200,11 @@ class Api:
             stream_options=body.stream_options if options.stream_usage else None,
         )
         priority = self._priority(request, body.priority)
+        stops = frozenset(body.stop_token_ids or ())
         self._in_progress += 1
         try:
             if not body.stream:
-                generation = Generation(shape, max_tokens, break_after=options.fail_after_tokens)
+                generation = Generation(shape, max_tokens, break_after=options.fail_after_tokens, stops=stops)
                 return await self._answer_whole(request, generation, rank, priority, body)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
             if self._echoes_ids and request.headers.get("X-Request-Id"):
@@ -211,6 +217,7 @@ class Api:
                 shape,
                 max_tokens,
                 break_after=options.fail_after_tokens,
+                stops=stops,
                 transport=cast(asyncio.WriteTransport, request.transport),
                 chunked=chunked,
                 cached_tokens_reported=options.cached_tokens,
@@ -268,21 +275,24 @@ class Api:
         finally:
             rank.driver.drop(generation)
         # Where it is streamed, nobody will ever know of what is held.
-        if self._nixl is not None and params.get("do_remote_decode") and generation.finish_reason == "length":
-            generation.kv_transfer_params = self._nixl.hold(
-                generation.shape.request_id, generation.shape.prompt
-            )
+        if self._nixl is not None and generation.finish_reason in ("length", "stop"):
+            computed = generation.shape.prompt + array("I", generation.tokens[:-1])
+            request_id = generation.shape.request_id
+            generation.kv_transfer_params = self._nixl.after(params, request_id, computed)
 
     async def _pull(self, generation: Generation, rank: Rank, params: dict[str, Any]) -> None:
         """Fetches the prompt's KV cache as told, as vLLM does in pull mode. Raises ApiError."""
         assert self._nixl is not None
-        if params.get("do_remote_decode") and params.get("remote_block_ids"):
-            await asyncio.Event().wait()  # only the bidirectional mode knows what to do with these
-        if not params.get("do_remote_prefill"):
-            return
         prompt = generation.shape.prompt
         try:
-            same = await self._nixl.pull(params, prompt)
+            count = self._nixl.pulls(params, prompt)
+            if count is None:
+                await asyncio.Event().wait()
+            if not count:
+                return
+            same = await self._nixl.pull(params, prompt, count)
+        except WrongCount as error:
+            raise ApiError(500, f"kv_transfer_params: {error}", "kv_transfer_params") from None
         except WrongParams as error:
             if self._options.kv_wrong_params == "refuse":
                 raise ApiError(400, f"kv_transfer_params: {error}", "kv_transfer_params") from None
@@ -296,9 +306,9 @@ class Api:
             if self._options.kv_load_failure_policy == "fail":
                 raise ApiError(500, "Internal server error") from None
             return
-        generation.pulled_tokens = len(prompt)
+        generation.pulled_tokens = count
         generation.garbage = None if same else self._text.words
-        await self._transfer(rank, len(prompt))
+        await self._transfer(rank, count)
 
     async def _transfer(self, rank: Rank, tokens: int) -> None:
         """Takes the time that so many tokens' KV cache takes."""
@@ -404,7 +414,12 @@ class Api:
         transfer = {
             "kv_connector": "NixlConnector",
             "kv_role": roles[options.role],
-            "kv_connector_extra_config": {"kv_lease_duration": options.kv_lease_seconds},
+            "kv_connector_extra_config": {
+                "kv_lease_duration": options.kv_lease_seconds,
+                "decoder_kv_blocks_ttl": options.kv_decoder_ttl_seconds,
+                "bidirectional_kv_xfer": options.kv_bidirectional,
+                "kv_recompute_threshold": 0,
+            },
             "kv_load_failure_policy": options.kv_load_failure_policy,
         }
         return web.json_response({"vllm_config": {"kv_transfer_config": transfer}})

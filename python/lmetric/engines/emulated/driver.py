@@ -162,6 +162,9 @@ class Driver:
             if flags & _LAST:
                 del live[key]
                 metrics.finished(generation, end)
+            elif generation.finish_reason == "stop":
+                self.drop(generation)
+                metrics.finished(generation, end)
             if generation.broken:
                 self.drop(generation)
         metrics.step(end - start, decoded, prefill_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Collection
 from typing import Any
 
 from lmetric.engines.emulated.protocol import Shape
@@ -13,8 +14,16 @@ class Generation:
     """One request in the engine, its answer collected to be sent whole. Times are the engine's, in
     seconds."""
 
-    def __init__(self, shape: Shape, max_tokens: int, *, break_after: int | None = None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        max_tokens: int,
+        *,
+        break_after: int | None = None,
+        stops: Collection[int] = (),  # token ids that end it
+    ) -> None:
         self.shape = shape
+        self._stops = stops
         self.max_tokens = max_tokens
         self.break_after = break_after
         self.key = -1  # the engine's name for it, once submitted
@@ -37,8 +46,14 @@ class Generation:
 
     def push(self, token: int, last: bool) -> None:
         """Takes the next token."""
-        self.tokens.append(self._said(token))
-        if last:
+        token = self._said(token)
+        self.tokens.append(token)
+        self._judge(token, last)
+
+    def _judge(self, token: int, last: bool) -> None:
+        if token in self._stops:
+            self.finish_reason = "stop"
+        elif last:
             self.finish_reason = "length"
 
     def _said(self, token: int) -> int:
@@ -70,11 +85,12 @@ class Stream(Generation):
         max_tokens: int,
         *,
         break_after: int | None = None,
+        stops: Collection[int] = (),
         transport: asyncio.WriteTransport,
         chunked: bool,
         cached_tokens_reported: bool,
     ) -> None:
-        super().__init__(shape, max_tokens, break_after=break_after)
+        super().__init__(shape, max_tokens, break_after=break_after, stops=stops)
         self._transport = transport
         self._chunked = chunked
         self._cached_tokens_reported = cached_tokens_reported
@@ -88,9 +104,8 @@ class Stream(Generation):
             self._due.append(self.shape.opening())
         token = self._said(token)
         self.tokens.append(token)
-        self._due.append(self.shape.token(token, len(self.tokens), last))
-        if last:
-            self.finish_reason = "length"
+        self._judge(token, last)
+        self._due.append(self.shape.token(token, len(self.tokens), self.finish_reason))
 
     def flush(self) -> None:
         """Writes what is due. Straight to the transport: a coroutine for each token would cost more than the

@@ -106,23 +106,36 @@ async def ask(host: str, port: int, question: JSON) -> JSON:
 
 @dataclass(slots=True)
 class _Held:
-    """A prompt whose KV cache waits to be fetched."""
+    """Tokens whose KV cache waits to be fetched."""
 
-    prompt: array[int]
-    blocks: int
+    tokens: array[int]
     expiry: asyncio.TimerHandle
 
 
 class WrongParams(Exception):
-    """What no engine survives, or what it waits for without end."""
+    """What no engine survives."""
+
+
+class WrongCount(Exception):
+    """A prompt that does not go with what is held for it. Up to the end of a block vLLM takes it, and answers
+    wrongly or dies later: here it is an error at once."""
 
 
 class Nixl:
-    """vLLM's NIXL connector in pull mode."""
+    """vLLM's NIXL connector in pull mode.
 
-    def __init__(self, block_tokens: int, lease_seconds: float) -> None:
+    `bidirectional`: an engine may fetch the front of a prompt, compute the rest, and be fetched from again
+    (vLLM's `bidirectional_kv_xfer`). Times in seconds: `lease` for what a first leg leaves, `decoder_ttl` for
+    what one leaves that had fetched its whole prompt.
+    """
+
+    def __init__(
+        self, block_tokens: int, lease: float, *, bidirectional: bool = False, decoder_ttl: float = 480.0
+    ) -> None:
         self._block_tokens = block_tokens
-        self._lease_seconds = lease_seconds
+        self._lease = lease
+        self._decoder_ttl = decoder_ttl
+        self.bidirectional = bidirectional
         self._held: dict[str, _Held] = {}
         self._next_block = 1
         self.engine_id = secrets.token_hex(16)
@@ -134,12 +147,20 @@ class Nixl:
         """Requests whose blocks wait to be fetched."""
         return len(self._held)
 
-    def hold(self, request_id: str, prompt: array[int]) -> JSON:
-        """Holds a computed prompt; the `kv_transfer_params` of the answer."""
+    def after(self, asked: Mapping[str, Any], request_id: str, tokens: array[int]) -> JSON | None:
+        """Holds what a request leaves, where its parameters ask for that; the `kv_transfer_params` of its
+        answer. `tokens`: those with a KV cache, which are all but the last one generated."""
+        if asked.get("do_remote_decode"):
+            return self._hold(request_id, tokens, self._lease)
+        if asked.get("do_remote_prefill") and self.bidirectional:
+            return self._hold(request_id, tokens, self._decoder_ttl)
+        return None
+
+    def _hold(self, request_id: str, tokens: array[int], seconds: float) -> JSON:
         key = f"{request_id}-{secrets.token_hex(4)}"
-        blocks = -(-len(prompt) // self._block_tokens)
-        expiry = asyncio.get_running_loop().call_later(self._lease_seconds, self._expire, key)
-        self._held[key] = _Held(prompt, blocks, expiry)
+        blocks = -(-len(tokens) // self._block_tokens)
+        expiry = asyncio.get_running_loop().call_later(seconds, self._expire, key)
+        self._held[key] = _Held(tokens, expiry)
         first, self._next_block = self._next_block, self._next_block + blocks
         return {
             "do_remote_prefill": True,
@@ -152,7 +173,7 @@ class Nixl:
             "tp_size": 1,
             "dcp_size": 1,
             "pp_size": 1,
-            "remote_num_tokens": len(prompt),
+            "remote_num_tokens": len(tokens),
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
             "remote_prefill_cached_tokens": 0,
@@ -171,21 +192,38 @@ class Nixl:
             return {"known": True, "same": False}
         held.expiry.cancel()
         count = question["tokens"]
-        same = count <= len(held.prompt) and question["digest"] == digest(held.prompt, count)
+        same = count <= len(held.tokens) and question["digest"] == digest(held.tokens, count)
         return {"known": True, "same": same}
 
-    async def pull(self, params: Mapping[str, Any], prompt: array[int]) -> bool:
-        """Fetches a prompt's KV cache; whether it is that of this prompt, which no real engine can tell.
+    def pulls(self, params: Mapping[str, Any], prompt: array[int]) -> int | None:
+        """Tokens of the prompt that are to be fetched; 0: none, None: vLLM would wait for them for ever.
 
-        Raises PeerError, and WrongParams for what kills vLLM.
+        Raises WrongCount, and WrongParams for what kills vLLM.
         """
-        blocks = params.get("remote_block_ids")
+        blocks, count = params.get("remote_block_ids"), params.get("remote_num_tokens")
+        front = bool(params.get("do_remote_decode"))  # the rest of the prompt is computed here
+        if front and not blocks:
+            return 0
+        if front and not self.bidirectional:
+            return None
+        if not front and not params.get("do_remote_prefill"):
+            return 0
         names = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
-        if not blocks or not all(params.get(name) for name in names):
+        if not blocks or not count or not all(params.get(name) for name in names):
             raise WrongParams("do_remote_prefill without the blocks to fetch")
-        if len(prompt) > len(blocks[0]) * self._block_tokens:
+        if not front and len(prompt) > len(blocks[0]) * self._block_tokens:
             raise WrongParams("the prompt has more blocks than were computed for it")
-        count = len(prompt)
+        if len(prompt) < count or (not front and len(prompt) > count):
+            least = "at least " if front else ""
+            raise WrongCount(
+                f"the prompt has {len(prompt)} tokens, and remote_num_tokens is {count}: it must have {least}"
+                "as many"
+            )
+        return int(count)
+
+    async def pull(self, params: Mapping[str, Any], prompt: array[int], count: int) -> bool:
+        """Fetches the KV cache of a prompt's first tokens, as many as `pulls` says; whether it is theirs,
+        which no real engine can tell. Raises PeerError."""
         question = {
             "engine": params["remote_engine_id"],
             "request": params["remote_request_id"],

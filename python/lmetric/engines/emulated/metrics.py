@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -87,6 +88,7 @@ class EngineMetrics:
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in (_HISTOGRAMS | _NIXL).items()}
         self._inter_token = self._histograms["inter_token_latency_seconds"]
         self._iteration = self._histograms["iteration_tokens_total"]
+        self._ended: Counter[str | None] = Counter()  # by finish_reason
         self.rejected = 0
         self.nixl: Nixl | None = None
         self.transfers = 0  # that requests wait for
@@ -110,6 +112,7 @@ class EngineMetrics:
 
     def finished(self, generation: Generation, now: float) -> None:
         """A request has its last token."""
+        self._ended[generation.finish_reason] += 1
         tokens, first, scheduled = len(generation.tokens), generation.first_token, generation.scheduled
         observed = {
             "e2e_request_latency_seconds": now - generation.arrived,
@@ -140,7 +143,13 @@ class EngineMetrics:
             "external_kv_transfer": pulled,
         }
         reasons = {"capacity": load["waiting"], "deferred": self.transfers}
-        endings = {"length": load["finished"], "stop": 0, "abort": 0, "error": 0, "repetition": 0}
+        endings = {
+            "length": self._ended["length"],
+            "stop": self._ended["stop"],
+            "abort": 0,
+            "error": 0,
+            "repetition": 0,
+        }
         yield self._gauge("num_requests_running", "Requests in the batch.", load["running"])
         yield self._gauge("num_requests_waiting", "Requests in the queue.", load["waiting"] + self.transfers)
         yield self._by(

@@ -131,6 +131,17 @@ class EngineOptions(BaseModel):
     kv_lease_seconds: float = Field(
         default=30.0, gt=0, description="A KV cache that no one fetches is held this long."
     )
+    kv_bidirectional: bool = Field(
+        default=False,
+        description="Takes the front of a prompt from another engine and computes the rest, as vLLM's "
+        "bidirectional_kv_xfer; else such a request waits for ever, as in vLLM.",
+    )
+    kv_decoder_ttl_seconds: float = Field(
+        default=480.0,
+        gt=0,
+        description="As kv_lease_seconds, of a request that itself took its prompt from elsewhere; with "
+        "kv_bidirectional.",
+    )
     kv_load_failure_policy: Literal["fail", "recompute"] = Field(
         default="fail", description="What comes of a request whose KV cache cannot be fetched."
     )
@@ -182,6 +193,8 @@ class EngineOptions(BaseModel):
     def _role_has_a_connector(self) -> Self:
         if self.api == "sglang" and self.kv_connector != "none":
             raise ValueError("kv_connector is vLLM's: an engine with api sglang needs a role only")
+        if self.kv_bidirectional and self.kv_connector != "nixl":
+            raise ValueError("kv_bidirectional: needs kv_connector nixl")
         if self.ranks > 1 and self.kv_connector != "none":
             raise ValueError("ranks: an engine with a kv_connector has one")
         if self.api == "vllm" and self.role != "both" and self.kv_connector == "none":

@@ -15,7 +15,7 @@ _PRIORITY = 2**63
 
 # Asked for anything but these, such a field would change the answer in a way that this engine cannot.
 # Sampling parameters (temperature, top_p, stop, seed, ...) and tools are accepted and change nothing: the
-# text is what it is.
+# text is what it is. Only `stop_token_ids` end it early.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -48,6 +48,7 @@ class _Body(BaseModel):
     priority: int = Field(default=0, ge=-_PRIORITY, lt=_PRIORITY)
     cache_salt: str | None = Field(default=None, min_length=1)
     return_token_ids: bool | None = None
+    stop_token_ids: list[int] | None = None
     vllm_xargs: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     bootstrap_host: str | None = None
@@ -181,12 +182,14 @@ class Shape:
         self._head, self._middle, self._tail = self._template(None)
         self._last = self._template("length")
 
-    def _template(self, finish_reason: str | None) -> tuple[bytes, bytes, bytes]:
+    def _template(
+        self, finish_reason: str | None, stop_reason: int | None = None
+    ) -> tuple[bytes, bytes, bytes]:
         choice: dict[str, Any] = {"index": 0}
         choice |= {"delta": {"content": "\x00"}} if self.chat else {"text": "\x00"}
         choice |= {"logprobs": None, "finish_reason": finish_reason}
         if finish_reason or not self.chat:
-            choice["stop_reason"] = None
+            choice["stop_reason"] = stop_reason
         if not self.chat and self.token_ids:
             choice["prompt_token_ids"] = None
         if self.token_ids:
@@ -209,9 +212,13 @@ class Shape:
             chunk["usage"] = self._stream_usage(0)
         return b"data: %b\n\n" % orjson.dumps(chunk)
 
-    def token(self, token: int, produced: int, last: bool) -> bytes:
-        """The chunk of one token, the `produced`-th."""
-        head, middle, tail = self._last if last else (self._head, self._middle, self._tail)
+    def token(self, token: int, produced: int, finish_reason: str | None) -> bytes:
+        """The chunk of one token, the `produced`-th. One that stops the answer is not in its text."""
+        stops = finish_reason == "stop"
+        if stops:
+            head, middle, tail = self._template("stop", token)
+        else:
+            head, middle, tail = self._last if finish_reason else (self._head, self._middle, self._tail)
         if self.token_ids:
             if produced == 1 and not self.chat:
                 ids = orjson.dumps(self.prompt.tolist())
@@ -219,7 +226,7 @@ class Shape:
             middle = middle + b"%d" % token
         if self.continuous_usage:
             tail = tail + b',"usage":' + orjson.dumps(self._stream_usage(produced))
-        return head + self._pieces[token] + middle + tail + b"}\n\n"
+        return head + (b"" if stops else self._pieces[token]) + middle + tail + b"}\n\n"
 
     def aborted(self) -> bytes:
         """The last chunk of a stream that the engine ends."""
@@ -243,13 +250,16 @@ class Shape:
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> bytes:
         """The answer that is not streamed."""
-        text = orjson.loads(b'"%b"' % b"".join([self._pieces[token] for token in tokens]))
+        stops = finish_reason == "stop"
+        said = tokens[:-1] if stops else tokens
+        text = orjson.loads(b'"%b"' % b"".join([self._pieces[token] for token in said]))
         choice: dict[str, Any] = {"index": 0}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}
         else:
             choice["text"] = text
-        choice |= {"logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
+        stop_reason = tokens[-1] if stops else None
+        choice |= {"logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
         answer = {
             **self._base,
             "object": "chat.completion" if self.chat else "text_completion",

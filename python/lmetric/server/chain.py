@@ -1,0 +1,387 @@
+"""Requests that were cut between equals (Libra, section 3): one leg after the other, one answer made of all.
+
+Legs but the last are silent: a stream never tells what its engine would hand over, so the client gets a
+leg's tokens when it ends. Where the cut lies in the prompt or at its end, the last leg answers as if alone
+and its bytes pass; behind that, the answer is joined (`joined`, `rest`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import structlog
+
+from lmetric._core import NoInstanceError, Ticket, TokenEncoder
+from lmetric.config import ServerConfig
+from lmetric.engines.handover import HandoverError, with_fields
+from lmetric.server.fleet import Engine, Pool
+from lmetric.server.handed import Handed
+from lmetric.server.joined import Joined, Made, NotJoinable
+from lmetric.server.legs import EngineRefusal, Silent, usage_of
+from lmetric.server.openai import CHAT, ApiError, Call
+from lmetric.server.rest import Passed, Rest
+from lmetric.server.upstream import Connection
+
+if TYPE_CHECKING:
+    from lmetric.server.asked import Asked
+    from lmetric.server.relay import Relay
+
+log = structlog.get_logger("lmetric.chain")
+
+
+class Chain:
+    """What a relay keeps of a request that was cut between equals."""
+
+    def __init__(
+        self,
+        relay: Relay,
+        config: ServerConfig,
+        asked: Asked,
+        pool: Pool,
+        ticket: Ticket,
+        call: Call,
+        encoder: TokenEncoder,
+    ) -> None:
+        assert call.tokens is not None  # else it must not be cut
+        self._relay = relay
+        self._config = config
+        self._asked = asked
+        self._pool = pool
+        self.ticket = ticket
+        self._body = relay.body  # as the client sent it
+        self._stream = call.stream
+        self.joined = Joined(asked.path, call.request, call.tokens, encoder)
+        self._handed = Handed(pool)
+        self._silent: Silent | None = None
+        self._asked_tokens = 0  # of the silent leg that was sent last
+        self._ends_at = 0  # and the token at which it ends
+        self._rest: Rest | None = None
+        self._unjoined = False  # its first answer could not be joined: it is answered whole
+        self.first_token_at: float | None = None
+        self._head_told = False
+        self._passes = False  # the last leg is a whole request whose answer is looked at
+        self._passed_tokens = 0
+
+    # What the relay calls.
+
+    def begin(self, engine: Engine, now: float) -> None:
+        """Sends the open segment, which another follows, to its engine."""
+        if self._unjoined:
+            self._go_on(None, None)
+            return
+        to_token = self.ticket.to_token
+        assert to_token is not None
+        target, leg = self.joined.leg(to_token)
+        fields = self._asks(engine, now, goes_on=True)
+        self._asked_tokens, self._ends_at = leg["max_tokens"], to_token
+        silent = Silent(self, self._asked, orjson.dumps(leg | fields), now, target.encode())
+        self._silent = silent
+        silent.go(engine, now)
+
+    def last(self, engine: Engine, now: float) -> bool:
+        """Sends the last segment to its engine; False: the relay itself has to, with `body`."""
+        if not self.joined.begun:
+            return self._passed(engine, now)
+        target, leg = self.joined.last()
+        body = orjson.dumps(leg | self._asks(engine, now, goes_on=False))
+        self._send(Rest(self, self._asked, body, self._stream, target.encode(), now), engine, now)
+        return True
+
+    def _passed(self, engine: Engine, now: float) -> bool:
+        """Sends a whole request that fetches the cache of its prompt, or of the front of it, where its answer
+        cannot just pass. A chat that goes on inside its prompt is rendered anew, and must become the very
+        tokens whose cache is fetched: nobody else would see that it does not. And an answer that is not
+        streamed tells where this engine holds what it computed, which is no client's business."""
+        inside = 0 < self._ends_at < len(self.joined.prompt)
+        chat = self._asked.path == CHAT
+        if self._unjoined or not self._ends_at or not ((chat and inside) or not self._stream):
+            return False
+        fields = self._asks(engine, now, goes_on=False)
+        if not fields:
+            return False
+        request = self.joined.whole() if inside else dict(self.joined.request)
+        checks = chat and inside
+        body = orjson.dumps(request | fields | ({"return_token_ids": True} if checks else {}))
+        self._passes = True
+        rest = Passed(self, self._asked, body, self._stream, self._asked.path.encode(), now)
+        rest.checks = checks
+        self._send(rest, engine, now)
+        return True
+
+    def _send(self, rest: Rest, engine: Engine, now: float) -> None:
+        self._rest = rest
+        if self._relay.stalled:
+            rest.pause(True)
+        rest.go(engine, now)
+
+    def body(self, engine: Engine, now: float) -> bytes:
+        """The last leg's body, where its bytes pass."""
+        if self._unjoined:
+            return self._body
+        fields = self._asks(engine, now, goes_on=False)
+        body = self._body
+        if self._asked.path != CHAT and isinstance(self.joined.request.get("prompt"), str):
+            # The very tokens that the first leg had.
+            body = orjson.dumps(self.joined.whole())
+        return with_fields(body, fields) if fields else body
+
+    def broke(self, status: int, error_code: int | None) -> bool:
+        """As `Handed.broke`."""
+        return self._handed.broke(status, error_code)
+
+    def busy(self, status: int | None) -> bool:
+        """Whether another engine is to be asked where one answers so."""
+        return status in self._config.retries.statuses
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the client's answer is written here, not passed on by the relay."""
+        return self.joined.begun or self._passes
+
+    @property
+    def output_tokens(self) -> int:
+        """Of the answer, as far as the client has it."""
+        return len(self.joined.made) or self._passed_tokens
+
+    @property
+    def instance(self) -> str:
+        """Who answers now, or next."""
+        if self._rest is not None:
+            return self._rest.engine.name
+        return self.ticket.next_instance or self.ticket.instance
+
+    @property
+    def header(self) -> bytes:
+        """A line of the answer's head: who computed the first tokens."""
+        first = self._handed.source
+        return b"x-lmetric-prefill: %s\r\n" % first.name.encode() if first else b""
+
+    def drop(self) -> None:
+        """Gives up what is on its way."""
+        silent, self._silent = self._silent, None
+        rest, self._rest = self._rest, None
+        for leg in (silent, rest):
+            if leg is not None:
+                leg.drop()
+
+    def check(self, now: float) -> None:
+        """Ends a leg that takes too long."""
+        silent, limits = self._silent, self._config.timeouts
+        if silent is not None and not silent.ended and now - silent.started > limits.answer:
+            silent.settle("timeout", f"no answer within {limits.answer:g} s")
+        elif self._rest is not None:
+            self._rest.check(now, limits)
+
+    def pause(self, paused: bool) -> None:
+        """The client does not keep up, or does again."""
+        if self._rest is not None:
+            self._rest.pause(paused)
+
+    # What the silent leg calls.
+
+    def sent(self, now: float) -> None:
+        """A leg is on its way."""
+        self.ticket.sent(now)
+
+    def refilled(self, engine: Engine, body: bytes) -> bytes:
+        """A leg's body, as the engine's index wants it."""
+        return self._relay.refilled(engine, body)
+
+    def answered(self, silent: Silent, status: int, body: bytes) -> None:
+        """A silent leg answered."""
+        engine, self._silent = silent.engine, None
+        if status != 200:
+            if not self.busy(status) and self._handed.broke(status, None):
+                self.begin(engine, time.monotonic())
+            else:
+                self.refused(engine, status, body)
+            return
+        engine.failures = 0
+        prompt, cached = usage_of(body)
+        made: Made | None = None
+        joined = self.joined
+        self._handed.begin(engine)
+        if self._ends_at > len(joined.prompt):
+            try:
+                answer = _object(body)
+                joined.cached = (answer.get("usage") or {}).get("prompt_tokens_details") or joined.cached
+                made = joined.take(answer, self._asked_tokens)
+            except NotJoinable as error:
+                if not self._asked_anew(engine, error):
+                    return
+        if made is not None and made.finish is not None:
+            self._end(made, ended=True)
+            return
+        if engine.connector is not None and not self._unjoined:
+            # Of a prompt that the engine made tokens of itself, it knows the number.
+            counted = self._ends_at != len(joined.prompt)
+            tokens = min(self._ends_at, len(joined.prompt) + len(joined.made))
+            self._handed.accept(engine, body, tokens if counted else None)
+        if made is not None:
+            self.tell(made)
+        self._go_on(prompt, cached)
+
+    def _asked_anew(self, engine: Engine, error: NotJoinable) -> bool:
+        """The answer so far cannot be joined with what would follow: whether all of it is to be asked for
+        anew, where the next leg was to go. It cannot be where somebody has seen some of it."""
+        if self._relay.committed:
+            self.broken(engine, "reset", str(error))
+        elif error.failed:
+            self._relay.move(engine, "reset", str(error))
+        else:
+            self._unjoined = True
+            self._pool.not_joinable(self._asked.path, f"{engine.name}: {error}")
+        return self._unjoined
+
+    def failed(self, silent: Silent, kind: str, reason: str) -> None:
+        """A silent leg failed."""
+        self._silent = None
+        self._relay.move(silent.engine, kind, reason)
+
+    def fail(self) -> None:
+        """Nobody foresaw this."""
+        self._relay.fail()
+
+    # What the last leg calls.
+
+    def refused(self, engine: Engine, status: int, body: bytes) -> None:
+        """An engine refused a leg."""
+        if status in self._config.retries.statuses or self._relay.committed:
+            said = engine.adapter.error(body)
+            self._relay.move(engine, "status", f"status {status}" + (f": {said}" if said else ""))
+            return
+        if status >= 500:
+            engine.failed("status", f"status {status}")
+        self._relay.end_with(EngineRefusal(status, body))
+
+    def moved(self, rest: Rest, kind: str, reason: str) -> None:
+        """The last leg failed before anything came of it."""
+        self._rest = None
+        self._passes = False
+        self._relay.move(rest.engine, kind, reason)
+
+    def again(self, rest: Rest) -> None:
+        """The last leg could not fetch what was handed over: once more, without."""
+        self._rest = None
+        self._anew(rest.engine)
+
+    def differs(self, rest: Rest, why: str) -> None:
+        """The last leg's prompt is not that of the cache it has fetched: what it says is of no use."""
+        self._rest = None
+        self._pool.not_joinable(self._asked.path, f"{rest.engine.name}: {why}")
+        self._handed.useless("other_tokens", why)
+        self._ends_at = 0
+        self._anew(rest.engine)
+
+    def _anew(self, engine: Engine) -> None:
+        now = time.monotonic()
+        if not self.last(engine, now):
+            self._passes = False
+            self._relay.go(engine, now)
+
+    def tell(self, made: Made) -> None:
+        """Gives the client what a leg added, where it streams."""
+        if not self._stream:
+            return
+        opening = b"" if self._head_told else self.joined.opening()
+        self._commit_stream()
+        if made.ids and self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        self._relay.say(opening + self.joined.chunk(made))
+
+    def _commit_stream(self) -> None:
+        if not self._head_told:
+            self._head_told = True
+            self._relay.commit_joined(b"text/event-stream; charset=utf-8", None)
+
+    def pass_on(self, data: bytes) -> None:
+        """Gives the client an event of the last leg."""
+        self._commit_stream()
+        self._relay.say(data)
+
+    def passed(self, connection: Connection, answer: bytes | None) -> None:
+        """The last leg, of which all was passed on, ended well; `answer`: where it was not streamed."""
+        self._passed_tokens = connection.tokens
+        self.first_token_at = connection.first_token_at
+        if answer is not None:
+            self._relay.commit_joined(b"application/json", len(answer))
+        self._relay.say(b"data: [DONE]\n\n" if answer is None else answer, last=True)
+        connection.finished()
+        self._rest = None
+        self._relay.joined_end()
+
+    def whole(self, body: bytes) -> None:
+        """The last leg's answer, not streamed."""
+        assert self._rest is not None
+        try:
+            made = self.joined.take(_object(body), 1 << 31)
+        except NotJoinable as error:
+            self.moved(self._rest, "reset", str(error))
+        else:
+            self._end(made, ended=False)
+
+    def done(self) -> None:
+        """The last leg's stream ended well."""
+        self._end(None, ended=False)
+
+    def broken(self, engine: Engine, kind: str, reason: str) -> None:
+        """The last leg broke off in the middle."""
+        engine.failed(kind, reason)
+        self._relay.broke_off(engine, kind, reason)
+
+    def _end(self, made: Made | None, *, ended: bool) -> None:
+        joined = self.joined
+        if self._stream:
+            if made is not None:
+                self.tell(made)
+            self._relay.say(joined.closing(), last=True)
+        else:
+            assert made is not None
+            answer = joined.answer(made)
+            self._relay.commit_joined(b"application/json", len(answer))
+            self._relay.say(answer, last=True)
+        end = self.ticket.ended if ended else self.ticket.finished
+        end(prompt_tokens=len(joined.prompt), output_tokens=len(joined.made))
+        self._rest = None
+        self._relay.joined_end()
+
+    def _go_on(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
+        try:
+            following = self.ticket.finished(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
+        except NoInstanceError as error:
+            self._relay.end_with(
+                ApiError(503, f"{self._pool.name}: {error}", code="no_engine", headers={"retry-after": "2"})
+            )
+            return
+        assert following is not None  # another segment follows
+        self._relay.segment(following, time.monotonic())
+
+    def _asks(self, engine: Engine, now: float, *, goes_on: bool) -> Any:
+        """What a leg's body says of handing over."""
+        connector, told = engine.connector, engine.handover
+        # What was handed over is all of this leg's prompt, or the front of it.
+        whole = self._ends_at >= len(self.joined.prompt)
+        if (goes_on or not whole) and not (told is not None and told.bidirectional):
+            self._handed.forget("not_cut", f"{engine.name} is not known to be in bidirectional mode")
+        fields = self._handed.fields(engine, now)
+        if connector is None:
+            if not goes_on and self._ends_at:
+                self._handed.recompute("no_connector", f"{engine.name} hands nothing over")
+            return {}
+        try:
+            return connector.asks(fields, goes_on=goes_on, whole=whole)
+        except HandoverError as error:
+            self._handed.recompute("not_cut", str(error))
+            return {}
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise NotJoinable(f"the leg's answer is not JSON: {error}") from None
+    if not isinstance(answer, dict):
+        raise NotJoinable("the leg's answer is not a JSON object")
+    return answer

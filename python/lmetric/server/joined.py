@@ -1,0 +1,286 @@
+"""The answer of a request that was cut: its legs' bodies, and one answer made of what they say.
+
+Legs tell token ids; the text is made of them here, over the whole answer. So it is exact at every seam, where
+an engine that goes on behind half a character would say what came before again. A first leg's own text must
+be the same; where it is not, something between tokens and text is not known here (a parser of tool calls or
+reasoning, another tokenizer), and the request is not joined.
+
+A leg that ends at token s of a request whose prompt has P tokens makes s - P + 1 tokens: the last has no KV
+cache, so it is made again by the next leg and counts there (vLLM, `docs/engines.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from lmetric._core import TokenEncoder, TokenizeError
+from lmetric.server.uncut import CHAT, COMPLETIONS, max_tokens
+from lmetric.tokens import Detokeniser
+
+JSON = Mapping[str, Any]
+
+# What a leg that is sent token ids gets of the client's request, besides prompt, lengths and stream.
+_KEPT = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"),
+    *("allowed_token_ids", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "return_tokens_as_token_ids"),
+    *("priority", "cache_salt", "user", "session_id"),
+)
+
+
+class NotJoinable(Exception):
+    """A leg's answer cannot be joined with what follows; says why. `failed`: that is the fault of this leg,
+    and another may do better."""
+
+    def __init__(self, why: str, *, failed: bool = False) -> None:
+        super().__init__(why)
+        self.failed = failed
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a leg added to the answer; `finish` None: the answer goes on."""
+
+    ids: list[int]
+    text: str
+    finish: str | None = None
+    stop: Any = None  # stop_reason
+    logprobs: JSON | None = None
+
+
+class Joined:
+    """One request's answer so far. `prompt`: its token ids; `encoder`: of the model's tokenizer."""
+
+    def __init__(self, path: str, request: JSON, prompt: Iterable[int], encoder: TokenEncoder) -> None:
+        most = max_tokens(path, request)
+        assert most is not None  # else it must not be cut
+        self.path = path
+        self.request = request
+        self.prompt: list[int] = list(map(int, prompt))
+        self.made: list[int] = []
+        self.cached: JSON | None = None  # prompt_tokens_details of the leg that computed the prompt's end
+        self._most = most
+        self._chat = path == CHAT
+        self._skip = request.get("skip_special_tokens") is not False
+        self._stop_shown = request.get("include_stop_str_in_output") is True
+        self._encoder = encoder
+        self._text: Detokeniser | None = None
+        self._said = ""
+        self._logprobs: dict[str, Any] | None = None
+        self._frame: dict[str, Any] = {}  # of the first leg that made tokens, without its choices
+        self._choice: dict[str, Any] = {}  # of it
+        self._options = request.get("stream_options") or {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether some of the answer is known."""
+        return bool(self._frame)
+
+    # What legs are sent.
+
+    def leg(self, to_token: int) -> tuple[str, dict[str, Any]]:
+        """Path and body of a leg that nobody but the router hears, up to this token."""
+        count = len(self.prompt)
+        if self.begun or to_token < count:
+            return COMPLETIONS, self._by_ids(to_token)
+        leg = {k: v for k, v in self.request.items() if k not in ("stream_options", "max_completion_tokens")}
+        leg |= {"stream": False, "max_tokens": min(to_token - count + 1, self._most)}
+        if self._chat:
+            leg["max_completion_tokens"] = leg["max_tokens"]
+        if to_token > count:
+            leg["return_token_ids"] = True
+        return self.path, self._at_least(leg)
+
+    def last(self) -> tuple[str, dict[str, Any]]:
+        """Path and body of the last leg, whose answer is joined with what is known."""
+        leg = self._by_ids(len(self.prompt) + self._most - 1)
+        if self.request.get("stream"):
+            leg |= {"stream": True, "stream_options": {"include_usage": True}}
+        return COMPLETIONS, leg
+
+    def whole(self) -> dict[str, Any]:
+        """The client's request, its prompt as the token ids that another engine has computed some of."""
+        return dict(self.request) if self._chat else {**self.request, "prompt": self.prompt}
+
+    def _by_ids(self, to_token: int) -> dict[str, Any]:
+        count = len(self.prompt)
+        leg = {name: self.request[name] for name in _KEPT if self.request.get(name) is not None}
+        if self.request.get("logprobs") is not None and not self._chat:
+            leg["logprobs"] = self.request["logprobs"]
+        leg["prompt"] = (self.prompt + self.made)[: max(to_token, 0)]
+        left = self._most - len(self.made)
+        leg["max_tokens"] = max(1, min(to_token - count - len(self.made) + 1, left))
+        leg["stream"] = False
+        if to_token > count:
+            leg["return_token_ids"] = True
+        return self._at_least(leg)
+
+    def _at_least(self, leg: dict[str, Any]) -> dict[str, Any]:
+        """`min_tokens` of the whole answer, as far as it is this leg's."""
+        least = self.request.get("min_tokens")
+        if isinstance(least, int):
+            leg["min_tokens"] = min(max(0, least - len(self.made)), leg["max_tokens"])
+        return leg
+
+    # What they answer.
+
+    def take(self, answer: JSON, asked: int) -> Made:
+        """Takes a leg's answer, not streamed, of at most `asked` tokens. Raises NotJoinable."""
+        choice = _choice(answer)
+        finish = choice.get("finish_reason")
+        if finish in ("abort", "error"):
+            raise NotJoinable(f"it ended with finish_reason {finish}", failed=True)
+        ids = _ids(choice)
+        if not self.begun:
+            self._first(answer, choice, ids)
+        over = finish != "length" or len(ids) < asked or len(self.made) + len(ids) >= self._most
+        kept = ids if over else ids[:-1]
+        return self._add(kept, finish if over else None, choice.get("stop_reason"), choice.get("logprobs"))
+
+    def more(self, choice: JSON) -> Made:
+        """Takes a chunk's choice of the last leg, as it is streamed. Raises NotJoinable."""
+        logprobs, stop = choice.get("logprobs"), choice.get("stop_reason")
+        return self._add(_ids(choice), choice.get("finish_reason"), stop, logprobs)
+
+    def _first(self, answer: JSON, choice: JSON, ids: list[int]) -> None:
+        """Takes the frame of the first leg that made tokens, and holds its text against ours."""
+        frame = answer if self._chat else choice
+        prompt = frame.get("prompt_token_ids")
+        if isinstance(prompt, list) and prompt:
+            self.prompt = prompt
+        message = choice.get("message") or {}
+        if self._chat and any(message.get(name) for name in ("tool_calls", "reasoning", "reasoning_content")):
+            raise NotJoinable("the engine parses its answers into more than a text")
+        told = message.get("content") if self._chat else choice.get("text")
+        stopped = choice.get("finish_reason") == "stop" and not self._stop_shown
+        try:
+            text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip).more(
+                ids[:-1] if stopped else ids
+            )
+            self._text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip)
+        except TokenizeError as error:
+            raise NotJoinable(str(error)) from None
+        if (told or "") != text:
+            raise NotJoinable("the engine's text is not that of its tokens")
+        self._frame = {k: v for k, v in answer.items() if k not in ("choices", "usage", "prompt_token_ids")}
+        if "kv_transfer_params" in self._frame:
+            self._frame["kv_transfer_params"] = None
+        self._choice = dict(choice)
+
+    def _add(self, ids: list[int], finish: Any, stop: Any, logprobs: Any) -> Made:
+        assert self._text is not None
+        stopped = finish == "stop" and not self._stop_shown
+        try:
+            text = self._text.more(ids[:-1] if stopped else ids)
+        except TokenizeError as error:
+            raise NotJoinable(str(error)) from None
+        shifted = _shifted(logprobs, len(ids), len(self._said)) if isinstance(logprobs, dict) else None
+        if shifted is not None:
+            before = self._logprobs or {}
+            for name, values in shifted.items():
+                said = before.get(name)
+                before[name] = (
+                    said + values if isinstance(said, list) and isinstance(values, list) else values
+                )
+            self._logprobs = before
+        self.made += ids
+        self._said += text
+        return Made(ids, text, finish, stop, shifted)
+
+    # What the client gets.
+
+    def opening(self) -> bytes:
+        """What a stream begins with, ahead of its first tokens."""
+        if not self._chat:
+            return b""
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+        chunk = self._chunk([choice | {"logprobs": None, "finish_reason": None}])
+        if self.request.get("return_token_ids"):
+            chunk["prompt_token_ids"] = self.prompt
+        if self._options.get("include_usage") and self._options.get("continuous_usage_stats"):
+            chunk["usage"] = self._usage(0)
+        return _event(chunk)
+
+    def chunk(self, made: Made) -> bytes:
+        """The chunk of what a leg added."""
+        choice: dict[str, Any] = {"index": 0}
+        choice |= {"delta": {"content": made.text}} if self._chat else {"text": made.text}
+        choice |= {"logprobs": made.logprobs, "finish_reason": made.finish}
+        if made.finish or not self._chat:
+            choice["stop_reason"] = made.stop
+        if self.request.get("return_token_ids"):
+            if not self._chat:
+                first = len(self.made) == len(made.ids)
+                choice["prompt_token_ids"] = self.prompt if first else None
+            choice["token_ids"] = made.ids
+        chunk = self._chunk([choice])
+        if self._options.get("include_usage") and self._options.get("continuous_usage_stats"):
+            chunk["usage"] = self._usage(len(self.made))
+        return _event(chunk)
+
+    def closing(self) -> bytes:
+        """What a stream ends with."""
+        end = b"data: [DONE]\n\n"
+        if not self._options.get("include_usage"):
+            return end
+        return _event(self._chunk([]) | {"usage": self._usage(len(self.made), last=True)}) + end
+
+    def answer(self, made: Made) -> bytes:
+        """The answer that is not streamed, after what the last leg added."""
+        choice = self._choice | {"finish_reason": made.finish, "stop_reason": made.stop}
+        choice["logprobs"] = self._logprobs
+        frame = dict(self._frame)
+        if self._chat:
+            choice["message"] = {**(choice.get("message") or {}), "content": self._said}
+        else:
+            choice["text"] = self._said
+        if self.request.get("return_token_ids"):
+            choice["token_ids"] = self.made
+            (frame if self._chat else choice)["prompt_token_ids"] = self.prompt
+        else:
+            choice.pop("token_ids", None)
+            choice.pop("prompt_token_ids", None)
+        return orjson.dumps({**frame, "choices": [choice], "usage": self._usage(len(self.made), last=True)})
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        created, model = self._frame.get("created"), self._frame.get("model")
+        chunk = {"id": self._frame.get("id"), "object": kind, "created": created, "model": model}
+        return chunk | {"choices": choices}
+
+    def _usage(self, made: int, *, last: bool = False) -> dict[str, Any]:
+        count = len(self.prompt)
+        usage = {"prompt_tokens": count, "total_tokens": count + made, "completion_tokens": made}
+        return usage | {"prompt_tokens_details": self.cached} if last else usage
+
+
+def _event(value: JSON) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(value)
+
+
+def _choice(answer: JSON) -> JSON:
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise NotJoinable("the leg's answer has not one choice")
+    choice: JSON = choices[0]
+    return choice
+
+
+def _ids(choice: JSON) -> list[int]:
+    ids = choice.get("token_ids")
+    if not isinstance(ids, list):
+        raise NotJoinable("the engine does not tell token ids (return_token_ids)")
+    return ids
+
+
+def _shifted(logprobs: JSON, count: int, offset: int) -> dict[str, Any]:
+    """The log probabilities of the first `count` tokens of a leg that began `offset` characters into the
+    answer."""
+    shifted = {k: v[:count] if isinstance(v, list) else v for k, v in logprobs.items()}
+    if isinstance(shifted.get("text_offset"), list):
+        shifted["text_offset"] = [at + offset for at in shifted["text_offset"]]
+    return shifted

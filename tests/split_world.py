@@ -1,0 +1,110 @@
+"""A router that cuts requests before emulated engines that hand over to each other; what one says alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+
+from lmetric.engines.emulated import EngineOptions, EngineServer
+from pd_world import PROMPT, Pd, nixl, pd
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+def both(**changes: Any) -> EngineOptions:
+    """An engine that can be cut at anywhere."""
+    given = {"kv_bidirectional": True, "kv_load_failure_policy": "recompute", "clock_speed": 20.0}
+    return nixl("both", **(given | changes))
+
+
+def body_of(path: str, prompt: str = PROMPT, **changes: Any) -> dict[str, Any]:
+    """A request."""
+    asked = {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
+    return {"model": "emulated", "max_tokens": 24, **asked, **changes}
+
+
+@contextlib.asynccontextmanager
+async def split(*options: EngineOptions, at: float | None = 0.9, **config: Any) -> AsyncIterator[Pd]:
+    """Such a router; every request is cut at this fraction."""
+    kinds = options or (both(), both(), both())
+    given = {"tokenizer": None, "policy": "round_robin", "split_force_at": at}
+    async with pd(*kinds, **(given | config)) as world:
+        pool = world.server.fleet.pools[0]
+        await world.until(lambda: all(engine.identified for engine in pool.engines.values()))
+        yield world
+
+
+def heard(raw: bytes) -> dict[str, Any]:
+    """A stream as a client hears it: text, token ids, usage, how it ended, and what must not change."""
+    said: dict[str, Any] = {"text": "", "ids": [], "usage": None, "finish": None, "same": set(), "roles": 0}
+    *events, end, empty = raw.split(b"\n\n")
+    assert (end, empty) == (b"data: [DONE]", b"")
+    for event in events:
+        chunk = orjson.loads(event.removeprefix(b"data: "))
+        if "error" in chunk:
+            said["error"] = chunk["error"]
+            continue
+        assert not chunk.get("kv_transfer_params")
+        said["same"].add((chunk["id"].partition("-")[0], chunk["object"], chunk["model"]))
+        if not chunk["choices"]:
+            said["usage"] = chunk["usage"]
+            continue
+        (choice,) = chunk["choices"]
+        delta = choice.get("delta", choice)
+        said["roles"] += "role" in delta
+        said["text"] += delta.get("content", delta.get("text")) or ""
+        said["ids"] += choice.get("token_ids") or []
+        assert said["finish"] is None
+        said["finish"] = choice["finish_reason"]
+        said["stop"] = choice.get("stop_reason")
+    return said
+
+
+def told(answer: dict[str, Any]) -> dict[str, Any]:
+    """The same of an answer that is not streamed."""
+    (choice,) = answer["choices"]
+    assert not answer.get("kv_transfer_params")  # where an engine holds what is nobody's business
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    return {
+        "text": text,
+        "ids": choice.get("token_ids", []),
+        "usage": answer["usage"],
+        "finish": choice["finish_reason"],
+        "stop": choice["stop_reason"],
+        "same": {(answer["id"].partition("-")[0], answer["object"], answer["model"])},
+        "keys": (set(answer), set(choice), set(choice.get("message", ()))),
+    }
+
+
+async def asked(world: Pd, path: str, body: dict[str, Any], url: str | None = None) -> dict[str, Any]:
+    """What a client hears, with the receipt where it was the router that was asked."""
+    async with world.client.post((url or world.url) + path, json=body) as response:
+        raw = await response.read()
+        assert response.status == 200, raw
+        said = heard(raw) if body.get("stream") else told(orjson.loads(raw))
+        if url is None:
+            router = world.server.fleet.pools[0].router
+            said["receipt"] = router.receipt(int(response.headers["x-lmetric-decision"]))
+            said["headers"] = dict(response.headers)
+    return said
+
+
+async def alone(world: Pd, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What one engine says that knows of no other."""
+    async with EngineServer(EngineOptions(port=0, clock_speed=100.0)) as engine:
+        return await asked(world, path, body, engine.url)
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """The same to a client; how much of a prompt was cached aside."""
+    for name in ("text", "ids", "finish", "stop", "same", "roles", "keys"):
+        assert one.get(name) == other.get(name), name
+    usages = [
+        said["usage"] and {k: v for k, v in said["usage"].items() if "details" not in k}
+        for said in (one, other)
+    ]
+    assert usages[0] == usages[1]

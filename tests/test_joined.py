@@ -1,0 +1,219 @@
+"""One answer of several legs: what they are sent, and what the client gets of what they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from lmetric._core import TokenEncoder
+from lmetric.engines.emulated.text import TOKENIZER_PATH
+from lmetric.server.joined import Joined, NotJoinable
+from lmetric.server.uncut import CHAT, COMPLETIONS
+
+ENCODER = TokenEncoder(TOKENIZER_PATH.read_bytes())
+PROMPT = [74, 393, 81]
+IDS = [int(token) for token in ENCODER.encode(" wörld 🙂 a quiet river")]  # type: ignore[union-attr]
+TEXT = " wörld 🙂 a quiet river"
+CHATTED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 30}
+ASKED: dict[str, Any] = {"model": "m", "prompt": "hello", "max_tokens": 30}
+
+
+def joined(path: str = COMPLETIONS, **fields: Any) -> Joined:
+    return Joined(path, (CHATTED if path == CHAT else ASKED) | fields, PROMPT, ENCODER)
+
+
+def answer(path: str, ids: list[int], text: str, finish: str = "length", **more: Any) -> dict[str, Any]:
+    said = (
+        {"message": {"role": "assistant", "content": text, "refusal": None}}
+        if path == CHAT
+        else {"text": text}
+    )
+    choice = {
+        "index": 0,
+        **said,
+        "logprobs": None,
+        "finish_reason": finish,
+        "stop_reason": None,
+        "token_ids": ids,
+    }
+    frame = {"id": "x-1", "object": "o", "created": 5, "model": "m", "kv_transfer_params": {"a": 1}}
+    return {**frame, "choices": [choice | more], "usage": {"prompt_tokens": 3}}
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(ENCODER.decode(ids).partition("\ufffd")[:1])
+
+
+def events(raw: bytes) -> list[Any]:
+    return [
+        orjson.loads(event.removeprefix(b"data: "))
+        for event in raw.split(b"\n\n")
+        if event and b"DONE" not in event
+    ]
+
+
+def test_what_legs_are_sent() -> None:
+    more = {"temperature": 0.3, "stop_token_ids": [9], "min_tokens": 20, "cache_salt": "s", "stream": True}
+    one = joined(stream_options={"include_usage": True}, **more)
+    path, leg = one.leg(2)
+    same = {"model": "m", "temperature": 0.3, "stop_token_ids": [9], "cache_salt": "s"}
+    assert path == COMPLETIONS
+    assert leg == {**same, "prompt": PROMPT[:2], "max_tokens": 1, "min_tokens": 1, "stream": False}
+    path, leg = one.leg(3)
+    assert leg == {**ASKED, **same, "max_tokens": 1, "min_tokens": 1, "stream": False}
+    path, leg = one.leg(13)
+    assert leg == {
+        **ASKED,
+        **same,
+        "max_tokens": 11,
+        "min_tokens": 11,
+        "stream": False,
+        "return_token_ids": True,
+    }
+    assert one.leg(1000)[1]["max_tokens"] == 30
+    one.take(answer(COMPLETIONS, IDS[:4], text_of(IDS[:4])), 4)
+    path, leg = one.leg(12)
+    assert leg == {
+        **same,
+        "prompt": PROMPT + IDS[:3],
+        "max_tokens": 7,
+        "min_tokens": 7,
+        "stream": False,
+        "return_token_ids": True,
+    }
+    path, leg = one.last()
+    assert (leg["max_tokens"], leg["min_tokens"], leg["stream"]) == (27, 17, True)
+    assert leg["stream_options"] == {"include_usage": True}
+    assert leg["prompt"] == PROMPT + IDS[:3]
+
+
+def test_a_chat_goes_on_as_a_completion() -> None:
+    one = joined(CHAT, chat_template_kwargs={"a": 1}, top_p=0.5)
+    path, leg = one.leg(5)
+    assert path == CHAT
+    assert leg == {
+        **CHATTED,
+        "chat_template_kwargs": {"a": 1},
+        "top_p": 0.5,
+        "max_tokens": 3,
+        "max_completion_tokens": 3,
+        "stream": False,
+        "return_token_ids": True,
+    }
+    told = answer(CHAT, IDS[:3], text_of(IDS[:3])) | {"prompt_token_ids": [7, 8, 9, 10]}
+    one.take(told, 3)
+    # The engine's own tokens of the prompt are what counts.
+    path, leg = one.last()
+    assert (path, leg["prompt"]) == (COMPLETIONS, [7, 8, 9, 10, *IDS[:2]])
+    assert leg == {
+        "model": "m",
+        "top_p": 0.5,
+        "prompt": leg["prompt"],
+        "max_tokens": 28,
+        "stream": False,
+        "return_token_ids": True,
+    }
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_every_seam(path: str) -> None:
+    for cut in range(1, len(IDS)):
+        one = joined(path, max_tokens=len(IDS), stream=True, return_token_ids=True)
+        kept = one.take(answer(path, IDS[: cut + 1], text_of(IDS[: cut + 1])), cut + 1)
+        if cut == len(IDS) - 1:
+            assert (kept.ids, kept.finish) == (IDS, "length")
+            continue
+        assert (kept.ids, kept.finish) == (IDS[:cut], None)
+        said = events(one.opening() + one.chunk(kept))
+        for n in range(cut, len(IDS), 2):
+            last = n + 2 >= len(IDS)
+            choice = {
+                "index": 0,
+                "token_ids": IDS[n : n + 2],
+                "text": "",
+                "finish_reason": "stop" if last else None,
+            }
+            said += events(one.chunk(one.more(choice)))
+        choices = [chunk["choices"][0] for chunk in said]
+        deltas = [choice.get("delta", choice) for choice in choices]
+        # What ends an answer with finish_reason stop is not said.
+        assert "".join(d.get("content", d.get("text")) for d in deltas) == ENCODER.decode(IDS[:-1])
+        assert [t for choice in choices for t in choice.get("token_ids", [])] == IDS
+        assert [choice["finish_reason"] for choice in choices][-1] == "stop"
+        assert one.closing() == b"data: [DONE]\n\n"
+
+
+def test_log_probabilities_are_joined() -> None:
+    def logprobs(ids: list[int]) -> dict[str, Any]:
+        words = [ENCODER.decode([token]) for token in ids]
+        at = [sum(map(len, words[:n])) for n in range(len(words))]
+        numbers = [-token / 100 for token in ids]
+        return {"tokens": words, "token_logprobs": numbers, "top_logprobs": None, "text_offset": at}
+
+    ids = [int(t) for t in ENCODER.encode(" a quiet river")]  # type: ignore[union-attr]
+    one = joined(logprobs=0, max_tokens=len(ids))
+    assert one.leg(5)[1]["logprobs"] == 0
+    one.take(answer(COMPLETIONS, ids[:2], text_of(ids[:2]), logprobs=logprobs(ids[:2])), 2)
+    assert one.last()[1]["logprobs"] == 0
+    made = one.take(answer(COMPLETIONS, ids[1:], "", logprobs=logprobs(ids[1:])), 99)
+    told = orjson.loads(one.answer(made))
+    assert told["choices"][0]["logprobs"] == logprobs(ids)
+    assert told["choices"][0]["text"] == " a quiet river"
+    assert (told["usage"]["completion_tokens"], told["usage"]["total_tokens"]) == (len(ids), len(ids) + 3)
+    assert told["kv_transfer_params"] is None
+    assert "token_ids" not in told["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("path", "told", "why", "failed"),
+    [
+        (COMPLETIONS, answer(COMPLETIONS, IDS[:3], "x"), "not that of its tokens", False),
+        (COMPLETIONS, answer(COMPLETIONS, IDS[:3], "", finish="abort"), "finish_reason abort", True),
+        (COMPLETIONS, answer(COMPLETIONS, [], "", token_ids=None), "return_token_ids", False),
+        (COMPLETIONS, {"choices": []}, "not one choice", False),
+        (
+            CHAT,
+            answer(CHAT, [], "", message={"content": None, "tool_calls": [1]}),
+            "parses its answers",
+            False,
+        ),
+        (
+            CHAT,
+            answer(CHAT, [], "", message={"content": None, "reasoning": "a"}),
+            "parses its answers",
+            False,
+        ),
+    ],
+)
+def test_what_cannot_be_joined(path: str, told: dict[str, Any], why: str, failed: bool) -> None:
+    one = joined(path)
+    with pytest.raises(NotJoinable, match=why) as raised:
+        one.take(told, 3)
+    assert raised.value.failed == failed
+    assert not one.begun
+
+
+def test_an_answer_that_is_over() -> None:
+    for ids, finish, asked in ((IDS[:3], "stop", 5), (IDS[:3], "length", 5), (IDS[:3], "length", 3)):
+        one = joined(max_tokens=3 if asked == 3 else 30)
+        said = text_of(ids[:-1] if finish == "stop" else ids)
+        made = one.take(answer(COMPLETIONS, ids, said, finish=finish), asked)
+        assert (made.ids, made.finish, made.text) == (ids, finish, said)
+    shown = joined(include_stop_str_in_output=True)
+    assert shown.take(answer(COMPLETIONS, IDS[:3], text_of(IDS[:3]), finish="stop"), 5).text == text_of(
+        IDS[:3]
+    )
+
+
+def test_usage_in_every_chunk() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    one = joined(CHAT, stream=True, stream_options=options)
+    one.cached = {"cached_tokens": 2}
+    kept = one.take(answer(CHAT, IDS[:3], text_of(IDS[:3])), 3)
+    opening, chunk = events(one.opening() + one.chunk(kept))
+    assert opening["usage"] == {"prompt_tokens": 3, "total_tokens": 3, "completion_tokens": 0}
+    assert chunk["usage"]["completion_tokens"] == 2
+    (closing,) = events(one.closing())
+    assert (closing["choices"], closing["usage"]["prompt_tokens_details"]) == ([], {"cached_tokens": 2})

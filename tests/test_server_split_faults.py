@@ -1,0 +1,464 @@
+"""Cut requests when something breaks: nothing is lost or said twice, and no count is left over.
+
+`pd` checks at its end that nothing is in flight anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import orjson
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from lmetric.engines.emulated.text import TOKENIZER_PATH
+from pd_world import Pd
+from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, event, plain, world
+from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, heard, split, told
+
+PATHS = [CHAT, COMPLETIONS]
+SLOW: dict[str, Any] = {"clock_speed": 0.5}
+
+
+def held(w: Pd) -> int:
+    """Leg ends that wait to be fetched on engines that live."""
+    live = [engine for name, engine in w.engines.items() if name not in w.stopped]
+    return sum(engine._api._nixl.holding for engine in live)  # type: ignore[union-attr]
+
+
+async def cut_after(w: Pd, path: str, body: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Has requests like this one cut behind so many tokens of the answer; what one engine says alone."""
+    expected = await alone(w, path, body | {"stream": False})
+    prompt = expected["usage"]["prompt_tokens"]
+    at = (prompt + tokens) / (prompt + body["max_tokens"])
+    w.server.fleet.pools[0].router.set_split("force", at=at)
+    return expected
+
+
+async def raw_stream(w: Pd, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What a client hears, whatever it is."""
+    async with w.client.post(w.url + path, json=body | {"stream": True}) as response:
+        assert response.status == 200
+        return heard(await response.read())
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_second_engine_dies_before_its_turn(path: str) -> None:
+    # The first leg takes a while; by then the engine that is bound behind it is gone.
+    async with split(both(**SLOW), both(**SLOW), both(**SLOW), at=0.95) as w:
+        body = body_of(path, stream=True, max_tokens=60, stream_options={"include_usage": True})
+        expected = await alone(w, path, body)
+        for victim in range(2):
+            task = asyncio.create_task(asked(w, path, body))
+            await w.until(lambda: sum(w.busy(name) for name in w.engines if name not in w.stopped) == 1)
+            first = next(n for n in w.engines if n not in w.stopped and w.busy(n))
+            others = [name for name in w.engines if name not in w.stopped | {first}]
+            await w.kill(others[0])
+            equal(await task, expected)
+            assert victim < 2
+            if len(others) == 1:
+                break
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_first_engine_dies_in_its_leg(path: str, stream: bool) -> None:
+    async with split(both(**SLOW), both(**SLOW), both(**SLOW), at=0.95) as w:
+        body = body_of(path, stream=stream, max_tokens=60)
+        expected = await alone(w, path, body)
+        task = asyncio.create_task(asked(w, path, body))
+        await w.until(lambda: any(w.busy(name) for name in w.engines))
+        await w.kill(next(name for name in w.engines if w.busy(name)))
+        equal(await task, expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_last_engine_dies_in_mid_stream(path: str) -> None:
+    async with split(both(**SLOW), both(**SLOW), at=0.9) as w:
+        body = body_of(path, max_tokens=200)
+        expected = await cut_after(w, path, body, 20)
+        task = asyncio.create_task(raw_stream(w, path, body))
+
+        def lasts() -> list[str]:
+            loads = {name: w.load(name) for name in w.engines}
+            return [n for n, x in loads.items() if x["pulled_prompt_tokens"] and x["generation_tokens"] > 3]
+
+        await w.until(lasts)
+        await w.kill(lasts()[0])
+        said = await task
+        assert said["error"]["code"] == "reset"
+        assert said["finish"] is None
+        assert expected["text"].startswith(said["text"])
+        assert said["text"]
+
+
+@pytest.mark.parametrize("when", ["first leg", "last leg"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves(when: str, stream: bool) -> None:
+    async with split(both(**SLOW), both(**SLOW)) as w:
+        body = body_of(CHAT, stream=stream, max_tokens=400)
+        await cut_after(w, CHAT, body, 20)
+        task = asyncio.create_task(asked(w, CHAT, body))
+        if when == "first leg":
+            await w.until(lambda: any(w.busy(name) for name in w.engines))
+        else:
+            await w.until(lambda: w.outcomes == {"handed_over": 1} and held(w) == 0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await w.until(lambda: not any(w.busy(name) for name in w.engines))
+        await w.until(lambda: w.in_flight() == 0)
+        assert w.server.fleet.pools[0].router.stats()["failed"]["cancelled"] == 1
+
+
+async def test_a_target_that_is_full() -> None:
+    # One request runs and none may wait: whoever is asked meanwhile refuses.
+    tight = both(max_sequences=1, max_queued_requests=0, **SLOW)
+    async with split(both(**SLOW), tight, both(**SLOW), at=0.93) as w, Busy(w):
+        for path in PATHS:
+            for stream in (True, False):
+                body = body_of(path, stream=stream, max_tokens=30)
+                equal(await asked(w, path, body), await alone(w, path, body))
+        assert w.server.fleet.pools[0].router.stats()["retries"] > 0
+
+
+class Busy:
+    """Keeps b1 busy."""
+
+    def __init__(self, w: Pd) -> None:
+        self._w = w
+        self._task: asyncio.Task[Any] | None = None
+
+    async def __aenter__(self) -> None:
+        body = body_of(COMPLETIONS, "busy", max_tokens=5000)
+
+        async def ask() -> None:
+            async with self._w.client.post(self._w.engines["b1"].url + COMPLETIONS, json=body) as response:
+                await response.read()
+
+        self._task = asyncio.create_task(ask())
+        await self._w.until(lambda: self._w.busy("b1") == 1)
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def test_the_server_stops_in_the_middle() -> None:
+    async with split(both(**SLOW), both(**SLOW), at=0.9) as w:
+        body = body_of(COMPLETIONS, max_tokens=400)
+        await cut_after(w, COMPLETIONS, body, 20)
+        task = asyncio.create_task(raw_stream(w, COMPLETIONS, body))
+        await w.until(lambda: w.outcomes == {"handed_over": 1})
+        await w.until(lambda: any(relay.committed for relay in w.server.front.relays))
+        for relay in list(w.server.front.relays):
+            relay.stop()
+        said = await task
+        assert said["error"]["code"] == "shutting_down"
+        assert said["text"]
+
+
+# Engines with faults by order: they all tell the same story.
+
+NIXL_PAGE = b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
+TOKENIZER = Tokenizer.from_file(str(TOKENIZER_PATH))
+STORY = TOKENIZER.encode(" the quiet river and 🦀 all of the Жук by it" * 3, add_special_tokens=False).ids[
+    :40
+]
+STORY_TEXT = TOKENIZER.decode(STORY)
+START = list(range(300, 330))
+FRAME = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": "tiny"}
+
+
+def params(tokens: int) -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_engine_id": "e",
+        "remote_request_id": "r",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "remote_num_tokens": tokens,
+    }
+
+
+def text_of(prompt: list[int], ids: list[int]) -> str:
+    """As an engine streams it."""
+    stream = DecodeStream(ids=prompt, skip_special_tokens=True)
+    return "".join(stream.step(TOKENIZER, token) or "" for token in ids)
+
+
+def told_by(request: Request, **changes: Any) -> dict[str, Any]:
+    """A plain answer."""
+    body = request.json
+    done = len(body["prompt"]) - len(START)
+    ids = STORY[done : done + body["max_tokens"]]
+    handed = params(len(body["prompt"]) + len(ids) - 1) if "kv_transfer_params" in body else None
+    choice = {"index": 0, "text": text_of(body["prompt"], ids), "logprobs": None, "finish_reason": "length"}
+    choice |= {"stop_reason": None, "token_ids": ids, "prompt_token_ids": body["prompt"]} | changes
+    count = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}
+    return {**FRAME, "choices": [choice], "usage": count, "kv_transfer_params": handed}
+
+
+def streamed_by(request: Request, upto: int | None = None) -> list[bytes]:
+    """Chunks of two tokens each."""
+    body = request.json
+    done = len(body["prompt"]) - len(START)
+    ids = STORY[done : done + body["max_tokens"]]
+    chunks = []
+    for n in range(0, len(ids), 2):
+        last = n + 2 >= len(ids)
+        choice = {"index": 0, "text": "of no use", "finish_reason": "length" if last else None}
+        choice |= {"logprobs": None, "token_ids": ids[n : n + 2]}
+        chunks.append(chunk(event({**FRAME, "choices": [choice]})))
+    if upto is not None:
+        return chunks[:upto]
+    return [
+        *chunks,
+        chunk(event({**FRAME, "choices": [], "usage": {}})),
+        chunk(event(b"[DONE]")),
+        b"0\r\n\r\n",
+    ]
+
+
+Behaviour = Callable[[FakeEngine, Request, asyncio.StreamWriter], Awaitable[bool]]
+
+
+async def tells(_: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+    """As a good engine does."""
+    if request.path == "/tokenize":
+        writer.write(plain(404, {}))
+    elif not request.json.get("stream"):
+        writer.write(plain(200, told_by(request)))
+    else:
+        writer.write(STREAM_HEAD)
+        for piece in streamed_by(request):
+            writer.write(piece)
+            await writer.drain()
+    return True
+
+
+def but(fault: Behaviour, *, first: bool = False, times: int = 1) -> Behaviour:
+    """So often, legs of this kind do otherwise; a first leg is one that is asked to hand over."""
+    left = times
+
+    async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        nonlocal left
+        if request.path == "/tokenize":
+            return await tells(engine, request, writer)
+        asks = (request.json.get("kv_transfer_params") or {}).get("do_remote_decode", False)
+        if asks == first and left:
+            left -= 1
+            return await fault(engine, request, writer)
+        return await tells(engine, request, writer)
+
+    return behave
+
+
+def writes(*pieces: bytes, reset: bool = False) -> Behaviour:
+    async def behave(_: FakeEngine, __: Request, writer: asyncio.StreamWriter) -> bool:
+        for piece in pieces:
+            writer.write(piece)
+        await writer.drain()
+        if reset:
+            await asyncio.sleep(0.02)
+            writer.transport.abort()
+        return not reset
+
+    return behave
+
+
+async def breaks(_: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+    """In the middle."""
+    writer.write(STREAM_HEAD + b"".join(streamed_by(request, upto=2)))
+    await writer.drain()
+    await asyncio.sleep(0.02)
+    writer.transport.abort()
+    return False
+
+
+def changed(**changes: Any) -> Behaviour:
+    async def behave(_: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(plain(200, told_by(request, **changes)))
+        return True
+
+    return behave
+
+
+async def miscounts(_: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+    told = told_by(request)
+    told["kv_transfer_params"]["remote_num_tokens"] += 1
+    writer.write(plain(200, told))
+    return True
+
+
+ERROR = {"error": {"message": "EngineCore encountered an issue", "code": 500}}
+BUSY = {"error": {"message": "busy", "code": 503}}
+
+
+@contextlib.asynccontextmanager
+async def faulty(behave: Behaviour, number: int = 3, **config: Any) -> AsyncIterator[World]:
+    """Engines that share one behaviour, cut behind the tenth token of their answers."""
+    fakes = [FakeEngine(behave=behave, metrics=NIXL_PAGE) for _ in range(number)]
+    given = {"tokenizer": str(TOKENIZER_PATH.parent), "split_force_at": 40 / 70, "model": "tiny"}
+    async with world(fakes, **(given | config)) as w:
+        pool = w.server.fleet.pools[0]
+        await w.until(lambda: all(engine.connector is not None for engine in pool.engines.values()))
+        yield w
+
+
+def legs_at(fake: FakeEngine) -> list[Request]:
+    """The requests of the router's clients."""
+    return [request for request in fake.requests if request.path != "/tokenize"]
+
+
+def said_in(got: Any) -> str:
+    if isinstance(got, bytes):
+        return str(heard(got)["text"])
+    return str(got["choices"][0]["text"])
+
+
+ASKED = {"model": "tiny", "prompt": START, "max_tokens": 40}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_seam_inside_a_character(stream: bool) -> None:
+    """The last leg's own text would say all that came before again (`test_detokenise`)."""
+    async with faulty(tells) as w:
+        pool = w.server.fleet.pools[0]
+        for cut in range(1, 39):
+            pool.router.set_split("force", at=(29.5 + cut) / 70)
+            status, headers, got = await w.post({**ASKED, "stream": stream})
+            assert (status, said_in(got)) == (200, STORY_TEXT)
+            receipt = pool.router.receipt(int(headers["x-lmetric-decision"]))
+            assert receipt is not None
+            assert receipt["cuts"] == [30 + cut]
+        assert dict(pool.handovers) == {"handed_over": 38}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "outcomes"),
+    [
+        (lambda: but(writes(plain(503, BUSY))), {"handed_over": 1, "spent": 1}),
+        (lambda: but(writes(plain(500, ERROR))), {"handed_over": 1, "broken": 1}),
+        (lambda: but(writes(STREAM_HEAD, chunk(event(ERROR)), chunk(event(b"[DONE]")), b"0\r\n\r\n")), None),
+        (lambda: but(writes(STREAM_HEAD, chunk(event(b"[DONE]")), b"0\r\n\r\n")), None),
+        (lambda: but(writes(STREAM_HEAD, reset=True)), {"handed_over": 1, "spent": 1}),
+        (lambda: but(writes(reset=True)), {"handed_over": 1, "spent": 1}),
+        (lambda: but(writes(b"nonsense\r\n\r\n")), {"handed_over": 1, "spent": 1}),
+        (lambda: but(changed(finish_reason="abort"), first=True), {"handed_over": 1}),
+        (lambda: but(writes(reset=True), first=True), {"handed_over": 1}),
+        (lambda: but(writes(plain(503, BUSY)), first=True), {"handed_over": 1}),
+        (lambda: but(miscounts, first=True), {"missing": 1}),
+    ],
+)
+async def test_a_leg_that_fails_is_done_again(
+    fault: Callable[[], Behaviour], outcomes: dict[str, int] | None, stream: bool
+) -> None:
+    async with faulty(fault()) as w:
+        status, _, got = await w.post({**ASKED, "stream": stream})
+        assert (status, said_in(got)) == (200, STORY_TEXT)
+        if outcomes is not None:
+            assert dict(w.server.fleet.pools[0].handovers) == outcomes
+        for fake in w.engines:
+            for request in legs_at(fake):
+                fields = request.json.get("kv_transfer_params") or {}
+                assert fields.get("remote_num_tokens") in (None, len(request.json["prompt"]))
+
+
+async def test_a_last_leg_that_breaks_in_the_middle_ends_the_stream() -> None:
+    async with faulty(but(breaks)) as w:
+        status, _, got = await w.post({**ASKED, "stream": True})
+        said = heard(got)
+        assert (status, said["error"]["code"], said["finish"]) == (200, "reset", None)
+        assert STORY_TEXT.startswith(said["text"])
+        assert len(said["text"]) > len(TOKENIZER.decode(STORY[:10]))
+
+
+async def test_nobody_is_left_for_the_rest() -> None:
+    async with faulty(but(writes(plain(503, BUSY)), times=99)) as w:
+        status, _, got = await w.post({**ASKED, "stream": True})
+        said = heard(got)
+        assert (status, said["error"]["code"], said["finish"]) == (200, "status", None)
+        assert said["text"] == text_of(START, STORY[:10])
+        status, _, got = await w.post(ASKED)
+        assert (status, got["error"]["code"]) == (503, "status")
+
+
+async def test_an_engine_that_refuses_the_first_leg() -> None:
+    refusal = {"error": {"message": "no such adapter", "type": "NotFoundError"}}
+    async with faulty(but(writes(plain(404, refusal)), first=True)) as w:
+        status, _, got = await w.post({**ASKED, "stream": True})
+        assert (status, got) == (404, refusal)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"text": "something else"}, "the engine's text is not that of its tokens"),
+        ({"token_ids": None}, "does not tell token ids"),
+        ({"token_ids": [4_000_000] * 11}, "the engine's text is not that of its tokens"),
+    ],
+)
+async def test_what_cannot_be_joined_is_asked_for_whole(change: Any, why: str, stream: bool) -> None:
+    async with faulty(but(changed(**change), first=True)) as w:
+        status, headers, got = await w.post({**ASKED, "stream": stream})
+        assert status == 200
+        sent = [request.json for fake in w.engines for request in legs_at(fake)]
+        (whole,) = [body for body in sent if "kv_transfer_params" not in body]
+        assert whole == {**ASKED, "stream": stream}
+        if not stream:
+            assert said_in(got) == STORY_TEXT
+        # From now on nothing is cut, and the receipt says why.
+        _, headers, _ = await w.post(ASKED)
+        receipt = w.server.fleet.pools[0].router.receipt(int(headers["x-lmetric-decision"]))
+        assert receipt is not None
+        assert why in receipt["uncut"]
+
+
+async def test_a_last_leg_that_says_nothing() -> None:
+    async def hang(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
+        await engine.until_left(writer)
+        return False
+
+    for first in (False, True):
+        limits = {"first_byte": 0.2, "answer": 0.2}
+        async with faulty(but(hang, first=first), timeouts=limits) as w:
+            status, _, got = await w.post({**ASKED, "stream": True})
+            assert (status, said_in(got)) == (200, STORY_TEXT)
+            await w.until(lambda w=w: sum(fake.left for fake in w.engines) == 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
+    """It fetches the cache of other tokens than it makes of the chat; only it can tell."""
+    async with split(both(tokenize=False), both(tokenize=False), at=0.3) as w:
+        for name in w.engines:
+            api = w.engines[name]._api
+            render = api._text.render_chat
+
+            def other(messages: Any, render: Any = render, **how: Any) -> str:
+                return "As it was said: " + str(render(messages, **how))
+
+            text = copy.copy(api._text)
+            text.render_chat = other  # type: ignore[method-assign]
+            api._text = text
+        body = body_of(CHAT, stream=stream)
+        said = await asked(w, CHAT, body)
+        assert said["receipt"]["cuts"]
+        assert w.outcomes == {"handed_over": 1, "other_tokens": 1}
+        # As if nothing had been cut.
+        again = await asked(w, CHAT, body)
+        equal(said, again)
+        assert "it makes other tokens of a chat" in again["receipt"]["uncut"]
+        async with w.client.post(w.engines["b0"].url + CHAT, json=body) as response:
+            raw = await response.read()
+        assert said["text"] == (heard(raw) if stream else told(orjson.loads(raw)))["text"]
