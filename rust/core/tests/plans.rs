@@ -5,7 +5,7 @@ use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Binding, Cuts, Event, Failure, Usage};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::router::{Decision, Router, RouterConfig, Split};
+use lmetric_core::router::{Carry, Decision, Router, RouterConfig, Split};
 
 fn fleet(config: RouterConfig, roles: &[Role]) -> Router {
     let mut router = Router::new(registry::build("least_requests", &[]).unwrap(), config).unwrap();
@@ -281,4 +281,68 @@ fn what_engines_cannot_do_moves_the_cut_or_leaves_the_request_whole_and_the_rece
         let error = router.set_split(Split::ForceAt(bad)).unwrap_err().to_string();
         assert!(error.contains("fraction") && error.contains("more than 0"), "{error}");
     }
+}
+
+#[test]
+fn a_running_request_moves_and_its_books_with_it() {
+    let mut router = fleet(RouterConfig::default(), &[Both, Both, Both]);
+    let d = route(&mut router, 0.0);
+    let (source, now) = (d.segment.instance, 0.5);
+    let target = lmetric_core::InstanceId((source.0 + 1) % 3);
+    let begin = |router: &mut Router, to| router.begin_move(d.ticket, to, Carry::Kv, now);
+    let refused = |error: CoreError, why: &str| assert!(error.to_string().contains(why), "{error}");
+    refused(begin(&mut router, target).unwrap_err(), "no token yet");
+    router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
+    refused(begin(&mut router, source).unwrap_err(), "runs there already");
+    refused(begin(&mut router, lmetric_core::InstanceId(7)).unwrap_err(), "gone");
+    router.set_cuts(target, Cuts::PromptEnd);
+    refused(begin(&mut router, target).unwrap_err(), "hand over behind an output token");
+    router.set_cuts(target, Cuts::Anywhere);
+    let bound = begin(&mut router, target).unwrap();
+    assert_eq!((bound.instance, bound.from_token, bound.to_token), (target, 1001, None));
+    refused(begin(&mut router, target).unwrap_err(), "another segment");
+    router.advance(d.ticket, Event::Tokens(49), 1.5).unwrap();
+    let at = |router: &Router, id, slot: lmetric_core::InstanceId| router.columns().get(id)[slot.index()];
+    assert_eq!((at(&router, DecodeTokens, source), at(&router, BoundTokens, target)), (1050.0, 1001.0));
+    let moved = router.advance(d.ticket, Event::Moved, 2.0).unwrap().unwrap();
+    assert_eq!((moved.instance, moved.from_token), (target, 1050));
+    assert_eq!((at(&router, Bs, source), at(&router, BoundTokens, target)), (0.0, 1050.0));
+    router.advance(d.ticket, Event::FirstToken, 2.1).unwrap();
+    assert_eq!(at(&router, DecodeTokens, target), 1051.0);
+    // The target fails with tokens seen: the request has failed, and nothing is left of it.
+    assert_eq!(router.advance(d.ticket, Event::Failed(Failure::Reset), 3.0).unwrap(), None);
+    is(&mut router, Indicator::Tokens, &[0.0; 3]);
+    assert_eq!((router.totals().moved, router.totals().output_tokens, router.in_flight()), (1, 51, 0));
+    let receipt = router.receipt(d.id).unwrap();
+    assert_eq!(receipt.moves.iter().map(|m| (m.0, m.1)).collect::<Vec<_>>(), [(1050, target.0)]);
+    assert_eq!(receipt.outcome.ttft_seconds, Some(0.5));
+}
+
+#[test]
+fn a_move_ends_with_its_request_and_a_target_that_is_gone_is_replaced() {
+    let mut router = fleet(RouterConfig::default(), &[Both, Both, Both]);
+    let start = |router: &mut Router| {
+        let d = route(router, 0.0);
+        router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
+        let target = lmetric_core::InstanceId((d.segment.instance.0 + 1) % 3);
+        router.begin_move(d.ticket, target, Carry::Recompute, 1.0).unwrap();
+        (d, target)
+    };
+    let (ends, _) = start(&mut router);
+    router.advance(ends.ticket, DONE, 2.0).unwrap();
+    is(&mut router, Bs, &[0.0; 3]);
+    assert!(router.advance(ends.ticket, Event::Moved, 2.0).is_err());
+    let (given_up, _) = start(&mut router);
+    router.cancel_move(given_up.ticket, 2.0).unwrap();
+    assert!(router.advance(given_up.ticket, Event::Moved, 2.0).is_err());
+    router.drop_ticket(given_up.ticket);
+    let (d, target) = start(&mut router);
+    router.fleet_mut().set_healthy(target, false);
+    router.fleet_mut().set_healthy(d.segment.instance, false);
+    let other = router.advance(d.ticket, Event::Moved, 2.0).unwrap().unwrap();
+    assert!(other.instance != target && other.instance != d.segment.instance);
+    assert_eq!(other.from_token, 1001);
+    router.drop_ticket(d.ticket);
+    is(&mut router, Bs, &[0.0; 3]);
+    is(&mut router, BoundTokens, &[0.0; 3]);
 }

@@ -693,8 +693,7 @@ impl Router {
     ) -> Result<()> {
         let config = crate::reschedule::reschedule_of(name, settings)?;
         let built = config.map(|config| config.build()).transpose()?;
-        self.lock(py)?.set_rescheduling(built);
-        Ok(())
+        Ok(self.lock(py)?.set_rescheduling(built)?)
     }
 
     /// One round of rescheduling: the moves that are worth making, and why there are no more. Each is a dictionary of `ticket` (a `Ticket.id`), `source`, `target`,

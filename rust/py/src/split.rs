@@ -1,7 +1,7 @@
 //! How requests are cut, by name and settings.
 use crate::errors::Result;
 use lmetric_core::CoreError;
-use lmetric_core::estimate::output_length::MARGIN_TOKENS;
+use lmetric_core::estimate::output_length::{MARGIN_TOKENS, QUANTILE};
 use lmetric_core::router::{Lengths, Libra, Split};
 use lmetric_core::split::Settings;
 use pyo3::prelude::*;
@@ -29,8 +29,7 @@ pub fn split_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Spli
     let split = match kind {
         "none" => Split::None,
         "libra" => {
-            let (plain, lengths) = (Settings::default(), Lengths::default());
-            let Lengths::Estimated { quantile, .. } = lengths else { unreachable!("the default estimates") };
+            let plain = Settings::default();
             let settings = Settings {
                 probes: take("probes").map_or(plain.probes, |n| n as u32),
                 epsilon: take("epsilon").unwrap_or(plain.epsilon),
@@ -43,7 +42,7 @@ pub fn split_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Spli
                     .unwrap_or(plain.transfer_fixed_seconds),
                 cuts: plain.cuts,
             };
-            let quantile = take("quantile").unwrap_or(quantile);
+            let quantile = take("quantile").unwrap_or(QUANTILE);
             let margin_tokens = take("margin_tokens").map_or(MARGIN_TOKENS, |n| n as u32);
             let lengths = match take("lengths_given").unwrap_or(0.0) {
                 0.0 => Lengths::Estimated { quantile, margin_tokens },

@@ -7,6 +7,8 @@
 use crate::error::CoreError;
 use hashbrown::HashMap;
 
+/// The quantile that is expected where nothing speaks for another: the median.
+pub const QUANTILE: f64 = 0.5;
 /// Tokens that the paper adds against answers that outlive their prediction (section 5).
 pub const MARGIN_TOKENS: u32 = 20;
 /// Buckets of a class: 16 of one token each, then 16 for every doubling to 2^20 tokens.

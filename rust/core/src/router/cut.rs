@@ -3,7 +3,7 @@ use super::Router;
 use super::decide::Turn;
 use crate::error::CoreError;
 use crate::estimate::OutputLength;
-use crate::estimate::output_length::MARGIN_TOKENS;
+use crate::estimate::output_length::{MARGIN_TOKENS, QUANTILE};
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
@@ -65,7 +65,7 @@ pub enum Lengths {
 
 impl Default for Lengths {
     fn default() -> Lengths {
-        Lengths::Estimated { quantile: 0.5, margin_tokens: MARGIN_TOKENS }
+        Lengths::Estimated { quantile: QUANTILE, margin_tokens: MARGIN_TOKENS }
     }
 }
 

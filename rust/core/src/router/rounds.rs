@@ -159,12 +159,26 @@ const STEP_SECONDS: Seconds = 0.05;
 
 impl Router {
     /// Sets how running requests are moved from now on; `None`: not at all. With a curve as its forecast, answers are learned from now on.
-    pub fn set_rescheduling(&mut self, rescheduling: Option<Rescheduling>) {
+    ///
+    /// # Errors
+    /// `BadValue` while requests are in flight of which nothing was kept for such a curve.
+    pub fn set_rescheduling(&mut self, rescheduling: Option<Rescheduling>) -> Result<(), CoreError> {
         let curve = rescheduling.as_ref().is_some_and(|r| matches!(r.forecast, Forecast::Curve));
+        if curve && self.ahead.is_none() && self.in_flight() > 0 {
+            return Err(CoreError::BadValue {
+                what: "rescheduling".into(),
+                got: format!(
+                    "a forecast by learned lengths while {} requests are in flight",
+                    self.in_flight()
+                ),
+                expected: "one that is set before the first request".into(),
+            });
+        }
         self.rescheduling = rescheduling;
-        if curve && self.ahead.is_none() && self.in_flight() == 0 {
+        if curve && self.ahead.is_none() {
             self.look_ahead();
         }
+        Ok(())
     }
 
     /// Whether answers' lengths are to be learned for it.
@@ -177,14 +191,14 @@ impl Router {
     /// # Errors
     /// Never for what the router itself keeps.
     pub fn reschedule(&mut self, now: Seconds) -> Result<(Vec<NamedMove>, Stop), CoreError> {
-        let now = self.clock(now);
+        self.clock(now);
         let Some(mut rescheduling) = self.rescheduling.take() else { return Ok((Vec::new(), Stop::Off)) };
-        let found = self.round(&mut rescheduling, now);
+        let found = self.round(&mut rescheduling);
         self.rescheduling = Some(rescheduling);
         found
     }
 
-    fn round(&mut self, by: &mut Rescheduling, now: Seconds) -> Result<(Vec<NamedMove>, Stop), CoreError> {
+    fn round(&mut self, by: &mut Rescheduling) -> Result<(Vec<NamedMove>, Stop), CoreError> {
         let curve = self.ahead.as_ref().map(|ahead| RemainingCurve::new(&ahead.survival().product_limit()));
         let mut requests: Vec<Vec<RunningRequest>> = vec![Vec::new(); self.fleet.slots()];
         let mut tokens_per_block = 0.0;
@@ -214,7 +228,7 @@ impl Router {
                 let role = self.fleet.role(*id);
                 self.fleet.is_live(*id) && if pools { role == Role::Decode } else { role == Role::Both }
             })
-            .map(|id| self.load_to_balance(id, &requests[id.index()], tokens_per_block, now))
+            .map(|id| self.load_to_balance(id, &requests[id.index()], tokens_per_block))
             .collect();
         let round = by.rule.round(&loads)?;
         let named = |why: &Move| NamedMove { ticket: TicketId(why.request), why: *why };
@@ -226,7 +240,6 @@ impl Router {
         id: InstanceId,
         requests: &'a [RunningRequest],
         tokens_per_block: f64,
-        _now: Seconds,
     ) -> InstanceLoad<'a> {
         let slot = id.index();
         let at = |indicator| self.columns.get(indicator)[slot];

@@ -56,7 +56,7 @@ impl<'a> Cluster<'a> {
             router.set_decode_policy(policy)?;
         }
         if let Some(reschedule) = &config.reschedule {
-            router.set_rescheduling(Some(reschedule.build()?));
+            router.set_rescheduling(Some(reschedule.build()?))?;
         }
         let settings = Settings { admission: config.admission, order: config.order, kv_events: exact };
         let mut engines = Vec::with_capacity(config.profiles.len());
