@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reproduction.md"
@@ -26,6 +27,17 @@ def spread(found: Sequence[float], scale: float = 1, digits: int = 2) -> str:
     half = (max(found) - min(found)) / 2 * scale
     text = f"{np.mean(found) * scale:.{digits}f}"
     return f"{text} ±{half:.{digits}f}" if len(found) > 1 else text
+
+
+def bounds(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """The ratio of two figures over the seeds that both have: geometric mean, 95% bounds by Student's t."""
+    both = min(len(ours), len(theirs))
+    logs = np.log(np.asarray(ours[:both]) / np.asarray(theirs[:both]))
+    half = 0.0
+    if len(logs) > 1:
+        half = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
+    mean = float(logs.mean())
+    return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:

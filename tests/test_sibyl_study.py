@@ -96,7 +96,7 @@ def test_limits_and_lives_by_hand() -> None:
 
 @pytest.mark.usefixtures("study")
 def test_bounds_of_a_ratio_by_hand() -> None:
-    from tables import bounds
+    from rerun import bounds
 
     ratio, low, high = bounds([1.0, 2.0, 4.0], [1.0, 1.0, 1.0, 9.0])
     assert ratio == pytest.approx(2.0)

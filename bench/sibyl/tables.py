@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
-from rerun import markdown, spread
+from rerun import bounds, markdown, spread
 
 Row = dict[str, Any]
 LEAST = "least requests, bound ones too (REQLEVEL)"
@@ -46,17 +45,6 @@ def stage_table(stage: str, rows: Sequence[Row]) -> str:
     requests = int(np.mean(rows[0]["requests"]))
     table = markdown(head + (["without end, %"] if stuck else []), lines)
     return f"{stage} ({requests:,} requests counted):\n\n{table}"
-
-
-def bounds(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """The ratio of two figures over the seeds that both have: geometric mean, 95% bounds by Student's t."""
-    both = min(len(ours), len(theirs))
-    logs = np.log(np.asarray(ours[:both]) / np.asarray(theirs[:both]))
-    half = 0.0
-    if len(logs) > 1:
-        half = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
-    mean = float(logs.mean())
-    return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
 
 
 def compared(rows: Sequence[Row], chosen: str) -> str:

@@ -1,0 +1,201 @@
+"""Reruns the STAR paper's experiments on simulated clusters like its own, with rivals it does not have.
+
+    python bench/star/run.py                    # all figures
+    python bench/star/run.py --figure 10,13     # some
+    python bench/star/run.py --quick            # one seed, the first stage of each figure; nothing is written
+    python bench/star/run.py --render           # the page from the files in results/; --check compares
+
+Each figure writes `results/FIGURE.json`; its tables in docs/reproduction.md are made of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tables import rendered
+from world import (
+    CURRENT,
+    CURVE,
+    LARGE,
+    LLUMNIX,
+    MAIN,
+    NATIVE,
+    NONE,
+    ORACLE,
+    SMALL,
+    Rival,
+    Stage,
+    World,
+)
+
+from rerun import ROOT, Rerun
+
+Row = dict[str, Any]
+RERUN = Rerun(Path(__file__).parent, "star", rendered)
+figure = RERUN.figure
+
+
+def rows(
+    world: World, stages: Sequence[Stage], rivals: Sequence[Rival], base: Rival = NONE, **told: str
+) -> Row:
+    """All rivals on all stages, each figure one number a seed."""
+    made = []
+    for stage, rival, found in world.all(stages[:1] if world.quick else stages, rivals):
+        columns = [asdict(outcome) for outcome in found]
+        values = {name: [float(f"{column[name]:.5g}") for column in columns] for name in columns[0]}
+        made.append({"stage": stage.label, "policy": rival.label, **values})
+        print(f"{stage.label}: {rival.label}: p99 {made[-1]['p99']}", file=sys.stderr, flush=True)
+    return {"base": base.label, "rows": made, **told}
+
+
+# The rates of the studies that look at one: where the paper's claims are made on its small cluster, and where
+# the memory of its large one fills.
+TUNED_ON = Stage("sharegpt", SMALL, 0.17)
+FULL = Stage("sharegpt", LARGE, 0.3)
+ALPACA = Stage("alpaca", SMALL, 0.13)
+AZURE = Stage("azure-conversation", SMALL, 15, seconds=900, warm_up=150)
+
+
+@figure("3", "Figure 3: placement alone, 0.1 requests/s")
+def figure_3(world: World) -> Row:
+    rivals = [NONE.placed("round_robin"), NONE, NATIVE]
+    return rows(world, [Stage("sharegpt", SMALL, 0.1)], rivals)
+
+
+@figure("10", "Figures 10 to 12: rates")
+def figure_10(world: World) -> Row:
+    stages = [Stage("sharegpt", SMALL, rate) for rate in (0.17, 0.1, 0.14, 0.2)]
+    stages += [Stage("sharegpt", LARGE, rate) for rate in (0.2, 0.3, 0.35)]
+    stages += [Stage("alpaca", SMALL, rate) for rate in (0.1, 0.13)]
+    return rows(world, stages, MAIN)
+
+
+@figure("placement", "Moving behind good placement, and Llumnix")
+def placement(world: World) -> Row:
+    rivals = [
+        rival.placed(placement)
+        for placement in ("least_tokens", "least_requests", "sibyl_plus")
+        for rival in (NONE, LLUMNIX, LLUMNIX_TUNED, CURRENT, NATIVE)
+    ]
+    return rows(world, [TUNED_ON, FULL, ALPACA, AZURE], rivals, NONE.placed("sibyl_plus"))
+
+
+LLUMNIX_TUNED = LLUMNIX.set("Llumnix, tuned", source_below_steps=8000, target_above_steps=8000)
+
+
+@figure("llumnix", "Llumnix' thresholds")
+def llumnix(world: World) -> Row:
+    tried = [
+        (500, 1000),
+        (1000, 1000),
+        (2000, 2000),
+        (4000, 4000),
+        (8000, 8000),
+        (16000, 16000),
+        (4000, 8000),
+    ]
+    rivals = [
+        LLUMNIX.set(f"source below {source:,}, target above {target:,}", source_below_steps=source,
+                    target_above_steps=target)
+        for source, target in tried
+    ]  # fmt: skip
+    return rows(world, [TUNED_ON], [NONE, *rivals, NATIVE])
+
+
+@figure("13", "Figure 13: variance of step times by cluster size")
+def figure_13(world: World) -> Row:
+    stages = [
+        Stage("sharegpt", LARGE.sized(decodes), 0.3 * decodes / 8, seconds=2000, warm_up=500)
+        for decodes in (8, 16, 32, 64, 128, 256)
+    ]
+    rivals = [NONE, CURRENT, NATIVE, ORACLE, NONE.placed("sibyl_plus"), NATIVE.placed("sibyl_plus")]
+    return rows(world, stages, [*rivals, FAST], column="variance")
+
+
+FAST = NATIVE.set("the paper's predictor, 16 moves a round", most_moves=16)
+BINS = [ORACLE.set(f"{bins} bins", forecast=f"bins_{bins}") for bins in (6, 4, 2)]
+
+
+@figure("t3", "Table 3: how finely lengths are known")
+def table_3(world: World) -> Row:
+    rivals = [NONE, CURRENT, *BINS, CURVE, NATIVE, ORACLE]
+    rivals += [NATIVE.set(name, forecast=name) for name in ("pia", "mu_serve")]
+    return rows(world, [TUNED_ON, Stage("sharegpt", LARGE, 0.2)], rivals, CURRENT)
+
+
+STEP_SECONDS = {SMALL: 0.02, LARGE: 0.027}
+
+
+@figure("t4", "Table 4: how often lengths are predicted and a round is held")
+def table_4(world: World) -> Row:
+    found: Row = {}
+    for stage in (TUNED_ON, Stage("sharegpt", LARGE, 0.2)):
+        step = STEP_SECONDS[stage.cluster]
+        rivals = [
+            replace(
+                rival.set(
+                    f"{rival.label}, each {steps:,} steps",
+                    repredict_tokens=steps,
+                    period_seconds=steps * step,
+                ),
+                stride=min(steps, 20),
+            )
+            for rival in (CURRENT, NATIVE)
+            for steps in (1, 20, 100, 500, 2500)
+        ]
+        one = rows(world, [stage], [NONE, *rivals])
+        found = {**one, "rows": [*found.get("rows", []), *one["rows"]]}
+        if world.quick:
+            break
+    return found
+
+
+@figure("sweep", "What the paper gives no values for, on ShareGPT lengths")
+def sweep(world: World) -> Row:
+    tried: dict[str, tuple[float, ...]] = {
+        "threshold": (0.02, 0.05, 0.2, 0.4),
+        "horizon_steps": (256, 8192, 32768),
+        "half_life_steps": (64, 4096, 0),
+        "most_moves": (2, 4),
+    }
+    rivals = [
+        NATIVE.set(f"{name} {value:g}", **{name: value}) for name, values in tried.items() for value in values
+    ]
+    return rows(world, [TUNED_ON], [NONE, CURRENT, NATIVE, *rivals, FAR], NATIVE)
+
+
+FAR = NATIVE.set("far: horizon 32,768, all steps alike", horizon_steps=32768, half_life_steps=0, points=64)
+
+
+@figure("judged", "The same on lengths that nothing was tuned on")
+def judged(world: World) -> Row:
+    tried = [NATIVE.set("threshold 0.02", threshold=0.02), NATIVE.set("threshold 0.4", threshold=0.4), FAR]
+    return rows(world, [ALPACA, AZURE], [NONE, CURRENT, NATIVE, *tried], NATIVE)
+
+
+def world(options: argparse.Namespace) -> World:
+    return World(
+        quick=options.quick,
+        seeds=1 if options.quick else options.seeds,
+        first=options.first_seed,
+        traces=options.traces,
+    )
+
+
+def main() -> None:
+    parser = RERUN.parser(__doc__, seeds=5)
+    parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces", metavar="DIR",
+                        help="with azure_conv_2023.csv.gz")  # fmt: skip
+    parser.add_argument("--first-seed", type=int, default=0, help="[0]")
+    RERUN.main(parser, world)
+
+
+if __name__ == "__main__":
+    main()
