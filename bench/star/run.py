@@ -21,10 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tables import rendered
 from world import (
+    BINS,
     CURRENT,
     CURVE,
+    FAR,
+    FAST,
     LARGE,
     LLUMNIX,
+    LLUMNIX_TUNED,
     MAIN,
     NATIVE,
     NONE,
@@ -87,9 +91,6 @@ def placement(world: World) -> Row:
     return rows(world, [TUNED_ON, FULL, ALPACA, AZURE], rivals, NONE.placed("sibyl_plus"))
 
 
-LLUMNIX_TUNED = LLUMNIX.set("Llumnix, tuned", source_below_steps=8000, target_above_steps=8000)
-
-
 @figure("llumnix", "Llumnix' thresholds")
 def llumnix(world: World) -> Row:
     tried = [
@@ -119,10 +120,6 @@ def figure_13(world: World) -> Row:
     return rows(world, stages, [*rivals, FAST], column="variance")
 
 
-FAST = NATIVE.set("the paper's predictor, 16 moves a round", most_moves=16)
-BINS = [ORACLE.set(f"{bins} bins", forecast=f"bins_{bins}") for bins in (6, 4, 2)]
-
-
 @figure("t3", "Table 3: how finely lengths are known")
 def table_3(world: World) -> Row:
     rivals = [NONE, CURRENT, *BINS, CURVE, NATIVE, ORACLE]
@@ -147,7 +144,7 @@ def table_4(world: World) -> Row:
                 ),
                 stride=min(steps, 20),
             )
-            for rival in (CURRENT, NATIVE)
+            for rival in (CURRENT, NATIVE, ORACLE)
             for steps in (1, 20, 100, 500, 2500)
         ]
         one = rows(world, [stage], [NONE, *rivals])
@@ -169,9 +166,6 @@ def sweep(world: World) -> Row:
         NATIVE.set(f"{name} {value:g}", **{name: value}) for name, values in tried.items() for value in values
     ]
     return rows(world, [TUNED_ON], [NONE, CURRENT, NATIVE, *rivals, FAR], NATIVE)
-
-
-FAR = NATIVE.set("far: horizon 32,768, all steps alike", horizon_steps=32768, half_life_steps=0, points=64)
 
 
 @figure("judged", "The same on lengths that nothing was tuned on")

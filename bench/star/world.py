@@ -1,8 +1,8 @@
 """What the STAR study plays: its two clusters, lengths and rivals, and what is kept of a run.
 
 Every run begins empty, as the paper's do, and arrivals never stop. What counts is what ends between
-`WARM_UP_SECONDS` and the end: runs of 6,000 s last some ten times as long as the answer to which a token drawn at random belongs
-(27,000 tokens, 500 s). Variances and times out of memory are those of the whole run.
+`WARM_UP_SECONDS` and the end: runs of 6,000 s last some ten times as long as the answer that a token
+drawn at random belongs to (27,000 tokens, 500 s). Variances and times out of memory are of whole runs.
 """
 
 from __future__ import annotations
@@ -99,6 +99,10 @@ CURVE = Rival("STAR, learned curve", "star")
 NATIVE = Rival("STAR, the paper's predictor", "star", settings={"forecast": "llm_native"})
 ORACLE = Rival("STAR Oracle", "star_oracle")
 LLUMNIX = Rival("Llumnix", "llumnix")
+BINS = [ORACLE.set(f"{bins} bins", forecast=f"bins_{bins}") for bins in (6, 4, 2)]
+FAST = NATIVE.set("the paper's predictor, 16 moves a round", most_moves=16)
+FAR = NATIVE.set("far: horizon 32,768, all steps alike", horizon_steps=32768, half_life_steps=0, points=64)
+LLUMNIX_TUNED = LLUMNIX.set("Llumnix, tuned", source_below_steps=8000, target_above_steps=8000)
 MAIN = [NONE, CURRENT, CURVE, NATIVE, ORACLE]
 
 

@@ -1,0 +1,164 @@
+"""Running requests that move between simulated engines, from Python and the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lmetric as lm
+from lmetric import BadValueError, LmetricError
+from lmetric.profiles import Profile
+from lmetric.sim.run import Run
+from lmetric.sim.traces import Trace
+
+ROOT = Path(__file__).parent.parent
+SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
+LONG, SHORT = 3000, 20
+# A step takes 10 ms and 1 ms for each 1,000 tokens; each engine holds 16,000.
+TOKENS_COST = Profile(
+    fixed_seconds=0.01,
+    decode_seconds_per_sequence=0.0,
+    decode_seconds_per_context_token=1e-6,
+    prefill_seconds_per_token=1e-5,
+    prefill_seconds_per_attention_pair=0.0,
+    max_batch_tokens=4096,
+    max_sequences=64,
+    block_tokens=16,
+    cache_blocks=1000,
+    kv_bytes_per_token=100_000,
+)
+
+
+def uneven(requests: int = 16) -> Trace:
+    """A long answer, a short one, and so on: placed in turn, one of two engines gets all that are long."""
+    return Trace(
+        name="uneven", arrival_seconds=np.arange(requests) * 0.5, input_tokens=np.full(requests, 16),
+        output_tokens=np.where(np.arange(requests) % 2 == 0, LONG, SHORT),
+        hash_offsets=np.zeros(requests + 1, np.int64), hash_ids=np.zeros(0, np.uint64), block_tokens=16,
+    )  # fmt: skip
+
+
+def play(reschedule: str, settings: dict[str, float | str] | None = None, **more: Any) -> Run:
+    """The uneven trace over a prefill and two decode engines."""
+    told: dict[str, Any] = {
+        "roles": "1P2D", "decode_policy": "round_robin", "policy": "round_robin", "profile": TOKENS_COST,
+        "admission": "vllm", "transfer": "10",
+    }  # fmt: skip
+    return lm.simulate(
+        uneven(),
+        reschedule=reschedule,  # type: ignore[arg-type]
+        reschedule_settings=settings,
+        **{**told, **more},
+    )
+
+
+@pytest.fixture(scope="module")
+def unmoved() -> Run:
+    return play("none")
+
+
+EARLY: dict[str, float | str] = {"source_below_steps": 2500, "target_above_steps": 2500}
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings"),
+    [("star", None), ("star_current", None), ("star_oracle", None), ("llumnix", EARLY)],
+)
+def test_each_rule_makes_an_imbalance_smaller(
+    rule: str, settings: dict[str, float | str] | None, unmoved: Run
+) -> None:
+    run = play(rule, settings)
+    assert (run.reschedule, unmoved.reschedule) == (rule, "none")
+    assert run.moves.sum() > 0 == unmoved.moves.sum()
+    assert run.moves[1::2].sum() == 0  # a short answer is gone before anything is uneven
+    assert run.step_variance < 0.5 * unmoved.step_variance
+    # All eight long answers on one engine need 24,000 tokens of its 16,000.
+    assert unmoved.oom > run.oom
+    assert run.e2e_seconds.max() < unmoved.e2e_seconds.max()
+    # Nothing is lost or made twice.
+    assert np.isfinite(run.finished_seconds).all()
+    assert run.gap_counts.sum() == (run.output_tokens - 1).sum() == unmoved.gap_counts.sum()
+
+
+def test_the_same_settings_move_the_same_requests() -> None:
+    one, other = (play("star", {"forecast": "llm_native", "forecast_seed": 7}) for _ in range(2))
+    assert (one.moves == other.moves).all()
+    assert (one.finished_seconds == other.finished_seconds).all()
+    errs_otherwise = play("star", {"forecast": "llm_native", "forecast_seed": 8})
+    assert (errs_otherwise.finished_seconds != one.finished_seconds).any()
+
+
+def test_settings_reach_the_rule(unmoved: Run) -> None:
+    plain = play("star")
+    never = play("star", {"threshold": 1.0})  # nothing is below 0 times the mean
+    assert never.moves.sum() == 0
+    assert never.step_variance == unmoved.step_variance
+    assert play("star_current", {"period_seconds": 1000.0}).moves.sum() == 0
+    assert play("star_oracle", {"migration_seconds": 1e6}).moves.sum() == 0  # no answer outlasts its move
+    assert play("llumnix", {"source_below_steps": 0}).moves.sum() == 0
+    assert play("star", {"threshold": 0.6}).moves.sum() < plain.moves.sum()
+    assert play("star", {"most_moves": 4, "period_seconds": 5}).moves.sum() != (
+        play("star", {"period_seconds": 5}).moves.sum()
+    )
+    for forecast in ("given", "bins_2", "bins_4", "bins_6", "llm_native", "pia", "mu_serve", "tetri_infer"):
+        assert play("star", {"forecast": forecast}).moves.sum() > 0
+
+
+def test_a_move_costs_what_its_link_says() -> None:
+    slow = play("star_current", transfer="0.1")
+    fast = play("star_current", transfer="100")
+    moved = slow.moves > 0
+    assert moved.any()
+    # A moved request waits for its own KV: 100 kB a token at 0.1 GB/s, a second for each 1,000.
+    assert slow.worst_gap_seconds[moved].max() > 0.5
+    assert fast.worst_gap_seconds.max() < 0.1
+    assert slow.slow_tokens[moved].sum() > 0 == slow.slow_tokens[~moved].sum() == fast.slow_tokens.sum()
+    assert play("star_current", transfer="0.1", token_slo_seconds=1e4).slow_tokens.sum() == 0
+
+
+def test_mistakes_are_answered_with_what_would_be_right() -> None:
+    with pytest.raises(LmetricError, match=r"star_curent.*star_current"):
+        play("star_curent")
+    for rule, settings, said in (
+        ("star", {"treshold": 0.1}, r"treshold with \"star\".*threshold"),
+        ("star", {"source_below_steps": 5}, "source_below_steps.*horizon_steps"),
+        ("llumnix", {"threshold": 0.1}, "threshold.*source_below_steps"),
+        ("none", {"threshold": 0.1}, "threshold.*nothing"),
+        ("star", {"threshold": 2}, "threshold.*2"),
+        ("star", {"threshold": -0.1}, "threshold"),
+        ("star", {"period_seconds": 0}, "period_seconds.*0.001"),
+        ("star", {"horizon_steps": 0}, "horizon_steps"),
+        ("star", {"half_life_steps": 0.5}, "half_life_steps"),
+        ("star", {"most_moves": 0}, "most_moves.*at least 1"),
+        ("llumnix", {"source_below_steps": 9, "target_above_steps": 8}, "target_above_steps"),
+        ("star", {"forecast": "bins_3"}, "bins_3.*bins_2"),
+        ("star", {"forecast": "guess"}, "guess.*curve"),
+    ):
+        with pytest.raises(BadValueError, match=said):
+            play(rule, settings)  # type: ignore[arg-type]
+    with pytest.raises((TypeError, LmetricError)):
+        play("star", {"threshold": "much"})
+
+
+def test_the_command_compares_rules() -> None:
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "lmetric.cli", "simulate", "--trace", str(SLICE), "--requests", "120",
+            "--speed", "9", "--roles", "2P2D", "--policy", "least_requests", "--decode-policy", "round_robin",
+            "--reschedule", "none,star", "--json", "-",
+        ],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    still, moving = answer["runs"]
+    assert (still["reschedule"], moving["reschedule"]) == ("none", "star")
+    assert still["moves"] == 0 < moving["moves"]
+    assert {"oom", "moves", "split", "splits", "tbt_p99_seconds", "token_goodput"} <= moving.keys()
+    assert "reschedule" not in answer["setting"]["settings"]
