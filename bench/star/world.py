@@ -1,7 +1,7 @@
 """What the STAR study plays: its two clusters, lengths and rivals, and what is kept of a run.
 
 Every run begins empty, as the paper's do, and arrivals never stop. What counts is what ends between
-`WARM_UP_SECONDS` and the end: runs of 6,000 s last some ten times as long as the answer that a token
+`WARM_UP_SECONDS` and the end: runs of 4,000 s last some eight times as long as the answer that a token
 drawn at random belongs to (27,000 tokens, 500 s). Variances and times out of memory are of whole runs.
 """
 
@@ -38,8 +38,8 @@ LENGTHS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 RECORDED = {"azure-conversation": "azure_conv_2023.csv.gz"}  # their lengths are drawn, each by itself
-WARM_UP_SECONDS = 1500.0
-SECONDS = 6000.0
+WARM_UP_SECONDS = 1000.0
+SECONDS = 4000.0
 STRIDE = (
     20  # the router hears of tokens once a batch has run so many steps: the paper's interval of predictions
 )

@@ -1,11 +1,12 @@
 //! Plans of two segments, step by step: where each goes, what is booked when, and what happens where somebody is gone.
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
+use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Binding, Cuts, Event, Failure, Usage};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::router::{Carry, Decision, Router, RouterConfig, Split};
+use lmetric_core::router::{Carry, Decision, RescheduleConfig, Router, RouterConfig, Split};
 
 fn fleet(config: RouterConfig, roles: &[Role]) -> Router {
     let mut router = Router::new(registry::build("least_requests", &[]).unwrap(), config).unwrap();
@@ -345,4 +346,35 @@ fn a_move_ends_with_its_request_and_a_target_that_is_gone_is_replaced() {
     router.drop_ticket(d.ticket);
     is(&mut router, Bs, &[0.0; 3]);
     is(&mut router, BoundTokens, &[0.0; 3]);
+}
+
+#[test]
+fn a_request_on_its_way_is_load_of_its_target() {
+    // Three requests run on one instance, none on the other. Once one was sent there, two and one are as even as can be, long before its KV has come.
+    let mut router = fleet(RouterConfig::default(), &[Both, Both]);
+    router.set_rescheduling(Some(RescheduleConfig::named("star_current").unwrap().build().unwrap())).unwrap();
+    (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Output));
+    let placed: Vec<Decision> = (0..6).map(|_| route(&mut router, 0.0)).collect();
+    for decision in &placed {
+        router.advance(decision.ticket, Event::FirstToken, 0.1).unwrap();
+    }
+    assert_eq!(router.reschedule(0.2).unwrap().0, [], "three and three are even");
+    let (alone, other): (Vec<&Decision>, Vec<&Decision>) =
+        placed.iter().partition::<Vec<&Decision>, _>(|d| d.segment.instance.0 == 0);
+    for decision in other {
+        router.advance(decision.ticket, DONE, 0.3).unwrap();
+    }
+    let moves = router.reschedule(0.4).unwrap().0;
+    assert_eq!(moves.len(), 1);
+    let moved = moves[0].ticket;
+    assert!(alone.iter().any(|d| d.ticket == moved));
+    router.begin_move(moved, InstanceId(1), Carry::Kv, 0.5).unwrap();
+    router.advance(moved, Event::Moved, 0.6).unwrap();
+    is(&mut router, DecodeBs, &[2.0, 0.0]);
+    assert_eq!(router.reschedule(0.7).unwrap().0, [], "two here, one on its way there");
+    router.advance(moved, Event::FirstToken, 2.0).unwrap();
+    assert_eq!(router.reschedule(2.1).unwrap().0, []);
+    // Once it is gone, the other two are uneven again.
+    router.drop_ticket(moved);
+    assert_eq!(router.reschedule(2.2).unwrap().0.len(), 1);
 }

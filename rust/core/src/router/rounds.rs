@@ -201,24 +201,32 @@ impl Router {
     fn round(&mut self, by: &mut Rescheduling) -> Result<(Vec<NamedMove>, Stop), CoreError> {
         let curve = self.ahead.as_ref().map(|ahead| RemainingCurve::new(&ahead.survival().product_limit()));
         let mut requests: Vec<Vec<RunningRequest>> = vec![Vec::new(); self.fleet.slots()];
+        let mut coming = vec![(0.0, 0.0); self.fleet.slots()];
         let mut tokens_per_block = 0.0;
         for (ticket, state) in self.tickets.iter() {
             let leg = &state.leg;
-            if leg.entry.stage != Stage::Decoding
-                || !self.fleet.is_current(leg.segment.instance, leg.instance_generation)
-            {
+            let slot = leg.segment.instance.index();
+            let runs = leg.entry.stage == Stage::Decoding;
+            // One whose KV is on its way is load of its target already: else each round until it is there sends that target one more.
+            let comes = !runs && leg.segment.from_token > 0;
+            if !(runs || comes) || !self.fleet.is_current(leg.segment.instance, leg.instance_generation) {
                 continue;
             }
+            if comes {
+                coming[slot].0 += 1.0;
+                coming[slot].1 += leg.entry.prompt_tokens + leg.entry.output_tokens;
+            }
             tokens_per_block = f64::max(tokens_per_block, state.tokens_per_block);
-            requests[leg.segment.instance.index()].push(RunningRequest {
+            requests[slot].push(RunningRequest {
                 id: ticket.0,
                 tokens: (leg.entry.prompt_tokens + leg.entry.output_tokens) as u32,
                 remaining: remaining(by, curve.as_ref(), ticket, leg),
                 priority: 0,
-                movable: state.may_be_cut
+                movable: runs
+                    && state.may_be_cut
                     && state.later.is_empty()
                     && leg.segment.to_token.is_none()
-                    && self.cuts[leg.segment.instance.index()] >= Cuts::Output,
+                    && self.cuts[slot] >= Cuts::Output,
             });
         }
         let pools = self.fleet.decoder_count() > 0;
@@ -228,7 +236,7 @@ impl Router {
                 let role = self.fleet.role(*id);
                 self.fleet.is_live(*id) && if pools { role == Role::Decode } else { role == Role::Both }
             })
-            .map(|id| self.load_to_balance(id, &requests[id.index()], tokens_per_block))
+            .map(|id| self.load_to_balance(id, &requests[id.index()], coming[id.index()], tokens_per_block))
             .collect();
         let round = by.rule.round(&loads)?;
         let named = |why: &Move| NamedMove { ticket: TicketId(why.request), why: *why };
@@ -239,12 +247,15 @@ impl Router {
         &self,
         id: InstanceId,
         requests: &'a [RunningRequest],
+        coming: (f64, f64),
         tokens_per_block: f64,
     ) -> InstanceLoad<'a> {
         let slot = id.index();
         let at = |indicator| self.columns.get(indicator)[slot];
         let blocks = self.cache_blocks[slot].map_or(f64::from(u32::MAX), f64::from);
-        let (bound, bound_tokens) = (at(Indicator::BoundBs), at(Indicator::BoundTokens));
+        // Of those without a token here, `requests` has the ones whose KV comes.
+        let (bound, bound_tokens) =
+            (at(Indicator::BoundBs) - coming.0, at(Indicator::BoundTokens) - coming.1);
         let model = self.step_time_of(slot).or_else(|| self.books.step_fit(slot).step_time());
         let step = model.map(|model| model.step(at(Indicator::DecodeBs), at(Indicator::DecodeTokens)));
         InstanceLoad {
