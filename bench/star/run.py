@@ -73,8 +73,8 @@ def figure_3(world: World) -> Row:
 
 @figure("10", "Figures 10 to 12: rates")
 def figure_10(world: World) -> Row:
-    stages = [Stage("sharegpt", SMALL, rate) for rate in (0.17, 0.1, 0.2)]
-    stages += [Stage("sharegpt", LARGE, rate) for rate in (0.2, 0.3)]
+    stages = [Stage("sharegpt", SMALL, rate) for rate in (0.17, 0.2)]
+    stages += [Stage("sharegpt", LARGE, 0.2)]
     stages += [ALPACA]
     return rows(world, stages, MAIN)
 
@@ -139,7 +139,7 @@ def table_4(world: World) -> Row:
             ),
             stride=min(steps, 20),
         )
-        for rival in (CURRENT, NATIVE, ORACLE)
+        for rival in (CURRENT, NATIVE)
         for steps in (1, 20, 100, 1000)
     ]
     return rows(world, [Stage("sharegpt", LARGE, 0.2)], [NONE, *rivals])
