@@ -62,7 +62,7 @@ def rows(
 # The studies that look at one rate look where the paper's claims are made on its small cluster.
 TUNED_ON = Stage("sharegpt", SMALL, 0.17)
 ALPACA = Stage("alpaca", SMALL, 0.13)
-AZURE = Stage("azure-conversation", SMALL, 15, seconds=900, warm_up=150)
+AZURE = Stage("azure-conversation", SMALL, 15, seconds=400, warm_up=100)
 
 
 @figure("3", "Figure 3: placement alone, 0.1 requests/s")
@@ -112,7 +112,7 @@ def llumnix(world: World) -> Row:
 def figure_13(world: World) -> Row:
     stages = [
         Stage("sharegpt", LARGE.sized(decodes), 0.3 * decodes / 8, seconds=2000, warm_up=500)
-        for decodes in (8, 32, 256)
+        for decodes in (8, 32, 128)
     ]
     rivals = [NONE, NONE.placed("sibyl_plus"), CURRENT, NATIVE, ORACLE, FAST]
     return rows(world, stages, rivals, column="variance")

@@ -29,16 +29,18 @@ impl Cluster<'_> {
     /// How uneven decode steps are now.
     pub(super) fn compare(&mut self) {
         let decodes = |i: &usize| self.config.roles.get(*i) != Some(&Role::Prefill);
-        let (mut n, mut sum, mut squares) = (0.0, 0.0, 0.0);
+        let (mut n, mut sum, mut squares, mut running) = (0.0, 0.0, 0.0, 0);
         for engine in (0..self.engines.len()).filter(decodes).map(|i| &self.engines[i]) {
             let (sequences, context_tokens) = engine.decode_load(engine.progress(self.now).1);
             let work = StepWork { decode_sequences: sequences, context_tokens, ..StepWork::default() };
-            let seconds = if sequences > 0 { engine.profile().step_seconds(&work) } else { 0.0 };
+            // Where nothing runs it is what a step without tokens would take: at 0 s, one idle engine would outweigh all that loads differ by.
+            let seconds = engine.profile().step_seconds(&work);
             if seconds.is_finite() {
                 (n, sum, squares) = (n + 1.0, sum + seconds, squares + seconds * seconds);
+                running += sequences;
             }
         }
-        if n > 1.0 && sum > 0.0 {
+        if n > 1.0 && running > 0 {
             let mean = sum / n;
             self.variances.0 += (squares / n - mean * mean).max(0.0);
             self.variances.1 += 1.0;
