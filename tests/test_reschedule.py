@@ -66,8 +66,8 @@ def unmoved() -> Run:
 def test_the_variance_of_steps_by_hand() -> None:
     alone = uneven(1)
     run = lm.simulate(alone, roles="1P2D", decode_policy="round_robin", profile=TOKENS_COST, transfer=None)
-    # One engine reads the answer so far, the other nothing: half of that apart from their mean. 3,000 tokens come
-    # in 34.5 s (10 ms a step and 1 us a token), compared each second.
+    # One engine reads the answer so far, the other nothing: half of that apart from their mean. 3,000 tokens
+    # come in 34.5 s (10 ms a step and 1 us a token), compared each second.
     step = 0.01 + (16 + np.arange(LONG)) * 1e-6
     at = np.searchsorted(np.cumsum(step), np.arange(1, 35))
     assert run.step_variance == pytest.approx(((at * 1e-6 / 2) ** 2).mean(), rel=0.1)

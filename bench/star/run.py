@@ -25,7 +25,6 @@ from world import (
     CURRENT,
     CURVE,
     FAR,
-    FAST,
     LARGE,
     LLUMNIX,
     LLUMNIX_TUNED,
@@ -112,9 +111,9 @@ def llumnix(world: World) -> Row:
 def figure_13(world: World) -> Row:
     stages = [
         Stage("sharegpt", LARGE.sized(decodes), 0.3 * decodes / 8, seconds=2000, warm_up=500)
-        for decodes in (8, 32, 128)
+        for decodes in (8, 32)
     ]
-    rivals = [NONE, NONE.placed("sibyl_plus"), CURRENT, NATIVE, ORACLE, FAST]
+    rivals = [NONE, NONE.placed("sibyl_plus"), CURRENT, NATIVE]
     return rows(world, stages, rivals, column="variance")
 
 

@@ -100,7 +100,6 @@ NATIVE = Rival("STAR, the paper's predictor", "star", settings={"forecast": "llm
 ORACLE = Rival("STAR Oracle", "star_oracle")
 LLUMNIX = Rival("Llumnix", "llumnix")
 BINS = [ORACLE.set(f"{bins} bins", forecast=f"bins_{bins}") for bins in (6, 4, 2)]
-FAST = NATIVE.set("the paper's predictor, 16 moves a round", most_moves=16)
 FAR = NATIVE.set("far: horizon 32,768, all steps alike", horizon_steps=32768, half_life_steps=0, points=64)
 LLUMNIX_TUNED = LLUMNIX.set("Llumnix, tuned", source_below_steps=8000, target_above_steps=8000)
 MAIN = [NONE, CURRENT, CURVE, NATIVE, ORACLE]
