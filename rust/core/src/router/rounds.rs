@@ -67,6 +67,8 @@ pub struct Rescheduling {
     pub forecast: Forecast,
     /// Output tokens of a request after which its length is predicted anew (STAR, section 5.3: 20).
     pub repredict_tokens: u32,
+    /// Whether the expected length of a request is the most that it may get; else it is what it will get, which the curve must not know.
+    pub expected_is_limit: bool,
 }
 
 /// The settings of [`Rescheduling`], to be told, kept and copied.
@@ -78,6 +80,8 @@ pub struct RescheduleConfig {
     pub forecast: Forecast,
     /// See [`Rescheduling::repredict_tokens`].
     pub repredict_tokens: u32,
+    /// See [`Rescheduling::expected_is_limit`].
+    pub expected_is_limit: bool,
     /// Seconds between two rounds. 0.5: about [`INTERVAL_STEPS`] steps of 25 ms.
     pub period_seconds: Seconds,
 }
@@ -104,6 +108,7 @@ impl RescheduleConfig {
             rule: Rule::Star(StarSettings::default()),
             forecast: Forecast::Curve,
             repredict_tokens: INTERVAL_STEPS,
+            expected_is_limit: true,
             period_seconds: 0.5,
         };
         Ok(match name {
@@ -140,8 +145,12 @@ impl RescheduleConfig {
             Rule::Star(settings) => Box::new(Star::new(settings)?),
             Rule::Llumnix(settings) => Box::new(Llumnix::new(settings)?),
         };
-        let (forecast, repredict_tokens) = (self.forecast.clone(), self.repredict_tokens);
-        Ok(Rescheduling { rule, forecast, repredict_tokens })
+        Ok(Rescheduling {
+            rule,
+            forecast: self.forecast.clone(),
+            repredict_tokens: self.repredict_tokens,
+            expected_is_limit: self.expected_is_limit,
+        })
     }
 }
 
@@ -280,7 +289,8 @@ fn remaining(by: &Rescheduling, curve: Option<&RemainingCurve>, ticket: TicketId
     let truly = || leg.entry.expected_output_tokens.map_or(0.0, |all| (all - then).max(0.0));
     let believed = match (&by.forecast, curve) {
         (Forecast::Curve, Some(curve)) => {
-            curve.at(then, leg.entry.expected_output_tokens.unwrap_or(f64::INFINITY))
+            let limit = leg.entry.expected_output_tokens.filter(|_| by.expected_is_limit);
+            curve.at(then, limit.unwrap_or(f64::INFINITY))
         }
         (Forecast::Curve, None) => Remaining::exact(0.0),
         (Forecast::Given, _) => Remaining::exact(truly()),

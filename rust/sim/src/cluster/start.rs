@@ -56,7 +56,9 @@ impl<'a> Cluster<'a> {
             router.set_decode_policy(policy)?;
         }
         if let Some(reschedule) = &config.reschedule {
-            router.set_rescheduling(Some(reschedule.build()?))?;
+            let mut rescheduling = reschedule.build()?;
+            rescheduling.expected_is_limit = !config.output_known;
+            router.set_rescheduling(Some(rescheduling))?;
         }
         let settings = Settings { admission: config.admission, order: config.order, kv_events: exact };
         let mut engines = Vec::with_capacity(config.profiles.len());
