@@ -144,8 +144,8 @@ def lengths(workload: str, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=4)
 def made(workload: str, rate: float, seed: int, spread: tuple[str, float] | None = None) -> Trace:
-    """What arrives: at another rate the same requests, nearer together. `spread` puts other answers in
-    place of the workload's: normal or log-normal about them, by the deviation in tokens or of the logarithm."""
+    """What arrives: at another rate the same requests, nearer together. `spread` puts other answers in the
+    place of the workload's: normal or log-normal about them, by a deviation in tokens or of the logarithm."""
     gaps = np.random.default_rng((seed, 0)).exponential(1.0, int(rate * SECONDS * 1.5 + 200))
     arrivals = np.cumsum(gaps) / rate
     arrivals = arrivals[arrivals < SECONDS]
