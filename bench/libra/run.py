@@ -25,6 +25,7 @@ from tables import rendered
 from world import (
     ALL,
     BY_LOAD,
+    BY_LOAD_ESTIMATED,
     CHUNKS,
     COMPOSED,
     DEFAULT,
@@ -44,6 +45,7 @@ from world import (
     capacity,
     columns,
     most,
+    outcome,
     run,
 )
 
@@ -206,8 +208,6 @@ def transfer(world: World) -> Row:
 
 
 def spread_out(rate: float, system: System, seed: int, spread: tuple[str, float]) -> Row:
-    from world import outcome
-
     return columns([outcome(run("219/1467", rate, system, A100, seed, spread))])
 
 
@@ -222,7 +222,7 @@ def table_5(world: World) -> Row:
     for kind, width in spreads[:1] if world.quick else spreads:
         unit = "tokens" if kind == "normal" else "of the logarithm"
         group = f"{kind}, deviation {width:g} {unit}, {rate:.2f}/s"
-        for system in (LIBRA_ESTIMATED, LIBRA, ESTIMATED, GAINFUL, COMPOSED):
+        for system in (LIBRA_ESTIMATED, BY_LOAD_ESTIMATED, LIBRA, BY_LOAD, ESTIMATED, GAINFUL, COMPOSED):
             jobs = [world.submit(spread_out, rate, system, seed, (kind, width)) for seed in world.seeds]
             each = [job.result() for job in jobs]
             rows.append(row(group, system, {name: [one[name][0] for one in each] for name in each[0]}))
