@@ -328,6 +328,31 @@ async def test_local_orders_know_how_long_answers_get(
         assert finished == expected
 
 
+@pytest.mark.parametrize(("order", "interleaved"), [("fcfs", False), ("slo", True)])
+async def test_a_token_slo_lets_answers_go_on_beside_a_long_prompt(
+    http: aiohttp.ClientSession, order: str, interleaved: bool
+) -> None:
+    # At 9 ms a step and 0.1 ms a prompt token, 20 ms hold 109 tokens: 4,000 take 37 steps, and one else.
+    told = options(order=order, order_slo=0.02, clock_speed=1.0)
+    prompt = [i % 500 for i in range(4000)]
+    async with EngineServer(told) as engine:
+        url = f"{engine.url}/v1/completions"
+        tokens = 0
+
+        async def read(answer: aiohttp.ClientResponse) -> None:
+            nonlocal tokens
+            async for line in answer.content:
+                tokens += line.startswith(b"data:")
+
+        async with http.post(url, json={"prompt": "a", "max_tokens": 3000, "stream": True}) as running:
+            await running.content.readline()
+            reading = asyncio.create_task(read(running))
+            status, _ = await post(http, url, {"prompt": prompt, "max_tokens": 1})
+            assert (status, tokens >= 30) == (200, interleaved), tokens
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+
 async def test_a_full_queue_is_refused_as_vllm_does(http: aiohttp.ClientSession) -> None:
     async with EngineServer(options(max_sequences=1, max_queued_requests=0, clock_speed=1.0)) as engine:
         url = f"{engine.url}/v1/completions"

@@ -117,6 +117,7 @@ def run(flags: list[str]) -> int | str | None:
             2,
             "--order 'random': Input should be 'fcfs', 'priority', 'sjf', 'spf', 'srpt'",
         ),
+        (["--order", "slo", "--order-slo", "0"], 2, "--order-slo '0': Input should be greater than 0"),
         (["--profile", "qwen3-30b-a3b-h2"], 1, "did you mean 'qwen3-30b-a3b-h20'?"),
         (["--max-sequences", "5000"], 1, "max_batch_tokens must be max_sequences (5000) or more"),
         (["--max-model-len", "9000000"], 1, "the KV blocks hold 2048000"),

@@ -75,7 +75,10 @@ def test_transfers_are_read_as_people_write_them() -> None:
     assert Transfer.of("25") == Transfer(25.0)
     assert Transfer.of("25 GB/s, layers, fixed=0.01") == Transfer(25.0, 0.01, "layers")
     assert Transfer.of({"gigabytes_per_second": 10}) == Transfer(10)
-    for value in ("fast", "0", "25, fixed=-1", "nan", {"overlap": "middle"}, {"gbps": 4.0}):
+    assert Transfer.of("50,chunks") == Transfer(50.0, 0.001, "chunks", 256)
+    assert Transfer.of("50, chunk=512, fixed=0") == Transfer(50.0, 0.0, "chunks", 512)
+    wrong = ("fast", "0", "25, fixed=-1", "nan", {"overlap": "middle"}, {"gbps": 4.0})
+    for value in (*wrong, "50, chunk=0", "50, chunk=many", "50, chunk=", {"chunk_tokens": 1.5}):
         with pytest.raises(BadValueError, match="transfer"):
             Transfer.of(value)
     assert Transfer(2.0).seconds_per_token(ROUND) == 10**6 / 2e9

@@ -167,6 +167,27 @@ def test_local_orders_on_one_engine_by_hand() -> None:
     )
 
 
+def test_the_token_slo_of_the_local_order_by_hand() -> None:
+    # The first decodes alone in steps of 1.1 s when a prompt of 60 comes, at 1.7 s; it enters at 2.7 s.
+    asks = trace([(0.0, 60, 20, []), (1.7, 60, 2, [])])
+
+    def second(slo: float | None) -> tuple[float, float, int]:
+        told: dict[str, Any] = {} if slo is None else {"local_order": "slo", "order_slo": slo}
+        run = simulate(asks, instances=1, profile=ROUND, token_slo_seconds=1.4, **told)
+        return run.first_token_seconds[1], run.worst_gap_seconds[0], run.slow_tokens[0]
+
+    whole = (2.7 + 1.7, 1.7, 1)  # 60 tokens beside the decode, in one step
+    assert second(None) == pytest.approx(whole)
+    assert second(1.7) == pytest.approx(whole)
+    # 20 tokens a step, three times; none is later than 1.4 s.
+    assert second(1.3) == pytest.approx((2.7 + 3 * 1.3, 1.3, 0))
+    # Where no prompt token fits, a block of 16 goes all the same: 16, 16, 16 and 12.
+    assert second(0.5) == pytest.approx((2.7 + 3 * 1.26 + 1.22, 1.26, 0))
+    for wrong in (0.0, -1.0, float("nan"), 1e7):
+        with pytest.raises(lm.BadValueError, match="local order slo: seconds a token"):
+            second(wrong)
+
+
 def test_predictions_follow_the_seed() -> None:
     workload = prepare(some(200).faster(3), ROUND)
 

@@ -1,0 +1,68 @@
+"""Figures of the Libra study as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rerun import markdown, spread
+
+Row = dict[str, Any]
+# Name, heading, scale, digits; the order is that of the columns.
+GOODPUT = ("goodput", "goodput, tokens/s", 1.0, 0)
+P50, P99 = ("p50", "P50 TBT, ms", 1e3, 0), ("p99", "P99 TBT, ms", 1e3, 0)
+SLOW = ("slow", "slow tokens, %", 100.0, 2)
+TTFT = ("ttft", "TTFT, s", 1.0, 2)
+CUT, CUT_AT = ("cut", "cut, %", 100.0, 0), ("cut_at", "at token", 1.0, 0)
+CAPACITY = ("rate", "capacity, requests/s", 1.0, 2)
+COLUMNS: dict[str, list[tuple[str, str, float, int]]] = {
+    "5": [("requests", "served, requests/s", 1.0, 2), P50, TTFT, CUT_AT],
+    "table_1": [("saturated", "saturated, requests/s", 1.0, 2), P50, P99, SLOW, GOODPUT, TTFT, CUT, CUT_AT],
+    "9": [CAPACITY, GOODPUT, P99, TTFT, CUT, CUT_AT],
+    "8": [GOODPUT, P99, SLOW, TTFT],
+    "larger": [GOODPUT, P99, SLOW, TTFT],
+    "10": [
+        P50, ("p90", "P90, ms", 1e3, 0), P99, ("within", "within 100 ms, %", 100.0, 2),
+        ("worst", "longest, s", 1.0, 1), TTFT,
+    ],
+    "transfer": [("wait", "wait at the seam, ms", 1e3, 1), ("wait_p99", "its P99, ms", 1e3, 1), SLOW],
+    "table_5": [GOODPUT, P99, SLOW, CUT_AT],
+    "table_2": [TTFT, ("ttft_p99", "its P99, s", 1.0, 2), P99],
+    "parallel": [
+        ("rate", "capacity a GPU, requests/s", 1.0, 3), ("goodput", "goodput a GPU, tokens/s", 1.0, 0), P99,
+        TTFT,
+    ],
+    "table_8": [CAPACITY, GOODPUT, P99, TTFT],
+}  # fmt: skip
+BEST = {"goodput", "rate", "saturated"}  # more is better; the rest is not compared
+
+
+def cell(values: Sequence[float], scale: float, digits: int) -> str:
+    """Mean and half the range over seeds; a dash where there is none."""
+    known = [value for value in values if not np.isnan(value)]
+    return spread(known, scale, digits) if known else "–"
+
+
+def rendered(told: dict[str, Any]) -> str:
+    """A figure's part of the page: a table for each group."""
+    groups: dict[str, list[Row]] = {}
+    for each in told["rows"]:
+        groups.setdefault(each["group"], []).append(each)
+    return "\n\n".join(f"{group}:\n\n{table(told['figure'], rows)}" for group, rows in groups.items())
+
+
+def table(figure: str, rows: Sequence[Row]) -> str:
+    """All systems of a group; the best is bold, and all that lie within 1% of it."""
+    columns = COLUMNS[figure]
+    lines = []
+    for each in rows:
+        line = [each["system"]]
+        for name, _, scale, digits in columns:
+            text = cell(each[name], scale, digits)
+            if name in BEST and np.mean(each[name]) >= 0.99 * max(np.mean(other[name]) for other in rows):
+                text = f"**{text}**"
+            line.append(text)
+        lines.append(line)
+    return markdown(["system", *(heading for _, heading, _, _ in columns)], lines)

@@ -1,0 +1,361 @@
+"""What the Libra study plays: workloads, systems and fleets, what is kept of a run, and what capacity is.
+
+All arrivals are Poisson, no prompt shares a prefix with another. A run lasts `SECONDS` of arrivals, and then
+until all have ended; requests that arrive in its first quarter do not count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lmetric as lm
+from lmetric.profiles import Profile, load_profile
+from lmetric.profiles.roofline import GPUS, Model, roofline
+from lmetric.sim.distributions import Distribution, LogNormal, draw_whole
+from lmetric.sim.run import Run, simulate
+from lmetric.sim.traces import Trace, load_trace
+
+FITTED = Path(__file__).parent / "profiles"
+SECONDS, WARM_UP = 300.0, 75.0
+SLO = 0.1  # section 6.1: seconds from a token to the next
+TUNING_SEED = 1000  # seeds from here on choose settings, and are judged by nothing
+CHUNKS = (256, 512, 1024, 2048)  # section 6.1
+
+AZURE_CONVERSATION = "azure_conv_2023.csv.gz"
+# Prompt and answer tokens. Fixed: Table 1, section 4.1. Azure Code: medians as published (Splitwise,
+# section 3), means of that trace. arXiv: Sarathi-Serve, Table 2. Assumed: the spread of Mini Reasoning, whose
+# means stand in Table 1, and BurstGPT's prompts; its mean answer is what Table 3 leaves, where goodput over
+# capacity is 64 to 69 tokens a request, half of the requests being Azure Code's.
+WORKLOADS: dict[str, tuple[Distribution, Distribution]] = {
+    "8192/32": (8192, 32),
+    "2048/512": (2048, 512),
+    "219/1467": (219, 1467),
+    "1024/1024": (1024, 1024),
+    "azure-code": (
+        LogNormal(p50=1500, mean=2048, min=16, max=8192),
+        LogNormal(p50=13, mean=28, min=1, max=1024),
+    ),
+    "burstgpt": (
+        LogNormal(p50=400, mean=620, min=16, max=8192),
+        LogNormal(p50=70, mean=106, min=1, max=1024),
+    ),
+    "arxiv": (
+        LogNormal(p50=7059, p90=12985, min=256, max=16384),
+        LogNormal(p50=208, p90=371, min=16, max=1024),
+    ),
+    "mini-reasoning": (
+        LogNormal(p50=180, mean=219, min=16, max=2048),
+        LogNormal(p50=1250, mean=1467, min=64, max=8192),
+    ),
+}
+MIXED = {"hybrid": ("burstgpt", "azure-code"), "half-and-half": ("azure-code", "mini-reasoning")}
+NAMED = ("azure-code", "burstgpt", "arxiv", "mini-reasoning", "azure-conversation")
+
+
+@dataclass(frozen=True)
+class System:
+    """How a fleet serves."""
+
+    label: str
+    roles: str | None = None  # pools in place of instances that do all
+    chunk: int | None = 2048  # tokens of a step; None: tuned
+    slo: bool = False  # Algorithm 2 on each engine
+    split: bool = False
+    fixed_pair: bool = False  # the first part on instance 0, the second on instance 1, as in section 6.1
+    least_gain: float = -1.0  # below 0: every balance is a cut, as printed
+    known: bool = True  # lengths of answers
+    transfer: str = "50,chunks"
+    forced: float | None = None  # every request is cut at this fraction
+
+
+LIBRA = System("Libra as printed", slo=True, split=True, fixed_pair=True)
+BY_LOAD = replace(LIBRA, label="Libra, pair by load", fixed_pair=False)
+GAINFUL = replace(BY_LOAD, label="ours: cut where it gains", least_gain=0.05)
+LIBRA_ESTIMATED = replace(LIBRA, label="Libra as printed, lengths estimated", known=False)
+BY_LOAD_ESTIMATED = replace(BY_LOAD, label="Libra, pair by load, lengths estimated", known=False)
+ESTIMATED = replace(GAINFUL, label="ours, lengths estimated", known=False)
+TUNED = System("colocated, chunk tuned", chunk=None)
+DEFAULT = System("colocated, chunk 2048")
+COMPOSED = System("colocated, Algorithm 2", slo=True)
+DISAGGREGATED = System("1P1D", roles="1P1D")
+ALL = [TUNED, COMPOSED, DISAGGREGATED, LIBRA, BY_LOAD, GAINFUL]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """On what: engines of one profile, how many, and what is asked of each token."""
+
+    profile: str = "qwen2.5-14b-a100"
+    instances: int = 2
+    slo: float = SLO
+
+
+QWEN_72B = Model(
+    "qwen2.5-72b", layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, intermediate=29568,
+    vocabulary=152064,
+)  # fmt: skip
+
+
+@cache
+def profile_of(name: str) -> Profile:
+    """Ours from Table 1 and Figure 5, or a roofline: shipped, or the 72B model on four A100."""
+    if (path := FITTED / f"{name}.yaml").exists():
+        return load_profile(str(path))
+    return roofline(QWEN_72B, GPUS["a100"], 4) if name == "qwen2.5-72b-4xa100" else load_profile(name)
+
+
+def _use(told: Path) -> None:
+    global _folder
+    _folder = told
+
+
+_folder: Path | None = None
+
+
+@cache
+def recorded() -> Trace:
+    """Azure's hour of conversations, of which only lengths are used."""
+    if _folder is None:
+        raise RuntimeError("World says where the traces are")
+    return load_trace(_folder / AZURE_CONVERSATION).open_loop()
+
+
+def lengths(workload: str, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts and answers of `n` requests, in tokens; the first are the same for any `n`."""
+    prompts, answers, parts = (np.random.default_rng((seed, i)) for i in (1, 2, 3))
+    if workload == "azure-conversation":
+        trace = recorded()
+        chosen = parts.integers(len(trace), size=n)
+        return trace.input_tokens[chosen], np.maximum(trace.output_tokens[chosen], 1)
+    if workload in MIXED:
+        both = [lengths(part, n, seed + 10_000 * i) for i, part in enumerate(MIXED[workload])]
+        first = parts.random(n) < 0.5
+        return np.where(first, both[0][0], both[1][0]), np.where(first, both[0][1], both[1][1])
+    prompt, answer = WORKLOADS[workload]
+    return draw_whole(prompt, n, prompts, least=1), draw_whole(answer, n, answers, least=1)
+
+
+@lru_cache(maxsize=4)
+def made(workload: str, rate: float, seed: int, spread: tuple[str, float] | None = None) -> Trace:
+    """What arrives: at another rate the same requests, nearer together. `spread` puts other answers in the
+    place of the workload's: normal or log-normal about them, by a deviation in tokens or of the logarithm."""
+    gaps = np.random.default_rng((seed, 0)).exponential(1.0, int(rate * SECONDS * 1.5 + 200))
+    arrivals = np.cumsum(gaps) / rate
+    arrivals = arrivals[arrivals < SECONDS]
+    prompts, answers = lengths(workload, len(arrivals), seed)
+    if spread is not None:
+        kind, width = spread
+        noise = np.random.default_rng((seed, 4)).standard_normal(len(arrivals)) * width
+        # Log-normal with the same mean.
+        drawn = answers + noise if kind == "normal" else answers * np.exp(noise - width**2 / 2)
+        answers = np.maximum(np.rint(drawn), 1).astype(np.int64)
+    return Trace(
+        name=workload, arrival_seconds=arrivals, input_tokens=prompts, output_tokens=answers,
+        hash_offsets=np.zeros(len(arrivals) + 1, np.int64), hash_ids=np.zeros(0, np.uint64), block_tokens=16,
+    )  # fmt: skip
+
+
+def _by_number(sign: float) -> Any:
+    return lm.policy_function(
+        lambda columns: sign * np.arange(len(np.atleast_1d(columns["bs"])), dtype=np.float64),
+        reads=["bs"],
+        name="first" if sign > 0 else "last",
+    )
+
+
+def run(
+    workload: str,
+    rate: float,
+    system: System,
+    fleet: Fleet,
+    seed: int,
+    spread: tuple[str, float] | None = None,
+) -> Run:
+    """One run, to its end."""
+    if system.chunk is None:
+        raise RuntimeError(f"{system.label}: its chunk is to be tuned first")
+    profile = profile_of(fleet.profile).model_copy(update={"max_batch_tokens": system.chunk})
+    told: dict[str, Any] = {"policy": "least_requests"}
+    told |= {"roles": system.roles} if system.roles else {"instances": fleet.instances}
+    if system.slo:
+        told |= {"local_order": "slo", "order_slo": fleet.slo}
+    if system.split or system.roles or system.forced is not None:
+        told |= {"decode_policy": "least_requests", "transfer": system.transfer}
+    if system.split:
+        settings = {"least_gain": system.least_gain, **({"lengths_given": 1.0} if system.known else {})}
+        told |= {"split": "libra", "split_settings": settings, "output_known": system.known}
+    if system.forced is not None:
+        told |= {"split": "force", "split_settings": {"at": system.forced}}
+    if system.fixed_pair:
+        told |= {"policy": _by_number(1.0), "decode_policy": _by_number(-1.0)}
+    return simulate(
+        made(workload, rate, seed, spread), profile=profile, seed=seed, admission="vllm",
+        token_slo_seconds=fleet.slo, **told,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a run. Rates are of what ended from warm-up to the last arrival; all else of what arrived then."""
+
+    rate: float  # requests/s that were sent
+    requests: float  # that ended, a second
+    goodput: float  # output tokens within the SLO, of requests that ended, a second, all instances together
+    p50: float  # seconds between tokens, of the whole run
+    p99: float
+    slow: float  # share of gaps that are longer than the SLO
+    ttft: float  # mean, seconds
+    ttft_p99: float
+    # Seconds a second that requests wait longer, to their first token and in their worst gap, from the first
+    # third to the last: x times what is served makes 1 - 1 / x of it.
+    delay_growth: float
+    cut: float  # share of requests
+    cut_at: float  # tokens, mean
+    preemptions: float  # a request
+
+
+def outcome(played: Run) -> Outcome:
+    """What is kept of a run."""
+    arrived = played.arrival_seconds
+    counts, last = arrived >= WARM_UP, float(arrived[-1])
+    ended = (played.finished_seconds >= WARM_UP) & (played.finished_seconds < last)
+    good = played.output_tokens - played.slow_tokens
+    gaps = int((played.output_tokens[counts] - 1).sum())
+    # A backlog shows before the first token, or at the seam where a cut request waits for its second part.
+    delay = played.ttft_seconds + played.worst_gap_seconds
+    third = (last - WARM_UP) / 3
+    first = float(delay[counts & (arrived < WARM_UP + third)].mean())
+    end = float(delay[arrived >= last - third].mean())
+    cut = played.cut_tokens >= 0
+    return Outcome(
+        rate=len(arrived) / last,
+        requests=float(ended.sum() / (last - WARM_UP)),
+        goodput=float(good[ended].sum() / (last - WARM_UP)),
+        p50=played.gap_seconds(0.5) or 0.0,
+        p99=played.gap_seconds(0.99) or 0.0,
+        slow=float(played.slow_tokens[counts].sum() / max(gaps, 1)),
+        ttft=float(played.ttft_seconds[counts].mean()),
+        ttft_p99=float(np.percentile(played.ttft_seconds[counts], 99)),
+        delay_growth=(end - first) / (2 * third),
+        cut=float(cut[counts].mean()),
+        cut_at=float(played.cut_tokens[counts & cut].mean()) if (counts & cut).any() else float("nan"),
+        preemptions=float(played.preemptions[counts].mean()),
+    )
+
+
+def keeps_up(found: Outcome) -> bool:
+    """P99 TBT within the SLO, and no backlog that grows by more than what 3% too many requests make."""
+    return found.slow <= 0.01 and found.delay_growth < 0.03
+
+
+def play(workload: str, rate: float, system: System, fleet: Fleet, seed: int) -> Outcome:
+    """One run, in figures."""
+    return outcome(run(workload, rate, system, fleet, seed))
+
+
+@cache
+def most(workload: str, fleet: Fleet) -> float:
+    """Requests/s that would keep all instances busy, were prompts computed without a step's fixed part, and
+    decoded in batches as large as memory holds."""
+    profile = profile_of(fleet.profile)
+    prompts, answers = (column.astype(np.float64) for column in lengths(workload, 4000, TUNING_SEED))
+    context = prompts + answers / 2
+    batch = profile.cache_blocks * profile.block_tokens / ((answers * context).sum() / answers.sum())
+    each = profile.decode_seconds_per_sequence + profile.fixed_seconds / min(batch, profile.max_sequences)
+    seconds = profile.prefill_seconds_per_token * prompts
+    seconds += profile.prefill_seconds_per_attention_pair * prompts**2 / 2
+    seconds += answers * (each + profile.decode_seconds_per_context_token * context)
+    return float(fleet.instances / seconds.mean())
+
+
+HALVINGS = 7
+
+
+def capacity(workload: str, system: System, fleet: Fleet, seed: int) -> Outcome:
+    """The run at the highest rate at which `system` keeps up, to 1.5%: bisection of the rate's logarithm
+    between a fifth and 1.2 times `most`. Where it keeps up at none, rates are 0."""
+    low, high, best = 0.2 * most(workload, fleet), 1.2 * most(workload, fleet), None
+    for _ in range(HALVINGS):
+        middle = float(np.sqrt(low * high))
+        if keeps_up(found := play(workload, middle, system, fleet, seed)):
+            low, best = middle, found
+        else:
+            high = middle
+    return replace(found, rate=0.0, requests=0.0, goodput=0.0) if best is None else best
+
+
+class World:
+    """Plays systems, as many runs at once as there are cores."""
+
+    def __init__(self, *, quick: bool, seeds: int, first: int, traces: Path) -> None:
+        self.quick, self.seeds = quick, range(first, first + seeds)
+        _use(traces)
+        self._pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=_use, initargs=(traces,))
+        self._chunks: dict[tuple[str, Fleet], int] = {}
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def some(self, names: Sequence[str]) -> Sequence[str]:
+        """Workloads: all, or one."""
+        return names[:1] if self.quick else names
+
+    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
+        """A job of a worker."""
+        return self._pool.submit(function, *arguments)
+
+    def tuned(self, system: System, workload: str, fleet: Fleet) -> System:
+        """With the chunk of the highest capacity under this workload, by seeds that nothing is judged on."""
+        if system.chunk is not None:
+            return system
+        if (workload, fleet) not in self._chunks:
+            seeds = range(TUNING_SEED, TUNING_SEED + (1 if self.quick else 2))
+            jobs = {
+                chunk: [
+                    self.submit(capacity, workload, replace(system, chunk=chunk), fleet, seed)
+                    for seed in seeds
+                ]
+                for chunk in CHUNKS
+            }
+            rates = {chunk: np.mean([job.result().rate for job in each]) for chunk, each in jobs.items()}
+            self._chunks[workload, fleet] = max(rates, key=lambda chunk: rates[chunk])
+        return replace(system, chunk=self._chunks[workload, fleet])
+
+    def capacities(
+        self, workloads: Sequence[str], systems: Sequence[System], fleet: Fleet
+    ) -> Iterator[tuple[str, System, list[Outcome]]]:
+        """Every system's capacity under every workload: one outcome for each seed."""
+        begun = [
+            (workload, tuned, [self.submit(capacity, workload, tuned, fleet, seed) for seed in self.seeds])
+            for workload in workloads
+            for tuned in (self.tuned(system, workload, fleet) for system in systems)
+        ]
+        for workload, system, jobs in begun:
+            yield workload, system, [job.result() for job in jobs]
+
+    def plays(
+        self, workload: str, rates: Sequence[float], systems: Sequence[System], fleet: Fleet
+    ) -> Iterator[tuple[float, System, list[Outcome]]]:
+        """Every system at every rate."""
+        begun = [
+            (rate, tuned, [self.submit(play, workload, rate, tuned, fleet, seed) for seed in self.seeds])
+            for rate in rates
+            for tuned in (self.tuned(system, workload, fleet) for system in systems)
+        ]
+        for rate, system, jobs in begun:
+            yield rate, system, [job.result() for job in jobs]
+
+
+def columns(found: Sequence[Outcome]) -> dict[str, list[float]]:
+    """Figures of some seeds, each as a list."""
+    each = [asdict(one) for one in found]
+    return {name: [float(f"{float(one[name]):.4g}") for one in each] for name in each[0]}
