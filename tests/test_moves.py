@@ -103,3 +103,18 @@ def test_what_cannot_be_is_named() -> None:
     assert router.reschedule() == ([], "rescheduling is off")
     with pytest.raises(NoInstanceError):
         router.route(prompt_tokens=1)
+
+
+def test_what_must_not_be_cut_does_not_move_either_and_its_receipt_says_why() -> None:
+    for rule, why in (("star", "it has a seed"), ("none", None)):
+        router = fleet(rule)
+        decision, ticket = router.route(prompt_tokens=10, uncut="it has a seed", now=0.0)
+        receipt = router.receipt(decision.id)
+        assert receipt is not None
+        assert receipt["uncut"] == why
+        decision, other = router.route(prompt_tokens=10, now=0.0)
+        receipt = router.receipt(decision.id)
+        assert receipt is not None
+        assert receipt["uncut"] is None
+        ticket.finished()
+        other.finished()

@@ -117,41 +117,63 @@ async def test_embedded_engines_that_make_no_sense(wrong: str) -> None:
         assert "2P4D" in "".join(r.log)
 
 
+async def streamed(
+    counter: str, prompts: list[str], *flags: str, max_tokens: int = 60, session: str = "one"
+) -> tuple[list[tuple[str, str]], list[Any], float]:
+    """Chats at once before four engines: texts with their ends, receipts, and a counter of /metrics."""
+    async with router("--embedded", "4", "--profile", DEFAULT_PROFILE, *flags) as r:
+        await r.listening()
+        async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
+
+            async def chat(prompt: str) -> tuple[str, str, str]:
+                chunks = await client.chat.completions.with_raw_response.create(
+                    model="emulated",
+                    messages=[{"role": "user", "content": prompt}],
+                    max_tokens=max_tokens,
+                    stream=True,
+                    extra_headers={"x-session-id": session},
+                )
+                got = [chunk async for chunk in chunks.parse()]
+                text = "".join(chunk.choices[0].delta.content or "" for chunk in got)
+                return text, str(got[-1].choices[0].finish_reason), chunks.headers["x-lmetric-decision"]
+
+            got = await asyncio.gather(*(chat(prompt) for prompt in prompts))
+            receipts = [
+                orjson.loads(await client.get(f"{r.url}/debug/decisions/{decision}", cast_to=str))
+                for *_, decision in got
+            ]
+            page = await client.get(f"{r.url}/metrics", cast_to=str)
+        r.process.terminate()
+        assert await r.ended() == 0
+    (line,) = (line for line in page.splitlines() if line.startswith(counter))
+    name, _, count = line.rpartition(" ")
+    assert name == counter + '{model="emulated"}'
+    return [(text, end) for text, end, _ in got], receipts, float(count)
+
+
 async def test_cut_requests_say_what_whole_ones_say() -> None:
     prompts = ["Of the river, its banks and its bridges. " * n for n in (5, 60, 150, 300, 20, 90)]
-
-    async def said(*flags: str) -> tuple[list[tuple[str, str]], list[Any], str]:
-        async with router("--embedded", "4", "--profile", DEFAULT_PROFILE, *flags) as r:
-            await r.listening()
-            async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
-
-                async def chat(prompt: str) -> tuple[str, str, str]:
-                    chunks = await client.chat.completions.with_raw_response.create(
-                        model="emulated",
-                        messages=[{"role": "user", "content": prompt}],
-                        max_tokens=60,
-                        stream=True,
-                    )
-                    got = [chunk async for chunk in chunks.parse()]
-                    text = "".join(chunk.choices[0].delta.content or "" for chunk in got)
-                    return text, str(got[-1].choices[0].finish_reason), chunks.headers["x-lmetric-decision"]
-
-                got = await asyncio.gather(*(chat(prompt) for prompt in prompts))
-                receipts = [
-                    orjson.loads(await client.get(f"{r.url}/debug/decisions/{decision}", cast_to=str))
-                    for *_, decision in got
-                ]
-                page = await client.get(f"{r.url}/metrics", cast_to=str)
-            r.process.terminate()
-            assert await r.ended() == 0
-        (line,) = (line for line in page.splitlines() if line.startswith("lmetric_split_requests_total"))
-        return [(text, end) for text, end, _ in got], receipts, line
-
-    whole, receipts, counted = await said()
+    counter = "lmetric_split_requests_total"
+    whole, receipts, counted = await streamed(counter, prompts)
     assert all(not receipt["cuts"] for receipt in receipts)
-    cut, receipts, counted = await said("--split", "libra", "--set", "split_settings.lengths_given=1")
+    assert counted == 0
+    libra = ("--split", "libra", "--set", "split_settings.lengths_given=1")
+    cut, receipts, counted = await streamed(counter, prompts, *libra)
     assert cut == whole
-    count = sum(bool(receipt["cuts"]) for receipt in receipts)
-    assert count > 0
-    assert counted == f'lmetric_split_requests_total{{model="emulated"}} {count}.0'
+    assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
     assert all(receipt["uncut"] for receipt in receipts if not receipt["cuts"])
+
+
+async def test_moved_requests_say_what_others_say() -> None:
+    # One session, so they all begin on one engine.
+    prompts = [f"Of river {n}, its banks and its bridges. " * (1 + n) for n in range(12)]
+    counter = "lmetric_moved_requests_total"
+    flags = ["--policy", "session_affinity"]
+    whole, _, counted = await streamed(counter, prompts, *flags, max_tokens=400, session="rivers")
+    assert counted == 0
+    flags += ["--reschedule", "star", "--set", "reschedule_period_seconds=0.1"]
+    moved, receipts, counted = await streamed(counter, prompts, *flags, max_tokens=400, session="rivers")
+    assert moved == whole
+    assert counted == sum(len(receipt["moves"]) for receipt in receipts) > 0
+    assert len({receipt["instance"] for receipt in receipts}) == 1
+    assert len({target for receipt in receipts for _, target in receipt["moves"]}) > 1

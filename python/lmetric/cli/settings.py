@@ -40,6 +40,13 @@ def _read(
         float | None,
         typer.Option(metavar="FRACTION", help="For tests: cut every request there that can be cut."),
     ] = None,
+    reschedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|star|star_current|star_oracle|llumnix",
+            help="Whether streams move to another engine while they run.",
+        ),
+    ] = None,
     profile: Annotated[
         str | None, typer.Option(help="What engines' steps cost: a shipped profile, or a YAML file.")
     ] = None,
@@ -66,6 +73,7 @@ def _read(
         "decode_policy": decode_policy,
         "split": split,
         "split_force_at": split_force_at,
+        "reschedule": reschedule,
         "profile": profile,
         "auth.keys_file": api_keys,
         "log.level": log_level,

@@ -140,6 +140,23 @@ class PoolSettings(Strict):
         description="cut between engines that hand nothing over, too: the second computes again what its "
         "prefix cache does not hold",
     )
+    reschedule: Literal["none", "star", "star_current", "star_oracle", "llumnix"] = Field(
+        "none",
+        description="whether streams move to another engine while they run, before one overloads: none; star "
+        "(by expected lengths); star_current (by present loads alone); star_oracle (max_tokens taken for the "
+        "length); llumnix",
+    )
+    reschedule_settings: dict[str, float | str] = Field(
+        default_factory=dict,
+        description="of the rule, by name: forecast, repredict_tokens, most_moves; of star horizon_steps, "
+        "points, half_life_steps, threshold, migration_seconds, migration_seconds_per_token, caution; of "
+        "llumnix source_below_steps, target_above_steps",
+    )
+    reschedule_period_seconds: Seconds = Field(0.5, description="between two rounds of it")
+    reschedule_max_gap_seconds: Seconds = Field(
+        1.0, description="no move whose client is expected to wait longer for its next token"
+    )
+    reschedule_at_once: Positive = Field(4, description="moves on their way at once, of one model")
     block_size: Positive | None = Field(
         None,
         le=1 << 20,

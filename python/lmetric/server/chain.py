@@ -17,10 +17,12 @@ from lmetric._core import NoInstanceError, Ticket, TokenEncoder
 from lmetric.config import ServerConfig
 from lmetric.engines.handover import HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
+from lmetric.server.followed import Followed
 from lmetric.server.handed import Handed
 from lmetric.server.joined import Joined, Made, NotJoinable
-from lmetric.server.legs import EngineRefusal, Silent, usage_of
-from lmetric.server.openai import CHAT, ApiError, Call
+from lmetric.server.legs import EngineRefusal, Hearer, Silent, usage_of
+from lmetric.server.moving import Move
+from lmetric.server.openai import CHAT, COMPLETIONS, ApiError, Call
 from lmetric.server.rest import Passed, Rest
 from lmetric.server.upstream import Connection
 
@@ -63,6 +65,8 @@ class Chain:
         self._head_told = False
         self._passes = False  # the last leg is a whole request whose answer is looked at
         self._passed_tokens = 0
+        self._mover = pool.mover if call.stream else None
+        self.move: Move | None = None  # to another engine, that has begun
 
     # What the relay calls.
 
@@ -85,7 +89,8 @@ class Chain:
         if not self.joined.begun:
             return self._passed(engine, now)
         target, leg = self.joined.last()
-        body = orjson.dumps(leg | self._asks(engine, now, goes_on=False))
+        fields = self._asks(engine, now, goes_on=False) if self._ends_at else {}
+        body = orjson.dumps(leg | fields)
         self._send(Rest(self, self._asked, body, self._stream, target.encode(), now), engine, now)
         return True
 
@@ -96,22 +101,29 @@ class Chain:
         streamed tells where this engine holds what it computed, which is no client's business."""
         inside = 0 < self._ends_at < len(self.joined.prompt)
         chat = self._asked.path == CHAT
-        if self._unjoined or not self._ends_at or not ((chat and inside) or not self._stream):
+        follows = self._mover is not None and not self._unjoined
+        if not follows and (
+            self._unjoined or not self._ends_at or not ((chat and inside) or not self._stream)
+        ):
             return False
-        fields = self._asks(engine, now, goes_on=False)
-        if not fields:
+        fields = self._asks(engine, now, goes_on=False) if self._ends_at else {}
+        if not fields and not follows:
             return False
-        request = self.joined.whole() if inside else dict(self.joined.request)
-        checks = chat and inside
-        body = orjson.dumps(request | fields | ({"return_token_ids": True} if checks else {}))
+        # What is handed over is of the very tokens that the first leg had.
+        request = self.joined.whole() if inside or (follows and fields) else dict(self.joined.request)
+        checks = chat and inside and bool(fields)
+        body = orjson.dumps(request | fields | ({"return_token_ids": True} if checks or follows else {}))
         self._passes = True
-        rest = Passed(self, self._asked, body, self._stream, self._asked.path.encode(), now)
+        kind = Followed if follows else Passed
+        rest = kind(self, self._asked, body, self._stream, self._asked.path.encode(), now)
         rest.checks = checks
         self._send(rest, engine, now)
         return True
 
     def _send(self, rest: Rest, engine: Engine, now: float) -> None:
         self._rest = rest
+        if self._mover is not None:
+            self._mover.running[self.ticket.id] = self
         if self._relay.stalled:
             rest.pause(True)
         rest.go(engine, now)
@@ -160,6 +172,10 @@ class Chain:
 
     def drop(self) -> None:
         """Gives up what is on its way."""
+        if self._mover is not None:
+            self._mover.running.pop(self.ticket.id, None)
+        if self.move is not None:
+            self.move.drop()
         silent, self._silent = self._silent, None
         rest, self._rest = self._rest, None
         for leg in (silent, rest):
@@ -173,6 +189,8 @@ class Chain:
             silent.settle("timeout", f"no answer within {limits.answer:g} s")
         elif self._rest is not None:
             self._rest.check(now, limits)
+        if self.move is not None:
+            self.move.check(now, limits.first_byte)
 
     def pause(self, paused: bool) -> None:
         """The client does not keep up, or does again."""
@@ -299,6 +317,8 @@ class Chain:
     def pass_on(self, data: bytes) -> None:
         """Gives the client an event of the last leg."""
         self._commit_stream()
+        if self.first_token_at is None and self.joined.made:
+            self.first_token_at = time.monotonic()
         self._relay.say(data)
 
     def passed(self, connection: Connection, answer: bytes | None) -> None:
@@ -329,7 +349,47 @@ class Chain:
     def broken(self, engine: Engine, kind: str, reason: str) -> None:
         """The last leg broke off in the middle."""
         engine.failed(kind, reason)
+        if self.move is not None and self.move.at_once():
+            return
         self._relay.broke_off(engine, kind, reason)
+
+    # What a move calls, and who begins it.
+
+    def move_to(self, target: Engine, now: float) -> bool:
+        """Begins to move what runs to another engine; whether it did."""
+        assert self._mover is not None  # who asks for it
+        return Move(self._mover, self._pool, self, target).begin(now)
+
+    @property
+    def path(self) -> str:
+        """Of the client's request."""
+        return self._asked.path
+
+    def silent(self, hearer: Hearer, body: bytes, now: float) -> Silent:
+        """A leg that the client does not hear, to be sent."""
+        return Silent(hearer, self._asked, body, now, COMPLETIONS.encode())
+
+    def stays(self, rest: Rest, why: str) -> None:
+        """What the last leg says cannot be joined with what another would: it stays where it is."""
+        self._pool.not_joinable(self._asked.path, f"{rest.engine.name}: {why}")
+        if self._mover is not None:
+            self._mover.running.pop(self.ticket.id, None)
+
+    def lost(self, error: ApiError) -> None:
+        """Nobody goes on with it."""
+        self._relay.end_with(error)
+
+    def goes_on_elsewhere(self) -> None:
+        """The stream is closed where it is, and what is left of it goes to the engine that a move has booked.
+        Raises NotJoinable, and leaves all as it is; NoInstanceError: the request has failed."""
+        self.joined.catch_up()
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest.drop()
+        self._ends_at = 0  # nothing is handed over
+        self._relay.segment(self.ticket.moved(), time.monotonic())
+
+    # Both.
 
     def _end(self, made: Made | None, *, ended: bool) -> None:
         joined = self.joined

@@ -23,6 +23,7 @@ from lmetric.policies import Policy
 from lmetric.profiles import load_profile
 from lmetric.server.kv_feed import KvFeed
 from lmetric.server.modes import UNASKED, Pooled
+from lmetric.server.mover import Mover
 from lmetric.server.openai import ApiError, Call
 from lmetric.server.refill import Refill
 from lmetric.server.uncut import uncut_reason
@@ -227,9 +228,13 @@ class Pool:
             self.router.set_split("force", at=settings.split_force_at)
         elif self.splits:
             self.router.set_split(settings.split, **settings.split_settings)
+        self.mover: Mover | None = None  # where requests move while they run
+        if settings.reschedule != "none":
+            self.router.set_rescheduling(settings.reschedule, **settings.reschedule_settings)
+            self.mover = Mover(self, settings)
         self._not_joinable: dict[str, str] = {}  # by path: why answers cannot be joined
         self.kv = KvFeed(self.router)
-        self.cuts = self.splits  # whether a plan may have several segments: by that, or by engines' roles
+        self.cuts = self.joins  # whether a plan may have several segments: by that, or by engines' roles
         self.handovers: Counter[str] = Counter()  # from prefill to decode engines, by what came of them
         self._pooled: Pooled | None = None
         self.asking = asyncio.Lock()  # for a tokenizer: the others wait until it is known
@@ -255,7 +260,7 @@ class Pool:
         self.kv.unwire(name)
         engine.upstream.close()
         self.router.remove_instance(name)
-        self.cuts = self.splits or any(engine.role != "both" for engine in self.engines.values())
+        self.cuts = self.joins or any(engine.role != "both" for engine in self.engines.values())
         if not self.engines:
             self.unserved_since = time.monotonic()
 
@@ -263,12 +268,14 @@ class Pool:
         """Has the router heed an engine's role; to be called when it may have changed."""
         role, handover = engine.role, engine.handover
         self.router.set_role(engine.name, role)
-        self.cuts = self.splits or any(each.role != "both" for each in self.engines.values())
+        self.cuts = self.joins or any(each.role != "both" for each in self.engines.values())
         connector = CONNECTORS.get(handover.connector) if handover else None
         between_equals = self.splits and connector is not None and not connector.at_once
         engine.connector = connector if role != "both" or between_equals else None
         if self.splits:
             self.router.set_cuts(engine.name, self._cuts_of(engine))
+        elif self.mover is not None:
+            self.router.set_cuts(engine.name, "output")  # by computing it again
         if self.settings.binding == "auto":
             connectors = [each.connector for each in self.engines.values()]
             self.router.set_binding("early" if any(each and each.at_once for each in connectors) else "late")
@@ -295,8 +302,15 @@ class Pool:
         known = engine.tokens_differ is None
         return "anywhere" if known and handover is not None and handover.bidirectional else "output"
 
+    @property
+    def joins(self) -> bool:
+        """Whether one answer may come from several engines of role both."""
+        return self.splits or self.mover is not None
+
     def uncut(self, path: str, call: Call) -> str | None:
-        """Why a request must not be cut between equals; None: it may be."""
+        """Why a request must neither be cut between equals nor move; None: it may."""
+        if not call.stream and not self.splits:
+            return "its answer is not streamed: its tokens are not known before its end"
         if why := uncut_reason(path, call.request, tokens=call.tokens is not None):
             return why
         if self.tokenizer is None:
@@ -307,7 +321,7 @@ class Pool:
         """Answers of this path cannot be joined: its requests stay whole from now on. Said once."""
         if path not in self._not_joinable:
             self._not_joinable[path] = f"its answer cannot be joined: {why}"
-            log.warning("requests are not cut any more", model=self.name, path=path, reason=why)
+            log.warning("requests stay whole from now on", model=self.name, path=path, reason=why)
 
     @property
     def knows_tokens(self) -> bool:

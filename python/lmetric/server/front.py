@@ -298,6 +298,7 @@ class Front(web.Server):
         relay: Relay | None = None
         asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
         head = asked.head
+        uncut = pool.uncut(asked.path, call) if pool.joins else None
         try:
             decision, ticket = pool.router.route(
                 tokens=call.tokens,
@@ -309,7 +310,7 @@ class Front(web.Server):
                 adapter=adapter,
                 salt=call.salt,
                 request_id=head.request_id,
-                uncut=pool.uncut(asked.path, call) if pool.splits else None,
+                uncut=uncut,
                 now=now,
             )
         except NoInstanceError as error:
@@ -329,7 +330,7 @@ class Front(web.Server):
                 call.stream,
                 require_finish,
                 self._ended,
-                call if pool.splits else None,
+                call if pool.joins and uncut is None else None,
             )
             asked.client.relay = relay
             self.relays.add(relay)

@@ -47,6 +47,7 @@ class Monitor:
             self._spawn("load", self.config.load.interval, self._load)
         self._spawn("KV events", 1.0, self._kv)
         self._tasks.append(asyncio.create_task(self._tick(), name="guard"))
+        self._tasks.append(asyncio.create_task(self._reschedule(), name="rescheduling"))
 
     async def stop(self) -> None:
         """Stops them."""
@@ -132,3 +133,20 @@ class Monitor:
                     details = {k: v for k, v in event.items() if k != "event"}
                     log.warning("hot-spot guard", model=pool.name, what=kind, **details)
             await asyncio.sleep(min(max(following - time.monotonic(), 0.05), 5.0))
+
+    async def _reschedule(self) -> None:
+        """Rounds of rescheduling, each pool's in its own time."""
+        while True:
+            now = time.monotonic()
+            following = now + 1.0
+            for pool in self.fleet.pools:
+                mover = pool.mover
+                if mover is None:
+                    continue
+                if now >= mover.due:
+                    try:
+                        mover.round(now)
+                    except Exception:
+                        log.exception("rescheduling failed", model=pool.name)
+                following = min(following, mover.due)
+            await asyncio.sleep(max(following - time.monotonic(), 0.001))

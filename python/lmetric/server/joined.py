@@ -62,6 +62,7 @@ class Joined:
         self.request = request
         self.prompt: list[int] = list(map(int, prompt))
         self.made: list[int] = []
+        self.over = False  # it has a finish_reason
         self.cached: JSON | None = None  # prompt_tokens_details of the leg that computed the prompt's end
         self._most = most
         self._chat = path == CHAT
@@ -70,6 +71,8 @@ class Joined:
         self._encoder = encoder
         self._text: Detokeniser | None = None
         self._said = ""
+        self._read = 0  # of `made`, what is in `_said`
+        self._heard: list[str] = []  # of a stream that is passed on: what the engine made of its tokens
         self._logprobs: dict[str, Any] | None = None
         self._frame: dict[str, Any] = {}  # of the first leg that made tokens, without its choices
         self._choice: dict[str, Any] = {}  # of it
@@ -101,6 +104,12 @@ class Joined:
         if self.request.get("stream"):
             leg |= {"stream": True, "stream_options": {"include_usage": True}}
         return COMPLETIONS, leg
+
+    def ahead(self) -> dict[str, Any]:
+        """A request to /v1/completions that has an engine compute what there is so far, and say next to
+        nothing."""
+        leg = {name: self.request[name] for name in _KEPT if self.request.get(name) is not None}
+        return leg | {"prompt": self.prompt + self.made, "max_tokens": 1, "stream": False}
 
     def whole(self) -> dict[str, Any]:
         """The client's request, its prompt as the token ids that another engine has computed some of."""
@@ -146,6 +155,43 @@ class Joined:
         logprobs, stop = choice.get("logprobs"), choice.get("stop_reason")
         return self._add(_ids(choice), choice.get("finish_reason"), stop, logprobs)
 
+    def note(self, event: JSON) -> None:
+        """Notes an event of a stream that its client gets as it is. Raises NotJoinable."""
+        if not event["choices"]:
+            return
+        choice = _choice(event)
+        if not self.begun:
+            prompt = (event if self._chat else choice).get("prompt_token_ids")
+            if isinstance(prompt, list) and prompt:
+                self.prompt = prompt
+            self._frame = {name: event.get(name) for name in ("id", "created", "model")}
+        heard = (choice.get("delta") or {}).get("content") if self._chat else choice.get("text")
+        if heard:
+            self._heard.append(heard)
+        self.over |= choice.get("finish_reason") is not None
+        ids = choice.get("token_ids")
+        if isinstance(ids, list):
+            self.made += ids
+        elif heard:
+            raise NotJoinable("the engine does not tell token ids (return_token_ids)")
+
+    def catch_up(self) -> None:
+        """Makes text of the tokens that were only noted, which must be the text that the client has. Raises
+        NotJoinable."""
+        if self._text is None:
+            self._text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip)
+        elif self._read == len(self.made):
+            return
+        try:
+            self._said += self._text.more(self.made[self._read :])
+        except TokenizeError as error:
+            raise NotJoinable(str(error)) from None
+        self._read = len(self.made)
+        heard = "".join(self._heard)
+        if heard != self._said:
+            raise NotJoinable("the engine's text is not that of its tokens")
+        self._heard = [heard]
+
     def _first(self, answer: JSON, choice: JSON, ids: list[int]) -> None:
         """Takes the frame of the first leg that made tokens, and holds its text against ours."""
         frame = answer if self._chat else choice
@@ -188,7 +234,10 @@ class Joined:
                 )
             self._logprobs = before
         self.made += ids
+        self.over |= finish is not None
+        self._read = len(self.made)
         self._said += text
+        self._heard.clear()
         return Made(ids, text, finish, stop, shifted)
 
     # What the client gets.

@@ -24,6 +24,7 @@ _TOTALS = {
     "left_out": "instances left out of a decision: an indicator was absent, or the score no number",
     "filter_waived": "decisions in which the policy's filter left nobody and was waived",
     "split_requests": "requests cut at one of their tokens, to go on elsewhere",
+    "moved_requests": "moves of running requests to another engine",
     "finished": "requests that ended well",
     "dropped": "tickets closed without an outcome",
     "prompt_tokens": "prompt tokens routed",
@@ -33,7 +34,7 @@ _TOTALS = {
     "index_evicted_blocks": "blocks that left the KV index to keep its bound",
 }
 
-_NAMED = {"split_requests": "split"}  # as the router's stats have it
+_NAMED = {"split_requests": "split", "moved_requests": "moved"}  # as the router's stats have it
 
 _GAUGES = {
     "index_bytes": "Memory of the KV index",
@@ -157,6 +158,13 @@ class Metrics(Collector):
             for outcome, count in pool.handovers.items():
                 handovers.add_metric((pool.name, outcome), count)
         yield handovers
+        moves = CounterMetricFamily(
+            "lmetric_moves", "Moves of running requests, by what came of them", labels=("model", "outcome")
+        )
+        for pool in self.fleet.pools:
+            for outcome, count in pool.mover.outcomes.items() if pool.mover else ():
+                moves.add_metric((pool.name, outcome), count)
+        yield moves
         yield from self._routers()
         for further in self.further:
             yield from further()

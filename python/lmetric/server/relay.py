@@ -76,7 +76,7 @@ class Relay(Underway, Leg):
         self._stream = stream
         self._require_finish = require_finish
         self._on_end = on_end
-        self._call = call  # where it may be cut between equals; then its tokenizer is known
+        self._call = call  # where it may be cut between equals, or move; then its tokenizer is known
         self._encoder = pool.tokenizer.encoder if call is not None and pool.tokenizer is not None else None
 
     def start(self, now: float) -> None:
@@ -89,7 +89,7 @@ class Relay(Underway, Leg):
     def segment(self, name: str, now: float) -> None:
         """Sends the segment that is open to its engine; the ticket says which of the plan's it is."""
         engine, ticket, legs = self._pool.engines[name], self._ticket, self._legs
-        if self._chain is not None or (ticket.follows and engine.role != "prefill"):
+        if self._chain is not None or self._joins(engine):
             self._cut_segment(engine, now)
         elif ticket.follows:
             if legs is None:
@@ -103,6 +103,14 @@ class Relay(Underway, Leg):
         else:
             self._legs = None
             self.go(engine, now)
+
+    def _joins(self, engine: Engine) -> bool:
+        """Whether the answer is, or may have to be, joined from what several engines say."""
+        if self._ticket.follows and engine.role != "prefill":
+            return True
+        at_once = engine.connector is not None and engine.connector.at_once
+        moves = self._pool.mover is not None and self._call is not None and self._stream
+        return moves and self._legs is None and not at_once
 
     def _cut_segment(self, engine: Engine, now: float) -> None:
         chain = self._chain

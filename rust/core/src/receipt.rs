@@ -94,7 +94,7 @@ pub struct Receipt {
     pub next: Option<Next>,
     /// Tokens at which the plan cuts the request, prompt and output counted through.
     pub cuts: SmallVec<[u32; 2]>,
-    /// Why it was left in one piece, where requests are cut.
+    /// Why it was left in one piece, where requests are cut or move.
     pub uncut: Option<Box<str>>,
     /// What its two instances were expected to take for all that they have, where a cut was looked for.
     pub balance: Option<Balance>,

@@ -171,6 +171,9 @@ impl Router {
         now: Seconds,
     ) -> Result<Rest, CoreError> {
         (self.uncut, self.balance) = (None, None);
+        if self.rescheduling.is_some() {
+            self.uncut = request.uncut.map(Into::into); // what must not be cut does not move, either
+        }
         match self.fleet.role(first) {
             Role::Prefill => self.rest_of_prefill(request, first, now),
             Role::Both if self.split != Split::None => Ok(self.rest_of_split(request, first, failed, now)),

@@ -1,0 +1,67 @@
+"""Which running requests move: the router decides (`Router.reschedule`), and what it names is begun here.
+
+STAR, section 5.2: rounds of rescheduling. `moving` has the move itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import structlog
+
+from lmetric.config import PoolSettings
+
+if TYPE_CHECKING:
+    from lmetric.server.chain import Chain
+    from lmetric.server.fleet import Engine, Pool
+    from lmetric.server.moving import Move
+
+log = structlog.get_logger("lmetric.mover")
+
+UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # as the router assumes, until an instance was seen to prefill
+
+
+class Mover:
+    """A pool's requests that may move, and the moves on their way."""
+
+    def __init__(self, pool: Pool, settings: PoolSettings) -> None:
+        self._pool = pool
+        self.at_once = settings.reschedule_at_once
+        self.max_gap_seconds = settings.reschedule_max_gap_seconds
+        self.period_seconds = settings.reschedule_period_seconds
+        self.due = 0.0  # when the next round is
+        self.running: dict[int, Chain] = {}  # by ticket
+        self.moves: set[Move] = set()
+        self.outcomes: Counter[str] = Counter()  # of moves that were begun, or named and not begun
+
+    def round(self, now: float) -> None:
+        """Has the router look at what runs where, and begins the moves that it names. `now`: seconds on the
+        monotonic clock."""
+        self.due = now + self.period_seconds
+        if not self.running:
+            return
+        moves, stop = self._pool.router.reschedule(now)
+        for move in moves:
+            self.begin(move["ticket"], move["target"], now)
+        if moves:
+            log.debug("rescheduled", model=self._pool.name, moves=moves, stop=stop)
+
+    def begin(self, ticket: int, target: str, now: float) -> bool:
+        """Begins to move a running request; whether it did. `ticket`: a `Ticket.id`, `target`: the name of
+        an instance."""
+        chain, engine = self.running.get(ticket), self._pool.engines.get(target)
+        if chain is None or engine is None or chain.move is not None:
+            return False
+        if len(self.moves) >= self.at_once:
+            self.outcomes["too_many"] += 1
+            return False
+        return chain.move_to(engine, now)
+
+    def prefill_seconds(self, engine: Engine, tokens: int) -> float:
+        """Expected seconds for so many tokens of a prompt at an engine, by what it was seen to do."""
+        router = self._pool.router
+        rates = router.indicators()["prefill_tokens_per_second"]
+        rate = dict(zip(router.instances(), rates, strict=True)).get(engine.name, math.nan)
+        return tokens / (float(rate) if rate > 0 else UNLEARNED_TOKENS_PER_SECOND)

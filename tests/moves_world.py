@@ -1,0 +1,82 @@
+"""A router that moves streams between emulated engines, at the tokens that a test names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from lmetric.engines.emulated import EngineOptions
+from lmetric.server.chain import Chain
+from lmetric.server.mover import Mover
+from pd_world import Pd, pd
+
+LONG = "the history of the quiet river and of all who lived by it " * 60
+
+
+def plain(**changes: Any) -> EngineOptions:
+    """An engine that hands nothing over."""
+    return EngineOptions.model_validate({"port": 0, "clock_speed": 2.0} | changes)
+
+
+@contextlib.asynccontextmanager
+async def moving(*options: EngineOptions, cache: bool = True, **config: Any) -> AsyncIterator[Pd]:
+    """Such a router; rounds of its own are an hour apart. `cache`: whether engines say that they have one of
+    prefixes."""
+    kinds = options or (plain(), plain(), plain())
+    given = {
+        "tokenizer": None,
+        "policy": "round_robin",
+        "reschedule": "star",
+        "reschedule_period_seconds": 3600.0,
+    }
+    async with pd(*kinds, **(given | config)) as world:
+        pool = world.server.fleet.pools[0]
+        await world.until(lambda: all(engine.identified for engine in pool.engines.values()))
+        for engine in pool.engines.values():
+            engine.capabilities = replace(engine.capabilities, prefix_caching=cache)
+        yield world
+        assert not mover(world).running
+        assert not mover(world).moves
+
+
+def mover(w: Pd) -> Mover:
+    """Who begins moves."""
+    found = w.server.fleet.pools[0].mover
+    assert found is not None
+    return found
+
+
+def only(w: Pd) -> Chain | None:
+    """The one stream that may move."""
+    return next(iter(mover(w).running.values()), None)
+
+
+def place(chain: Chain) -> str:
+    """Where it runs."""
+    return chain.ticket.instance
+
+
+async def at_token(w: Pd, count: int) -> Chain:
+    """The one stream, once it has so many tokens and is at rest."""
+
+    def there() -> bool:
+        chain = only(w)
+        return chain is not None and len(chain.joined.made) >= count and chain.move is None
+
+    async with asyncio.timeout(10):
+        while not there():  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.001)
+    chain = only(w)
+    assert chain is not None
+    return chain
+
+
+async def move(w: Pd, count: int, target: str | None = None) -> bool:
+    """Begins to move the one stream at this token, to another engine; whether that could be."""
+    chain = await at_token(w, count)
+    others = [name for name in w.engines if name not in w.stopped | {place(chain)}]
+    return mover(w).begin(chain.ticket.id, target or others[count % len(others)], time.monotonic())

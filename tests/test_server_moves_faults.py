@@ -1,0 +1,272 @@
+"""Moves when something breaks: nothing is lost or said twice, and no count is left over.
+
+`pd` checks at its end that nothing is in flight anywhere, `moving` that no move is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tokenizers.decoders import DecodeStream
+
+from lmetric.engines.emulated.text import TOKENIZER_PATH
+from moves_world import LONG, at_token, move, mover, moving, place, plain
+from pd_world import Pd
+from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, event, world
+from split_world import CHAT, COMPLETIONS, alone, asked, body_of, equal, heard
+from test_server_split_faults import FRAME, START, STORY, STORY_TEXT, TOKENIZER, Behaviour, tells
+
+PATHS = [CHAT, COMPLETIONS]
+SLOW = [plain(clock_speed=0.3) for _ in range(3)]
+
+
+def stream_of(path: str, **changes: Any) -> dict[str, Any]:
+    given = {"stream": True, "max_tokens": 100, "stream_options": {"include_usage": True}}
+    return body_of(path, LONG * 2, **(given | changes))
+
+
+async def on_its_way(w: Pd, path: str, body: dict[str, Any]) -> tuple[asyncio.Task[Any], str, str]:
+    """A stream of which a move has begun that its target is at work on; where it is, and where it goes."""
+    task = asyncio.create_task(asked(w, path, body))
+    source = place(await at_token(w, 5))
+    target = next(name for name in w.engines if name != source)
+    assert await move(w, 5, target)
+    await w.until(lambda: w.busy(target))
+    assert len(mover(w).moves) == 1
+    return task, source, target
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_target_dies_while_it_computes_ahead(path: str) -> None:
+    async with moving(*SLOW) as w:
+        body = stream_of(path)
+        expected = await alone(w, path, body)
+        task, source, target = await on_its_way(w, path, body)
+        await w.kill(target)
+        await w.until(lambda: mover(w).outcomes == {"target_failed": 1})
+        # It may go elsewhere then.
+        third = next(name for name in w.engines if name not in (source, target))
+        assert await move(w, 12, third)
+        said = await task
+        equal(said, expected)
+        assert [to for _, to in said["receipt"]["moves"]] == [third]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_source_dies_while_the_target_computes_ahead(path: str) -> None:
+    async with moving(*SLOW) as w:
+        body = stream_of(path)
+        expected = await alone(w, path, body)
+        task, source, target = await on_its_way(w, path, body)
+        await w.kill(source)
+        said = await task
+        equal(said, expected)
+        assert [to for _, to in said["receipt"]["moves"]] == [target]
+        assert mover(w).outcomes == {"source_failed": 1}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_source_and_target_die(path: str) -> None:
+    async with moving(*SLOW) as w:
+        body = stream_of(path)
+        expected = await alone(w, path, body)
+        task, source, target = await on_its_way(w, path, body)
+        await w.kill(source)
+        await w.until(lambda: mover(w).outcomes == {"source_failed": 1})
+        await w.kill(target)
+        said = await task
+        equal(said, expected)
+        assert said["receipt"]["outcome"] == "finished"
+        assert w.server.fleet.pools[0].router.stats()["moved"] == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_target_dies_in_the_gap(path: str) -> None:
+    # Without a prefix cache the stream changes over at once, and the target computes all of it.
+    async with moving(*SLOW, cache=False, reschedule_max_gap_seconds=60) as w:
+        body = stream_of(path)
+        expected = await alone(w, path, body)
+        task = asyncio.create_task(asked(w, path, body))
+        source = place(await at_token(w, 5))
+        target = next(name for name in w.engines if name != source)
+        assert await move(w, 5, target)
+        await w.until(lambda: w.busy(target) and not w.busy(source))
+        await w.kill(target)
+        said = await task
+        equal(said, expected)
+        assert [to for _, to in said["receipt"]["moves"]] == [target]
+        assert w.server.fleet.pools[0].router.stats()["retries"] == 1
+
+
+@pytest.mark.parametrize("when", ["ahead", "gap", "behind"])
+async def test_a_client_that_leaves(when: str) -> None:
+    async with moving(*SLOW, cache=when != "gap", reschedule_max_gap_seconds=60) as w:
+        body = stream_of(CHAT, max_tokens=1000)
+        if when == "ahead":
+            task, *_ = await on_its_way(w, CHAT, body)
+        else:
+            task = asyncio.create_task(asked(w, CHAT, body))
+            await move(w, 5)
+            if when == "behind":
+                await at_token(w, 40)
+                assert mover(w).outcomes == {"moved": 1}
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await w.until(lambda: not any(w.busy(name) for name in w.engines))
+        await w.until(lambda: w.in_flight() == 0)
+        assert w.server.fleet.pools[0].router.stats()["failed"]["cancelled"] == 1
+
+
+@pytest.mark.parametrize("cache", [True, False])
+async def test_a_target_that_is_full(cache: bool) -> None:
+    # One request runs and none may wait: whoever is asked meanwhile refuses.
+    tight = plain(max_sequences=1, max_queued_requests=0, clock_speed=0.3)
+    async with moving(tight, tight, cache=cache, reschedule_max_gap_seconds=60) as w:
+        body = stream_of(COMPLETIONS)
+        expected = await alone(w, COMPLETIONS, body)
+        tasks = [asyncio.create_task(asked(w, COMPLETIONS, body)) for _ in range(2)]
+        await w.until(lambda: len(mover(w).running) == 2)
+        one, other = mover(w).running.values()
+        await w.until(lambda: len(one.joined.made) > 3)
+        assert mover(w).begin(one.ticket.id, place(other), time.monotonic())
+        for said in await asyncio.gather(*tasks):
+            equal(said, expected)
+        stats = w.server.fleet.pools[0].router.stats()
+        if cache:
+            assert mover(w).outcomes == {"target_refused": 1}
+            assert stats["moved"] == 0
+        else:  # it has gone back to where it was
+            assert mover(w).outcomes == {"moved": 1}
+            assert (stats["moved"], stats["retries"]) == (1, 1)
+
+
+async def test_a_stream_that_ends_while_its_target_computes_ahead() -> None:
+    async with moving(plain(clock_speed=2.0), plain(clock_speed=0.05)) as w:
+        body = stream_of(COMPLETIONS, max_tokens=20)
+        expected = await alone(w, COMPLETIONS, body)
+        task = asyncio.create_task(asked(w, COMPLETIONS, body))
+        while place(await at_token(w, 3)) != "b0":
+            await task
+            task = asyncio.create_task(asked(w, COMPLETIONS, body))
+        assert await move(w, 3, "b1")
+        said = await task
+        equal(said, expected)
+        assert said["receipt"]["moves"] == []
+        assert mover(w).outcomes == {"ended": 1}
+
+
+async def test_the_server_stops_in_the_middle() -> None:
+    async with moving(*SLOW) as w:
+        task, *_ = await on_its_way(w, CHAT, stream_of(CHAT))
+        for relay in list(w.server.front.relays):
+            relay.stop()
+        said = await task
+        assert said["error"]["code"] == "shutting_down"
+        assert said["text"]
+
+
+# Engines that tell a story token by token, and not always as they should.
+
+
+def tale(*, ids: bool = True, text: str | None = None, lingers: float = 0.0) -> Behaviour:
+    """A good engine but for that: it does not tell token ids, or says another text, or keeps a stream open so
+    long (seconds) that has ended."""
+
+    async def behave(_: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.path == "/tokenize" or not request.json.get("stream"):
+            return await tells(_, request, writer)
+        prompt = request.json["prompt"]
+        done = len(prompt) - len(START)
+        words = DecodeStream(ids=prompt, skip_special_tokens=True)
+        writer.write(STREAM_HEAD)
+        for n, token in enumerate(STORY[done:]):
+            said = words.step(TOKENIZER, token) or ""
+            choice = {"index": 0, "text": said if text is None else text, "logprobs": None}
+            choice |= {"finish_reason": "length" if done + n + 1 == len(STORY) else None}
+            choice |= {"token_ids": [token]} if ids else {}
+            writer.write(chunk(event({**FRAME, "choices": [choice]})))
+            await writer.drain()
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(lingers)
+        writer.write(chunk(event(b"[DONE]")) + b"0\r\n\r\n")
+        return True
+
+    return behave
+
+
+@contextlib.asynccontextmanager
+async def tellers(behave: Behaviour) -> AsyncIterator[World]:
+    given: dict[str, Any] = {"reschedule": "star", "reschedule_period_seconds": 3600.0, "model": "tiny"}
+    fakes = [FakeEngine(behave=behave) for _ in range(2)]
+    async with world(fakes, tokenizer=str(TOKENIZER_PATH.parent), **given) as w:
+        yield w
+        assert not w.server.fleet.pools[0].router.in_flight()
+
+
+async def told_in_two(w: World, count: int) -> tuple[bool, Any, dict[str, Any]]:
+    """A story that is to move behind so many tokens: whether it began to, what its client hears, the
+    receipt."""
+    pool = w.server.fleet.pools[0]
+    moves = pool.mover
+    assert moves is not None
+    body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
+    task = asyncio.create_task(w.post(body))
+    began = False
+    while not task.done():
+        for ticket, chain in list(moves.running.items()):
+            if len(chain.joined.made) >= count and not (began or moves.outcomes):
+                target = next(name for name in pool.engines if name != place(chain))
+                began = moves.begin(ticket, target, time.monotonic())
+        await asyncio.sleep(0.001)
+    status, headers, raw = await task
+    moves.outcomes.clear()
+    assert status == 200
+    receipt = pool.router.receipt(int(headers["x-lmetric-decision"]))
+    assert receipt is not None
+    return began, heard(raw), receipt
+
+
+async def test_a_seam_inside_a_character() -> None:
+    async with tellers(tale()) as w:
+        tokens = []
+        for count in range(1, 36, 2):
+            began, said, receipt = await told_in_two(w, count)
+            assert began
+            assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
+            tokens += [token - len(START) for token, _ in receipt["moves"]]
+        halves = [n for n in tokens if TOKENIZER.decode(STORY[:n]).endswith("\N{REPLACEMENT CHARACTER}")]
+        assert len(tokens) > 9
+        assert halves
+
+
+async def test_a_stream_that_has_said_its_last_token_stays() -> None:
+    async with tellers(tale(lingers=0.1)) as w:
+        began, said, receipt = await told_in_two(w, len(STORY))
+        assert not began
+        assert (said["text"], said["finish"], receipt["moves"]) == (STORY_TEXT, "length", [])
+
+
+@pytest.mark.parametrize(
+    ("behave", "why"),
+    [
+        (tale(text="something else"), "the engine's text is not that of its tokens"),
+        (tale(ids=False), "does not tell token ids"),
+    ],
+)
+async def test_what_cannot_be_joined_stays(behave: Behaviour, why: str) -> None:
+    async with tellers(behave) as w:
+        began, said, receipt = await told_in_two(w, 5)
+        assert (began, said["finish"], receipt["moves"]) == (False, "length", [])
+        assert said["text"] == (STORY_TEXT if why.startswith("does") else "something else" * len(STORY))
+        # From now on such requests are passed on as they are, and their receipts say why.
+        body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
+        _, headers, _ = await w.post(body)
+        receipt = w.server.fleet.pools[0].router.receipt(int(headers["x-lmetric-decision"])) or {}
+        assert why in receipt["uncut"]
+        last = [fake.requests[-1].json for fake in w.engines if fake.requests]
+        assert any("return_token_ids" not in asked for asked in last)
