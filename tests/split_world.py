@@ -71,7 +71,7 @@ def told(answer: dict[str, Any]) -> dict[str, Any]:
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     return {
         "text": text,
-        "ids": choice.get("token_ids", []),
+        "ids": choice.get("token_ids") or [],
         "usage": answer["usage"],
         "finish": choice["finish_reason"],
         "stop": choice["stop_reason"],

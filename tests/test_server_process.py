@@ -26,9 +26,9 @@ class Process:
         self.log: list[str] = []
         self.url = ""
 
-    async def listening(self) -> None:
+    async def listening(self, seconds: float = 30) -> None:
         assert self.process.stderr is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(seconds):
             while line := (await self.process.stderr.readline()).decode():
                 self.log.append(line)
                 if '"listening"' in line:

@@ -46,7 +46,7 @@ class Served:
 
     async def receipt(self, headers: Any) -> dict[str, Any]:
         """The receipt of the decision that an answer names, once it knows the outcome."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while True:
                 receipt: dict[str, Any] = await self.page(f"/debug/decisions/{headers['x-lmetric-decision']}")
                 if receipt.get("outcome"):
@@ -65,7 +65,7 @@ async def served(engines: Sequence[VllmEngine], *flags: str) -> AsyncIterator[Se
     """`lmetric-router serve` before engines; at the end nothing may be in flight."""
     given = [word for engine in engines for word in ("--engine", engine.url)]
     async with router(*given, *flags) as process:
-        await process.listening()
+        await process.listening(180)  # on a crowded machine
         # What it says goes on being read, or the pipe would fill.
         assert process.process.stderr is not None
         reader = asyncio.create_task(_drain(process))

@@ -248,8 +248,7 @@ class Joined:
             return b""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}}
         chunk = self._chunk([choice | {"logprobs": None, "finish_reason": None}])
-        if self.request.get("return_token_ids"):
-            chunk["prompt_token_ids"] = self.prompt
+        chunk["prompt_token_ids"] = self.prompt if self.request.get("return_token_ids") else None
         if self._options.get("include_usage") and self._options.get("continuous_usage_stats"):
             chunk["usage"] = self._usage(0)
         return _event(chunk)
@@ -261,11 +260,11 @@ class Joined:
         choice |= {"logprobs": made.logprobs, "finish_reason": made.finish}
         if made.finish or not self._chat:
             choice["stop_reason"] = made.stop
-        if self.request.get("return_token_ids"):
-            if not self._chat:
-                first = len(self.made) == len(made.ids)
-                choice["prompt_token_ids"] = self.prompt if first else None
-            choice["token_ids"] = made.ids
+        asked = self.request.get("return_token_ids")
+        if not self._chat:
+            first = len(self.made) == len(made.ids)
+            choice["prompt_token_ids"] = self.prompt if asked and first else None
+        choice["token_ids"] = made.ids if asked else None
         chunk = self._chunk([choice])
         if self._options.get("include_usage") and self._options.get("continuous_usage_stats"):
             chunk["usage"] = self._usage(len(self.made))
@@ -291,8 +290,9 @@ class Joined:
             choice["token_ids"] = self.made
             (frame if self._chat else choice)["prompt_token_ids"] = self.prompt
         else:
-            choice.pop("token_ids", None)
-            choice.pop("prompt_token_ids", None)
+            # Null, as vLLM says it to who does not ask.
+            choice["token_ids"] = None
+            (frame if self._chat else choice)["prompt_token_ids"] = None
         return orjson.dumps({**frame, "choices": [choice], "usage": self._usage(len(self.made), last=True)})
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -278,11 +278,11 @@ class Passed(Rest):
         return self.checks
 
     def _stripped(self, said: dict[str, Any], choices: list[Any]) -> bytes:
-        """Without what only the router asked for."""
+        """Without what only the router asked for: null, as vLLM says it to who does not ask."""
         if not self._chain.joined.request.get("return_token_ids"):
-            said.pop("prompt_token_ids", None)
-            for choice in choices:
-                choice.pop("token_ids", None)
+            for part, name in ((said, "prompt_token_ids"), *((choice, "token_ids") for choice in choices)):
+                if name in part:
+                    part[name] = None
         if "kv_transfer_params" in said:
             said["kv_transfer_params"] = None
         return orjson.dumps(said)

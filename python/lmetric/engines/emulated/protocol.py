@@ -190,10 +190,10 @@ class Shape:
         choice |= {"logprobs": None, "finish_reason": finish_reason}
         if finish_reason or not self.chat:
             choice["stop_reason"] = stop_reason
-        if not self.chat and self.token_ids:
+        # vLLM names them where nobody asked, too, as null.
+        if not self.chat:
             choice["prompt_token_ids"] = None
-        if self.token_ids:
-            choice["token_ids"] = ["\x00"]
+        choice["token_ids"] = ["\x00"] if self.token_ids else None
         data = b"data: " + orjson.dumps({**self._base, "choices": [choice]})
         head, _, rest = data.partition(b"\\u0000")
         middle, _, tail = rest.partition(b'"\\u0000"') if self.token_ids else (rest[:-3], b"", b"}]}")
@@ -206,8 +206,7 @@ class Shape:
             return b""
         choice: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}}
         chunk = {**self._base, "choices": [choice | {"logprobs": None, "finish_reason": None}]}
-        if self.token_ids:
-            chunk["prompt_token_ids"] = self.prompt.tolist()
+        chunk["prompt_token_ids"] = self.prompt.tolist() if self.token_ids else None
         if self.continuous_usage:
             chunk["usage"] = self._stream_usage(0)
         return b"data: %b\n\n" % orjson.dumps(chunk)
@@ -267,9 +266,9 @@ class Shape:
         }
         answer["usage"] = usage(len(self.prompt), len(tokens), cached_tokens)
         answer["kv_transfer_params"] = kv_transfer_params
-        if self.token_ids:
-            choice["token_ids"] = tokens
-            (answer if self.chat else choice)["prompt_token_ids"] = self.prompt.tolist()
+        choice["token_ids"] = tokens if self.token_ids else None
+        prompt = self.prompt.tolist() if self.token_ids else None
+        (answer if self.chat else choice)["prompt_token_ids"] = prompt
         return orjson.dumps(answer)
 
     def _stream_usage(self, produced: int) -> dict[str, int]:

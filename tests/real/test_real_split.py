@@ -1,0 +1,260 @@
+"""Two vLLM engines between which requests are cut: one answer, of the tokens that one engine makes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import yaml
+
+from router_world import Served, served
+from split_world import CHAT, COMPLETIONS, equal, heard, told
+from test_real_pd import computed, fetched, outcomes
+from test_real_router import text
+from vllm_process import MODEL, NIXL, VllmEngine
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+
+Start = Callable[..., list[VllmEngine]]
+# Leases are short: each prompt that is handed over holds blocks until it ends.
+BIDIRECTIONAL = NIXL | {
+    "kv_connector_extra_config": {
+        "kv_lease_duration": 30,
+        "decoder_kv_blocks_ttl": 15,
+        "bidirectional_kv_xfer": True,
+        "kv_recompute_threshold": 0,
+    }
+}
+# Words and tokens of the answer: the same fractions lie in the prompt, near its end, and in the answer.
+SHAPES = [(120, 40), (50, 90), (20, 150)]
+_seeds = itertools.count(1)
+
+
+@contextlib.asynccontextmanager
+async def cutting(engines: list[VllmEngine], folder: Path, **config: Any) -> AsyncIterator[Served]:
+    """A router that has seen what the engines can do."""
+    file = folder / "router.yaml"
+    # Engines that compute on two cores leave each other's pages waiting for seconds.
+    given = {"policy": "round_robin", "health": {"timeout": 30}}
+    file.write_text(yaml.safe_dump({"engines": [{"url": e.url} for e in engines], **given, **config}))
+    async with served([], "--config", str(file)) as world:
+
+        async def seen() -> bool:
+            shown = (await world.engines()).values()
+            return all(each["healthy"] and each["capabilities"] for each in shown)
+
+        await world.until(seen, seconds=60)
+        yield world
+
+
+async def asked(world: Served, path: str, body: dict[str, Any], url: str | None = None) -> dict[str, Any]:
+    """What a client hears of the router, or, past it, of one engine that computes everything itself."""
+    if url is not None:
+        body = body | {"cache_salt": f"alone {next(_seeds)}"}
+    async with world.session.post((url or world.url) + path, json=body) as response:
+        raw = await response.read()
+        assert response.status == 200, raw
+        said = heard(raw) if body.get("stream") else told(orjson.loads(raw))
+        said["headers"] = response.headers
+    return said
+
+
+def request(path: str, words: int, tokens: int, **fields: Any) -> dict[str, Any]:
+    """A greedy request whose prompt nobody has seen."""
+    said = text(random.Random(f"cut {next(_seeds)}"), words)
+    prompt = {"messages": [{"role": "user", "content": said}]} if path == CHAT else {"prompt": said}
+    fixed = {"model": MODEL, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return prompt | fixed | fields
+
+
+def kinds(words: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
+    """Chats and completions, streamed and not, with token ids told and not."""
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    ids = {"return_token_ids": True}
+    rng = random.Random(f"ids {next(_seeds)}")
+    return [
+        (COMPLETIONS, request(COMPLETIONS, words, tokens)),
+        (COMPLETIONS, request(COMPLETIONS, words, tokens, **usage, **ids)),
+        # As many as its answer: cut in half, it is cut at the prompt's end.
+        (
+            COMPLETIONS,
+            request(COMPLETIONS, 1, tokens) | ids | {"prompt": rng.choices(range(300, 2000), k=tokens)},
+        ),
+        (CHAT, request(CHAT, words, tokens, **ids)),
+        (CHAT, request(CHAT, words, tokens, **usage)),
+    ]
+
+
+async def length(world: Served, engine: VllmEngine, body: dict[str, Any]) -> int:
+    """Tokens of a prompt, as an engine counts them."""
+    if isinstance(body.get("prompt"), list):
+        return len(body["prompt"])
+    asks = {name: body[name] for name in ("model", "prompt", "messages") if name in body}
+    async with world.session.post(f"{engine.url}/tokenize", json=asks) as response:
+        return int((await response.json())["count"])
+
+
+async def cut_requests(world: Served) -> int:
+    """As the router counts them."""
+    lines = (await world.page("/metrics")).splitlines()
+    return sum(
+        int(float(x.rpartition(" ")[2])) for x in lines if x.startswith("lmetric_split_requests_total{")
+    )
+
+
+@pytest.mark.parametrize("at", [0.2, 0.5, 0.8])
+async def test_cut_anywhere(vllm_engines: Start, tmp_path: Path, at: float) -> None:
+    engines = vllm_engines(2, kv_transfer_config=BIDIRECTIONAL)
+    async with cutting(engines, tmp_path, split_force_at=at) as world:
+        shown = await world.engines()
+        assert all(shown[e.name]["capabilities"]["handover"]["bidirectional"] for e in engines), shown
+        requests = [each for shape in SHAPES for each in kinds(*shape)]
+        for number, (path, body) in enumerate(requests):
+            prompt = await length(world, engines[0], body)
+            before = await fetched(engines), await computed(engines)
+            said = await asked(world, path, body)
+            receipt = await world.receipt(said["headers"])
+            cut = math.ceil(at * (prompt + body["max_tokens"]))
+            assert (receipt["cuts"], receipt["uncut"], receipt["outcome"]) == ([cut], None, "finished")
+            first, second = said["headers"]["x-lmetric-prefill"], said["headers"]["x-lmetric-instance"]
+            assert {first, second} == {engine.name for engine in engines}
+            after = await fetched(engines), await computed(engines)
+            assert (after[0] - before[0], after[1] - before[1]) == (cut, prompt), (path, body, cut)
+            equal(said, await asked(world, path, body, engines[number % 2].url))
+        assert await outcomes(world) == {"handed_over": len(requests)}
+        assert await cut_requests(world) == len(requests)
+
+
+async def test_many_at_once_and_answers_that_stop(vllm_engines: Start, tmp_path: Path) -> None:
+    """In the first leg, in the second, and at their seam."""
+    engines = vllm_engines(2, kv_transfer_config=BIDIRECTIONAL)
+    async with cutting(engines, tmp_path, split_force_at=0.8) as world:
+        plain = [request(COMPLETIONS, 30, 120, return_token_ids=True) for _ in range(8)]
+        whole = await asyncio.gather(*(asked(world, COMPLETIONS, body, engines[1].url) for body in plain))
+        bodies = []
+        for number, (body, said) in enumerate(zip(plain, whole, strict=True)):
+            seam = math.ceil(0.8 * (said["usage"]["prompt_tokens"] + 120)) - said["usage"]["prompt_tokens"]
+            place = (5, seam - 1, seam, seam + 1, 110, seam // 2, 60, 119)[number]
+            streams = {"stream": True, "stream_options": {"include_usage": True}} if number % 2 else {}
+            bodies.append(body | streams | {"stop_token_ids": [said["ids"][place]]})
+        got = await asyncio.gather(*(asked(world, COMPLETIONS, body) for body in bodies))
+        for body, said in zip(bodies, got, strict=True):
+            equal(said, await asked(world, COMPLETIONS, body, engines[0].url))
+            assert said["finish"] == "stop"
+        assert set(await outcomes(world)) <= {"handed_over"}
+
+
+async def test_libra_cuts_what_it_likes(vllm_engines: Start, tmp_path: Path) -> None:
+    engines = vllm_engines(2, kv_transfer_config=BIDIRECTIONAL)
+    eager = {"least_gain": 0.0, "least_tokens": 8.0, "transfer_fixed_seconds": 0.0}
+    config = {"policy": "lmetric", "profile": "independent-sim", "split": "libra", "split_settings": eager}
+    async with cutting(engines, tmp_path, **config) as world:
+        requests = [each for shape in [(300, 60), (40, 200), (500, 30)] for each in kinds(*shape)]
+        wanted = [await asked(world, path, body, engines[0].url) for path, body in requests]
+        turns = asyncio.Semaphore(8)
+
+        async def one(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            async with turns:
+                return await asked(world, path, body)
+
+        got = await asyncio.gather(*(one(path, body) for path, body in requests))
+        cuts = 0
+        for said, want in zip(got, wanted, strict=True):
+            equal(said, want)
+            cuts += bool((await world.receipt(said["headers"]))["cuts"])
+        print("cut:", cuts, "of", len(requests), await outcomes(world))
+        assert cuts == await cut_requests(world) > 0
+
+
+async def test_an_engine_dies(vllm_engines: Start, tmp_path: Path) -> None:
+    """While it computes first legs, and others have begun their second: whole answers, or one clean error."""
+    engines = vllm_engines(2, kv_transfer_config=BIDIRECTIONAL)
+    async with cutting(engines, tmp_path, split_force_at=0.6) as world:
+        bodies = [
+            request(COMPLETIONS, 20, tokens, stream=True) for tokens in (300, 300, 900, 900, 1500, 1500)
+        ]
+        began: asyncio.Event = asyncio.Event()
+
+        async def stream(body: dict[str, Any]) -> dict[str, Any]:
+            async with world.session.post(f"{world.url}{COMPLETIONS}", json=body) as response:
+                raw = await response.content.readany()
+                began.set()
+                return heard(raw + await response.read())
+
+        streams = [asyncio.create_task(stream(body)) for body in bodies]
+        await asyncio.wait_for(began.wait(), 120)
+        engines[0].kill()
+        got = await asyncio.wait_for(asyncio.gather(*streams), 300)
+        wanted = [await asked(world, COMPLETIONS, body, engines[1].url) for body in bodies]
+        errors = 0
+        for said, want in zip(got, wanted, strict=True):
+            if "error" in said:
+                errors += 1
+                assert said["finish"] is None
+                assert said["text"]  # else it would have gone elsewhere
+                assert want["text"].startswith(said["text"])
+            else:
+                assert (said["text"], said["finish"]) == (want["text"], want["finish"])
+        print("broke off:", errors, await outcomes(world))
+        assert errors < len(bodies)
+
+        for path, body in kinds(40, 30):
+            said = await asked(world, path, body)
+            assert said["headers"]["x-lmetric-instance"] == engines[1].name
+            equal(said, await asked(world, path, body, engines[1].url))
+
+        async def idle() -> bool:
+            async with world.session.get(f"{engines[1].url}/metrics") as response:
+                lines = (await response.text()).splitlines()
+            waits = [
+                x for x in lines if x.startswith(("vllm:num_requests_running{", "vllm:num_requests_waiting{"))
+            ]
+            return all(float(line.rpartition(" ")[2]) == 0 for line in waits)
+
+        await world.until(idle, seconds=30)
+
+
+async def test_plain_nixl_cuts_at_the_prompts_end_or_behind(vllm_engines: Start, tmp_path: Path) -> None:
+    engines = vllm_engines(2, kv_transfer_config=NIXL)
+    async with cutting(engines, tmp_path, split_force_at=0.4) as world:
+        requests = [each for shape in SHAPES for each in kinds(*shape)]
+        for number, (path, body) in enumerate(requests):
+            prompt = await length(world, engines[0], body)
+            before = await fetched(engines), await computed(engines)
+            said = await asked(world, path, body)
+            receipt = await world.receipt(said["headers"])
+            cut = max(prompt, math.ceil(0.4 * (prompt + body["max_tokens"])))
+            assert (receipt["cuts"], receipt["uncut"], receipt["outcome"]) == ([cut], None, "finished")
+            after = await fetched(engines), await computed(engines)
+            assert (after[0] - before[0], after[1] - before[1]) == (cut, prompt), (path, body, cut)
+            equal(said, await asked(world, path, body, engines[number % 2].url))
+        assert await outcomes(world) == {"handed_over": len(requests)}
+
+
+async def test_without_a_connector_it_is_computed_again(vllm_engines: Start, tmp_path: Path) -> None:
+    engines = vllm_engines(2)
+    async with cutting(engines, tmp_path, split_force_at=0.6, split_recompute=True) as world:
+        requests = [each for shape in SHAPES for each in kinds(*shape)]
+        cuts = 0
+        for number, (path, body) in enumerate(requests):
+            prompt = await length(world, engines[0], body)
+            before = await computed(engines)
+            said = await asked(world, path, body)
+            receipt = await world.receipt(said["headers"])
+            again = await computed(engines) - before - prompt
+            # A cut inside the prompt would save nobody anything.
+            cut = math.ceil(0.6 * (prompt + body["max_tokens"]))
+            print(prompt, body["max_tokens"], cut, receipt["cuts"], receipt["uncut"], again)
+            assert again == sum(receipt["cuts"])
+            cuts += len(receipt["cuts"])
+            equal(said, await asked(world, path, body, engines[number % 2].url))
+        assert await fetched(engines) == 0
+        assert await outcomes(world) == {"no_connector": cuts}
