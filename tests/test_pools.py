@@ -107,6 +107,24 @@ def test_a_request_over_two_pools_by_hand() -> None:
     assert run.optimal_assignment_ratio == 1
 
 
+def test_instances_that_decode_may_have_another_profile() -> None:
+    trace = Trace(
+        name="by hand", arrival_seconds=np.array([0.0]), input_tokens=np.array([20]),
+        output_tokens=np.array([3]),
+        hash_offsets=np.array([0, 0]), hash_ids=np.zeros(0, np.uint64), block_tokens=16,
+    )  # fmt: skip
+    fast = ROUND.model_copy(update={"fixed_seconds": 0.4})
+    run = lm.simulate(trace, roles="1P1D", profile=ROUND, decode_profile=fast, transfer=None)
+    # Prefill 1 + 0.2 as by hand above; then three steps of 0.4 + 0.1.
+    assert run.handoff_seconds == pytest.approx([1.2])
+    assert run.finished_seconds == pytest.approx([2.7])
+    with pytest.raises(BadValueError, match="give roles"):
+        lm.simulate(trace, instances=2, profile=ROUND, decode_profile=fast)
+    other = ROUND.model_copy(update={"block_tokens": 32})
+    with pytest.raises(BadValueError, match="block_tokens of the profile"):
+        lm.simulate(trace, roles="1P1D", profile=ROUND, decode_profile=other, transfer=None)
+
+
 def test_a_run_without_pools_has_none_of_it() -> None:
     run = lm.simulate(some(seconds=20), instances=2)
     assert (run.roles, run.decode_policy, run.optimal_assignment_ratio) == (None, None, None)
@@ -204,6 +222,10 @@ def test_the_command_runs_the_pairs(trace_file: Path) -> None:
     ]
     assert all(0 < run["optimal_assignment_ratio"] <= 1 and run["failed"] == 0 for run in told["runs"])
     assert (told["setting"]["roles"], told["setting"]["instances"]) == ("2P4D", 6)
+    profiles = ("--profile", "qwen3-32b-h20", "--decode-profile", "qwen3-32b-2xh20")
+    larger = simulate(*base, *profiles, "--json", "-")
+    assert larger.returncode == 0, larger.stderr
+    assert json.loads(larger.stdout)["setting"]["settings"]["decode_profile"] == "qwen3-32b-2xh20"
     table = simulate(*base, "--transfer", "25,layers")
     assert table.returncode == 0, table.stderr
     assert "lmetric / least_requests" in table.stdout
@@ -217,6 +239,8 @@ def test_wrong_pools_are_named(trace_file: Path) -> None:
     for arguments, told in (
         (("--decode-policy", "sibyl"), "--roles"),
         (("--roles", "2P4D", "--decode-policy", "sybil"), "sibyl"),
+        (("--decode-profile", "qwen2.5-32b-2xa100"), "--roles"),
+        (("--roles", "2P4D", "--decode-profile", "qwen2.5-32b-9xa100"), "qwen2.5-32b-2xa100"),
     ):
         done = simulate("--trace", trace_file, *arguments)
         assert done.returncode != 0

@@ -280,6 +280,16 @@ def test_a_profile_predicts_the_first_token() -> None:
     }
     router = fleet("simulation", step_time=constants)
     np.testing.assert_allclose(router.score(tokens=TOKENS), 2 * 0.01 + 8192e-4)
+    # One of them has more GPUs, until it has not.
+    first = router.instances()[0]
+    router.set_step_time(first, {**constants, "prefill_seconds_per_token": 2.5e-5})
+    scores = router.score(tokens=TOKENS)
+    np.testing.assert_allclose(scores[0], 2 * 0.01 + 8192 * 2.5e-5)
+    np.testing.assert_allclose(scores[1:], 2 * 0.01 + 8192e-4)
+    router.set_step_time(first, None)
+    np.testing.assert_allclose(router.score(tokens=TOKENS), 2 * 0.01 + 8192e-4)
+    with pytest.raises(lm.UnknownNameError):
+        router.set_step_time("nobody", None)
     with pytest.raises(lm.BadValueError, match="fixed_seconds"):
         fleet(step_time={**constants, "fixed_seconds": -1})
     with pytest.raises(lm.BadValueError, match="now"):

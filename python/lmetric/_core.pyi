@@ -105,6 +105,9 @@ class Router:
     def set_cuts(
         self, name: str, cuts: str
     ) -> None: ...  # "nowhere", "prompt_end", "output" or "anywhere": what its engine can do
+    def set_step_time(
+        self, name: str, step_time: Mapping[str, float] | None
+    ) -> None: ...  # a profile's constants; None: as the router was told of all
     def drain(self, name: str, draining: bool = True) -> None: ...
     def set_index_feed(self, name: str, index: str) -> None: ...  # "approximate" or "exact"
     def set_cache_blocks(
@@ -561,7 +564,7 @@ def simulate(
     event_delay_seconds: float = 0.02,
     report_period_seconds: float = 1.0,
     token_stride: int = 1,
-    step_time: Mapping[str, float] | None = None,
+    step_times: Sequence[Mapping[str, float]] | None = None,  # what the router takes each instance's for
     output_known: bool = True,
     timeline_seconds: float = 10.0,
     roles: Sequence[str] | None = None,  # "prefill", "decode" or "both" of each instance; None: all do both

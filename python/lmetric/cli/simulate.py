@@ -76,6 +76,9 @@ def command(
     profile: Annotated[
         str, typer.Option(help="What steps cost: a shipped profile, or a YAML file.")
     ] = DEFAULT_PROFILE,
+    decode_profile: Annotated[
+        str | None, typer.Option(help="With --roles: of instances that only decode [default: --profile].")
+    ] = None,
     block_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a KV block [default: the profile's].")
     ] = None,
@@ -163,6 +166,8 @@ def command(
     splits = _each("--split", split, Split, leave_out="force")
     moves = _each("--reschedule", reschedule, Reschedule)
     pooled = pools is not None and bool(pools.decode)
+    if decode_profile is not None and not pooled:
+        raise typer.BadParameter("needs --roles with a decode pool", param_hint="--decode-profile")
     if not pooled and not any(map(_several_segments, _ways([], splits, moves))):
         told = {
             "--decode-policy": decode_policy, "--binding": binding, "--prefill": prefill,
@@ -192,7 +197,7 @@ def command(
         "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
         "token_stride": token_stride, "order_slo": order_slo,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
-        "transfer": transfer,
+        "transfer": transfer, "decode_profile": decode_profile,
     }  # fmt: skip
     settings |= {name: value for name, value in optional.items() if value is not None}
     taken = TraceChoice(

@@ -203,6 +203,7 @@ def simulate(
     knobs: Mapping[str, float] | None = None,
     instances: int = 16,
     profile: ProfileLike = DEFAULT_PROFILE,
+    decode_profile: ProfileLike | None = None,
     seed: int = 0,
     signals: Signals = "exact",
     admission: Admission = "reserve",
@@ -238,6 +239,8 @@ def simulate(
         trace: what arrives; from `prepare` where it is played more than once.
         policy: what `lmetric.Router` takes (name, expression, `Policy`, `policy_function`), with `knobs`.
         profile: a shipped name, a path, a mapping, or a `Profile`.
+        decode_profile: of the instances that only decode, where theirs is another: more GPUs each, say. The
+            model, and so a token's KV, and the block size are the same.
         seed: of every random choice (ties, policies that draw).
         signals: ``"exact"``, the router learns of everything as it happens; ``"step_end"``, it sees every
             engine as at the end of the step that runs; ``"delayed"``, as a live server: cache events come
@@ -289,14 +292,19 @@ def simulate(
         instances = pools.instances
     if instances < 1:
         raise _core.BadValueError(f"instances: {instances} is not valid; expected at least 1")
-    believed = chosen if predictor is None else resolve_profile(predictor)
-    step_time = believed.constants()
+    if decode_profile is not None and (pools is None or not pools.decode):
+        raise _core.BadValueError("decode_profile: no instance decodes only; give roles, e.g. 16P64D")
+    decodes = chosen if decode_profile is None else resolve_profile(decode_profile)
+    each = [
+        (decodes if role == "decode" else chosen).constants()
+        for role in (["both"] * instances if pools is None else pools.each())
+    ]
     started = time.perf_counter()
     columns = _core.simulate(
         workload.core,
         policy=policy,
         knobs=knobs,
-        profiles=[chosen.constants()] * instances,
+        profiles=each,
         seed=seed,
         signals=signals,
         admission=admission,
@@ -308,7 +316,7 @@ def simulate(
         event_delay_seconds=event_delay_seconds,
         report_period_seconds=report_period_seconds,
         token_stride=token_stride,
-        step_time=step_time,
+        step_times=each if predictor is None else [resolve_profile(predictor).constants()] * instances,
         output_known=output_known,
         timeline_seconds=timeline_seconds,
         local_order=local_order,

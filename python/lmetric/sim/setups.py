@@ -190,7 +190,16 @@ class Setup:
     @property
     def engine(self) -> Profile:
         """What a step costs, and the memory. Raises `ProfileError`."""
-        profile = load_profile(self.profile)
+        return self._in_blocks(self.profile)
+
+    @property
+    def decode_engine(self) -> Profile | None:
+        """The same of instances that only decode; None: as the others. Raises `ProfileError`."""
+        name = self.settings.get("decode_profile")
+        return None if name is None else self._in_blocks(str(name))
+
+    def _in_blocks(self, name: str) -> Profile:
+        profile = load_profile(name)
         return profile if self.block_tokens is None else profile.in_blocks_of(self.block_tokens)
 
     @property
@@ -221,6 +230,8 @@ class Setup:
         }
         if predictor := self.settings.get("predictor"):
             told["predictor"] = load_profile(str(predictor)).constants()
+        if (decodes := self.decode_engine) is not None:
+            told["decode_profile"] = decodes.constants()
         return hashlib.sha256(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()[:24]
 
 
@@ -265,7 +276,7 @@ def run(setup: Setup, trace: Trace | Workload, key: str = "") -> Result:
     from lmetric.sim.run import simulate
 
     policy = setup.policy.build()
-    settings: dict[str, Any] = dict(setup.settings)
+    settings: dict[str, Any] = dict(setup.settings) | {"decode_profile": setup.decode_engine}
     if setup.roles is not None:
         settings["roles"] = setup.roles
     if (second := setup.decode_policy) is not None:

@@ -721,6 +721,17 @@ impl Router {
         Ok(())
     }
 
+    /// What an instance's steps cost where its engine is not like the others (another GPU, more of them): a profile's constants, or None: as the router was
+    /// told of all, if it was. A new instance has none. Raises `UnknownNameError`, `BadValueError`.
+    #[pyo3(signature = (name, step_time))]
+    fn set_step_time(&self, py: Python<'_>, name: &str, step_time: Option<&Bound<'_, PyDict>>) -> Result<()> {
+        let step_time = step_time.map(step_time_of).transpose()?;
+        let mut router = self.lock(py)?;
+        let id = router.fleet().find(name)?;
+        router.set_step_time(id, step_time);
+        Ok(())
+    }
+
     /// Switches the hot-spot guard on or off. Off, it forgets what it saw.
     fn set_guard(&self, py: Python<'_>, on: bool) -> Result<()> {
         self.lock(py)?.set_guard(on);

@@ -3,6 +3,7 @@ use crate::engine::{profile, unknown};
 use crate::errors::Result;
 use crate::{policies, router};
 use lmetric_core::CoreError;
+use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::router::{IndexFeed, RouterConfig};
@@ -87,7 +88,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
 #[pyfunction]
 #[pyo3(signature = (workload, *, policy=None, knobs=None, profiles, seed=0, signals="exact", admission="reserve",
     index="exact", index_bytes=512 << 20, guard=None, guard_window_seconds=60.0, guard_period_seconds=1.0,
-    event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_time=None, output_known=true, timeline_seconds=10.0,
+    event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_times=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
     local_order="fcfs", order_slo_seconds=0.1,
@@ -109,7 +110,7 @@ fn simulate<'py>(
     event_delay_seconds: f64,
     report_period_seconds: f64,
     token_stride: u32,
-    step_time: Option<&Bound<'py, PyDict>>,
+    step_times: Option<Vec<Bound<'py, PyDict>>>,
     output_known: bool,
     timeline_seconds: f64,
     roles: Option<Vec<String>>,
@@ -141,6 +142,11 @@ fn simulate<'py>(
         decode_policy.map(|policy| policies::build(Some(policy), decode_knobs)).transpose()?;
     let config = ClusterConfig {
         profiles: profiles.iter().map(profile).collect::<PyResult<Vec<Profile>>>()?,
+        step_times: step_times
+            .iter()
+            .flatten()
+            .map(router::step_time_of)
+            .collect::<Result<Vec<StepTime>>>()?,
         roles: roles
             .unwrap_or_default()
             .iter()
@@ -181,7 +187,6 @@ fn simulate<'py>(
                 period_seconds: guard_period_seconds,
                 ..GuardConfig::default()
             },
-            step_time: step_time.map(router::step_time_of).transpose()?,
             binding: router::binding_of(binding)?,
             // No instance ever goes, so a request that nobody decodes is a decode policy that cannot score: an error.
             colocate: false,

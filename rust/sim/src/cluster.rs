@@ -19,6 +19,7 @@ use crate::transfer::{Links, Transfer};
 use crate::workload::Workload;
 use handover::Part;
 use lmetric_core::CoreError;
+use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::Phase;
 use lmetric_core::ids::Seconds;
@@ -34,6 +35,8 @@ use std::collections::BinaryHeap;
 pub struct ClusterConfig {
     /// One for each instance; all of the workload's block size.
     pub profiles: Vec<Profile>,
+    /// What the router takes each instance's steps to cost; none: what its own settings say of all.
+    pub step_times: Vec<StepTime>,
     /// What each instance does; none: all take whole requests.
     pub roles: Vec<Role>,
     /// What moving the KV of a prompt costs that is prefilled on one instance and decodes on another.

@@ -30,6 +30,7 @@ fn round() -> Profile {
 fn config(instances: usize) -> ClusterConfig {
     ClusterConfig {
         profiles: vec![round(); instances],
+        step_times: Vec::new(),
         roles: Vec::new(),
         transfer: Transfer::default(),
         admission: Admission::Reserve,

@@ -2,6 +2,7 @@
 use super::Router;
 use super::ahead::AHEAD;
 use crate::estimate::{DecodeCost, StepTime};
+use crate::fleet::Role;
 use crate::ids::Seconds;
 use crate::indicators::{Indicator, IndicatorSet};
 use crate::request::Request;
@@ -158,7 +159,7 @@ impl Router {
     pub fn ttft_source(&self, id: crate::InstanceId) -> TtftSource {
         let rates = self.columns.get(Indicator::PrefillTokensPerSecond);
         match () {
-            () if self.config.step_time.is_some() => TtftSource::Profile,
+            () if self.profiled(id.index()).is_some() => TtftSource::Profile,
             () if self.learned(id.index()).is_some() => TtftSource::LearnedStepTime,
             () if !rates[id.index()].is_nan() => TtftSource::LearnedRate,
             () if rates.iter().any(|rate| !rate.is_nan()) => TtftSource::PoolRate,
@@ -174,12 +175,14 @@ impl Router {
     /// What a decode step costs for each sequence and token of context: by the profile, else by what is learned on an instance, else as if a request cost as
     /// much as a thousand tokens of its context.
     pub(super) fn decode_cost(&self) -> DecodeCost {
+        let decodes = |slot: &usize| self.fleet.role(crate::InstanceId(*slot as u32)) != Role::Prefill;
+        let profiled = || (0..self.fleet.slots()).filter(decodes).find_map(|slot| self.step_times[slot]);
         let learned = || {
             (0..self.fleet.slots()).filter_map(|slot| self.books.step_fit(slot).step_time()).find(|model| {
                 model.decode_seconds_per_sequence > 0.0 || model.decode_seconds_per_context_token > 0.0
             })
         };
-        match self.config.step_time.or_else(learned) {
+        match profiled().or(self.config.step_time).or_else(learned) {
             Some(model) => DecodeCost {
                 sequence_seconds: model.decode_seconds_per_sequence,
                 context_token_seconds: model.decode_seconds_per_context_token,
@@ -197,7 +200,18 @@ impl Router {
 
     /// The step-time model of a slot, where the profile gives one or enough was learned.
     pub(super) fn step_time_of(&self, slot: usize) -> Option<StepTime> {
-        self.config.step_time.or_else(|| self.learned(slot))
+        self.profiled(slot).or_else(|| self.learned(slot))
+    }
+
+    /// What profiles say of a slot: its own, or that of all.
+    fn profiled(&self, slot: usize) -> Option<StepTime> {
+        self.step_times[slot].or(self.config.step_time)
+    }
+
+    /// Says what an instance's steps cost where its engine is not like the others (another GPU, more of them); `None`: as the configuration says. A new
+    /// instance has none.
+    pub fn set_step_time(&mut self, id: crate::InstanceId, step_time: Option<StepTime>) {
+        self.step_times[id.index()] = step_time;
     }
 
     fn predict_ttft(&mut self) {
@@ -251,9 +265,9 @@ impl Router {
         predicted.clear();
         let (decoding, context) =
             (self.columns.get(Indicator::DecodeBs), self.columns.get(Indicator::DecodeTokens));
-        let profile = joining.and(self.config.step_time);
         let (more, tokens) = joining.map_or((0.0, 0.0), |prompt| (1.0, prompt));
         predicted.extend((0..self.columns.slots()).map(|i| {
+            let profile = joining.and_then(|_| self.profiled(i));
             let model = profile.or_else(|| self.books.step_fit(i).step_time());
             model.map_or(f64::NAN, |model| model.step(decoding[i] + more, context[i] + tokens))
         }));

@@ -195,6 +195,8 @@ pub struct Router {
     feeds: Vec<IndexFeed>,
     /// Where each slot's engine can hand over.
     cuts: Vec<Cuts>,
+    /// What each instance's own profile says of its steps, where it has one.
+    step_times: Vec<Option<StepTime>>,
     split: Split,
     /// Why the request at hand stays in one piece, where others are cut.
     uncut: Option<Box<str>>,
@@ -236,6 +238,7 @@ impl Router {
             cache_blocks: Vec::new(),
             feeds: Vec::new(),
             cuts: Vec::new(),
+            step_times: Vec::new(),
             split: config.split,
             uncut: None,
             balance: None,
@@ -318,6 +321,8 @@ impl Router {
         self.feeds[id.index()] = self.config.index_feed;
         self.cuts.resize(slots, Cuts::Anywhere);
         self.cuts[id.index()] = Cuts::Anywhere;
+        self.step_times.resize(slots, None);
+        self.step_times[id.index()] = None;
         self.index.add_instance(id, cache_blocks);
         Ok(id)
     }

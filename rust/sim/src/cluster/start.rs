@@ -33,6 +33,10 @@ impl<'a> Cluster<'a> {
                 format!("{}, one for each instance", config.profiles.len()),
             );
         }
+        if !config.step_times.is_empty() && config.step_times.len() != config.profiles.len() {
+            let expected = format!("{}, one for each instance", config.profiles.len());
+            return bad("step times", config.step_times.len(), expected);
+        }
         if has(Role::Prefill) != has(Role::Decode) {
             return bad("roles", "prefill or decode alone", "instances of the other kind, to hand over to");
         }
@@ -68,7 +72,8 @@ impl<'a> Cluster<'a> {
                 return bad("block_tokens of the profile", profile.block_tokens, expected);
             }
             let role = config.roles.get(i).copied().unwrap_or_default();
-            router.add_instance(&format!("engine-{i}"), role, Some(profile.cache_blocks))?;
+            let id = router.add_instance(&format!("engine-{i}"), role, Some(profile.cache_blocks))?;
+            router.set_step_time(id, config.step_times.get(i).copied());
             let mut engine = Engine::new(profile.clone(), settings, None)?;
             engine.set_token_slo(config.token_slo_seconds);
             engines.push(engine);

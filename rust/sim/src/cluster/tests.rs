@@ -24,6 +24,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
     };
     ClusterConfig {
         profiles: vec![profile; instances],
+        step_times: Vec::new(),
         roles: Vec::new(),
         transfer: Transfer::default(),
         admission: Admission::Reserve,
