@@ -17,6 +17,17 @@ VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
 RIVALS = ("ai-dynamo-runtime", "sglang-router", "smg", "vllm-router", "aiohttp", "uvloop")
 
 
+def commit() -> str:
+    """The commit, with `-dirty` where code was changed since: then it does not name what ran."""
+
+    def git(*argv: str) -> str:
+        return subprocess.run(["git", *argv], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    code = ["rust", "python", "bench", ":!bench/**/results/*"]
+    dirty = git("status", "--porcelain", "--", *code)
+    return git("rev-parse", "--short", "HEAD").strip() + ("-dirty" if dirty else "")
+
+
 def about(rivals_python: Path | None, programs: list[str]) -> dict[str, Any]:
     """Time, machine, and the versions of everything measured."""
     from lmetric.machine import machine
@@ -31,14 +42,10 @@ def about(rivals_python: Path | None, programs: list[str]) -> dict[str, Any]:
         told = subprocess.run([program, "-V" if program == "rustc" else "-v"], capture_output=True, text=True)
         found = VERSION.search(told.stdout + told.stderr)
         versions[program] = found[0] if found else "unknown"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    dirty = subprocess.run(
-        ["git", "status", "--porcelain", "rust", "python"], cwd=ROOT, capture_output=True, text=True
-    )
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {**machine(), "kernel": platform.release(), "cores_total": os.cpu_count()},
-        "commit": commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else ""),
+        "commit": commit(),
         "versions": versions,
     }
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-ROOT = Path(__file__).parent.parent
+from common import ROOT
+from common import commit as git_commit
+
 PAGE = ROOT / "docs" / "reproduction.md"
 Told = dict[str, Any]
+HOW = """Each figure makes results/FIGURE.json, its tables in docs/reproduction.md are made of that."""
 
 
 def spread(found: Sequence[float], scale: float = 1, digits: int = 2) -> str:
@@ -40,10 +44,73 @@ def bounds(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
     return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
 
 
+def columns(found: Sequence[Any], digits: int = 4) -> dict[str, list[float]]:
+    """What came of some seeds (dataclasses or dicts), turned into a list for each figure."""
+    each = [one if isinstance(one, dict) else asdict(one) for one in found]
+    return {name: [float(f"{float(one[name]):.{digits}g}") for one in each] for name in each[0]}
+
+
+def grouped(rows: Iterable[Told], by: str) -> dict[str, list[Told]]:
+    """Rows that have the same `by`, in the order in which they came."""
+    groups: dict[str, list[Told]] = {}
+    for row in rows:
+        groups.setdefault(row[by], []).append(row)
+    return groups
+
+
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
     """A table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+_traces: Path | None = None
+
+
+def traces() -> Path:
+    """The folder of the traces, in a `Pool` and its workers."""
+    if _traces is None:
+        raise RuntimeError("a Pool says where the traces are")
+    return _traces
+
+
+def _use(folder: Path) -> None:
+    global _traces
+    _traces = folder
+
+
+class Pool:
+    """A study's world that plays its runs in processes, as many at once as there are cores."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.quick: bool = options.quick
+        self.seeds = range(options.first_seed, options.first_seed + (1 if self.quick else options.seeds))
+        _use(options.traces)
+        cores = len(os.sched_getaffinity(0))
+        self._pool = ProcessPoolExecutor(cores, initializer=_use, initargs=(options.traces,))
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """A job of a worker."""
+        return self._pool.submit(function, *arguments)
+
+    def each(
+        self,
+        function: Callable[..., Any],
+        cases: Iterable[tuple[Any, ...]],
+        most_seeds: Callable[..., int | None] = lambda *_: None,
+    ) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
+        """Every case with `function(*case, seed)` of each seed, or of the first `most_seeds(*case)`: all are
+        begun at once, and come in order."""
+        begun = [
+            (case, [self.submit(function, *case, seed) for seed in self.seeds[: most_seeds(*case)]])
+            for case in cases
+        ]
+        for case, jobs in begun:
+            yield case, [job.result() for job in jobs]
 
 
 @dataclass
@@ -66,20 +133,30 @@ class Rerun:
 
         return register
 
-    def parser(self, about: str | None, seeds: int) -> argparse.ArgumentParser:
-        """What all drivers take."""
-        parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawTextHelpFormatter)
+    def parser(self, about: str | None, *, seeds: int, traces: str) -> argparse.ArgumentParser:
+        """What all drivers take; `traces` names the files that are read."""
+        parser = argparse.ArgumentParser(
+            description=about, epilog=HOW, formatter_class=argparse.RawTextHelpFormatter
+        )
         parser.add_argument("--figure", help=f"some of {', '.join(self.figures)} [default: all]")
         parser.add_argument(
             "--seeds", type=int, default=seeds, help=f"for arrivals, lengths and ties [{seeds}]"
         )
         parser.add_argument("--quick", action="store_true", help="few seeds, small; nothing is written")
+        folder = ROOT.parent / "shared" / "traces"
+        parser.add_argument("--traces", type=Path, default=folder, metavar="DIR", help=f"with {traces}")
         parser.add_argument("--results", type=Path, metavar="DIR", help="elsewhere; the page stays as it is")
         parser.add_argument("--render", action="store_true", help="only make the page from the results")
         parser.add_argument(
             "--check", action="store_true", help="fail if the page is not what the results make"
         )
         return parser
+
+    def main_of_pool(self, about: str | None, world: type[Pool], *, seeds: int, traces: str) -> None:
+        """`main` of a study that is played in processes."""
+        parser = self.parser(about, seeds=seeds, traces=traces)
+        parser.add_argument("--first-seed", type=int, default=0, help="[0]")
+        self.main(parser, world)
 
     def main(self, parser: argparse.ArgumentParser, world: Callable[[argparse.Namespace], Any]) -> None:
         """Does what was asked for; `world` is made where figures are."""
@@ -93,7 +170,10 @@ class Rerun:
             if unknown := [name for name in names if name not in self.figures]:
                 parser.error(f"no figure {', '.join(unknown)}; there are {', '.join(self.figures)}")
             keeps = options.results is not None or not options.quick
-            self._make(names, world(options), results if keeps else None)
+            try:
+                self._make(names, world(options), results if keeps else None)
+            except FileNotFoundError as error:
+                sys.exit(f"run.py: {error}; --traces DIR says where the traces are")
         if options.render or not (options.quick or options.results):
             PAGE.write_text(self.page(PAGE.read_text(), results))
 
@@ -112,8 +192,7 @@ class Rerun:
         return re.sub(rf"<!-- {self.marker} (\w+) -->.*?{end}", filled, text, flags=re.DOTALL)
 
     def _make(self, names: list[str], world: Any, results: Path | None) -> None:
-        git = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        commit = git_commit()  # of the code as it is loaded, not as it may be when a figure is done
         try:
             for name in names:
                 title, maker = self.figures[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,25 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from studies import importable
+from studies import Study
 
 ROOT = Path(__file__).parent.parent
-DRIVER = ROOT / "bench" / "libra" / "run.py"
+STUDY = Study("libra")
 
 
 @pytest.fixture
 def study() -> Iterator[None]:
-    yield from importable(DRIVER)
-
-
-def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, DRIVER, *argv], capture_output=True, text=True, cwd=ROOT)
+    yield from STUDY.importable()
 
 
 def test_figure_5_has_the_papers_rates(tmp_path: Path) -> None:
-    done = run("--quick", "--figure", "5", "--results", tmp_path)
-    assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "5.json").read_text())
+    told = STUDY.made(tmp_path, "--quick", "--figure", "5")["5"]
     assert (told["quick"], told["seeds"]) == (True, 1)
     beyond = told["rows"][0]["group"]
     served = {row["system"]: row["requests"][0] for row in told["rows"] if row["group"] == beyond}
@@ -40,37 +33,12 @@ def test_figure_5_has_the_papers_rates(tmp_path: Path) -> None:
     assert served["colocated, chunk 2048"] > 0.98 * served["cut at 1,358"]
 
 
-@pytest.mark.nightly
-def test_every_figure(tmp_path: Path) -> None:
-    done = run("--quick", "--results", tmp_path)
-    assert done.returncode == 0, done.stderr
-    shipped = {path.name for path in (DRIVER.parent / "results").glob("*.json")}
-    assert shipped <= {path.name for path in tmp_path.glob("*.json")}
-
-
-def test_the_page_shows_the_results_as_they_are(tmp_path: Path) -> None:
-    assert run("--check").returncode == 0
-    for path in (DRIVER.parent / "results").glob("*.json"):
-        (tmp_path / path.name).write_text(path.read_text())
-    told = json.loads((tmp_path / "9.json").read_text())
-    told["rows"][0]["rate"][0] += 50
-    (tmp_path / "9.json").write_text(json.dumps(told))
-    stale = run("--check", "--results", tmp_path)
-    assert stale.returncode == 1
-    assert "--render" in stale.stderr
-
-
-def test_mistakes_are_named() -> None:
-    unknown = run("--figure", "99")
-    assert unknown.returncode == 2
-    assert "no figure 99" in unknown.stderr
-
-
 @pytest.mark.usefixtures("study")
 def test_profiles_are_what_the_papers_tables_come_to() -> None:
     import fit
 
-    assert subprocess.run([sys.executable, DRIVER.parent / "fit.py", "--check"], cwd=ROOT).returncode == 0
+    argv = [sys.executable, STUDY.driver.parent / "fit.py", "--check"]
+    assert subprocess.run(argv, cwd=ROOT).returncode == 0
     got = fit.qwen_14b()
     # The three median gaps of Table 1, disaggregated.
     for prompt, answer, rate, gap, _ in (fit.PREFILL_HEAVY, fit.BALANCED, fit.DECODE_HEAVY):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,25 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from studies import importable
+from studies import Study
 
 ROOT = Path(__file__).parent.parent
-DRIVER = ROOT / "bench" / "reproduce" / "run.py"
-
-
-def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, DRIVER, *argv], capture_output=True, text=True, cwd=ROOT)
+STUDY = Study("reproduce")
 
 
 @pytest.fixture
 def reproduce() -> Iterator[None]:
-    yield from importable(DRIVER)
+    yield from STUDY.importable()
 
 
 def test_quick_figures_and_the_policy_that_must_lose(tmp_path: Path) -> None:
-    done = run("--quick", "--figure", "21", "--results", tmp_path)
-    assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "21.json").read_text())
+    told = STUDY.made(tmp_path, "--quick", "--figure", "21")["21"]
     assert told["quick"]
     assert told["seeds"] == 2
     for table in told["tables"]:
@@ -42,31 +33,8 @@ def test_quick_figures_and_the_policy_that_must_lose(tmp_path: Path) -> None:
     assert all(value < 0 for ours in against_vllm["ours"] for value in ours["values"])
 
 
-@pytest.mark.nightly
-def test_every_figure(tmp_path: Path) -> None:
-    done = run("--quick", "--results", tmp_path)
-    assert done.returncode == 0, done.stderr
-    shipped = {path.name for path in (DRIVER.parent / "results").glob("*.json")}
-    assert {path.name for path in tmp_path.glob("*.json")} == shipped
-
-
-def test_the_page_shows_the_results_as_they_are(tmp_path: Path) -> None:
-    assert run("--check").returncode == 0
-    for path in (DRIVER.parent / "results").glob("*.json"):
-        (tmp_path / path.name).write_text(path.read_text())
-    told = json.loads((tmp_path / "7.json").read_text())
-    told["claims"][0]["ours"][0]["values"][0] += 0.5
-    (tmp_path / "7.json").write_text(json.dumps(told))
-    stale = run("--check", "--results", tmp_path)
-    assert stale.returncode == 1
-    assert "--render" in stale.stderr
-
-
-def test_mistakes_are_named(tmp_path: Path) -> None:
-    unknown = run("--figure", "99")
-    assert unknown.returncode == 2
-    assert "no figure 99" in unknown.stderr
-    missing = run("--figure", "10", "--traces", tmp_path, "--results", tmp_path)
+def test_missing_traces_are_named(tmp_path: Path) -> None:
+    missing = STUDY.run("--figure", "10", "--traces", tmp_path, "--results", tmp_path)
     assert missing.returncode == 1
     assert "mooncake_conversation.jsonl.gz" in missing.stderr
     assert "--traces" in missing.stderr
@@ -121,6 +89,6 @@ def test_a_made_hot_spot(known: bool) -> None:
 def test_the_study_with_curves_is_valid() -> None:
     from lmetric.sim.study_file import load_study
 
-    study = load_study(DRIVER.parent / "curves.yaml")
+    study = load_study(STUDY.driver.parent / "curves.yaml")
     assert {setup.trace.label for setup in study.setups} == {"conversation", "agent"}
     assert {"lmetric", "vllm", "linear(lam=0.7)", "simulation"} <= {s.policy.label for s in study.setups}

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from studies import importable
+from studies import Study
 
 ROOT = Path(__file__).parent.parent
-DRIVER = ROOT / "bench" / "sibyl" / "run.py"
+STUDY = Study("sibyl")
 
 
 @pytest.fixture
 def study() -> Iterator[None]:
-    yield from importable(DRIVER)
-
-
-def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, DRIVER, *argv], capture_output=True, text=True, cwd=ROOT)
+    yield from STUDY.importable()
 
 
 def test_a_quick_figure(tmp_path: Path) -> None:
-    done = run("--quick", "--figure", "8,light", "--results", tmp_path)
-    assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "8.json").read_text())
+    made = STUDY.made(tmp_path, "--quick", "--figure", "8,light")
+    told = made["8"]
     assert (told["quick"], told["seeds"]) == (True, 1)
     by_label = {(row["stage"], row["policy"]): row for row in told["rows"]}
     (stage,) = {stage for stage, _ in by_label if "step time" in stage}
@@ -38,35 +30,9 @@ def test_a_quick_figure(tmp_path: Path) -> None:
     assert sibyl["p99"][0] > 1.05 * level["p99"][0]
     assert sibyl["least_loaded"][0] > 0.8 > 0.3 > level["least_loaded"][0]
     assert all(row["without_end"] == [0.0] for row in told["rows"])
-    light = json.loads((tmp_path / "light.json").read_text())["rows"]
+    light = made["light"]["rows"]
     assert min(row["least_loaded"][0] for row in light) > 0.4  # most instances are idle, and ties count
     assert max(row["batch"][0] for row in light) < 1
-
-
-@pytest.mark.nightly
-def test_every_figure(tmp_path: Path) -> None:
-    done = run("--quick", "--results", tmp_path)
-    assert done.returncode == 0, done.stderr
-    shipped = {path.name for path in (DRIVER.parent / "results").glob("*.json")}
-    assert shipped <= {path.name for path in tmp_path.glob("*.json")}
-
-
-def test_the_page_shows_the_results_as_they_are(tmp_path: Path) -> None:
-    assert run("--check").returncode == 0
-    for path in (DRIVER.parent / "results").glob("*.json"):
-        (tmp_path / path.name).write_text(path.read_text())
-    told = json.loads((tmp_path / "independent.json").read_text())
-    told["rows"][0]["p99"][0] += 50
-    (tmp_path / "independent.json").write_text(json.dumps(told))
-    stale = run("--check", "--results", tmp_path)
-    assert stale.returncode == 1
-    assert "--render" in stale.stderr
-
-
-def test_mistakes_are_named(tmp_path: Path) -> None:
-    unknown = run("--figure", "99")
-    assert unknown.returncode == 2
-    assert "no figure 99" in unknown.stderr
 
 
 @pytest.mark.usefixtures("study")

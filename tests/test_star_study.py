@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from studies import importable
+from studies import Study
 
 ROOT = Path(__file__).parent.parent
-DRIVER = ROOT / "bench" / "star" / "run.py"
+STUDY = Study("star")
 
 
 @pytest.fixture
 def study() -> Iterator[None]:
-    yield from importable(DRIVER)
-
-
-def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, DRIVER, *argv], capture_output=True, text=True, cwd=ROOT)
+    yield from STUDY.importable()
 
 
 def test_a_quick_figure(tmp_path: Path) -> None:
-    done = run("--quick", "--figure", "10", "--results", tmp_path)
-    assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "10.json").read_text())
+    told = STUDY.made(tmp_path, "--quick", "--figure", "10")["10"]
     assert (told["quick"], told["seeds"], told["base"]) == (True, 1, "no moves")
     by_label = {row["policy"]: row for row in told["rows"]}
     still = by_label.pop("no moves")
@@ -44,40 +36,13 @@ def test_a_quick_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_every_figure(tmp_path: Path) -> None:
-    done = run("--quick", "--results", tmp_path)
-    assert done.returncode == 0, done.stderr
-    shipped = {path.name for path in (DRIVER.parent / "results").glob("*.json")}
-    assert shipped <= {path.name for path in tmp_path.glob("*.json")}
-
-
-@pytest.mark.nightly
 def test_a_shipped_row_comes_out_again(tmp_path: Path) -> None:
-    done = run("--figure", "3", "--seeds", "1", "--results", tmp_path)
-    assert done.returncode == 0, done.stderr
-    again = json.loads((tmp_path / "3.json").read_text())["rows"]
-    shipped = json.loads((DRIVER.parent / "results" / "3.json").read_text())["rows"]
+    made = STUDY.made(tmp_path, "--figure", "3", "--seeds", "1")
+    again = made["3"]["rows"]
+    shipped = json.loads((STUDY.results / "3.json").read_text())["rows"]
     for row, before in zip(again, shipped, strict=True):
         for name in ("throughput", "goodput", "p50", "p99", "variance", "oom", "moves"):
             assert row[name][0] == pytest.approx(before[name][0], rel=1e-6), (row["policy"], name)
-
-
-def test_the_page_shows_the_results_as_they_are(tmp_path: Path) -> None:
-    assert run("--check").returncode == 0
-    for path in (DRIVER.parent / "results").glob("*.json"):
-        (tmp_path / path.name).write_text(path.read_text())
-    told = json.loads((tmp_path / "10.json").read_text())
-    told["rows"][0]["p99"][0] += 50
-    (tmp_path / "10.json").write_text(json.dumps(told))
-    stale = run("--check", "--results", tmp_path)
-    assert stale.returncode == 1
-    assert "--render" in stale.stderr
-
-
-def test_mistakes_are_named() -> None:
-    unknown = run("--figure", "99")
-    assert unknown.returncode == 2
-    assert "no figure 99" in unknown.stderr
 
 
 @pytest.mark.usefixtures("study")

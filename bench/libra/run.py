@@ -1,16 +1,7 @@
-"""Reruns the evaluation of the Libra paper on engines with the step times that its own tables give.
-
-    python bench/libra/run.py                      # all figures
-    python bench/libra/run.py --figure 5,table_1   # some
-    python bench/libra/run.py --quick              # one workload, one seed; nothing is written
-    python bench/libra/run.py --render             # the page from the files in results/; --check compares
-
-Each figure writes `results/FIGURE.json`; its tables in docs/reproduction.md are made of that.
-"""
+"""Reruns the evaluation of the Libra paper on engines with the step times that its own tables give."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,13 +34,12 @@ from world import (
     System,
     World,
     capacity,
-    columns,
     most,
     outcome,
     run,
 )
 
-from rerun import ROOT, Rerun
+from rerun import Rerun, columns
 
 Row = dict[str, Any]
 RERUN = Rerun(Path(__file__).parent, "libra", rendered)
@@ -163,19 +153,10 @@ def figure_10(world: World) -> Row:
     rate = near_capacity(world, "azure-code", LIBRA, 0.95)
     plain = replace(LIBRA, label="Libra as printed, without Algorithm 2", slo=False)
     rows = []
-    for system in (
-        LIBRA,
-        *(replace(plain, chunk=chunk, label=f"{plain.label}, chunk {chunk}") for chunk in CHUNKS),
-    ):
-        jobs = [world.submit(quantiles, "azure-code", rate, system, seed) for seed in world.seeds]
-        each = [job.result() for job in jobs]
-        rows.append(
-            row(
-                f"azure-code, {rate:.2f}/s",
-                system,
-                {name: rounded([one[name] for one in each]) for name in each[0]},
-            )
-        )
+    without = [replace(plain, chunk=chunk, label=f"{plain.label}, chunk {chunk}") for chunk in CHUNKS]
+    cases = [("azure-code", rate, system) for system in (LIBRA, *without)]
+    for (_, _, system), found in world.each(quantiles, cases):
+        rows.append(row(f"azure-code, {rate:.2f}/s", system, columns(found)))
     return {"rows": rows}
 
 
@@ -196,19 +177,15 @@ def transfer(world: World) -> Row:
     rate = near_capacity(world, "mini-reasoning", LIBRA, 0.7)
     rows = []
     for speed in (50, 25, 3):
-        jobs = {
-            how: [world.submit(seam, rate, replace(LIBRA, transfer=told), seed) for seed in world.seeds]
-            for how, told in (("at the end", f"{speed}"), ("chunk by chunk", f"{speed},chunks"))
-        }
-        for how, each in jobs.items():
-            done = [job.result() for job in each]
-            told = {name: rounded([one[name] for one in done]) for name in done[0]}
-            rows.append(row(f"{speed} GB/s, {rate:.2f}/s", replace(LIBRA, label=how), told))
+        ways = {"at the end": f"{speed}", "chunk by chunk": f"{speed},chunks"}
+        cases = [(rate, replace(LIBRA, label=how, transfer=told)) for how, told in ways.items()]
+        for (_, system), found in world.each(seam, cases):
+            rows.append(row(f"{speed} GB/s, {rate:.2f}/s", system, columns(found)))
     return {"rows": rows}
 
 
-def spread_out(rate: float, system: System, seed: int, spread: tuple[str, float]) -> Row:
-    return columns([outcome(run("219/1467", rate, system, A100, seed, spread))])
+def spread_out(rate: float, system: System, spread: tuple[str, float], seed: int) -> Outcome:
+    return outcome(run("219/1467", rate, system, A100, seed, spread))
 
 
 @figure("table_5", "Table 5: answers that are not as long as the scheduler takes them for, 219/1467")
@@ -222,10 +199,10 @@ def table_5(world: World) -> Row:
     for kind, width in spreads[:1] if world.quick else spreads:
         unit = "tokens" if kind == "normal" else "of the logarithm"
         group = f"{kind}, deviation {width:g} {unit}, {rate:.2f}/s"
-        for system in (LIBRA_ESTIMATED, BY_LOAD_ESTIMATED, LIBRA, BY_LOAD, ESTIMATED, GAINFUL, COMPOSED):
-            jobs = [world.submit(spread_out, rate, system, seed, (kind, width)) for seed in world.seeds]
-            each = [job.result() for job in jobs]
-            rows.append(row(group, system, {name: [one[name][0] for one in each] for name in each[0]}))
+        systems = (LIBRA_ESTIMATED, BY_LOAD_ESTIMATED, LIBRA, BY_LOAD, ESTIMATED, GAINFUL, COMPOSED)
+        cases = [(rate, system, (kind, width)) for system in systems]
+        for (_, system, _), found in world.each(spread_out, cases):
+            rows.append(row(group, system, columns(found)))
     return {"rows": rows}
 
 
@@ -276,22 +253,5 @@ def table_8(world: World) -> Row:
     return {"rows": rows}
 
 
-def world(options: argparse.Namespace) -> World:
-    return World(
-        quick=options.quick,
-        seeds=1 if options.quick else options.seeds,
-        first=options.first_seed,
-        traces=options.traces,
-    )
-
-
-def main() -> None:
-    parser = RERUN.parser(__doc__, seeds=5)
-    parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces", metavar="DIR",
-                        help="with azure_conv_2023.csv.gz")  # fmt: skip
-    parser.add_argument("--first-seed", type=int, default=0, help="[0]")
-    RERUN.main(parser, world)
-
-
 if __name__ == "__main__":
-    main()
+    RERUN.main_of_pool(__doc__, World, seeds=5, traces="azure_conv_2023.csv.gz")

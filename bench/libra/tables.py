@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rerun import markdown, spread
+from rerun import grouped, markdown, spread
 
 Row = dict[str, Any]
 # Name, heading, scale, digits; the order is that of the columns.
@@ -47,10 +47,8 @@ def cell(values: Sequence[float], scale: float, digits: int) -> str:
 
 def rendered(told: dict[str, Any]) -> str:
     """A figure's part of the page: a table for each group."""
-    groups: dict[str, list[Row]] = {}
-    for each in told["rows"]:
-        groups.setdefault(each["group"], []).append(each)
-    return "\n\n".join(f"{group}:\n\n{table(told['figure'], rows)}" for group, rows in groups.items())
+    groups = grouped(told["rows"], "group").items()
+    return "\n\n".join(f"{group}:\n\n{table(told['figure'], rows)}" for group, rows in groups)
 
 
 def table(figure: str, rows: Sequence[Row]) -> str:

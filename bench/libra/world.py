@@ -6,11 +6,11 @@ until all have ended; requests that arrive in its first quarter do not count.
 
 from __future__ import annotations
 
-import os
+import argparse
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lmetric.profiles.roofline import GPUS, Model, roofline
 from lmetric.sim.distributions import Distribution, LogNormal, draw_whole
 from lmetric.sim.run import Run, simulate
 from lmetric.sim.traces import Trace, load_trace
+from rerun import Pool, traces
 
 FITTED = Path(__file__).parent / "profiles"
 SECONDS, WARM_UP = 300.0, 75.0
@@ -112,20 +113,10 @@ def profile_of(name: str) -> Profile:
     return roofline(QWEN_72B, GPUS["a100"], 4) if name == "qwen2.5-72b-4xa100" else load_profile(name)
 
 
-def _use(told: Path) -> None:
-    global _folder
-    _folder = told
-
-
-_folder: Path | None = None
-
-
 @cache
 def recorded() -> Trace:
     """Azure's hour of conversations, of which only lengths are used."""
-    if _folder is None:
-        raise RuntimeError("World says where the traces are")
-    return load_trace(_folder / AZURE_CONVERSATION).open_loop()
+    return load_trace(traces() / AZURE_CONVERSATION).open_loop()
 
 
 def lengths(workload: str, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -292,26 +283,16 @@ def capacity(workload: str, system: System, fleet: Fleet, seed: int) -> Outcome:
     return replace(found, rate=0.0, requests=0.0, goodput=0.0) if best is None else best
 
 
-class World:
-    """Plays systems, as many runs at once as there are cores."""
+class World(Pool):
+    """Plays systems."""
 
-    def __init__(self, *, quick: bool, seeds: int, first: int, traces: Path) -> None:
-        self.quick, self.seeds = quick, range(first, first + seeds)
-        _use(traces)
-        self._pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=_use, initargs=(traces,))
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
         self._chunks: dict[tuple[str, Fleet], int] = {}
-
-    def close(self) -> None:
-        """Ends the workers."""
-        self._pool.shutdown(cancel_futures=True)
 
     def some(self, names: Sequence[str]) -> Sequence[str]:
         """Workloads: all, or one."""
         return names[:1] if self.quick else names
-
-    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
-        """A job of a worker."""
-        return self._pool.submit(function, *arguments)
 
     def tuned(self, system: System, workload: str, fleet: Fleet) -> System:
         """With the chunk of the highest capacity under this workload, by seeds that nothing is judged on."""
@@ -334,28 +315,18 @@ class World:
         self, workloads: Sequence[str], systems: Sequence[System], fleet: Fleet
     ) -> Iterator[tuple[str, System, list[Outcome]]]:
         """Every system's capacity under every workload: one outcome for each seed."""
-        begun = [
-            (workload, tuned, [self.submit(capacity, workload, tuned, fleet, seed) for seed in self.seeds])
-            for workload in workloads
-            for tuned in (self.tuned(system, workload, fleet) for system in systems)
+        cases = [
+            (workload, self.tuned(system, workload, fleet), fleet)
+            for workload, system in product(workloads, systems)
         ]
-        for workload, system, jobs in begun:
-            yield workload, system, [job.result() for job in jobs]
+        for (workload, system, _), found in self.each(capacity, cases):
+            yield workload, system, found
 
     def plays(
         self, workload: str, rates: Sequence[float], systems: Sequence[System], fleet: Fleet
     ) -> Iterator[tuple[float, System, list[Outcome]]]:
         """Every system at every rate."""
-        begun = [
-            (rate, tuned, [self.submit(play, workload, rate, tuned, fleet, seed) for seed in self.seeds])
-            for rate in rates
-            for tuned in (self.tuned(system, workload, fleet) for system in systems)
-        ]
-        for rate, system, jobs in begun:
-            yield rate, system, [job.result() for job in jobs]
-
-
-def columns(found: Sequence[Outcome]) -> dict[str, list[float]]:
-    """Figures of some seeds, each as a list."""
-    each = [asdict(one) for one in found]
-    return {name: [float(f"{float(one[name]):.4g}") for one in each] for name in each[0]}
+        tuned = [self.tuned(system, workload, fleet) for system in systems]
+        cases = [(workload, rate, system, fleet) for rate, system in product(rates, tuned)]
+        for (_, rate, system, _), found in self.each(play, cases):
+            yield rate, system, found

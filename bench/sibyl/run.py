@@ -1,19 +1,10 @@
-"""Reruns the SIBYL paper's simulations, under three engine models, with its rivals and ablations.
-
-    python bench/sibyl/run.py                    # all figures
-    python bench/sibyl/run.py --figure 9,8       # some
-    python bench/sibyl/run.py --quick            # 8 decode instances, one seed; nothing is written
-    python bench/sibyl/run.py --render           # the page from the files in results/; --check compares
-
-Each figure writes `results/FIGURE.json`; its tables in docs/reproduction.md are made of that.
-"""
+"""Reruns the SIBYL paper's simulations, under three engine models, with its rivals and ablations."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,30 +28,22 @@ from world import (
     ROUND_ROBIN,
     SIBYL,
     TRACES,
-    Outcome,
     Rival,
     Stage,
     World,
 )
 
-from rerun import ROOT, Rerun
+from rerun import Rerun, columns
 
 Row = dict[str, Any]
 RERUN = Rerun(Path(__file__).parent, "sibyl", rendered)
 figure = RERUN.figure
 
 
-def row(stage: Stage, rival: Rival, found: Sequence[Outcome]) -> Row:
-    """A stage and a rival with its figures, one for each seed."""
-    columns = [asdict(outcome) for outcome in found]
-    values = {name: [float(f"{column[name]:.5g}") for column in columns] for name in columns[0]}
-    return {"stage": stage.label, "policy": rival.label, **values}
-
-
 def rows(world: World, stages: Sequence[Stage], rivals: Sequence[Rival], **settings: Any) -> Row:
     made = []
     for stage, rival, found in world.all(stages, rivals, **settings):
-        made.append(row(stage, rival, found))
+        made.append({"stage": stage.label, "policy": rival.label, **columns(found, digits=5)})
         print(f"{stage.label}: {rival.label}: p99 {made[-1]['p99']}", file=sys.stderr, flush=True)
     return {"rows": made}
 
@@ -203,22 +186,6 @@ def figure_7(world: World) -> Row:
     return {"errors": [errors(lengths, seed) for lengths in LENGTHS for seed in world.seeds]}
 
 
-def world(options: argparse.Namespace) -> World:
-    return World(
-        quick=options.quick,
-        seeds=1 if options.quick else options.seeds,
-        first=options.first_seed,
-        traces=options.traces,
-    )
-
-
-def main() -> None:
-    parser = RERUN.parser(__doc__, seeds=2)
-    parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces", metavar="DIR",
-                        help="with mooncake_conversation.jsonl.gz and azure_conv_2023.csv.gz")  # fmt: skip
-    parser.add_argument("--first-seed", type=int, default=0, help="[0]")
-    RERUN.main(parser, world)
-
-
 if __name__ == "__main__":
-    main()
+    files = "mooncake_conversation.jsonl.gz and azure_conv_2023.csv.gz"
+    RERUN.main_of_pool(__doc__, World, seeds=2, traces=files)

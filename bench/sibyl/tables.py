@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rerun import bounds, markdown, spread
+from rerun import bounds, grouped, markdown, spread
 
 Row = dict[str, Any]
 LEAST = "least requests, bound ones too (REQLEVEL)"
@@ -19,14 +19,7 @@ def rendered(told: dict[str, Any]) -> str:
         return survival_errors(told["errors"])
     if "compare" in told:
         return compared(told["rows"], told["compare"])
-    return "\n\n".join(stage_table(stage, here) for stage, here in by_stage(told["rows"]).items())
-
-
-def by_stage(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    stages: dict[str, list[Row]] = {}
-    for each in rows:
-        stages.setdefault(each["stage"], []).append(each)
-    return stages
+    return "\n\n".join(stage_table(stage, here) for stage, here in grouped(told["rows"], "stage").items())
 
 
 def stage_table(stage: str, rows: Sequence[Row]) -> str:
@@ -49,7 +42,7 @@ def stage_table(stage: str, rows: Sequence[Row]) -> str:
 
 def compared(rows: Sequence[Row], chosen: str) -> str:
     """P99 TPOT of one policy over that of each other, stage by stage."""
-    stages = by_stage(rows)
+    stages = grouped(rows, "stage")
     if not stages:
         return "No stage."
     first = next(iter(stages.values()))

@@ -10,12 +10,10 @@ lives, of which the first `WARM_UP` and the last `TAIL` do not count.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.setups import PolicyChoice
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import Trace, load_trace
+from rerun import Pool, traces
 
 LENGTHS = ("sibyl-random", "sharegpt-like", "zeta-like")
 ENGINES = {
@@ -112,16 +111,16 @@ class Stage:
 
 
 @cache
-def recorded(name: str, folder: Path) -> Trace:
+def recorded(name: str) -> Trace:
     """A trace from its file."""
-    return load_trace(folder / TRACES[name][0]).open_loop()
+    return load_trace(traces() / TRACES[name][0]).open_loop()
 
 
 @cache
 def sample(lengths: str) -> Trace:
     """Some requests, for their means."""
     if lengths in TRACES:
-        return recorded(lengths, folder())
+        return recorded(lengths)
     told = {"synthetic": "requests", "rate": 1000, "duration_seconds": 100, "lengths": lengths, "seed": 0}
     return check_synthetic(told | {"block_tokens": 512}, lengths).make()
 
@@ -181,7 +180,7 @@ class Outcome:
     requests: int
 
 
-def play(stage: Stage, rival: Rival, seed: int, settings: Mapping[str, Any]) -> Outcome:
+def play(stage: Stage, rival: Rival, settings: Mapping[str, Any], seed: int) -> Outcome:
     """One run in steady state."""
     workload, begin, end = made(stage, seed)
     (choice,) = PolicyChoice.parse(rival.policy)
@@ -216,32 +215,8 @@ def made(stage: Stage, seed: int) -> tuple[Workload, float, float]:
     return workload, WARM_UP * seconds, (stage.lives - TAIL) * seconds
 
 
-def _use(told: Path) -> None:
-    global _folder
-    _folder = told
-
-
-_folder: Path | None = None
-
-
-def folder() -> Path:
-    """Where the traces are."""
-    if _folder is None:
-        raise RuntimeError("World says where the traces are")
-    return _folder
-
-
-class World:
-    """Plays rivals on stages, as many at once as there are cores."""
-
-    def __init__(self, *, quick: bool, seeds: int, first: int, traces: Path) -> None:
-        self.quick, self.seeds = quick, range(first, first + seeds)
-        _use(traces)
-        self._pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=_use, initargs=(traces,))
-
-    def close(self) -> None:
-        """Ends the workers."""
-        self._pool.shutdown(cancel_futures=True)
+class World(Pool):
+    """Plays rivals on stages."""
 
     def sizes(self, *decodes: int) -> tuple[int, ...]:
         """Decode instances: all of them, or one small pool."""
@@ -254,21 +229,9 @@ class World:
         **settings: Any,
     ) -> Iterator[tuple[Stage, Rival, list[Outcome]]]:
         """Every rival on every stage: one outcome for each seed."""
-        begun = [
-            (
-                stage,
-                rival,
-                [
-                    self._pool.submit(play, stage, rival, seed, settings)
-                    for seed in self.seeds
-                    if rival.seeds is None or seed < self.seeds[0] + rival.seeds
-                ],
-            )
-            for stage in stages
-            for rival in rivals
-        ]
-        for stage, rival, outcomes in begun:
-            yield stage, rival, [each.result() for each in outcomes]
+        cases = product(stages, rivals, [settings])
+        for (stage, rival, _), found in self.each(play, cases, lambda _, rival, __: rival.seeds):
+            yield stage, rival, found
 
 
 def outcome(run: Run, begin: float, end: float) -> Outcome:

@@ -1,19 +1,10 @@
-"""Reruns the STAR paper's experiments on simulated clusters like its own, with rivals it does not have.
-
-    python bench/star/run.py                    # all figures
-    python bench/star/run.py --figure 10,13     # some
-    python bench/star/run.py --quick            # one seed, the first stage of each figure; nothing is written
-    python bench/star/run.py --render           # the page from the files in results/; --check compares
-
-Each figure writes `results/FIGURE.json`; its tables in docs/reproduction.md are made of that.
-"""
+"""Reruns the STAR paper's experiments on simulated clusters like its own, with rivals it does not have."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +29,7 @@ from world import (
     World,
 )
 
-from rerun import ROOT, Rerun
+from rerun import Rerun, columns
 
 Row = dict[str, Any]
 RERUN = Rerun(Path(__file__).parent, "star", rendered)
@@ -51,9 +42,7 @@ def rows(
     """All rivals on all stages, each figure one number a seed."""
     made = []
     for stage, rival, found in world.all(stages[:1] if world.quick else stages, rivals):
-        columns = [asdict(outcome) for outcome in found]
-        values = {name: [float(f"{column[name]:.5g}") for column in columns] for name in columns[0]}
-        made.append({"stage": stage.label, "policy": rival.label, **values})
+        made.append({"stage": stage.label, "policy": rival.label, **columns(found, digits=5)})
         print(f"{stage.label}: {rival.label}: p99 {made[-1]['p99']}", file=sys.stderr, flush=True)
     return {"base": base.label, "rows": made, **told}
 
@@ -164,22 +153,5 @@ def judged(world: World) -> Row:
     return rows(world, [ALPACA, AZURE], [NONE, CURRENT, NATIVE, *tried], NATIVE)
 
 
-def world(options: argparse.Namespace) -> World:
-    return World(
-        quick=options.quick,
-        seeds=1 if options.quick else options.seeds,
-        first=options.first_seed,
-        traces=options.traces,
-    )
-
-
-def main() -> None:
-    parser = RERUN.parser(__doc__, seeds=5)
-    parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces", metavar="DIR",
-                        help="with azure_conv_2023.csv.gz")  # fmt: skip
-    parser.add_argument("--first-seed", type=int, default=0, help="[0]")
-    RERUN.main(parser, world)
-
-
 if __name__ == "__main__":
-    main()
+    RERUN.main_of_pool(__doc__, World, seeds=5, traces="azure_conv_2023.csv.gz")

@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from rerun import bounds, markdown, spread
+from rerun import bounds, grouped, markdown, spread
 
 Row = dict[str, Any]
 
 
 def rendered(told: dict[str, Any]) -> str:
     """A figure's part of the page."""
-    stages: dict[str, list[Row]] = {}
-    for each in told["rows"]:
-        stages.setdefault(each["stage"], []).append(each)
+    stages = grouped(told["rows"], "stage")
     if "column" in told:
         return by_column(stages, told["column"])
     return "\n\n".join(stage_table(stage, here, told["base"]) for stage, here in stages.items())

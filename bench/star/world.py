@@ -7,12 +7,10 @@ drawn at random belongs to (27,000 tokens, 500 s). Variances and times out of me
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from lmetric.profiles import Profile, load_profile
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import load_trace
+from rerun import Pool, traces
 
 # Table 2 and Figure 2 (29.2% of ShareGPT's answers below 1K tokens, 17.3% above 30K). What they leave open is
 # set so that the means are theirs: the quantiles 0.8 (ShareGPT's answers) and 0.74 (Alpaca's), and the last
@@ -142,11 +141,11 @@ def profile_of(cluster: Cluster) -> Profile:
 
 
 @cache
-def quantiles(lengths: str, folder: Path) -> Mapping[str, Mapping[float, float]]:
+def quantiles(lengths: str) -> Mapping[str, Mapping[float, float]]:
     """Quantiles of prompts and answers in tokens, by `LENGTHS` or of a recorded trace."""
     if lengths in LENGTHS:
         return LENGTHS[lengths]
-    trace = load_trace(folder / RECORDED[lengths])
+    trace = load_trace(traces() / RECORDED[lengths])
     at = np.linspace(0, 1, 201)
     columns = {name: np.maximum(getattr(trace, name), 1) for name in ("input_tokens", "output_tokens")}
     return {
@@ -156,17 +155,17 @@ def quantiles(lengths: str, folder: Path) -> Mapping[str, Mapping[float, float]]
 
 
 @lru_cache(maxsize=2)
-def made(stage: Stage, seed: int, folder: Path) -> Workload:
+def made(stage: Stage, seed: int) -> Workload:
     """What arrives."""
     told = {
         "synthetic": "requests", "rate": stage.rate, "duration_seconds": stage.seconds, "seed": seed,
         "arrivals": "poisson", "block_tokens": 16,
-        **{name: {"quantiles": told} for name, told in quantiles(stage.lengths, folder).items()},
+        **{name: {"quantiles": told} for name, told in quantiles(stage.lengths).items()},
     }  # fmt: skip
     return prepare(check_synthetic(told, stage.label).make(), profile_of(stage.cluster))
 
 
-def play(stage: Stage, rival: Rival, seed: int, folder: Path) -> Outcome:
+def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
     """One run."""
     profile, cluster = profile_of(stage.cluster), stage.cluster
     settings: dict[str, float | str] = dict(rival.settings)
@@ -176,7 +175,7 @@ def play(stage: Stage, rival: Rival, seed: int, folder: Path) -> Outcome:
     if settings.get("forecast") in ("llm_native", "pia", "mu_serve", "tetri_infer"):
         settings["forecast_seed"] = seed
     run = simulate(
-        made(stage, seed, folder),
+        made(stage, seed),
         policy="least_requests",
         roles=cluster.roles,
         decode_policy=rival.placement,
@@ -214,25 +213,12 @@ def outcome(run: Run, stage: Stage) -> Outcome:
     )
 
 
-class World:
-    """Plays rivals on stages, as many at once as there are cores."""
-
-    def __init__(self, *, quick: bool, seeds: int, first: int, traces: Path) -> None:
-        self.quick, self.seeds, self.traces = quick, range(first, first + seeds), traces
-        self._pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)))
-
-    def close(self) -> None:
-        """Ends the workers."""
-        self._pool.shutdown(cancel_futures=True)
+class World(Pool):
+    """Plays rivals on stages."""
 
     def all(
         self, stages: Sequence[Stage], rivals: Sequence[Rival]
     ) -> Iterator[tuple[Stage, Rival, list[Outcome]]]:
         """Every rival on every stage: one outcome for each seed."""
-        begun: list[tuple[Stage, Rival, list[Future[Outcome]]]] = [
-            (stage, rival, [self._pool.submit(play, stage, rival, seed, self.traces) for seed in self.seeds])
-            for stage in stages
-            for rival in rivals
-        ]
-        for stage, rival, outcomes in begun:
-            yield stage, rival, [each.result() for each in outcomes]
+        for case, found in self.each(play, product(stages, rivals)):
+            yield *case, found
