@@ -218,6 +218,12 @@ def table_2(world: World) -> Row:
     return {"rows": rows}
 
 
+def by_gpu(told: Row, fleet: Fleet) -> Row:
+    """Rates of the fleet as those of a GPU."""
+    shares = {name: rounded([value / fleet.gpus for value in told[name]]) for name in ("rate", "goodput")}
+    return told | shares
+
+
 @figure("parallel", "Section 6.6 with data parallelism: half Azure Code, half Mini Reasoning, by GPU")
 def parallel(world: World) -> Row:
     rows = []
@@ -226,11 +232,23 @@ def parallel(world: World) -> Row:
         pools = [System(told, roles=told) for told in roles]
         others = [BY_LOAD, GAINFUL, COMPOSED] + ([LIBRA] if instances == 2 else [])
         for _, system, found in world.capacities(["half-and-half"], [*pools, *others], fleet):
-            told = columns(found)
-            each = {
-                name: rounded([value / instances for value in told[name]]) for name in ("rate", "goodput")
-            }
-            rows.append(row(f"{instances} GPUs", system, told | each))
+            rows.append(row(f"{instances} GPUs", system, by_gpu(columns(found), fleet)))
+    return {"rows": rows}
+
+
+@figure("table_6", "Table 6: tensor parallelism of either pool, by GPU")
+def table_6(world: World) -> Row:
+    pair = replace(DISAGGREGATED, label="")
+    cases = [
+        (f"{p}P{d}D by tensor parallelism", replace(A100, parallel=(p, d)), pair)
+        for p, d in ((4, 1), (1, 4), (2, 1), (1, 2), (1, 1))
+    ]
+    whole = [(system.label, A100, system) for system in (LIBRA, GAINFUL, COMPOSED)]
+    rows = []
+    for label, fleet, system in cases[-1:] + whole[:1] if world.quick else cases + whole:
+        for _, _, found in world.capacities(["half-and-half"], [system], fleet):
+            told = by_gpu(columns(found), fleet)
+            rows.append(row("half Azure Code, half Mini Reasoning", replace(system, label=label), told))
     return {"rows": rows}
 
 

@@ -17,6 +17,10 @@ SLOW = ("slow", "slow tokens, %", 100.0, 2)
 TTFT = ("ttft", "TTFT, s", 1.0, 2)
 CUT, CUT_AT = ("cut", "cut, %", 100.0, 0), ("cut_at", "at token", 1.0, 0)
 CAPACITY = ("rate", "capacity, requests/s", 1.0, 2)
+BY_GPU = [
+    ("rate", "capacity a GPU, requests/s", 1.0, 3), ("goodput", "goodput a GPU, tokens/s", 1.0, 0), P99,
+    TTFT,
+]  # fmt: skip
 COLUMNS: dict[str, list[tuple[str, str, float, int]]] = {
     "5": [("requests", "served, requests/s", 1.0, 2), P50, TTFT, CUT_AT],
     "table_1": [("saturated", "saturated, requests/s", 1.0, 2), P50, P99, SLOW, GOODPUT, TTFT, CUT, CUT_AT],
@@ -30,10 +34,8 @@ COLUMNS: dict[str, list[tuple[str, str, float, int]]] = {
     "transfer": [("wait", "wait at the seam, ms", 1e3, 1), ("wait_p99", "its P99, ms", 1e3, 1), SLOW],
     "table_5": [GOODPUT, P99, SLOW, CUT_AT],
     "table_2": [TTFT, ("ttft_p99", "its P99, s", 1.0, 2), P99],
-    "parallel": [
-        ("rate", "capacity a GPU, requests/s", 1.0, 3), ("goodput", "goodput a GPU, tokens/s", 1.0, 0), P99,
-        TTFT,
-    ],
+    "parallel": BY_GPU,
+    "table_6": BY_GPU,
     "table_8": [CAPACITY, GOODPUT, P99, TTFT],
 }  # fmt: skip
 BEST = {"goodput", "rate", "saturated"}  # more is better; the rest is not compared

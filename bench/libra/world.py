@@ -18,7 +18,7 @@ import numpy as np
 
 import lmetric as lm
 from lmetric.profiles import Profile, load_profile
-from lmetric.profiles.roofline import GPUS, Model, roofline
+from lmetric.profiles.roofline import GPUS, MODELS, Model, roofline
 from lmetric.sim.distributions import Distribution, LogNormal, draw_whole
 from lmetric.sim.run import Run, simulate
 from lmetric.sim.traces import Trace, load_trace
@@ -97,8 +97,18 @@ class Fleet:
     profile: str = "qwen2.5-14b-a100"
     instances: int = 2
     slo: float = SLO
+    parallel: tuple[int, int] = (1, 1)  # GPUs of each instance by tensor parallelism: prefill, decode
+
+    @property
+    def gpus(self) -> int:
+        """Of all instances; by tensor parallelism there are two."""
+        return self.instances if self.parallel == (1, 1) else sum(self.parallel)
 
 
+STEP_CONSTANTS = (
+    "fixed_seconds", "decode_seconds_per_sequence", "decode_seconds_per_context_token",
+    "prefill_seconds_per_token", "prefill_seconds_per_attention_pair",
+)  # fmt: skip
 QWEN_72B = Model(
     "qwen2.5-72b", layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, intermediate=29568,
     vocabulary=152064,
@@ -111,6 +121,17 @@ def profile_of(name: str) -> Profile:
     if (path := FITTED / f"{name}.yaml").exists():
         return load_profile(str(path))
     return roofline(QWEN_72B, GPUS["a100"], 4) if name == "qwen2.5-72b-4xa100" else load_profile(name)
+
+
+@cache
+def parallel(name: str, gpus: int) -> Profile:
+    """The profile of a Qwen2.5-14B by tensor parallelism: each constant times what a roofline of so many
+    A100 has of that of one."""
+    one, many = (roofline(MODELS["qwen2.5-14b"], GPUS["a100"], n) for n in (1, gpus))
+    profile = profile_of(name)
+    names = (*STEP_CONSTANTS, "cache_blocks")
+    scaled = {name: getattr(profile, name) * getattr(many, name) / getattr(one, name) for name in names}
+    return profile.model_copy(update=scaled | {"cache_blocks": int(scaled["cache_blocks"])})
 
 
 @cache
@@ -173,8 +194,15 @@ def run(
     """One run, to its end."""
     if system.chunk is None:
         raise RuntimeError(f"{system.label}: its chunk is to be tuned first")
-    profile = profile_of(fleet.profile).model_copy(update={"max_batch_tokens": system.chunk})
+    first, second = (
+        (profile_of(fleet.profile) if gpus == 1 else parallel(fleet.profile, gpus)).model_copy(
+            update={"max_batch_tokens": system.chunk}
+        )
+        for gpus in fleet.parallel
+    )
     told: dict[str, Any] = {"policy": "least_requests"}
+    if fleet.parallel != (1, 1):
+        told["decode_profile"] = second
     told |= {"roles": system.roles} if system.roles else {"instances": fleet.instances}
     if system.slo:
         told |= {"local_order": "slo", "order_slo": fleet.slo}
@@ -188,7 +216,7 @@ def run(
     if system.fixed_pair:
         told |= {"policy": _by_number(1.0), "decode_policy": _by_number(-1.0)}
     return simulate(
-        made(workload, rate, seed, spread), profile=profile, seed=seed, admission="vllm",
+        made(workload, rate, seed, spread), profile=first, seed=seed, admission="vllm",
         token_slo_seconds=fleet.slo, **told,
     )  # fmt: skip
 
@@ -264,7 +292,7 @@ def most(workload: str, fleet: Fleet) -> float:
     seconds = profile.prefill_seconds_per_token * prompts
     seconds += profile.prefill_seconds_per_attention_pair * prompts**2 / 2
     seconds += answers * (each + profile.decode_seconds_per_context_token * context)
-    return float(fleet.instances / seconds.mean())
+    return float(fleet.gpus / seconds.mean())
 
 
 HALVINGS = 7
