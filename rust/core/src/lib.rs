@@ -20,6 +20,7 @@ pub mod indicators;
 pub mod kv;
 pub mod plan;
 pub mod policy;
+pub mod priority;
 pub mod receipt;
 pub mod request;
 pub mod reschedule;

@@ -1,0 +1,220 @@
+//! Gamma from the tail of what was observed (UniBoost, section 3.4, Eq. 9).
+//!
+//! Where the share of requests that take longer than t falls as `exp(-gamma t)` between the 95th and the 99th percentile, `gamma = ln(0.05 / 0.01) / (t99 - t95)`, that is
+//! `ln 5 / (t99 - t95)`. (The appendix has `(log 99 - log 95)` there, 39 times smaller: erratum 7.)
+//!
+//! The paper leaves window, smoothing and bounds open. Ours: the last 1,024 end-to-end times; nothing before 256 have ended (fewer have no 99th percentile to speak of: two or
+//! three of them lie beyond it); a new estimate every 64; a fifth of it is taken each time, so that a shift of the workload is followed within some 300 requests
+//! once the window has seen it; bounds of 0.001 and 10 1/s (tails of 27 min and of 0.16 s).
+use super::bad;
+use crate::error::CoreError;
+use crate::ids::Seconds;
+
+/// How gamma is learned.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Adaptive {
+    /// End-to-end times that are looked at, the latest; 100 to 65,536.
+    pub window: u32,
+    /// How many there must be first; 100 to the window.
+    pub least: u32,
+    /// Requests that end between two estimates; 1 or more.
+    pub every: u32,
+    /// beta: the share of an estimate that is taken; above 0, at most 1.
+    pub smoothing: f64,
+    /// The least and the most that gamma gets, 1/s.
+    pub bounds: (f64, f64),
+}
+
+impl Default for Adaptive {
+    fn default() -> Adaptive {
+        Adaptive { window: 1024, least: 256, every: 64, smoothing: 0.2, bounds: (1e-3, 10.0) }
+    }
+}
+
+impl Adaptive {
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn check(&self) -> Result<(), CoreError> {
+        let (least, most) = self.bounds;
+        if !(100..=65_536).contains(&self.window) {
+            return bad("gamma's window", self.window.to_string(), "100 to 65536 requests");
+        }
+        if !(100..=self.window).contains(&self.least) {
+            return bad("gamma's least", self.least.to_string(), "100 requests up to the window");
+        }
+        if self.every == 0 {
+            return bad("gamma's every", "0".into(), "1 request or more");
+        }
+        if !(self.smoothing > 0.0 && self.smoothing <= 1.0) {
+            return bad("gamma's smoothing", self.smoothing.to_string(), "more than 0, at most 1");
+        }
+        if !(least >= 1e-6 && least <= most && most <= 1e6) {
+            return bad("gamma's bounds", format!("{least} to {most}"), "two in order from 1e-6 to 1e6, 1/s");
+        }
+        Ok(())
+    }
+}
+
+/// The rate of the tail of end-to-end times, as it was learned.
+///
+/// Bounded: a window of numbers. An estimate selects two quantiles among them, which takes some microseconds every 64th request.
+#[derive(Clone, Debug)]
+pub struct TailRate {
+    settings: Adaptive,
+    gamma: f64,
+    latest: Vec<f32>,
+    ended: u64,
+    estimates: u64,
+    scratch: Vec<f32>,
+}
+
+impl TailRate {
+    /// Begins with `gamma`, 1/s.
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn new(gamma: f64, settings: Adaptive) -> Result<TailRate, CoreError> {
+        settings.check()?;
+        super::Settings { gamma, adaptive: Some(settings), memguard: None }.check()?;
+        Ok(TailRate {
+            settings,
+            gamma,
+            latest: Vec::with_capacity(settings.window as usize),
+            ended: 0,
+            estimates: 0,
+            scratch: Vec::with_capacity(settings.window as usize),
+        })
+    }
+
+    /// 1/s.
+    pub fn gamma(&self) -> f64 {
+        self.gamma
+    }
+
+    /// Estimates so far; 0: gamma is what it began with.
+    pub fn estimates(&self) -> u64 {
+        self.estimates
+    }
+
+    /// A request ended, `seconds` after it arrived. Whether gamma is another now. What is no time is left out.
+    pub fn ended(&mut self, seconds: Seconds) -> bool {
+        if !(0.0..1e9).contains(&seconds) {
+            return false;
+        }
+        let window = self.settings.window as usize;
+        if self.latest.len() < window {
+            self.latest.push(seconds as f32);
+        } else {
+            self.latest[(self.ended % window as u64) as usize] = seconds as f32;
+        }
+        self.ended += 1;
+        let due = self.ended.is_multiple_of(u64::from(self.settings.every));
+        due && self.latest.len() >= self.settings.least as usize && self.estimate()
+    }
+
+    fn estimate(&mut self) -> bool {
+        self.scratch.clear();
+        self.scratch.extend_from_slice(&self.latest);
+        let n = self.scratch.len();
+        // t_p = inf {t: at most the share 1 - p takes longer}: the ceil(p n)th shortest.
+        let place = |share: f64| (share * n as f64).ceil() as usize - 1;
+        let (below, &mut t99, _) = self.scratch.select_nth_unstable_by(place(0.99), f32::total_cmp);
+        let t95 = *below.select_nth_unstable_by(place(0.95), f32::total_cmp).1;
+        let (least, most) = self.settings.bounds;
+        // A tail of no length is as steep as any: the bound.
+        let estimate = (5f64.ln() / f64::from(t99 - t95)).clamp(least, most);
+        let before = self.gamma;
+        self.gamma = (before + self.settings.smoothing * (estimate - before)).clamp(least, most);
+        self.estimates += 1;
+        self.gamma != before
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::{RngExt, SeedableRng};
+
+    /// End-to-end times of which the share e^-(rate t) takes longer than t.
+    fn exponential(rate: f64, seed: u64) -> impl Iterator<Item = f64> {
+        let mut rng = rand_pcg::Pcg64::seed_from_u64(seed);
+        std::iter::repeat_with(move || -(1.0 - rng.random::<f64>()).ln() / rate)
+    }
+
+    #[test]
+    fn equation_9_by_hand() {
+        let settings =
+            Adaptive { window: 100, least: 100, every: 100, smoothing: 1.0, ..Adaptive::default() };
+        let mut tail = TailRate::new(0.5, settings).unwrap();
+        // 0.1, 0.2, ... 10 s: the 95th is 9.5 s, the 99th 9.9 s.
+        let changed: Vec<bool> = (1..=100).map(|i| tail.ended(f64::from(i) / 10.0)).collect();
+        assert_eq!(changed.iter().position(|&changed| changed), Some(99));
+        assert!((tail.gamma() - 5f64.ln() / 0.4).abs() < 1e-4, "{}", tail.gamma());
+        // Smoothed: a fifth of the way.
+        let mut slow = TailRate::new(0.5, Adaptive { smoothing: 0.2, ..settings }).unwrap();
+        (1..=100).for_each(|i| {
+            slow.ended(f64::from(i) / 10.0);
+        });
+        assert!((slow.gamma() - (0.8 * 0.5 + 0.2 * 5f64.ln() / 0.4)).abs() < 1e-4);
+    }
+
+    #[test]
+    fn the_rate_of_an_exponential_tail_is_found_and_a_shift_is_followed() {
+        let mut tail = TailRate::new(1.0, Adaptive::default()).unwrap();
+        exponential(0.05, 1).take(6000).for_each(|seconds| {
+            tail.ended(seconds);
+        });
+        assert!((0.035..0.07).contains(&tail.gamma()), "{}", tail.gamma());
+        let mut after = 0;
+        for seconds in exponential(0.5, 2) {
+            tail.ended(seconds);
+            after += 1;
+            if (0.35..0.7).contains(&tail.gamma()) {
+                break;
+            }
+        }
+        // The window must forget the long ones first: at most one in a hundred may be left.
+        assert!((900..2600).contains(&after), "{after}");
+    }
+
+    #[test]
+    fn too_few_requests_say_nothing() {
+        let mut tail = TailRate::new(0.3, Adaptive::default()).unwrap();
+        exponential(5.0, 3).take(255).for_each(|seconds| assert!(!tail.ended(seconds)));
+        assert_eq!((tail.gamma(), tail.estimates()), (0.3, 0));
+        assert!(tail.ended(1.0));
+        assert_eq!(tail.estimates(), 1);
+    }
+
+    #[test]
+    fn equal_times_end_at_the_bound_and_what_is_no_time_is_left_out() {
+        let mut tail = TailRate::new(0.1, Adaptive { smoothing: 1.0, ..Adaptive::default() }).unwrap();
+        (0..2000).for_each(|_| {
+            tail.ended(3.0);
+        });
+        assert_eq!(tail.gamma(), 10.0);
+        for seconds in [f64::NAN, -1.0, f64::INFINITY] {
+            assert!(!tail.ended(seconds));
+        }
+        assert_eq!(tail.ended, 2000);
+        // Longer than the window: bounded all the same.
+        assert_eq!(tail.latest.len(), 1024);
+    }
+
+    #[test]
+    fn settings_out_of_range_are_named() {
+        let fine = Adaptive::default();
+        for (settings, what) in [
+            (Adaptive { window: 50, ..fine }, "window"),
+            (Adaptive { least: 2000, ..fine }, "least"),
+            (Adaptive { every: 0, ..fine }, "every"),
+            (Adaptive { smoothing: 0.0, ..fine }, "smoothing"),
+            (Adaptive { bounds: (1.0, 0.5), ..fine }, "bounds"),
+            (Adaptive { bounds: (f64::NAN, 0.5), ..fine }, "bounds"),
+        ] {
+            let message = TailRate::new(0.1, settings).unwrap_err().to_string();
+            assert!(message.contains(what), "{message}");
+        }
+        assert!(TailRate::new(f64::NAN, fine).unwrap_err().to_string().contains("gamma"));
+    }
+}

@@ -1,0 +1,183 @@
+//! Tail-aware priorities that need no prediction: UniBoost ("Beyond Prediction", section 3).
+//!
+//! A request's priority is its *boosted arrival*: the time at which it arrived less a boost that is larger the less work it is known to be (Eq. 2). Who has the
+//! least boosted arrival goes first. The boost falls with the work observed so far, so a request that turns out long loses it; it never falls below 0, so
+//! nobody is overtaken by all that arrive later. One number sets how much: with a large gamma nobody is boosted (first come, first served), with a small one the least
+//! work goes first whatever its arrival (least attained service).
+//!
+//! **Units** (errata 7 and 8). Gamma is 1/s and the paper's work tokens; their product must be a pure number. Here work is turned into seconds of the engine by the seconds
+//! that a token takes it, measured over all tokens of its batches. Work is all tokens, prompt and answer alike, also while it decodes: with the answer's alone, as in the paper's
+//! SIGNAL, the boost would jump up at the prompt's end. What the cache holds of the prompt is no work (A.5).
+//!
+//! - [`boost_seconds`], [`Work`]: the boost and what it is of.
+//! - [`memguard`]: priorities that change only where the work doubles, so that memory is not moved to and fro (section 3.3).
+//! - [`gamma`]: the tail's rate, learned from requests as they end (section 3.4).
+pub mod gamma;
+pub mod memguard;
+
+pub use gamma::{Adaptive, TailRate};
+pub use memguard::MemGuard;
+
+use crate::error::CoreError;
+use crate::ids::Seconds;
+
+/// The gamma that is taken until the tail is known, 1/s: answers of some ten seconds, of which one in a hundred takes 16 s longer than one in twenty.
+pub const INITIAL_GAMMA: f64 = 0.1;
+/// No boost is larger: no request waits for a year.
+const MOST_SECONDS: Seconds = 3e7;
+
+/// Eq. (2): `ln(1 / (1 - exp(-gamma w))) / gamma` seconds, for `work` seconds and gamma in 1/s, both above 0; at most a year.
+pub fn boost_seconds(work: Seconds, gamma: f64) -> Seconds {
+    (-(-(-gamma * work).exp_m1()).ln() / gamma).clamp(0.0, MOST_SECONDS)
+}
+
+/// What is known of the work that a request is, in tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Prompt tokens.
+    pub prompt_tokens: u32,
+    /// Of these, the leading ones that need not be computed.
+    pub hit_tokens: u32,
+    /// Tokens computed for it so far, prompt and answer, each counted once.
+    pub attained_tokens: u32,
+}
+
+impl Work {
+    /// A.5: `max(w, prompt - hit)`; at least 1, for the prompt's last token is always computed.
+    pub fn tokens(&self) -> u32 {
+        self.attained_tokens.max(self.prompt_tokens.saturating_sub(self.hit_tokens)).max(1)
+    }
+}
+
+/// How requests are boosted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Settings {
+    /// 1/s: what is taken throughout, or where it is learned until enough requests have ended; 1e-6 to 1e6.
+    pub gamma: f64,
+    /// How gamma is learned; `None`: it stays.
+    pub adaptive: Option<Adaptive>,
+    /// When priorities change; `None`: with every token, and anyone may be put back for anyone.
+    pub memguard: Option<MemGuard>,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings {
+            gamma: INITIAL_GAMMA,
+            adaptive: Some(Adaptive::default()),
+            memguard: Some(MemGuard::default()),
+        }
+    }
+}
+
+impl Settings {
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn check(&self) -> Result<(), CoreError> {
+        if !(1e-6..=1e6).contains(&self.gamma) {
+            return bad("gamma", self.gamma.to_string(), "1e-6 to 1e6, 1/s");
+        }
+        self.adaptive.map_or(Ok(()), |adaptive| adaptive.check())?;
+        self.memguard.map_or(Ok(()), |guard| guard.check())
+    }
+
+    /// The tokens that a request's priority goes by.
+    pub fn weighed_tokens(&self, work: &Work) -> u32 {
+        self.memguard.map_or(work.tokens(), |guard| guard.bin(work.tokens()))
+    }
+
+    /// A request's boosted arrival, seconds on the clock of `arrival`: lower goes first. `token_seconds`: what a token takes the engine.
+    pub fn boosted_arrival(
+        &self,
+        arrival: Seconds,
+        work: &Work,
+        gamma: f64,
+        token_seconds: Seconds,
+    ) -> Seconds {
+        arrival - boost_seconds(f64::from(self.weighed_tokens(work)) * token_seconds, gamma)
+    }
+}
+
+fn bad<T>(what: &str, got: String, expected: &str) -> Result<T, CoreError> {
+    Err(CoreError::BadValue { what: format!("priority: {what}"), got, expected: expected.into() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn close(a: f64, b: f64) {
+        assert!((a - b).abs() <= 1e-9 * b.abs().max(1.0), "{a} is not {b}");
+    }
+
+    #[test]
+    fn boosts_by_hand() {
+        // 1 - e^-ln 2 = 1/2: ln 2 seconds at gamma 1.
+        close(boost_seconds(2f64.ln(), 1.0), 2f64.ln());
+        close(boost_seconds(20.0 * 2f64.ln(), 0.05), 20.0 * 2f64.ln());
+        // Little work: -ln(gamma w) / gamma, nearly.
+        close(boost_seconds(1e-9, 1.0), -(1e-9f64).ln());
+        close(boost_seconds(1000.0, 1.0), 0.0);
+        assert_eq!(boost_seconds(0.0, 0.1), MOST_SECONDS);
+    }
+
+    #[test]
+    fn erratum_7_tokens_taken_for_seconds_boost_nobody() {
+        // The paper's own figures: t99 - t95 = 10 s, and 256 tokens.
+        let gamma = 5f64.ln() / 10.0;
+        assert!(boost_seconds(256.0, gamma) < 1e-17);
+        // At 0.1 ms a token they are 25.6 ms of work, and worth 34 s.
+        close(boost_seconds(0.0256, gamma), -(-(-gamma * 0.0256).exp_m1()).ln() / gamma);
+        assert!((33.0..35.0).contains(&boost_seconds(0.0256, gamma)));
+    }
+
+    #[test]
+    fn work_is_what_is_known_of_it() {
+        let fresh = Work { prompt_tokens: 1000, hit_tokens: 0, attained_tokens: 0 };
+        assert_eq!(fresh.tokens(), 1000);
+        assert_eq!(Work { hit_tokens: 900, ..fresh }.tokens(), 100);
+        assert_eq!(Work { hit_tokens: 1000, ..fresh }.tokens(), 1);
+        // Erratum 8: at the prompt's end nothing jumps.
+        for attained in 990..1010 {
+            let work = Work { attained_tokens: attained, ..fresh };
+            assert_eq!(work.tokens(), attained.max(1000));
+        }
+    }
+
+    #[test]
+    fn the_ends_of_gamma_are_fcfs_and_least_attained_service() {
+        let settings = Settings { memguard: None, ..Settings::default() };
+        let at = |arrival, tokens, gamma| {
+            let work = Work { prompt_tokens: tokens, ..Work::default() };
+            settings.boosted_arrival(arrival, &work, gamma, 1e-3)
+        };
+        // Figure 3: much and early, little and 8 s later.
+        assert!(at(0.0, 10_000, 100.0) < at(8.0, 10, 100.0), "gamma 100 goes by arrival");
+        assert!(at(0.0, 10_000, 0.01) > at(8.0, 10, 0.01), "gamma 0.01 goes by work");
+        // In between short ones overtake, but not those who have waited long.
+        assert!(at(0.0, 10_000, 0.1) > at(8.0, 10, 0.1));
+        assert!(at(0.0, 10_000, 0.1) < at(100.0, 10, 0.1));
+    }
+
+    proptest! {
+        #[test]
+        fn boosts_fall_with_work_and_gamma(
+            work in 1e-6f64..1e4, more in 1.0f64..100.0, gamma in 1e-3f64..1e3,
+        ) {
+            let boost = boost_seconds(work, gamma);
+            prop_assert!(boost.is_finite() && boost >= 0.0);
+            prop_assert!(boost_seconds(work * more, gamma) <= boost);
+            prop_assert!(boost_seconds(work, gamma * more) <= boost);
+        }
+    }
+
+    #[test]
+    fn settings_out_of_range_are_named() {
+        for gamma in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            let message = Settings { gamma, ..Settings::default() }.check().unwrap_err().to_string();
+            assert!(message.contains("priority: gamma"), "{message}");
+        }
+        assert_eq!(Settings::default().check(), Ok(()));
+    }
+}
