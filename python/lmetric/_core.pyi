@@ -126,6 +126,8 @@ class Router:
         block_hashes: _Buffer | None = None,  # u64 local block hashes, chained by the router
         prompt_tokens: int | None = None,
         expected_output_tokens: int | None = None,
+        think_tokens: int | None = None,  # of these, the first that nobody reads as they come
+        length_class: str | None = None,  # whatever answers alike: tenant, endpoint, task
         extra_tokens: int = 0,
         session: str | None = None,
         adapter: str | None = None,  # LoRA adapter; prompts with other adapters or salts never match
@@ -538,6 +540,7 @@ class Workload:
         *,
         trace_block_tokens: int,
         block_tokens: int,
+        think_tokens: NDArray[np.int64] | None = None,  # of output_tokens, thoughts
         previous: NDArray[np.int64] | None = None,
         think_seconds: NDArray[np.float64] | None = None,
         sessions: NDArray[np.int64] | None = None,
@@ -578,10 +581,12 @@ def simulate(
     transfer_chunk_tokens: int = 256,
     local_order: str = "fcfs",
     order_slo_seconds: float = 0.1,
+    order_think_slo_seconds: float | None = None,
     split: str = "none",
     split_settings: Mapping[str, float] | None = None,
     reschedule: str = "none",
     reschedule_settings: Mapping[str, float | str] | None = None,
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
+    think_slo_seconds: float | None = None,
 ) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; the interpreter lock is released

@@ -109,6 +109,16 @@ def command(
     order_slo: Annotated[
         float | None, typer.Option(help="Seconds a step with decodes may take under slo [default: 0.1].")
     ] = None,
+    order_think_slo: Annotated[
+        float | None, typer.Option(help="The same where only thoughts are made [default: --order-slo].")
+    ] = None,
+    think_slo: Annotated[
+        float | None, typer.Option(help="Seconds before a thought that count as good [default: 0.1].")
+    ] = None,
+    split_settings: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=N,…", help="Of --split libra, e.g. parts=3,lengths_given=1."),
+    ] = None,
     index: Annotated[
         Index, typer.Option(help="KV index: fed by the engines' events, or by what was sent.")
     ] = Index.exact,
@@ -196,6 +206,7 @@ def command(
     optional = {
         "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
         "token_stride": token_stride, "order_slo": order_slo,
+        "order_think_slo": order_think_slo, "think_slo_seconds": think_slo, "split_settings": split_settings,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
         "transfer": transfer, "decode_profile": decode_profile,
     }  # fmt: skip

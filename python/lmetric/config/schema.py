@@ -125,7 +125,7 @@ class PoolSettings(Strict):
     )
     split_settings: dict[str, float] = Field(
         default_factory=dict,
-        description="of libra, by name: probes, epsilon, least_gain, least_tokens, "
+        description="of libra, by name: parts, probes, epsilon, least_gain, least_tokens, "
         "transfer_seconds_per_token, transfer_fixed_seconds, quantile, margin_tokens, lengths_given",
     )
     split_force_at: float | None = Field(

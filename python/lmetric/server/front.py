@@ -305,6 +305,8 @@ class Front(web.Server):
                 text=call.text if call.tokens is None else None,
                 prompt_tokens=prompt_tokens,
                 expected_output_tokens=call.max_tokens,
+                # Chats and completions answer apart, and so do tenants.
+                length_class=f"{asked.path} {asked.tenant}" if pool.splits else None,
                 extra_tokens=extra_tokens,
                 session=head.session or call.session,
                 adapter=adapter,

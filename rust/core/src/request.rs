@@ -12,6 +12,10 @@ pub struct Request<'a> {
     pub tokens_per_block: f64,
     /// Output tokens the request may or will produce, where known (`max_tokens`, or the oracle of a simulation).
     pub expected_output_tokens: Option<u32>,
+    /// Of these, the first that nobody reads as they come: what a reasoning model thinks before it answers. `None`: nothing is known of it.
+    pub think_tokens: Option<u32>,
+    /// Hash of whatever says that answers get about as long as those of others, beside the prompt's length: tenant, endpoint, task.
+    pub length_class: Option<u64>,
     /// Hash of the session key, where the request has one.
     pub session: Option<u64>,
     /// Why it must stay in one piece, where it must: stands in the receipt. Pools of prefill and decode instances cut it all the same.

@@ -55,7 +55,7 @@ fn the_decode_instance_is_booked_at_the_decision() {
     router.drop_ticket(other.ticket);
     is(&mut router, Bs, &[0.0; 3]);
     let receipt = router.receipt(first.id).unwrap();
-    assert_eq!(receipt.next.as_ref().unwrap().slot, next.instance.0);
+    assert_eq!(receipt.next[0].slot, next.instance.0);
     assert_eq!((receipt.outcome.handed_over_seconds, receipt.outcome.ttft_seconds), (Some(0.5), Some(0.6)));
     assert_eq!(router.totals().finished, 1);
 }

@@ -92,6 +92,8 @@ fn measure(
             tokens_per_block: block_size as f64,
             expected_output_tokens: Some(256),
             session: Some(iteration as u64),
+            think_tokens: None,
+            length_class: None,
             uncut: None,
         };
         router.match_prefix(&chain);

@@ -103,6 +103,8 @@ struct Prompt<'py> {
     prompt_tokens: Option<u32>,
     extra_tokens: u32,
     expected_output_tokens: Option<u32>,
+    think_tokens: Option<u32>,
+    length_class: Option<&'py str>,
     session: Option<&'py str>,
     adapter: Option<&'py str>,
     salt: Option<&'py str>,
@@ -152,6 +154,8 @@ impl Router {
             prompt_tokens: prompt_tokens.saturating_add(prompt.extra_tokens),
             tokens_per_block,
             expected_output_tokens: prompt.expected_output_tokens,
+            think_tokens: prompt.think_tokens,
+            length_class: prompt.length_class.map(|class| xxh3_64(class.as_bytes())),
             session: prompt.session.map(|s| xxh3_64(s.as_bytes())),
             uncut: prompt.uncut,
         };
@@ -379,14 +383,15 @@ impl Router {
     /// Exactly one of `tokens` (buffer of token ids), `text` (str or UTF-8 bytes) and `block_hashes` (buffer of 64-bit hashes, one a
     /// block of `block_size` tokens, chained here); or `prompt_tokens` alone, where nothing can match. `prompt_tokens`: prompt
     /// length in tokens, where the caller knows better (text is taken for 4 bytes a token). `expected_output_tokens`: output
-    /// length, where known. `extra_tokens`: of further prompts in the same request, which count as load and match nothing. `session`: key of session affinity. `adapter`: the LoRA adapter's name; `salt`: cache salt; prompts where they differ never
+    /// length, where known. `think_tokens`: of these, the first that nobody reads as they come (what a model thinks before it answers), where known: see `set_split`.
+    /// `length_class`: whatever answers alike (tenant, endpoint, task), for lengths that are estimated. `extra_tokens`: of further prompts in the same request, which count as load and match nothing. `session`: key of session affinity. `adapter`: the LoRA adapter's name; `salt`: cache salt; prompts where they differ never
     /// match. `request_id`: for the receipt. `uncut`: why the request must stay in one piece, where it must (for the receipt). `now`: seconds on the monotonic clock.
     ///
     /// Returns the decision and the ticket; a ticket that is dropped while open is an abort. Raises `NoInstanceError` (nothing is
     /// booked), `BadValueError` (a prompt of the wrong kind), `PolicyError` (a policy function failed).
     /// Source: LMETRIC, Figure 4 and section 5.
     #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
-        extra_tokens=0, session=None, adapter=None, salt=None, request_id=None, uncut=None, now=None))]
+        think_tokens=None, length_class=None, extra_tokens=0, session=None, adapter=None, salt=None, request_id=None, uncut=None, now=None))]
     fn route<'py>(
         &self,
         py: Python<'py>,
@@ -395,6 +400,8 @@ impl Router {
         block_hashes: Option<Bound<'py, PyAny>>,
         prompt_tokens: Option<u32>,
         expected_output_tokens: Option<u32>,
+        think_tokens: Option<u32>,
+        length_class: Option<&'py str>,
         extra_tokens: u32,
         session: Option<&'py str>,
         adapter: Option<&'py str>,
@@ -410,6 +417,8 @@ impl Router {
             prompt_tokens,
             extra_tokens,
             expected_output_tokens,
+            think_tokens,
+            length_class,
             session,
             adapter,
             salt,
@@ -452,6 +461,8 @@ impl Router {
             prompt_tokens,
             extra_tokens: 0,
             expected_output_tokens: None,
+            think_tokens: None,
+            length_class: None,
             session: None,
             adapter,
             salt,
@@ -486,6 +497,8 @@ impl Router {
             prompt_tokens,
             extra_tokens: 0,
             expected_output_tokens,
+            think_tokens: None,
+            length_class: None,
             session,
             adapter,
             salt,
@@ -671,7 +684,8 @@ impl Router {
         Ok(())
     }
 
-    /// How requests are cut from now on that no roles cut: `"none"`; `"libra"`, where that balances two instances and pays, with the settings `probes`,
+    /// How requests are cut from now on that no roles cut: `"none"`; `"libra"`, where that balances two instances and pays, with the settings `parts` (3: one that says
+    /// how many `think_tokens` its answer has is cut into prompt, thoughts and answer, whether that pays or not; where it cannot be, into two), `probes`,
     /// `epsilon`, `least_gain` (shares of a request's own seconds; a gain below 0: wherever there is a balance), `least_tokens`,
     /// `transfer_seconds_per_token`, `transfer_fixed_seconds`, `quantile` and `margin_tokens` of the expected answer, or `lengths_given` (1: requests say how
     /// long their answers get); or `"force"` with the fraction of prompt and expected output at which each is cut

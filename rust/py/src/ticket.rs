@@ -170,7 +170,7 @@ impl Ticket {
     #[getter]
     fn next_instance(&self, py: Python<'_>) -> Result<Option<String>> {
         let mut router = lock(self.ticket.router(), py)?;
-        let next = router.bound_next(self.ticket.id());
+        let next = router.bound(self.ticket.id()).next();
         Ok(next.map(|segment| router.fleet().name(segment.instance).to_string()))
     }
 
@@ -343,8 +343,9 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("filter_waived", receipt.filter_waived)?;
     dict.set_item("guard_excluded", receipt.guard_excluded)?;
     dict.set_item("guard_balance_only", receipt.balance_only)?;
-    let next = receipt.next.as_ref();
+    let next = receipt.next.first();
     dict.set_item("decode_instance", next.map(|n| &*n.name))?;
+    dict.set_item("answer_instance", receipt.next.get(1).map(|n| &*n.name))?;
     dict.set_item("decode_score", next.and_then(|n| number(n.score)))?;
     dict.set_item("expected_handoff_seconds", next.map(|n| n.handoff_seconds))?;
     dict.set_item("cuts", receipt.cuts.to_vec())?;
@@ -352,6 +353,7 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     let balance = |of: fn(&Balance) -> f64| receipt.balance.as_ref().and_then(|balance| number(of(balance)));
     dict.set_item("balance_first_seconds", balance(|b| b.first_seconds))?;
     dict.set_item("balance_second_seconds", balance(|b| b.second_seconds))?;
+    dict.set_item("balance_third_seconds", balance(|b| b.third_seconds))?;
     dict.set_item("balance_cut_seconds", balance(|b| b.cut_seconds))?;
     dict.set_item("balance_whole_seconds", balance(|b| b.whole_seconds))?;
     let moves = receipt.moves.iter().map(|(token, _, name)| (*token, &**name));

@@ -246,8 +246,7 @@ impl Router {
         self.guard.observe(now, request.chain, matched, &self.first.scores, &self.first.eligible, first);
         let mut receipt = self.explain(request, request_id, first, hit as u32, now);
         let id = receipt.id;
-        let (leg, later) = self.legs_of(request, &chosen);
-        let start = chosen.rest.first().map(|follow| now + follow.start_seconds);
+        let (leg, later) = self.legs_of(request, &chosen, now);
         receipt.next = self.next_in(&chosen.rest);
         receipt.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
         receipt.uncut = self.uncut.take();
@@ -264,12 +263,14 @@ impl Router {
             chain: Vec::new(),
             prompt_tokens: request.prompt_tokens,
             expected_output_tokens: request.expected_output_tokens,
+            think_tokens: request.think_tokens,
+            length_class: request.length_class,
             may_be_cut: request.uncut.is_none(),
             session: request.session,
             failed: Vec::new(),
         });
         self.totals.split += u64::from(segment.to_token.is_some_and(|_| self.peers(&segment)));
-        self.open_legs(ticket, start, now);
+        self.open_legs(ticket, now);
         self.totals.decisions += 1;
         self.first.made += 1;
         Decision { id, ticket, segment, next, predicted_hit_tokens: hit as u32 }

@@ -59,13 +59,14 @@ impl Router {
         let mut leg = self.with_request_of(ticket, |router, request, _| {
             router.match_prefix(request.chain);
             let mut leg = router.leg(request, target, from, None);
+            leg.start = Some(now);
             if carry == Carry::Recompute {
                 let hit = router.saved_tokens(request, leg.hit_blocks);
                 leg.entry.new_tokens = f64::from(from) - hit;
             }
             leg
         })?;
-        self.open_leg(key, &mut leg, Some(now), now);
+        self.open_leg(key, &mut leg, now);
         let segment = leg.segment;
         self.tickets.get(ticket)?.later.push(leg);
         Ok(segment)
@@ -108,7 +109,8 @@ impl Router {
         if self.fleet.is_current(bound.segment.instance, bound.instance_generation) {
             self.placed[bound.segment.instance.index()] -= 1;
             self.later.made -= 1;
-            self.open_leg(key, &mut bound, Some(now), now);
+            bound.start = Some(now);
+            self.open_leg(key, &mut bound, now);
         }
         self.tickets.get(ticket)?.later.push(bound);
         let segment = self.hand_over(ticket, Usage::default(), now)?;
