@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moves_world import LONG, at_token, move, mover, moving, place, plain
 from pd_world import nixl
-from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal
+from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
 
 PATHS = [CHAT, COMPLETIONS]
 USAGE = {"include_usage": True}
@@ -52,13 +52,10 @@ async def test_the_answer_is_one_engines(path: str, ids: bool, cache: bool) -> N
 
 
 async def test_any_stream_moved_anywhere() -> None:
-    words = st.lists(
-        st.sampled_from(["river", "the", "🙂", "Zürich", "don't", "日本", "\n", "a"]), max_size=60
-    )
     cases = st.fixed_dictionaries(
         {
             "path": st.sampled_from(PATHS),
-            "prompt": words.map(" ".join).map(lambda text: text + " ."),
+            "prompt": PROMPTS,
             "max_tokens": st.integers(2, 90),
             "moves": st.lists(st.integers(1, 60), min_size=1, max_size=4).map(sorted),
             "ids": st.booleans(),

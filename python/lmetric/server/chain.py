@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import structlog
 
-from lmetric._core import NoInstanceError, Ticket, TokenEncoder
+from lmetric._core import Ticket, TokenEncoder
 from lmetric.config import ServerConfig
 from lmetric.engines.handover import HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.followed import Followed
-from lmetric.server.handed import Handed
 from lmetric.server.joined import Joined, Made, NotJoinable
-from lmetric.server.legs import EngineRefusal, Hearer, Silent, usage_of
 from lmetric.server.moving import Move
 from lmetric.server.openai import CHAT, COMPLETIONS, ApiError, Call
 from lmetric.server.rest import Passed, Rest
+from lmetric.server.segments import Segments
+from lmetric.server.silent import Hearer, Silent, usage_of
 from lmetric.server.upstream import Connection
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("lmetric.chain")
 
 
-class Chain:
+class Chain(Segments):
     """What a relay keeps of a request that was cut between equals."""
 
     def __init__(
@@ -47,16 +47,10 @@ class Chain:
         encoder: TokenEncoder,
     ) -> None:
         assert call.tokens is not None  # else it must not be cut
-        self._relay = relay
-        self._config = config
-        self._asked = asked
-        self._pool = pool
-        self.ticket = ticket
+        super().__init__(relay, config, asked, pool, ticket)
         self._body = relay.body  # as the client sent it
         self._stream = call.stream
         self.joined = Joined(asked.path, call.request, call.tokens, encoder)
-        self._handed = Handed(pool)
-        self._silent: Silent | None = None
         self._asked_tokens = 0  # of the silent leg that was sent last
         self._ends_at = 0  # and the token at which it ends
         self._rest: Rest | None = None
@@ -139,10 +133,6 @@ class Chain:
             body = orjson.dumps(self.joined.whole())
         return with_fields(body, fields) if fields else body
 
-    def broke(self, status: int, error_code: int | None) -> bool:
-        """As `Handed.broke`."""
-        return self._handed.broke(status, error_code)
-
     def busy(self, status: int | None) -> bool:
         """Whether another engine is to be asked where one answers so."""
         return status in self._config.retries.statuses
@@ -176,11 +166,10 @@ class Chain:
             self._mover.running.pop(self.ticket.id, None)
         if self.move is not None:
             self.move.drop()
-        silent, self._silent = self._silent, None
+        self._drop_silent()
         rest, self._rest = self._rest, None
-        for leg in (silent, rest):
-            if leg is not None:
-                leg.drop()
+        if rest is not None:
+            rest.drop()
 
     def check(self, now: float) -> None:
         """Ends a leg that takes too long."""
@@ -202,10 +191,6 @@ class Chain:
     def sent(self, now: float) -> None:
         """A leg is on its way."""
         self.ticket.sent(now)
-
-    def refilled(self, engine: Engine, body: bytes) -> bytes:
-        """A leg's body, as the engine's index wants it."""
-        return self._relay.refilled(engine, body)
 
     def answered(self, silent: Silent, status: int, body: bytes) -> None:
         """A silent leg answered."""
@@ -258,21 +243,7 @@ class Chain:
         self._silent = None
         self._relay.move(silent.engine, kind, reason)
 
-    def fail(self) -> None:
-        """Nobody foresaw this."""
-        self._relay.fail()
-
     # What the last leg calls.
-
-    def refused(self, engine: Engine, status: int, body: bytes) -> None:
-        """An engine refused a leg."""
-        if status in self._config.retries.statuses or self._relay.committed:
-            said = engine.adapter.error(body)
-            self._relay.move(engine, "status", f"status {status}" + (f": {said}" if said else ""))
-            return
-        if status >= 500:
-            engine.failed("status", f"status {status}")
-        self._relay.end_with(EngineRefusal(status, body))
 
     def moved(self, rest: Rest, kind: str, reason: str) -> None:
         """The last leg failed before anything came of it."""
@@ -406,17 +377,6 @@ class Chain:
         end(prompt_tokens=len(joined.prompt), output_tokens=len(joined.made))
         self._rest = None
         self._relay.joined_end()
-
-    def _go_on(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
-        try:
-            following = self.ticket.finished(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
-        except NoInstanceError as error:
-            self._relay.end_with(
-                ApiError(503, f"{self._pool.name}: {error}", code="no_engine", headers={"retry-after": "2"})
-            )
-            return
-        assert following is not None  # another segment follows
-        self._relay.segment(following, time.monotonic())
 
     def _asks(self, engine: Engine, now: float, *, goes_on: bool) -> Any:
         """What a leg's body says of handing over."""

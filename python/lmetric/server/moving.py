@@ -17,8 +17,8 @@ import structlog
 
 from lmetric._core import NoInstanceError, TicketError
 from lmetric.server.joined import NotJoinable
-from lmetric.server.legs import Silent, usage_of
-from lmetric.server.openai import ApiError
+from lmetric.server.openai import nobody_takes
+from lmetric.server.silent import Silent, usage_of
 
 if TYPE_CHECKING:
     from lmetric.server.chain import Chain
@@ -142,7 +142,7 @@ class Move:
             return self._stays("not_joinable")
         except NoInstanceError as error:
             self._count("no_instance")
-            chain.lost(ApiError(503, f"{self._pool.name}: {error}", code="no_engine"))
+            chain.lost(nobody_takes(self._pool.name, error))
             return True
         self._count(outcome)
         return True
