@@ -102,9 +102,11 @@ async def test_any_stream_moved_anywhere() -> None:
         assert max(moved) > 1
 
 
-async def test_star_moves_what_piles_up() -> None:
-    kinds = [plain(clock_speed=1.0) for _ in range(3)]
-    async with moving(*kinds, reschedule_period_seconds=0.05, reschedule_at_once=3) as w:
+@pytest.mark.parametrize("by", ["recompute", "pull", "legs"])
+async def test_star_moves_what_piles_up(by: str) -> None:
+    kinds = [nixl("both", clock_speed=1.0) for _ in range(3)]
+    given = {"reschedule_period_seconds": 0.05, "reschedule_at_once": 3, "reschedule_leg_tokens": 16}
+    async with moving(*kinds, reschedule_by=by, **given) as w:
         engines = w.server.fleet.pools[0].engines
         for name in ("b1", "b2"):
             engines[name].draining = True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import structlog
 
-from lmetric._core import Ticket, TokenEncoder
+from lmetric._core import NoInstanceError, Ticket, TicketError, TokenEncoder
 from lmetric.config import ServerConfig
 from lmetric.engines.handover import HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
@@ -28,13 +28,17 @@ from lmetric.server.upstream import Connection
 
 if TYPE_CHECKING:
     from lmetric.server.asked import Asked
+    from lmetric.server.handed import Handed
     from lmetric.server.relay import Relay
 
 log = structlog.get_logger("lmetric.chain")
 
 
 class Chain(Segments):
-    """What a relay keeps of a request that was cut between equals."""
+    """What a relay keeps of a request that was cut between equals, or may move."""
+
+    bounded = False  # it runs in silent legs, of which another may follow anywhere
+    _plain_moves = False  # an answer that is not streamed may move, too
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class Chain(Segments):
         self._head_told = False
         self._passes = False  # the last leg is a whole request whose answer is looked at
         self._passed_tokens = 0
-        self._mover = pool.mover if call.stream else None
+        self._mover = pool.mover if call.stream or self._plain_moves else None
         self.move: Move | None = None  # to another engine, that has begun
 
     # What the relay calls.
@@ -95,7 +99,7 @@ class Chain(Segments):
         streamed tells where this engine holds what it computed, which is no client's business."""
         inside = 0 < self._ends_at < len(self.joined.prompt)
         chat = self._asked.path == CHAT
-        follows = self._mover is not None and not self._unjoined
+        follows = self._mover is not None and self._stream and not self._unjoined
         if not follows and (
             self._unjoined or not self._ends_at or not ((chat and inside) or not self._stream)
         ):
@@ -116,7 +120,7 @@ class Chain(Segments):
 
     def _send(self, rest: Rest, engine: Engine, now: float) -> None:
         self._rest = rest
-        if self._mover is not None:
+        if self._mover is not None and self._stream:
             self._mover.running[self.ticket.id] = self
         if self._relay.stalled:
             rest.pause(True)
@@ -208,7 +212,7 @@ class Chain(Segments):
         self._handed.begin(engine)
         if self._ends_at > len(joined.prompt):
             try:
-                answer = _object(body)
+                answer = object_of(body)
                 joined.cached = (answer.get("usage") or {}).get("prompt_tokens_details") or joined.cached
                 made = joined.take(answer, self._asked_tokens)
             except NotJoinable as error:
@@ -307,7 +311,7 @@ class Chain(Segments):
         """The last leg's answer, not streamed."""
         assert self._rest is not None
         try:
-            made = self.joined.take(_object(body), 1 << 31)
+            made = self.joined.take(object_of(body), 1 << 31)
         except NotJoinable as error:
             self.moved(self._rest, "reset", str(error))
         else:
@@ -319,10 +323,28 @@ class Chain(Segments):
 
     def broken(self, engine: Engine, kind: str, reason: str) -> None:
         """The last leg broke off in the middle."""
-        engine.failed(kind, reason)
-        if self.move is not None and self.move.at_once():
-            return
-        self._relay.broke_off(engine, kind, reason)
+        self._rest = None
+        self.breaks(engine, kind, reason)
+
+    def breaks(self, engine: Engine, kind: str, reason: str) -> None:
+        """An engine failed that had told some of the answer. Where its tokens are known and the request may
+        move, another goes on: the target of a move that has begun, or whom the router chooses."""
+        may_move = self._mover is not None and self.ticket.id in self._mover.running
+        move = self.move
+        if self._relay.tries(engine, "reset" if kind == "engine_error" else kind, reason) and may_move:
+            name = self._elsewhere()
+            if move is None and name is not None:
+                assert self._mover is not None
+                move = Move(self._mover, self._pool, self, self._pool.engines[name])
+            if move is not None and move.at_once():
+                return
+        self._relay.gives_up(engine, kind, reason)
+
+    def _elsewhere(self) -> str | None:
+        try:
+            return self.ticket.elsewhere()
+        except (NoInstanceError, TicketError):
+            return None
 
     # What a move calls, and who begins it.
 
@@ -335,6 +357,10 @@ class Chain(Segments):
     def path(self) -> str:
         """Of the client's request."""
         return self._asked.path
+
+    def goes_on_here(self, engine: Engine) -> None:
+        """The move that was to go on between two legs does not: the next leg, where the last was."""
+        raise NotImplementedError
 
     def silent(self, hearer: Hearer, body: bytes, now: float) -> Silent:
         """A leg that the client does not hear, to be sent."""
@@ -350,14 +376,18 @@ class Chain(Segments):
         """Nobody goes on with it."""
         self._relay.end_with(error)
 
-    def goes_on_elsewhere(self) -> None:
-        """The stream is closed where it is, and what is left of it goes to the engine that a move has booked.
-        Raises NotJoinable, and leaves all as it is; NoInstanceError: the request has failed."""
+    def goes_on_elsewhere(self, handed: Handed | None = None) -> None:
+        """What runs is closed where it is, and what is left of it goes to the engine that a move has booked,
+        with what was handed over of all that there is. Raises NotJoinable, and leaves all as it is;
+        NoInstanceError: the request has failed."""
         self.joined.catch_up()
+        self._drop_silent()
         rest, self._rest = self._rest, None
         if rest is not None:
             rest.drop()
-        self._ends_at = 0  # nothing is handed over
+        self._ends_at = 0
+        if handed is not None:
+            self._handed, self._ends_at = handed, len(self.joined.prompt) + len(self.joined.made)
         self._relay.segment(self.ticket.moved(), time.monotonic())
 
     # Both.
@@ -397,7 +427,8 @@ class Chain(Segments):
             return {}
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def object_of(body: bytes) -> dict[str, Any]:
+    """A leg's answer. Raises NotJoinable."""
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError as error:
