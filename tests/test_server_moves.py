@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moves_world import LONG, at_token, move, mover, moving, place, plain
 from pd_world import nixl
-from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal
+from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
 
 PATHS = [CHAT, COMPLETIONS]
 USAGE = {"include_usage": True}
@@ -52,13 +52,10 @@ async def test_the_answer_is_one_engines(path: str, ids: bool, cache: bool) -> N
 
 
 async def test_any_stream_moved_anywhere() -> None:
-    words = st.lists(
-        st.sampled_from(["river", "the", "🙂", "Zürich", "don't", "日本", "\n", "a"]), max_size=60
-    )
     cases = st.fixed_dictionaries(
         {
             "path": st.sampled_from(PATHS),
-            "prompt": words.map(" ".join).map(lambda text: text + " ."),
+            "prompt": PROMPTS,
             "max_tokens": st.integers(2, 90),
             "moves": st.lists(st.integers(1, 60), min_size=1, max_size=4).map(sorted),
             "ids": st.booleans(),
@@ -105,9 +102,11 @@ async def test_any_stream_moved_anywhere() -> None:
         assert max(moved) > 1
 
 
-async def test_star_moves_what_piles_up() -> None:
-    kinds = [plain(clock_speed=1.0) for _ in range(3)]
-    async with moving(*kinds, reschedule_period_seconds=0.05, reschedule_at_once=3) as w:
+@pytest.mark.parametrize("by", ["recompute", "pull", "legs"])
+async def test_star_moves_what_piles_up(by: str) -> None:
+    kinds = [nixl("both", clock_speed=1.0) for _ in range(3)]
+    given = {"reschedule_period_seconds": 0.05, "reschedule_at_once": 3, "reschedule_leg_tokens": 16}
+    async with moving(*kinds, reschedule_by=by, **given) as w:
         engines = w.server.fleet.pools[0].engines
         for name in ("b1", "b2"):
             engines[name].draining = True

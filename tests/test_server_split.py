@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmetric.engines.emulated import EngineOptions
-from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, split
+from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal, split
 
 PATHS = [CHAT, COMPLETIONS]
 
@@ -39,13 +39,10 @@ async def test_the_answer_is_one_engines(path: str, stream: bool, at: float) -> 
 
 
 async def test_any_request_cut_anywhere() -> None:
-    words = st.lists(
-        st.sampled_from(["river", "the", "🙂", "Zürich", "don't", "日本", "\n", "a"]), max_size=60
-    )
     cases = st.fixed_dictionaries(
         {
             "path": st.sampled_from(PATHS),
-            "prompt": words.map(" ".join).map(lambda text: text + " ."),
+            "prompt": PROMPTS,
             "max_tokens": st.integers(1, 40),
             "at": st.floats(0.01, 0.99),
             "stream": st.booleans(),

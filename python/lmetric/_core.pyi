@@ -258,6 +258,7 @@ class Ticket:
     @property
     def id(self) -> int: ...  # unique among open tickets
     def begin_move(self, target: str, *, recompute: bool = True, now: float | None = None) -> None: ...
+    def elsewhere(self, now: float | None = None) -> str: ...  # its instance has failed it: where to go on
     def cancel_move(self, now: float | None = None) -> None: ...
     def moved(self, now: float | None = None) -> str: ...  # where it goes on
     @property

@@ -47,6 +47,10 @@ def _read(
             help="Whether streams move to another engine while they run.",
         ),
     ] = None,
+    reschedule_by: Annotated[
+        str | None,
+        typer.Option(metavar="recompute|pull|legs", help="How they get there."),
+    ] = None,
     profile: Annotated[
         str | None, typer.Option(help="What engines' steps cost: a shipped profile, or a YAML file.")
     ] = None,
@@ -74,6 +78,7 @@ def _read(
         "split": split,
         "split_force_at": split_force_at,
         "reschedule": reschedule,
+        "reschedule_by": reschedule_by,
         "profile": profile,
         "auth.keys_file": api_keys,
         "log.level": log_level,

@@ -152,6 +152,18 @@ class PoolSettings(Strict):
         "points, half_life_steps, threshold, migration_seconds, migration_seconds_per_token, caution; of "
         "llumnix source_below_steps, target_above_steps",
     )
+    reschedule_by: Literal["recompute", "pull", "legs"] = Field(
+        "recompute",
+        description="how they get there: recompute (the target computes prompt and answer so far ahead, "
+        "while the stream runs on); pull (it fetches them from the engine that runs it, where both have a "
+        "connector); legs (requests run in bounded silent legs and move between two of them: answers that "
+        "are not streamed, too, and clients get their tokens leg by leg)",
+    )
+    reschedule_leg_tokens: Positive | None = Field(
+        None,
+        description="of a leg; null: as many as come within reschedule_max_gap_seconds, going by the leg "
+        "before, and at most twice as many as that had",
+    )
     reschedule_period_seconds: Seconds = Field(0.5, description="between two rounds of it")
     reschedule_max_gap_seconds: Seconds = Field(
         1.0, description="no move whose client is expected to wait longer for its next token"
@@ -305,7 +317,7 @@ class Timeouts(Strict):
 
 
 class Retries(Strict):
-    """When a request goes down the ranking. Only before its first byte went to the client."""
+    """When a request goes down the ranking. Only before its first byte went out, or where it may move."""
 
     attempts: Positive = Field(3, description="engines tried per request, the first included")
     failures: list[Literal["refused", "reset", "timeout", "status"]] = Field(

@@ -270,7 +270,8 @@ class Pool:
         self.router.set_role(engine.name, role)
         self.cuts = self.joins or any(each.role != "both" for each in self.engines.values())
         connector = CONNECTORS.get(handover.connector) if handover else None
-        between_equals = self.splits and connector is not None and not connector.at_once
+        fetches = self.splits or (self.mover is not None and self.mover.by != "recompute")
+        between_equals = fetches and connector is not None and not connector.at_once
         engine.connector = connector if role != "both" or between_equals else None
         if self.splits:
             self.router.set_cuts(engine.name, self._cuts_of(engine))
@@ -309,7 +310,8 @@ class Pool:
 
     def uncut(self, path: str, call: Call) -> str | None:
         """Why a request must neither be cut between equals nor move; None: it may."""
-        if not call.stream and not self.splits:
+        legs = self.mover is not None and self.mover.by == "legs"
+        if not call.stream and not self.splits and not legs:
             return "its answer is not streamed: its tokens are not known before its end"
         if why := uncut_reason(path, call.request, tokens=call.tokens is not None):
             return why

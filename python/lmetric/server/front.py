@@ -19,7 +19,7 @@ from lmetric.server.client import ClientConnection, Relayed, in_short
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
-from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, parse
+from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, nobody_takes, parse
 from lmetric.server.relay import Relay
 from lmetric.server.tokenise import Tokenisers, Tokenising, as_text, prompt_text
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
@@ -316,9 +316,7 @@ class Front(web.Server):
                 now=now,
             )
         except NoInstanceError as error:
-            raise ApiError(
-                503, f"{pool.name}: {error}", code="no_engine", headers={"retry-after": "2"}
-            ) from None
+            raise nobody_takes(pool.name, error) from None
         try:
             asked.keep_alive &= not self.draining
             require_finish = asked.path in (CHAT, COMPLETIONS)

@@ -98,6 +98,11 @@ class Joined:
             leg["return_token_ids"] = True
         return self.path, self._at_least(leg)
 
+    def bounded(self, tokens: int) -> tuple[str, dict[str, Any]]:
+        """Path and body of a leg of at most so many further tokens, all of which count."""
+        target, leg = self.leg(len(self.prompt) + len(self.made) + tokens - 1)
+        return target, leg | {"return_token_ids": True}
+
     def last(self) -> tuple[str, dict[str, Any]]:
         """Path and body of the last leg, whose answer is joined with what is known."""
         leg = self._by_ids(len(self.prompt) + self._most - 1)
@@ -105,11 +110,11 @@ class Joined:
             leg |= {"stream": True, "stream_options": {"include_usage": True}}
         return COMPLETIONS, leg
 
-    def ahead(self) -> dict[str, Any]:
-        """A request to /v1/completions that has an engine compute what there is so far, and say next to
-        nothing."""
+    def ahead(self, tokens: int) -> dict[str, Any]:
+        """A request to /v1/completions that has an engine compute so many tokens of what there is so far, or
+        look them up in its cache, and say next to nothing."""
         leg = {name: self.request[name] for name in _KEPT if self.request.get(name) is not None}
-        return leg | {"prompt": self.prompt + self.made, "max_tokens": 1, "stream": False}
+        return leg | {"prompt": (self.prompt + self.made)[:tokens], "max_tokens": 1, "stream": False}
 
     def whole(self) -> dict[str, Any]:
         """The client's request, its prompt as the token ids that another engine has computed some of."""
@@ -137,8 +142,9 @@ class Joined:
 
     # What they answer.
 
-    def take(self, answer: JSON, asked: int) -> Made:
-        """Takes a leg's answer, not streamed, of at most `asked` tokens. Raises NotJoinable."""
+    def take(self, answer: JSON, asked: int, *, whole: bool = False) -> Made:
+        """Takes a leg's answer, not streamed, of at most `asked` tokens. The last is made again by the next
+        leg, unless `whole`. Raises NotJoinable."""
         choice = _choice(answer)
         finish = choice.get("finish_reason")
         if finish in ("abort", "error"):
@@ -147,7 +153,7 @@ class Joined:
         if not self.begun:
             self._first(answer, choice, ids)
         over = finish != "length" or len(ids) < asked or len(self.made) + len(ids) >= self._most
-        kept = ids if over else ids[:-1]
+        kept = ids if over or whole else ids[:-1]
         return self._add(kept, finish if over else None, choice.get("stop_reason"), choice.get("logprobs"))
 
     def more(self, choice: JSON) -> Made:

@@ -192,6 +192,16 @@ impl Ticket {
         Ok(())
     }
 
+    /// The instance of the running request has failed it, and is not asked for it again: the name of the one where it would best go on. Books nothing. Raises
+    /// `NoInstanceError`, and `TicketError` where it is closed or has no token yet.
+    #[pyo3(signature = (now=None))]
+    fn elsewhere(&self, py: Python<'_>, now: Option<f64>) -> Result<String> {
+        let now = self.clock.now(now)?;
+        let mut router = lock(self.ticket.router(), py)?;
+        let next = router.elsewhere(self.ticket.id(), now)?;
+        Ok(router.fleet().name(next).to_string())
+    }
+
     /// Gives up a move that has begun; does nothing where none has. Raises `TicketError` on a closed ticket.
     #[pyo3(signature = (now=None))]
     fn cancel_move(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {

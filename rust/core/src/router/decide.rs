@@ -268,6 +268,7 @@ impl Router {
             may_be_cut: request.uncut.is_none(),
             session: request.session,
             failed: Vec::new(),
+            lost: Vec::new(),
         });
         self.totals.split += u64::from(segment.to_token.is_some_and(|_| self.peers(&segment)));
         self.open_legs(ticket, now);

@@ -122,7 +122,7 @@ impl Router {
         state.leg.instance_generation = 0; // off the books, whatever comes
         let first = state.handed_over.map_or(usage, |(_, first)| first);
         state.handed_over = Some((now, first));
-        state.failed.clear();
+        state.failed.clone_from(&state.lost);
         let bound = if state.later.is_empty() { None } else { Some(state.later.remove(0)) };
         let (decision, seconds) = (state.decision, now - state.decided_at);
         let made = f64::from(ended.segment.to_token.unwrap_or(0).saturating_sub(state.prompt_tokens));

@@ -72,6 +72,28 @@ impl Router {
         Ok(segment)
     }
 
+    /// The instance of a running request has failed it: it is not asked for it again. Where it would best go on, chosen among the others as a segment that follows
+    /// another is. Books nothing.
+    ///
+    /// # Errors
+    /// `Ticket` where it is closed or has no token yet, `NoInstance`.
+    pub fn elsewhere(&mut self, ticket: TicketId, now: Seconds) -> Result<InstanceId, CoreError> {
+        let now = self.clock(now);
+        let state = self.tickets.get(ticket)?;
+        let source = state.leg.segment.instance;
+        if state.leg.entry.stage != Stage::Decoding {
+            let problem = "it cannot move: it has no token yet".into();
+            return Err(CoreError::Ticket { ticket: ticket.0, problem });
+        }
+        state.lost.push(source.0);
+        state.failed.clone_from(&state.lost);
+        let turn = self.turn_behind(source);
+        self.with_request_of(ticket, |router, request, failed| {
+            router.match_prefix(request.chain);
+            router.choose(request, turn, failed, None, now)
+        })?
+    }
+
     /// Gives up a move that has begun. Does nothing where none has.
     ///
     /// # Errors

@@ -70,6 +70,8 @@ pub struct TicketState {
     pub session: Option<u64>,
     /// Slots that failed the open segment.
     pub failed: Vec<u32>,
+    /// Slots that failed the running request: not asked for any segment of it again.
+    pub lost: Vec<u32>,
 }
 
 /// All open tickets.
