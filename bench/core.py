@@ -26,7 +26,7 @@ Figures = dict[str, Any]
 LATENCY = re.compile(r"^(\S.*?)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)$")
 
 CUT = re.compile(r"^(\S.*?)\s+p50\s+([\d.]+) us\s+p99\s+([\d.]+) us", re.MULTILINE)
-ROUND = re.compile(r"^(\S.*?) {2,}(\d+) +(\d+) +[\d.]+ +([\d.]+) +([\d.]+)$", re.MULTILINE)
+ROUND = re.compile(r"^(\S.*?) {2,}(\d+) +(\d+) +[\d.]+ +([\d.]+) +([\d.]+) +([\d.]+)$", re.MULTILINE)
 
 
 def run(*argv: str, timeout: float = 3600) -> str:
@@ -123,10 +123,11 @@ def plans() -> Figures:
                 "what": what,
                 "instances": int(instances),
                 "requests": int(requests),
+                "left_out_percent": float(left_out),
                 "p50_us": float(p50),
                 "p99_us": float(p99),
             }
-            for what, instances, requests, p50, p99 in rounds
+            for what, instances, requests, left_out, p50, p99 in rounds
         ],
     }
 

@@ -3,6 +3,8 @@
 //! Loads differ as they do without rescheduling: requests fall at random, each fourth instance gets twice as many as it should, each fourth half as many.
 //! First the rule by itself, on loads that are there; then a router's whole round, which gathers them from its tickets. Between two of these, all requests
 //! make the tokens of a period, so that their tickets are where they are in a router at work: not in the cache.
+//!
+//! Rounds during which the kernel took the thread off its core are left out, and their share is shown: what else a machine does is no part of a round.
 use lmetric_core::estimate::Remaining;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
@@ -25,11 +27,13 @@ fn main() {
     let (sizes, requests) =
         (args.next().map_or(vec![8, 32, 64, 128, 256], |n| vec![n]), args.next().unwrap_or(64));
     println!(
-        "{:<30}{:>10}{:>10}{:>10}{:>10}{:>10}",
-        "rescheduler", "instances", "requests", "moves", "p50", "p99"
+        "{:<30}{:>10}{:>10}{:>10}{:>10}{:>10}{:>10}",
+        "rescheduler", "instances", "requests", "moves", "left out %", "p50", "p99"
     );
-    let line = |name: &str, instances: usize, (moves, p50, p99): (f64, f64, f64)| {
-        println!("{name:<30}{instances:>10}{requests:>10}{moves:>10.3}{p50:>10.1}{p99:>10.1}");
+    let line = |name: &str, instances: usize, [moves, left_out, p50, p99]: [f64; 4]| {
+        println!(
+            "{name:<30}{instances:>10}{requests:>10}{moves:>10.3}{left_out:>10.1}{p50:>10.1}{p99:>10.1}"
+        );
     };
     for name in NAMES.iter().filter(|name| **name != "none") {
         for &instances in &sizes {
@@ -40,6 +44,44 @@ fn main() {
         for &instances in &sizes {
             line(&format!("{name}, router's round"), instances, measure_whole(name, instances, requests));
         }
+    }
+}
+
+/// Times that the kernel took this thread off its core for another; 0 where it does not say.
+fn interruptions() -> u64 {
+    let told = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
+    let line = told.lines().find_map(|line| line.strip_prefix("nonvoluntary_ctxt_switches:"));
+    line.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
+}
+
+/// Microseconds of rounds, and how many were interrupted.
+#[derive(Default)]
+struct Timed {
+    micros: Vec<f64>,
+    interrupted: usize,
+    moves: usize,
+}
+
+impl Timed {
+    fn round(&mut self, round: impl FnOnce() -> usize) {
+        let before = interruptions();
+        let start = Instant::now();
+        self.moves += round();
+        let took = start.elapsed().as_secs_f64() * 1e6;
+        if interruptions() == before {
+            self.micros.push(took);
+        } else {
+            self.interrupted += 1;
+        }
+    }
+
+    /// Moves a round, share of rounds left out in percent, p50 and p99.
+    fn summary(mut self) -> [f64; 4] {
+        self.micros.sort_by(f64::total_cmp);
+        let (n, all) = (self.micros.len(), self.micros.len() + self.interrupted);
+        assert!(n > 0, "all rounds were interrupted");
+        let share = 100.0 * self.interrupted as f64 / all as f64;
+        [self.moves as f64 / all as f64, share, self.micros[n / 2], self.micros[n * 99 / 100]]
     }
 }
 
@@ -77,34 +119,24 @@ fn at_work(name: &str, instances: usize, requests: usize) -> (Router, Vec<Ticket
 }
 
 /// As [`measure`], of [`Router::reschedule`]; the moves are named and not made.
-fn measure_whole(name: &str, instances: usize, requests: usize) -> (f64, f64, f64) {
+fn measure_whole(name: &str, instances: usize, requests: usize) -> [f64; 4] {
     let (mut router, open) = at_work(name, instances, requests);
-    let (mut micros, mut moves, mut now) = (Vec::new(), 0, 1.0);
+    let (mut timed, mut now) = (Timed::default(), 1.0);
     for _ in 0..WHOLE_ROUNDS {
         now += 0.5;
         for ticket in &open {
             router.advance(*ticket, Event::Tokens(20), now).expect("open");
         }
-        let start = Instant::now();
-        let (named, _) = std::hint::black_box(router.reschedule(now)).expect("good input");
-        micros.push(start.elapsed().as_secs_f64() * 1e6);
-        moves += named.len();
+        timed.round(|| std::hint::black_box(router.reschedule(now)).expect("good input").0.len());
     }
-    summary(micros, moves)
+    timed.summary()
 }
 
-/// Moves a round, p50 and p99.
-fn summary(mut micros: Vec<f64>, moves: usize) -> (f64, f64, f64) {
-    micros.sort_by(f64::total_cmp);
-    let n = micros.len();
-    (moves as f64 / n as f64, micros[n / 2], micros[n * 99 / 100])
-}
-
-/// Moves a round, and p50 and p99 of rounds, each over a fleet of its own.
-fn measure(name: &str, instances: usize, requests: usize) -> (f64, f64, f64) {
+/// Rounds, each over a fleet of its own.
+fn measure(name: &str, instances: usize, requests: usize) -> [f64; 4] {
     let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(1);
     let mut rule = build(name).expect("known");
-    let (mut micros, mut moves) = (Vec::new(), 0);
+    let mut timed = Timed::default();
     for _ in 0..ROUNDS {
         let running: Vec<Vec<RunningRequest>> = (0..instances)
             .map(|i| {
@@ -131,10 +163,7 @@ fn measure(name: &str, instances: usize, requests: usize) -> (f64, f64, f64) {
                 requests,
             })
             .collect();
-        let start = Instant::now();
-        let round = std::hint::black_box(rule.round(&loads)).expect("good input");
-        micros.push(start.elapsed().as_secs_f64() * 1e6);
-        moves += round.moves.len();
+        timed.round(|| std::hint::black_box(rule.round(&loads)).expect("good input").moves.len());
     }
-    summary(micros, moves)
+    timed.summary()
 }
