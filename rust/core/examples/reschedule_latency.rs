@@ -27,12 +27,12 @@ fn main() {
     let (sizes, requests) =
         (args.next().map_or(vec![8, 32, 64, 128, 256], |n| vec![n]), args.next().unwrap_or(64));
     println!(
-        "{:<30}{:>10}{:>10}{:>10}{:>10}{:>10}{:>10}",
+        "{:<30}{:>10}{:>10}{:>10}{:>12}{:>10}{:>10}",
         "rescheduler", "instances", "requests", "moves", "left out %", "p50", "p99"
     );
     let line = |name: &str, instances: usize, [moves, left_out, p50, p99]: [f64; 4]| {
         println!(
-            "{name:<30}{instances:>10}{requests:>10}{moves:>10.3}{left_out:>10.1}{p50:>10.1}{p99:>10.1}"
+            "{name:<30}{instances:>10}{requests:>10}{moves:>10.3}{left_out:>12.1}{p50:>10.1}{p99:>10.1}"
         );
     };
     for name in NAMES.iter().filter(|name| **name != "none") {
