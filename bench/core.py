@@ -1,10 +1,12 @@
-"""The core's own figures: stages of a decision, percentiles of the index and its memory, as a raw file.
+"""The core's own figures: stages of a decision, the index, cuts, rounds of moves, as raw files.
 
     python bench/core.py latency [--out FILE]
+    python bench/core.py plans [--out FILE]
     python bench/core.py memory [--prompts 10000000] [--out FILE]    # minutes; the same figures each time
 
 Runs what the repository ships for that: `lmetric-router bench --json`, the example `index_latency` of
-`lmetric-core` and criterion's `score` bench for LMETRIC over 1,024 instances; or the example `index_memory`.
+`lmetric-core` and criterion's `score` bench for LMETRIC over 1,024 instances; or the examples `split_latency`
+and `reschedule_latency`; or `index_memory`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from common import ROOT, about, write_result
 
 Figures = dict[str, Any]
 LATENCY = re.compile(r"^(\S.*?)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)$")
+
+CUT = re.compile(r"^(\S.*?)\s+p50\s+([\d.]+) us\s+p99\s+([\d.]+) us", re.MULTILINE)
+ROUND = re.compile(r"^(\S.*?) {2,}(\d+) +(\d+) +[\d.]+ +([\d.]+) +([\d.]+) +([\d.]+)$", re.MULTILINE)
 
 
 def run(*argv: str, timeout: float = 3600) -> str:
@@ -106,26 +111,49 @@ def latency() -> Figures:
     }
 
 
+def plans() -> Figures:
+    """Searches for cuts and whole decisions; rounds of rescheduling."""
+    cuts, rounds = CUT.findall(example("split_latency")), ROUND.findall(example("reschedule_latency"))
+    if not cuts or not rounds:
+        sys.exit("core.py: split_latency or reschedule_latency printed no figures")
+    return {
+        "cuts": {name: {"p50_us": float(p50), "p99_us": float(p99)} for name, p50, p99 in cuts},
+        "rounds": [
+            {
+                "what": what,
+                "instances": int(instances),
+                "requests": int(requests),
+                "left_out_percent": float(left_out),
+                "p50_us": float(p50),
+                "p99_us": float(p99),
+            }
+            for what, instances, requests, left_out, p50, p99 in rounds
+        ],
+    }
+
+
+KINDS = {"latency": "core", "plans": "plans", "memory": "memory"}  # of raw files
+
+
 def main() -> None:
     """Runs one kind and writes its raw file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["latency", "memory"])
+    parser.add_argument("what", choices=list(KINDS))
     parser.add_argument(
         "--prompts", type=int, default=10_000_000, help="distinct prompts of the memory curve"
     )
-    parser.add_argument("--out", type=Path, help="default: bench/results/DATE-core.json or DATE-memory.json")
+    parser.add_argument("--out", type=Path, help="default: bench/results/DATE-KIND.json")
     options = parser.parse_args()
     result = about(None, ["rustc"])
     load = [os.getloadavg()]
     if options.what == "memory":
         result["index_memory"] = memory(example("index_memory", str(options.prompts)))
     else:
-        result |= latency()
+        result |= plans() if options.what == "plans" else latency()
     result["load_average"] = [*load, os.getloadavg()]
-    kind = "memory" if options.what == "memory" else "core"
-    print(f"raw figures: {write_result(result, kind, options.out)}")
+    print(f"raw figures: {write_result(result, KINDS[options.what], options.out)}")
 
 
 if __name__ == "__main__":

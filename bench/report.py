@@ -73,8 +73,8 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
             "met" if met else "**MISSED**",
         ]
 
-    core, memory, decision, http, simulator, tokens = (
-        results[what][1] for what in ("core", "memory", "decision", "http", "simulator", "tokens")
+    core, plans, memory, decision, http, simulator, tokens = (
+        results[what][1] for what in ("core", "plans", "memory", "decision", "http", "simulator", "tokens")
     )
     later = tokens["ours"]["100000 later"]["ms"][0]
     yield line("chat of 100k tokens, 99k seen before, body to decision, p50", later, 3, "ms of one core")
@@ -108,6 +108,12 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
             yield line(f"{stage} ({rate:.0f}k/s applied), {case}, p99", row["ours"]["p99_us"], 15, "us")
     for what, score in core["score_1024"].items():
         yield line(f"{what}, 1,024 instances, Rust, p50", score["p50_us"], 0.6, "us")
+    for name, cut in plans["cuts"].items():
+        if "split libra" in name:
+            yield line(f"{name}, Rust, p99", cut["p99_us"], 100, "us")
+    for each in plans["rounds"]:
+        if "router" in each["what"] and each["instances"] == 256:
+            yield line(f"{each['what']}, 256 x {each['requests']}, p99", each["p99_us"] / 1e3, 3, "ms")
     alone, mapped = (memory["index_memory"][feed][-1] for feed in ("approximate", "exact"))
     yield line("index memory a pair, at its bound", alone["index_bytes"] / alone["pairs"], 50, "bytes")
     both = mapped["a_pair"] + mapped["a_name"]
@@ -187,6 +193,24 @@ def core(result: Figures, memory: Figures) -> str:
             "\n".join(["```", *result["index_latency_printed"], "```"]),
             "Its memory, 64 instances, bounds of 64 MiB (index) and 48 MiB (map from engines' hashes):",
             table(names, curve),
+        ]
+    )
+
+
+def plans(result: Figures) -> str:
+    """Cuts and rounds."""
+    cuts = [
+        [name, *(f"{cut[key]:.2f}" for key in ("p50_us", "p99_us"))] for name, cut in result["cuts"].items()
+    ]
+    rounds: dict[str, list[str]] = {}
+    for each in result["rounds"]:
+        rounds.setdefault(each["what"], []).append(f"{each['p50_us']:.0f} / {each['p99_us']:.0f}")
+    sizes = dict.fromkeys(f"{each['instances']} x {each['requests']}" for each in result["rounds"])
+    return "\n\n".join(
+        [
+            table(["cuts", "p50, us", "p99, us"], cuts),
+            "Rounds of rescheduling, p50 / p99 in us, by instances and requests that decode on each:",
+            table(["rule", *sizes], [[what, *cells] for what, cells in rounds.items()]),
         ]
     )
 
@@ -275,12 +299,13 @@ def tokens(result: Figures) -> str:
 
 def main() -> None:
     """Renders the page."""
-    kinds = ("core", "memory", "decision", "http", "simulator", "tokens")
+    kinds = ("core", "plans", "memory", "decision", "http", "simulator", "tokens")
     results = {what: newest(what) for what in kinds}
     parts = {
         "machine": machine(results),
         "budgets": table(["what", "budget", "measured", ""], list(budgets(results))),
         "core": core(results["core"][1], results["memory"][1]),
+        "plans": plans(results["plans"][1]),
         "decision": decision(results["decision"][1]),
         "http": http(results["http"][1]),
         "simulator": simulator(results["simulator"][1]),

@@ -8,6 +8,7 @@ rivals=${1:-bench/rivals/.venv}
 VENV=${VENV:-.venv}
 [ -x "$rivals/bin/python" ] || bench/rivals/install.sh "$rivals"
 "$VENV/bin/python" bench/core.py latency
+"$VENV/bin/python" bench/core.py plans
 "$VENV/bin/python" bench/index_vs_dynamo.py --rivals "$rivals"
 "$VENV/bin/python" bench/feed.py
 # Beside transformers, where an environment has it (vLLM's, for one).

@@ -66,8 +66,9 @@ def test_a_commit_names_the_code_that_ran_or_says_that_it_does_not(
         subprocess.run(["git", *told, *argv], cwd=tmp_path, check=True, capture_output=True)
 
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    result, code = tmp_path / "bench" / "star" / "results" / "3.json", tmp_path / "rust" / "lib.rs"
-    for path in (result, code):
+    bench, code = tmp_path / "bench", tmp_path / "rust" / "lib.rs"
+    results = [bench / "star" / "results" / "3.json", bench / "results" / "core.json"]
+    for path in (*results, code):
         path.parent.mkdir(parents=True)
         path.write_text("1")
     git("init")
@@ -75,7 +76,9 @@ def test_a_commit_names_the_code_that_ran_or_says_that_it_does_not(
     git("commit", "-m", "first")
     clean = common.commit()
     assert len(clean) >= 7
-    result.write_text("2")  # an earlier figure of the same run
+    for result in results:  # earlier figures of the same run
+        result.write_text("2")
+    (bench / "results" / "new.json").write_text("1")
     assert common.commit() == clean
     (new := tmp_path / "rust" / "new.rs").write_text("")
     assert common.commit() == f"{clean}-dirty"

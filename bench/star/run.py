@@ -37,14 +37,19 @@ figure = RERUN.figure
 
 
 def rows(
-    world: World, stages: Sequence[Stage], rivals: Sequence[Rival], base: Rival = NONE, **told: str
+    world: World,
+    stages: Sequence[Stage],
+    rivals: Sequence[Rival],
+    base: Rival = NONE,
+    most_seeds: int | None = None,
+    **told: Any,
 ) -> Row:
     """All rivals on all stages, each figure one number a seed."""
     made = []
-    for stage, rival, found in world.all(stages[:1] if world.quick else stages, rivals):
+    for stage, rival, found in world.all(stages[:1] if world.quick else stages, rivals, most_seeds):
         made.append({"stage": stage.label, "policy": rival.label, **columns(found, digits=5)})
         print(f"{stage.label}: {rival.label}: p99 {made[-1]['p99']}", file=sys.stderr, flush=True)
-    return {"base": base.label, "rows": made, **told}
+    return {"base": base.label, "seeds": len(world.seeds[:most_seeds]), "rows": made, **told}
 
 
 # The studies that look at one rate look where the paper's claims are made on its small cluster.
@@ -96,14 +101,46 @@ def llumnix(world: World) -> Row:
     return rows(world, [TUNED_ON], [NONE, *rivals, NATIVE])
 
 
+FIGURE_13_SEEDS = 3  # a run at 256 instances takes as long as all of Figure 10's first stage
+
+
 @figure("13", "Figure 13: variance of step times by cluster size")
 def figure_13(world: World) -> Row:
+    # Half as long from 64 on: a run of 256 instances begins as many requests a second as 32 of 8 do.
     stages = [
-        Stage("sharegpt", LARGE.sized(decodes), 0.3 * decodes / 8, seconds=2000, warm_up=500)
-        for decodes in (8, 32)
+        Stage("sharegpt", LARGE.sized(decodes), 0.3 * decodes / 8, seconds=seconds, warm_up=seconds / 4)
+        for decodes, seconds in ((8, 2000), (32, 2000), (64, 1000), (128, 1000), (256, 1000))
     ]
-    rivals = [NONE, NONE.placed("sibyl_plus"), CURRENT, NATIVE]
-    return rows(world, stages, rivals, column="variance")
+    four = NATIVE.set(f"{NATIVE.label}, four moves a round", most_moves=4)
+    rivals = [NONE, NONE.placed("sibyl_plus"), CURRENT, NATIVE, four, ORACLE]
+    columns = ["variance", "p99", "oom", "moves"]
+    return rows(world, stages, rivals, most_seeds=FIGURE_13_SEEDS, columns=columns)
+
+
+# By lengths: prefill instances, and requests/s that fill 0.6 ("few long") or 0.7 of three decode instances'
+# memory in the mean.
+WORTH = {"sharegpt": (1, 0.2), "all alike": (1, 0.83), "exponential": (1, 1.19), "few long": (1, 0.43),
+         "long prompts": (6, 0.75)}  # fmt: skip
+SLOW_LINK = 0.5  # GB/s: 16,000 tokens take two seconds
+
+
+@figure("worth", "What knowing lengths is worth")
+def worth(world: World) -> Row:
+    stages = [
+        Stage(lengths, SMALL.on(f"{prefills}P3D", link), rate)
+        for link in (SMALL.link_gb_per_second, SLOW_LINK)
+        for lengths, (prefills, rate) in WORTH.items()
+    ]
+    rivals = [
+        NONE,
+        CURRENT,
+        *(CURRENT.set(f"w/o prediction, theta {theta:g}", threshold=theta) for theta in (0.2, 0.4)),
+        # Only which requests outlast their move, and whether they will fit to their end.
+        ORACLE.set("oracle, loads of now alone", horizon_steps=1, points=1),
+        ORACLE,
+    ]
+    columns = ["p99", "goodput", "gap", "variance", "oom", "moves"]
+    return rows(world, stages, rivals, CURRENT, columns=columns, over=ORACLE.label)
 
 
 @figure("t3", "Table 3: how finely lengths are known")

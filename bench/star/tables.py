@@ -15,8 +15,9 @@ Row = dict[str, Any]
 def rendered(told: dict[str, Any]) -> str:
     """A figure's part of the page."""
     stages = grouped(told["rows"], "stage")
-    if "column" in told:
-        return by_column(stages, told["column"])
+    if "columns" in told:
+        over = (told["over"], told["base"]) if "over" in told else None
+        return "\n\n".join(by_column(stages, column, over) for column in told["columns"])
     return "\n\n".join(stage_table(stage, here, told["base"]) for stage, here in stages.items())
 
 
@@ -39,11 +40,30 @@ def stage_table(stage: str, rows: Sequence[Row], base: str) -> str:
     return f"{stage} ({int(np.mean(rows[0]['ended'])):,} requests counted):\n\n{markdown(head, lines)}"
 
 
-def by_column(stages: dict[str, list[Row]], column: str) -> str:
-    """One figure of all rivals: a line for each stage."""
-    rivals = [row["policy"] for row in next(iter(stages.values()))]
-    lines = [[stage, *(spread(row[column]) for row in here)] for stage, here in stages.items()]
-    return markdown([f"{TITLES[column]}", *rivals], lines)
+# Of a column: its heading and digits.
+COLUMNS = {
+    "variance": ("variance of step times, ms²", 2),
+    "oom": ("times out of memory", 0),
+    "p99": ("P99 TPOT, ms", 1),
+    "goodput": ("goodput, 1/s", 3),
+    "moves": ("moves a request", 2),
+    "gap": ("longest gap P99, s", 2),
+}
 
 
-TITLES = {"variance": "variance of step times, ms²", "oom": "times out of memory", "p99": "P99 TPOT, ms"}
+def by_column(stages: dict[str, list[Row]], column: str, over: tuple[str, str] | None) -> str:
+    """One figure of all rivals, a line for each stage; the last column has the ratio of the two in `over`."""
+    title, digits = COLUMNS[column]
+    head = [title, *(row["policy"] for row in next(iter(stages.values())))]
+    if over is not None:
+        head.append(f"{over[0]} over {over[1]} [95%]")
+    lines = []
+    for stage, here in stages.items():
+        line = [stage, *(spread(row[column], digits=digits) for row in here)]
+        if over is not None:
+            ours, theirs = ({row["policy"]: row[column] for row in here}[name] for name in over)
+            known = min(*ours, *theirs) > 0
+            ratio, low, high = bounds(ours, theirs) if known else (np.nan,) * 3
+            line.append(f"{ratio:.3f} [{low:.3f}, {high:.3f}]" if known else "–")
+        lines.append(line)
+    return markdown(head, lines)

@@ -35,6 +35,17 @@ LENGTHS: dict[str, dict[str, Any]] = {
         "input_tokens": {0: 4, 0.5: 10, 0.9: 15, 0.95: 18, 1: 40},
         "output_tokens": {0: 20, 0.5: 987, 0.74: 1622, 0.77: 30720, 0.9: 32690, 0.95: 32691, 1: 32692},
     },
+    # Ours, to see what a prediction is worth by how much there is to predict.
+    "all alike": {"input_tokens": 4000, "output_tokens": 4000},
+    "few long": {"input_tokens": 200, "output_tokens": {0: 100, 0.8: 100, 0.8001: 20000, 1: 20000}},
+    "exponential": {
+        "input_tokens": 200,
+        "output_tokens": {q: float(-4000 * np.log1p(-min(q, 0.999)) + 1) for q in np.linspace(0, 1, 201)},
+    },
+    "long prompts": {
+        "input_tokens": 16000,
+        "output_tokens": {q: float(-1500 * np.log1p(-min(q, 0.999)) + 1) for q in np.linspace(0, 1, 201)},
+    },
 }  # fmt: skip
 RECORDED = {"azure-conversation": "azure_conv_2023.csv.gz"}  # their lengths are drawn, each by itself
 WARM_UP_SECONDS = 1000.0
@@ -53,6 +64,11 @@ class Cluster:
     profile: str
     tpot_slo_seconds: float
     link_gb_per_second: float
+
+    def on(self, roles: str, link_gb_per_second: float) -> Cluster:
+        """With other pools and another link."""
+        label = f"{roles}, {link_gb_per_second:g} GB/s"
+        return replace(self, label=label, roles=roles, link_gb_per_second=link_gb_per_second)
 
     def sized(self, decodes: int) -> Cluster:
         """With so many decode instances at 25 Gbit/s (section 6.3), and a prefill instance for each four."""
@@ -141,15 +157,16 @@ def profile_of(cluster: Cluster) -> Profile:
 
 
 @cache
-def quantiles(lengths: str) -> Mapping[str, Mapping[float, float]]:
-    """Quantiles of prompts and answers in tokens, by `LENGTHS` or of a recorded trace."""
+def distributions(lengths: str) -> Mapping[str, Any]:
+    """Of prompts and answers in tokens, by `LENGTHS` or of a recorded trace, for synthetic traces."""
     if lengths in LENGTHS:
-        return LENGTHS[lengths]
+        known = LENGTHS[lengths].items()
+        return {name: {"quantiles": told} if isinstance(told, dict) else told for name, told in known}
     trace = load_trace(traces() / RECORDED[lengths])
     at = np.linspace(0, 1, 201)
     columns = {name: np.maximum(getattr(trace, name), 1) for name in ("input_tokens", "output_tokens")}
     return {
-        name: dict(zip(at.tolist(), np.quantile(column, at).tolist(), strict=True))
+        name: {"quantiles": dict(zip(at.tolist(), np.quantile(column, at).tolist(), strict=True))}
         for name, column in columns.items()
     }
 
@@ -160,7 +177,7 @@ def made(stage: Stage, seed: int) -> Workload:
     told = {
         "synthetic": "requests", "rate": stage.rate, "duration_seconds": stage.seconds, "seed": seed,
         "arrivals": "poisson", "block_tokens": 16,
-        **{name: {"quantiles": told} for name, told in quantiles(stage.lengths).items()},
+        **distributions(stage.lengths),
     }  # fmt: skip
     return prepare(check_synthetic(told, stage.label).make(), profile_of(stage.cluster))
 
@@ -217,8 +234,8 @@ class World(Pool):
     """Plays rivals on stages."""
 
     def all(
-        self, stages: Sequence[Stage], rivals: Sequence[Rival]
+        self, stages: Sequence[Stage], rivals: Sequence[Rival], most_seeds: int | None = None
     ) -> Iterator[tuple[Stage, Rival, list[Outcome]]]:
         """Every rival on every stage: one outcome for each seed."""
-        for case, found in self.each(play, product(stages, rivals)):
+        for case, found in self.each(play, product(stages, rivals), lambda *_: most_seeds):
             yield *case, found

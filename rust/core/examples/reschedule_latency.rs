@@ -1,38 +1,146 @@
 //! What a round of rescheduling takes: `cargo run --release --example reschedule_latency [instances [requests on each]]`. Microseconds.
 //!
 //! Loads differ as they do without rescheduling: requests fall at random, each fourth instance gets twice as many as it should, each fourth half as many.
+//! First the rule by itself, on loads that are there; then a router's whole round, which gathers them from its tickets. Between two of these, all requests
+//! make the tokens of a period, so that their tickets are where they are in a router at work: not in the cache.
+//!
+//! Rounds during which the kernel took the thread off its core are left out, and their share is shown: what else a machine does is no part of a round.
 use lmetric_core::estimate::Remaining;
+use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
+use lmetric_core::plan::{Event, Usage};
+use lmetric_core::policy::registry;
+use lmetric_core::request::Request;
 use lmetric_core::reschedule::{InstanceLoad, NAMES, RunningRequest, build};
+use lmetric_core::router::{RescheduleConfig, Router, RouterConfig, TicketId};
 use rand::{RngExt, SeedableRng};
 use std::time::Instant;
 
 const ROUNDS: usize = 1000;
+/// Of a router's whole rounds: its requests are many, and each makes its tokens in between.
+const WHOLE_ROUNDS: usize = 400;
+/// Requests of an instance for each four that are asked for.
+const SHARES: [usize; 4] = [4, 8, 4, 2];
 
 fn main() {
     let mut args = std::env::args().skip(1).map(|a| a.parse::<usize>().expect("a number"));
-    let given = (args.next(), args.next().unwrap_or(64));
+    let (sizes, requests) =
+        (args.next().map_or(vec![8, 32, 64, 128, 256], |n| vec![n]), args.next().unwrap_or(64));
     println!(
-        "{:<16}{:>10}{:>10}{:>10}{:>10}{:>10}",
-        "rescheduler", "instances", "requests", "moves", "p50", "p99"
+        "{:<30}{:>10}{:>10}{:>10}{:>12}{:>10}{:>10}",
+        "rescheduler", "instances", "requests", "moves", "left out %", "p50", "p99"
     );
+    let line = |name: &str, instances: usize, [moves, left_out, p50, p99]: [f64; 4]| {
+        println!(
+            "{name:<30}{instances:>10}{requests:>10}{moves:>10.3}{left_out:>12.1}{p50:>10.1}{p99:>10.1}"
+        );
+    };
     for name in NAMES.iter().filter(|name| **name != "none") {
-        for instances in given.0.map_or(vec![8, 64, 256], |n| vec![n]) {
-            let (moves, p50, p99) = measure(name, instances, given.1);
-            println!("{name:<16}{instances:>10}{:>10}{moves:>10.3}{p50:>10.1}{p99:>10.1}", given.1);
+        for &instances in &sizes {
+            line(name, instances, measure(name, instances, requests));
+        }
+    }
+    for name in RescheduleConfig::NAMES {
+        for &instances in &sizes {
+            line(&format!("{name}, router's round"), instances, measure_whole(name, instances, requests));
         }
     }
 }
 
-/// Moves a round, and p50 and p99 of rounds, each over a fleet of its own.
-fn measure(name: &str, instances: usize, requests: usize) -> (f64, f64, f64) {
+/// Times that the kernel took this thread off its core for another; 0 where it does not say.
+fn interruptions() -> u64 {
+    let told = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
+    let line = told.lines().find_map(|line| line.strip_prefix("nonvoluntary_ctxt_switches:"));
+    line.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
+}
+
+/// Microseconds of rounds, and how many were interrupted.
+#[derive(Default)]
+struct Timed {
+    micros: Vec<f64>,
+    interrupted: usize,
+    moves: usize,
+}
+
+impl Timed {
+    fn round(&mut self, round: impl FnOnce() -> usize) {
+        let before = interruptions();
+        let start = Instant::now();
+        self.moves += round();
+        let took = start.elapsed().as_secs_f64() * 1e6;
+        if interruptions() == before {
+            self.micros.push(took);
+        } else {
+            self.interrupted += 1;
+        }
+    }
+
+    /// Moves a round, share of rounds left out in percent, p50 and p99.
+    fn summary(mut self) -> [f64; 4] {
+        self.micros.sort_by(f64::total_cmp);
+        let (n, all) = (self.micros.len(), self.micros.len() + self.interrupted);
+        assert!(n > 0, "all rounds were interrupted");
+        let share = 100.0 * self.interrupted as f64 / all as f64;
+        [self.moves as f64 / all as f64, share, self.micros[n / 2], self.micros[n * 99 / 100]]
+    }
+}
+
+/// A router whose instances decode as many requests as their shares say, and their tickets.
+fn at_work(name: &str, instances: usize, requests: usize) -> (Router, Vec<TicketId>) {
+    let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(1);
+    let policy = registry::build("round_robin", &[]).expect("registered");
+    let mut router = Router::new(policy, RouterConfig::default()).expect("good settings");
+    let rescheduling = RescheduleConfig::named(name).and_then(|config| config.build()).expect("known");
+    router.set_rescheduling(Some(rescheduling)).expect("nothing is in flight");
+    for i in 0..instances {
+        router.add_instance(&format!("engine-{i}"), Role::Both, Some(75_000)).expect("a new name");
+    }
+    let (mut open, mut running) = (Vec::new(), vec![0; instances]);
+    for _ in 0..2 * requests * instances {
+        let mut chain: Vec<u64> = (0..256).map(|_| rng.random()).collect();
+        let request = Request {
+            prompt_tokens: 4096,
+            tokens_per_block: 16.0,
+            expected_output_tokens: Some(32_768),
+            ..Request::default()
+        };
+        let decision = router.route_taking(&request, &mut chain, None, 0.0).expect("somebody");
+        router.advance(decision.ticket, Event::FirstToken, 1.0).expect("open");
+        router.advance(decision.ticket, Event::Tokens(rng.random_range(10..16_000)), 1.0).expect("open");
+        let instance = decision.segment.instance.index();
+        running[instance] += 1;
+        if running[instance] > requests * SHARES[instance % 4] / 4 {
+            router.advance(decision.ticket, Event::Finished(Usage::default()), 1.0).expect("open");
+        } else {
+            open.push(decision.ticket);
+        }
+    }
+    (router, open)
+}
+
+/// As [`measure`], of [`Router::reschedule`]; the moves are named and not made.
+fn measure_whole(name: &str, instances: usize, requests: usize) -> [f64; 4] {
+    let (mut router, open) = at_work(name, instances, requests);
+    let (mut timed, mut now) = (Timed::default(), 1.0);
+    for _ in 0..WHOLE_ROUNDS {
+        now += 0.5;
+        for ticket in &open {
+            router.advance(*ticket, Event::Tokens(20), now).expect("open");
+        }
+        timed.round(|| std::hint::black_box(router.reschedule(now)).expect("good input").0.len());
+    }
+    timed.summary()
+}
+
+/// Rounds, each over a fleet of its own.
+fn measure(name: &str, instances: usize, requests: usize) -> [f64; 4] {
     let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(1);
     let mut rule = build(name).expect("known");
-    let (mut micros, mut moves) = (Vec::new(), 0);
+    let mut timed = Timed::default();
     for _ in 0..ROUNDS {
         let running: Vec<Vec<RunningRequest>> = (0..instances)
             .map(|i| {
-                let count = requests * [4, 8, 4, 2][i % 4] / 4;
+                let count = requests * SHARES[i % 4] / 4;
                 let one = |_| {
                     let (id, tokens) = (rng.random(), rng.random_range(10..20_000));
                     let (remaining, deviation) = (rng.random_range(0.0..20_000.0), 1000.0);
@@ -55,11 +163,7 @@ fn measure(name: &str, instances: usize, requests: usize) -> (f64, f64, f64) {
                 requests,
             })
             .collect();
-        let start = Instant::now();
-        let round = std::hint::black_box(rule.round(&loads)).expect("good input");
-        micros.push(start.elapsed().as_secs_f64() * 1e6);
-        moves += round.moves.len();
+        timed.round(|| std::hint::black_box(rule.round(&loads)).expect("good input").moves.len());
     }
-    micros.sort_by(f64::total_cmp);
-    (moves as f64 / ROUNDS as f64, micros[ROUNDS / 2], micros[ROUNDS * 99 / 100])
+    timed.summary()
 }

@@ -1,8 +1,14 @@
-//! What a search for a cut takes (`lmetric_core::split`), by loads and lengths drawn at random.
+//! What a search for a cut takes (`lmetric_core::split`), by loads and lengths drawn at random; and what a decision takes as a whole
+//! ([`Router::route`], from chained hashes to the receipt), with cuts and without.
 //!
 //! `cargo run --release -p lmetric-core --example split_latency`. Each sample is one call between two readings of the clock, so that the tail is seen;
 //! the clock's own share is printed first.
 use lmetric_core::estimate::StepTime;
+use lmetric_core::fleet::Role;
+use lmetric_core::plan::{Event, Failure};
+use lmetric_core::policy::registry;
+use lmetric_core::request::Request;
+use lmetric_core::router::{Lengths, Libra, Router, RouterConfig, Split};
 use lmetric_core::split::predict::Instance;
 use lmetric_core::split::{Found, Load, Placed, Settings, Whole, search, search_three};
 use rand::{RngExt, SeedableRng};
@@ -50,7 +56,7 @@ fn case(rng: &mut Pcg64) -> Case {
 }
 
 fn measure(name: &str, cases: &[Case], mut call: impl FnMut(&Case)) {
-    let mut nanoseconds: Vec<u64> = cases
+    let nanoseconds: Vec<u64> = cases
         .iter()
         .map(|case| {
             let start = Instant::now();
@@ -58,9 +64,56 @@ fn measure(name: &str, cases: &[Case], mut call: impl FnMut(&Case)) {
             start.elapsed().as_nanos() as u64
         })
         .collect();
+    report(name, nanoseconds);
+}
+
+const DECISIONS: usize = 20_000;
+/// Decode on each instance meanwhile.
+const RUNNING: usize = 32;
+
+/// Whole decisions for prompts of 64 to 16,384 tokens that nobody has seen, on instances that are at work.
+fn decisions(instances: usize, split: Split, name: &str) {
+    let mut rng = Pcg64::seed_from_u64(2);
+    let policy = registry::build("lmetric", &[]).expect("registered");
+    let config = RouterConfig { step_time: Some(STEP), ..RouterConfig::default() };
+    let mut router = Router::new(policy, config).expect("good settings");
+    router.set_split(split).expect("good settings");
+    for i in 0..instances {
+        router.add_instance(&format!("engine-{i}"), Role::Both, Some(75_000)).expect("a new name");
+    }
+    let mut route = |router: &mut Router, now: f64| {
+        let prompt_tokens = rng.random_range(64..16_384);
+        let expected_output_tokens = Some(rng.random_range(64..2048));
+        let mut chain: Vec<u64> = (0..prompt_tokens / 16).map(|_| rng.random()).collect();
+        let request =
+            Request { prompt_tokens, tokens_per_block: 16.0, expected_output_tokens, ..Request::default() };
+        let start = Instant::now();
+        let decision = router.route_taking(&request, &mut chain, None, now).expect("somebody");
+        (decision, start.elapsed())
+    };
+    router.set_split(Split::None).expect("good settings");
+    for _ in 0..instances * RUNNING {
+        let (decision, _) = route(&mut router, 0.0);
+        router.advance(decision.ticket, Event::FirstToken, 1.0).expect("open");
+        router.advance(decision.ticket, Event::Tokens(64), 1.0).expect("open");
+    }
+    router.set_split(split).expect("good settings");
+    let (mut nanoseconds, mut cut) = (Vec::with_capacity(DECISIONS), 0);
+    for i in 0..DECISIONS {
+        let now = 2.0 + i as f64 * 1e-3;
+        let (decision, took) = route(&mut router, now);
+        nanoseconds.push(took.as_nanos() as u64);
+        cut += usize::from(router.bound_next(decision.ticket).is_some());
+        router.advance(decision.ticket, Event::Failed(Failure::Cancelled), now).expect("open");
+    }
+    report(&format!("{name}, {instances} instances"), nanoseconds);
+    println!("{:<36} {cut} of {DECISIONS} cut", "");
+}
+
+fn report(name: &str, mut nanoseconds: Vec<u64>) {
     nanoseconds.sort_unstable();
-    let at = |share: f64| nanoseconds[(share * (SAMPLES - 1) as f64) as usize] as f64 / 1e3;
-    println!("{name:<28} p50 {:7.3} us   p99 {:7.3} us   p99.9 {:7.3} us", at(0.5), at(0.99), at(0.999));
+    let at = |share: f64| nanoseconds[(share * (nanoseconds.len() - 1) as f64) as usize] as f64 / 1e3;
+    println!("{name:<36} p50 {:7.3} us   p99 {:7.3} us   p99.9 {:7.3} us", at(0.5), at(0.99), at(0.999));
 }
 
 fn main() {
@@ -89,4 +142,10 @@ fn main() {
     let cut = found.iter().filter(|found| found.cut_token.is_some()).count();
     let probes: u32 = found.iter().map(|found| found.probes).sum();
     println!("{cut} of {SAMPLES} cut, {:.2} probes each", f64::from(probes) / SAMPLES as f64);
+    let libra = Split::Libra(Libra { settings, lengths: Lengths::Given });
+    for instances in [2, 256] {
+        for (split, name) in [(libra, "route, split libra"), (Split::None, "route, no split")] {
+            decisions(instances, split, name);
+        }
+    }
 }
