@@ -149,9 +149,10 @@ async def test_an_answer_that_ends_before_its_cut(path: str, stream: bool) -> No
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-async def test_engines_without_a_connector(recompute: bool) -> None:
+@pytest.mark.parametrize("at", [0.4, 0.9])  # 0.4: in the prompt, so it is cut at its end
+async def test_engines_without_a_connector(recompute: bool, at: float) -> None:
     plain = EngineOptions(port=0, clock_speed=20.0)
-    async with split(plain, plain, split_recompute=recompute) as w:
+    async with split(plain, plain, at=at, split_recompute=recompute) as w:
         for stream in (False, True):
             for path in PATHS:
                 body = body_of(path, stream=stream)

@@ -106,6 +106,7 @@ class Chain(Segments):
             return False
         fields = self._asks(engine, now, goes_on=False) if self._ends_at else {}
         if not fields and not follows:
+            self._ends_at = 0  # nothing is handed over: asked again, it would be counted again
             return False
         # What is handed over is of the very tokens that the first leg had.
         request = self.joined.whole() if inside or (follows and fields) else dict(self.joined.request)

@@ -230,7 +230,7 @@ class Joined:
             text = self._text.more(ids[:-1] if stopped else ids)
         except TokenizeError as error:
             raise NotJoinable(str(error)) from None
-        shifted = _shifted(logprobs, len(ids), len(self._said)) if isinstance(logprobs, dict) else None
+        shifted = _shifted(logprobs, len(ids), self._offset()) if isinstance(logprobs, dict) else None
         if shifted is not None:
             before = self._logprobs or {}
             for name, values in shifted.items():
@@ -245,6 +245,14 @@ class Joined:
         self._said += text
         self._heard.clear()
         return Made(ids, text, finish, stop, shifted)
+
+    def _offset(self) -> int:
+        """At which `text_offset` the next leg's log probabilities begin. vLLM begins a chunk where the text
+        so far ends; in an answer that is not streamed it adds up its tokens' texts, which may be longer."""
+        before = self._logprobs or {}
+        if self.request.get("stream") or not (before.get("text_offset") and before.get("tokens")):
+            return len(self._said)
+        return int(before["text_offset"][-1]) + len(before["tokens"][-1])
 
     # What the client gets.
 
