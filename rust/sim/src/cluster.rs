@@ -290,7 +290,7 @@ impl Cluster<'_> {
                 tokens_per_block: f64::from(shape.block_tokens),
                 expected_output_tokens: self.config.output_known.then(|| shape.output_tokens[request]),
                 session: shape.sessions[request],
-                uncut: None,
+                ..RouterRequest::default()
             },
             self.now,
         )?;

@@ -10,6 +10,7 @@ use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Snapshot};
 use crate::plan::Cuts;
 use crate::policy::{Scores, select};
+use crate::priority::vtc::check_weight;
 use crate::request::Request;
 
 /// Which of a plan's segments is placed.
@@ -78,6 +79,7 @@ impl Router {
     }
 
     fn decide(&mut self, request: &Request<'_>, now: Seconds) -> Result<Chosen, CoreError> {
+        check_weight(request.tenant.weight)?;
         self.match_prefix(request.chain);
         let first = self.score(request, now);
         let chosen = first.and_then(|first| Ok(Chosen { first, rest: self.rest(request, first, &[], now)? }));
@@ -251,6 +253,8 @@ impl Router {
         receipt.next = self.next_in(&chosen.rest);
         receipt.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
         receipt.uncut = self.uncut.take();
+        let (priority, place) = self.prioritise(&request.tenant, request.prompt_tokens, hit as u32, now);
+        receipt.priority = priority;
         receipt.balance = self.balance.take();
         self.receipts.push(receipt);
         let (segment, next) = (leg.segment, later.first().map(|leg| leg.segment));
@@ -266,13 +270,14 @@ impl Router {
             expected_output_tokens: request.expected_output_tokens,
             may_be_cut: request.uncut.is_none(),
             session: request.session,
+            place,
             failed: Vec::new(),
         });
         self.totals.split += u64::from(segment.to_token.is_some_and(|_| self.peers(&segment)));
         self.open_legs(ticket, start, now);
         self.totals.decisions += 1;
         self.first.made += 1;
-        Decision { id, ticket, segment, next, predicted_hit_tokens: hit as u32 }
+        Decision { id, ticket, segment, next, predicted_hit_tokens: hit as u32, priority }
     }
 
     pub(super) fn nobody(&self, turn: Turn) -> CoreError {
