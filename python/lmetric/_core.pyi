@@ -96,6 +96,8 @@ class Router:
     def set_split(
         self, kind: str, **settings: float
     ) -> None: ...  # "none"; "force": each at the fraction `at`
+    def set_priorities(self, kind: str, **settings: float) -> None: ...  # none, uniboost, vtc
+    def gamma(self) -> tuple[float, int] | None: ...  # 1/s, and how often it was estimated
     def set_rescheduling(
         self, name: str, **settings: float | str
     ) -> None: ...  # none, star, star_current, star_oracle, llumnix
@@ -134,6 +136,9 @@ class Router:
         salt: str | None = None,
         request_id: str | None = None,
         uncut: str | None = None,  # why it must stay in one piece, where it must: for the receipt
+        tenant: str | None = None,
+        tenant_weight: float = 1.0,
+        handicap_seconds: float = 0.0,
         now: float | None = None,
     ) -> tuple[Decision, Ticket]: ...
     def engine_report(
@@ -246,6 +251,8 @@ class Decision:
     def predicted_hit_tokens(self) -> int: ...
     @property
     def prompt_tokens(self) -> int: ...
+    @property
+    def priority(self) -> int | None: ...  # for its engine's queue, lower first
     def scores(self) -> NDArray[np.float32]: ...
     def ranking(self) -> list[str]: ...  # names, best first
 
@@ -364,7 +371,9 @@ class RequestHead:
     def authorization(self) -> bytes | None: ...
     @property
     def api_key(self) -> bytes | None: ...  # x-api-key
-    def for_engine(self, first: bytes, length: int) -> bytes: ...
+    @property
+    def tenant(self) -> str | None: ...  # x-tenant
+    def for_engine(self, first: bytes, length: int, priority: int | None = None) -> bytes: ...
     # the whole head for an engine: `first` (request line and fields of the router's own), the client's fields but those
     # of its connection, x-request-id, content-length
 

@@ -51,6 +51,10 @@ def _read(
         str | None,
         typer.Option(metavar="recompute|pull|legs", help="How they get there."),
     ] = None,
+    priority: Annotated[
+        str | None,
+        typer.Option(metavar="none|uniboost|vtc", help="What the engines' queues are ordered by."),
+    ] = None,
     profile: Annotated[
         str | None, typer.Option(help="What engines' steps cost: a shipped profile, or a YAML file.")
     ] = None,
@@ -79,6 +83,7 @@ def _read(
         "split_force_at": split_force_at,
         "reschedule": reschedule,
         "reschedule_by": reschedule_by,
+        "priority": priority,
         "profile": profile,
         "auth.keys_file": api_keys,
         "log.level": log_level,

@@ -21,6 +21,7 @@ from lmetric.engines.handover import CONNECTORS, Connector
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.policies import Policy
 from lmetric.profiles import load_profile
+from lmetric.server import priority
 from lmetric.server.kv_feed import KvFeed
 from lmetric.server.modes import UNASKED, Pooled
 from lmetric.server.mover import Mover
@@ -222,6 +223,7 @@ class Pool:
             binding="late" if settings.binding == "auto" else settings.binding,
             colocate=settings.colocate,
         )
+        priority.set_up(self.router, settings)
         # Whether requests may be cut between equals.
         self.splits = settings.split != "none" or settings.split_force_at is not None
         if settings.split_force_at is not None:

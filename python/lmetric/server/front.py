@@ -20,6 +20,7 @@ from lmetric.server.discovery import Discovery
 from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
 from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, nobody_takes, parse
+from lmetric.server.priority import NOT_A_TENANT
 from lmetric.server.relay import Relay
 from lmetric.server.tokenise import Tokenisers, Tokenising, as_text, prompt_text
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
@@ -223,6 +224,8 @@ class Front(web.Server):
             if self.keys.on:
                 authorization, key = asked.head.authorization, asked.head.api_key
                 asked.tenant = self.keys.tenant(_text(authorization), _text(key))
+            elif self.config.tenants and (named := asked.head.tenant) in self.config.tenants:
+                asked.tenant = named or ""  # without keys, clients are believed
             if self.refusing:
                 raise ApiError(503, STOPPING, headers={"retry-after": "5"})
             if len(self.relays) >= self._request_limit:
@@ -299,6 +302,7 @@ class Front(web.Server):
         asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
         head = asked.head
         uncut = pool.uncut(asked.path, call) if pool.joins else None
+        tenant = self.config.tenants.get(asked.tenant, NOT_A_TENANT)
         try:
             decision, ticket = pool.router.route(
                 tokens=call.tokens,
@@ -313,10 +317,14 @@ class Front(web.Server):
                 salt=call.salt,
                 request_id=head.request_id,
                 uncut=uncut,
+                tenant=asked.tenant,
+                tenant_weight=tenant.weight,
+                handicap_seconds=tenant.handicap_seconds,
                 now=now,
             )
         except NoInstanceError as error:
             raise nobody_takes(pool.name, error) from None
+        asked.priority = decision.priority
         try:
             asked.keep_alive &= not self.draining
             require_finish = asked.path in (CHAT, COMPLETIONS)

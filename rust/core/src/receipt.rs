@@ -3,6 +3,7 @@ use crate::ids::Seconds;
 use crate::indicators::IndicatorSet;
 use crate::plan::{Failure, Usage};
 use crate::policy::Prefer;
+use crate::priority::Priority;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -116,6 +117,8 @@ pub struct Receipt {
     pub uncut: Option<Box<str>>,
     /// What its instances were expected to take for all that they have, where a cut was looked for.
     pub balance: Option<Balance>,
+    /// What it was given for its engine's queue, where requests are ordered.
+    pub priority: Option<Priority>,
     /// Instances that it moved to while it ran: the token at which it did, slot and name.
     pub moves: Vec<(u32, u32, Arc<str>)>,
     /// Instances that the request moved to before its first token, in order: slot and name.

@@ -20,4 +20,23 @@ pub struct Request<'a> {
     pub session: Option<u64>,
     /// Why it must stay in one piece, where it must: stands in the receipt. Pools of prefill and decode instances cut it all the same.
     pub uncut: Option<&'a str>,
+    /// Whose it is, where requests are ordered.
+    pub tenant: Tenant,
+}
+
+/// Whose a request is, and what it is entitled to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Tenant {
+    /// Hash of its name; all requests without one are of the same.
+    pub id: u64,
+    /// Its share of the service beside others (virtual token counters); above 0.
+    pub weight: f64,
+    /// Its requests go behind all that arrive within so many seconds after them and have none (boosted arrivals); below 0: before as many.
+    pub handicap_seconds: f64,
+}
+
+impl Default for Tenant {
+    fn default() -> Tenant {
+        Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 }
+    }
 }

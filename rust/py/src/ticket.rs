@@ -31,6 +31,9 @@ pub struct Decision {
     /// Prompt length in tokens, as given or estimated.
     #[pyo3(get)]
     prompt_tokens: u32,
+    /// What it is given for its engine's queue, lower first; None where requests are not ordered.
+    #[pyo3(get)]
+    priority: Option<i64>,
     name: Arc<str>,
     /// Where it goes on, as far as chosen.
     next: Option<Arc<str>>,
@@ -51,6 +54,7 @@ impl Decision {
             index: decision.segment.instance.0,
             predicted_hit_tokens: decision.predicted_hit_tokens,
             prompt_tokens,
+            priority: decision.priority.map(|priority| priority.value),
             name,
             next,
             shared,
@@ -360,6 +364,8 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("expected_handoff_seconds", next.map(|n| n.handoff_seconds))?;
     dict.set_item("cuts", receipt.cuts.to_vec())?;
     dict.set_item("uncut", receipt.uncut.as_deref())?;
+    dict.set_item("priority", receipt.priority.map(|p| p.value))?;
+    dict.set_item("boost_seconds", receipt.priority.map(|p| p.boost_seconds))?;
     let balance = |of: fn(&Balance) -> f64| receipt.balance.as_ref().and_then(|balance| number(of(balance)));
     dict.set_item("balance_first_seconds", balance(|b| b.first_seconds))?;
     dict.set_item("balance_second_seconds", balance(|b| b.second_seconds))?;

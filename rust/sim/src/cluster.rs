@@ -292,7 +292,7 @@ impl Cluster<'_> {
                 think_tokens: self.config.output_known.then(|| shape.think_tokens[request]),
                 length_class: None,
                 session: shape.sessions[request],
-                uncut: None,
+                ..RouterRequest::default()
             },
             self.now,
         )?;

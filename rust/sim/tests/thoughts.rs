@@ -153,6 +153,7 @@ fn play(asks: &[Ask], instances: usize, change: impl FnOnce(&mut ClusterConfig))
     let libra = Libra { settings: search, lengths: Lengths::Given, parts: 3 };
     let mut config = ClusterConfig {
         profiles: vec![round(); instances],
+        step_times: Vec::new(),
         roles: Vec::<Role>::new(),
         transfer: Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() },
         admission: Admission::Vllm,

@@ -154,6 +154,8 @@ impl Router {
             self.learn_length(state.prompt_tokens, state.length_class, made);
         }
         let prompt = usage.prompt_tokens.unwrap_or(state.leg.entry.prompt_tokens as u32);
+        self.learn_tail(now - state.decided_at);
+        self.charge_unseen(&state, made.saturating_sub(state.leg.entry.output_tokens as u32));
         self.totals.finished += 1;
         self.totals.prompt_tokens += u64::from(prompt);
         // Of a prompt that was computed before it came, the first segment's engine says what was cached.

@@ -266,6 +266,7 @@ impl Router {
             length_class: state.length_class,
             session: state.session,
             uncut: (!state.may_be_cut).then_some("it must stay in one piece"),
+            ..Request::default()
         };
         let result = with(self, &request, &failed);
         let state = self.tickets.get(ticket)?;
@@ -316,6 +317,7 @@ impl Router {
     /// Closes a ticket with all its segments.
     pub(super) fn close(&mut self, ticket: TicketId, now: Seconds) -> Option<TicketState> {
         let mut state = self.tickets.close(ticket)?;
+        self.leave_queue(&state);
         self.close_leg(tickets::slot(ticket), &state.leg, now);
         for leg in &state.later {
             self.close_leg(tickets::slot(ticket), leg, now);

@@ -3,6 +3,7 @@ use super::books::Entry;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Segment, Usage};
+use crate::priority::vtc::Place;
 
 /// Key of a ticket: slab position and generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -68,6 +69,8 @@ pub struct TicketState {
     pub may_be_cut: bool,
     /// Hash of its session key, where it has one.
     pub session: Option<u64>,
+    /// Its tenant's place, where tenants are served in turn.
+    pub place: Option<Place>,
     /// Slots that failed the open segment.
     pub failed: Vec<u32>,
     /// Slots that failed the running request: not asked for any segment of it again.
