@@ -35,8 +35,13 @@ pub struct Tenant {
     pub handicap_seconds: f64,
 }
 
+impl Tenant {
+    /// Whose requests without a tenant are.
+    pub const NOBODY: Tenant = Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 };
+}
+
 impl Default for Tenant {
     fn default() -> Tenant {
-        Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 }
+        Tenant::NOBODY
     }
 }

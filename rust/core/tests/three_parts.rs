@@ -5,7 +5,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Failure, Segment, Usage};
 use lmetric_core::policy::registry;
-use lmetric_core::request::Request;
+use lmetric_core::request::{Request, Tenant};
 use lmetric_core::router::{Decision, Lengths, Libra, Router, RouterConfig, Split};
 use lmetric_core::split::Settings;
 
@@ -43,6 +43,7 @@ const THINKS: Request<'static> = Request {
     length_class: None,
     session: None,
     uncut: None,
+    tenant: Tenant::NOBODY,
 };
 
 fn segments(router: &mut Router, d: &Decision) -> Vec<Segment> {
