@@ -5,7 +5,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Failure, Segment, Usage};
 use lmetric_core::policy::registry;
-use lmetric_core::request::Request;
+use lmetric_core::request::{Request, Tenant};
 use lmetric_core::router::{Decision, Lengths, Libra, Router, RouterConfig, Split};
 use lmetric_core::split::Settings;
 
@@ -41,6 +41,7 @@ const THINKS: Request<'static> = Request {
     expected_output_tokens: Some(1536),
     think_tokens: Some(1200),
     length_class: None,
+    tenant: Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 },
     session: None,
     uncut: None,
 };
