@@ -115,7 +115,9 @@ def test_a_trace_file_may_say_them_and_the_command_plays_it(tmp_path: Path) -> N
     done = CliRunner().invoke(build(["simulate"]), command)
     assert done.exit_code == 0, done.output
     told = orjson.loads(done.stdout)
-    assert told["setting"]["settings"]["split_settings"] == THREE
+    bad = CliRunner().invoke(build(["simulate"]), [*command[:5], "--split-settings", THREE])
+    assert bad.exit_code == 2
+    assert "needs --split libra" in bad.output
     assert [run["split"] for run in told["runs"]] == ["none", "libra"]
     assert told["runs"][1]["splits"] > 50
     lines = file.read_bytes().replace(b'"think_length":', b'"think_length":9')

@@ -185,8 +185,8 @@ def made(workload: str, rate: float, seed: int, spread: tuple[str, float] | None
         thoughts = np.rint(answers * share).astype(np.int64)
     return Trace(
         name=workload, arrival_seconds=arrivals, input_tokens=prompts, output_tokens=answers,
-        think_tokens=thoughts, block_tokens=16,
-        hash_offsets=np.zeros(len(arrivals) + 1, np.int64), hash_ids=np.zeros(0, np.uint64),
+        think_tokens=thoughts, hash_offsets=np.zeros(len(arrivals) + 1, np.int64),
+        hash_ids=np.zeros(0, np.uint64), block_tokens=16,
     )  # fmt: skip
 
 
