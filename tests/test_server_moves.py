@@ -173,6 +173,19 @@ async def test_no_gap_longer_than_allowed() -> None:
             assert mover(w).outcomes == {"long_gap": 1}
 
 
+async def test_a_slow_target_that_knows_the_prompt_is_no_long_gap() -> None:
+    """It computes one block, slowly, while the source goes on by many, which need not take as long each."""
+    async with moving(plain(clock_speed=40.0), plain(clock_speed=0.1), reschedule_max_gap_seconds=0.8) as w:
+        body = stream_of(COMPLETIONS, max_tokens=4000)
+        await asked(w, COMPLETIONS, body | {"max_tokens": 1}, w.engines["b1"].url)
+        async with w.client.post(f"{w.url}{COMPLETIONS}", json=body):
+            assert place(await at_token(w, 10)) == "b0"
+            assert await move(w, 10, "b1")
+            await at_token(w, 11)
+            assert mover(w).outcomes == {"moved": 1}
+        await w.until(lambda: not mover(w).running)
+
+
 async def test_one_move_at_a_time() -> None:
     async with moving(*[plain(clock_speed=0.5)] * 3, reschedule_at_once=1) as w:
         body = stream_of(COMPLETIONS)

@@ -104,8 +104,8 @@ def model(venv: Path) -> Path:
 
 
 def free_port() -> int:
-    """A TCP port that is free now and, until an engine listens there half a minute later, is given to no
-    outgoing connection: those are higher (Linux: from 32,768)."""
+    """A TCP port that is free now, and that no outgoing connection is given (Linux: those from 32,768) until
+    an engine listens there half a minute later."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -199,14 +199,17 @@ class Move:
             chain.goes_on_here(source)
 
     def _left_seconds(self, body: bytes, seconds: float) -> float:
-        """That the target will take for what was said since, going by what it took for the rest."""
+        """That the target will take for what was said since, going by what it took for the rest. More than it
+        computed then is not as slow as that, for its queue was in those seconds, too."""
         _, cached = usage_of(body)
         joined, block = self._chain.joined, self._pool.block_size
         left = len(joined.prompt) + len(joined.made) - self._sent_tokens // block * block
         if self._handed.used:
             self._mover.fetched(self._sent_tokens, seconds)
             return self._mover.prefill_seconds(self._target, left)
-        return left / max(self._sent_tokens - (cached or 0), block) * seconds
+        computed = max(self._sent_tokens - (cached or 0), block)
+        more = self._mover.prefill_seconds(self._target, max(left - computed, 0))
+        return min(left / computed, 1.0) * seconds + more
 
     def failed(self, silent: Silent, kind: str, reason: str) -> None:
         """An engine failed: nothing has happened, where a stream runs on."""

@@ -41,7 +41,6 @@ const THINKS: Request<'static> = Request {
     expected_output_tokens: Some(1536),
     think_tokens: Some(1200),
     length_class: None,
-    tenant: Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 },
     session: None,
     uncut: None,
     tenant: Tenant::NOBODY,
