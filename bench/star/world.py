@@ -38,10 +38,6 @@ LENGTHS: dict[str, dict[str, Any]] = {
     # Ours, to see what a prediction is worth by how much there is to predict.
     "all alike": {"input_tokens": 4000, "output_tokens": 4000},
     "few long": {"input_tokens": 200, "output_tokens": {0: 100, 0.8: 100, 0.8001: 20000, 1: 20000}},
-    "exponential": {
-        "input_tokens": 200,
-        "output_tokens": {q: float(-4000 * np.log1p(-min(q, 0.999)) + 1) for q in np.linspace(0, 1, 201)},
-    },
     "long prompts": {
         "input_tokens": 16000,
         "output_tokens": {q: float(-1500 * np.log1p(-min(q, 0.999)) + 1) for q in np.linspace(0, 1, 201)},
