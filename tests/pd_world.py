@@ -98,10 +98,13 @@ class Pd:
         assert runner is not None
         for site in list(runner.sites):
             await site.stop()
-        for protocol in list(runner.server.connections if runner.server else []):
-            if protocol.transport is not None:
-                protocol.transport.abort()
-        await engine.stop()
+        stopping = asyncio.create_task(engine.stop())
+        while not stopping.done():  # what was accepted last would keep it from stopping
+            for protocol in list(runner.server.connections if runner.server else []):
+                if protocol.transport is not None:
+                    protocol.transport.abort()
+            await asyncio.sleep(0.001)
+        await stopping
 
     async def until(self, true: Callable[[], object], seconds: float = 5.0) -> None:
         """Waits until it is so."""

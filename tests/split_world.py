@@ -7,12 +7,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
+from hypothesis import strategies as st
 
 from lmetric.engines.emulated import EngineOptions, EngineServer
 from pd_world import PROMPT, Pd, nixl, pd
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+# Whose tokens are now part of a character, now a word.
+PROMPTS = st.lists(
+    st.sampled_from(["river", "the", "🙂", "Zürich", "don't", "日本", "\n", "a"]), max_size=60
+).map(lambda words: " ".join(words) + " .")
 
 
 def both(**changes: Any) -> EngineOptions:

@@ -145,22 +145,26 @@ def test_every_seam(path: str) -> None:
         assert one.closing() == b"data: [DONE]\n\n"
 
 
-def test_log_probabilities_are_joined() -> None:
+# The second has tokens that are no text by themselves: their texts' lengths are not the text's.
+@pytest.mark.parametrize("text", [" a quiet river", " a 🙂🙂 river"])
+def test_log_probabilities_are_joined(text: str) -> None:
     def logprobs(ids: list[int]) -> dict[str, Any]:
         words = [ENCODER.decode([token]) for token in ids]
         at = [sum(map(len, words[:n])) for n in range(len(words))]
         numbers = [-token / 100 for token in ids]
         return {"tokens": words, "token_logprobs": numbers, "top_logprobs": None, "text_offset": at}
 
-    ids = [int(t) for t in ENCODER.encode(" a quiet river")]  # type: ignore[union-attr]
+    ids = [int(t) for t in ENCODER.encode(text)]  # type: ignore[union-attr]
+    first = len(ids) - 1
     one = joined(logprobs=0, max_tokens=len(ids))
     assert one.leg(5)[1]["logprobs"] == 0
-    one.take(answer(COMPLETIONS, ids[:2], text_of(ids[:2]), logprobs=logprobs(ids[:2])), 2)
+    one.take(answer(COMPLETIONS, ids[:first], text_of(ids[:first]), logprobs=logprobs(ids[:first])), first)
     assert one.last()[1]["logprobs"] == 0
-    made = one.take(answer(COMPLETIONS, ids[1:], "", logprobs=logprobs(ids[1:])), 99)
+    rest = ids[first - 1 :]
+    made = one.take(answer(COMPLETIONS, rest, "", logprobs=logprobs(rest)), 99)
     told = orjson.loads(one.answer(made))
     assert told["choices"][0]["logprobs"] == logprobs(ids)
-    assert told["choices"][0]["text"] == " a quiet river"
+    assert told["choices"][0]["text"] == text
     assert (told["usage"]["completion_tokens"], told["usage"]["total_tokens"]) == (len(ids), len(ids) + 3)
     assert told["kv_transfer_params"] is None
     assert told["choices"][0]["token_ids"] is None

@@ -7,12 +7,11 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moves_world import LONG, at_token, move, mover, moving, place, plain
+from moves_world import LONG, at_token, examples, move, mover, moving, place, plain, shoved
 from pd_world import nixl
-from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal
+from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
 
 PATHS = [CHAT, COMPLETIONS]
 USAGE = {"include_usage": True}
@@ -52,13 +51,10 @@ async def test_the_answer_is_one_engines(path: str, ids: bool, cache: bool) -> N
 
 
 async def test_any_stream_moved_anywhere() -> None:
-    words = st.lists(
-        st.sampled_from(["river", "the", "🙂", "Zürich", "don't", "日本", "\n", "a"]), max_size=60
-    )
     cases = st.fixed_dictionaries(
         {
             "path": st.sampled_from(PATHS),
-            "prompt": words.map(" ".join).map(lambda text: text + " ."),
+            "prompt": PROMPTS,
             "max_tokens": st.integers(2, 90),
             "moves": st.lists(st.integers(1, 60), min_size=1, max_size=4).map(sorted),
             "ids": st.booleans(),
@@ -67,7 +63,6 @@ async def test_any_stream_moved_anywhere() -> None:
             "logprobs": st.sampled_from([None, False]),
         }
     )
-    loop = asyncio.get_running_loop()
     async with moving() as w:
         moved: list[int] = []
 
@@ -81,33 +76,18 @@ async def test_any_stream_moved_anywhere() -> None:
                 stream_options=usage,
                 logprobs=case["logprobs"],
             )
-            expected = await alone(w, case["path"], body)
-            task = asyncio.create_task(asked(w, case["path"], body))
+            moved.append(await shoved(w, case["path"], body, case["moves"]))
 
-            async def shove() -> None:
-                for count in case["moves"]:
-                    await move(w, count)
-
-            shoving = asyncio.create_task(shove())
-            said = await task
-            shoving.cancel()
-            await asyncio.gather(shoving, return_exceptions=True)
-            equal(said, expected)
-            moved.append(len(said["receipt"]["moves"]))
-
-        @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(cases)
-        def check(case: dict[str, Any]) -> None:
-            asyncio.run_coroutine_threadsafe(tried(case), loop).result(20)
-
-        await asyncio.to_thread(check)
+        await examples(cases, tried)
         assert sum(moved) > 20
         assert max(moved) > 1
 
 
-async def test_star_moves_what_piles_up() -> None:
-    kinds = [plain(clock_speed=1.0) for _ in range(3)]
-    async with moving(*kinds, reschedule_period_seconds=0.05, reschedule_at_once=3) as w:
+@pytest.mark.parametrize("by", ["recompute", "pull", "legs"])
+async def test_star_moves_what_piles_up(by: str) -> None:
+    kinds = [nixl("both", clock_speed=1.0) for _ in range(3)]
+    given = {"reschedule_period_seconds": 0.05, "reschedule_at_once": 3, "reschedule_leg_tokens": 16}
+    async with moving(*kinds, reschedule_by=by, **given) as w:
         engines = w.server.fleet.pools[0].engines
         for name in ("b1", "b2"):
             engines[name].draining = True
@@ -191,6 +171,19 @@ async def test_no_gap_longer_than_allowed() -> None:
             equal(said, await alone(w, CHAT, body))
             assert said["receipt"]["moves"] == []
             assert mover(w).outcomes == {"long_gap": 1}
+
+
+async def test_a_slow_target_that_knows_the_prompt_is_no_long_gap() -> None:
+    """It computes one block, slowly, while the source goes on by many, which need not take as long each."""
+    async with moving(plain(clock_speed=40.0), plain(clock_speed=0.1), reschedule_max_gap_seconds=0.8) as w:
+        body = stream_of(COMPLETIONS, max_tokens=4000)
+        await asked(w, COMPLETIONS, body | {"max_tokens": 1}, w.engines["b1"].url)
+        async with w.client.post(f"{w.url}{COMPLETIONS}", json=body):
+            assert place(await at_token(w, 10)) == "b0"
+            assert await move(w, 10, "b1")
+            await at_token(w, 11)
+            assert mover(w).outcomes == {"moved": 1}
+        await w.until(lambda: not mover(w).running)
 
 
 async def test_one_move_at_a_time() -> None:

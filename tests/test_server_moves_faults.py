@@ -30,23 +30,24 @@ def stream_of(path: str, **changes: Any) -> dict[str, Any]:
     return body_of(path, LONG * 2, **(given | changes))
 
 
-async def on_its_way(w: Pd, path: str, body: dict[str, Any]) -> tuple[asyncio.Task[Any], str, str]:
-    """A stream of which a move has begun that its target is at work on; where it is, and where it goes."""
+async def on_its_way(w: Pd, path: str, **changes: Any) -> tuple[dict[str, Any], asyncio.Task[Any], str, str]:
+    """A stream of which a move has begun that its target is at work on: what one engine would say, where it
+    is, and where it goes."""
+    body = stream_of(path, **changes)
+    expected = await alone(w, path, body)
     task = asyncio.create_task(asked(w, path, body))
     source = place(await at_token(w, 5))
     target = next(name for name in w.engines if name != source)
     assert await move(w, 5, target)
     await w.until(lambda: w.busy(target))
     assert len(mover(w).moves) == 1
-    return task, source, target
+    return expected, task, source, target
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_target_dies_while_it_computes_ahead(path: str) -> None:
     async with moving(*SLOW) as w:
-        body = stream_of(path)
-        expected = await alone(w, path, body)
-        task, source, target = await on_its_way(w, path, body)
+        expected, task, source, target = await on_its_way(w, path)
         await w.kill(target)
         await w.until(lambda: mover(w).outcomes == {"target_failed": 1})
         # It may go elsewhere then.
@@ -60,9 +61,7 @@ async def test_the_target_dies_while_it_computes_ahead(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_source_dies_while_the_target_computes_ahead(path: str) -> None:
     async with moving(*SLOW) as w:
-        body = stream_of(path)
-        expected = await alone(w, path, body)
-        task, source, target = await on_its_way(w, path, body)
+        expected, task, source, target = await on_its_way(w, path)
         await w.kill(source)
         said = await task
         equal(said, expected)
@@ -73,9 +72,7 @@ async def test_the_source_dies_while_the_target_computes_ahead(path: str) -> Non
 @pytest.mark.parametrize("path", PATHS)
 async def test_source_and_target_die(path: str) -> None:
     async with moving(*SLOW) as w:
-        body = stream_of(path)
-        expected = await alone(w, path, body)
-        task, source, target = await on_its_way(w, path, body)
+        expected, task, source, target = await on_its_way(w, path)
         await w.kill(source)
         await w.until(lambda: mover(w).outcomes == {"source_failed": 1})
         await w.kill(target)
@@ -106,11 +103,10 @@ async def test_the_target_dies_in_the_gap(path: str) -> None:
 @pytest.mark.parametrize("when", ["ahead", "gap", "behind"])
 async def test_a_client_that_leaves(when: str) -> None:
     async with moving(*SLOW, cache=when != "gap", reschedule_max_gap_seconds=60) as w:
-        body = stream_of(CHAT, max_tokens=1000)
         if when == "ahead":
-            task, *_ = await on_its_way(w, CHAT, body)
+            _, task, *_ = await on_its_way(w, CHAT, max_tokens=1000)
         else:
-            task = asyncio.create_task(asked(w, CHAT, body))
+            task = asyncio.create_task(asked(w, CHAT, stream_of(CHAT, max_tokens=1000)))
             await move(w, 5)
             if when == "behind":
                 await at_token(w, 40)
@@ -162,7 +158,7 @@ async def test_a_stream_that_ends_while_its_target_computes_ahead() -> None:
 
 async def test_the_server_stops_in_the_middle() -> None:
     async with moving(*SLOW) as w:
-        task, *_ = await on_its_way(w, CHAT, stream_of(CHAT))
+        _, task, *_ = await on_its_way(w, CHAT)
         for relay in list(w.server.front.relays):
             relay.stop()
         said = await task

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmetric.engines.emulated import EngineOptions
-from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, split
+from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal, split
 
 PATHS = [CHAT, COMPLETIONS]
 
@@ -39,13 +39,10 @@ async def test_the_answer_is_one_engines(path: str, stream: bool, at: float) -> 
 
 
 async def test_any_request_cut_anywhere() -> None:
-    words = st.lists(
-        st.sampled_from(["river", "the", "🙂", "Zürich", "don't", "日本", "\n", "a"]), max_size=60
-    )
     cases = st.fixed_dictionaries(
         {
             "path": st.sampled_from(PATHS),
-            "prompt": words.map(" ".join).map(lambda text: text + " ."),
+            "prompt": PROMPTS,
             "max_tokens": st.integers(1, 40),
             "at": st.floats(0.01, 0.99),
             "stream": st.booleans(),
@@ -152,9 +149,10 @@ async def test_an_answer_that_ends_before_its_cut(path: str, stream: bool) -> No
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-async def test_engines_without_a_connector(recompute: bool) -> None:
+@pytest.mark.parametrize("at", [0.4, 0.9])  # 0.4: in the prompt, so it is cut at its end
+async def test_engines_without_a_connector(recompute: bool, at: float) -> None:
     plain = EngineOptions(port=0, clock_speed=20.0)
-    async with split(plain, plain, split_recompute=recompute) as w:
+    async with split(plain, plain, at=at, split_recompute=recompute) as w:
         for stream in (False, True):
             for path in PATHS:
                 body = body_of(path, stream=stream)

@@ -25,7 +25,11 @@ from world import (
     GAINFUL,
     LIBRA,
     LIBRA_ESTIMATED,
+    LIBRA_STAGED,
+    LIBRA_THREE,
     NAMED,
+    STAGED,
+    THREE_BY_LOAD,
     TUNED,
     TUNING_SEED,
     WARM_UP,
@@ -249,6 +253,26 @@ def table_6(world: World) -> Row:
         for _, _, found in world.capacities(["half-and-half"], [system], fleet):
             told = by_gpu(columns(found), fleet)
             rows.append(row("half Azure Code, half Mini Reasoning", replace(system, label=label), told))
+    return {"rows": rows}
+
+
+THINK_SLO = 0.2  # assumed: the paper says "relaxed"
+
+
+@figure("table_7", "Table 7: requests that think, in two parts and in three")
+def table_7(world: World) -> Row:
+    """Capacity and goodput there, with one SLO for all tokens and with another for thoughts."""
+    one = [DISAGGREGATED, LIBRA, COMPOSED]
+    each = [*one, LIBRA_STAGED, LIBRA_THREE, THREE_BY_LOAD, STAGED]
+    rows = []
+    for slo, systems in ((None, one), (THINK_SLO, each)):
+        found = world.capacities(["thinking"], systems, replace(A100, think_slo=slo))
+        name = (
+            "100 ms for every token"
+            if slo is None
+            else f"100 ms for answers, {slo * 1e3:.0f} ms for thoughts"
+        )
+        rows += [row(name, system, columns(outcomes)) for _, system, outcomes in found]
     return {"rows": rows}
 
 

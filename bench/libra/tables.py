@@ -36,6 +36,7 @@ COLUMNS: dict[str, list[tuple[str, str, float, int]]] = {
     "table_2": [TTFT, ("ttft_p99", "its P99, s", 1.0, 2), P99],
     "parallel": BY_GPU,
     "table_6": BY_GPU,
+    "table_7": [CAPACITY, GOODPUT, P50, P99, SLOW, TTFT, CUT, CUT_AT],
     "table_8": [CAPACITY, GOODPUT, P99, TTFT],
 }  # fmt: skip
 BEST = {"goodput", "rate", "saturated"}  # more is better; the rest is not compared

@@ -57,6 +57,9 @@ WORKLOADS: dict[str, tuple[Distribution, Distribution]] = {
         LogNormal(p50=1250, mean=1467, min=64, max=8192),
     ),
 }
+# Mini Reasoning with the share of each answer that is thought, drawn evenly: assumed.
+WORKLOADS["thinking"] = WORKLOADS["mini-reasoning"]
+THOUGHT = {"thinking": (0.7, 0.9)}
 MIXED = {"hybrid": ("burstgpt", "azure-code"), "half-and-half": ("azure-code", "mini-reasoning")}
 NAMED = ("azure-code", "burstgpt", "arxiv", "mini-reasoning", "azure-conversation")
 
@@ -75,6 +78,8 @@ class System:
     known: bool = True  # lengths of answers
     transfer: str = "50,chunks"
     forced: float | None = None  # every request is cut at this fraction
+    stages: bool = False  # Algorithm 2 goes by the fleet's SLO of thoughts where nothing else is made
+    parts: int = 2  # that a request which thinks is cut into at most
 
 
 LIBRA = System("Libra as printed", slo=True, split=True, fixed_pair=True)
@@ -86,6 +91,10 @@ ESTIMATED = replace(GAINFUL, label="ours, lengths estimated", known=False)
 TUNED = System("colocated, chunk tuned", chunk=None)
 DEFAULT = System("colocated, chunk 2048")
 COMPOSED = System("colocated, Algorithm 2", slo=True)
+STAGED = replace(COMPOSED, label="colocated, Algorithm 2 by stage", stages=True)
+LIBRA_STAGED = replace(LIBRA, label="Libra, two parts, Algorithm 2 by stage", stages=True)
+LIBRA_THREE = replace(LIBRA_STAGED, label="Libra, three parts", parts=3)
+THREE_BY_LOAD = replace(LIBRA_THREE, label="Libra, three parts, pair by load", fixed_pair=False)
 DISAGGREGATED = System("1P1D", roles="1P1D")
 ALL = [TUNED, COMPOSED, DISAGGREGATED, LIBRA, BY_LOAD, GAINFUL]
 
@@ -97,6 +106,7 @@ class Fleet:
     profile: str = "qwen2.5-14b-a100"
     instances: int = 2
     slo: float = SLO
+    think_slo: float | None = None  # of thoughts; None: as of other tokens
     parallel: tuple[int, int] = (1, 1)  # GPUs of each instance by tensor parallelism: prefill, decode
 
     @property
@@ -169,9 +179,14 @@ def made(workload: str, rate: float, seed: int, spread: tuple[str, float] | None
         # Log-normal with the same mean.
         drawn = answers + noise if kind == "normal" else answers * np.exp(noise - width**2 / 2)
         answers = np.maximum(np.rint(drawn), 1).astype(np.int64)
+    thoughts = None
+    if workload in THOUGHT:
+        share = np.random.default_rng((seed, 5)).uniform(*THOUGHT[workload], len(arrivals))
+        thoughts = np.rint(answers * share).astype(np.int64)
     return Trace(
         name=workload, arrival_seconds=arrivals, input_tokens=prompts, output_tokens=answers,
-        hash_offsets=np.zeros(len(arrivals) + 1, np.int64), hash_ids=np.zeros(0, np.uint64), block_tokens=16,
+        think_tokens=thoughts, hash_offsets=np.zeros(len(arrivals) + 1, np.int64),
+        hash_ids=np.zeros(0, np.uint64), block_tokens=16,
     )  # fmt: skip
 
 
@@ -206,10 +221,12 @@ def run(
     told |= {"roles": system.roles} if system.roles else {"instances": fleet.instances}
     if system.slo:
         told |= {"local_order": "slo", "order_slo": fleet.slo}
+        told |= {"order_think_slo": fleet.think_slo} if system.stages else {}
     if system.split or system.roles or system.forced is not None:
         told |= {"decode_policy": "least_requests", "transfer": system.transfer}
     if system.split:
         settings = {"least_gain": system.least_gain, **({"lengths_given": 1.0} if system.known else {})}
+        settings |= {"parts": float(system.parts)}
         told |= {"split": "libra", "split_settings": settings, "output_known": system.known}
     if system.forced is not None:
         told |= {"split": "force", "split_settings": {"at": system.forced}}
@@ -217,7 +234,7 @@ def run(
         told |= {"policy": _by_number(1.0), "decode_policy": _by_number(-1.0)}
     return simulate(
         made(workload, rate, seed, spread), profile=first, seed=seed, admission="vllm",
-        token_slo_seconds=fleet.slo, **told,
+        token_slo_seconds=fleet.slo, think_slo_seconds=fleet.think_slo, **told,
     )  # fmt: skip
 
 

@@ -96,6 +96,8 @@ class Router:
     def set_split(
         self, kind: str, **settings: float
     ) -> None: ...  # "none"; "force": each at the fraction `at`
+    def set_priorities(self, kind: str, **settings: float) -> None: ...  # none, uniboost, vtc
+    def gamma(self) -> tuple[float, int] | None: ...  # 1/s, and how often it was estimated
     def set_rescheduling(
         self, name: str, **settings: float | str
     ) -> None: ...  # none, star, star_current, star_oracle, llumnix
@@ -126,12 +128,17 @@ class Router:
         block_hashes: _Buffer | None = None,  # u64 local block hashes, chained by the router
         prompt_tokens: int | None = None,
         expected_output_tokens: int | None = None,
+        think_tokens: int | None = None,  # of these, the first that nobody reads as they come
+        length_class: str | None = None,  # whatever answers alike: tenant, endpoint, task
         extra_tokens: int = 0,
         session: str | None = None,
         adapter: str | None = None,  # LoRA adapter; prompts with other adapters or salts never match
         salt: str | None = None,
         request_id: str | None = None,
         uncut: str | None = None,  # why it must stay in one piece, where it must: for the receipt
+        tenant: str | None = None,
+        tenant_weight: float = 1.0,
+        handicap_seconds: float = 0.0,
         now: float | None = None,
     ) -> tuple[Decision, Ticket]: ...
     def engine_report(
@@ -244,6 +251,8 @@ class Decision:
     def predicted_hit_tokens(self) -> int: ...
     @property
     def prompt_tokens(self) -> int: ...
+    @property
+    def priority(self) -> int | None: ...  # for its engine's queue, lower first
     def scores(self) -> NDArray[np.float32]: ...
     def ranking(self) -> list[str]: ...  # names, best first
 
@@ -256,6 +265,7 @@ class Ticket:
     @property
     def id(self) -> int: ...  # unique among open tickets
     def begin_move(self, target: str, *, recompute: bool = True, now: float | None = None) -> None: ...
+    def elsewhere(self, now: float | None = None) -> str: ...  # its instance has failed it: where to go on
     def cancel_move(self, now: float | None = None) -> None: ...
     def moved(self, now: float | None = None) -> str: ...  # where it goes on
     @property
@@ -361,7 +371,9 @@ class RequestHead:
     def authorization(self) -> bytes | None: ...
     @property
     def api_key(self) -> bytes | None: ...  # x-api-key
-    def for_engine(self, first: bytes, length: int) -> bytes: ...
+    @property
+    def tenant(self) -> str | None: ...  # x-tenant
+    def for_engine(self, first: bytes, length: int, priority: int | None = None) -> bytes: ...
     # the whole head for an engine: `first` (request line and fields of the router's own), the client's fields but those
     # of its connection, x-request-id, content-length
 
@@ -538,6 +550,7 @@ class Workload:
         *,
         trace_block_tokens: int,
         block_tokens: int,
+        think_tokens: NDArray[np.int64] | None = None,  # of output_tokens, thoughts
         previous: NDArray[np.int64] | None = None,
         think_seconds: NDArray[np.float64] | None = None,
         sessions: NDArray[np.int64] | None = None,
@@ -578,10 +591,12 @@ def simulate(
     transfer_chunk_tokens: int = 256,
     local_order: str = "fcfs",
     order_slo_seconds: float = 0.1,
+    order_think_slo_seconds: float | None = None,
     split: str = "none",
     split_settings: Mapping[str, float] | None = None,
     reschedule: str = "none",
     reschedule_settings: Mapping[str, float | str] | None = None,
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
+    think_slo_seconds: float | None = None,
 ) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; the interpreter lock is released

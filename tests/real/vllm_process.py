@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ ENVIRONMENT = {
 }
 
 
-@contextmanager
+@contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
     """Holds a lock in the cache: two sessions do not make the same thing at once."""
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -103,10 +104,13 @@ def model(venv: Path) -> Path:
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free now, and that no outgoing connection is given (Linux: those from 32,768) until
+    an engine listens there half a minute later."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def command_line(flags: dict[str, Any]) -> list[str]:

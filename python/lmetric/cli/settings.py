@@ -47,6 +47,14 @@ def _read(
             help="Whether streams move to another engine while they run.",
         ),
     ] = None,
+    reschedule_by: Annotated[
+        str | None,
+        typer.Option(metavar="recompute|pull|legs", help="How they get there."),
+    ] = None,
+    priority: Annotated[
+        str | None,
+        typer.Option(metavar="none|uniboost|vtc", help="What the engines' queues are ordered by."),
+    ] = None,
     profile: Annotated[
         str | None, typer.Option(help="What engines' steps cost: a shipped profile, or a YAML file.")
     ] = None,
@@ -74,6 +82,8 @@ def _read(
         "split": split,
         "split_force_at": split_force_at,
         "reschedule": reschedule,
+        "reschedule_by": reschedule_by,
+        "priority": priority,
         "profile": profile,
         "auth.keys_file": api_keys,
         "log.level": log_level,

@@ -109,6 +109,16 @@ def command(
     order_slo: Annotated[
         float | None, typer.Option(help="Seconds a step with decodes may take under slo [default: 0.1].")
     ] = None,
+    order_think_slo: Annotated[
+        float | None, typer.Option(help="The same where only thoughts are made [default: --order-slo].")
+    ] = None,
+    think_slo: Annotated[
+        float | None, typer.Option(help="Seconds before a thought that count as good [default: 0.1].")
+    ] = None,
+    split_settings: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=N,…", help="Of --split libra, e.g. parts=3,lengths_given=1."),
+    ] = None,
     index: Annotated[
         Index, typer.Option(help="KV index: fed by the engines' events, or by what was sent.")
     ] = Index.exact,
@@ -165,6 +175,9 @@ def command(
     orders = _each("--local-order", local_order, LocalOrder)
     splits = _each("--split", split, Split, leave_out="force")
     moves = _each("--reschedule", reschedule, Reschedule)
+    if split_settings is not None and "libra" not in splits:
+        raise typer.BadParameter("needs --split libra", param_hint="--split-settings")
+    cutting = {} if split_settings is None else {"split_settings": split_settings}
     pooled = pools is not None and bool(pools.decode)
     if decode_profile is not None and not pooled:
         raise typer.BadParameter("needs --roles with a decode pool", param_hint="--decode-profile")
@@ -196,6 +209,7 @@ def command(
     optional = {
         "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
         "token_stride": token_stride, "order_slo": order_slo,
+        "order_think_slo": order_think_slo, "think_slo_seconds": think_slo,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
         "transfer": transfer, "decode_profile": decode_profile,
     }  # fmt: skip
@@ -211,7 +225,8 @@ def command(
             instances=instances if pools is None else pools.instances,
             roles=None if pools is None else str(pools),
             block_tokens=block_tokens,
-            settings=settings | ways, measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
+            settings=settings | ways | (cutting if ways.get("split") == "libra" else {}),
+            measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
         )
         for choice in choices
         for ways in _ways(orders, splits, moves)
@@ -297,7 +312,7 @@ def _write_json(results: list[Result], path: Path | None) -> None:
     setup = asdict(results[0].setup)
     for name in ("policy", "decode_policy", "seed", "fraction_of_max"):
         del setup[name]
-    for name in ("local_order", "split", "reschedule"):
+    for name in ("local_order", "split", "split_settings", "reschedule"):
         setup["settings"].pop(name, None)  # each run has its own
     told = {
         "version": version("lmetric-router"),

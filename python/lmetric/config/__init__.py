@@ -26,6 +26,7 @@ from lmetric.config.schema import (
     PoolSettings,
     Retries,
     ServerConfig,
+    TenantConfig,
     Timeouts,
 )
 
@@ -55,6 +56,7 @@ __all__ = [
     "Seconds",
     "ServerConfig",
     "Strict",
+    "TenantConfig",
     "Timeouts",
     "UniqueKeys",
     "ZmqEndpoint",

@@ -125,7 +125,7 @@ class PoolSettings(Strict):
     )
     split_settings: dict[str, float] = Field(
         default_factory=dict,
-        description="of libra, by name: probes, epsilon, least_gain, least_tokens, "
+        description="of libra, by name: parts, probes, epsilon, least_gain, least_tokens, "
         "transfer_seconds_per_token, transfer_fixed_seconds, quantile, margin_tokens, lengths_given",
     )
     split_force_at: float | None = Field(
@@ -152,11 +152,34 @@ class PoolSettings(Strict):
         "points, half_life_steps, threshold, migration_seconds, migration_seconds_per_token, caution; of "
         "llumnix source_below_steps, target_above_steps",
     )
+    reschedule_by: Literal["recompute", "pull", "legs"] = Field(
+        "recompute",
+        description="how they get there: recompute (the target computes prompt and answer so far ahead, "
+        "while the stream runs on); pull (it fetches them from the engine that runs it, where both have a "
+        "connector); legs (requests run in bounded silent legs and move between two of them: answers that "
+        "are not streamed, too, and clients get their tokens leg by leg)",
+    )
+    reschedule_leg_tokens: Positive | None = Field(
+        None,
+        description="of a leg; null: as many as come within reschedule_max_gap_seconds, going by the leg "
+        "before, and at most twice as many as that had",
+    )
     reschedule_period_seconds: Seconds = Field(0.5, description="between two rounds of it")
     reschedule_max_gap_seconds: Seconds = Field(
         1.0, description="no move whose client is expected to wait longer for its next token"
     )
     reschedule_at_once: Positive = Field(4, description="moves on their way at once, of one model")
+    priority: Literal["none", "uniboost", "vtc"] = Field(
+        "none",
+        description="what the engines' queues are ordered by, a number that each request is sent with: "
+        "none (a client's own is passed on); uniboost, arrival less a boost that is larger the less of the "
+        "prompt has to be computed; vtc, fair shares between tenants",
+    )
+    priority_settings: dict[str, float] = Field(
+        default_factory=dict,
+        description="of uniboost, by name: gamma, adaptive, window, smoothing, least_gamma, most_gamma, "
+        "bin_tokens, most_boost_seconds, clock_offset_seconds",
+    )
     block_size: Positive | None = Field(
         None,
         le=1 << 20,
@@ -305,7 +328,7 @@ class Timeouts(Strict):
 
 
 class Retries(Strict):
-    """When a request goes down the ranking. Only before its first byte went to the client."""
+    """When a request goes down the ranking. Only before its first byte went out, or where it may move."""
 
     attempts: Positive = Field(3, description="engines tried per request, the first included")
     failures: list[Literal["refused", "reset", "timeout", "status"]] = Field(
@@ -356,6 +379,19 @@ class Auth(Strict):
     )
 
 
+class TenantConfig(Strict):
+    """What a tenant's requests are entitled to, where requests are ordered."""
+
+    weight: float = Field(1.0, ge=1e-3, le=1e6, description="its share beside others, under priority vtc")
+    handicap_seconds: float = Field(
+        0.0,
+        ge=-1e6,
+        le=1e6,
+        description="its requests count as so much later under priority uniboost, for bulk work; below 0: "
+        "earlier",
+    )
+
+
 class Log(Strict):
     """Logs, on stderr."""
 
@@ -394,6 +430,10 @@ class ServerConfig(PoolSettings):
     load: Load = Field(default_factory=Load, description="load reports of the engines")
     limits: Limits = Field(default_factory=Limits, description="bounds on requests")
     auth: Auth = Field(default_factory=Auth, description="API keys")
+    tenants: dict[str, TenantConfig] = Field(
+        default_factory=dict,
+        description="by name: an API key's tenant or, where there are no keys, that of the header x-tenant",
+    )
     log: Log = Field(default_factory=Log, description="logs")
 
     @model_validator(mode="after")
@@ -419,6 +459,11 @@ class ServerConfig(PoolSettings):
         """Whether requests of some model may be cut between equals."""
         pools = [self, *self.models]
         return any(pool.split != "none" or pool.split_force_at is not None for pool in pools)
+
+    @property
+    def orders(self) -> bool:
+        """Whether requests of some model are given priorities."""
+        return any(pool.priority != "none" for pool in [self, *self.models])
 
     def pool_settings(self, model: ModelConfig | None = None) -> PoolSettings:
         """Settings of a model's pool: its own where given, else the top level's."""

@@ -67,6 +67,8 @@ class Priority:
     order: Literal["lower_first", "higher_first"]
     # Whether it orders its queue by it; None: it does not tell.
     honoured: bool | None
+    # Where it takes one: vLLM in a header that wins over the body's field, SGLang in the field alone.
+    header: bool = False
 
     def field(self, urgency: int) -> int | None:
         """The value of the engine's field for an urgency of the router's (higher is served earlier).

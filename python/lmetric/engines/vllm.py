@@ -72,7 +72,9 @@ class Vllm(Adapter):
         caching = {cache.get("enable_prefix_caching") for cache in caches}
         sources, no_events = _sources(await pages.answer("/kv_event_sources"), version)
         load = self.load(metrics)
-        handover, role = await _handover(pages, metrics)
+        # In development mode it tells its configuration.
+        told = (await pages.object("/server_info?config_format=json")).get("vllm_config")
+        handover, role = _handover(told, metrics)
         return Capabilities(
             self.name,
             version,
@@ -86,7 +88,7 @@ class Vllm(Adapter):
             load_names=load.names,
             load_header=True,
             # Lower runs earlier. Under --scheduling-policy fcfs, the default, it is accepted and ignored.
-            priority=Priority("lower_first", None),
+            priority=Priority("lower_first", _honours(told), header=True),
             full_report=(
                 {"vllm_xargs": {"kv_cache_report_mode": "full"}}
                 if _number(version) >= _FULL_REPORT_SINCE
@@ -98,11 +100,17 @@ class Vllm(Adapter):
         )
 
 
-async def _handover(pages: Pages, metrics: bytes) -> tuple[Handover | None, Role | None]:
+def _honours(config: object) -> bool | None:
+    """Whether its queue is ordered by priority, where it tells."""
+    scheduler = config.get("scheduler_config") if isinstance(config, dict) else None
+    policy = scheduler.get("policy") if isinstance(scheduler, dict) else None
+    return policy == "priority" if isinstance(policy, str) else None
+
+
+def _handover(config: object, metrics: bytes) -> tuple[Handover | None, Role | None]:
     """Its connector, which only its metrics show, and what it tells of it where it is in development mode."""
     if not _NIXL.search(metrics):
         return None, None
-    config = (await pages.object("/server_info?config_format=json")).get("vllm_config")
     transfer = config.get("kv_transfer_config") if isinstance(config, dict) else None
     if not isinstance(transfer, dict):
         return Handover("nixl"), None

@@ -14,6 +14,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from lmetric.config import ADMIN, CONFIGURED, EngineConfig, Role
+from lmetric.server import priority
 from lmetric.server.discovery import Found
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.front import Front
@@ -114,6 +115,7 @@ def _engines(engines: Iterable[Engine]) -> list[dict[str, Any]]:
                 },
                 "kv_events": pool.kv.status(engine.name) if pool else None,
                 "refilling": engine.refill is not None,
+                "priority": priority.how(engine) if pool and pool.settings.priority != "none" else None,
                 "tokenizer": _tokenizer(pool, engine) if pool else None,
             }
         )
@@ -149,7 +151,11 @@ def _receipt(front: Front, label: str) -> dict[str, Any]:
     if pool is not None:
         receipt = pool.router.receipt(int(number)) if int(number) < 2**64 else None
         if receipt is not None:
-            return {"model": pool.name, **receipt, "id": pool.decision_label(receipt["id"])}
+            told = {"model": pool.name, **receipt, "id": pool.decision_label(receipt["id"])}
+            engine = pool.engines.get(receipt["instance"])
+            if receipt["priority"] is not None and engine is not None:
+                told["priority_sent"] = priority.how(engine)
+            return told
     raise ApiError(404, f"no receipt of decision {label}: unknown, or too old (receipt_bytes bounds them)")
 
 

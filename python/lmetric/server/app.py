@@ -164,17 +164,19 @@ def run_server(config: ServerConfig) -> int:
         return runner.run(serve(config))
 
 
-def _embedded_options(embedded: int | str, splits: bool) -> "list[EngineOptions]":
-    """One for each engine: so many alike, or those of 2P4D. `splits`: they hand over to each other."""
+def _embedded_options(config: ServerConfig) -> "list[EngineOptions]":
+    """One for each engine: so many alike, or those of 2P4D; with what the configuration needs of them."""
     from lmetric.engines.emulated import EngineOptions
 
     kv: dict[str, Any] = {"kv_connector": "nixl", "kv_load_failure_policy": "recompute"}
+    embedded, order = config.embedded, "priority" if config.orders else "fcfs"
     if isinstance(embedded, int):
-        both = EngineOptions.model_validate(kv | {"kv_bidirectional": True}) if splits else EngineOptions()
-        return [both] * embedded
+        both = kv | {"kv_bidirectional": True} if config.splits else {}
+        return [EngineOptions.model_validate({"order": order, **both})] * embedded
+    assert embedded is not None
     prefill, decode = embedded.removesuffix("D").split("P")
     roles = ["prefill"] * int(prefill) + ["decode"] * int(decode)
-    return [EngineOptions.model_validate({"role": role, **kv}) for role in roles]
+    return [EngineOptions.model_validate({"order": order, "role": role, **kv}) for role in roles]
 
 
 @contextlib.asynccontextmanager
@@ -185,7 +187,7 @@ async def _with_embedded(config: ServerConfig) -> AsyncIterator[ServerConfig]:
         return
     from lmetric.engines.embedded import EmbeddedEngines
 
-    options = _embedded_options(config.embedded, config.splits)
+    options = _embedded_options(config)
     async with EmbeddedEngines(options=options, kv_events=True) as embedded:
         engines = [
             EngineConfig(url=url, name=f"embedded-{number}", role=None if one.role == "both" else one.role)

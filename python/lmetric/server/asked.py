@@ -29,6 +29,7 @@ class Asked:
         "keep_alive",
         "path",
         "pool",
+        "priority",
         "prompt_bytes",
         "started",
         "tenant",
@@ -54,6 +55,7 @@ class Asked:
         self.started = time.monotonic()
         self.tenant = ""
         self.pool: Pool | None = None
+        self.priority: int | None = None  # the router's, lower first; None: requests are not ordered
         self.prompt_bytes = 0  # 0 where the prompt was given as tokens
 
 

@@ -13,28 +13,32 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import structlog
 
-from lmetric._core import NoInstanceError, Ticket, TokenEncoder
+from lmetric._core import NoInstanceError, Ticket, TicketError, TokenEncoder
 from lmetric.config import ServerConfig
 from lmetric.engines.handover import HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.followed import Followed
-from lmetric.server.handed import Handed
 from lmetric.server.joined import Joined, Made, NotJoinable
-from lmetric.server.legs import EngineRefusal, Hearer, Silent, usage_of
 from lmetric.server.moving import Move
 from lmetric.server.openai import CHAT, COMPLETIONS, ApiError, Call
 from lmetric.server.rest import Passed, Rest
+from lmetric.server.segments import Segments
+from lmetric.server.silent import Hearer, Silent, usage_of
 from lmetric.server.upstream import Connection
 
 if TYPE_CHECKING:
     from lmetric.server.asked import Asked
+    from lmetric.server.handed import Handed
     from lmetric.server.relay import Relay
 
 log = structlog.get_logger("lmetric.chain")
 
 
-class Chain:
-    """What a relay keeps of a request that was cut between equals."""
+class Chain(Segments):
+    """What a relay keeps of a request that was cut between equals, or may move."""
+
+    bounded = False  # it runs in silent legs, of which another may follow anywhere
+    _plain_moves = False  # an answer that is not streamed may move, too
 
     def __init__(
         self,
@@ -47,16 +51,10 @@ class Chain:
         encoder: TokenEncoder,
     ) -> None:
         assert call.tokens is not None  # else it must not be cut
-        self._relay = relay
-        self._config = config
-        self._asked = asked
-        self._pool = pool
-        self.ticket = ticket
+        super().__init__(relay, config, asked, pool, ticket)
         self._body = relay.body  # as the client sent it
         self._stream = call.stream
         self.joined = Joined(asked.path, call.request, call.tokens, encoder)
-        self._handed = Handed(pool)
-        self._silent: Silent | None = None
         self._asked_tokens = 0  # of the silent leg that was sent last
         self._ends_at = 0  # and the token at which it ends
         self._rest: Rest | None = None
@@ -65,7 +63,7 @@ class Chain:
         self._head_told = False
         self._passes = False  # the last leg is a whole request whose answer is looked at
         self._passed_tokens = 0
-        self._mover = pool.mover if call.stream else None
+        self._mover = pool.mover if call.stream or self._plain_moves else None
         self.move: Move | None = None  # to another engine, that has begun
 
     # What the relay calls.
@@ -101,13 +99,14 @@ class Chain:
         streamed tells where this engine holds what it computed, which is no client's business."""
         inside = 0 < self._ends_at < len(self.joined.prompt)
         chat = self._asked.path == CHAT
-        follows = self._mover is not None and not self._unjoined
+        follows = self._mover is not None and self._stream and not self._unjoined
         if not follows and (
             self._unjoined or not self._ends_at or not ((chat and inside) or not self._stream)
         ):
             return False
         fields = self._asks(engine, now, goes_on=False) if self._ends_at else {}
         if not fields and not follows:
+            self._ends_at = 0  # nothing is handed over: asked again, it would be counted again
             return False
         # What is handed over is of the very tokens that the first leg had.
         request = self.joined.whole() if inside or (follows and fields) else dict(self.joined.request)
@@ -122,7 +121,7 @@ class Chain:
 
     def _send(self, rest: Rest, engine: Engine, now: float) -> None:
         self._rest = rest
-        if self._mover is not None:
+        if self._mover is not None and self._stream:
             self._mover.running[self.ticket.id] = self
         if self._relay.stalled:
             rest.pause(True)
@@ -138,10 +137,6 @@ class Chain:
             # The very tokens that the first leg had.
             body = orjson.dumps(self.joined.whole())
         return with_fields(body, fields) if fields else body
-
-    def broke(self, status: int, error_code: int | None) -> bool:
-        """As `Handed.broke`."""
-        return self._handed.broke(status, error_code)
 
     def busy(self, status: int | None) -> bool:
         """Whether another engine is to be asked where one answers so."""
@@ -176,11 +171,10 @@ class Chain:
             self._mover.running.pop(self.ticket.id, None)
         if self.move is not None:
             self.move.drop()
-        silent, self._silent = self._silent, None
+        self._drop_silent()
         rest, self._rest = self._rest, None
-        for leg in (silent, rest):
-            if leg is not None:
-                leg.drop()
+        if rest is not None:
+            rest.drop()
 
     def check(self, now: float) -> None:
         """Ends a leg that takes too long."""
@@ -203,10 +197,6 @@ class Chain:
         """A leg is on its way."""
         self.ticket.sent(now)
 
-    def refilled(self, engine: Engine, body: bytes) -> bytes:
-        """A leg's body, as the engine's index wants it."""
-        return self._relay.refilled(engine, body)
-
     def answered(self, silent: Silent, status: int, body: bytes) -> None:
         """A silent leg answered."""
         engine, self._silent = silent.engine, None
@@ -223,7 +213,7 @@ class Chain:
         self._handed.begin(engine)
         if self._ends_at > len(joined.prompt):
             try:
-                answer = _object(body)
+                answer = object_of(body)
                 joined.cached = (answer.get("usage") or {}).get("prompt_tokens_details") or joined.cached
                 made = joined.take(answer, self._asked_tokens)
             except NotJoinable as error:
@@ -258,21 +248,7 @@ class Chain:
         self._silent = None
         self._relay.move(silent.engine, kind, reason)
 
-    def fail(self) -> None:
-        """Nobody foresaw this."""
-        self._relay.fail()
-
     # What the last leg calls.
-
-    def refused(self, engine: Engine, status: int, body: bytes) -> None:
-        """An engine refused a leg."""
-        if status in self._config.retries.statuses or self._relay.committed:
-            said = engine.adapter.error(body)
-            self._relay.move(engine, "status", f"status {status}" + (f": {said}" if said else ""))
-            return
-        if status >= 500:
-            engine.failed("status", f"status {status}")
-        self._relay.end_with(EngineRefusal(status, body))
 
     def moved(self, rest: Rest, kind: str, reason: str) -> None:
         """The last leg failed before anything came of it."""
@@ -336,7 +312,7 @@ class Chain:
         """The last leg's answer, not streamed."""
         assert self._rest is not None
         try:
-            made = self.joined.take(_object(body), 1 << 31)
+            made = self.joined.take(object_of(body), 1 << 31)
         except NotJoinable as error:
             self.moved(self._rest, "reset", str(error))
         else:
@@ -348,10 +324,28 @@ class Chain:
 
     def broken(self, engine: Engine, kind: str, reason: str) -> None:
         """The last leg broke off in the middle."""
-        engine.failed(kind, reason)
-        if self.move is not None and self.move.at_once():
-            return
-        self._relay.broke_off(engine, kind, reason)
+        self._rest = None
+        self.breaks(engine, kind, reason)
+
+    def breaks(self, engine: Engine, kind: str, reason: str) -> None:
+        """An engine failed that had told some of the answer. Where its tokens are known and the request may
+        move, another goes on: the target of a move that has begun, or whom the router chooses."""
+        may_move = self._mover is not None and self.ticket.id in self._mover.running
+        move = self.move
+        if self._relay.tries(engine, "reset" if kind == "engine_error" else kind, reason) and may_move:
+            name = self._elsewhere()
+            if move is None and name is not None:
+                assert self._mover is not None
+                move = Move(self._mover, self._pool, self, self._pool.engines[name])
+            if move is not None and move.at_once():
+                return
+        self._relay.gives_up(engine, kind, reason)
+
+    def _elsewhere(self) -> str | None:
+        try:
+            return self.ticket.elsewhere()
+        except (NoInstanceError, TicketError):
+            return None
 
     # What a move calls, and who begins it.
 
@@ -364,6 +358,10 @@ class Chain:
     def path(self) -> str:
         """Of the client's request."""
         return self._asked.path
+
+    def goes_on_here(self, engine: Engine) -> None:
+        """The move that was to go on between two legs does not: the next leg, where the last was."""
+        raise NotImplementedError
 
     def silent(self, hearer: Hearer, body: bytes, now: float) -> Silent:
         """A leg that the client does not hear, to be sent."""
@@ -379,14 +377,18 @@ class Chain:
         """Nobody goes on with it."""
         self._relay.end_with(error)
 
-    def goes_on_elsewhere(self) -> None:
-        """The stream is closed where it is, and what is left of it goes to the engine that a move has booked.
-        Raises NotJoinable, and leaves all as it is; NoInstanceError: the request has failed."""
+    def goes_on_elsewhere(self, handed: Handed | None = None) -> None:
+        """What runs is closed where it is, and what is left of it goes to the engine that a move has booked,
+        with what was handed over of all that there is. Raises NotJoinable, and leaves all as it is;
+        NoInstanceError: the request has failed."""
         self.joined.catch_up()
+        self._drop_silent()
         rest, self._rest = self._rest, None
         if rest is not None:
             rest.drop()
-        self._ends_at = 0  # nothing is handed over
+        self._ends_at = 0
+        if handed is not None:
+            self._handed, self._ends_at = handed, len(self.joined.prompt) + len(self.joined.made)
         self._relay.segment(self.ticket.moved(), time.monotonic())
 
     # Both.
@@ -407,17 +409,6 @@ class Chain:
         self._rest = None
         self._relay.joined_end()
 
-    def _go_on(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
-        try:
-            following = self.ticket.finished(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
-        except NoInstanceError as error:
-            self._relay.end_with(
-                ApiError(503, f"{self._pool.name}: {error}", code="no_engine", headers={"retry-after": "2"})
-            )
-            return
-        assert following is not None  # another segment follows
-        self._relay.segment(following, time.monotonic())
-
     def _asks(self, engine: Engine, now: float, *, goes_on: bool) -> Any:
         """What a leg's body says of handing over."""
         connector, told = engine.connector, engine.handover
@@ -437,7 +428,8 @@ class Chain:
             return {}
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def object_of(body: bytes) -> dict[str, Any]:
+    """A leg's answer. Raises NotJoinable."""
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -21,6 +21,7 @@ from lmetric.engines.handover import CONNECTORS, Connector
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.policies import Policy
 from lmetric.profiles import load_profile
+from lmetric.server import priority
 from lmetric.server.kv_feed import KvFeed
 from lmetric.server.modes import UNASKED, Pooled
 from lmetric.server.mover import Mover
@@ -222,6 +223,7 @@ class Pool:
             binding="late" if settings.binding == "auto" else settings.binding,
             colocate=settings.colocate,
         )
+        priority.set_up(self.router, settings)
         # Whether requests may be cut between equals.
         self.splits = settings.split != "none" or settings.split_force_at is not None
         if settings.split_force_at is not None:
@@ -270,7 +272,8 @@ class Pool:
         self.router.set_role(engine.name, role)
         self.cuts = self.joins or any(each.role != "both" for each in self.engines.values())
         connector = CONNECTORS.get(handover.connector) if handover else None
-        between_equals = self.splits and connector is not None and not connector.at_once
+        fetches = self.splits or (self.mover is not None and self.mover.by != "recompute")
+        between_equals = fetches and connector is not None and not connector.at_once
         engine.connector = connector if role != "both" or between_equals else None
         if self.splits:
             self.router.set_cuts(engine.name, self._cuts_of(engine))
@@ -309,7 +312,8 @@ class Pool:
 
     def uncut(self, path: str, call: Call) -> str | None:
         """Why a request must neither be cut between equals nor move; None: it may."""
-        if not call.stream and not self.splits:
+        legs = self.mover is not None and self.mover.by == "legs"
+        if not call.stream and not self.splits and not legs:
             return "its answer is not streamed: its tokens are not known before its end"
         if why := uncut_reason(path, call.request, tokens=call.tokens is not None):
             return why

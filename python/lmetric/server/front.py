@@ -19,7 +19,8 @@ from lmetric.server.client import ClientConnection, Relayed, in_short
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
-from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, parse
+from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, nobody_takes, parse
+from lmetric.server.priority import NOT_A_TENANT
 from lmetric.server.relay import Relay
 from lmetric.server.tokenise import Tokenisers, Tokenising, as_text, prompt_text
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
@@ -223,6 +224,8 @@ class Front(web.Server):
             if self.keys.on:
                 authorization, key = asked.head.authorization, asked.head.api_key
                 asked.tenant = self.keys.tenant(_text(authorization), _text(key))
+            elif self.config.tenants and (named := asked.head.tenant) in self.config.tenants:
+                asked.tenant = named or ""  # without keys, clients are believed
             if self.refusing:
                 raise ApiError(503, STOPPING, headers={"retry-after": "5"})
             if len(self.relays) >= self._request_limit:
@@ -299,24 +302,29 @@ class Front(web.Server):
         asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
         head = asked.head
         uncut = pool.uncut(asked.path, call) if pool.joins else None
+        tenant = self.config.tenants.get(asked.tenant, NOT_A_TENANT)
         try:
             decision, ticket = pool.router.route(
                 tokens=call.tokens,
                 text=call.text if call.tokens is None else None,
                 prompt_tokens=prompt_tokens,
                 expected_output_tokens=call.max_tokens,
+                # Chats and completions answer apart, and so do tenants.
+                length_class=f"{asked.path} {asked.tenant}" if pool.splits else None,
                 extra_tokens=extra_tokens,
                 session=head.session or call.session,
                 adapter=adapter,
                 salt=call.salt,
                 request_id=head.request_id,
                 uncut=uncut,
+                tenant=asked.tenant,
+                tenant_weight=tenant.weight,
+                handicap_seconds=tenant.handicap_seconds,
                 now=now,
             )
         except NoInstanceError as error:
-            raise ApiError(
-                503, f"{pool.name}: {error}", code="no_engine", headers={"retry-after": "2"}
-            ) from None
+            raise nobody_takes(pool.name, error) from None
+        asked.priority = decision.priority
         try:
             asked.keep_alive &= not self.draining
             require_finish = asked.path in (CHAT, COMPLETIONS)

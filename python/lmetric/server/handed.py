@@ -27,6 +27,16 @@ class Handed:
         self._deadline = 0.0
         self._sent = False  # what was sent last carried them
 
+    @property
+    def there(self) -> bool:
+        """Whether something is held, and not fetched yet."""
+        return self._fields is not None
+
+    @property
+    def used(self) -> bool:
+        """Whether what was sent last carried the fields."""
+        return self._sent
+
     def begin(self, engine: Engine) -> None:
         """A leg starts here whose end is to be handed over."""
         self.source, self._fields, self._sent = engine, None, False

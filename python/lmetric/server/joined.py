@@ -98,6 +98,11 @@ class Joined:
             leg["return_token_ids"] = True
         return self.path, self._at_least(leg)
 
+    def bounded(self, tokens: int) -> tuple[str, dict[str, Any]]:
+        """Path and body of a leg of at most so many further tokens, all of which count."""
+        target, leg = self.leg(len(self.prompt) + len(self.made) + tokens - 1)
+        return target, leg | {"return_token_ids": True}
+
     def last(self) -> tuple[str, dict[str, Any]]:
         """Path and body of the last leg, whose answer is joined with what is known."""
         leg = self._by_ids(len(self.prompt) + self._most - 1)
@@ -105,11 +110,11 @@ class Joined:
             leg |= {"stream": True, "stream_options": {"include_usage": True}}
         return COMPLETIONS, leg
 
-    def ahead(self) -> dict[str, Any]:
-        """A request to /v1/completions that has an engine compute what there is so far, and say next to
-        nothing."""
+    def ahead(self, tokens: int) -> dict[str, Any]:
+        """A request to /v1/completions that has an engine compute so many tokens of what there is so far, or
+        look them up in its cache, and say next to nothing."""
         leg = {name: self.request[name] for name in _KEPT if self.request.get(name) is not None}
-        return leg | {"prompt": self.prompt + self.made, "max_tokens": 1, "stream": False}
+        return leg | {"prompt": (self.prompt + self.made)[:tokens], "max_tokens": 1, "stream": False}
 
     def whole(self) -> dict[str, Any]:
         """The client's request, its prompt as the token ids that another engine has computed some of."""
@@ -137,8 +142,9 @@ class Joined:
 
     # What they answer.
 
-    def take(self, answer: JSON, asked: int) -> Made:
-        """Takes a leg's answer, not streamed, of at most `asked` tokens. Raises NotJoinable."""
+    def take(self, answer: JSON, asked: int, *, whole: bool = False) -> Made:
+        """Takes a leg's answer, not streamed, of at most `asked` tokens. The last is made again by the next
+        leg, unless `whole`. Raises NotJoinable."""
         choice = _choice(answer)
         finish = choice.get("finish_reason")
         if finish in ("abort", "error"):
@@ -147,7 +153,7 @@ class Joined:
         if not self.begun:
             self._first(answer, choice, ids)
         over = finish != "length" or len(ids) < asked or len(self.made) + len(ids) >= self._most
-        kept = ids if over else ids[:-1]
+        kept = ids if over or whole else ids[:-1]
         return self._add(kept, finish if over else None, choice.get("stop_reason"), choice.get("logprobs"))
 
     def more(self, choice: JSON) -> Made:
@@ -224,7 +230,7 @@ class Joined:
             text = self._text.more(ids[:-1] if stopped else ids)
         except TokenizeError as error:
             raise NotJoinable(str(error)) from None
-        shifted = _shifted(logprobs, len(ids), len(self._said)) if isinstance(logprobs, dict) else None
+        shifted = _shifted(logprobs, len(ids), self._offset()) if isinstance(logprobs, dict) else None
         if shifted is not None:
             before = self._logprobs or {}
             for name, values in shifted.items():
@@ -239,6 +245,14 @@ class Joined:
         self._said += text
         self._heard.clear()
         return Made(ids, text, finish, stop, shifted)
+
+    def _offset(self) -> int:
+        """At which `text_offset` the next leg's log probabilities begin. vLLM begins a chunk where the text
+        so far ends; in an answer that is not streamed it adds up its tokens' texts, which may be longer."""
+        before = self._logprobs or {}
+        if self.request.get("stream") or not (before.get("text_offset") and before.get("tokens")):
+            return len(self._said)
+        return int(before["text_offset"][-1]) + len(before["tokens"][-1])
 
     # What the client gets.
 

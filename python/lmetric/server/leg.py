@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+from lmetric.server import priority
 from lmetric.server.upstream import Connection, UpstreamError
 
 if TYPE_CHECKING:
@@ -59,7 +60,10 @@ class Leg:
     def _write(self, connection: Connection, body: bytes, stream: bool) -> None:
         engine, head = self._engine, self._asked.head
         target = self._target or head.target
-        lines = head.for_engine(engine.upstream.head(target, stream), len(body))
+        given = self._asked.priority
+        if given is not None:
+            body, given = priority.body(engine, given, body), priority.header(engine, given)
+        lines = head.for_engine(engine.upstream.head(target, stream), len(body), given)
         if len(body) <= JOIN_BYTES:
             connection.transport.write(lines + body)
         else:

@@ -165,6 +165,13 @@ class Metrics(Collector):
             for outcome, count in pool.mover.outcomes.items() if pool.mover else ():
                 moves.add_metric((pool.name, outcome), count)
         yield moves
+        gamma = GaugeMetricFamily(
+            "lmetric_priority_gamma", "Rate of the tail that requests are boosted by, 1/s", labels=("model",)
+        )
+        for pool in self.fleet.pools:
+            if (learned := pool.router.gamma()) is not None:
+                gamma.add_metric((pool.name,), learned[0])
+        yield gamma
         yield from self._routers()
         for further in self.further:
             yield from further()

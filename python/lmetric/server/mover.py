@@ -28,12 +28,15 @@ class Mover:
 
     def __init__(self, pool: Pool, settings: PoolSettings) -> None:
         self._pool = pool
+        self.by = settings.reschedule_by
+        self.leg_tokens = settings.reschedule_leg_tokens
         self.at_once = settings.reschedule_at_once
         self.max_gap_seconds = settings.reschedule_max_gap_seconds
         self.period_seconds = settings.reschedule_period_seconds
         self.due = 0.0  # when the next round is
         self.running: dict[int, Chain] = {}  # by ticket
         self.moves: set[Move] = set()
+        self._fetch_rate: float | None = None  # seconds a token, of the last that was fetched
         self.outcomes: Counter[str] = Counter()  # of moves that were begun, or named and not begun
 
     def round(self, now: float) -> None:
@@ -65,3 +68,13 @@ class Mover:
         rates = router.indicators()["prefill_tokens_per_second"]
         rate = dict(zip(router.instances(), rates, strict=True)).get(engine.name, math.nan)
         return tokens / (float(rate) if rate > 0 else UNLEARNED_TOKENS_PER_SECOND)
+
+    def fetched(self, tokens: int, seconds: float) -> None:
+        """So long it took to fetch so many tokens."""
+        self._fetch_rate = seconds / max(tokens, 1)
+
+    def fetch_seconds(self, engine: Engine, tokens: int) -> float:
+        """Expected seconds to fetch so many tokens: as the last fetch; before any, as long as to compute
+        them."""
+        rate = self._fetch_rate
+        return self.prefill_seconds(engine, tokens) if rate is None else rate * tokens

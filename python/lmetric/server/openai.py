@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from lmetric._core import NoInstanceError
 from lmetric.tokens import Tokens
 
 JSON = Mapping[str, Any]
@@ -88,6 +89,11 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "server_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
         return orjson.dumps({"error": error})
+
+
+def nobody_takes(model: str, error: NoInstanceError) -> ApiError:
+    """No engine of a model may take a request, for now."""
+    return ApiError(503, f"{model}: {error}", code="no_engine", headers={"retry-after": "2"})
 
 
 def bad(message: str, param: str | None = None) -> ApiError:

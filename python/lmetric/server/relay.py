@@ -25,6 +25,7 @@ from lmetric._core import (
 )
 from lmetric.config import ServerConfig
 from lmetric.server.asked import STOPPING, Asked, Underway
+from lmetric.server.bounded import Bounded
 from lmetric.server.chain import Chain
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.leg import Leg
@@ -109,7 +110,8 @@ class Relay(Underway, Leg):
         if self._ticket.follows and engine.role != "prefill":
             return True
         at_once = engine.connector is not None and engine.connector.at_once
-        moves = self._pool.mover is not None and self._call is not None and self._stream
+        mover = self._pool.mover
+        moves = mover is not None and self._call is not None and (self._stream or mover.by == "legs")
         return moves and self._legs is None and not at_once
 
     def _cut_segment(self, engine: Engine, now: float) -> None:
@@ -117,7 +119,8 @@ class Relay(Underway, Leg):
         if chain is None:
             assert self._call is not None  # else nothing is cut between equals
             assert self._encoder is not None
-            chain = self._chain = Chain(
+            legs = self._pool.mover is not None and self._pool.mover.by == "legs"
+            chain = self._chain = (Bounded if legs else Chain)(
                 self, self._config, self._asked, self._pool, self._ticket, self._call, self._encoder
             )
         if self._ticket.follows:
@@ -301,12 +304,7 @@ class Relay(Underway, Leg):
     def move(self, engine: Engine, kind: str, reason: str) -> None:
         """What was sent to `engine` failed for good: to the next one, where one is left."""
         self.drop()
-        self.reason = reason
-        if kind != "status":
-            engine.failed(kind, reason)
-        self._tried += (f"{engine.name}: {reason}",)
-        retries = self._config.retries
-        if kind in retries.failures and len(self._tried) < retries.attempts:
+        if self.tries(engine, kind, reason):
             following = self._following(engine, kind)
             if following is not None:
                 now = time.monotonic()
@@ -315,6 +313,20 @@ class Relay(Underway, Leg):
                 else:
                     self.go(self._pool.engines[following], now)
                 return
+        self.gives_up(engine, kind, reason)
+
+    def tries(self, engine: Engine, kind: str, reason: str) -> bool:
+        """Notes that an attempt failed; whether there may be another."""
+        self.reason = reason
+        if kind != "status":
+            engine.failed(kind, reason)
+        self._tried += (f"{engine.name}: {reason}",)
+        retries = self._config.retries
+        return kind in retries.failures and len(self._tried) < retries.attempts
+
+    def gives_up(self, engine: Engine, kind: str, reason: str) -> None:
+        """Nobody answers, or goes on."""
+        self.drop()
         if self.committed:
             self.broke_off(engine, kind, reason)
             return

@@ -81,11 +81,13 @@ class Run:
     # 1: no decode instance held fewer context tokens than its own when its prefill ended; 0: one did; -1: no
     # hand-over.
     handoff_least_loaded: NDArray[np.int64]
-    cut_tokens: NDArray[np.int64]  # where it was cut, prompt and output counted through; -1: no roles cut it
+    cut_tokens: NDArray[np.int64]  # where it was cut, prompt and output counted through; -1: not, or by roles
+    answer_cut_tokens: NDArray[np.int64]  # where it was cut again, to answer elsewhere; -1: nowhere
     moves: NDArray[np.int64]  # times that it moved while it ran
-    slow_tokens: NDArray[np.int64]  # gaps between its tokens longer than `token_slo_seconds`
+    slow_tokens: NDArray[np.int64]  # gaps between its tokens longer than the SLO of such a token
     worst_gap_seconds: NDArray[np.float64]  # the longest of them; 0: none
     token_slo_seconds: float
+    think_slo_seconds: float
     # All gaps between two tokens of a request (TBT), measured or not: how many are at most
     # each edge and above the one before it.
     gap_edges_seconds: NDArray[np.float64]
@@ -180,7 +182,7 @@ def prepare(trace: Trace, profile: ProfileLike = DEFAULT_PROFILE) -> Workload:
     block_tokens = resolve_profile(profile).block_tokens
     columns = {
         name: np.ascontiguousarray(column)
-        for name in ("previous", "think_seconds", "sessions")
+        for name in ("think_tokens", "previous", "think_seconds", "sessions")
         if (column := getattr(trace, name, None)) is not None
     }
     core = _core.Workload(
@@ -226,12 +228,14 @@ def simulate(
     prefill: Prefill = "queues",
     local_order: LocalOrder = "fcfs",
     order_slo: float = ORDER_SLO,
+    order_think_slo: float | None = None,
     split: Split = "none",
-    split_settings: Mapping[str, float] | None = None,
+    split_settings: Mapping[str, float] | str | None = None,
     reschedule: Reschedule = "none",
     reschedule_settings: Mapping[str, float | str] | None = None,
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
+    think_slo_seconds: float | None = None,
 ) -> Run:
     """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
 
@@ -269,8 +273,11 @@ def simulate(
             ``"las"`` (least attained service); ``"slo"``: arrival, in steps that keep `order_slo`; see
             docs/simulator.md.
         order_slo: under ``"slo"``, seconds that a step in which something decodes may take.
+        order_think_slo: the same of steps in which nothing but thoughts are made; None: no other.
         split: how requests are cut that no `roles` cut: ``"none"``; ``"libra"``, between the instance of the
-            policy and that of `decode_policy`, where this balances them and pays, by `split_settings`; see
+            policy and that of `decode_policy`, where this balances them and pays, by `split_settings` (a
+            mapping, or text as ``"parts=3, lengths_given=1"``: with ``parts=3`` a request with thoughts is
+            cut in three, prompt, thoughts and answer); see
             `Router.set_split`; or ``"force"``, at the fraction ``at``. What is cut moves as `transfer` says.
         reschedule: how running requests are moved between engines that decode: ``"none"``; ``"star"`` (by
             predicted loads), ``"star_current"`` (by present ones), ``"star_oracle"`` (lengths known),
@@ -280,6 +287,7 @@ def simulate(
         silent_segments: whether a segment that another follows says nothing until its end, as on stock
             engines; else its tokens come as they are made.
         token_slo_seconds: the longest gap between two tokens that counts as good, for `slow_tokens`.
+        think_slo_seconds: the same where the latter is a thought; None: no other.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
@@ -321,12 +329,14 @@ def simulate(
         timeline_seconds=timeline_seconds,
         local_order=local_order,
         order_slo_seconds=order_slo,
+        order_think_slo_seconds=order_think_slo,
         split=split,
-        split_settings=split_settings,
+        split_settings=_numbers(split_settings) if isinstance(split_settings, str) else split_settings,
         reschedule=reschedule,
         reschedule_settings=reschedule_settings,
         silent_segments=silent_segments,
         token_slo_seconds=token_slo_seconds,
+        think_slo_seconds=think_slo_seconds,
         **_pooled(
             pools,
             chosen,
@@ -354,6 +364,7 @@ def simulate(
         split=split,
         reschedule=reschedule,
         token_slo_seconds=token_slo_seconds,
+        think_slo_seconds=token_slo_seconds if think_slo_seconds is None else think_slo_seconds,
         seed=seed,
         input_tokens=workload.trace.input_tokens,
         output_tokens=np.maximum(workload.trace.output_tokens, 1),
@@ -363,6 +374,20 @@ def simulate(
         wall_seconds=wall_seconds,
         **columns,
     )
+
+
+def _numbers(text: str) -> dict[str, float]:
+    """``"a=1, b=2.5"``. Raises `BadValueError`."""
+    found = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (part.strip() for part in pair.partition("="))
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise _core.BadValueError(
+                f"split_settings: {pair!r} is not valid; expected NAME=NUMBER, as parts=3"
+            ) from None
+    return found
 
 
 def _pooled(

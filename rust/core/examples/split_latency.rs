@@ -103,7 +103,7 @@ fn decisions(instances: usize, split: Split, name: &str) {
         let now = 2.0 + i as f64 * 1e-3;
         let (decision, took) = route(&mut router, now);
         nanoseconds.push(took.as_nanos() as u64);
-        cut += usize::from(router.bound_next(decision.ticket).is_some());
+        cut += usize::from(router.bound(decision.ticket).next().is_some());
         router.advance(decision.ticket, Event::Failed(Failure::Cancelled), now).expect("open");
     }
     report(&format!("{name}, {instances} instances"), nanoseconds);
@@ -142,7 +142,7 @@ fn main() {
     let cut = found.iter().filter(|found| found.cut_token.is_some()).count();
     let probes: u32 = found.iter().map(|found| found.probes).sum();
     println!("{cut} of {SAMPLES} cut, {:.2} probes each", f64::from(probes) / SAMPLES as f64);
-    let libra = Split::Libra(Libra { settings, lengths: Lengths::Given });
+    let libra = Split::Libra(Libra { settings, lengths: Lengths::Given, parts: 2 });
     for instances in [2, 256] {
         for (split, name) in [(libra, "route, split libra"), (Split::None, "route, no split")] {
             decisions(instances, split, name);

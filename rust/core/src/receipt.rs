@@ -3,6 +3,7 @@ use crate::ids::Seconds;
 use crate::indicators::IndicatorSet;
 use crate::plan::{Failure, Usage};
 use crate::policy::Prefer;
+use crate::priority::Priority;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -32,17 +33,35 @@ pub struct Next {
     pub handoff_seconds: Seconds,
 }
 
-/// Seconds that two instances were expected to take for all that is assigned to them, the request included (Libra, section 4.1).
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+/// Where it goes on, segment by segment.
+pub type Nexts = SmallVec<[Next; 1]>;
+
+/// Seconds that instances were expected to take for all that is assigned to them, the request included (Libra, section 4.1).
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Balance {
     /// The first, with its part of the best cut; NaN where none was looked at.
     pub first_seconds: Seconds,
     /// The second, with its part.
     pub second_seconds: Seconds,
-    /// Both, the hand-over and the wait for it counted in.
+    /// The third, with its part; NaN where the request has two parts, or comes back to the first.
+    pub third_seconds: Seconds,
+    /// Two of them, the hand-over and the wait for it counted in; NaN where the request has three parts: whether these pay is not asked.
     pub cut_seconds: Seconds,
-    /// Both, with the request whole on the better of them.
+    /// The same with the request whole on the better of both.
     pub whole_seconds: Seconds,
+}
+
+impl Default for Balance {
+    fn default() -> Balance {
+        let none = f64::NAN;
+        Balance {
+            first_seconds: none,
+            second_seconds: none,
+            third_seconds: none,
+            cut_seconds: none,
+            whole_seconds: none,
+        }
+    }
 }
 
 /// How a request ended.
@@ -90,14 +109,16 @@ pub struct Receipt {
     pub margin: Option<f64>,
     /// Slot of the chosen instance.
     pub chosen: u32,
-    /// Where it goes on after its first segment, as far as that is chosen.
-    pub next: Option<Next>,
+    /// Where it goes on after its first segment, and after that, as far as that is chosen.
+    pub next: Nexts,
     /// Tokens at which the plan cuts the request, prompt and output counted through.
     pub cuts: SmallVec<[u32; 2]>,
-    /// Why it was left in one piece, where requests are cut or move.
+    /// Why it was left in one piece, where requests are cut or move; or in two, where it was to have three.
     pub uncut: Option<Box<str>>,
-    /// What its two instances were expected to take for all that they have, where a cut was looked for.
+    /// What its instances were expected to take for all that they have, where a cut was looked for.
     pub balance: Option<Balance>,
+    /// What it was given for its engine's queue, where requests are ordered.
+    pub priority: Option<Priority>,
     /// Instances that it moved to while it ran: the token at which it did, slot and name.
     pub moves: Vec<(u32, u32, Arc<str>)>,
     /// Instances that the request moved to before its first token, in order: slot and name.
@@ -124,9 +145,20 @@ impl Receipt {
             + self.request_id.as_ref().map_or(0, |r| r.len())
             + self.uncut.as_ref().map_or(0, |r| r.len())
             + self.scores.capacity() * size_of::<f32>()
+            + if self.next.spilled() { self.next.capacity() * size_of::<Next>() } else { 0 }
             + self.moved.capacity() * size_of::<(u32, Arc<str>)>()
             + self.moves.capacity() * size_of::<(u32, u32, Arc<str>)>()
             + if self.terms.spilled() { self.terms.capacity() * size_of::<f64>() } else { 0 }
+    }
+
+    /// The segment behind the token `behind` runs elsewhere than was said; `kept`: what follows it stays where it is, else nothing does.
+    pub(crate) fn goes_on(&mut self, behind: u32, next: Next, kept: bool) {
+        let place = self.cuts.iter().filter(|cut| **cut < behind).count().min(self.next.len());
+        let after: Nexts = self.next.drain(place..).skip(1).collect();
+        self.next.push(next);
+        if kept {
+            self.next.extend(after);
+        }
     }
 
     /// Names of the instances tried, in order; the last is where the request is or was.

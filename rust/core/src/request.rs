@@ -12,8 +12,36 @@ pub struct Request<'a> {
     pub tokens_per_block: f64,
     /// Output tokens the request may or will produce, where known (`max_tokens`, or the oracle of a simulation).
     pub expected_output_tokens: Option<u32>,
+    /// Of these, the first that nobody reads as they come: what a reasoning model thinks before it answers. `None`: nothing is known of it.
+    pub think_tokens: Option<u32>,
+    /// Hash of whatever says that answers get about as long as those of others, beside the prompt's length: tenant, endpoint, task.
+    pub length_class: Option<u64>,
     /// Hash of the session key, where the request has one.
     pub session: Option<u64>,
     /// Why it must stay in one piece, where it must: stands in the receipt. Pools of prefill and decode instances cut it all the same.
     pub uncut: Option<&'a str>,
+    /// Whose it is, where requests are ordered.
+    pub tenant: Tenant,
+}
+
+/// Whose a request is, and what it is entitled to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Tenant {
+    /// Hash of its name; all requests without one are of the same.
+    pub id: u64,
+    /// Its share of the service beside others (virtual token counters); above 0.
+    pub weight: f64,
+    /// Its requests go behind all that arrive within so many seconds after them and have none (boosted arrivals); below 0: before as many.
+    pub handicap_seconds: f64,
+}
+
+impl Tenant {
+    /// Whose requests without a tenant are.
+    pub const NOBODY: Tenant = Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 };
+}
+
+impl Default for Tenant {
+    fn default() -> Tenant {
+        Tenant::NOBODY
+    }
 }

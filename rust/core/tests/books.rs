@@ -1,12 +1,14 @@
 //! The books against a naive recount, over random interleavings of everything that can happen to a fleet and its requests.
 use lmetric_core::CoreError;
+use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{Indicator, IndicatorSet, Snapshot};
 use lmetric_core::plan::{Binding, Cuts, Event, Failure, Segment, Usage};
 use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores, registry};
 use lmetric_core::request::Request;
 use lmetric_core::router::books::Report;
-use lmetric_core::router::{Carry, Router, RouterConfig, Split, TicketId};
+use lmetric_core::router::{Carry, Lengths, Libra, Router, RouterConfig, Split, TicketId};
+use lmetric_core::split::Settings;
 use proptest::prelude::*;
 use std::borrow::Cow;
 
@@ -48,7 +50,7 @@ enum Op {
     Remove(u8),
     Health(u8, bool),
     Drain(u8, bool),
-    Route { prompt: u16, expected: Option<u8> },
+    Route { prompt: u16, expected: Option<u8>, thoughts: Option<u8> },
     Sent(usize),
     Scheduled(usize),
     Prefilled(usize, u16),
@@ -76,7 +78,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (0..6u8).prop_map(Op::Remove),
         1 => (0..6u8, any::<bool>()).prop_map(|(i, on)| Op::Health(i, on)),
         1 => (0..6u8, any::<bool>()).prop_map(|(i, on)| Op::Drain(i, on)),
-        8 => (any::<u16>(), prop::option::of(any::<u8>())).prop_map(|(prompt, expected)| Op::Route { prompt, expected }),
+        8 => (any::<u16>(), prop::option::of(any::<u8>()), prop::option::of(any::<u8>()))
+            .prop_map(|(prompt, expected, thoughts)| Op::Route { prompt, expected, thoughts }),
         2 => n.clone().prop_map(Op::Sent),
         3 => n.clone().prop_map(Op::Scheduled),
         3 => (n.clone(), any::<u16>()).prop_map(|(t, k)| Op::Prefilled(t, k)),
@@ -105,12 +108,10 @@ struct Open {
     ticket: TicketId,
     /// Instance by name and by how often that name was added: a new life owes nothing to the old one.
     home: (u8, u32),
-    /// Where its next segment is bound, and the tokens it was bound with.
-    bound: Option<(u8, u32)>,
-    bound_tokens: f64,
+    /// Where its next segments are bound, and the tokens they were bound with.
+    bound: Vec<((u8, u32), f64)>,
     /// Whether that is a move, and whether this computes all anew.
     moving: Option<bool>,
-    decision: u64,
     /// The open segment.
     segment: Segment,
     /// Whether it computes what came before anew.
@@ -180,9 +181,12 @@ impl Model {
             let slot = router.fleet().find(&name(i)).unwrap().index();
             let here: Vec<&Open> =
                 self.open.iter().filter(|o| o.home == (i, self.lives[i as usize])).collect();
-            let coming: Vec<&Open> =
-                self.open.iter().filter(|o| o.bound == Some((i, self.lives[i as usize]))).collect();
-            let bound: f64 = coming.iter().map(|o| o.bound_tokens).sum();
+            let all_bound = self.open.iter().flat_map(|o| &o.bound);
+            let coming: Vec<f64> = all_bound
+                .filter(|(home, _)| *home == (i, self.lives[i as usize]))
+                .map(|bound| bound.1)
+                .collect();
+            let bound: f64 = coming.iter().sum();
             let sum = |f: &dyn Fn(&Open) -> f64| here.iter().map(|o| f(o)).sum::<f64>();
             let count = |stage| here.iter().filter(|o| o.stage == stage).count() as f64;
             for (id, expected) in [
@@ -262,12 +266,13 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
             };
             router.engine_report(&name(i), report).unwrap();
         }
-        Op::Route { prompt, expected } => {
+        Op::Route { prompt, expected, thoughts } => {
             let prompt = u32::from(prompt) + 1;
             let request = Request {
                 prompt_tokens: prompt,
                 tokens_per_block: 16.0,
                 expected_output_tokens: expected.map(u32::from),
+                think_tokens: thoughts.map(u32::from),
                 ..Request::default()
             };
             let Ok(decision) = router.route(&request, model.now) else {
@@ -278,10 +283,8 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
             model.open.push(Open {
                 ticket: decision.ticket,
                 home: home(router, decision.segment.instance, model),
-                bound: decision.next.map(|next| home(router, next.instance, model)),
-                bound_tokens: f64::from(decision.next.map_or(0, |next| next.from_token.max(prompt))),
+                bound: bound(router, decision.ticket, decision.segment, prompt, model),
                 moving: None,
-                decision: decision.id,
                 segment: decision.segment,
                 anew: false,
                 turn: model.turn,
@@ -318,11 +321,31 @@ fn home(router: &Router, instance: lmetric_core::InstanceId, model: &Model) -> (
     (i, model.lives[i as usize])
 }
 
+/// What is bound behind the open segment `first`, which leads from one to the next.
+fn bound(
+    router: &mut Router,
+    ticket: TicketId,
+    first: Segment,
+    prompt: u32,
+    model: &Model,
+) -> Vec<((u8, u32), f64)> {
+    let segments: Vec<Segment> = router.bound(ticket).collect();
+    let mut end = first.to_token;
+    for segment in &segments {
+        assert_eq!(Some(segment.from_token), end);
+        end = segment.to_token;
+    }
+    assert!(segments.is_empty() || end.is_none());
+    let tokens = |segment: &Segment| f64::from(segment.from_token.max(prompt));
+    segments.iter().map(|segment| (home(router, segment.instance, model), tokens(segment))).collect()
+}
+
 /// The request goes on in a segment of which the router said so.
-fn go_on(t: usize, next: Segment, router: &Router, model: &mut Model) {
+fn go_on(t: usize, next: Segment, router: &mut Router, model: &mut Model) {
     model.turn += 1;
     let (turn, home) = (model.turn, home(router, next.instance, model));
-    let bound = router.receipt(model.open[t].decision).unwrap().next.clone();
+    let (ticket, whole) = (model.open[t].ticket, model.open[t].whole);
+    let mut anew = bound(router, ticket, next, whole, model);
     let open = &mut model.open[t];
     assert!(
         next.from_token == 0
@@ -331,12 +354,15 @@ fn go_on(t: usize, next: Segment, router: &Router, model: &mut Model) {
     );
     open.segment = next;
     open.anew = false;
-    open.bound_tokens = f64::from(next.to_token.unwrap_or(0).max(open.whole));
     open.moving = None;
-    open.bound = bound.filter(|_| next.to_token.is_some()).map(|bound| {
-        let i: u8 = bound.name[7..].parse().unwrap();
-        (i, model.lives[i as usize])
-    });
+    if next.from_token == 0 {
+        open.bound = std::mem::take(&mut anew);
+    } else if next.to_token.is_none() {
+        open.bound.clear(); // whoever takes over a segment that failed does the rest
+    } else {
+        open.bound.remove(0);
+    }
+    assert!(next.from_token == 0 || anew.len() == open.bound.len());
     (open.home, open.turn, open.stage) = (home, turn, Stage::Queued);
     open.prefill_left = if next.from_token == 0 { open.computes() } else { 0.0 };
     open.sent = next.from_token == 0;
@@ -447,12 +473,12 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
             match router.begin_move(ticket, target, carry, now) {
                 Err(error) => assert!(error.to_string().contains("cannot move"), "{error}"),
                 Ok(segment) => {
-                    assert!(open.stage == Stage::Decoding && open.bound.is_none());
+                    assert!(open.stage == Stage::Decoding && open.bound.is_empty());
                     let home = home(router, segment.instance, model);
                     let open = &mut model.open[t];
                     assert_ne!(home, open.home);
                     assert_eq!(f64::from(segment.from_token), f64::from(open.whole) + open.output);
-                    (open.bound, open.bound_tokens) = (Some(home), f64::from(segment.from_token));
+                    open.bound = vec![(home, f64::from(segment.from_token))];
                     open.moving = Some(recompute);
                 }
             }
@@ -461,11 +487,12 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
             (None, _) => assert!(router.advance(ticket, Event::Moved, now).is_err()),
             (Some(_), false) => {
                 router.cancel_move(ticket, now).unwrap();
-                (open.bound, open.moving) = (None, None);
+                open.bound.clear();
+                open.moving = None;
             }
             (Some(recompute), true) => {
                 let output = open.output;
-                let (bound, to) = (open.bound, f64::from(open.whole) + open.output);
+                let (bound, to) = (open.bound[0].0, f64::from(open.whole) + open.output);
                 open.segment.to_token = Some(to as u32);
                 match router.advance(ticket, Event::Moved, now) {
                     Ok(next) => {
@@ -474,9 +501,9 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
                         let open = &mut model.open[t];
                         assert!(next.from_token == 0 || open.output == output);
                         // What was to be computed anew is forgotten where another has to take it.
-                        open.anew = recompute && bound == Some(open.home) && next.from_token > 0;
+                        open.anew = recompute && bound == open.home && next.from_token > 0;
                         open.sent = next.from_token == 0;
-                        open.bound = None;
+                        open.bound.clear();
                     }
                     Err(error) => {
                         assert!(matches!(error, CoreError::NoInstance(_)), "{error}");
@@ -494,6 +521,21 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
     }
 }
 
+const STEP: StepTime = StepTime {
+    fixed_seconds: 0.01,
+    decode_seconds_per_sequence: 1e-4,
+    decode_seconds_per_context_token: 1e-6,
+    prefill_seconds_per_token: 1e-4,
+    prefill_seconds_per_attention_pair: 1e-8,
+    max_batch_tokens: 512.0,
+};
+
+/// Three parts for whoever thinks, two for others, wherever there is a balance.
+fn three() -> Split {
+    let settings = Settings { least_gain: None, least_tokens: 1, ..Settings::default() };
+    Split::Libra(Libra { settings, lengths: Lengths::Given, parts: 3 })
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
@@ -502,11 +544,11 @@ proptest! {
         ops in prop::collection::vec(op(), 1..120),
         late in any::<bool>(),
         sibyl in any::<bool>(),
-        cut in prop::option::of(0.01..0.99f64),
+        cut in prop_oneof![Just(Split::None), (0.01..0.99f64).prop_map(Split::ForceAt), Just(three())],
     ) {
         let binding = if late { Binding::Late } else { Binding::Early };
-        let split = cut.map_or(Split::None, Split::ForceAt);
-        let config = RouterConfig { drain: false, binding, split, ..RouterConfig::default() };
+        let config =
+            RouterConfig { drain: false, binding, split: cut, step_time: Some(STEP), ..RouterConfig::default() };
         let mut router = Router::new(LeastRequests::boxed(), config).unwrap();
         if sibyl {
             router.set_decode_policy(registry::build("sibyl", &[]).unwrap()).unwrap();

@@ -55,7 +55,7 @@ fn the_decode_instance_is_booked_at_the_decision() {
     router.drop_ticket(other.ticket);
     is(&mut router, Bs, &[0.0; 3]);
     let receipt = router.receipt(first.id).unwrap();
-    assert_eq!(receipt.next.as_ref().unwrap().slot, next.instance.0);
+    assert_eq!(receipt.next[0].slot, next.instance.0);
     assert_eq!((receipt.outcome.handed_over_seconds, receipt.outcome.ttft_seconds), (Some(0.5), Some(0.6)));
     assert_eq!(router.totals().finished, 1);
 }
@@ -293,6 +293,7 @@ fn a_running_request_moves_and_its_books_with_it() {
     let begin = |router: &mut Router, to| router.begin_move(d.ticket, to, Carry::Kv, now);
     let refused = |error: CoreError, why: &str| assert!(error.to_string().contains(why), "{error}");
     refused(begin(&mut router, target).unwrap_err(), "no token yet");
+    refused(router.elsewhere(d.ticket, now).unwrap_err(), "no token yet");
     router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
     refused(begin(&mut router, source).unwrap_err(), "runs there already");
     refused(begin(&mut router, lmetric_core::InstanceId(7)).unwrap_err(), "gone");
@@ -317,6 +318,29 @@ fn a_running_request_moves_and_its_books_with_it() {
     let receipt = router.receipt(d.id).unwrap();
     assert_eq!(receipt.moves.iter().map(|m| (m.0, m.1)).collect::<Vec<_>>(), [(1050, target.0)]);
     assert_eq!(receipt.outcome.ttft_seconds, Some(0.5));
+}
+
+#[test]
+fn an_instance_that_failed_a_running_request_is_not_asked_for_it_again() {
+    let mut router = fleet(RouterConfig::default(), &[Both, Both, Both]);
+    let d = route(&mut router, 0.0);
+    router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
+    let mut lost = vec![d.segment.instance];
+    let target = router.elsewhere(d.ticket, 1.0).unwrap();
+    assert!(!lost.contains(&target));
+    is(&mut router, Indicator::BoundTokens, &[0.0; 3]);
+    router.begin_move(d.ticket, target, Carry::Recompute, 1.0).unwrap();
+    assert_eq!(router.advance(d.ticket, Event::Moved, 1.0).unwrap().unwrap().instance, target);
+    // That one fails before its first token, and the third in the middle: nobody is left.
+    lost.push(target);
+    let third = router.advance(d.ticket, Event::Failed(Failure::Refused), 2.0).unwrap().unwrap().instance;
+    assert!(!lost.contains(&third));
+    router.advance(d.ticket, Event::FirstToken, 2.5).unwrap();
+    assert_eq!(router.elsewhere(d.ticket, 3.0).unwrap(), target);
+    router.fleet_mut().set_healthy(target, false);
+    assert!(matches!(router.elsewhere(d.ticket, 3.0), Err(CoreError::NoInstance(_))));
+    router.advance(d.ticket, Event::GaveUp(Failure::Reset), 4.0).unwrap();
+    is(&mut router, Indicator::Tokens, &[0.0; 3]);
 }
 
 #[test]

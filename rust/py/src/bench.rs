@@ -92,7 +92,7 @@ fn measure(
             tokens_per_block: block_size as f64,
             expected_output_tokens: Some(256),
             session: Some(iteration as u64),
-            uncut: None,
+            ..Request::default()
         };
         router.match_prefix(&chain);
         let matched = Instant::now();

@@ -3,7 +3,7 @@ use crate::errors::to_python;
 use lmetric_core::CoreError;
 use lmetric_sim::text::Rolling;
 use lmetric_sim::{
-    Admission, DecodeThroughput, Generator, KvEvent, Order, Profile, Prompt, Request, Settings,
+    Admission, DecodeThroughput, Generator, KvEvent, Order, Profile, Prompt, Request, Settings, TokenSlo,
 };
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
@@ -92,7 +92,7 @@ impl Engine {
             "reserve" => Admission::Reserve,
             other => return Err(unknown("admission", other, "vllm or reserve")),
         };
-        let order = Order::named(order, 0, order_slo_seconds).map_err(to_python)?;
+        let order = Order::named(order, 0, TokenSlo::same(order_slo_seconds)).map_err(to_python)?;
         let generator = Generator::new(words, vocabulary).map_err(to_python)?;
         let settings = Settings { admission, order, kv_events };
         let engine = lmetric_sim::Engine::new(profile, settings, Some(generator)).map_err(to_python)?;
@@ -113,7 +113,16 @@ impl Engine {
     ) -> PyResult<u64> {
         let id = self.submitted;
         let prompt = Prompt::Tokens(&prompt);
-        let request = Request { id, prompt, output_tokens, priority, salt, report_cached, pulled_tokens };
+        let request = Request {
+            id,
+            prompt,
+            output_tokens,
+            priority,
+            salt,
+            report_cached,
+            pulled_tokens,
+            think_tokens: 0,
+        };
         self.engine.submit(&request, now).map_err(to_python)?;
         self.submitted += 1;
         Ok(id)

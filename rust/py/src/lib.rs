@@ -8,6 +8,7 @@ mod errors;
 mod expr;
 mod feed;
 mod policies;
+mod priorities;
 mod reschedule;
 mod router;
 mod simulate;

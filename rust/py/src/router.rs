@@ -11,7 +11,7 @@ use lmetric_core::indicators::{INDICATORS, Scope};
 use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::plan::{Binding, Cuts};
-use lmetric_core::request::Request;
+use lmetric_core::request::{Request, Tenant};
 use lmetric_core::router::books::Report;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::{IndexFeed, Router as CoreRouter, RouterConfig, SharedRouter};
@@ -103,10 +103,13 @@ struct Prompt<'py> {
     prompt_tokens: Option<u32>,
     extra_tokens: u32,
     expected_output_tokens: Option<u32>,
+    think_tokens: Option<u32>,
+    length_class: Option<&'py str>,
     session: Option<&'py str>,
     adapter: Option<&'py str>,
     salt: Option<&'py str>,
     uncut: Option<&'py str>,
+    tenant: Tenant,
 }
 
 impl Router {
@@ -152,8 +155,11 @@ impl Router {
             prompt_tokens: prompt_tokens.saturating_add(prompt.extra_tokens),
             tokens_per_block,
             expected_output_tokens: prompt.expected_output_tokens,
+            think_tokens: prompt.think_tokens,
+            length_class: prompt.length_class.map(|class| xxh3_64(class.as_bytes())),
             session: prompt.session.map(|s| xxh3_64(s.as_bytes())),
             uncut: prompt.uncut,
+            tenant: prompt.tenant,
         };
         with(request, chain)
     }
@@ -379,14 +385,17 @@ impl Router {
     /// Exactly one of `tokens` (buffer of token ids), `text` (str or UTF-8 bytes) and `block_hashes` (buffer of 64-bit hashes, one a
     /// block of `block_size` tokens, chained here); or `prompt_tokens` alone, where nothing can match. `prompt_tokens`: prompt
     /// length in tokens, where the caller knows better (text is taken for 4 bytes a token). `expected_output_tokens`: output
-    /// length, where known. `extra_tokens`: of further prompts in the same request, which count as load and match nothing. `session`: key of session affinity. `adapter`: the LoRA adapter's name; `salt`: cache salt; prompts where they differ never
-    /// match. `request_id`: for the receipt. `uncut`: why the request must stay in one piece, where it must (for the receipt). `now`: seconds on the monotonic clock.
+    /// length, where known. `think_tokens`: of these, the first that nobody reads as they come (what a model thinks before it answers), where known: see `set_split`.
+    /// `length_class`: whatever answers alike (tenant, endpoint, task), for lengths that are estimated. `extra_tokens`: of further prompts in the same request, which count as load and match nothing. `session`: key of session affinity. `adapter`: the LoRA adapter's name; `salt`: cache salt; prompts where they differ never
+    /// match. `request_id`: for the receipt. `uncut`: why the request must stay in one piece, where it must (for the receipt). Where requests are ordered (`set_priorities`): `tenant`, whose
+    /// it is; `tenant_weight`, its share beside others; `handicap_seconds`, by which its requests go behind others'. `now`: seconds on the monotonic clock.
     ///
     /// Returns the decision and the ticket; a ticket that is dropped while open is an abort. Raises `NoInstanceError` (nothing is
     /// booked), `BadValueError` (a prompt of the wrong kind), `PolicyError` (a policy function failed).
     /// Source: LMETRIC, Figure 4 and section 5.
     #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
-        extra_tokens=0, session=None, adapter=None, salt=None, request_id=None, uncut=None, now=None))]
+        think_tokens=None, length_class=None, extra_tokens=0, session=None, adapter=None, salt=None, request_id=None, uncut=None,
+        tenant=None, tenant_weight=1.0, handicap_seconds=0.0, now=None))]
     fn route<'py>(
         &self,
         py: Python<'py>,
@@ -395,12 +404,17 @@ impl Router {
         block_hashes: Option<Bound<'py, PyAny>>,
         prompt_tokens: Option<u32>,
         expected_output_tokens: Option<u32>,
+        think_tokens: Option<u32>,
+        length_class: Option<&'py str>,
         extra_tokens: u32,
         session: Option<&'py str>,
         adapter: Option<&'py str>,
         salt: Option<&'py str>,
         request_id: Option<&str>,
         uncut: Option<&'py str>,
+        tenant: Option<&str>,
+        tenant_weight: f64,
+        handicap_seconds: f64,
         now: Option<f64>,
     ) -> Result<(Decision, Ticket)> {
         let prompt = Prompt {
@@ -410,10 +424,17 @@ impl Router {
             prompt_tokens,
             extra_tokens,
             expected_output_tokens,
+            think_tokens,
+            length_class,
             session,
             adapter,
             salt,
             uncut,
+            tenant: Tenant {
+                id: tenant.map_or(0, |name| xxh3_64(name.as_bytes())),
+                weight: tenant_weight,
+                handicap_seconds,
+            },
         };
         let now = self.clock.now(now)?;
         self.with_request(py, &prompt, |request, chain| {
@@ -452,10 +473,13 @@ impl Router {
             prompt_tokens,
             extra_tokens: 0,
             expected_output_tokens: None,
+            think_tokens: None,
+            length_class: None,
             session: None,
             adapter,
             salt,
             uncut: None,
+            tenant: Tenant::default(),
         };
         let hits = self.with_request(py, &prompt, |request, chain| {
             Ok(self.lock(py)?.hit_tokens(&Request { chain, ..request }))
@@ -486,10 +510,13 @@ impl Router {
             prompt_tokens,
             extra_tokens: 0,
             expected_output_tokens,
+            think_tokens: None,
+            length_class: None,
             session,
             adapter,
             salt,
             uncut: None,
+            tenant: Tenant::default(),
         };
         let now = self.clock.now(now)?;
         let mut out = Vec::new();
@@ -671,7 +698,23 @@ impl Router {
         Ok(())
     }
 
-    /// How requests are cut from now on that no roles cut: `"none"`; `"libra"`, where that balances two instances and pays, with the settings `probes`,
+    /// What requests are ordered by in their engines' queues from now on: `"none"`; `"uniboost"`, boosted arrivals in milliseconds, with the settings `gamma` (1/s),
+    /// `adaptive` (0: gamma stays), `window`, `smoothing`, `least_gamma`, `most_gamma`, `bin_tokens`, `most_boost_seconds`, `clock_offset_seconds` (added to the
+    /// router's clock); or `"vtc"`, start tags by tenant in thousandths of a virtual token. `Decision.priority` has it: lower goes first. Raises `BadValueError`.
+    /// Source: UniBoost, section 3; Sheng et al., OSDI 2024.
+    #[pyo3(signature = (kind, **settings))]
+    fn set_priorities(&self, py: Python<'_>, kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {
+        let priorities = crate::priorities::priorities_of(kind, settings)?;
+        Ok(self.lock(py)?.set_priorities(priorities)?)
+    }
+
+    /// UniBoost's gamma as it is now, 1/s, and how often it was estimated; None where nobody is boosted.
+    fn gamma(&self, py: Python<'_>) -> Result<Option<(f64, u64)>> {
+        Ok(self.lock(py)?.gamma())
+    }
+
+    /// How requests are cut from now on that no roles cut: `"none"`; `"libra"`, where that balances two instances and pays, with the settings `parts` (3: one that says
+    /// how many `think_tokens` its answer has is cut into prompt, thoughts and answer, whether that pays or not; where it cannot be, into two), `probes`,
     /// `epsilon`, `least_gain` (shares of a request's own seconds; a gain below 0: wherever there is a balance), `least_tokens`,
     /// `transfer_seconds_per_token`, `transfer_fixed_seconds`, `quantile` and `margin_tokens` of the expected answer, or `lengths_given` (1: requests say how
     /// long their answers get); or `"force"` with the fraction of prompt and expected output at which each is cut

@@ -8,8 +8,8 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::router::{IndexFeed, RouterConfig};
 use lmetric_sim::{
-    Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Profile, Quantity, Signals, Trace,
-    Transfer,
+    Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Profile, Quantity, Signals, TokenSlo,
+    Trace, Transfer,
 };
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -29,7 +29,7 @@ pub struct Workload {
 impl Workload {
     #[new]
     #[pyo3(signature = (arrival_seconds, input_tokens, output_tokens, hash_offsets, hash_ids, *, trace_block_tokens,
-        block_tokens, previous=None, think_seconds=None, sessions=None))]
+        block_tokens, think_tokens=None, previous=None, think_seconds=None, sessions=None))]
     fn new(
         py: Python<'_>,
         arrival_seconds: PyReadonlyArray1<'_, f64>,
@@ -39,6 +39,7 @@ impl Workload {
         hash_ids: PyReadonlyArray1<'_, u64>,
         trace_block_tokens: u32,
         block_tokens: u32,
+        think_tokens: Option<PyReadonlyArray1<'_, i64>>,
         previous: Option<PyReadonlyArray1<'_, i64>>,
         think_seconds: Option<PyReadonlyArray1<'_, f64>>,
         sessions: Option<PyReadonlyArray1<'_, i64>>,
@@ -50,6 +51,7 @@ impl Workload {
             hash_offsets: column(&hash_offsets)?,
             hash_ids: column(&hash_ids)?,
             block_tokens: trace_block_tokens,
+            think_tokens: optional(think_tokens.as_ref())?,
             previous: optional(previous.as_ref())?,
             think_seconds: optional(think_seconds.as_ref())?,
             sessions: optional(sessions.as_ref())?,
@@ -91,8 +93,9 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_times=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
-    local_order="fcfs", order_slo_seconds=0.1,
-    split="none", split_settings=None, reschedule="none", reschedule_settings=None, silent_segments=false, token_slo_seconds=0.1))]
+    local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None,
+    split="none", split_settings=None, reschedule="none", reschedule_settings=None, silent_segments=false, token_slo_seconds=0.1,
+    think_slo_seconds=None))]
 fn simulate<'py>(
     py: Python<'py>,
     workload: &Bound<'py, Workload>,
@@ -124,12 +127,14 @@ fn simulate<'py>(
     transfer_chunk_tokens: u32,
     local_order: &str,
     order_slo_seconds: f64,
+    order_think_slo_seconds: Option<f64>,
     split: &str,
     split_settings: Option<&Bound<'py, PyDict>>,
     reschedule: &str,
     reschedule_settings: Option<&Bound<'py, PyDict>>,
     silent_segments: bool,
     token_slo_seconds: f64,
+    think_slo_seconds: Option<f64>,
 ) -> Result<Bound<'py, PyDict>> {
     let policy = policies::build(policy, knobs)?;
     let seen = match signals {
@@ -170,7 +175,7 @@ fn simulate<'py>(
             "vllm" => Admission::Vllm,
             other => return Err(unknown("admission", other, "reserve or vllm").into()),
         },
-        order: order(local_order, seed, order_slo_seconds)?,
+        order: order(local_order, seed, slo(order_slo_seconds, order_think_slo_seconds))?,
         signals: Signals { token_stride, ..seen },
         router: RouterConfig {
             index_feed: match index {
@@ -198,7 +203,7 @@ fn simulate<'py>(
         output_known,
         reschedule: crate::reschedule::reschedule_of(reschedule, reschedule_settings)?,
         timeline_seconds,
-        token_slo_seconds,
+        token_slo: slo(token_slo_seconds, think_slo_seconds),
     };
     let workload = &workload.get().inner;
     let outcome = py.detach(|| {
@@ -209,8 +214,13 @@ fn simulate<'py>(
     Ok(columns(py, outcome, config.profiles.len())?)
 }
 
-fn order(name: &str, seed: u64, order_slo_seconds: f64) -> Result<Order> {
-    match Order::named(name, seed, order_slo_seconds)? {
+/// What is asked of an answer's tokens, and of thoughts where that is another time.
+fn slo(answer_seconds: f64, think_seconds: Option<f64>) -> TokenSlo {
+    TokenSlo { answer_seconds, think_seconds: think_seconds.unwrap_or(answer_seconds) }
+}
+
+fn order(name: &str, seed: u64, slo: TokenSlo) -> Result<Order> {
+    match Order::named(name, seed, slo)? {
         Order::Priority => {
             Err(unknown("local_order", name, "another one: the requests of a trace have no priorities")
                 .into())
@@ -242,6 +252,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
         ("decode_instance", records.decode_instance),
         ("handoff_least_loaded", records.handoff_least_loaded),
         ("cut_tokens", records.cut_tokens),
+        ("answer_cut_tokens", records.answer_cut_tokens),
         ("slow_tokens", records.slow_tokens),
         ("moves", records.moves),
     ] {

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// Libra's settings, by name.
-const LIBRA: &str = "probes, epsilon, least_gain, least_tokens, transfer_seconds_per_token, transfer_fixed_seconds, quantile, \
+const LIBRA: &str = "parts, probes, epsilon, least_gain, least_tokens, transfer_seconds_per_token, transfer_fixed_seconds, quantile, \
     margin_tokens or lengths_given";
 
 /// The split of this name with its settings.
@@ -48,7 +48,8 @@ pub fn split_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Spli
                 0.0 => Lengths::Estimated { quantile, margin_tokens },
                 _ => Lengths::Given,
             };
-            Split::Libra(Libra { settings, lengths })
+            let parts = take("parts").map_or(2, |n| n as u32);
+            Split::Libra(Libra { settings, lengths, parts })
         }
         "force" => Split::ForceAt(take("at").unwrap_or(f64::NAN)),
         other => return Err(bad("split", format!("{other:?}"), "\"none\", \"libra\" or \"force\"")),

@@ -31,6 +31,9 @@ pub struct Decision {
     /// Prompt length in tokens, as given or estimated.
     #[pyo3(get)]
     prompt_tokens: u32,
+    /// What it is given for its engine's queue, lower first; None where requests are not ordered.
+    #[pyo3(get)]
+    priority: Option<i64>,
     name: Arc<str>,
     /// Where it goes on, as far as chosen.
     next: Option<Arc<str>>,
@@ -51,6 +54,7 @@ impl Decision {
             index: decision.segment.instance.0,
             predicted_hit_tokens: decision.predicted_hit_tokens,
             prompt_tokens,
+            priority: decision.priority.map(|priority| priority.value),
             name,
             next,
             shared,
@@ -170,7 +174,7 @@ impl Ticket {
     #[getter]
     fn next_instance(&self, py: Python<'_>) -> Result<Option<String>> {
         let mut router = lock(self.ticket.router(), py)?;
-        let next = router.bound_next(self.ticket.id());
+        let next = router.bound(self.ticket.id()).next();
         Ok(next.map(|segment| router.fleet().name(segment.instance).to_string()))
     }
 
@@ -190,6 +194,16 @@ impl Ticket {
         let carry = if recompute { Carry::Recompute } else { Carry::Kv };
         router.begin_move(self.ticket.id(), target, carry, now)?;
         Ok(())
+    }
+
+    /// The instance of the running request has failed it, and is not asked for it again: the name of the one where it would best go on. Books nothing. Raises
+    /// `NoInstanceError`, and `TicketError` where it is closed or has no token yet.
+    #[pyo3(signature = (now=None))]
+    fn elsewhere(&self, py: Python<'_>, now: Option<f64>) -> Result<String> {
+        let now = self.clock.now(now)?;
+        let mut router = lock(self.ticket.router(), py)?;
+        let next = router.elsewhere(self.ticket.id(), now)?;
+        Ok(router.fleet().name(next).to_string())
     }
 
     /// Gives up a move that has begun; does nothing where none has. Raises `TicketError` on a closed ticket.
@@ -343,15 +357,19 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("filter_waived", receipt.filter_waived)?;
     dict.set_item("guard_excluded", receipt.guard_excluded)?;
     dict.set_item("guard_balance_only", receipt.balance_only)?;
-    let next = receipt.next.as_ref();
+    let next = receipt.next.first();
     dict.set_item("decode_instance", next.map(|n| &*n.name))?;
+    dict.set_item("answer_instance", receipt.next.get(1).map(|n| &*n.name))?;
     dict.set_item("decode_score", next.and_then(|n| number(n.score)))?;
     dict.set_item("expected_handoff_seconds", next.map(|n| n.handoff_seconds))?;
     dict.set_item("cuts", receipt.cuts.to_vec())?;
     dict.set_item("uncut", receipt.uncut.as_deref())?;
+    dict.set_item("priority", receipt.priority.map(|p| p.value))?;
+    dict.set_item("boost_seconds", receipt.priority.map(|p| p.boost_seconds))?;
     let balance = |of: fn(&Balance) -> f64| receipt.balance.as_ref().and_then(|balance| number(of(balance)));
     dict.set_item("balance_first_seconds", balance(|b| b.first_seconds))?;
     dict.set_item("balance_second_seconds", balance(|b| b.second_seconds))?;
+    dict.set_item("balance_third_seconds", balance(|b| b.third_seconds))?;
     dict.set_item("balance_cut_seconds", balance(|b| b.cut_seconds))?;
     dict.set_item("balance_whole_seconds", balance(|b| b.whole_seconds))?;
     let moves = receipt.moves.iter().map(|(token, _, name)| (*token, &**name));

@@ -271,13 +271,34 @@ impl RequestHead {
         self.fields.api_key.as_deref()
     }
 
-    /// The head for an engine: `first` (request line and fields of the router's own), the client's fields, the end.
-    fn for_engine<'py>(&self, py: Python<'py>, first: &[u8], length: usize) -> PyResult<Bound<'py, PyBytes>> {
+    #[getter]
+    fn tenant(&self) -> Option<String> {
+        self.fields.tenant.as_deref().map(latin1)
+    }
+
+    /// The head for an engine: `first` (request line and fields of the router's own), the client's fields, the end. `priority`: instead of the client's.
+    #[pyo3(signature = (first, length, priority=None))]
+    fn for_engine<'py>(
+        &self,
+        py: Python<'py>,
+        first: &[u8],
+        length: usize,
+        priority: Option<i64>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let given = priority.map(|priority| priority.to_string().into_bytes());
+        let field = given.as_ref().or(self.fields.priority.as_ref());
+        let priority: [&[u8]; 3] = match field {
+            Some(value) => [b"x-vllm-priority: ", value, b"\r\n"],
+            None => [b""; 3],
+        };
         let id: Vec<u8> = self.request_id.chars().map(|c| c as u8).collect();
         let length = length.to_string();
-        let parts: [&[u8]; 7] = [
+        let parts: [&[u8]; 10] = [
             first,
             &self.fields.lines,
+            priority[0],
+            priority[1],
+            priority[2],
             b"x-request-id: ",
             &id,
             b"\r\ncontent-length: ",

@@ -11,7 +11,7 @@
 //! one to the next.
 use crate::engine::order::Order;
 use crate::engine::{Admission, Engine, Prompt, Request};
-use crate::gaps::{GapHistogram, Gaps, TokenGaps};
+use crate::gaps::{GapHistogram, Gaps, Makes, TokenGaps, TokenSlo};
 use crate::profile::Profile;
 use crate::record::{Quantity, Records, Timeline};
 use crate::signals::{Observer, Signals};
@@ -59,8 +59,8 @@ pub struct ClusterConfig {
     pub reschedule: Option<RescheduleConfig>,
     /// Length of the timeline's buckets.
     pub timeline_seconds: Seconds,
-    /// The longest gap between two output tokens that a token SLO allows.
-    pub token_slo_seconds: Seconds,
+    /// The longest gap between two output tokens that counts as good, before an answer's and before a thought.
+    pub token_slo: TokenSlo,
 }
 
 /// What came of a run.
@@ -289,8 +289,10 @@ impl Cluster<'_> {
                 prompt_tokens: shape.input_tokens[request],
                 tokens_per_block: f64::from(shape.block_tokens),
                 expected_output_tokens: self.config.output_known.then(|| shape.output_tokens[request]),
+                think_tokens: self.config.output_known.then(|| shape.think_tokens[request]),
+                length_class: None,
                 session: shape.sessions[request],
-                uncut: None,
+                ..RouterRequest::default()
             },
             self.now,
         )?;
@@ -346,6 +348,7 @@ impl Cluster<'_> {
             let events = self.engines[instance].events();
             for admitted in events.admitted.iter().filter(|admitted| admitted.first_time) {
                 let request = admitted.id as usize;
+                self.parts[request].began = self.now;
                 if self.parts[request].from > 0 {
                     self.records.decode_start_seconds[request] = self.now;
                 } else {
@@ -402,7 +405,8 @@ impl Cluster<'_> {
                 *at = if at.is_nan() { end } else { *at };
                 let last = std::mem::replace(&mut self.last_tokens[request], f64::NAN);
                 if !last.is_nan() {
-                    self.records.add_gaps(request, self.seams.single(end - last));
+                    let makes = makes(self.workload, request, part.from);
+                    self.records.add_gaps(request, self.seams.single(end - last, makes));
                 }
             }
             self.observer.prefilled(chunk, first, self.now)?;
@@ -413,7 +417,10 @@ impl Cluster<'_> {
             let part = &self.parts[request];
             if part.streams(self.workload.shape.input_tokens[request], self.config.silent_segments) {
                 // The step that makes a token which is made again behind a cut is part of the gap there.
-                let again = part.to.is_some() && end - events.last_start > self.config.token_slo_seconds;
+                let again = part.to.is_some_and(|to| {
+                    let slo = self.config.token_slo.of(makes(self.workload, request, to - 1));
+                    end - events.last_start > slo
+                });
                 let slow = gaps.slow.saturating_sub(u32::from(again));
                 self.records.add_gaps(request, Gaps { slow, ..gaps });
             }
@@ -477,6 +484,13 @@ fn chain<'w>(workload: &'w Workload, config: &ClusterConfig, request: usize) -> 
     }
 }
 
+/// What a request's token behind `tokens` of prompt and output is.
+fn makes(workload: &Workload, request: usize, tokens: u32) -> Makes {
+    let shape = &workload.shape;
+    let thought = shape.input_tokens[request] + shape.think_tokens[request];
+    if tokens < thought { Makes::Thoughts } else { Makes::Answer }
+}
+
 fn engine_request<'w>(
     workload: &'w Workload,
     config: &ClusterConfig,
@@ -494,6 +508,11 @@ fn engine_request<'w>(
         id: request as u64,
         prompt: Prompt::Chain { hashes: &hashes[..hashes.len().min(whole)], tokens },
         output_tokens: end - tokens,
+        // The token that is made again behind the cut is nobody's: it counts as what came before it.
+        think_tokens: match part.to {
+            Some(to) if to <= prompt + shape.think_tokens[request] => end - tokens,
+            _ => (prompt + shape.think_tokens[request]).saturating_sub(tokens),
+        },
         priority: 0,
         salt: None,
         report_cached: false,

@@ -4,7 +4,7 @@
 //! far), and a step costs the sequences that prefill, end or cross a block edge, not those that merely decode.
 use crate::cache::PrefixCache;
 use crate::events::{Counters, KvEvent, KvLog, Load, StepEvents};
-use crate::gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps, TokenGaps};
+use crate::gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps, TokenGaps, TokenSlo};
 use crate::hash;
 use crate::pool::BlockPool;
 use crate::profile::Profile;
@@ -78,6 +78,8 @@ pub struct Request<'a> {
     pub prompt: Prompt<'a>,
     /// Output tokens it gets, exactly.
     pub output_tokens: u32,
+    /// Of these, the first that are thoughts: their SLO is another ([`TokenSlo`], [`order::Slo`]).
+    pub think_tokens: u32,
     /// Lower runs earlier under [`Order::Priority`].
     pub priority: i64,
     /// Requests with different salts share no block.
@@ -151,6 +153,9 @@ pub struct Engine {
     prefilling_tokens: u64,
     /// (tick, order, slot) of last tokens. Entries that no longer hold are skipped when they come up.
     ends: BinaryHeap<Reverse<(u64, u64, u32)>>,
+    /// The same of thoughts' ends, of those that decode on; and how many of those that decode make an answer's tokens.
+    answers: BinaryHeap<Reverse<(u64, u64, u32)>>,
+    answering: u32,
     /// By tick modulo block size: decoding sequences that need a new block in the step at that tick.
     crossings: Vec<Vec<u32>>,
     chunks: Vec<Chunk>,
@@ -178,7 +183,7 @@ impl Engine {
             generator,
             events: StepEvents::default(),
             counters: Counters::default(),
-            gaps: TokenGaps::new(DEFAULT_TOKEN_SLO_SECONDS),
+            gaps: TokenGaps::new(TokenSlo::same(DEFAULT_TOKEN_SLO_SECONDS)),
             begun: 0.0,
             sequences: Sequences::default(),
             by_id: HashMap::new(),
@@ -191,6 +196,8 @@ impl Engine {
             context_tokens: 0,
             prefilling_tokens: 0,
             ends: BinaryHeap::new(),
+            answers: BinaryHeap::new(),
+            answering: 0,
             chunks: Vec::new(),
             step: None,
             bytes: Vec::new(),
@@ -204,8 +211,8 @@ impl Engine {
     }
 
     /// Counts gaps between tokens against another SLO than [`DEFAULT_TOKEN_SLO_SECONDS`], from now on.
-    pub fn set_token_slo(&mut self, seconds: Seconds) {
-        self.gaps = TokenGaps::new(seconds);
+    pub fn set_token_slo(&mut self, slo: TokenSlo) {
+        self.gaps = TokenGaps::new(slo);
     }
 
     /// Gaps between the tokens of all requests.
@@ -228,6 +235,7 @@ impl Engine {
         sequence.priority = request.priority;
         sequence.order = order;
         sequence.output_tokens = request.output_tokens;
+        sequence.think_tokens = request.think_tokens;
         sequence.root = hash::root(request.salt);
         sequence.salt = request.salt.map(Arc::from);
         sequence.report_cached = request.report_cached;
@@ -279,6 +287,14 @@ impl Engine {
         if request.pulled_tokens as usize > prompt_tokens {
             let got = request.pulled_tokens.to_string();
             return bad("pulled tokens", got, format!("at most the prompt's {prompt_tokens}"));
+        }
+        if request.think_tokens > request.output_tokens {
+            let got = request.think_tokens.to_string();
+            return bad(
+                "thought tokens",
+                got,
+                format!("at most its {} output tokens", request.output_tokens),
+            );
         }
         if self.by_id.contains_key(&request.id) {
             return bad("id", request.id.to_string(), "one that is not in the engine already".into());
@@ -495,6 +511,18 @@ impl Engine {
             context_tokens: self.context_tokens + made,
             counters: self.counters,
         }
+    }
+
+    /// [`Engine::hit_tokens`] of a request that ran here under this id before, its answer's tokens counted: those that it left in the cache, where that keeps such (it
+    /// does under [`Admission::Vllm`]).
+    pub fn own_tokens(&self, chain: &[u64], id: u64, tokens: u32) -> u32 {
+        let mut own = chain.to_vec();
+        if self.settings.admission == Admission::Vllm {
+            while own.len() < (tokens / self.profile.block_tokens) as usize {
+                own.push(hash::own(own.last().copied().unwrap_or(hash::root(None)), id));
+            }
+        }
+        self.hit_tokens(&own, tokens)
     }
 
     /// Tokens of a prompt that the cache holds now, of at most `prompt_tokens - 1`.

@@ -1,7 +1,8 @@
 //! Time between tokens (TBT): what each request waited from one output token to the next, and how all such gaps are distributed.
 //!
 //! A step gives every decoding request one token, so its length is a gap of each. Nothing is kept by request while it decodes: how many gaps were too long is the
-//! difference of two counts, and the longest stands on a stack of steps of which none is longer than one before it.
+//! difference of two counts, and the longest stands on a stack of steps of which none is longer than one before it. Thoughts have an SLO of their own, and a count of
+//! their own: a request's gaps are slow by the one as long as it thinks, by the other from then on.
 use lmetric_core::ids::Seconds;
 
 /// The token SLO of Libra's evaluation (section 6.1).
@@ -11,6 +12,39 @@ pub const DEFAULT_TOKEN_SLO_SECONDS: Seconds = 0.1;
 const LEAST: Seconds = 1e-4;
 const RATIO: f64 = 1.01;
 const BINS: usize = 1852;
+
+/// What a request makes: tokens that are read as they come, or thoughts before them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Makes {
+    /// Tokens that are read.
+    Answer,
+    /// Tokens that nobody reads as they come.
+    Thoughts,
+}
+
+/// What is asked of the gap before a token, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TokenSlo {
+    /// Of an answer.
+    pub answer_seconds: Seconds,
+    /// Of thoughts.
+    pub think_seconds: Seconds,
+}
+
+impl TokenSlo {
+    /// One for all tokens.
+    pub const fn same(seconds: Seconds) -> TokenSlo {
+        TokenSlo { answer_seconds: seconds, think_seconds: seconds }
+    }
+
+    /// That of one stage.
+    pub fn of(&self, makes: Makes) -> Seconds {
+        match makes {
+            Makes::Answer => self.answer_seconds,
+            Makes::Thoughts => self.think_seconds,
+        }
+    }
+}
 
 /// Gaps of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
@@ -89,9 +123,9 @@ fn below(limit: Seconds, first: Seconds, more: Seconds, steps: u32) -> u32 {
 /// The gaps of an engine's requests.
 #[derive(Clone, Debug)]
 pub struct TokenGaps {
-    slo_seconds: Seconds,
-    /// Decode steps so far that took longer than the SLO.
-    slow_steps: u64,
+    slo: TokenSlo,
+    /// Decode steps so far that took longer than the SLO of answers, and than that of thoughts.
+    slow_steps: [u64; 2],
     /// (tick after it, seconds) of steps, later ones shorter.
     longest: Vec<(u64, Seconds)>,
     histogram: GapHistogram,
@@ -99,8 +133,8 @@ pub struct TokenGaps {
 
 impl TokenGaps {
     /// None yet.
-    pub fn new(slo_seconds: Seconds) -> TokenGaps {
-        TokenGaps { slo_seconds, slow_steps: 0, longest: Vec::new(), histogram: GapHistogram::default() }
+    pub fn new(slo: TokenSlo) -> TokenGaps {
+        TokenGaps { slo, slow_steps: [0; 2], longest: Vec::new(), histogram: GapHistogram::default() }
     }
 
     /// How they are distributed.
@@ -108,9 +142,14 @@ impl TokenGaps {
         &self.histogram
     }
 
-    /// The count that [`TokenGaps::since`] wants of the moment at which a request begins to decode.
-    pub fn mark(&self) -> u64 {
-        self.slow_steps
+    /// The count that [`TokenGaps::since`] wants of the moment at which a request begins to make such tokens.
+    pub fn mark(&self, makes: Makes) -> u64 {
+        self.slow_steps[makes as usize]
+    }
+
+    /// Steps since that moment that were too slow for such tokens.
+    pub fn slow_since(&self, makes: Makes, mark: u64) -> u32 {
+        (self.slow_steps[makes as usize] - mark) as u32
     }
 
     /// `steps` steps, of `first` seconds and each further one `more` longer, gave `requests` requests a token each; `tick`: after the last.
@@ -119,7 +158,10 @@ impl TokenGaps {
             self.longest.clear(); // nobody decodes who could ask for them
             return;
         }
-        self.slow_steps += u64::from(steps - below(self.slo_seconds, first, more, steps));
+        for makes in [Makes::Answer, Makes::Thoughts] {
+            let slow = steps - below(self.slo.of(makes), first, more, steps);
+            self.slow_steps[makes as usize] += u64::from(slow);
+        }
         let last = first + more * f64::from(steps - 1);
         while self.longest.last().is_some_and(|(_, seconds)| *seconds <= last) {
             self.longest.pop();
@@ -128,17 +170,17 @@ impl TokenGaps {
         self.histogram.count(requests as u64, first, more, steps);
     }
 
-    /// The gaps of a request that has decoded since `tick`, when the mark was `mark`.
-    pub fn since(&self, tick: u64, mark: u64) -> Gaps {
+    /// The gaps of a request that has decoded since `tick`; those that were too slow since the mark of what it makes was `mark`.
+    pub fn since(&self, tick: u64, makes: Makes, mark: u64) -> Gaps {
         let place = self.longest.partition_point(|(after, _)| *after <= tick);
         let worst = self.longest.get(place).map_or(0.0, |(_, seconds)| *seconds);
-        Gaps { slow: (self.slow_steps - mark) as u32, worst }
+        Gaps { slow: self.slow_since(makes, mark), worst }
     }
 
-    /// A gap that was no step: a request waited in between.
-    pub fn single(&mut self, seconds: Seconds) -> Gaps {
+    /// A gap that was no step: a request waited in between, for such a token.
+    pub fn single(&mut self, seconds: Seconds, makes: Makes) -> Gaps {
         self.histogram.count(1, seconds, 0.0, 1);
-        Gaps { slow: u32::from(seconds > self.slo_seconds), worst: seconds }
+        Gaps { slow: u32::from(seconds > self.slo.of(makes)), worst: seconds }
     }
 }
 
@@ -149,18 +191,22 @@ mod tests {
 
     #[test]
     fn by_hand() {
-        let mut gaps = TokenGaps::new(0.1);
+        use Makes::{Answer, Thoughts};
+        let mut gaps = TokenGaps::new(TokenSlo { answer_seconds: 0.1, think_seconds: 0.25 });
         gaps.steps(3, 2, 0.09, 0.01, 3); // 0.09, 0.10, 0.11
-        let (tick, mark) = (3, gaps.mark());
-        assert_eq!(gaps.since(0, 0), Gaps { slow: 1, worst: 0.11 });
+        let (tick, mark) = (3, gaps.mark(Answer));
+        assert_eq!(gaps.since(0, Answer, 0), Gaps { slow: 1, worst: 0.11 });
+        assert_eq!(gaps.since(0, Thoughts, 0), Gaps { slow: 0, worst: 0.11 });
         gaps.steps(4, 3, 0.05, 0.0, 1);
         gaps.steps(5, 3, 0.3, 0.0, 1);
         gaps.steps(6, 3, 0.2, 0.0, 1);
-        assert_eq!(gaps.since(tick, mark), Gaps { slow: 2, worst: 0.3 });
-        assert_eq!(gaps.since(5, mark + 1), Gaps { slow: 1, worst: 0.2 });
-        assert_eq!(gaps.since(6, gaps.mark()), Gaps::default());
-        assert_eq!(gaps.single(0.5), Gaps { slow: 1, worst: 0.5 });
-        assert_eq!(gaps.histogram().counts().iter().sum::<u64>(), 2 * 3 + 3 * 3 + 1);
+        assert_eq!(gaps.since(tick, Answer, mark), Gaps { slow: 2, worst: 0.3 });
+        assert_eq!(gaps.since(tick, Thoughts, 0), Gaps { slow: 1, worst: 0.3 });
+        assert_eq!(gaps.since(5, Answer, mark + 1), Gaps { slow: 1, worst: 0.2 });
+        assert_eq!(gaps.since(6, Answer, gaps.mark(Answer)), Gaps::default());
+        assert_eq!(gaps.single(0.2, Answer), Gaps { slow: 1, worst: 0.2 });
+        assert_eq!(gaps.single(0.2, Thoughts), Gaps { slow: 0, worst: 0.2 });
+        assert_eq!(gaps.histogram().counts().iter().sum::<u64>(), 2 * 3 + 3 * 3 + 2);
     }
 
     proptest! {
@@ -170,11 +216,11 @@ mod tests {
             runs in prop::collection::vec((1usize..5, 0.001f64..1.0, 0.0f64..0.01, 1u32..200), 1..20),
             from in 0usize..20,
         ) {
-            let (mut gaps, mut tick, mut begun, mut own) = (TokenGaps::new(slo), 0, (0, 0), Vec::new());
+            let (mut gaps, mut tick, mut begun, mut own) = (TokenGaps::new(TokenSlo::same(slo)), 0, (0, 0), Vec::new());
             let mut all = vec![0u64; BINS];
             for (i, &(requests, first, more, steps)) in runs.iter().enumerate() {
                 if i == from.min(runs.len() - 1) {
-                    begun = (tick, gaps.mark());
+                    begun = (tick, gaps.mark(Makes::Answer));
                     own.clear();
                 }
                 tick += u64::from(steps);
@@ -185,7 +231,7 @@ mod tests {
                     all[GapHistogram::bin(seconds)] += requests as u64;
                 }
             }
-            let told = gaps.since(begun.0, begun.1);
+            let told = gaps.since(begun.0, Makes::Answer, begun.1);
             prop_assert!((told.worst - own.iter().copied().fold(0.0, f64::max)).abs() < 1e-12);
             let slow = own.iter().filter(|seconds| **seconds > slo).count() as i64;
             prop_assert!((i64::from(told.slow) - slow).abs() <= runs.len() as i64, "rounding at the SLO alone");

@@ -23,7 +23,7 @@ pub use cluster::{ClusterConfig, Outcome, simulate};
 pub use engine::order::{Order, Slo, SrptNoisy, TOKEN_SECONDS};
 pub use engine::{Admission, Engine, Prompt, Request, Settings};
 pub use events::{Counters, KvEvent, KvLog, Load, StepEvents};
-pub use gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps};
+pub use gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps, Makes, TokenSlo};
 pub use profile::{DecodeThroughput, Profile, StepWork};
 pub use record::{Quantity, Records, Timeline};
 pub use signals::Signals;

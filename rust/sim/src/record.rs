@@ -21,9 +21,9 @@ pub struct Records {
     pub finished_seconds: Vec<Seconds>,
     /// Times it was put back into the queue, for want of memory or for another.
     pub preemptions: Vec<i64>,
-    /// Where it decoded, its prompt being prefilled elsewhere; -1: nowhere else.
+    /// Where it decoded last, its prompt being prefilled elsewhere; -1: nowhere else.
     pub decode_instance: Vec<i64>,
-    /// When its prefill ended there.
+    /// When the segment before that ended.
     pub handoff_seconds: Vec<Seconds>,
     /// When it was first admitted where it decoded.
     pub decode_start_seconds: Vec<Seconds>,
@@ -32,9 +32,11 @@ pub struct Records {
     pub handoff_least_loaded: Vec<i64>,
     /// The token at which it was first cut where no role cuts it; -1: it was not.
     pub cut_tokens: Vec<i64>,
+    /// The token at which it was cut again, to answer where it had not thought; -1: it was not.
+    pub answer_cut_tokens: Vec<i64>,
     /// Times that it moved while it ran.
     pub moves: Vec<i64>,
-    /// Gaps between its output tokens, as its client gets them, that are longer than the token SLO.
+    /// Gaps between its output tokens, as its client gets them, that are longer than the SLO of such a token: thought or answer.
     pub slow_tokens: Vec<i64>,
     /// The longest of them.
     pub worst_gap_seconds: Vec<Seconds>,
@@ -64,6 +66,7 @@ impl PartialEq for Records {
                 r.decode_instance.clone(),
                 r.handoff_least_loaded.clone(),
                 r.cut_tokens.clone(),
+                r.answer_cut_tokens.clone(),
                 r.slow_tokens.clone(),
                 r.moves.clone(),
             ]
@@ -88,7 +91,8 @@ impl Records {
             handoff_seconds: times.clone(),
             decode_start_seconds: times,
             handoff_least_loaded: none.clone(),
-            cut_tokens: none,
+            cut_tokens: none.clone(),
+            answer_cut_tokens: none,
             moves: vec![0; requests],
             slow_tokens: vec![0; requests],
             worst_gap_seconds: vec![0.0; requests],

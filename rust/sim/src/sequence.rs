@@ -1,5 +1,5 @@
 //! One request inside the engine, and the store of them.
-use crate::gaps::Gaps;
+use crate::gaps::{Gaps, Makes};
 use crate::text::Rolling;
 use lmetric_core::ids::Seconds;
 use std::sync::Arc;
@@ -25,6 +25,9 @@ pub struct Sequence {
     pub order: u64,
     pub prompt_tokens: u32,
     pub output_tokens: u32,
+    /// Of these, the first that are thoughts; while it decodes, the tick from which its tokens are the answer's (none, where it ends before).
+    pub think_tokens: u32,
+    pub answers: u64,
     /// Prompt and output tokens so far; while decoding, what they were at `since`.
     pub total: u32,
     /// Tick at which it began to decode.
@@ -41,7 +44,7 @@ pub struct Sequence {
     pub spared: u32,
     /// Tokens computed for it before it was last put back, each counted once.
     pub attained: u32,
-    /// How many steps had been too slow when it began to decode, its gaps before it was last put back, and when its last token before that was there.
+    /// How many steps had been too slow when it began to make what it makes, its gaps before that, and when its last token before that was there.
     pub slow_mark: u64,
     pub gaps: Gaps,
     pub last_token: Option<Seconds>,
@@ -63,6 +66,16 @@ pub struct Sequence {
 }
 
 impl Sequence {
+    /// What the step at `tick` makes for it, where it decodes.
+    pub fn makes(&self, tick: u64) -> Makes {
+        if tick < self.answers { Makes::Thoughts } else { Makes::Answer }
+    }
+
+    /// What the prefill of all that it has makes for it.
+    pub fn prefill_makes(&self) -> Makes {
+        if self.total < self.prompt_tokens + self.think_tokens { Makes::Thoughts } else { Makes::Answer }
+    }
+
     pub fn total_at(&self, tick: u64) -> u32 {
         match self.state {
             State::Decode => self.total + (tick - self.since) as u32,

@@ -322,10 +322,10 @@ impl Observer {
         Ok(())
     }
 
-    /// Where the segment behind a request's open one is bound.
-    pub fn bound(&mut self, request: u64) -> Option<InstanceId> {
-        let ticket = self.flights[request as usize]?.ticket;
-        self.router.bound_next(ticket).map(|segment| segment.instance)
+    /// The segments that are bound behind a request's open one, in order.
+    pub fn bound(&mut self, request: u64) -> impl Iterator<Item = Segment> {
+        let flight = self.flights[request as usize];
+        flight.map(|flight| self.router.bound(flight.ticket)).into_iter().flatten()
     }
 
     /// The changes of an instance's cache since the last call.

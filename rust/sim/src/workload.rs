@@ -5,7 +5,7 @@ use lmetric_core::ids::Seconds;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// A trace's requests as columns. `previous`, `think_seconds` and `sessions` are empty or of the others' length.
+/// A trace's requests as columns. `think_tokens`, `previous`, `think_seconds` and `sessions` are empty or of the others' length.
 #[derive(Clone, Debug, Default)]
 pub struct Trace<'a> {
     /// When each request arrives, seconds from the trace's start.
@@ -14,6 +14,8 @@ pub struct Trace<'a> {
     pub input_tokens: &'a [i64],
     /// Output tokens. The prefill makes one in any case: 0 counts as 1.
     pub output_tokens: &'a [i64],
+    /// Of these, the first that are thoughts: nobody reads them as they come.
+    pub think_tokens: &'a [i64],
     /// Request `i` owns `hash_ids[hash_offsets[i]..hash_offsets[i + 1]]`.
     pub hash_offsets: &'a [i64],
     /// Names of blocks of `block_tokens` prompt tokens. Prompts share a block where it and all before it are equal.
@@ -43,6 +45,7 @@ pub(crate) struct Shape {
     pub block_tokens: u32,
     pub input_tokens: Vec<u32>,
     pub output_tokens: Vec<u32>,
+    pub think_tokens: Vec<u32>,
     pub sessions: Vec<Option<u64>>,
     /// For requests that others wait for: the first of these, and for each of them the next (index + 1; 0: none).
     pub first_follower: Vec<u32>,
@@ -78,6 +81,7 @@ impl Workload {
             ("input_tokens", trace.input_tokens.len(), false),
             ("output_tokens", trace.output_tokens.len(), false),
             ("hash_offsets", trace.hash_offsets.len().wrapping_sub(1), false),
+            ("think_tokens", trace.think_tokens.len(), true),
             ("previous", trace.previous.len(), true),
             ("think_seconds", trace.think_seconds.len(), true),
             ("sessions", trace.sessions.len(), true),
@@ -110,6 +114,20 @@ impl Workload {
                     return bad(format!("{name} of request {i}"), count, format!("{least} to 2^30"));
                 }
                 column.push(count.max(1) as u32);
+            }
+        }
+        shape.think_tokens = vec![0; n];
+        for (i, &count) in trace.think_tokens.iter().enumerate() {
+            let most = shape.output_tokens[i];
+            match u32::try_from(count) {
+                Ok(count) if count <= most => shape.think_tokens[i] = count,
+                _ => {
+                    return bad(
+                        format!("think_tokens of request {i}"),
+                        count,
+                        format!("0 to {most}, its output tokens"),
+                    );
+                }
             }
         }
         shape.sessions = trace
@@ -332,6 +350,9 @@ mod tests {
             previous: &[-1, 2, 1],
             ..Trace::default()
         };
+        let thinks =
+            message(Workload::new(&Trace { think_tokens: &[0, 2, 0], previous: &[], ..trace.clone() }, 8));
+        assert!(thinks.contains("think_tokens of request 1"), "{thinks}");
         let circle = message(Workload::new(&trace, 8));
         assert!(circle.contains("previous of request 1"), "{circle}");
         let chained = Trace { previous: &[-1, 0, 1], ..trace };

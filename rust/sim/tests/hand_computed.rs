@@ -31,6 +31,7 @@ fn ask(id: u64, tokens: &[u32], output_tokens: u32) -> Request<'_> {
         salt: None,
         report_cached: false,
         pulled_tokens: 0,
+        think_tokens: 0,
     }
 }
 
@@ -263,6 +264,7 @@ fn reserving_admission_lets_in_what_fits_and_one_always() {
         salt: None,
         report_cached: false,
         pulled_tokens: 0,
+        think_tokens: 0,
     };
     engine.submit(&chain(1, &[1, 2], 20, 5), 0.0).unwrap();
     engine.submit(&chain(2, &[1, 3, 4], 44, 5), 0.0).unwrap(); // 20 + 44 = 64: just fits

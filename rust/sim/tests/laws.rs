@@ -1,7 +1,7 @@
 //! Laws that hold for any load: nothing is lost, memory is bounded and comes back, same inputs give same events.
 use lmetric_sim::{
     Admission, Engine, Generator, KvEvent, Order, Profile, Prompt, Request, Settings, StepEvents,
-    TOKEN_SECONDS,
+    TOKEN_SECONDS, TokenSlo,
 };
 use proptest::prelude::*;
 use std::collections::HashMap;
@@ -49,7 +49,12 @@ fn profile() -> impl Strategy<Value = Profile> {
 fn settings() -> impl Strategy<Value = Settings> {
     (any::<bool>(), prop::sample::select(Order::NAMES.to_vec())).prop_map(|(reserve, order)| Settings {
         admission: if reserve { Admission::Reserve } else { Admission::Vllm },
-        order: Order::named(order, 1, TOKEN_SECONDS).unwrap(),
+        order: Order::named(
+            order,
+            1,
+            TokenSlo { think_seconds: 3.0 * TOKEN_SECONDS, ..TokenSlo::same(TOKEN_SECONDS) },
+        )
+        .unwrap(),
         kv_events: true,
     })
 }
@@ -103,6 +108,7 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
                     salt: None,
                     report_cached: false,
                     pulled_tokens: pulled,
+                    think_tokens: own % (output + 1),
                 };
                 engine.submit(&request, now).unwrap();
                 expected.insert(id, output);
@@ -195,7 +201,7 @@ proptest! {
                     let hashes: Vec<u64> = (0..u64::from(tokens.div_ceil(profile.block_tokens))).collect();
                     let prompt = Prompt::Chain { hashes: &hashes, tokens };
                     let pulled_tokens = if next % 2 == 0 { tokens } else { 0 };
-                    let request = Request { id: next as u64, prompt, output_tokens, priority: 0, salt: None, report_cached: false, pulled_tokens };
+                    let request = Request { id: next as u64, prompt, output_tokens, priority: 0, salt: None, report_cached: false, pulled_tokens, think_tokens: output_tokens / 2 };
                     engine.submit(&request, at).unwrap();
                     next += 1;
                 }

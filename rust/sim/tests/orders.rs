@@ -1,5 +1,5 @@
 //! Local orders: cases by hand, laws that hold for each, and what queueing theory says of them.
-use lmetric_sim::{Admission, Engine, Order, Profile, Prompt, Request, Settings, TOKEN_SECONDS};
+use lmetric_sim::{Admission, Engine, Order, Profile, Prompt, Request, Settings, TOKEN_SECONDS, TokenSlo};
 use proptest::prelude::*;
 
 const ADMISSIONS: [Admission; 2] = [Admission::Reserve, Admission::Vllm];
@@ -50,7 +50,7 @@ impl Played {
 
 /// Plays requests to their ends; checks all along that memory is bounded and that nothing is lost.
 fn play(profile: &Profile, admission: Admission, order: &str, asks: &[Ask], jumps: bool) -> Played {
-    play_by(profile, admission, Order::named(order, 1, TOKEN_SECONDS).unwrap(), asks, jumps)
+    play_by(profile, admission, Order::named(order, 1, TokenSlo::same(TOKEN_SECONDS)).unwrap(), asks, jumps)
 }
 
 fn play_by(profile: &Profile, admission: Admission, order: Order, asks: &[Ask], jumps: bool) -> Played {
@@ -73,6 +73,7 @@ fn play_by(profile: &Profile, admission: Admission, order: Order, asks: &[Ask], 
                 salt: None,
                 report_cached: false,
                 pulled_tokens: 0,
+                think_tokens: 0,
             };
             engine.submit(&request, ask.at).unwrap();
             next += 1;
@@ -248,7 +249,7 @@ fn a_token_slo_shares_a_prompt_out_over_steps() {
     // is late; in order of arrival 63 and 37 tokens did, in steps of 1.63 and 1.37 s.
     let asks = [ask(0.0, 10, 20), ask(0.5, 100, 4)];
     for admission in ADMISSIONS {
-        let slo = Order::named("slo", 0, 1.2).unwrap();
+        let slo = Order::named("slo", 0, TokenSlo::same(1.2)).unwrap();
         let kept = play_by(&round(8), admission, slo, &asks, true);
         close(&[kept.first_token[0]], &[1.1]);
         close(&[kept.first_token[1]], &[7.1]);
@@ -256,10 +257,12 @@ fn a_token_slo_shares_a_prompt_out_over_steps() {
         let fcfs = play(&round(8), admission, "fcfs", &asks, true);
         close(&[fcfs.first_token[1]], &[4.1]);
         // With an SLO that no step misses it is the same.
-        let loose = play_by(&round(8), admission, Order::named("slo", 0, 9.0).unwrap(), &asks, true);
+        let loose =
+            play_by(&round(8), admission, Order::named("slo", 0, TokenSlo::same(9.0)).unwrap(), &asks, true);
         assert_eq!((loose.first_token, loose.end), (fcfs.first_token, fcfs.end));
         // One that the decodes miss alone keeps nobody waiting for ever: 16 tokens a step, and 4 in the seventh.
-        let tight = play_by(&round(8), admission, Order::named("slo", 0, 0.5).unwrap(), &asks, true);
+        let tight =
+            play_by(&round(8), admission, Order::named("slo", 0, TokenSlo::same(0.5)).unwrap(), &asks, true);
         close(&[tight.first_token[1]], &[1.1 + 6.0 * 1.16 + 1.04]);
     }
 }

@@ -9,7 +9,7 @@ pub const REQUEST_ID_LIMIT: usize = 256;
 const MAX_HEADERS: usize = 128;
 
 /// Header fields that belong to one connection, that the router sets itself, or that only a router may send.
-const DROPPED: [&[u8]; 18] = [
+const DROPPED: [&[u8]; 20] = [
     b"accept-encoding",
     b"connection",
     b"content-encoding",
@@ -28,6 +28,8 @@ const DROPPED: [&[u8]; 18] = [
     b"x-data-parallel-rank",
     b"x-prefiller-host-port",
     b"x-request-id",
+    b"x-tenant",
+    b"x-vllm-priority",
 ];
 
 /// The fields of a request. Of fields that come twice the first counts.
@@ -43,6 +45,10 @@ pub struct Fields {
     pub authorization: Option<Vec<u8>>,
     /// `x-api-key`.
     pub api_key: Option<Vec<u8>>,
+    /// `x-vllm-priority`, which goes on unless the router gives one.
+    pub priority: Option<Vec<u8>>,
+    /// `x-tenant`, which is for the router alone.
+    pub tenant: Option<Vec<u8>>,
 }
 
 impl Fields {
@@ -52,6 +58,7 @@ impl Fields {
         let mut named: Vec<&[u8]> = Vec::new();
         for (name, value) in fields.clone() {
             let slot = match name.len() {
+                8 if name.eq_ignore_ascii_case(b"x-tenant") => &mut found.tenant,
                 9 if name.eq_ignore_ascii_case(b"x-api-key") => &mut found.api_key,
                 10 if name.eq_ignore_ascii_case(b"connection") => {
                     named.extend(tokens(value).filter(|token| !plain(token)));
@@ -60,6 +67,7 @@ impl Fields {
                 12 if name.eq_ignore_ascii_case(b"x-request-id") => &mut found.request_id,
                 12 if name.eq_ignore_ascii_case(b"x-session-id") => &mut found.session,
                 13 if name.eq_ignore_ascii_case(b"authorization") => &mut found.authorization,
+                15 if name.eq_ignore_ascii_case(b"x-vllm-priority") => &mut found.priority,
                 _ => continue,
             };
             slot.get_or_insert_with(|| value.to_vec());
@@ -290,6 +298,8 @@ mod tests {
             session: first("x-session-id"),
             authorization: first("authorization"),
             api_key: first("x-api-key"),
+            priority: first("x-vllm-priority"),
+            tenant: first("x-tenant"),
         }
     }
 

@@ -112,8 +112,7 @@ class Api:
         router.add_get("/load", self._load)
         router.add_get("/kv_event_sources", self._kv_event_sources)
         router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
-        if self._options.kv_connector != "none":
-            router.add_get("/server_info", self._server_info)
+        router.add_get("/server_info", self._server_info)
         if self._options.tokenize:
             router.add_post("/tokenize", self._tokenize)
             router.add_post("/detokenize", self._detokenize)
@@ -408,7 +407,7 @@ class Api:
         return web.Response(status=503 if self._dead else 200)
 
     async def _server_info(self, _request: web.Request) -> web.Response:
-        """What vLLM tells in development mode, as far as it is about KV transfer."""
+        """What vLLM tells in development mode, as far as it is about its queue and KV transfer."""
         options = self._options
         roles = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
         transfer = {
@@ -422,7 +421,13 @@ class Api:
             },
             "kv_load_failure_policy": options.kv_load_failure_policy,
         }
-        return web.json_response({"vllm_config": {"kv_transfer_config": transfer}})
+        config: dict[str, Any] = {"scheduler_config": {"policy": self._policy()}}
+        if options.kv_connector != "none":
+            config["kv_transfer_config"] = transfer
+        return web.json_response({"vllm_config": config})
+
+    def _policy(self) -> str:
+        return "priority" if self._options.order == "priority" else "fcfs"
 
     async def _version(self, _request: web.Request) -> web.Response:
         return web.json_response({"version": f"{VLLM}+lmetric.{version('lmetric-router')}"})

@@ -46,6 +46,7 @@ class Row(NamedTuple):
     parent: Hashable = None  # None: the first of its conversation
     session: int | None = None  # None: told by the chain of parents, where there is one
     think_seconds: float = 0.0
+    think_tokens: int = 0  # of output_tokens
     waits: bool = False  # the file itself says that it waits for its parent's answer
 
 
@@ -124,6 +125,13 @@ class _Mooncake(_JsonLines):
                 f"block_tokens is {row['block_tokens']!r}, read with blocks of {self._block_tokens} tokens"
             )
         session = _whole(row, "session_id", 0) if "session_id" in row else None
+        if "think_length" in row:
+            thoughts = _whole(row, "think_length", 0)
+            if thoughts > request.output_tokens:
+                raise ValueError(
+                    f"think_length is {thoughts}, of an output_length of {request.output_tokens}"
+                )
+            request = request._replace(think_tokens=thoughts)
         if "previous" not in row:
             return request._replace(session=session)
         return request._replace(

@@ -113,6 +113,7 @@ class _Rows:
     ids: array[int] = field(default_factory=lambda: array("Q"))
     offsets: array[int] = field(default_factory=lambda: array("q", [0]))
     thinks: array[float] = field(default_factory=lambda: array("d"))
+    thoughts: array[int] = field(default_factory=lambda: array("q"))
     sessions: array[int] = field(default_factory=lambda: array("q"))
     lines: list[int] = field(default_factory=list)
     parents: list[Hashable] = field(default_factory=list)
@@ -168,6 +169,7 @@ class _Rows:
         self.ids.extend(row.blocks or ())
         self.offsets.append(len(self.ids))
         self.thinks.append(row.think_seconds)
+        self.thoughts.append(row.think_tokens)
         self.sessions.append(-1 if row.session is None else row.session)
 
     def _refuse(self, number: int, reason: str) -> None:
@@ -202,6 +204,7 @@ class _Rows:
             sessions=None if sessions is None else sessions[order],
             previous=renumbered(previous, order) if waits and previous is not None else None,
             think_seconds=np.frombuffer(self.thinks, np.float64)[order] if waits else None,
+            think_tokens=np.frombuffer(self.thoughts, np.int64)[order] if any(self.thoughts) else None,
         )
 
     def _named(self) -> NDArray[np.int64] | None:

@@ -52,6 +52,8 @@ class Trace:
         None  # shape (n,): index, below the request's own; -1: waits for none
     )
     think_seconds: NDArray[np.float64] | None = None  # shape (n,), at least 0; None: 0 for all
+    # Shape (n,): of its output tokens, the first that nobody reads as they come; None: 0 for all.
+    think_tokens: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.arrival_seconds)
@@ -61,6 +63,7 @@ class Trace:
             "sessions": self.sessions,
             "previous": self.previous,
             "think_seconds": self.think_seconds,
+            "think_tokens": self.think_tokens,
         }
         for name, column in columns.items():
             if column is not None and column.shape != (n,):
@@ -81,6 +84,8 @@ class Trace:
             or ((previous >= -1) & (previous < np.arange(n))).all(),
             "think_seconds must be finite and at least 0": think is None
             or (np.isfinite(think) & (think >= 0)).all(),
+            "think_tokens must be at least 0 and at most output_tokens": self.think_tokens is None
+            or ((self.think_tokens >= 0) & (self.think_tokens <= self.output_tokens)).all(),
         }
         for demand, met in demands.items():
             if not met:
@@ -119,6 +124,7 @@ class Trace:
             sessions=_at(self.sessions, indices),
             previous=None if self.previous is None else renumbered(self.previous, indices),
             think_seconds=_at(self.think_seconds, indices),
+            think_tokens=_at(self.think_tokens, indices),
         )
 
     def first(self, requests: int) -> Trace:

@@ -53,6 +53,8 @@ def _lines(trace: Trace) -> list[bytes]:
             row["previous"] = previous[index]
             if trace.think_seconds is not None and trace.think_seconds[index] > 0:
                 row["delay"] = _milliseconds(float(trace.think_seconds[index]))
+        if trace.think_tokens is not None and trace.think_tokens[index] > 0:
+            row["think_length"] = int(trace.think_tokens[index])
         lines.append(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
     return lines
 

@@ -68,7 +68,7 @@ pub struct DecodeLoad {
 /// A request bound to an instance that does not decode yet.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pending {
-    ticket: u32,
+    key: (u32, u32),
     /// Tokens of its prompt.
     pub prompt_tokens: f64,
     /// Tokens of its answer; infinite where nobody knows.
@@ -95,14 +95,14 @@ fn bucket(generated: f64) -> usize {
 }
 
 impl DecodeLoad {
-    /// A request is bound here and expected to start at `start`; `length`: of its answer, infinite where nobody knows.
-    pub fn bind(&mut self, ticket: u32, prompt_tokens: f64, length: f64, start: Seconds) {
-        self.pending.push(Pending { ticket, prompt_tokens, length, start });
+    /// A request's segment, of a name of the caller's, is bound here and expected to start at `start`; `length`: of its answer, infinite where nobody knows.
+    pub fn bind(&mut self, key: (u32, u32), prompt_tokens: f64, length: f64, start: Seconds) {
+        self.pending.push(Pending { key, prompt_tokens, length, start });
     }
 
     /// A bound request decodes now, or will not. Does nothing where it was not bound.
-    pub fn unbind(&mut self, ticket: u32) {
-        if let Some(i) = self.pending.iter().position(|p| p.ticket == ticket) {
+    pub fn unbind(&mut self, key: (u32, u32)) {
+        if let Some(i) = self.pending.iter().position(|p| p.key == key) {
             self.pending.swap_remove(i);
         }
     }
@@ -232,8 +232,8 @@ mod tests {
         let survival = half_at_640();
         let mut load = DecodeLoad::default();
         load.enter(1000.0, 608.0); // the middle of bucket 9: S(608) = 3/4, halfway between 1 at 576 and 1/2 at 640
-        load.bind(1, 500.0, f64::INFINITY, 12.0);
-        load.bind(2, 300.0, f64::INFINITY, 25.0);
+        load.bind((1, 0), 500.0, f64::INFINITY, 12.0);
+        load.bind((2, 0), 300.0, f64::INFINITY, 25.0);
         let p = load.project(&survival, 10.0, 20.0, 6.4, 40.0);
         // Type 1: 64 tokens on, S(672) = 1/2. Type 2: 8 s x 40 = 320 tokens, S = 1. Type 3: 5 s x 40 = 200 less than its prompt.
         assert!((p.running - 1672.0 * (0.5 / 0.75)).abs() < 1e-9, "{p:?}");
@@ -241,8 +241,8 @@ mod tests {
         // Had it not started by 15 though expected at 12, it starts at 15 at the earliest.
         let late = load.project(&survival, 15.0, 20.0, 6.4, 40.0);
         assert!((late.arrived - 700.0).abs() < 1e-9, "{late:?}");
-        load.unbind(1);
-        load.unbind(2);
+        load.unbind((1, 0));
+        load.unbind((2, 0));
         load.leave(1000.0, 608.0);
         assert_eq!(load.project(&survival, 10.0, 20.0, 6.4, 40.0), Projection::default());
     }

@@ -101,10 +101,10 @@ impl OutputLength {
         })
     }
 
-    /// Tokens that an answer of this class is expected to get, the margin in them; `None` until one of it has ended.
-    pub fn expected(&self, class: u64) -> Option<u32> {
-        let slot = *self.slots.get(&class)?;
-        Some(self.classes[slot as usize].tokens.saturating_add(self.margin_tokens))
+    /// Tokens that an answer of this class is expected to get, the margin in them; `None` until `least` of its answers (1 to 128) have ended.
+    pub fn expected(&self, class: u64, least: u32) -> Option<u32> {
+        let class = &self.classes[*self.slots.get(&class)? as usize];
+        (class.seen >= least).then(|| class.tokens.saturating_add(self.margin_tokens))
     }
 
     /// An answer of this class ended by itself with `tokens` tokens. One cut short (a client that left, an engine that died) tells too little: leave it out.
@@ -201,20 +201,20 @@ mod tests {
     #[test]
     fn quantiles_by_hand() {
         let mut lengths = OutputLength::new(0.5, MARGIN_TOKENS, 4).unwrap();
-        assert_eq!((lengths.expected(1), lengths.is_empty()), (None, true));
+        assert_eq!((lengths.expected(1, 1), lengths.is_empty()), (None, true));
         lengths.ended(1, 9);
-        assert_eq!(lengths.expected(1), Some(29));
+        assert_eq!((lengths.expected(1, 1), lengths.expected(1, 2)), (Some(29), None));
         for tokens in [10, 11, 12, 1000] {
             lengths.ended(1, tokens);
         }
         // 9, 10, 11, 12 and 1,000: the third; another class knows nothing of them.
-        assert_eq!((lengths.expected(1), lengths.expected(2), lengths.len()), (Some(31), None, 1));
+        assert_eq!((lengths.expected(1, 5), lengths.expected(2, 1), lengths.len()), (Some(31), None, 1));
         let mut high = OutputLength::new(0.9, 0, 4).unwrap();
         (1..=10).for_each(|tokens| high.ended(7, tokens));
-        assert_eq!(high.expected(7), Some(9));
+        assert_eq!(high.expected(7, 1), Some(9));
         // 1,000 falls into 992..1024.
         high.ended(8, 1000);
-        assert_eq!(high.expected(8), Some(1023));
+        assert_eq!(high.expected(8, 1), Some(1023));
     }
 
     #[test]
@@ -222,7 +222,7 @@ mod tests {
         let mut lengths = OutputLength::new(0.5, 0, 4).unwrap();
         (0..1000).for_each(|_| lengths.ended(1, 10));
         let mut answers = 0;
-        while lengths.expected(1) == Some(10) {
+        while lengths.expected(1, 128) == Some(10) {
             lengths.ended(1, 15);
             answers += 1;
         }
@@ -241,11 +241,11 @@ mod tests {
         for class in [1, 2, 3, 1, 4, 4, 5] {
             lengths.ended(class, class as u32);
         }
-        let known: Vec<u64> = (1..=5).filter(|&class| lengths.expected(class).is_some()).collect();
+        let known: Vec<u64> = (1..=5).filter(|&class| lengths.expected(class, 1).is_some()).collect();
         assert_eq!((known, lengths.len()), (vec![1, 4, 5], 3));
         // A long walk over many classes holds three, and those are the last.
         (0..10_000u64).for_each(|class| lengths.ended(class * 7919, 5));
-        assert_eq!((lengths.len(), lengths.slots.len(), lengths.expected(9999 * 7919)), (3, 3, Some(5)));
+        assert_eq!((lengths.len(), lengths.slots.len(), lengths.expected(9999 * 7919, 1)), (3, 3, Some(5)));
     }
 
     #[test]

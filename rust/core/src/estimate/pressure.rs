@@ -351,7 +351,7 @@ mod tests {
 
     fn bound(pressure: &Pressure, prompt: f64, start: f64, outlook: Outlook) -> f64 {
         let mut load = DecodeLoad::default();
-        load.bind(1, prompt, f64::INFINITY, start);
+        load.bind((1, 0), prompt, f64::INFINITY, start);
         pressure.towards(outlook).of(&load)
     }
 
@@ -369,7 +369,7 @@ mod tests {
         let unknown = Pressure::default();
         let mut load = DecodeLoad::default();
         load.enter(450.0, 10.0);
-        load.bind(7, 10.0, 5.0, 0.0);
+        load.bind((7, 0), 10.0, 5.0, 0.0);
         assert_eq!(unknown.towards(HERE).of(&load), 2.0);
     }
 
@@ -419,7 +419,7 @@ mod tests {
         assert!((of(800.0, 700.0, later) - of(480.0, 1020.0, HERE)).abs() < 1e-9);
         assert_eq!(of(300.0, 700.0, later), 0.0, "it will be gone");
         let mut load = DecodeLoad::default();
-        load.bind(1, 500.0, 1000.0, 10.0);
+        load.bind((1, 0), 500.0, 1000.0, 10.0);
         let by_length = pressure.towards(later).of_known(&Histogram::default(), &load);
         let by_curve = bound(&pressure, 500.0, 10.0, later);
         assert!((by_curve - by_length).abs() < 0.1 * by_curve + 0.05, "{by_curve} {by_length}");

@@ -12,8 +12,10 @@
 //! - [`boost_seconds`], [`Work`]: the boost and what it is of.
 //! - [`memguard`]: priorities that change only where the work doubles, so that memory is not moved to and fro (section 3.3).
 //! - [`gamma`]: the tail's rate, learned from requests as they end (section 3.4).
+//! - [`vtc`]: fairness between tenants.
 pub mod gamma;
 pub mod memguard;
+pub mod vtc;
 
 pub use gamma::{Adaptive, TailRate};
 pub use memguard::MemGuard;
@@ -29,6 +31,15 @@ const MOST_SECONDS: Seconds = 3e7;
 /// Eq. (2): `ln(1 / (1 - exp(-gamma w))) / gamma` seconds, for `work` seconds and gamma in 1/s, both above 0; at most a year.
 pub fn boost_seconds(work: Seconds, gamma: f64) -> Seconds {
     (-(-(-gamma * work).exp_m1()).ln() / gamma).clamp(0.0, MOST_SECONDS)
+}
+
+/// What a request is given for its engine's queue.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Priority {
+    /// Lower goes first.
+    pub value: i64,
+    /// Seconds that it was boosted by; 0 where it is ordered by something else.
+    pub boost_seconds: Seconds,
 }
 
 /// What is known of the work that a request is, in tokens.

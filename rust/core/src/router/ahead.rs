@@ -124,17 +124,17 @@ impl Ahead {
         self.lag
     }
 
-    /// A request is bound to a slot and expected to start decoding there at `start`.
-    pub fn bind(&mut self, slot: usize, ticket: u32, entry: &Entry, start: Seconds) {
+    /// A segment (see [`super::tickets::Leg::key`]) is bound to a slot and expected to start decoding there at `start`.
+    pub fn bind(&mut self, slot: usize, key: (u32, u32), entry: &Entry, start: Seconds) {
         let prompt_tokens = entry.prompt_tokens;
         let weight = if self.mean_prompt_tokens == 0.0 { 1.0 } else { PROMPT_WEIGHT };
         self.mean_prompt_tokens += weight * (prompt_tokens - self.mean_prompt_tokens);
-        self.loads[slot].bind(ticket, prompt_tokens, entry.left(), start);
+        self.loads[slot].bind(key, prompt_tokens, entry.left(), start);
     }
 
     /// It started: its first token came. `lag`: seconds since the segment before it ended.
-    pub fn start(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds, lag: Option<Seconds>) {
-        self.loads[slot].unbind(ticket);
+    pub fn start(&mut self, slot: usize, key: (u32, u32), entry: &Entry, now: Seconds, lag: Option<Seconds>) {
+        self.loads[slot].unbind(key);
         self.loads[slot].enter(entry.prompt_tokens, entry.output_tokens);
         if let Some(left) = &mut self.left {
             left[slot].put(entry.left(), entry.prompt_tokens + entry.output_tokens);
@@ -167,10 +167,10 @@ impl Ahead {
     }
 
     /// It is gone from the slot.
-    pub fn end(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
+    pub fn end(&mut self, slot: usize, key: (u32, u32), entry: &Entry, now: Seconds) {
         let (prompt_tokens, generated) = (entry.prompt_tokens, entry.output_tokens);
         if entry.stage != Stage::Decoding {
-            return self.loads[slot].unbind(ticket);
+            return self.loads[slot].unbind(key);
         }
         self.loads[slot].leave(prompt_tokens, generated);
         if let Some(left) = &mut self.left {

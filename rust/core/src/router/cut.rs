@@ -8,9 +8,9 @@ use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::plan::{Binding, Cuts, Segment};
-use crate::receipt::{Balance, Next};
+use crate::receipt::{Balance, Next, Nexts};
 use crate::request::Request;
-use crate::split::{self, Load, Settings, Whole};
+use crate::split::{self, Load, Placed, Settings, Whole};
 use smallvec::SmallVec;
 use std::borrow::Cow;
 
@@ -23,6 +23,8 @@ pub(super) struct Follow {
     pub instance: Option<InstanceId>,
     /// Seconds until it is expected to start.
     pub start_seconds: Seconds,
+    /// Score of the instance, where it is chosen.
+    pub score: f64,
 }
 
 /// What follows a first segment, in order.
@@ -36,17 +38,25 @@ pub enum Split {
     None,
     /// Each at this fraction of its prompt and expected output, 0 to 1: to test engines and streams with.
     ForceAt(f64),
-    /// Where it balances its two instances, if that pays (Libra, Algorithm 1).
+    /// Where it balances its instances, if that pays (Libra, Algorithm 1); into three parts whether it pays or not (section 4.4).
     Libra(Libra),
 }
 
 /// How Libra cuts.
-#[derive(Clone, Copy, Debug, PartialEq, Default)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Libra {
     /// The search; what engines are able to is filled in at each.
     pub settings: Settings,
     /// How long answers are expected to get.
     pub lengths: Lengths,
+    /// Parts that a request is cut into at most: 2, or 3 for one that says how long it thinks ([`Request::think_tokens`]; section 4.4).
+    pub parts: u32,
+}
+
+impl Default for Libra {
+    fn default() -> Libra {
+        Libra { settings: Settings::default(), lengths: Lengths::default(), parts: 2 }
+    }
 }
 
 /// Where the expected length of an answer comes from.
@@ -54,7 +64,7 @@ pub struct Libra {
 pub enum Lengths {
     /// The request says it: the oracle of a simulation.
     Given,
-    /// A quantile of the answers to prompts of about that length, and a margin in tokens; never more than the request allows.
+    /// A quantile of the answers to prompts of about that length and of the request's class, and a margin in tokens; never more than the request allows.
     Estimated {
         /// 0 to 1.
         quantile: f64,
@@ -69,11 +79,18 @@ impl Default for Lengths {
     }
 }
 
-/// Classes of prompts that lengths are kept of: powers of two of their tokens.
-const CLASSES: u32 = 33;
+/// Classes that lengths are kept of, 0.5 KiB each; the one used least recently leaves.
+const CLASSES: u32 = 1024;
+/// Answers that must have ended of a caller's class before it is trusted more than all prompts of that length: of so many, one that is not like the others
+/// moves the median by a sixteenth of its rank.
+const LEAST_OF_CLASS: u32 = 8;
 
-fn class(prompt_tokens: u32) -> u64 {
-    u64::from(u32::BITS - prompt_tokens.leading_zeros())
+/// Whose answers tell how long a request's will be: prompts of that power of two of tokens, and among them those of the caller's class, where it has one.
+fn classes(prompt_tokens: u32, length_class: Option<u64>) -> (u64, Option<u64>) {
+    let length = u64::from(u32::BITS - prompt_tokens.leading_zeros());
+    // The top bit keeps the two kinds apart.
+    let mixed = |class: u64| (class ^ length.wrapping_mul(0x9E37_79B9_7F4A_7C15)) | 1 << 63;
+    (length, length_class.map(mixed))
 }
 
 impl Split {
@@ -88,6 +105,13 @@ impl Split {
             }),
             Split::Libra(libra) => {
                 libra.settings.check()?;
+                if !(2..=3).contains(&libra.parts) {
+                    return Err(CoreError::BadValue {
+                        what: "split: parts".into(),
+                        got: libra.parts.to_string(),
+                        expected: "2, or 3 for requests that think".into(),
+                    });
+                }
                 libra.lengths.estimate().map(drop)
             }
             _ => Ok(()),
@@ -130,7 +154,12 @@ impl Router {
 
     /// The request with the length that its answer is expected to get, where that is estimated: what it may get at most tells little.
     pub(super) fn estimated<'r>(&self, request: &'r Request<'r>) -> Cow<'r, Request<'r>> {
-        match self.lengths.as_ref().and_then(|lengths| lengths.expected(class(request.prompt_tokens))) {
+        let (of_length, of_class) = classes(request.prompt_tokens, request.length_class);
+        let expected = self.lengths.as_ref().and_then(|lengths| {
+            let of_class = of_class.and_then(|class| lengths.expected(class, LEAST_OF_CLASS));
+            of_class.or_else(|| lengths.expected(of_length, 1))
+        });
+        match expected {
             Some(tokens) => {
                 let most = request.expected_output_tokens.unwrap_or(u32::MAX);
                 Cow::Owned(Request {
@@ -146,9 +175,11 @@ impl Router {
     }
 
     /// An answer ended by itself.
-    pub(super) fn learn_length(&mut self, prompt_tokens: u32, output_tokens: u32) {
+    pub(super) fn learn_length(&mut self, prompt_tokens: u32, length_class: Option<u64>, output_tokens: u32) {
         if let Some(lengths) = &mut self.lengths {
-            lengths.ended(class(prompt_tokens), output_tokens);
+            let (of_length, of_class) = classes(prompt_tokens, length_class);
+            lengths.ended(of_length, output_tokens);
+            of_class.iter().for_each(|class| lengths.ended(*class, output_tokens));
         }
     }
 
@@ -195,7 +226,13 @@ impl Router {
             Binding::Early => Some(self.choose(request, Turn::Later, &[], Some(handoff), now)?),
             Binding::Late => None,
         };
-        Ok(Rest::from_iter([Follow { from_token: request.prompt_tokens, instance, start_seconds: handoff }]))
+        Ok(Rest::from_iter([self.follow(request.prompt_tokens, instance, handoff)]))
+    }
+
+    /// A segment on an instance that was chosen last, or is none yet.
+    fn follow(&self, from_token: u32, instance: Option<InstanceId>, start_seconds: Seconds) -> Follow {
+        let score = instance.and_then(|id| self.later.scores.score.get(id.index()).copied());
+        Follow { from_token, instance, start_seconds, score: score.unwrap_or(f64::NAN) }
     }
 
     /// The pair first, then the cut (Libra, section 4.1). Whatever stands against a cut leaves the request in one piece, with the reason.
@@ -216,13 +253,80 @@ impl Router {
         let Ok(second) = self.choose(request, Turn::Peer(Some(first)), failed, Some(handoff), now) else {
             return self.leave_whole("no second instance takes over");
         };
+        let follow = self.follow(0, Some(second), handoff);
+        if let Some(think_tokens) = self.thoughts(request) {
+            match self.cut_in_three(request, think_tokens, (first, follow), failed, now) {
+                Ok(rest) => return rest,
+                Err(reason) => self.uncut = Some(format!("in three parts: {reason}").into()),
+            }
+        }
         let able = self.cuts[first.index()].min(self.cuts[second.index()]);
         match self.cut(request, first, second, able, now) {
-            Ok(from_token) => {
-                Rest::from_iter([Follow { from_token, instance: Some(second), start_seconds: handoff }])
-            }
+            Ok(from_token) => Rest::from_iter([Follow { from_token, ..follow }]),
             Err(reason) => self.leave_whole(reason),
         }
+    }
+
+    /// Thoughts of a request that may be cut into three.
+    fn thoughts(&self, request: &Request<'_>) -> Option<u32> {
+        match self.split {
+            Split::Libra(Libra { parts: 3, .. }) => request.think_tokens.filter(|tokens| *tokens > 0),
+            _ => None,
+        }
+    }
+
+    /// Prefill on `first`, thinking on the instance of `second`, the answer on a third, or on `first` again where there are but two (Libra, section 4.4). The error says
+    /// why the request is not cut so.
+    fn cut_in_three(
+        &mut self,
+        request: &Request<'_>,
+        think_tokens: u32,
+        (first, second): (InstanceId, Follow),
+        failed: &[u32],
+        now: Seconds,
+    ) -> Result<Rest, &'static str> {
+        let (Split::Libra(libra), Some(thinks)) = (self.split, second.instance) else {
+            return Err("requests are not cut");
+        };
+        let expected_output_tokens =
+            request.expected_output_tokens.ok_or("nothing is known of the length of answers")?;
+        let mut taken: SmallVec<[u32; 8]> = SmallVec::from_slice(failed);
+        taken.push(thinks.0);
+        let start = Some(second.start_seconds);
+        let answers = self.choose(request, Turn::Peer(Some(first)), &taken, start, now).unwrap_or(first);
+        let third = self.follow(0, Some(answers), second.start_seconds);
+        let on = [first, thinks, answers];
+        let settings = Settings {
+            cuts: on.map(|id| self.cuts[id.index()]).into_iter().min().unwrap_or_default(),
+            ..libra.settings
+        };
+        let loads = on.map(|id| self.load_of(id, now));
+        let steps = on.map(|id| self.step_time_of(id.index()));
+        let [Some(a), Some(b), Some(c)] = &steps else {
+            return Err("nothing is known of the instances' speed");
+        };
+        let hit = |id: InstanceId| self.saved_tokens(request, self.hit_blocks[id.index()]) as u32;
+        let placed = |i: usize, step| Placed { load: &loads[i], step, hit_tokens: hit(on[i]) };
+        let placed = [placed(0, a), placed(1, b), placed(2, c)];
+        let whole = Whole {
+            prompt_tokens: request.prompt_tokens,
+            first_hit_tokens: placed[0].hit_tokens,
+            second_hit_tokens: placed[1].hit_tokens,
+            expected_output_tokens,
+        };
+        let found = if answers == first {
+            split::search_return(&whole, think_tokens, [placed[0], placed[1]], &settings)
+        } else {
+            split::search_three(&whole, think_tokens, placed, &settings)
+        };
+        let [from_token, answer_token] = found.cut_tokens.ok_or(found.why.text())?;
+        let [first_seconds, second_seconds, third_seconds] = found.seconds;
+        self.balance = Some(Balance { first_seconds, second_seconds, third_seconds, ..Balance::default() });
+        let start_seconds = second.start_seconds + found.think_seconds;
+        Ok(Rest::from_iter([
+            Follow { from_token, ..second },
+            Follow { from_token: answer_token, start_seconds, ..third },
+        ]))
     }
 
     /// The token at which a request is cut between two instances whose engines are able to at `able`; or why it is not.
@@ -264,6 +368,7 @@ impl Router {
                 self.balance = Some(Balance {
                     first_seconds: found.seconds_first,
                     second_seconds: found.seconds_second,
+                    third_seconds: f64::NAN,
                     cut_seconds: found.seconds_cut,
                     whole_seconds: found.seconds_whole,
                 });
@@ -295,9 +400,16 @@ impl Router {
         self.fleet.role(segment.instance) != Role::Prefill
     }
 
-    /// For the receipt: the first of what follows, as far as its instance is chosen.
-    pub(super) fn next_in(&self, rest: &Rest) -> Option<Next> {
-        let follow = rest.first()?;
-        Some(self.next_of(follow.instance?, follow.start_seconds))
+    /// For the receipt: what follows, as far as its instances are chosen.
+    pub(super) fn next_in(&self, rest: &Rest) -> Nexts {
+        let chosen = rest.iter().filter_map(|follow| Some((follow, follow.instance?)));
+        chosen
+            .map(|(follow, instance)| Next {
+                slot: instance.0,
+                name: self.fleet.name(instance).clone(),
+                score: follow.score,
+                handoff_seconds: follow.start_seconds,
+            })
+            .collect()
     }
 }

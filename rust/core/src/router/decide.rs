@@ -10,6 +10,7 @@ use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Snapshot};
 use crate::plan::Cuts;
 use crate::policy::{Scores, select};
+use crate::priority::vtc::check_weight;
 use crate::request::Request;
 
 /// Which of a plan's segments is placed.
@@ -78,6 +79,7 @@ impl Router {
     }
 
     fn decide(&mut self, request: &Request<'_>, now: Seconds) -> Result<Chosen, CoreError> {
+        check_weight(request.tenant.weight)?;
         self.match_prefix(request.chain);
         let first = self.score(request, now);
         let chosen = first.and_then(|first| Ok(Chosen { first, rest: self.rest(request, first, &[], now)? }));
@@ -246,11 +248,12 @@ impl Router {
         self.guard.observe(now, request.chain, matched, &self.first.scores, &self.first.eligible, first);
         let mut receipt = self.explain(request, request_id, first, hit as u32, now);
         let id = receipt.id;
-        let (leg, later) = self.legs_of(request, &chosen);
-        let start = chosen.rest.first().map(|follow| now + follow.start_seconds);
+        let (leg, later) = self.legs_of(request, &chosen, now);
         receipt.next = self.next_in(&chosen.rest);
         receipt.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
         receipt.uncut = self.uncut.take();
+        let (priority, place) = self.prioritise(&request.tenant, request.prompt_tokens, hit as u32, now);
+        receipt.priority = priority;
         receipt.balance = self.balance.take();
         self.receipts.push(receipt);
         let (segment, next) = (leg.segment, later.first().map(|leg| leg.segment));
@@ -264,15 +267,19 @@ impl Router {
             chain: Vec::new(),
             prompt_tokens: request.prompt_tokens,
             expected_output_tokens: request.expected_output_tokens,
+            think_tokens: request.think_tokens,
+            length_class: request.length_class,
             may_be_cut: request.uncut.is_none(),
             session: request.session,
+            place,
             failed: Vec::new(),
+            lost: Vec::new(),
         });
         self.totals.split += u64::from(segment.to_token.is_some_and(|_| self.peers(&segment)));
-        self.open_legs(ticket, start, now);
+        self.open_legs(ticket, now);
         self.totals.decisions += 1;
         self.first.made += 1;
-        Decision { id, ticket, segment, next, predicted_hit_tokens: hit as u32 }
+        Decision { id, ticket, segment, next, predicted_hit_tokens: hit as u32, priority }
     }
 
     pub(super) fn nobody(&self, turn: Turn) -> CoreError {

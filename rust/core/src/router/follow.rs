@@ -6,8 +6,9 @@ use super::{IndexFeed, Router, TicketId};
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Event, Failure, Segment, Usage};
-use crate::receipt::Next;
+use crate::receipt::Nexts;
 use crate::request::Request;
+use smallvec::smallvec;
 
 impl Router {
     /// Tells what happened to a ticket's open segment. Returns the segment that is open now where that changed: the next of the plan, or, for a
@@ -98,7 +99,7 @@ impl Router {
                     self.books.first_token(slot, key, &mut leg.entry, now, &mut self.columns);
                     if let Some(ahead) = self.ahead.as_mut().filter(|_| first) {
                         let lag = state.handed_over.map(|(at, _)| now - at);
-                        ahead.start(slot, key, &leg.entry, now, lag);
+                        ahead.start(slot, leg.key(key), &leg.entry, now, lag);
                     }
                 } else if first {
                     leg.entry.stage = Stage::Decoding;
@@ -150,9 +151,11 @@ impl Router {
             self.ahead.iter_mut().for_each(|ahead| ahead.finished(made, seen, cost, now));
         }
         if made > 0 {
-            self.learn_length(state.prompt_tokens, made);
+            self.learn_length(state.prompt_tokens, state.length_class, made);
         }
         let prompt = usage.prompt_tokens.unwrap_or(state.leg.entry.prompt_tokens as u32);
+        self.learn_tail(now - state.decided_at);
+        self.charge_unseen(&state, made.saturating_sub(state.leg.entry.output_tokens as u32));
         self.totals.finished += 1;
         self.totals.prompt_tokens += u64::from(prompt);
         // Of a prompt that was computed before it came, the first segment's engine says what was cached.
@@ -217,18 +220,17 @@ impl Router {
                 true => router.place_first(request, failed, now),
                 false => router
                     .place_later(request, turn, (from_token, to_token), failed, now)
-                    .map(|(leg, next)| (leg, Vec::new(), Some(next))),
+                    .map(|(leg, next)| (leg, Vec::new(), smallvec![next])),
             })
             .ok()?;
         let (mut leg, bound, next) = placed.ok()?;
         let hit = leg.entry.prompt_tokens - leg.entry.new_tokens;
-        let start = next.as_ref().map(|next| now + next.handoff_seconds);
-        self.open_leg(key, &mut leg, start, now);
+        self.open_leg(key, &mut leg, now);
         self.arrive(&mut leg);
         let bound: Vec<_> = bound
             .into_iter()
             .map(|mut leg| {
-                self.open_leg(key, &mut leg, start, now);
+                self.open_leg(key, &mut leg, now);
                 leg
             })
             .collect();
@@ -244,8 +246,11 @@ impl Router {
                 r.moved.push((segment.instance.0, name));
                 r.predicted_hit_tokens = hit as u32;
                 r.cuts = cuts;
+                r.next = next;
+                return;
             }
-            r.next = next;
+            r.cuts.retain(|cut| *cut <= from_token);
+            next.into_iter().for_each(|next| r.goes_on(from_token, next, false));
         });
         Some(segment)
     }
@@ -256,11 +261,11 @@ impl Router {
         request: &Request<'_>,
         failed: &[u32],
         now: Seconds,
-    ) -> Result<(Leg, Vec<Leg>, Option<Next>), CoreError> {
+    ) -> Result<(Leg, Vec<Leg>, Nexts), CoreError> {
         self.match_prefix(request.chain);
         let first = self.choose(request, Turn::First, failed, None, now)?;
         let chosen = Chosen { first, rest: self.rest(request, first, failed, now)? };
-        let (leg, later) = self.legs_of(request, &chosen);
+        let (leg, later) = self.legs_of(request, &chosen, now);
         Ok((leg, later, self.next_in(&chosen.rest)))
     }
 }

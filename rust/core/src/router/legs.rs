@@ -13,11 +13,13 @@ use crate::request::Request;
 
 impl Router {
     /// The segments of a plan, as far as their instances are chosen.
-    pub(super) fn legs_of(&self, request: &Request<'_>, chosen: &Chosen) -> (Leg, Vec<Leg>) {
+    pub(super) fn legs_of(&self, request: &Request<'_>, chosen: &Chosen, now: Seconds) -> (Leg, Vec<Leg>) {
         let end = |i: usize| chosen.rest.get(i).map(|follow| follow.from_token);
-        let leg = self.leg(request, chosen.first, 0, end(0));
+        let start = |i: usize| chosen.rest.get(i).map(|follow| now + follow.start_seconds);
+        let leg = Leg { start: start(0), ..self.leg(request, chosen.first, 0, end(0)) };
         let later = chosen.rest.iter().enumerate().map_while(|(i, follow)| {
-            Some(self.leg(request, follow.instance?, follow.from_token, end(i + 1)))
+            let leg = self.leg(request, follow.instance?, follow.from_token, end(i + 1));
+            Some(Leg { start: start(i), ..leg })
         });
         (leg, later.collect())
     }
@@ -50,18 +52,19 @@ impl Router {
             hit_blocks,
             told: false,
             queued: from_token == 0,
+            start: None,
         }
     }
 
-    /// Books all segments of a new ticket. `start`: when the one that decodes is expected to begin that.
-    pub(super) fn open_legs(&mut self, ticket: TicketId, start: Option<Seconds>, now: Seconds) {
+    /// Books all segments of a new ticket.
+    pub(super) fn open_legs(&mut self, ticket: TicketId, now: Seconds) {
         let slot = tickets::slot(ticket);
         let Ok(state) = self.tickets.get(ticket) else { return };
         let mut leg = state.leg.clone();
         let later = std::mem::take(&mut state.later);
-        self.open_leg(slot, &mut leg, start, now);
+        self.open_leg(slot, &mut leg, now);
         let later = later.into_iter().map(|mut leg| {
-            self.open_leg(slot, &mut leg, start, now);
+            self.open_leg(slot, &mut leg, now);
             leg
         });
         let later: Vec<Leg> = later.collect();
@@ -71,7 +74,7 @@ impl Router {
     }
 
     /// Books a segment.
-    pub(super) fn open_leg(&mut self, ticket: u32, leg: &mut Leg, start: Option<Seconds>, now: Seconds) {
+    pub(super) fn open_leg(&mut self, ticket: u32, leg: &mut Leg, now: Seconds) {
         let slot = leg.segment.instance.index();
         match leg.entry.stage {
             Stage::Coming => self.books.bind(slot, &leg.entry, &mut self.columns),
@@ -83,9 +86,9 @@ impl Router {
         }
         if !leg.prefills_only() && self.ahead.is_some() {
             let (prompt, new) = (leg.entry.prompt_tokens, leg.entry.new_tokens);
-            let start = start.unwrap_or_else(|| now + self.prefill_seconds(slot, prompt - new, new, now));
+            let start = leg.start.unwrap_or_else(|| now + self.prefill_seconds(slot, prompt - new, new, now));
             if let Some(ahead) = &mut self.ahead {
-                ahead.bind(slot, ticket, &leg.entry, start);
+                ahead.bind(slot, leg.key(ticket), &leg.entry, start);
             }
         }
     }
@@ -98,7 +101,7 @@ impl Router {
         let slot = leg.segment.instance.index();
         self.books.close(slot, ticket, &leg.entry, now, &mut self.columns);
         if let Some(ahead) = &mut self.ahead {
-            ahead.end(slot, ticket, &leg.entry, now);
+            ahead.end(slot, leg.key(ticket), &leg.entry, now);
         }
     }
 
@@ -119,7 +122,7 @@ impl Router {
         state.leg.instance_generation = 0; // off the books, whatever comes
         let first = state.handed_over.map_or(usage, |(_, first)| first);
         state.handed_over = Some((now, first));
-        state.failed.clear();
+        state.failed.clone_from(&state.lost);
         let bound = if state.later.is_empty() { None } else { Some(state.later.remove(0)) };
         let (decision, seconds) = (state.decision, now - state.decided_at);
         let made = f64::from(ended.segment.to_token.unwrap_or(0).saturating_sub(state.prompt_tokens));
@@ -160,9 +163,9 @@ impl Router {
         Ok(segment)
     }
 
-    /// The segment that is bound behind a ticket's open one, where there is one.
-    pub fn bound_next(&mut self, ticket: TicketId) -> Option<Segment> {
-        self.tickets.get(ticket).ok()?.later.first().map(|leg| leg.segment)
+    /// The segments that are bound behind a ticket's open one, in order.
+    pub fn bound(&mut self, ticket: TicketId) -> impl Iterator<Item = Segment> {
+        self.tickets.get(ticket).ok().into_iter().flat_map(|state| state.later.iter().map(|leg| leg.segment))
     }
 
     /// A segment's turn has come: where it was bound behind another, it goes to its engine.
@@ -200,10 +203,15 @@ impl Router {
                 return Err(error);
             }
         };
-        let start = Some(now + next.handoff_seconds);
-        self.open_leg(tickets::slot(ticket), &mut leg, start, now);
-        let decision = self.tickets.get(ticket)?.decision;
-        self.receipts.update(decision, |r| r.next = Some(next));
+        self.open_leg(tickets::slot(ticket), &mut leg, now);
+        let state = self.tickets.get(ticket)?;
+        let decision = state.decision;
+        // One that takes the request whole leaves nothing to those bound behind it.
+        let needless =
+            if leg.segment.to_token.is_none() { std::mem::take(&mut state.later) } else { Vec::new() };
+        needless.iter().for_each(|leg| self.close_leg(tickets::slot(ticket), leg, now));
+        let kept = needless.is_empty();
+        self.receipts.update(decision, |r| r.goes_on(from.unwrap_or(0), next, kept));
         Ok(leg)
     }
 
@@ -227,12 +235,15 @@ impl Router {
         self.match_prefix(request.chain);
         let handoff = self.ahead.as_ref().map_or(0.0, |ahead| ahead.lag());
         match self.choose(request, turn, failed, Some(handoff), now) {
-            Ok(next) => Ok((self.leg(request, next, from, to), self.next_of(next, handoff))),
+            Ok(next) => {
+                let leg = Leg { start: Some(now + handoff), ..self.leg(request, next, from, to) };
+                Ok((leg, self.next_of(next, handoff)))
+            }
             Err(_) if self.config.colocate => {
                 let whole = self.choose(request, Turn::First, failed, None, now)?;
                 let mut next = self.next_of(whole, 0.0);
                 next.score = self.first.scores.score[whole.index()];
-                Ok((self.leg(request, whole, 0, None), next))
+                Ok((Leg { start: Some(now), ..self.leg(request, whole, 0, None) }, next))
             }
             Err(error) => Err(error),
         }
@@ -251,8 +262,11 @@ impl Router {
             prompt_tokens: state.prompt_tokens,
             tokens_per_block: state.tokens_per_block,
             expected_output_tokens: state.expected_output_tokens,
+            think_tokens: state.think_tokens,
+            length_class: state.length_class,
             session: state.session,
             uncut: (!state.may_be_cut).then_some("it must stay in one piece"),
+            ..Request::default()
         };
         let result = with(self, &request, &failed);
         let state = self.tickets.get(ticket)?;
@@ -303,6 +317,7 @@ impl Router {
     /// Closes a ticket with all its segments.
     pub(super) fn close(&mut self, ticket: TicketId, now: Seconds) -> Option<TicketState> {
         let mut state = self.tickets.close(ticket)?;
+        self.leave_queue(&state);
         self.close_leg(tickets::slot(ticket), &state.leg, now);
         for leg in &state.later {
             self.close_leg(tickets::slot(ticket), leg, now);

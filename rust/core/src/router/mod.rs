@@ -14,6 +14,7 @@ pub mod feed;
 mod follow;
 mod legs;
 mod moves;
+pub mod priorities;
 mod rounds;
 pub mod shared;
 pub mod tickets;
@@ -21,6 +22,7 @@ pub mod tickets;
 pub use cut::{Lengths, Libra, Split};
 pub use derive::TtftSource;
 pub use moves::Carry;
+pub use priorities::Priorities;
 pub use rounds::{Forecast, NamedMove, RescheduleConfig, Rescheduling, Rule};
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;
@@ -34,10 +36,12 @@ use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::kv::index::KvIndex;
 use crate::plan::{Binding, Cuts, Failure, Segment};
 use crate::policy::{Policy, PolicyRng, Scores, registry};
+use crate::priority::Priority;
 use crate::receipt::{Balance, Receipt, ReceiptRing};
 use crate::request::Request;
 use ahead::{AHEAD, Ahead};
 use books::{Books, Report};
+use priorities::Ordering;
 use rand::SeedableRng;
 use tickets::Tickets;
 
@@ -118,6 +122,8 @@ pub struct Decision {
     pub next: Option<Segment>,
     /// Leading prompt tokens that the instance is believed to hold.
     pub predicted_hit_tokens: u32,
+    /// What it is given for its engine's queue, where requests are ordered.
+    pub priority: Option<Priority>,
 }
 
 /// Counters since the start.
@@ -195,6 +201,8 @@ pub struct Router {
     feeds: Vec<IndexFeed>,
     /// Where each slot's engine can hand over.
     cuts: Vec<Cuts>,
+    /// What requests are ordered by, if at all.
+    ordering: Option<Ordering>,
     /// What each instance's own profile says of its steps, where it has one.
     step_times: Vec<Option<StepTime>>,
     split: Split,
@@ -238,6 +246,7 @@ impl Router {
             cache_blocks: Vec::new(),
             feeds: Vec::new(),
             cuts: Vec::new(),
+            ordering: None,
             step_times: Vec::new(),
             split: config.split,
             uncut: None,

@@ -59,16 +59,39 @@ impl Router {
         let mut leg = self.with_request_of(ticket, |router, request, _| {
             router.match_prefix(request.chain);
             let mut leg = router.leg(request, target, from, None);
+            leg.start = Some(now);
             if carry == Carry::Recompute {
                 let hit = router.saved_tokens(request, leg.hit_blocks);
                 leg.entry.new_tokens = f64::from(from) - hit;
             }
             leg
         })?;
-        self.open_leg(key, &mut leg, Some(now), now);
+        self.open_leg(key, &mut leg, now);
         let segment = leg.segment;
         self.tickets.get(ticket)?.later.push(leg);
         Ok(segment)
+    }
+
+    /// The instance of a running request has failed it: it is not asked for it again. Where it would best go on, chosen among the others as a segment that follows
+    /// another is. Books nothing.
+    ///
+    /// # Errors
+    /// `Ticket` where it is closed or has no token yet, `NoInstance`.
+    pub fn elsewhere(&mut self, ticket: TicketId, now: Seconds) -> Result<InstanceId, CoreError> {
+        let now = self.clock(now);
+        let state = self.tickets.get(ticket)?;
+        let source = state.leg.segment.instance;
+        if state.leg.entry.stage != Stage::Decoding {
+            let problem = "it cannot move: it has no token yet".into();
+            return Err(CoreError::Ticket { ticket: ticket.0, problem });
+        }
+        state.lost.push(source.0);
+        state.failed.clone_from(&state.lost);
+        let turn = self.turn_behind(source);
+        self.with_request_of(ticket, |router, request, failed| {
+            router.match_prefix(request.chain);
+            router.choose(request, turn, failed, None, now)
+        })?
     }
 
     /// Gives up a move that has begun. Does nothing where none has.
@@ -108,7 +131,8 @@ impl Router {
         if self.fleet.is_current(bound.segment.instance, bound.instance_generation) {
             self.placed[bound.segment.instance.index()] -= 1;
             self.later.made -= 1;
-            self.open_leg(key, &mut bound, Some(now), now);
+            bound.start = Some(now);
+            self.open_leg(key, &mut bound, now);
         }
         self.tickets.get(ticket)?.later.push(bound);
         let segment = self.hand_over(ticket, Usage::default(), now)?;

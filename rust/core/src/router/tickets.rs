@@ -3,6 +3,7 @@ use super::books::Entry;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Segment, Usage};
+use crate::priority::vtc::Place;
 
 /// Key of a ticket: slab position and generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -23,9 +24,16 @@ pub struct Leg {
     pub told: bool,
     /// Whether what it computes of the prompt is in its instance's backlog.
     pub queued: bool,
+    /// When it is expected to begin to decode; `None`: once its own prefill is over.
+    pub start: Option<Seconds>,
 }
 
 impl Leg {
+    /// What tells it from its request's other segments, which may be on the same instance: the ticket's slot, and its first token.
+    pub fn key(&self, ticket: u32) -> (u32, u32) {
+        (ticket, self.segment.from_token)
+    }
+
     /// Whether it ends before its request's first output token, or with it.
     pub fn prefills_only(&self) -> bool {
         self.segment.to_token.is_some_and(|to| f64::from(to) <= self.entry.prompt_tokens)
@@ -53,12 +61,20 @@ pub struct TicketState {
     pub prompt_tokens: u32,
     /// See above.
     pub expected_output_tokens: Option<u32>,
+    /// Of these, thoughts; and the class of lengths that the caller named.
+    pub think_tokens: Option<u32>,
+    /// See above.
+    pub length_class: Option<u64>,
     /// Whether it may be cut at other places than its prompt's end.
     pub may_be_cut: bool,
     /// Hash of its session key, where it has one.
     pub session: Option<u64>,
+    /// Its tenant's place, where tenants are served in turn.
+    pub place: Option<Place>,
     /// Slots that failed the open segment.
     pub failed: Vec<u32>,
+    /// Slots that failed the running request: not asked for any segment of it again.
+    pub lost: Vec<u32>,
 }
 
 /// All open tickets.

@@ -74,7 +74,8 @@ fn allowed(whole: &Whole, settings: &Settings) -> Result<(u32, u32), Why> {
     let (prompt, least_tokens) = (whole.prompt_tokens, settings.least_tokens.max(1));
     // What the second instance holds need not be moved there.
     let least = whole.second_hit_tokens.min(prompt).saturating_add(least_tokens);
-    let most = whole.tokens().saturating_sub(least_tokens);
+    // The last token is never computed, only made: a part that is to make it alone has nothing to do.
+    let most = whole.tokens().saturating_sub(least_tokens.max(2));
     let (least, most) = match settings.cuts {
         Cuts::Nowhere => return Err(Why::Unable),
         Cuts::PromptEnd if least <= prompt && prompt <= most => (prompt, prompt),

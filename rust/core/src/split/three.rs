@@ -32,6 +32,8 @@ pub struct Three {
     pub cut_tokens: Option<[u32; 2]>,
     /// Seconds until each instance has done all that it has; [`search_return`]: the first, the second, NaN.
     pub seconds: [Seconds; 3],
+    /// Seconds that the second part takes once it begins; 0 where it is not cut.
+    pub think_seconds: Seconds,
     /// Pairs of cuts looked at.
     pub probes: u32,
     /// Why. `Nearest`: the cuts are at the ends of the stages or of what is allowed, or K probes found no better.
@@ -40,7 +42,7 @@ pub struct Three {
 
 impl Three {
     fn whole(why: Why) -> Three {
-        Three { cut_tokens: None, seconds: [f64::NAN; 3], probes: 0, why }
+        Three { cut_tokens: None, seconds: [f64::NAN; 3], think_seconds: 0.0, probes: 0, why }
     }
 }
 
@@ -73,7 +75,8 @@ pub fn search_three(whole: &Whole, think_tokens: u32, on: [Placed<'_>; 3], setti
     let seconds = [outer.first, inner.first, inner.second];
     let balanced = (outer.first - outer.second).abs().max((inner.first - inner.second).abs()) <= tolerance;
     let why = if balanced { Why::Balanced } else { Why::Nearest };
-    Three { cut_tokens: Some([outer.token, inner.token]), seconds, probes, why }
+    let think_seconds = second.until_done(&part(1, outer.token, inner.token));
+    Three { cut_tokens: Some([outer.token, inner.token]), seconds, think_seconds, probes, why }
 }
 
 /// Cuts for two instances: prefill, maybe the first thoughts, and the answer on the first, thinking on the second.
@@ -100,6 +103,7 @@ pub fn search_return(whole: &Whole, think_tokens: u32, on: [Placed<'_>; 2], sett
     Three {
         cut_tokens: Some([found.token, end]),
         seconds: [found.first, found.second, f64::NAN],
+        think_seconds: second.until_done(&part(1, found.token, end)),
         probes,
         why: if balanced { Why::Balanced } else { Why::Nearest },
     }
@@ -124,7 +128,7 @@ impl Stages {
         if settings.cuts < Cuts::Output {
             return Err(Why::Unable);
         }
-        if think_tokens < least || all < end.saturating_add(least) {
+        if think_tokens < least || all < end.saturating_add(least.max(2)) {
             return Err(Why::TooShort);
         }
         let floor = if settings.cuts == Cuts::Output { prompt } else { 0 };

@@ -9,7 +9,7 @@ use lmetric_core::ids::Seconds;
 use lmetric_core::plan::{Binding, Segment, Usage};
 
 /// The tokens of a request that are at work on one instance: those of the open segment of its plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub(super) struct Part {
     pub from: u32,
     /// `None`: to its end.
@@ -17,6 +17,11 @@ pub(super) struct Part {
     /// Where it runs, and where the part before it ran.
     pub instance: u32,
     pub before: u32,
+    /// When its engine took it off its queue, and the part before it.
+    pub began: Seconds,
+    pub before_began: Seconds,
+    /// Whether the part before that one ran here, too: the request comes back.
+    pub back: bool,
 }
 
 impl Part {
@@ -42,6 +47,7 @@ impl Cluster<'_> {
         let tokens = self.workload.shape.input_tokens[request];
         let seconds = self.engines[instance].profile().prefill_seconds(tokens);
         self.records.scheduled_seconds[request] = self.now;
+        self.parts[request].began = self.now;
         let id = request as u64;
         let admitted = Admitted { id, cached_tokens: 0, pulled_tokens: 0, first_time: true };
         self.observer.started(&[admitted], self.now)?;
@@ -55,15 +61,28 @@ impl Cluster<'_> {
     /// A segment of a request is placed.
     pub(super) fn begin(&mut self, request: usize, segment: Segment) {
         let (from, to) = (segment.from_token, segment.to_token);
-        let (instance, before) = (segment.instance.0, self.parts[request].instance);
-        self.parts[request] = Part { from, to, instance, before };
+        let last = self.parts[request];
+        let instance = segment.instance.0;
+        self.parts[request] = Part {
+            from,
+            to,
+            instance,
+            before: last.instance,
+            began: f64::NAN,
+            before_began: last.began,
+            back: last.from > 0 && instance == last.before,
+        };
         self.started[request] = false;
         if from > 0 {
             self.records.decode_start_seconds[request] = f64::NAN;
         }
         let by_roles = self.config.roles.get(instance as usize) == Some(&Role::Prefill);
-        if let Some(cut) = to.filter(|_| from == 0 && !by_roles) {
-            self.records.cut_tokens[request] = i64::from(cut);
+        if let Some(cut) = to.filter(|_| !by_roles) {
+            let column = match from {
+                0 => &mut self.records.cut_tokens,
+                _ => &mut self.records.answer_cut_tokens,
+            };
+            column[request] = i64::from(cut);
         }
     }
 
@@ -84,14 +103,14 @@ impl Cluster<'_> {
             cached_tokens: Some(self.records.hit_tokens[request] as u32),
             output_tokens: Some(made.max(1)),
         };
-        let bound = self.observer.bound(request as u64);
+        let bound = self.observer.bound(request as u64).next();
         let Some(segment) = self.observer.finished(request as u64, usage, made, self.now)? else {
             let got = format!("request {request} without a segment behind the one that ended");
             return super::bad("plan", got, "one that leads to the request's end");
         };
         self.begin(request, segment);
         self.records.decode_instance[request] = segment.instance.index() as i64;
-        self.early[request] = bound == Some(segment.instance);
+        self.early[request] = bound.is_some_and(|bound| bound.instance == segment.instance);
         self.records.handoff_seconds[request] = ended;
         Ok(())
     }
@@ -105,15 +124,19 @@ impl Cluster<'_> {
             self.observer.prefilled(&chunk, false, self.now)?;
             self.next_segment(request, self.now)?;
         }
-        let tokens = self.parts[request].from;
-        let to = self.parts[request].instance as usize;
+        let Part { from: tokens, instance, before, before_began, back, .. } = self.parts[request];
+        let to = instance as usize;
         self.records.handoff_least_loaded[request] = i64::from(self.least_loaded(to));
-        let held = self.engines[to].hit_tokens(super::chain(self.workload, self.config, request), tokens);
+        let chain = super::chain(self.workload, self.config, request);
+        let held = match back {
+            true => self.engines[to].own_tokens(chain, request as u64, tokens),
+            false => self.engines[to].hit_tokens(chain, tokens),
+        };
         let there = self.links.carry(Load {
-            from: self.parts[request].before as usize,
+            from: before as usize,
             to,
             tokens: tokens - held,
-            began: self.early[request].then_some(self.records.scheduled_seconds[request]),
+            began: self.early[request].then_some(before_began),
             ended: self.now,
         });
         self.at(there, Event::HandOver { request: request as u32 });

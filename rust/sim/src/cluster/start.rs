@@ -2,7 +2,7 @@
 use super::handover::Part;
 use super::{Cluster, ClusterConfig, Event, Instance, State, bad, engine_request};
 use crate::engine::{Admission, Engine, Settings};
-use crate::gaps::TokenGaps;
+use crate::gaps::{TokenGaps, TokenSlo};
 use crate::record::{Records, Timeline};
 use crate::signals::Observer;
 use crate::transfer::Links;
@@ -43,8 +43,11 @@ impl<'a> Cluster<'a> {
         if config.router.unlimited_prefill && config.router.split != Split::None {
             return bad("split", "requests that are cut", "none where prefills wait for nobody");
         }
-        if !(config.token_slo_seconds > 0.0 && config.token_slo_seconds <= 1e9) {
-            return bad("token_slo_seconds", config.token_slo_seconds, "more than 0, up to 1e9 seconds");
+        let TokenSlo { answer_seconds, think_seconds } = config.token_slo;
+        for (what, seconds) in [("token_slo_seconds", answer_seconds), ("think_slo_seconds", think_seconds)] {
+            if !(seconds > 0.0 && seconds <= 1e9) {
+                return bad(what, seconds, "more than 0, up to 1e9 seconds");
+            }
         }
         if !(config.timeline_seconds >= 1e-3 && config.timeline_seconds <= 1e9) {
             return bad("timeline_seconds", config.timeline_seconds, "0.001 to 1e9 seconds");
@@ -75,7 +78,7 @@ impl<'a> Cluster<'a> {
             let id = router.add_instance(&format!("engine-{i}"), role, Some(profile.cache_blocks))?;
             router.set_step_time(id, config.step_times.get(i).copied());
             let mut engine = Engine::new(profile.clone(), settings, None)?;
-            engine.set_token_slo(config.token_slo_seconds);
+            engine.set_token_slo(config.token_slo);
             engines.push(engine);
         }
         let instance =
@@ -97,7 +100,7 @@ impl<'a> Cluster<'a> {
             leaving: vec![Vec::new(); engines.len()],
             last_tokens: vec![f64::NAN; workload.len()],
             variances: (0.0, 0.0),
-            seams: TokenGaps::new(config.token_slo_seconds),
+            seams: TokenGaps::new(config.token_slo),
             guard_alarms: 0,
             guard_filters: 0,
             stalled: 0,

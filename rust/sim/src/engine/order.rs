@@ -4,6 +4,7 @@
 //! An order is a file here. It gives every request a rank, lower first; ties go by arrival. The rank of a request that waits is taken
 //! when it enters the queue, for nothing that an order looks at changes while it waits (but for the cache, which is looked at once).
 //! Decodes get their token in every step whatever the order, as in Sarathi and vLLM; an order may say how many prompt tokens go with them.
+use crate::gaps::{Makes, TokenSlo};
 use crate::profile::{Profile, StepWork};
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
@@ -45,11 +46,11 @@ impl Order {
     /// The orders' names, as [`Order::named`] takes them.
     pub const NAMES: [&str; 8] = ["fcfs", "priority", "sjf", "spf", "srpt", "srpt_noisy", "las", "slo"];
 
-    /// The order of this name; `seed` is that of its predictions, where it makes any, and `token_seconds` its token SLO, where it keeps one.
+    /// The order of this name; `seed` is that of its predictions, where it makes any, and `slo` what it asks of tokens, where it does.
     ///
     /// # Errors
     /// `BadValue` for another name, and where the order is `slo` for a time that is none.
-    pub fn named(name: &str, seed: u64, token_seconds: Seconds) -> Result<Order, CoreError> {
+    pub fn named(name: &str, seed: u64, slo: TokenSlo) -> Result<Order, CoreError> {
         Ok(match name {
             "fcfs" => Order::Fcfs,
             "priority" => Order::Priority,
@@ -59,7 +60,7 @@ impl Order {
             "srpt_noisy" => Order::SrptNoisy(SrptNoisy { seed }),
             "las" => Order::Las,
             "slo" => {
-                let slo = Slo { token_seconds };
+                let slo = Slo { tokens: slo };
                 slo.check()?;
                 Order::Slo(slo)
             }
@@ -110,8 +111,15 @@ pub(super) trait LocalOrder {
 
 /// How many prompt tokens a step takes.
 pub(super) trait Composition {
-    /// Tokens of a prompt, behind `before` of it and at most `most`, that a step takes in which `planned` is already.
-    fn prefill_tokens(&self, profile: &Profile, planned: &StepWork, before: u32, most: u32) -> u32;
+    /// Tokens of a prompt, behind `before` of it and at most `most`, that a step takes in which `planned` is already; `makes`: an answer's tokens, or thoughts alone.
+    fn prefill_tokens(
+        &self,
+        profile: &Profile,
+        planned: &StepWork,
+        makes: Makes,
+        before: u32,
+        most: u32,
+    ) -> u32;
 }
 
 /// When running requests go back into the queue for another. What had been computed of them is lost, but for what the cache keeps.
@@ -188,18 +196,20 @@ mod tests {
     #[test]
     fn every_name_is_an_order_and_others_are_refused() {
         let orders: Vec<Order> =
-            Order::NAMES.iter().map(|name| Order::named(name, 5, 0.2).unwrap()).collect();
+            Order::NAMES.iter().map(|name| Order::named(name, 5, TokenSlo::same(0.2)).unwrap()).collect();
         for (i, order) in orders.iter().enumerate() {
             assert!(!orders[..i].contains(order));
         }
         assert_eq!(orders[5], Order::SrptNoisy(SrptNoisy { seed: 5 }));
-        assert_eq!(orders[7], Order::Slo(Slo { token_seconds: 0.2 }));
+        assert_eq!(orders[7], Order::Slo(Slo { tokens: TokenSlo::same(0.2) }));
         let preempting: Vec<&str> = Order::NAMES
             .into_iter()
-            .filter(|name| Order::named(name, 0, TOKEN_SECONDS).unwrap().rules().preemption().is_some())
+            .filter(|name| {
+                Order::named(name, 0, TokenSlo::same(TOKEN_SECONDS)).unwrap().rules().preemption().is_some()
+            })
             .collect();
         assert_eq!(preempting, ["srpt", "srpt_noisy", "las"]);
-        let error = Order::named("lifo", 0, TOKEN_SECONDS).unwrap_err().to_string();
+        let error = Order::named("lifo", 0, TokenSlo::same(TOKEN_SECONDS)).unwrap_err().to_string();
         assert!(error.contains("\"lifo\"") && error.contains("srpt_noisy, las, slo"), "{error}");
     }
 }

@@ -2,6 +2,7 @@
 use super::order::Job;
 use super::{Admission, Chunk, Engine, prompt_blocks};
 use crate::events::Admitted;
+use crate::gaps::Makes;
 use crate::profile::StepWork;
 use crate::sequence::State;
 use std::cmp::Reverse;
@@ -25,11 +26,9 @@ impl Engine {
             ..Default::default()
         };
         for chunk in &self.chunks {
-            let sequence = &self.sequences[chunk.slot];
-            if sequence.pulled > 0 && chunk.tokens == 1 && chunk.before + 1 == sequence.total {
-                // All the rest of its prompt came from elsewhere: what it computes is what a decode computes.
+            if self.decodes(chunk) {
                 work.decode_sequences += 1;
-                work.context_tokens += u64::from(sequence.total);
+                work.context_tokens += u64::from(self.sequences[chunk.slot].total);
             } else {
                 work.add_prefill(chunk.before, chunk.tokens);
             }
@@ -37,10 +36,27 @@ impl Engine {
         work
     }
 
+    /// What the most demanding of those makes that decode in the step, as far as it is planned.
+    fn makes(&self) -> Makes {
+        let pulled = self.chunks.iter().any(|chunk| {
+            let sequence = &self.sequences[chunk.slot];
+            self.decodes(chunk) && sequence.prefill_makes() == Makes::Answer
+        });
+        if self.answering > 0 || pulled { Makes::Answer } else { Makes::Thoughts }
+    }
+
+    /// Whether all the rest of a chunk's prompt came from elsewhere: what it computes is what a decode computes.
+    fn decodes(&self, chunk: &Chunk) -> bool {
+        let sequence = &self.sequences[chunk.slot];
+        sequence.pulled > 0 && chunk.tokens == 1 && chunk.before + 1 == sequence.total
+    }
+
     /// Of `most` tokens of a prompt behind `before` of it, those that the order has this step take.
     pub(super) fn share(&self, before: u32, most: u32) -> u32 {
         match self.settings.order.rules().composition() {
-            Some(composition) => composition.prefill_tokens(&self.profile, &self.planned(), before, most),
+            Some(composition) => {
+                composition.prefill_tokens(&self.profile, &self.planned(), self.makes(), before, most)
+            }
             None => most,
         }
     }
@@ -255,7 +271,7 @@ impl Engine {
         self.found.len() as u32 * self.profile.block_tokens
     }
 
-    /// Steps until a sequence ends or needs a block.
+    /// Steps until a sequence ends, has thought or needs a block.
     pub(super) fn alike_steps(&mut self) -> u32 {
         let end = loop {
             let Some(&Reverse((end, order, slot))) = self.ends.peek() else { break self.tick + 1 };
@@ -264,7 +280,15 @@ impl Engine {
             }
             self.ends.pop();
         };
-        let mut most = u32::try_from(end - self.tick).unwrap_or(u32::MAX);
+        // Where thoughts end, gaps are counted by another SLO from then on.
+        let thoughts = loop {
+            let Some(&Reverse((tick, order, slot))) = self.answers.peek() else { break end };
+            if self.answers_at(slot, order, tick) {
+                break tick;
+            }
+            self.answers.pop();
+        };
+        let mut most = u32::try_from(end.min(thoughts) - self.tick).unwrap_or(u32::MAX);
         if self.settings.admission == Admission::Vllm {
             let block = u64::from(self.profile.block_tokens);
             let edge =

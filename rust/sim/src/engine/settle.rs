@@ -1,7 +1,7 @@
 //! What a step has done, and the books.
 use super::{Admission, Chunk, Engine, Step, prompt_blocks};
 use crate::events::{Prefilled, Token};
-use crate::gaps::Gaps;
+use crate::gaps::{Gaps, Makes};
 use crate::hash;
 use crate::sequence::State;
 use std::cmp::Reverse;
@@ -24,6 +24,14 @@ impl Engine {
                 self.events.tokens.push(Token { id: sequence.id, token, from_prefill: false, last });
             }
         }
+        while let Some(&Reverse((tick, order, slot))) =
+            self.answers.peek().filter(|next| next.0.0 <= self.tick)
+        {
+            self.answers.pop();
+            if self.answers_at(slot, order, tick) {
+                self.answer(slot);
+            }
+        }
         while let Some(&Reverse((end, order, slot))) = self.ends.peek() {
             if end > self.tick {
                 break;
@@ -39,6 +47,20 @@ impl Engine {
     pub(super) fn ends_at(&self, slot: u32, order: u64, end: u64) -> bool {
         let sequence = &self.sequences[slot];
         (sequence.state, sequence.order, sequence.end) == (State::Decode, order, end)
+    }
+
+    /// Whether an entry of `answers` still holds.
+    pub(super) fn answers_at(&self, slot: u32, order: u64, tick: u64) -> bool {
+        let sequence = &self.sequences[slot];
+        (sequence.state, sequence.order, sequence.answers) == (State::Decode, order, tick)
+    }
+
+    /// A request has all its thoughts; from now on its gaps are slow by the answer's SLO.
+    fn answer(&mut self, slot: u32) {
+        let sequence = &mut self.sequences[slot];
+        sequence.gaps.slow += self.gaps.slow_since(Makes::Thoughts, sequence.slow_mark);
+        sequence.slow_mark = self.gaps.mark(Makes::Answer);
+        self.answering += 1;
     }
 
     pub(super) fn finish_prefills(&mut self) {
@@ -70,7 +92,9 @@ impl Engine {
             self.counters.prompt_tokens += u64::from(sequence.prompt_tokens);
             self.counters.cached_prompt_tokens += u64::from(sequence.cached.unwrap_or(0));
         }
+        let made = sequence.prefill_makes();
         sequence.total += 1;
+        let thoughts = (sequence.prompt_tokens + sequence.think_tokens).saturating_sub(sequence.total);
         let left = sequence.prompt_tokens + sequence.output_tokens - sequence.total;
         (sequence.state, sequence.since, sequence.end) =
             (State::Decode, self.tick, self.tick + u64::from(left));
@@ -88,9 +112,21 @@ impl Engine {
         let phase = self.crossing_phase(slot);
         self.sequences[slot].crossing_at = self.crossings[phase].len() as u32;
         self.crossings[phase].push(slot);
-        self.sequences[slot].slow_mark = self.gaps.mark();
+        let sequence = &mut self.sequences[slot];
+        sequence.answers = match thoughts {
+            0 => self.tick,
+            thoughts if thoughts < left => self.tick + u64::from(thoughts),
+            _ => u64::MAX,
+        };
+        let makes = sequence.makes(self.tick);
+        sequence.slow_mark = self.gaps.mark(makes);
+        match makes {
+            Makes::Answer => self.answering += 1,
+            Makes::Thoughts if thoughts < left => self.answers.push(Reverse((sequence.answers, order, slot))),
+            Makes::Thoughts => {}
+        }
         if let Some(before) = self.sequences[slot].last_token.take() {
-            let gap = self.gaps.single(self.events.end - before);
+            let gap = self.gaps.single(self.events.end - before, made);
             self.sequences[slot].gaps = self.sequences[slot].gaps.and(gap);
         }
         if left == 0 {
@@ -127,7 +163,10 @@ impl Engine {
     pub(super) fn gaps_of(&self, slot: u32) -> Gaps {
         let sequence = &self.sequences[slot];
         match sequence.state {
-            State::Decode => sequence.gaps.and(self.gaps.since(sequence.since, sequence.slow_mark)),
+            State::Decode => {
+                let makes = sequence.makes(self.tick);
+                sequence.gaps.and(self.gaps.since(sequence.since, makes, sequence.slow_mark))
+            }
             _ => sequence.gaps,
         }
     }
@@ -184,6 +223,7 @@ impl Engine {
         let (state, total) = (self.sequences[slot].state, self.sequences[slot].total_at(self.tick));
         if state == State::Decode {
             self.context_tokens -= u64::from(total);
+            self.answering -= u32::from(self.sequences[slot].makes(self.tick) == Makes::Answer);
             let phase = self.crossing_phase(slot);
             let (at, crossing_at) = (self.sequences[slot].at, self.sequences[slot].crossing_at);
             self.decoding.swap_remove(at as usize);

@@ -4,9 +4,12 @@
 //! The paper's profile table (prefill tokens, context, decodes, measured time) is refined by each batch; here it is the engine's own step-time model, which
 //! is what such a table comes to when it is full. It knows the attention pairs of a chunk, too, which the table's three columns leave out.
 //!
+//! A step in which nothing but thoughts are made goes by their SLO, one in which a single token of an answer is made by that of answers (section 4.4).
+//!
 //! Where nothing decodes there is no token to be late: the step takes the whole token budget. Where the decodes alone take longer than the SLO,
 //! [`LEAST_TOKENS`] go with them all the same: M = 0 would keep every prompt waiting until enough answers have ended.
 use super::{Composition, Job, LocalOrder};
+use crate::gaps::{Makes, TokenSlo};
 use crate::profile::{Profile, StepWork};
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
@@ -19,22 +22,25 @@ pub const TOKEN_SECONDS: Seconds = 0.1;
 /// [`super::Order::Slo`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Slo {
-    /// Seconds that a step in which something decodes may take.
-    pub token_seconds: Seconds,
+    /// Seconds that a step may take in which a token of an answer is made, and one in which nothing but thoughts are.
+    pub tokens: TokenSlo,
 }
 
 impl Slo {
     /// # Errors
     /// `BadValue` for no time at all, or one that is no number.
     pub fn check(&self) -> Result<(), CoreError> {
-        if self.token_seconds > 0.0 && self.token_seconds <= 1e6 {
-            return Ok(());
+        let TokenSlo { answer_seconds, think_seconds } = self.tokens;
+        for (what, seconds) in [("token", answer_seconds), ("thought", think_seconds)] {
+            if !(seconds > 0.0 && seconds <= 1e6) {
+                return Err(CoreError::BadValue {
+                    what: format!("local order slo: seconds a {what}"),
+                    got: seconds.to_string(),
+                    expected: "more than 0, at most 1e6".into(),
+                });
+            }
         }
-        Err(CoreError::BadValue {
-            what: "local order slo: seconds a token".into(),
-            got: self.token_seconds.to_string(),
-            expected: "more than 0, at most 1e6".into(),
-        })
+        Ok(())
     }
 }
 
@@ -49,12 +55,19 @@ impl LocalOrder for Slo {
 }
 
 impl Composition for Slo {
-    fn prefill_tokens(&self, profile: &Profile, planned: &StepWork, before: u32, most: u32) -> u32 {
+    fn prefill_tokens(
+        &self,
+        profile: &Profile,
+        planned: &StepWork,
+        makes: Makes,
+        before: u32,
+        most: u32,
+    ) -> u32 {
         if planned.decode_sequences == 0 {
             return most;
         }
         // The most t with c t + d t (before + t / 2) <= what the SLO leaves, in the form that has no cancellation.
-        let room = self.token_seconds - profile.step_seconds(planned);
+        let room = self.tokens.of(makes) - profile.step_seconds(planned);
         let pair = profile.prefill_seconds_per_attention_pair;
         let token = profile.prefill_seconds_per_token + pair * f64::from(before);
         let root = (token * token + 2.0 * pair * room.max(0.0)).sqrt();
@@ -84,15 +97,19 @@ mod tests {
     fn the_budget_by_hand() {
         let profile = round();
         // Four decodes of 100 tokens: 1 + 0.4 + 0.4 = 1.8 s. Of 10 s that leaves 8.2 s; 100 t + 0.5 t^2 = 82,000 at t = 317.19.
-        let slo = Slo { token_seconds: 10.0 };
-        assert_eq!(slo.prefill_tokens(&profile, &planned(4), 0, 4096), 317);
+        let slo = Slo { tokens: TokenSlo::same(10.0) };
+        assert_eq!(slo.prefill_tokens(&profile, &planned(4), Makes::Answer, 0, 4096), 317);
         // Behind 1,000 tokens each costs ten times more: 1,100 t + 0.5 t^2 = 82,000.
-        assert_eq!(slo.prefill_tokens(&profile, &planned(4), 1000, 4096), 72);
-        assert_eq!(slo.prefill_tokens(&profile, &planned(4), 0, 100), 100);
+        assert_eq!(slo.prefill_tokens(&profile, &planned(4), Makes::Answer, 1000, 4096), 72);
+        assert_eq!(slo.prefill_tokens(&profile, &planned(4), Makes::Answer, 0, 100), 100);
+        // Where there are but thoughts they may take longer: 13 s leave 11.2 s, 100 t + 0.5 t^2 = 112,000.
+        let stages = Slo { tokens: TokenSlo { think_seconds: 13.0, ..slo.tokens } };
+        assert_eq!(stages.prefill_tokens(&profile, &planned(4), Makes::Answer, 0, 4096), 317);
+        assert_eq!(stages.prefill_tokens(&profile, &planned(4), Makes::Thoughts, 0, 4096), 383);
         // What was planned before it counts.
         let mut more = planned(4);
         more.add_prefill(0, 300);
-        assert_eq!(slo.prefill_tokens(&profile, &more, 0, 4096), 54); // 100 t + 0.5 t^2 = 7,000
+        assert_eq!(slo.prefill_tokens(&profile, &more, Makes::Answer, 0, 4096), 54); // 100 t + 0.5 t^2 = 7,000
         for tokens in [317, 318] {
             let mut work = planned(4);
             work.add_prefill(0, tokens);
@@ -103,29 +120,44 @@ mod tests {
     #[test]
     fn prompts_are_never_kept_waiting_for_ever() {
         let profile = round();
-        let slo = Slo { token_seconds: 1.5 };
-        assert_eq!(slo.prefill_tokens(&profile, &planned(0), 0, 4096), 4096, "nothing decodes");
-        assert_eq!(slo.prefill_tokens(&profile, &planned(8), 0, 4096), 16, "decodes alone take 2.6 s");
+        let slo = Slo { tokens: TokenSlo::same(1.5) };
+        assert_eq!(
+            slo.prefill_tokens(&profile, &planned(0), Makes::Answer, 0, 4096),
+            4096,
+            "nothing decodes"
+        );
+        assert_eq!(
+            slo.prefill_tokens(&profile, &planned(8), Makes::Answer, 0, 4096),
+            16,
+            "decodes alone take 2.6 s"
+        );
         let mut work = planned(8);
         work.add_prefill(0, 12);
-        assert_eq!(slo.prefill_tokens(&profile, &work, 0, 4096), 4);
+        assert_eq!(slo.prefill_tokens(&profile, &work, Makes::Answer, 0, 4096), 4);
         work.add_prefill(12, 4);
-        assert_eq!(slo.prefill_tokens(&profile, &work, 0, 4096), 0);
+        assert_eq!(slo.prefill_tokens(&profile, &work, Makes::Answer, 0, 4096), 0);
         let free =
             Profile { prefill_seconds_per_token: 0.0, prefill_seconds_per_attention_pair: 0.0, ..profile };
-        assert_eq!(Slo { token_seconds: 9.0 }.prefill_tokens(&free, &planned(8), 0, 4096), 4096);
+        assert_eq!(
+            Slo { tokens: TokenSlo::same(9.0) }.prefill_tokens(&free, &planned(8), Makes::Answer, 0, 4096),
+            4096
+        );
     }
 
     #[test]
     fn nothing_but_arrival_counts_and_bad_times_are_named() {
         let profile = round();
-        let slo = Slo { token_seconds: TOKEN_SECONDS };
+        let slo = Slo { tokens: TokenSlo::same(TOKEN_SECONDS) };
         let other = Job { priority: -9, output_tokens: 1, context: 1, attained: 50, ..job(&profile) };
         assert_eq!(slo.rank(&job(&profile)), slo.rank(&other));
         assert_eq!(slo.check(), Ok(()));
+        let good = TokenSlo::same(TOKEN_SECONDS);
         for token_seconds in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            let message = Slo { token_seconds }.check().unwrap_err().to_string();
-            assert!(message.contains("seconds a token"), "{message}");
+            let message = Slo { tokens: TokenSlo { think_seconds: token_seconds, ..good } }
+                .check()
+                .unwrap_err()
+                .to_string();
+            assert!(message.contains("seconds a thought"), "{message}");
         }
     }
 }

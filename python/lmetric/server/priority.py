@@ -1,0 +1,59 @@
+"""What goes first in an engine's queue: the number that the router gives a request, in the engine's terms."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from lmetric.config import PoolSettings, TenantConfig
+from lmetric.engines.handover import with_fields
+
+if TYPE_CHECKING:
+    from lmetric._core import Router
+    from lmetric.server.fleet import Engine
+
+NOT_A_TENANT = TenantConfig()
+
+
+def set_up(router: Router, settings: PoolSettings) -> None:
+    """Has the router order requests as the settings say. Raises LmetricError for settings that are none."""
+    given = dict(settings.priority_settings)
+    if settings.priority == "uniboost":
+        # The router's clock counts from anywhere; several routers before one engine must agree.
+        given.setdefault("clock_offset_seconds", time.time() - time.monotonic())
+    router.set_priorities(settings.priority, **given)
+
+
+def how(engine: Engine) -> str:
+    """How an engine is told a request's priority, and what is known of what it does with it."""
+    told = engine.capabilities.priority
+    if told is None:
+        return "not sent: the engine is not known to take one"
+    if told.honoured is False:
+        return "not sent: its queue is not ordered by it"
+    heed = "its queue is ordered by it" if told.honoured else "it does not tell whether its queue heeds it"
+    return f"sent as {'a header' if told.header else 'a field'}; {heed}"
+
+
+def header(engine: Engine, priority: int | None) -> int | None:
+    """The value of the header that an engine takes for it; None: none."""
+    told = engine.capabilities.priority
+    if priority is None or told is None or not told.header or told.honoured is False:
+        return None
+    return told.field(-priority)
+
+
+def body(engine: Engine, priority: int | None, sent: bytes) -> bytes:
+    """The body with the field that an engine takes for it, where it takes no header."""
+    told = engine.capabilities.priority
+    if priority is None or told is None or told.header:
+        return sent
+    value = told.field(-priority)
+    if value is None:
+        return sent
+    if b'"priority"' in sent:  # a client's own would come last, and win
+        fields: dict[str, Any] = orjson.loads(sent)
+        return orjson.dumps(fields | {"priority": value})
+    return with_fields(sent, {"priority": value})

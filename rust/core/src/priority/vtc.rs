@@ -1,0 +1,164 @@
+//! Virtual token counters: fairness between tenants (Sheng et al., OSDI 2024), in the form that a router can give to engines.
+//!
+//! A tenant's counter is the service that it was given: prompt tokens and twice its answer's tokens, divided by its weight. The paper's scheduler takes the next request of the tenant
+//! with the least counter; an engine takes an integer at submission and nothing later. So a request's priority is where its tenant's counter will be when all that the tenant sent
+//! before has been served: a *start tag*, as in start-time fair queueing. The prompt is charged at once, the answer when it has ended. A tenant that comes back is lifted to the
+//! least start tag in flight: what it did not use is not saved up.
+use super::bad;
+use crate::error::CoreError;
+use hashbrown::HashMap;
+use std::collections::BTreeMap;
+
+/// What an answer's token costs beside a prompt's (the paper's w_p = 1, w_q = 2).
+pub const OUTPUT_COST: f64 = 2.0;
+/// Tenants that are kept; those with nothing in flight leave for others.
+pub const MOST_TENANTS: usize = 65_536;
+/// Tags are counted in thousandths of a virtual token, so that sums are exact.
+const UNIT: f64 = 1e3;
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Tenant {
+    /// Where its next request starts, if it comes while others of it are in flight.
+    next: u64,
+    in_flight: u32,
+}
+
+/// A request's place: kept by the caller until it is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Thousandths of a virtual token: lower goes first.
+    pub start: u64,
+    tenant: u64,
+    /// Thousandths that a token of its answer costs.
+    output_cost: u64,
+}
+
+/// The counters of all tenants, by a hash of their names.
+#[derive(Clone, Debug, Default)]
+pub struct VirtualTokens {
+    tenants: HashMap<u64, Tenant>,
+    /// Requests in flight by start tag.
+    starts: BTreeMap<u64, u32>,
+    /// The least of them, when last there were any.
+    now: u64,
+}
+
+/// # Errors
+/// `BadValue` for a weight that is none.
+pub fn check_weight(weight: f64) -> Result<(), CoreError> {
+    if (1e-3..=1e6).contains(&weight) {
+        return Ok(());
+    }
+    bad("tenant's weight", weight.to_string(), "0.001 to 1e6")
+}
+
+impl VirtualTokens {
+    /// A request of a tenant comes. `weight`: its tenant's share of the service, checked ([`check_weight`]); 1 for all that have none of their own.
+    pub fn begin(&mut self, tenant: u64, prompt_tokens: u32, weight: f64) -> Place {
+        if let Some((least, _)) = self.starts.first_key_value() {
+            self.now = self.now.max(*least);
+        }
+        if self.tenants.len() >= MOST_TENANTS && !self.tenants.contains_key(&tenant) {
+            self.tenants.retain(|_, tenant| tenant.in_flight > 0); // what the others owe is forgiven
+        }
+        let at = self.tenants.entry(tenant).or_default();
+        let start = at.next.max(self.now);
+        at.next = start.saturating_add(cost(f64::from(prompt_tokens.max(1)), weight));
+        at.in_flight += 1;
+        *self.starts.entry(start).or_default() += 1;
+        Place { start, tenant, output_cost: cost(OUTPUT_COST, weight) }
+    }
+
+    /// A request's answer got so many tokens.
+    pub fn charge(&mut self, place: Place, output_tokens: u32) {
+        if let Some(at) = self.tenants.get_mut(&place.tenant) {
+            at.next = at.next.saturating_add(u64::from(output_tokens).saturating_mul(place.output_cost));
+        }
+    }
+
+    /// A request is over, however it ended.
+    pub fn end(&mut self, place: Place) {
+        if let Some(at) = self.tenants.get_mut(&place.tenant) {
+            at.in_flight = at.in_flight.saturating_sub(1);
+        }
+        if let Some(count) = self.starts.get_mut(&place.start) {
+            *count -= 1;
+            if *count == 0 {
+                self.starts.remove(&place.start);
+                self.now =
+                    self.now.max(self.starts.first_key_value().map_or(place.start, |(least, _)| *least));
+            }
+        }
+    }
+
+    /// Requests in flight, of all tenants.
+    pub fn in_flight(&self) -> u64 {
+        self.starts.values().map(|count| u64::from(*count)).sum()
+    }
+}
+
+fn cost(tokens: f64, weight: f64) -> u64 {
+    (tokens / weight * UNIT).round() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn start(counters: &mut VirtualTokens, tenant: u64, prompt_tokens: u32) -> u64 {
+        counters.begin(tenant, prompt_tokens, 1.0).start / 1000
+    }
+
+    #[test]
+    fn the_tenant_that_was_served_least_goes_first() {
+        let mut counters = VirtualTokens::default();
+        let bulk: Vec<Place> = (0..5).map(|_| counters.begin(1, 1000, 1.0)).collect();
+        assert_eq!(
+            bulk.iter().map(|place| place.start / 1000).collect::<Vec<_>>(),
+            [0, 1000, 2000, 3000, 4000]
+        );
+        // Another tenant's come before all but bulk's first.
+        assert_eq!([start(&mut counters, 2, 100), start(&mut counters, 2, 100)], [0, 100]);
+        assert_eq!(start(&mut counters, 1, 1000), 5000);
+        // Two of bulk's are served, with 300 tokens of answers each, which cost 600: its next is behind those.
+        counters.charge(bulk[0], 300);
+        counters.end(bulk[0]);
+        counters.charge(bulk[1], 300);
+        counters.end(bulk[1]);
+        assert_eq!(start(&mut counters, 1, 1000), 6000 + 1200);
+    }
+
+    #[test]
+    fn weights_divide() {
+        let mut counters = VirtualTokens::default();
+        let place = counters.begin(1, 100, 4.0);
+        counters.charge(place, 50);
+        counters.end(place);
+        assert_eq!(counters.tenants[&1].next, (25 + 25) * 1000);
+        for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            assert!(check_weight(weight).unwrap_err().to_string().contains("weight"));
+        }
+    }
+
+    #[test]
+    fn nothing_is_saved_up_and_nothing_grows_without_bound() {
+        let mut counters = VirtualTokens::default();
+        let first = counters.begin(1, 10, 1.0);
+        counters.end(first);
+        // Tenant 2 is served for long, two at a time; tenant 1 slept, and does not come in ahead of what is there.
+        let mut before = counters.begin(2, 1000, 1.0);
+        for _ in 0..100 {
+            let next = counters.begin(2, 1000, 1.0);
+            counters.end(before);
+            before = next;
+        }
+        assert_eq!(counters.begin(1, 10, 1.0).start, before.start);
+        counters.end(before);
+        assert_eq!(counters.in_flight(), 1);
+        for tenant in 0..200_000 {
+            let place = counters.begin(tenant, 1, 1.0);
+            counters.end(place);
+        }
+        assert!(counters.tenants.len() <= MOST_TENANTS + 1);
+    }
+}

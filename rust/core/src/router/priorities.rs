@@ -1,0 +1,147 @@
+//! What goes first: the integer that a request is given for its engine's queue, at submission (UniBoost, or virtual token counters).
+//!
+//! An engine that orders its queue by priority takes one number and keeps it. UniBoost's is the boosted arrival by the work that is known then, the prompt tokens that the chosen
+//! instance does not hold; gamma is learned from this router's own requests as they end. Lower goes first; numbers of all instances, and of several routers whose clocks agree,
+//! compare.
+use super::Router;
+use super::tickets::TicketState;
+use crate::error::CoreError;
+use crate::ids::Seconds;
+use crate::priority::vtc::{Place, VirtualTokens};
+use crate::priority::{Priority, Settings, TailRate, Work, boost_seconds};
+use crate::request::Tenant;
+
+/// By what requests are ordered.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Priorities {
+    /// Boosted arrival, in milliseconds.
+    UniBoost {
+        /// Boosts; a priority never changes here, so of MEMGUARD only the bins count.
+        settings: Settings,
+        /// The most that anyone is boosted, seconds: who has waited longer is overtaken by nobody of its class.
+        most_seconds: Seconds,
+        /// What is added to the router's clock, so that it is the same for all routers: seconds.
+        clock_offset_seconds: Seconds,
+    },
+    /// Start tags, in thousandths of a virtual token.
+    Vtc,
+}
+
+impl Priorities {
+    /// The most that anyone is boosted where nothing is said, seconds.
+    pub const MOST_SECONDS: Seconds = 60.0;
+
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn check(&self) -> Result<(), CoreError> {
+        let Priorities::UniBoost { settings, most_seconds, clock_offset_seconds } = self else {
+            return Ok(());
+        };
+        settings.check()?;
+        for (what, seconds) in [("most seconds", *most_seconds), ("clock offset", *clock_offset_seconds)] {
+            if !(0.0..1e10).contains(&seconds) {
+                return Err(CoreError::BadValue {
+                    what: format!("priority: {what}"),
+                    got: seconds.to_string(),
+                    expected: "0 to 1e10 seconds".into(),
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What is kept for it.
+pub(super) struct Ordering {
+    of: Priorities,
+    tail: Option<TailRate>,
+    counters: VirtualTokens,
+}
+
+impl Router {
+    /// Orders requests by `priorities` from now on; `None`: they have none.
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn set_priorities(&mut self, priorities: Option<Priorities>) -> Result<(), CoreError> {
+        self.ordering = match priorities {
+            None => None,
+            Some(of) => {
+                of.check()?;
+                let tail = match of {
+                    Priorities::UniBoost {
+                        settings: Settings { gamma, adaptive: Some(adaptive), .. },
+                        ..
+                    } => Some(TailRate::new(gamma, adaptive)?),
+                    _ => None,
+                };
+                Some(Ordering { of, tail, counters: VirtualTokens::default() })
+            }
+        };
+        Ok(())
+    }
+
+    /// Gamma as it is now, 1/s, and how often it was estimated; `None` where nobody is boosted.
+    pub fn gamma(&self) -> Option<(f64, u64)> {
+        let ordering = self.ordering.as_ref()?;
+        match (&ordering.tail, ordering.of) {
+            (Some(tail), _) => Some((tail.gamma(), tail.estimates())),
+            (None, Priorities::UniBoost { settings, .. }) => Some((settings.gamma, 0)),
+            (None, Priorities::Vtc) => None,
+        }
+    }
+
+    /// The priority of a request of which so many prompt tokens have to be computed, and its tenant's place.
+    pub(super) fn prioritise(
+        &mut self,
+        tenant: &Tenant,
+        prompt_tokens: u32,
+        hit_tokens: u32,
+        now: Seconds,
+    ) -> (Option<Priority>, Option<Place>) {
+        let token_seconds = 1.0 / self.mean_prefill_rate();
+        let Some(ordering) = &mut self.ordering else { return (None, None) };
+        match ordering.of {
+            Priorities::UniBoost { settings, most_seconds, clock_offset_seconds } => {
+                let gamma = ordering.tail.as_ref().map_or(settings.gamma, TailRate::gamma);
+                let work = Work { prompt_tokens, hit_tokens, attained_tokens: 0 };
+                let weighed = f64::from(settings.weighed_tokens(&work)) * token_seconds;
+                let boost = boost_seconds(weighed, gamma).min(most_seconds);
+                let arrival = now + clock_offset_seconds + tenant.handicap_seconds;
+                let value = ((arrival - boost) * 1e3).round() as i64;
+                (Some(Priority { value, boost_seconds: boost }), None)
+            }
+            Priorities::Vtc => {
+                let place = ordering.counters.begin(
+                    tenant.id,
+                    prompt_tokens.saturating_sub(hit_tokens),
+                    tenant.weight,
+                );
+                let value = i64::try_from(place.start).unwrap_or(i64::MAX);
+                (Some(Priority { value, boost_seconds: 0.0 }), Some(place))
+            }
+        }
+    }
+
+    /// A request ended well.
+    pub(super) fn learn_tail(&mut self, seconds: Seconds) {
+        if let Some(Ordering { tail: Some(tail), .. }) = &mut self.ordering {
+            tail.ended(seconds);
+        }
+    }
+
+    /// A request is over, however it ended.
+    pub(super) fn leave_queue(&mut self, state: &TicketState) {
+        if let (Some(place), Some(ordering)) = (state.place, &mut self.ordering) {
+            ordering.counters.charge(place, state.leg.entry.output_tokens as u32);
+            ordering.counters.end(place);
+        }
+    }
+
+    /// Its answer had so many tokens more than were seen.
+    pub(super) fn charge_unseen(&mut self, state: &TicketState, output_tokens: u32) {
+        if let (Some(place), Some(ordering)) = (state.place, &mut self.ordering) {
+            ordering.counters.charge(place, output_tokens);
+        }
+    }
+}

@@ -1,0 +1,273 @@
+"""Streams that move between two vLLM engines while they run: the client hears what one engine says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from lmetric.config import ServerConfig
+from lmetric.server import Server
+from lmetric.server.chain import Chain
+from lmetric.server.mover import Mover
+from split_world import CHAT, COMPLETIONS, equal, heard
+from test_real_pd import counted
+from test_real_split import cutting, fresh, request
+from vllm_process import NIXL, VllmEngine
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+
+Start = Callable[..., list[VllmEngine]]
+# A token takes a millisecond or two, and the target shares two cores with the source: to compute ahead takes
+# some hundreds of them. What an engine does for the first time it compiles, for seconds: then a stream may
+# end before it has moved, and is tried again.
+TOKENS, FIRST, SECOND, ATTEMPTS = 3000, 20, 600, 4
+# Slow engines; the last where a stream was to move on before it had a token where it went.
+HARMLESS = {"moved", "ended", "long_gap", "not_movable"}
+USAGE = {"include_usage": True}
+# On two cores that four processes want, a token of a busy engine may take a second.
+PATIENT: dict[str, Any] = {
+    "policy": "round_robin",
+    "health": {"timeout": 30},
+    "reschedule": "star",
+    "reschedule_max_gap_seconds": 30.0,
+}
+
+
+@pytest.fixture(scope="module", params=["plain", "nixl"])
+def flags(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of the engines; tests with the same follow each other."""
+    return {"plain": {}, "nixl": {"kv_transfer_config": NIXL}}[request.param]
+
+
+@dataclass
+class Here:
+    """A router in this event loop, whose moves a test may begin itself."""
+
+    server: Server
+    session: aiohttp.ClientSession
+    engines: list[VllmEngine]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}"
+
+    @property
+    def mover(self) -> Mover:
+        found = self.server.fleet.pools[0].mover
+        assert found is not None
+        return found
+
+    async def until(self, true: Callable[[], object], seconds: float = 60.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not true():  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.001)
+
+    async def move(self, stream: asyncio.Task[Any], count: int) -> None:
+        """Begins to move the one stream to the other engine when it has so many tokens and is at rest, unless
+        it ends before."""
+
+        def ready() -> list[Chain]:
+            chains = self.mover.running.values()
+            return [chain for chain in chains if len(chain.joined.made) >= count and chain.move is None]
+
+        await self.until(lambda: ready() or stream.done())
+        for chain in ready():
+            (target,) = (engine.name for engine in self.engines if engine.name != chain.ticket.instance)
+            self.mover.begin(chain.ticket.id, target, time.monotonic())
+
+    async def moved(
+        self, path: str, body: dict[str, Any], want: dict[str, Any], *counts: int
+    ) -> tuple[dict[str, Any], Any]:
+        """What a client hears of a stream that moves at these tokens, which must be `want`; its receipt."""
+        for _ in range(ATTEMPTS):
+            stream = asyncio.create_task(streamed(self.session, self.url, path, body))
+            for count in counts:
+                await self.move(stream, count)
+            said = await stream
+            equal(said, want)
+            receipt = self.receipt(said)
+            if len(receipt["moves"]) == len(counts):
+                return said, receipt
+            print("not moved:", receipt["moves"], dict(self.mover.outcomes))
+        raise AssertionError(f"not moved {len(counts)} times in {ATTEMPTS} attempts: {self.mover.outcomes}")
+
+    def receipt(self, said: dict[str, Any]) -> Any:
+        return self.server.fleet.pools[0].router.receipt(int(said["headers"]["x-lmetric-decision"]))
+
+
+@contextlib.asynccontextmanager
+async def moving(engines: list[VllmEngine], **config: Any) -> AsyncIterator[Here]:
+    """Such a router; rounds of its own are an hour apart. At the end nothing may be in flight anywhere."""
+    given = {"port": 0, "engines": [{"url": e.url} for e in engines], "reschedule_period_seconds": 3600.0}
+    server = Server(ServerConfig.model_validate(PATIENT | given | config))
+    await server.start()
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+            here = Here(server, session, engines)
+            pool = server.fleet.pools[0]
+            await here.until(lambda: all(engine.identified for engine in pool.engines.values()))
+            yield here
+            router = pool.router
+            await here.until(lambda: not (router.in_flight() or server.front.relays))
+            assert not here.mover.running
+            assert not here.mover.moves
+            indicators = router.indicators()
+            for name in ("bs", "bound_bs", "bound_tokens", "tokens"):
+                assert not indicators[name].any(), name
+        for engine in engines:
+            if engine.healthy():
+                assert await at_work(engine) == 0
+    finally:
+        await server.stop()
+
+
+async def at_work(engine: VllmEngine) -> float:
+    """Requests that run or wait in an engine, by itself."""
+    return await counted(engine, "num_requests_running") + await counted(engine, "num_requests_waiting{")
+
+
+async def streamed(
+    session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]
+) -> dict[str, Any]:
+    """What a client hears of a stream, with its longest gap between two pieces, in seconds."""
+    async with session.post(url + path, json=body) as response:
+        assert response.status == 200, await response.read()
+        raw, gaps, last = b"", [], 0.0
+        async for piece in response.content.iter_any():
+            now = time.monotonic()
+            gaps.append(now - last if raw else 0.0)
+            last = now
+            raw += piece
+        return heard(raw) | {"headers": response.headers, "gap": max(gaps)}
+
+
+async def alone(here: Any, engine: VllmEngine, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What one engine says that computes everything itself."""
+    return await streamed(here.session, engine.url, path, body | {"cache_salt": fresh("alone")})
+
+
+def streams(words: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
+    """Chats and completions, with token ids and without, with usage at the end, in each chunk, and never."""
+    each = {"include_usage": True, "continuous_usage_stats": True}
+    return [
+        (path, request(path, words, tokens, stream=True, stream_options=usage, return_token_ids=ids))
+        for path, usage, ids in [
+            (COMPLETIONS, USAGE, True),
+            (COMPLETIONS, each, False),
+            (CHAT, USAGE, True),
+            (CHAT, None, False),
+        ]
+    ]
+
+
+async def test_to_and_fro(vllm_engines: Start, flags: dict[str, Any]) -> None:
+    """Each stream is moved to the other engine, and back."""
+    engines = vllm_engines(2, **flags)
+    async with moving(engines) as here:
+        bodies = [each for shape in [(20, TOKENS), (900, TOKENS)] for each in streams(*shape)]
+        for number, (path, body) in enumerate(bodies):
+            want = await alone(here, engines[number % 2], path, body)
+            said, receipt = await here.moved(path, body, want, FIRST, SECOND)
+            (first, to), (second, back) = receipt["moves"]
+            assert {to, back} == {engine.name for engine in engines}
+            assert (said["headers"]["x-lmetric-instance"], receipt["outcome"]) == (back, "finished")
+            prompt = receipt["prompt_tokens"]
+            assert prompt + FIRST <= first < second < prompt + TOKENS
+            assert second >= prompt + SECOND
+            print(
+                f"{path} prompt {prompt}: moved at {first - prompt} and {second - prompt},",
+                f"longest gap {said['gap'] * 1e3:.0f} ms, unmoved {want['gap'] * 1e3:.0f} ms",
+            )
+        assert set(here.mover.outcomes) <= HARMLESS
+
+
+async def test_what_was_cut_moves_too(vllm_engines: Start, flags: dict[str, Any]) -> None:
+    engines = vllm_engines(2, **flags)
+    async with moving(engines, split_force_at=0.1, split_recompute=True) as here:
+        for number, (path, body) in enumerate(streams(20, TOKENS)):
+            want = await alone(here, engines[number % 2], path, body)
+            # Its cut lies at about 300; what was made until then comes at once.
+            _, receipt = await here.moved(path, body, want, SECOND)
+            assert (len(receipt["cuts"]), receipt["outcome"]) == (1, "finished")
+        assert set(here.mover.outcomes) <= HARMLESS
+
+
+async def test_a_client_that_leaves_while_its_stream_moves(
+    vllm_engines: Start, flags: dict[str, Any]
+) -> None:
+    engines = vllm_engines(2, **flags)
+    async with moving(engines) as here:
+        body = request(COMPLETIONS, 900, TOKENS, stream=True)
+        task = asyncio.create_task(streamed(here.session, here.url, COMPLETIONS, body))
+        await here.move(task, FIRST)
+        assert here.mover.moves
+        task.cancel()
+        await here.until(lambda: not here.mover.moves)
+        assert here.mover.outcomes == {"ended": 1}
+        async with asyncio.timeout(10):
+            while sum([await at_work(e) for e in engines]):  # noqa: ASYNC110 - other processes are asked
+                await asyncio.sleep(0.05)
+
+
+async def test_star_moves_what_piles_up(vllm_engines: Start, flags: dict[str, Any], tmp_path: Path) -> None:
+    """As a process with `reschedule: star`: one engine gets all streams, then the other may take some."""
+    engines = vllm_engines(2, **flags)
+    config = PATIENT | {"reschedule_period_seconds": 0.2, "reschedule_at_once": 2, "admin": True}
+    async with cutting(engines, tmp_path, **config) as world:
+        bodies = [streams(60, TOKENS)[number % 4] for number in range(8)]
+        want = [await alone(world, engines[0], path, body) for path, body in bodies]
+
+        async def drain(verb: str) -> None:
+            path = f"{world.url}/admin/engines/{engines[1].name}/{verb}"
+            async with world.session.post(path) as response:
+                assert response.status == 200, await response.read()
+
+        async def piled_up() -> bool:
+            return bool((await world.indicator("bs"))[engines[0].name] == len(bodies))
+
+        await drain("drain")
+        tasks = [asyncio.create_task(streamed(world.session, world.url, path, body)) for path, body in bodies]
+        await world.until(piled_up, seconds=60)
+        await drain("undrain")
+        moves = 0
+        for said, one in zip(await asyncio.gather(*tasks), want, strict=True):
+            equal(said, one)
+            receipt = await world.receipt(said["headers"])
+            assert said["headers"]["x-lmetric-instance"] == engines[0].name
+            moves += len(receipt["moves"])
+            print("moves", receipt["moves"], f"longest gap {said['gap'] * 1e3:.0f} ms")
+        page = (await world.page("/metrics")).splitlines()
+        counts = [line for line in page if line.startswith(("lmetric_moved_requests", "lmetric_moves_total"))]
+        print(counts)
+        assert f'lmetric_moved_requests_total{{model="tiny"}} {float(moves)}' in counts
+        assert moves > 0
+
+
+async def test_a_source_that_dies_while_its_stream_moves(vllm_engines: Start, flags: dict[str, Any]) -> None:
+    engines = vllm_engines(2, **flags)
+    async with moving(engines) as here:
+        path, body = COMPLETIONS, request(COMPLETIONS, 900, TOKENS, stream=True, return_token_ids=True)
+        want = await alone(here, engines[0], path, body)
+        for _ in range(ATTEMPTS):
+            task = asyncio.create_task(streamed(here.session, here.url, path, body))
+            await here.move(task, FIRST)
+            chain = next(iter(here.mover.running.values()), None)
+            if chain is not None and chain.move is not None and len(chain.joined.made) < TOKENS // 2:
+                break
+            equal(await task, want)
+        assert chain is not None
+        here.mover.outcomes.clear()
+        (dying,) = (engine for engine in engines if engine.name == chain.ticket.instance)
+        await asyncio.to_thread(dying.kill)
+        equal(await task, want)
+        # Which of the two is heard of first is a matter of milliseconds.
+        assert set(here.mover.outcomes) <= {"moved", "source_failed"}, here.mover.outcomes
+        assert sum(here.mover.outcomes.values()) == 1
