@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
-
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from lmetric.engines.emulated import EngineOptions
 from lmetric.server.chain import Chain
 from lmetric.server.mover import Mover
 from pd_world import Pd, pd
-from split_world import alone, asked, equal
 
 LONG = "the history of the quiet river and of all who lived by it " * 60
 
@@ -84,33 +80,3 @@ async def move(w: Pd, count: int, target: str | None = None) -> bool:
     chain = await at_token(w, count)
     others = [name for name in w.engines if name not in w.stopped | {place(chain)}]
     return mover(w).begin(chain.ticket.id, target or others[count % len(others)], time.monotonic())
-
-
-async def shoved(w: Pd, path: str, body: dict[str, Any], counts: list[int]) -> int:
-    """Asks for it, and has it move at these tokens, as far as it can: the moves that were made. The answer
-    must be what one engine says."""
-    expected = await alone(w, path, body)
-    task = asyncio.create_task(asked(w, path, body))
-
-    async def shove() -> None:
-        for count in counts:
-            await move(w, count)
-
-    shoving = asyncio.create_task(shove())
-    said = await task
-    shoving.cancel()
-    await asyncio.gather(shoving, return_exceptions=True)
-    equal(said, expected)
-    return len(said["receipt"]["moves"])
-
-
-async def examples(cases: st.SearchStrategy[Any], tried: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-    """Tries 30 of them, one after the other, in this loop."""
-    loop = asyncio.get_running_loop()
-
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(cases)
-    def check(case: Any) -> None:
-        asyncio.run_coroutine_threadsafe(tried(case), loop).result(20)
-
-    await asyncio.to_thread(check)

@@ -8,10 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmetric.engines.emulated import EngineOptions
-from moves_world import LONG, at_token, examples, move, mover, moving, place, plain, shoved
+from moves_world import LONG, at_token, move, mover, moving, place, plain
 from pd_world import Pd, nixl
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
 
@@ -70,6 +71,7 @@ async def test_any_request_moved_anywhere() -> None:
             "continuous": st.booleans(),
         }
     )
+    loop = asyncio.get_running_loop()
     async with moving(*engines(), plain(), **GENEROUS) as w:
         moved: list[int] = []
 
@@ -85,9 +87,26 @@ async def test_any_request_moved_anywhere() -> None:
                 return_token_ids=case["ids"],
                 **(usage if case["stream"] else {}),
             )
-            moved.append(await shoved(w, case["path"], body, case["moves"]))
+            expected = await alone(w, case["path"], body)
+            task = asyncio.create_task(asked(w, case["path"], body))
 
-        await examples(cases, tried)
+            async def shove() -> None:
+                for count in case["moves"]:
+                    await move(w, count)
+
+            shoving = asyncio.create_task(shove())
+            said = await task
+            shoving.cancel()
+            await asyncio.gather(shoving, return_exceptions=True)
+            equal(said, expected)
+            moved.append(len(said["receipt"]["moves"]))
+
+        @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(cases)
+        def check(case: dict[str, Any]) -> None:
+            asyncio.run_coroutine_threadsafe(tried(case), loop).result(20)
+
+        await asyncio.to_thread(check)
         assert sum(moved) > 10
         assert max(moved) > 1
         assert w.outcomes["handed_over"] > 5

@@ -7,9 +7,10 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moves_world import LONG, at_token, examples, move, mover, moving, place, plain, shoved
+from moves_world import LONG, at_token, move, mover, moving, place, plain
 from pd_world import nixl
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
 
@@ -63,6 +64,7 @@ async def test_any_stream_moved_anywhere() -> None:
             "logprobs": st.sampled_from([None, False]),
         }
     )
+    loop = asyncio.get_running_loop()
     async with moving() as w:
         moved: list[int] = []
 
@@ -76,9 +78,26 @@ async def test_any_stream_moved_anywhere() -> None:
                 stream_options=usage,
                 logprobs=case["logprobs"],
             )
-            moved.append(await shoved(w, case["path"], body, case["moves"]))
+            expected = await alone(w, case["path"], body)
+            task = asyncio.create_task(asked(w, case["path"], body))
 
-        await examples(cases, tried)
+            async def shove() -> None:
+                for count in case["moves"]:
+                    await move(w, count)
+
+            shoving = asyncio.create_task(shove())
+            said = await task
+            shoving.cancel()
+            await asyncio.gather(shoving, return_exceptions=True)
+            equal(said, expected)
+            moved.append(len(said["receipt"]["moves"]))
+
+        @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(cases)
+        def check(case: dict[str, Any]) -> None:
+            asyncio.run_coroutine_threadsafe(tried(case), loop).result(20)
+
+        await asyncio.to_thread(check)
         assert sum(moved) > 20
         assert max(moved) > 1
 

@@ -271,7 +271,7 @@ impl Stream {
         let Some(replay) = self.replay.take() else { return };
         self.again_at = self.again_at.filter(|_| replay.from > 0);
         if replay.first && !replay.anew {
-            if replay.from > 0 {
+            if self.next.is_some_and(|next| next > 0) {
                 // Not even the batch that was applied last: its publisher is another one, or keeps nothing.
                 self.restarted(sink);
                 return self.ask(now, sink);
