@@ -23,7 +23,7 @@ def commit() -> str:
     def git(*argv: str) -> str:
         return subprocess.run(["git", *argv], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
-    code = ["rust", "python", "bench", ":!bench/results", ":!bench/*/results"]
+    code = ["rust", "python", "bench", ":!bench/*results/*"]
     dirty = git("status", "--porcelain", "--", *code)
     return git("rev-parse", "--short", "HEAD").strip() + ("-dirty" if dirty else "")
 
