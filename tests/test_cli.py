@@ -85,6 +85,8 @@ WRONG = [
     (["bench", "--policy", "lmetrik", "--instances", "4", "--prompt-tokens", "1000"], 2, "lmetric"),
     (["engine", "--port", "99999"], 2, "--port"),
     (["demo", "--clock-speed", "-1"], 2, "--clock-speed: -1 is not above 0"),
+    (["demo", "--priority", "fastest"], 2, "none, uniboost, vtc"),
+    (["demo", "--trace", "{synthetic: nothing}"], 2, "requests or sessions"),
 ]
 
 

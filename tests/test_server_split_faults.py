@@ -126,6 +126,18 @@ async def test_a_target_that_is_full() -> None:
         assert w.server.fleet.pools[0].router.stats()["retries"] > 0
 
 
+@pytest.mark.parametrize("at", [0.4, 0.93])
+async def test_blocks_of_other_sizes_are_not_fetched(at: float) -> None:
+    """Connectors move whole blocks: the second engine computes again what the first has."""
+    async with split(both(block_tokens=16), both(block_tokens=32), at=at) as w:
+        for path in PATHS:
+            for stream in (True, False):
+                body = body_of(path, stream=stream, max_tokens=30)
+                equal(await asked(w, path, body), await alone(w, path, body))
+        assert w.outcomes == {"other_blocks": 4}
+        assert all(w.busy(name) == 0 for name in w.engines)
+
+
 class Busy:
     """Keeps b1 busy."""
 

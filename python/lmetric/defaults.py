@@ -16,3 +16,6 @@ ORDER_SLO = 0.1
 
 Split = Literal["none", "libra", "force"]
 """How requests are cut that no roles cut; see docs/architecture.md, "Plans of several segments"."""
+
+Priority = Literal["none", "uniboost", "vtc"]
+"""What the engines' queues are ordered by; see docs/priorities.md."""

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import aiohttp
@@ -20,6 +21,7 @@ from lmetric.engines.embedded import EmbeddedEngines, stop_process
 from lmetric.engines.emulated import EngineOptions
 from lmetric.replay import Client, Player, Report, Slo, summarize
 from lmetric.sim.prompts import PromptWriter
+from lmetric.sim.synthetic import read_synthetic
 from lmetric.sim.traces import Trace, load_trace
 
 SLICE = Path(__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
@@ -43,10 +45,20 @@ class Setting:
     speed: float  # arrivals on the engines' clock against the trace's
     requests: int
     max_input_tokens: int | None
+    priorities: Sequence[str] = ("none",)
+    source: str | None = None  # of the arrivals: a file, or a description; None: the shipped slice
+    max_sequences: int | None = None  # of an engine's batch; None: the profile's
+
+    @property
+    def runs(self) -> list[tuple[str, str, str]]:
+        """Label, policy and priority of each."""
+        pairs = list(product(self.policies, self.priorities))
+        named = [policy if len(self.priorities) == 1 else f"{policy}, {order}" for policy, order in pairs]
+        return [(label, *pair) for label, pair in zip(named, pairs, strict=True)]
 
     def trace(self) -> Trace:
         """The arrivals, in wall seconds."""
-        trace = load_trace(SLICE)
+        trace = load_trace(SLICE) if self.source is None else named_trace(self.source)
         if self.max_input_tokens is not None:
             trace = trace.at_most(self.max_input_tokens)
         return trace.first(self.requests).faster(self.speed * self.clock_speed)
@@ -73,25 +85,35 @@ class Moment:
 
 
 async def run(setting: Setting, show: Callable[[Moment], None]) -> AsyncIterator[tuple[str, Report]]:
-    """Play the slice under each policy in turn; yields each policy's report. Fresh engines each time.
+    """Play the trace under each policy and priority in turn; yields each one's report. Engines are fresh.
 
     After SIGINT the running policy's report is the last, marked as interrupted.
     """
     trace, prompts = setting.trace(), PromptWriter()
-    for policy in setting.policies:
-        report = await _play(policy, setting, trace, prompts, show)
-        yield policy, report
+    for label, policy, priority in setting.runs:
+        report = await _play((label, policy, priority), setting, trace, prompts, show)
+        yield label, report
         if report.interrupted:
             return
 
 
 async def _play(
-    policy: str, setting: Setting, trace: Trace, prompts: PromptWriter, show: Callable[[Moment], None]
+    run: tuple[str, str, str],
+    setting: Setting,
+    trace: Trace,
+    prompts: PromptWriter,
+    show: Callable[[Moment], None],
 ) -> Report:
-    options = EngineOptions(profile=setting.profile, clock_speed=setting.clock_speed)
+    label, policy, priority = run
+    options = EngineOptions(
+        profile=setting.profile,
+        clock_speed=setting.clock_speed,
+        max_sequences=setting.max_sequences,
+        order="fcfs" if priority == "none" else "priority",
+    )
     async with (
         EmbeddedEngines(setting.engines, options) as engines,
-        _router(policy, engines.urls) as url,
+        _router(policy, priority, engines.urls) as url,
         Client(url) as client,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
     ):
@@ -100,7 +122,7 @@ async def _play(
             running = asyncio.create_task(player.run())
             while not running.done():
                 states = await asyncio.gather(*(_state(session, engine) for engine in engines.urls))
-                show(Moment(policy, player, states, setting.clock_speed))
+                show(Moment(label, player, states, setting.clock_speed))
                 await asyncio.wait([running], timeout=_POLL_SECONDS)
             await running
         return summarize(
@@ -110,6 +132,14 @@ async def _play(
             clock_speed=setting.clock_speed,
             interrupted=player.interrupted,
         )
+
+
+def named_trace(source: str) -> Trace:
+    """A trace's file, or the description of a synthetic one where it begins with a brace.
+
+    Raises `LmetricError`, `OSError`.
+    """
+    return read_synthetic(source).make() if source.lstrip().startswith("{") else load_trace(source)
 
 
 @contextlib.contextmanager
@@ -123,12 +153,13 @@ def _on_interrupt(call: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _router(policy: str, engines: Sequence[str]) -> AsyncIterator[str]:
+async def _router(policy: str, priority: str, engines: Sequence[str]) -> AsyncIterator[str]:
     """`lmetric-router serve` as a process of its own, as a user would run it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "lmetric.cli", "serve", "--port", str(port), "--policy", policy]
+    command += ["--priority", priority]
     command += [word for engine in engines for word in ("--engine", engine)]
     with tempfile.TemporaryFile() as log:
         # A session of its own: Ctrl-C in the terminal is for the demo to pass on.

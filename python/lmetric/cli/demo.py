@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from lmetric.defaults import DEFAULT_PROFILE
+from lmetric.defaults import DEFAULT_PROFILE, Priority
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,6 +19,12 @@ def command(
     policy: Annotated[
         list[str] | None, typer.Option(help="Policy; repeatable [default: round_robin, vllm, lmetric].")
     ] = None,
+    priority: Annotated[
+        list[str] | None, typer.Option(help="none, uniboost or vtc; repeatable [default: none].")
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="A trace's file, or '{synthetic: …}' [default: the slice].")
+    ] = None,
     engines: Annotated[int, typer.Option(min=1, max=64, help="Emulated engines.")] = 4,
     requests: Annotated[int, typer.Option(min=1, max=1000, help="Requests of the slice.")] = 500,
     speed: Annotated[
@@ -30,12 +36,15 @@ def command(
     max_input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Leave out requests with longer prompts.")
     ] = None,
+    max_sequences: Annotated[
+        int | None, typer.Option(min=1, help="Requests in an engine's batch [default: the profile's].")
+    ] = None,
     profile: Annotated[str, typer.Option(help="Profile of the engines.")] = DEFAULT_PROFILE,
     as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
 ) -> None:
-    """Play a slice of a real trace under several policies over emulated engines, and compare.
+    """Play a slice of a real trace under several policies or priorities over emulated engines, and compare.
 
-    Every policy gets the same arrivals and fresh engines. The engines model a GPU's step times on a clock
+    Each gets the same arrivals and fresh engines. The engines model a GPU's step times on a clock
     that runs faster than the wall's; TTFT and TPOT are in seconds of that clock.
     """
     from lmetric import LmetricError, Policy, Router
@@ -50,6 +59,10 @@ def command(
             Router(Policy.from_config(each))
     except LmetricError as refused:
         raise typer.BadParameter(str(refused), param_hint="--policy") from None
+    if wrong := [each for each in priority or () if each not in get_args(Priority)]:
+        raise typer.BadParameter(
+            f"{wrong[0]!r} is not one of {', '.join(get_args(Priority))}", param_hint="--priority"
+        )
     setting = Setting(
         policies=policy or ["round_robin", "vllm", "lmetric"],
         engines=engines,
@@ -58,6 +71,9 @@ def command(
         speed=speed,
         requests=requests,
         max_input_tokens=max_input_tokens,
+        priorities=priority or ["none"],
+        source=trace,
+        max_sequences=max_sequences,
     )
     reports = _watch(setting)
     if as_json:
@@ -109,8 +125,9 @@ def _watch(setting: Setting) -> dict[str, Report]:
 
 def describe(setting: Setting) -> str:
     """What is simulated: nobody should take the figures for a GPU's."""
+    source = setting.source or "Mooncake's conversation trace"
     return (
-        f"First {setting.requests} requests of Mooncake's conversation trace, {setting.speed:g} x as fast,\n"
+        f"First {setting.requests} requests of {source}, {setting.speed:g} x as fast,\n"
         f"over {setting.engines} emulated engines ({setting.profile}, no GPU).\n"
         f"Times are on the engines' clock, which runs {setting.clock_speed:g} x the wall's."
     )
@@ -145,7 +162,19 @@ def _summary(setting: Setting, reports: dict[str, Report]) -> RenderableType:
 
     from lmetric.cli.show import table
 
-    columns = ["policy", "TTFT mean", "p50", "p90", "p99", "TPOT mean", "p99", "hit rate", "failed"]
+    columns = [
+        "policy",
+        "TTFT mean",
+        "p50",
+        "p90",
+        "p99",
+        "TPOT mean",
+        "p99",
+        "E2E mean",
+        "p99",
+        "hit rate",
+        "failed",
+    ]
     rows = [_figures(name, report) for name, report in reports.items()]
     return Group(Text(describe(setting)), table(columns, rows) if rows else "")
 
@@ -156,8 +185,17 @@ def _figures(name: str, report: Report) -> list[str]:
         [f"{value:.2f} s" for value in (first.mean, first.p50, first.p90, first.p99)] if first else ["–"] * 4
     )
     tpot = [f"{value * 1e3:.1f} ms" for value in (each.mean, each.p99)] if each else ["–"] * 2
+    whole = report.e2e_seconds
+    e2e = [f"{value:.2f} s" for value in (whole.mean, whole.p99)] if whole else ["–"] * 2
     hit = "–" if report.hit_rate is None else f"{report.hit_rate:.1%}"
-    return [name + (" (interrupted)" if report.interrupted else ""), *ttft, *tpot, hit, str(report.failed)]
+    return [
+        name + (" (interrupted)" if report.interrupted else ""),
+        *ttft,
+        *tpot,
+        *e2e,
+        hit,
+        str(report.failed),
+    ]
 
 
 def _ttft(report: Report) -> str:

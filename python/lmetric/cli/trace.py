@@ -53,20 +53,11 @@ def make(
     seed: Annotated[int | None, typer.Option(min=0, help="Instead of the description's.")] = None,
 ) -> None:
     """Make a synthetic trace and write it; the same description gives the same bytes."""
-    import yaml
-
     from lmetric.cli.show import note
-    from lmetric.sim.synthetic import check_synthetic
+    from lmetric.sim.synthetic import read_synthetic
     from lmetric.sim.traces import write_trace
 
-    inline = description.lstrip().startswith("{")
-    try:
-        content = yaml.safe_load(description if inline else Path(description).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(
-            f"not YAML: {' '.join(str(error).split())}", param_hint="DESCRIPTION"
-        ) from None
-    synthetic = check_synthetic(content, "on the command line" if inline else description)
+    synthetic = read_synthetic(description)
     if seed is not None:
         synthetic = synthetic.model_copy(update={"seed": seed})
     trace = synthetic.make()

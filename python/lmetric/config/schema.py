@@ -19,6 +19,7 @@ from lmetric.config.kinds import (
     Strict,
     ZmqEndpoint,
 )
+from lmetric.defaults import Priority
 
 # Sources of engines beside those in `discovery`.
 CONFIGURED = "configuration"
@@ -169,7 +170,7 @@ class PoolSettings(Strict):
         1.0, description="no move whose client is expected to wait longer for its next token"
     )
     reschedule_at_once: Positive = Field(4, description="moves on their way at once, of one model")
-    priority: Literal["none", "uniboost", "vtc"] = Field(
+    priority: Priority = Field(
         "none",
         description="what the engines' queues are ordered by, a number that each request is sent with: "
         "none (a client's own is passed on); uniboost, arrival less a boost that is larger the less of the "

@@ -20,6 +20,7 @@ from __future__ import annotations
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -350,6 +351,22 @@ class SessionsTrace(_Synthetic):
 
 SyntheticTrace = Annotated[RequestsTrace | SessionsTrace, Field(discriminator="synthetic")]
 _ADAPTER: TypeAdapter[RequestsTrace | SessionsTrace] = TypeAdapter(SyntheticTrace)
+
+
+def read_synthetic(description: str) -> RequestsTrace | SessionsTrace:
+    """From a YAML file's path, or YAML itself where it begins with a brace.
+
+    Raises `SyntheticError`, `OSError`.
+    """
+    import yaml
+
+    inline = description.lstrip().startswith("{")
+    where = "on the command line" if inline else description
+    try:
+        content = yaml.safe_load(description if inline else Path(description).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SyntheticError(f"synthetic trace {where}: not YAML: {' '.join(str(error).split())}") from None
+    return check_synthetic(content, where)
 
 
 def check_synthetic(content: Any, where: str) -> RequestsTrace | SessionsTrace:
