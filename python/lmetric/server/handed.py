@@ -72,8 +72,8 @@ class Handed:
         elif source is None or engine.connector is not source.connector:
             why = f"{engine.name} cannot take over from {source and source.name}"
             self.recompute("other_connector", why)
-        elif why := _blocks_differ(source, engine):
-            self.recompute("other_blocks", why)
+        elif differ := _blocks_differ(source, engine):
+            self.recompute("other_blocks", differ)
         elif now > self._deadline:
             self.recompute("late", "the engine that computed the tokens may have let go of them")
         else:
