@@ -50,7 +50,7 @@ async def test_vllm_as_it_is() -> None:
         "vllm:kv_cache_usage_perc",
     }
     assert told.full_report == {"vllm_xargs": {"kv_cache_report_mode": "full"}}
-    assert told.priority == Priority("lower_first", None)
+    assert told.priority == Priority("lower_first", None, header=True)
     assert (told.cached_tokens, told.handover) == (None, None)  # what it does not tell is not made up
 
 

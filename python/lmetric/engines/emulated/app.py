@@ -112,7 +112,8 @@ class Api:
         router.add_get("/load", self._load)
         router.add_get("/kv_event_sources", self._kv_event_sources)
         router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
-        router.add_get("/server_info", self._server_info)
+        if self._options.kv_connector != "none":
+            router.add_get("/server_info", self._server_info)
         if self._options.tokenize:
             router.add_post("/tokenize", self._tokenize)
             router.add_post("/detokenize", self._detokenize)
@@ -421,13 +422,9 @@ class Api:
             },
             "kv_load_failure_policy": options.kv_load_failure_policy,
         }
-        config: dict[str, Any] = {"scheduler_config": {"policy": self._policy()}}
-        if options.kv_connector != "none":
-            config["kv_transfer_config"] = transfer
+        scheduler = {"policy": "priority" if options.order == "priority" else "fcfs"}
+        config = {"scheduler_config": scheduler, "kv_transfer_config": transfer}
         return web.json_response({"vllm_config": config})
-
-    def _policy(self) -> str:
-        return "priority" if self._options.order == "priority" else "fcfs"
 
     async def _version(self, _request: web.Request) -> web.Response:
         return web.json_response({"version": f"{VLLM}+lmetric.{version('lmetric-router')}"})
