@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 Start = Callable[..., list[VllmEngine]]
 # A token takes a millisecond or two, and the target shares two cores with the source: to compute ahead takes
-# some hundreds of them. What an engine does for the first time it compiles, for seconds: then a stream may
-# end before it has moved, and is tried again.
-TOKENS, FIRST, SECOND, ATTEMPTS = 3000, 20, 600, 4
+# some hundreds of them, and on a crowded machine thousands. What an engine does for the first time it
+# compiles, for seconds: then a stream may end before it has moved, and is tried again.
+TOKENS, FIRST, SECOND, ATTEMPTS = 3000, 20, 200, 16
 # Slow engines; the last where a stream was to move on before it had a token where it went.
 HARMLESS = {"moved", "ended", "long_gap", "not_movable"}
 USAGE = {"include_usage": True}
@@ -36,6 +36,7 @@ USAGE = {"include_usage": True}
 PATIENT: dict[str, Any] = {
     "policy": "round_robin",
     "health": {"timeout": 30},
+    "timeouts": {"connect": 30},
     "reschedule": "star",
     "reschedule_max_gap_seconds": 30.0,
 }
@@ -74,14 +75,14 @@ class Here:
         """Begins to move the one stream to the other engine when it has so many tokens and is at rest, unless
         it ends before."""
 
-        def ready() -> list[Chain]:
-            chains = self.mover.running.values()
-            return [chain for chain in chains if len(chain.joined.made) >= count and chain.move is None]
-
-        await self.until(lambda: ready() or stream.done())
-        for chain in ready():
+        def begun(chain: Chain) -> bool:
+            if len(chain.joined.made) < count or chain.move is not None:
+                return False
             (target,) = (engine.name for engine in self.engines if engine.name != chain.ticket.instance)
-            self.mover.begin(chain.ticket.id, target, time.monotonic())
+            # Where it has just gone it must have a token first.
+            return self.mover.begin(chain.ticket.id, target, time.monotonic())
+
+        await self.until(lambda: stream.done() or any(map(begun, list(self.mover.running.values()))))
 
     async def moved(
         self, path: str, body: dict[str, Any], want: dict[str, Any], *counts: int
