@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 
 from lmetric.config import ServerConfig
 from lmetric.server import Server
 from lmetric.server.chain import Chain
 from lmetric.server.mover import Mover
-from split_world import CHAT, COMPLETIONS, equal, heard
+from split_world import CHAT, COMPLETIONS, equal, heard, told
 from test_real_pd import counted
 from test_real_split import cutting, fresh, request
 from vllm_process import NIXL, VllmEngine
@@ -87,9 +88,11 @@ class Here:
     async def moved(
         self, path: str, body: dict[str, Any], want: dict[str, Any], *counts: int
     ) -> tuple[dict[str, Any], Any]:
-        """What a client hears of a stream that moves at these tokens, which must be `want`; its receipt."""
+        """What a client hears of a request that moves at these tokens, which must be `want`; its receipt."""
         for _ in range(ATTEMPTS):
-            stream = asyncio.create_task(streamed(self.session, self.url, path, body))
+            # What an attempt left in the caches is not there for the next.
+            salted = body | {"cache_salt": fresh("attempt")}
+            stream = asyncio.create_task(listened(self.session, self.url, path, salted))
             for count in counts:
                 await self.move(stream, count)
             said = await stream
@@ -135,10 +138,10 @@ async def at_work(engine: VllmEngine) -> float:
     return await counted(engine, "num_requests_running") + await counted(engine, "num_requests_waiting{")
 
 
-async def streamed(
+async def listened(
     session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a client hears of a stream, with its longest gap between two pieces, in seconds."""
+    """What a client hears, with the longest gap between two pieces, in seconds."""
     async with session.post(url + path, json=body) as response:
         assert response.status == 200, await response.read()
         raw, gaps, last = b"", [], 0.0
@@ -147,12 +150,13 @@ async def streamed(
             gaps.append(now - last if raw else 0.0)
             last = now
             raw += piece
-        return heard(raw) | {"headers": response.headers, "gap": max(gaps)}
+        said = heard(raw) if body.get("stream") else told(orjson.loads(raw))
+        return said | {"headers": response.headers, "gap": max(gaps)}
 
 
 async def alone(here: Any, engine: VllmEngine, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """What one engine says that computes everything itself."""
-    return await streamed(here.session, engine.url, path, body | {"cache_salt": fresh("alone")})
+    return await listened(here.session, engine.url, path, body | {"cache_salt": fresh("alone")})
 
 
 def streams(words: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
@@ -207,7 +211,7 @@ async def test_a_client_that_leaves_while_its_stream_moves(
     engines = vllm_engines(2, **flags)
     async with moving(engines) as here:
         body = request(COMPLETIONS, 900, TOKENS, stream=True)
-        task = asyncio.create_task(streamed(here.session, here.url, COMPLETIONS, body))
+        task = asyncio.create_task(listened(here.session, here.url, COMPLETIONS, body))
         await here.move(task, FIRST)
         assert here.mover.moves
         task.cancel()
@@ -235,7 +239,7 @@ async def test_star_moves_what_piles_up(vllm_engines: Start, flags: dict[str, An
             return bool((await world.indicator("bs"))[engines[0].name] == len(bodies))
 
         await drain("drain")
-        tasks = [asyncio.create_task(streamed(world.session, world.url, path, body)) for path, body in bodies]
+        tasks = [asyncio.create_task(listened(world.session, world.url, path, body)) for path, body in bodies]
         await world.until(piled_up, seconds=60)
         await drain("undrain")
         moves = 0
@@ -258,7 +262,7 @@ async def test_a_source_that_dies_while_its_stream_moves(vllm_engines: Start, fl
         path, body = COMPLETIONS, request(COMPLETIONS, 900, TOKENS, stream=True, return_token_ids=True)
         want = await alone(here, engines[0], path, body)
         for _ in range(ATTEMPTS):
-            task = asyncio.create_task(streamed(here.session, here.url, path, body))
+            task = asyncio.create_task(listened(here.session, here.url, path, body))
             await here.move(task, FIRST)
             chain = next(iter(here.mover.running.values()), None)
             if chain is not None and chain.move is not None and len(chain.joined.made) < TOKENS // 2:
