@@ -140,6 +140,18 @@ async def test_no_gap_longer_than_allowed() -> None:
             assert mover(w).outcomes == {"long_gap": 1}
 
 
+async def test_one_slow_fetch_stops_no_move_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with moving(*engines(), **BY_LEGS) as w:
+        body = request(COMPLETIONS, stream=True)
+        for remembered, outcome in ((60.0, "long_gap"), (0.0, "moved")):
+            monkeypatch.setattr("lmetric.server.mover.REMEMBERED_SECONDS", remembered)
+            mover(w).fetched(1, 30.0)
+            task = asyncio.create_task(asked(w, COMPLETIONS, body))
+            assert await move(w, 10) is (outcome == "moved")
+            equal(await task, await alone(w, COMPLETIONS, body))
+            assert mover(w).outcomes[outcome] == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_engines_that_hand_nothing_over(stream: bool) -> None:
     async with moving(**GENEROUS) as w:

@@ -6,6 +6,7 @@ STAR, section 5.2: rounds of rescheduling. `moving` has the move itself.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger("lmetric.mover")
 
 UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # as the router assumes, until an instance was seen to prefill
+# That a fetch is taken for the next one's measure. A slow one (the first between two engines took 30 s) lets
+# no request move, so that no other fetch would ever tell that they are fast again.
+REMEMBERED_SECONDS = 60.0
 
 
 class Mover:
@@ -36,7 +40,8 @@ class Mover:
         self.due = 0.0  # when the next round is
         self.running: dict[int, Chain] = {}  # by ticket
         self.moves: set[Move] = set()
-        self._fetch_rate: float | None = None  # seconds a token, of the last that was fetched
+        self._fetch_rate = 0.0  # seconds a token, of the last that was fetched
+        self._fetched_at = -math.inf  # seconds on the monotonic clock
         self.outcomes: Counter[str] = Counter()  # of moves that were begun, or named and not begun
 
     def round(self, now: float) -> None:
@@ -72,9 +77,11 @@ class Mover:
     def fetched(self, tokens: int, seconds: float) -> None:
         """So long it took to fetch so many tokens."""
         self._fetch_rate = seconds / max(tokens, 1)
+        self._fetched_at = time.monotonic()
 
     def fetch_seconds(self, engine: Engine, tokens: int) -> float:
-        """Expected seconds to fetch so many tokens: as the last fetch; before any, as long as to compute
-        them."""
-        rate = self._fetch_rate
-        return self.prefill_seconds(engine, tokens) if rate is None else rate * tokens
+        """Expected seconds to fetch so many tokens: as the last fetch; where none was of late, as long as to
+        compute them."""
+        if time.monotonic() - self._fetched_at > REMEMBERED_SECONDS:
+            return self.prefill_seconds(engine, tokens)
+        return self._fetch_rate * tokens

@@ -1,0 +1,116 @@
+"""Requests that move between two vLLM engines by fetching: as streams, and between their silent legs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from split_world import COMPLETIONS, equal
+from test_real_moves import (
+    ATTEMPTS,
+    FIRST,
+    HARMLESS,
+    SECOND,
+    TOKENS,
+    Start,
+    alone,
+    at_work,
+    listened,
+    moving,
+    streams,
+)
+from test_real_pd import fetched
+from test_real_split import request
+from vllm_process import NIXL
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+
+BY: dict[str, dict[str, Any]] = {
+    "pull": {"reschedule_by": "pull"},
+    "legs": {"reschedule_by": "legs", "reschedule_leg_tokens": 32},
+}
+# A request in legs waits for its move; a stream may end before.
+LONGEST = {"pull": TOKENS, "legs": 600}
+
+
+@pytest.mark.parametrize("words", [20, 900])
+@pytest.mark.parametrize("by", BY)
+async def test_to_and_fro(vllm_engines: Start, by: str, words: int) -> None:
+    """Each request is fetched by the other engine, and back."""
+    engines = vllm_engines(2, kv_transfer_config=NIXL)
+    tokens = LONGEST[by]
+    async with moving(engines, **BY[by]) as here:
+        bodies = streams(words, tokens)
+        if by == "legs":
+            bodies += [
+                (path, {name: value for name, value in body.items() if not name.startswith("stream")})
+                for path, body in streams(words, tokens)
+            ]
+        for number, (path, body) in enumerate(bodies):
+            want = await alone(here, engines[number % 2], path, body)
+            before = await fetched(engines)
+            said, receipt = await here.moved(path, body, want, FIRST, SECOND)
+            (first, to), (second, back) = receipt["moves"]
+            assert {to, back} == {engine.name for engine in engines}
+            prompt = receipt["prompt_tokens"]
+            assert prompt + FIRST <= first < second < prompt + tokens
+            came = await fetched(engines) - before
+            print(
+                f"{by} {path} stream {'stream' in body} prompt {prompt}:",
+                f"moved at {first - prompt} and {second - prompt}, {came:.0f} tokens fetched,",
+                f"longest gap {said['gap'] * 1e3:.0f} ms, unmoved {want['gap'] * 1e3:.0f} ms",
+            )
+            assert came >= prompt + FIRST
+        handovers = here.server.fleet.pools[0].handovers
+        print(dict(here.mover.outcomes), dict(handovers))
+        assert set(here.mover.outcomes) <= HARMLESS
+        assert set(handovers) == {"handed_over"}
+        assert handovers["handed_over"] >= 2 * len(bodies)
+
+
+@pytest.mark.parametrize("by", BY)
+async def test_a_client_that_leaves_while_its_request_moves(vllm_engines: Start, by: str) -> None:
+    """What it ran is stopped at both engines; what is asked next is answered rightly."""
+    engines = vllm_engines(2, kv_transfer_config=NIXL)
+    async with moving(engines, **BY[by]) as here:
+        task = asyncio.create_task(
+            listened(here.session, here.url, COMPLETIONS, request(COMPLETIONS, 900, TOKENS, stream=True))
+        )
+        await here.move(task, FIRST)
+        assert here.mover.moves
+        task.cancel()
+        await here.until(lambda: not here.mover.moves)
+        assert here.mover.outcomes == {"ended": 1}
+        async with asyncio.timeout(10):
+            while sum([await at_work(e) for e in engines]):  # noqa: ASYNC110 - other processes are asked
+                await asyncio.sleep(0.05)
+        for path, body in streams(60, 100):
+            equal(
+                await listened(here.session, here.url, path, body),
+                await alone(here, engines[0], path, body),
+            )
+
+
+@pytest.mark.parametrize("by", BY)
+async def test_a_source_that_dies_while_its_request_moves(vllm_engines: Start, by: str) -> None:
+    engines = vllm_engines(2, kv_transfer_config=NIXL)
+    async with moving(engines, **BY[by]) as here:
+        path, body = COMPLETIONS, request(COMPLETIONS, 900, TOKENS, stream=True, return_token_ids=True)
+        want = await alone(here, engines[0], path, body)
+        for _ in range(ATTEMPTS):
+            task = asyncio.create_task(listened(here.session, here.url, path, body))
+            await here.move(task, FIRST)
+            chain = next(iter(here.mover.running.values()), None)
+            if chain is not None and chain.move is not None and len(chain.joined.made) < TOKENS // 2:
+                break
+            equal(await task, want)
+        assert chain is not None
+        here.mover.outcomes.clear()
+        (dying,) = (engine for engine in engines if engine.name == chain.ticket.instance)
+        await asyncio.to_thread(dying.kill)
+        equal(await task, want)
+        # Which of the two is heard of first is a matter of milliseconds.
+        assert set(here.mover.outcomes) <= {"moved", "source_failed"}, here.mover.outcomes
+        assert "source_failed" in here.mover.outcomes or here.receipt(task.result())["moves"]
