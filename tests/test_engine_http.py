@@ -305,7 +305,12 @@ async def test_priority_reorders_the_queue(http: aiohttp.ClientSession) -> None:
 
 @pytest.mark.parametrize(
     ("order", "expected"),
-    [("fcfs", ["long", "short"]), ("sjf", ["short", "long"]), ("srpt", ["short", "long"])],
+    [
+        ("fcfs", ["long", "short"]),
+        ("sjf", ["short", "long"]),
+        ("srpt", ["short", "long"]),
+        ("uniboost(gamma=0.5)", ["long", "short"]),  # their prompts are alike, and that is all it knows
+    ],
 )
 async def test_local_orders_know_how_long_answers_get(
     http: aiohttp.ClientSession, order: str, expected: list[str]

@@ -115,8 +115,10 @@ def run(flags: list[str]) -> int | str | None:
         (
             ["--order", "random"],
             2,
-            "--order 'random': Input should be 'fcfs', 'priority', 'sjf', 'spf', 'srpt'",
+            "--order 'random': Value error, local order: \"random\" is not valid; expected one of fcfs",
         ),
+        (["--preempt", "swap:x"], 2, "--preempt 'swap:x': Value error, preempt 'swap:x' is not valid"),
+        (["--preempt", "swap", "--admission", "reserve"], 2, "--preempt 'swap': Value error, swap only with"),
         (["--order", "slo", "--order-slo", "0"], 2, "--order-slo '0': Input should be greater than 0"),
         (["--profile", "qwen3-30b-a3b-h2"], 1, "did you mean 'qwen3-30b-a3b-h20'?"),
         (["--max-sequences", "5000"], 1, "max_batch_tokens must be max_sequences (5000) or more"),

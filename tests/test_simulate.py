@@ -2,13 +2,13 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
 import lmetric as lm
-from lmetric.defaults import LocalOrder
+from lmetric.defaults import LOCAL_ORDERS
 from lmetric.profiles import Profile
 from lmetric.sim.run import Run, prepare, simulate
 from lmetric.sim.summary import Slo, figures
@@ -134,7 +134,7 @@ def test_every_kind_of_policy_plays(settings: dict[str, Any]) -> None:
 def test_every_local_order_serves_all(admission: Any, pools: dict[str, Any]) -> None:
     workload = prepare(some(300).faster(3), ROUND)
     ends = {}
-    for order in get_args(LocalOrder):
+    for order in LOCAL_ORDERS:
         for signals in ("exact", "step_end", "delayed"):
             run = simulate(
                 workload, profile=ROUND, admission=admission, signals=signals, local_order=order, **pools
@@ -152,7 +152,7 @@ def test_local_orders_on_one_engine_by_hand() -> None:
     one = ROUND.model_copy(update={"max_sequences": 1, "decode_seconds_per_sequence": 0.0})
     asks = trace([(0.0, 50, 20, []), (3.0, 60, 3, []), (3.1, 64, 2, [])])
 
-    def ends(order: LocalOrder, put_back: int = 0) -> Any:
+    def ends(order: str, put_back: int = 0) -> Any:
         run = simulate(asks, instances=1, profile=one, local_order=order)
         assert run.preemptions.tolist() == [put_back, 0, 0]
         kept = figures(run, Slo())
@@ -188,10 +188,65 @@ def test_the_token_slo_of_the_local_order_by_hand() -> None:
             second(wrong)
 
 
+def test_requests_that_go_back_are_swapped_by_hand() -> None:
+    # As under srpt above, the first in the host's memory: 52 tokens of 2 MB at 4 GB/s are 26 ms either way.
+    one = ROUND.model_copy(
+        update={
+            "max_sequences": 1, "decode_seconds_per_sequence": 0.0, "kv_bytes_per_token": 2_000_000,
+            "cache_blocks": 5,
+        }
+    )  # fmt: skip
+    asks = trace([(0.0, 50, 20, []), (3.0, 60, 3, []), (3.1, 64, 2, [])])
+
+    def first(preempt: Any, admission: Any = "vllm") -> float:
+        run = simulate(
+            asks, instances=1, profile=one, admission=admission, local_order="srpt", preempt=preempt
+        )
+        assert run.preemptions.tolist() == [1, 0, 0]
+        return float(run.finished_seconds[0])
+
+    others = 3.5 + 2.64 + 3.6
+    assert first("swap:4") == pytest.approx(others + 2 * 0.026 + 17)
+    assert first({"gigabytes_per_second": 2}) == pytest.approx(others + 2 * 0.052 + 17)
+    # 51 tokens are not enough, and recompute is what it was.
+    assert first("swap:4, host=0.102") == first("recompute") == pytest.approx(others + 1.53 + 16)
+    with pytest.raises(
+        lm.BadValueError, match="swap under admission reserve is not valid; expected recompute"
+    ):
+        first("swap", admission="reserve")
+    with pytest.raises(lm.BadValueError, match="no kv_bytes_per_token"):
+        simulate(asks, profile=ROUND, admission="vllm", preempt="swap")
+
+
+def test_local_orders_have_settings_of_their_own() -> None:
+    # A place for one: the second is less work, and comes 3.1 s later; a large gamma goes by arrival alone.
+    one = ROUND.model_copy(update={"max_sequences": 1})
+    asks = trace([(0.0, 10, 9, []), (1.0, 60, 9, []), (4.1, 10, 2, [])])
+
+    def first(order: str) -> int:
+        run = simulate(asks, instances=1, profile=one, local_order=order)
+        assert run.local_order == order
+        return int(run.finished_seconds[1:].argmin()) + 1
+
+    assert first("distboost") == 2
+    assert first("distboost(gamma=1000)") == first("fcfs") == 1
+    # With bins of 256 tokens both are the same work.
+    assert first("uniboost_memguard") == 1
+    assert first("uniboost_memguard( bin_tokens=8,hysteresis_seconds=0 )") == 2
+    for wrong, what in (
+        ("fcfs(gamma=1)", "expected none: it has no settings"),
+        ("uniboost(gama=1)", "expected gamma, bin_tokens, hysteresis_seconds, window"),
+        ("uniboost(gamma=0)", "priority: gamma: 0 is not valid"),
+        ("uniboost(gamma)", r"expected uniboost\(setting=number"),
+    ):
+        with pytest.raises(lm.BadValueError, match=what):
+            first(wrong)
+
+
 def test_predictions_follow_the_seed() -> None:
     workload = prepare(some(200).faster(3), ROUND)
 
-    def ends(order: LocalOrder, seed: int) -> bytes:
+    def ends(order: str, seed: int) -> bytes:
         run = simulate(
             workload, instances=2, profile=ROUND, policy="round_robin", local_order=order, seed=seed
         )
@@ -213,9 +268,9 @@ def test_errors_say_what_would_have_been_right() -> None:
     with pytest.raises(lm.BadValueError, match="exact, step_end or delayed"):
         simulate(two, profile=ROUND, signals="late")  # type: ignore[arg-type]
     with pytest.raises(lm.BadValueError, match='"lifo" is not valid; expected one of fcfs'):
-        simulate(two, profile=ROUND, local_order="lifo")  # type: ignore[arg-type]
+        simulate(two, profile=ROUND, local_order="lifo")
     with pytest.raises(lm.BadValueError, match="requests of a trace have no priorities"):
-        simulate(two, profile=ROUND, local_order="priority")  # type: ignore[arg-type]
+        simulate(two, profile=ROUND, local_order="priority")
     with pytest.raises(lm.UnknownNameError, match="did you mean"):
         simulate(two, profile=ROUND, policy="lmetrik")
     with pytest.raises(lm.PolicyError, match="broken"):

@@ -94,6 +94,10 @@ def test_local_orders_are_runs_of_their_own() -> None:
     assert done.returncode == 0, done.stderr
     for label in ("vllm, fcfs", "vllm, srpt", "lmetric, las"):
         assert label in done.stdout
+    few = ["--policy", "vllm", *busy, "--admission", "vllm", "--preempt", "swap:25"]
+    own = told(*few, "--local-order", "uniboost(gamma=0.2,bin_tokens=64),uniboost")
+    assert [run["local_order"] for run in own["runs"]] == ["uniboost(gamma=0.2,bin_tokens=64)", "uniboost"]
+    assert own["setting"]["settings"]["preempt"] == "swap:25"
     (alone,) = told("--policy", "vllm", *busy)["runs"]
     assert alone["local_order"] == "fcfs"
     assert alone["e2e_seconds"] == runs[0]["e2e_seconds"]
@@ -169,8 +173,10 @@ def test_the_table_the_report_and_the_figures(tmp_path: Path) -> None:
         (["--seeds", "0"], 2, "--seeds"),
         (["--measure", "0:0.001"], 1, "of 120 requests leaves none to measure"),
         (["--signals", "exakt"], 2, "exakt"),
-        (["--local-order", "fcfs,lifo"], 2, "'lifo' is not one of fcfs, sjf"),
+        (["--local-order", "fcfs,lifo"], 2, '"lifo" is not valid; expected one of fcfs, priority, sjf'),
         (["--local-order", "priority"], 2, "have no priorities"),
+        (["--local-order", "uniboost(k=1)"], 2, "expected gamma, bin_tokens"),
+        (["--preempt", "swop"], 2, "expected recompute, swap"),
         (["--profile", "nope"], 2, "nope"),
         (["--json", "no/such/directory/o.json"], 2, "there is no directory"),
         (["--start", "1e9"], 1, "none of its 1000 requests is left"),

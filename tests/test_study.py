@@ -89,11 +89,11 @@ def test_local_orders_are_a_setting(tmp_path: Path) -> None:
         traces: {{path: {ROOT / "python/lmetric/data/mooncake_conversation_slice.jsonl.gz"}, requests: 60}}
         policies: lmetric
         instances: 1
-        settings: {{local_order: [fcfs, srpt]}}
+        settings: {{local_order: [fcfs, "uniboost(gamma=0.2)"], admission: vllm, preempt: swap}}
     """
     made = load_study(write(tmp_path / "s.yaml", text))
     kept = [run(setup, setup.trace.load()).figures.local_order for setup in made.setups]
-    assert kept == ["fcfs", "srpt"]
+    assert kept == ["fcfs", "uniboost(gamma=0.2)"]
 
 
 @pytest.mark.parametrize(

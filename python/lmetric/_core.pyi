@@ -40,6 +40,7 @@ __all__ = [
     "Workload",
     "bench_decision",
     "check_expression",
+    "check_local_order",
     "generate",
     "indicator_table",
     "nearest_name",
@@ -460,6 +461,7 @@ class Engine:
         admission: str = "vllm",  # or "reserve"
         order: str = "fcfs",  # see docs/simulator.md, local orders
         order_slo_seconds: float = 0.1,  # of the order slo
+        swap: tuple[float, int] | None = None,  # seconds a token each way, tokens that the host holds
         kv_events: bool = False,
     ) -> Engine: ...
     def submit(
@@ -560,6 +562,7 @@ class Workload:
     def block_tokens(self) -> int: ...
     def __len__(self) -> int: ...
 
+def check_local_order(text: str) -> str: ...  # its name; raises BadValueError
 def simulate(
     workload: Workload,
     *,
@@ -592,6 +595,7 @@ def simulate(
     local_order: str = "fcfs",
     order_slo_seconds: float = 0.1,
     order_think_slo_seconds: float | None = None,
+    swap: tuple[float, int] | None = None,  # seconds a token each way, tokens that the host holds
     split: str = "none",
     split_settings: Mapping[str, float] | None = None,
     reschedule: str = "none",

@@ -5,7 +5,22 @@ from typing import Literal
 DEFAULT_PROFILE = "independent-sim"
 """What engines and simulations run on unless told otherwise; its note says what it is."""
 
-LocalOrder = Literal["fcfs", "sjf", "spf", "srpt", "srpt_noisy", "las", "slo"]
+LOCAL_ORDERS = (
+    "fcfs",
+    "sjf",
+    "spf",
+    "srpt",
+    "srpt_noisy",
+    "las",
+    "slo",
+    "distboost",
+    "uniboost_base",
+    "uniboost_memguard",
+    "uniboost",
+    "ltr",
+    "trail",
+    "gittins",
+)
 """In which order a simulated engine takes requests; see docs/simulator.md."""
 
 Reschedule = Literal["none", "star", "star_current", "star_oracle", "llumnix"]

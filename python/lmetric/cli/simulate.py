@@ -22,7 +22,7 @@ from lmetric.cli.options import (
     TraceFile,
     check_file,
 )
-from lmetric.defaults import DEFAULT_PROFILE, LocalOrder, Reschedule, Split
+from lmetric.defaults import DEFAULT_PROFILE, LOCAL_ORDERS, Reschedule, Split
 
 if TYPE_CHECKING:
     from lmetric.sim.setups import PolicyChoice, Result, Setup
@@ -92,7 +92,8 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="A,B,…",
-            help="Order inside an engine: fcfs, sjf, spf, srpt, srpt_noisy, las, slo [default: fcfs].",
+            help=f"Order inside an engine: {', '.join(LOCAL_ORDERS)}; with settings of its own: "
+            "uniboost(gamma=0.2) [default: fcfs].",
         ),
     ] = None,
     split: Annotated[
@@ -118,6 +119,14 @@ def command(
     split_settings: Annotated[
         str | None,
         typer.Option(metavar="NAME=N,…", help="Of --split libra, e.g. parts=3,lengths_given=1."),
+    ] = None,
+    preempt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="What becomes of the KV of requests that go back: recompute, or swap:GB/S[,host=GB] "
+            "[default: recompute].",
+        ),
     ] = None,
     index: Annotated[
         Index, typer.Option(help="KV index: fed by the engines' events, or by what was sent.")
@@ -167,12 +176,13 @@ def command(
     same command gives the same figures. Ctrl-C ends without any, with exit code 130.
     """
     from lmetric.cli.show import note
+    from lmetric.queueing import Swap
     from lmetric.sim.pools import Roles, Transfer
     from lmetric.sim.setups import Setup, TraceChoice, trace_label
     from lmetric.sim.summary import Slo, parse_share
 
     pools = None if roles is None else Roles.of(roles)
-    orders = _each("--local-order", local_order, LocalOrder)
+    orders = _orders(local_order)
     splits = _each("--split", split, Split, leave_out="force")
     moves = _each("--reschedule", reschedule, Reschedule)
     if split_settings is not None and "libra" not in splits:
@@ -193,6 +203,7 @@ def command(
                     param_hint=name,
                 )
     Transfer.of(transfer)
+    Swap.of(preempt)
     for name, value in (("--speed", speed), ("--duration", duration), ("--report-period", report_period)):
         if value is not None and not value > 0:
             raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
@@ -210,6 +221,7 @@ def command(
         "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
         "token_stride": token_stride, "order_slo": order_slo,
         "order_think_slo": order_think_slo, "think_slo_seconds": think_slo,
+        "preempt": preempt,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
         "transfer": transfer, "decode_profile": decode_profile,
     }  # fmt: skip
@@ -258,15 +270,23 @@ def _choices(texts: list[str]) -> list[PolicyChoice]:
     return choices
 
 
+def _orders(texts: list[str] | None) -> list[str]:
+    """The local orders that these texts name, each once; none: nothing was given."""
+    from lmetric.queueing import checked_order
+    from lmetric.sim.setups import split_policies
+
+    try:
+        return list(dict.fromkeys(map(checked_order, split_policies(texts or []))))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--local-order") from None
+
+
 def _each(option: str, texts: list[str] | None, known: Any, leave_out: str = "") -> list[str]:
     """The names that these texts give, each once; none: nothing was given."""
     names = [name.strip() for text in texts or [] for name in text.split(",")]
     allowed = [name for name in get_args(known) if name != leave_out]
     if wrong := [name for name in names if name not in allowed]:
-        why = "the requests of a trace have no priorities" if wrong[0] == "priority" else ""
-        raise typer.BadParameter(
-            f"{wrong[0]!r} is not one of {', '.join(allowed)}{why and ': ' + why}", param_hint=option
-        )
+        raise typer.BadParameter(f"{wrong[0]!r} is not one of {', '.join(allowed)}", param_hint=option)
     return list(dict.fromkeys(names))
 
 

@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric import _core
-from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO, LocalOrder, Reschedule, Split
+from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO, Reschedule, Split
 from lmetric.expr import Expr
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
+from lmetric.queueing import Swap
 from lmetric.sim.pools import Roles, Transfer
 from lmetric.sim.summary import optimal_assignment_ratio
 from lmetric.sim.traces import Trace
@@ -33,6 +34,7 @@ Binding = Literal["early", "late"]
 Prefill = Literal["queues", "unlimited"]
 RolesLike = str | Mapping[str, int] | Roles
 TransferLike = str | Mapping[str, float | str] | Transfer
+SwapLike = str | Mapping[str, float] | Swap | None
 PolicyLike = str | Expr | Policy | PolicyFunction | None
 ProfileLike = str | Profile | Mapping[str, Any]
 
@@ -226,9 +228,10 @@ def simulate(
     binding: Binding = "early",
     transfer: TransferLike | None = DEFAULT_TRANSFER,
     prefill: Prefill = "queues",
-    local_order: LocalOrder = "fcfs",
+    local_order: str = "fcfs",
     order_slo: float = ORDER_SLO,
     order_think_slo: float | None = None,
+    preempt: SwapLike = "recompute",
     split: Split = "none",
     split_settings: Mapping[str, float] | str | None = None,
     reschedule: Reschedule = "none",
@@ -270,10 +273,14 @@ def simulate(
         local_order: in which order engines take requests from their queues and, from ``"srpt"`` on, which go
             back for another: ``"fcfs"``, ``"sjf"`` (shortest answer), ``"spf"`` (shortest uncached prompt),
             ``"srpt"`` (least remaining work, lengths known), ``"srpt_noisy"`` (predicted, by `seed`), and
-            ``"las"`` (least attained service); ``"slo"``: arrival, in steps that keep `order_slo`; see
-            docs/simulator.md.
+            ``"las"`` (least attained service); ``"slo"``: arrival, in steps that keep `order_slo`;
+            ``"distboost"``, ``"uniboost"`` and others, also with settings of their own:
+            ``"uniboost(gamma=0.2, bin_tokens=64)"``; see docs/simulator.md.
         order_slo: under ``"slo"``, seconds that a step in which something decodes may take.
         order_think_slo: the same of steps in which nothing but thoughts are made; None: no other.
+        preempt: what becomes of the KV of requests that go back: ``"recompute"``, or ``"swap:25, host=64"``,
+            it is copied to the host's memory and in again, at so many GB/s (`lmetric.queueing.Swap`); only
+            with admission vllm.
         split: how requests are cut that no `roles` cut: ``"none"``; ``"libra"``, between the instance of the
             policy and that of `decode_policy`, where this balances them and pays, by `split_settings` (a
             mapping, or text as ``"parts=3, lengths_given=1"``: with ``parts=3`` a request with thoughts is
@@ -330,6 +337,7 @@ def simulate(
         local_order=local_order,
         order_slo_seconds=order_slo,
         order_think_slo_seconds=order_think_slo,
+        swap=None if (swap := Swap.of(preempt)) is None else swap.constants(chosen),
         split=split,
         split_settings=_numbers(split_settings) if isinstance(split_settings, str) else split_settings,
         reschedule=reschedule,

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import orjson
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
-from lmetric.defaults import DEFAULT_PROFILE, LocalOrder
+from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.profiles import load_profile, shipped_profiles
+from lmetric.queueing import Swap, checked_order
 from lmetric.sim.max_load import Rule
 from lmetric.sim.pools import Roles, Transfer
 from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value, trace_label
@@ -49,6 +50,11 @@ def _transfer(value: Any) -> Any:
     if isinstance(told, str):
         Transfer.of(told)
     return told
+
+
+def _swap(value: str) -> str:
+    Swap.of(value)
+    return value
 
 
 Listed = BeforeValidator(_listed)
@@ -168,8 +174,11 @@ class SettingsEntry(Strict):
     admission: Annotated[list[Literal["reserve", "vllm"]], Listed] | None = Field(
         None, description="how engines admit requests"
     )
-    local_order: Annotated[list[LocalOrder], Listed] | None = Field(
+    local_order: Annotated[list[Annotated[str, AfterValidator(checked_order)]], Listed] | None = Field(
         None, description="in which engines take requests: fcfs, sjf, srpt, ...; see docs/simulator.md"
+    )
+    preempt: Annotated[list[Annotated[str, AfterValidator(_swap)]], Listed] | None = Field(
+        None, description="of requests that go back into a queue: recompute, or swap:GB/S"
     )
     order_slo: Annotated[list[Positive], Listed] | None = Field(
         None, description="under local_order slo: seconds that a step with decodes may take"

@@ -3,7 +3,8 @@ use crate::errors::to_python;
 use lmetric_core::CoreError;
 use lmetric_sim::text::Rolling;
 use lmetric_sim::{
-    Admission, DecodeThroughput, Generator, KvEvent, Order, Profile, Prompt, Request, Settings, TokenSlo,
+    Admission, DecodeThroughput, Generator, KvEvent, Order, Preempt, Profile, Prompt, Request, Settings,
+    TOKEN_SECONDS, TokenSlo,
 };
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
@@ -66,6 +67,21 @@ pub fn profile(constants: &Bound<'_, PyAny>) -> PyResult<Profile> {
     })
 }
 
+/// The name of the local order that `text` gives with its settings. Raises `BadValueError`.
+#[pyfunction]
+fn check_local_order(text: &str) -> PyResult<&str> {
+    Order::named(text, 0, TokenSlo::same(TOKEN_SECONDS)).map_err(to_python)?;
+    Ok(text.split('(').next().unwrap_or(text).trim())
+}
+
+/// What becomes of requests that go back into the queue: none are swapped, or by (seconds a token, tokens that the host holds).
+pub fn preempt(swap: Option<(f64, u64)>) -> Preempt {
+    swap.map_or(Preempt::Recompute, |(seconds_per_token, host_tokens)| Preempt::Swap {
+        seconds_per_token,
+        host_tokens,
+    })
+}
+
 /// One emulated engine: queue, batch, KV cache and steps. It has no clock: times come in and go out.
 #[pyclass(module = "lmetric._core")]
 struct Engine {
@@ -77,7 +93,7 @@ struct Engine {
 impl Engine {
     #[new]
     #[pyo3(signature = (profile, words, vocabulary, *, admission="vllm", order="fcfs", order_slo_seconds=0.1,
-        kv_events=false))]
+        swap=None, kv_events=false))]
     fn new(
         #[pyo3(from_py_with = profile)] profile: Profile,
         #[pyo3(from_py_with = tokens)] words: Vec<u32>,
@@ -85,6 +101,7 @@ impl Engine {
         admission: &str,
         order: &str,
         order_slo_seconds: f64,
+        swap: Option<(f64, u64)>,
         kv_events: bool,
     ) -> PyResult<Engine> {
         let admission = match admission {
@@ -94,7 +111,7 @@ impl Engine {
         };
         let order = Order::named(order, 0, TokenSlo::same(order_slo_seconds)).map_err(to_python)?;
         let generator = Generator::new(words, vocabulary).map_err(to_python)?;
-        let settings = Settings { admission, order, kv_events };
+        let settings = Settings { admission, order, preempt: preempt(swap), kv_events };
         let engine = lmetric_sim::Engine::new(profile, settings, Some(generator)).map_err(to_python)?;
         Ok(Engine { engine, submitted: 0 })
     }
@@ -226,5 +243,6 @@ fn generate(
 /// Adds its classes and functions to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()?;
+    module.add_function(wrap_pyfunction!(check_local_order, module)?)?;
     module.add_function(wrap_pyfunction!(generate, module)?)
 }

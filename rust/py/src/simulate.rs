@@ -1,5 +1,5 @@
 //! The Python face of the simulator: columns in, columns out, the interpreter lock let go in between.
-use crate::engine::{profile, unknown};
+use crate::engine::{preempt, profile, unknown};
 use crate::errors::Result;
 use crate::{policies, router};
 use lmetric_core::CoreError;
@@ -93,7 +93,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_times=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
-    local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None,
+    local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None,
     split="none", split_settings=None, reschedule="none", reschedule_settings=None, silent_segments=false, token_slo_seconds=0.1,
     think_slo_seconds=None))]
 fn simulate<'py>(
@@ -128,6 +128,7 @@ fn simulate<'py>(
     local_order: &str,
     order_slo_seconds: f64,
     order_think_slo_seconds: Option<f64>,
+    swap: Option<(f64, u64)>,
     split: &str,
     split_settings: Option<&Bound<'py, PyDict>>,
     reschedule: &str,
@@ -176,6 +177,7 @@ fn simulate<'py>(
             other => return Err(unknown("admission", other, "reserve or vllm").into()),
         },
         order: order(local_order, seed, slo(order_slo_seconds, order_think_slo_seconds))?,
+        preempt: preempt(swap),
         signals: Signals { token_stride, ..seen },
         router: RouterConfig {
             index_feed: match index {

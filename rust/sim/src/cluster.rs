@@ -10,7 +10,7 @@
 //! loops. A request's way through the cluster begins in `arrive` and is one segment of its plan at a time; `handover` leads from
 //! one to the next.
 use crate::engine::order::Order;
-use crate::engine::{Admission, Engine, Prompt, Request};
+use crate::engine::{Admission, Engine, Preempt, Prompt, Request};
 use crate::gaps::{GapHistogram, Gaps, Makes, TokenGaps, TokenSlo};
 use crate::profile::Profile;
 use crate::record::{Quantity, Records, Timeline};
@@ -45,6 +45,8 @@ pub struct ClusterConfig {
     pub admission: Admission,
     /// What the engines order requests by.
     pub order: Order,
+    /// What becomes of the KV of requests that go back into a queue.
+    pub preempt: Preempt,
     /// What the router learns, and when.
     pub signals: Signals,
     /// The router's settings; whether its backlog drains by itself follows from the signals, and whether partial blocks
@@ -233,7 +235,9 @@ impl Cluster<'_> {
         if self.left == 0 {
             return Ok(false);
         }
-        let Some(Reverse((time, event))) = self.events.pop().filter(|_| self.moving > 0) else {
+        // What comes for ever may come at the very moment at which an engine is about to begin a step.
+        let goes_on = self.moving > 0 || !self.ready.is_empty();
+        let Some(Reverse((time, event))) = self.events.pop().filter(|_| goes_on) else {
             if self.stalled > 0 {
                 return Ok(false);
             }

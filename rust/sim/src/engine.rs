@@ -18,11 +18,15 @@ use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
 
 mod by_rank;
+mod learned;
 pub mod order;
 mod plan;
+mod put_back;
 mod settle;
 
+use learned::Learned;
 use order::Order;
+pub use put_back::Preempt;
 
 /// How a request gets memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,13 +48,20 @@ pub struct Settings {
     pub admission: Admission,
     /// What requests are ordered by.
     pub order: Order,
+    /// What becomes of the KV of requests that go back into the queue.
+    pub preempt: Preempt,
     /// Whether changes of the cache are kept in [`Engine::kv_log`].
     pub kv_events: bool,
 }
 
 impl Default for Settings {
     fn default() -> Settings {
-        Settings { admission: Admission::Vllm, order: Order::Fcfs, kv_events: false }
+        Settings {
+            admission: Admission::Vllm,
+            order: Order::Fcfs,
+            preempt: Preempt::Recompute,
+            kv_events: false,
+        }
     }
 }
 
@@ -88,7 +99,7 @@ pub struct Request<'a> {
     pub report_cached: bool,
     /// Leading prompt tokens whose KV comes from elsewhere: not computed here, but for the prompt's last token, so that the
     /// first output token comes from a step of this engine. What the cache holds is not pulled. Lost where the request is put
-    /// back. 0: it computes its prompt itself. (A prefill for another engine is a request of one output token.)
+    /// back (but see [`Preempt::Swap`]). 0: it computes its prompt itself. (A prefill for another engine is a request of one output token.)
     pub pulled_tokens: u32,
 }
 
@@ -136,6 +147,7 @@ pub struct Engine {
     events: StepEvents,
     counters: Counters,
     gaps: TokenGaps,
+    learned: Learned,
     /// When the latest step began.
     begun: Seconds,
     sequences: Sequences,
@@ -145,12 +157,17 @@ pub struct Engine {
     /// (rank, order, slot), lowest first. Entries of aborted requests are skipped when they come up.
     waiting: BinaryHeap<Reverse<(i64, u64, u32)>>,
     waiting_requests: u32,
+    /// (step, slot, order): when who waits gets another rank, first come first.
+    promotions: VecDeque<(u64, u32, u64)>,
     prefilling: Vec<u32>,
     decoding: Vec<u32>,
     tick: u64,
     /// Prompt and output tokens of the decoding and of the prefilling sequences.
     context_tokens: u64,
     prefilling_tokens: u64,
+    /// Tokens whose KV waits in the host's memory, and those that the next step copies there or back.
+    host_tokens: u64,
+    copied_tokens: u64,
     /// (tick, order, slot) of last tokens. Entries that no longer hold are skipped when they come up.
     ends: BinaryHeap<Reverse<(u64, u64, u32)>>,
     /// The same of thoughts' ends, of those that decode on; and how many of those that decode make an answer's tokens.
@@ -172,8 +189,10 @@ impl Engine {
         generator: Option<Generator>,
     ) -> Result<Engine, CoreError> {
         profile.check()?;
+        settings.preempt.check(settings.admission)?;
         let reserve = settings.admission == Admission::Reserve;
         Ok(Engine {
+            learned: Learned::new(&settings.order, &profile)?,
             pool: BlockPool::new(if reserve { 0 } else { profile.cache_blocks }),
             cache: PrefixCache::new(profile.cache_blocks),
             kv: KvLog { on: settings.kv_events, ..Default::default() },
@@ -190,11 +209,14 @@ impl Engine {
             incoming: VecDeque::new(),
             waiting: BinaryHeap::new(),
             waiting_requests: 0,
+            promotions: VecDeque::new(),
             prefilling: Vec::new(),
             decoding: Vec::new(),
             tick: 0,
             context_tokens: 0,
             prefilling_tokens: 0,
+            host_tokens: 0,
+            copied_tokens: 0,
             ends: BinaryHeap::new(),
             answers: BinaryHeap::new(),
             answering: 0,
@@ -234,6 +256,7 @@ impl Engine {
         sequence.id = request.id;
         sequence.priority = request.priority;
         sequence.order = order;
+        sequence.arrival = now;
         sequence.output_tokens = request.output_tokens;
         sequence.think_tokens = request.think_tokens;
         sequence.root = hash::root(request.salt);
@@ -367,6 +390,7 @@ impl Engine {
                 self.enqueue(slot);
             }
         }
+        self.promote();
         if self.settings.admission == Admission::Vllm {
             self.grow_decodes();
         }
@@ -375,14 +399,16 @@ impl Engine {
         } else {
             self.plan_prefills();
             if self.events.preempted.is_empty() {
-                self.admit();
+                self.admit_waiting();
             }
         }
         if self.decoding.is_empty() && self.chunks.is_empty() {
             return None;
         }
         let work = self.planned();
-        let first = self.profile.step_seconds(&work);
+        // A step that copies is one alone: something was put back or admitted in it.
+        let copied = std::mem::take(&mut self.copied_tokens);
+        let first = self.profile.step_seconds(&work) + self.copy_seconds(copied);
         let mut step = Step { start: now, end: now + first, steps: 1, first, more: 0.0 };
         // After a preemption the queue is looked at again in the next step.
         if self.prefilling.is_empty() && self.events.preempted.is_empty() && self.generator.is_none() {
@@ -462,8 +488,15 @@ impl Engine {
         self.events.last_start = step.start + step.lasting(step.steps - 1);
         (self.events.start, self.events.end, self.events.steps) = (step.start, step.end, step.steps);
         self.counters.steps += u64::from(step.steps);
+        let computed: u32 = self.chunks.iter().map(|chunk| chunk.tokens).sum();
+        let decoded = self.decoding.len() as u64 * u64::from(step.steps);
+        self.learned.steps(step.end - step.start, decoded + u64::from(computed));
+        let before = self.learned.seen();
         self.finish_decodes(&step);
         self.finish_prefills();
+        if self.learned.look(before) {
+            self.rank_waiting();
+        }
         &self.events
     }
 
@@ -509,6 +542,7 @@ impl Engine {
             kv_usage: used / memory,
             remaining_prefill_tokens: self.prefilling.iter().map(remaining).sum(),
             context_tokens: self.context_tokens + made,
+            host_tokens: self.host_tokens,
             counters: self.counters,
         }
     }

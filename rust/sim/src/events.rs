@@ -35,7 +35,7 @@ pub struct Admitted {
     pub id: u64,
     /// Prompt tokens found in the cache.
     pub cached_tokens: u32,
-    /// Prompt tokens behind them whose KV came from elsewhere.
+    /// Tokens behind them whose KV came from elsewhere: another engine, or the host's memory.
     pub pulled_tokens: u32,
     /// False where it comes back from a preemption.
     pub first_time: bool,
@@ -167,8 +167,12 @@ pub struct Counters {
     pub prefix_cache_queries: u64,
     /// Prompt tokens found there.
     pub prefix_cache_hits: u64,
-    /// Prompt tokens whose KV came from elsewhere.
+    /// Prompt tokens whose KV came from another engine.
     pub pulled_prompt_tokens: u64,
+    /// Tokens whose KV was copied to the host's memory, and back in.
+    pub swapped_out_tokens: u64,
+    /// See above.
+    pub swapped_in_tokens: u64,
     /// Steps run.
     pub steps: u64,
 }
@@ -187,6 +191,8 @@ pub struct Load {
     pub remaining_prefill_tokens: u64,
     /// Prompt and output tokens of the sequences that decode.
     pub context_tokens: u64,
+    /// Tokens whose KV waits in the host's memory.
+    pub host_tokens: u64,
     /// Counts since the engine began.
     pub counters: Counters,
 }

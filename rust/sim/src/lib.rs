@@ -20,8 +20,8 @@ pub mod transfer;
 pub mod workload;
 
 pub use cluster::{ClusterConfig, Outcome, simulate};
-pub use engine::order::{Order, Slo, SrptNoisy, TOKEN_SECONDS};
-pub use engine::{Admission, Engine, Prompt, Request, Settings};
+pub use engine::order::{Boost, Ltr, Order, Slo, SrptNoisy, TOKEN_SECONDS, Trail};
+pub use engine::{Admission, Engine, Preempt, Prompt, Request, Settings};
 pub use events::{Counters, KvEvent, KvLog, Load, StepEvents};
 pub use gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps, Makes, TokenSlo};
 pub use profile::{DecodeThroughput, Profile, StepWork};

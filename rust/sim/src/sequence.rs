@@ -23,6 +23,8 @@ pub struct Sequence {
     pub rank: i64,
     /// Ordinal of the submission: ties of rank are broken by it, and it tells requests in one slot apart.
     pub order: u64,
+    /// When it came, whatever was put back since.
+    pub arrival: Seconds,
     pub prompt_tokens: u32,
     pub output_tokens: u32,
     /// Of these, the first that are thoughts; while it decodes, the tick from which its tokens are the answer's (none, where it ends before).
@@ -38,12 +40,17 @@ pub struct Sequence {
     pub computed: u32,
     /// Prompt tokens that came out of the cache when it was first admitted.
     pub cached: Option<u32>,
-    /// Leading prompt tokens whose KV comes from elsewhere when it is admitted, until it was put back.
+    /// Leading tokens whose KV comes from elsewhere when it is admitted: from another engine, or once it was put back from the host's memory.
     pub pulled: u32,
+    /// Tokens whose KV the host's memory holds, while it waits.
+    pub in_host: u32,
     /// Tokens it did not have to compute when it was first admitted.
     pub spared: u32,
     /// Tokens computed for it before it was last put back, each counted once.
     pub attained: u32,
+    /// Steps that the engine had run when it last entered the queue, and those that it waited there until it was last taken off.
+    pub queued_step: u64,
+    pub waited_steps: u64,
     /// How many steps had been too slow when it began to make what it makes, its gaps before that, and when its last token before that was there.
     pub slow_mark: u64,
     pub gaps: Gaps,

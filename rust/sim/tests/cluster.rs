@@ -8,7 +8,7 @@ use lmetric_core::policy::registry;
 use lmetric_core::router::{IndexFeed, Lengths, Libra, RouterConfig, Split};
 use lmetric_core::split::Settings;
 use lmetric_sim::{
-    Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Profile, Quantity, Signals,
+    Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Preempt, Profile, Quantity, Signals,
     TokenSlo, Trace, Transfer, Workload, simulate,
 };
 use proptest::prelude::*;
@@ -37,6 +37,7 @@ fn config(instances: usize) -> ClusterConfig {
         transfer: Transfer::default(),
         admission: Admission::Reserve,
         order: Order::Fcfs,
+        preempt: Preempt::Recompute,
         signals: Signals::EXACT,
         router: RouterConfig {
             index_feed: IndexFeed::Exact,
@@ -555,5 +556,18 @@ proptest! {
                 prop_assert!(*b <= a + 1e-9, "{a} before, {b} after");
             }
         }
+    }
+}
+
+#[test]
+fn one_that_came_later_may_run_earlier() {
+    let w = workload(&[ask(0.0, 10, 9, &[]), ask(1.0, 60, 9, &[]), ask(4.1, 10, 2, &[])]);
+    let one = Profile { max_sequences: 1, decode_seconds_per_context_token: 0.0, ..round() };
+    // The guard looks every second: under sjf at the moment at which the only engine ends a step, and nothing else is to come.
+    let guard = GuardConfig { on: true, period_seconds: 1.0, ..GuardConfig::default() };
+    for (order, ends) in [("fcfs", [9.9, 20.3, 22.5]), ("sjf", [9.9, 22.5, 12.1])] {
+        let mut config = ClusterConfig { profiles: vec![one.clone()], ..config(1) };
+        (config.order, config.router.guard) = (Order::named(order, 0, TokenSlo::same(0.1)).unwrap(), guard);
+        close(&play(&w, "lmetric", &config).unwrap().records.finished_seconds, &ends);
     }
 }

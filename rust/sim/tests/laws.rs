@@ -1,6 +1,6 @@
 //! Laws that hold for any load: nothing is lost, memory is bounded and comes back, same inputs give same events.
 use lmetric_sim::{
-    Admission, Engine, Generator, KvEvent, Order, Profile, Prompt, Request, Settings, StepEvents,
+    Admission, Engine, Generator, KvEvent, Order, Preempt, Profile, Prompt, Request, Settings, StepEvents,
     TOKEN_SECONDS, TokenSlo,
 };
 use proptest::prelude::*;
@@ -47,16 +47,21 @@ fn profile() -> impl Strategy<Value = Profile> {
 }
 
 fn settings() -> impl Strategy<Value = Settings> {
-    (any::<bool>(), prop::sample::select(Order::NAMES.to_vec())).prop_map(|(reserve, order)| Settings {
-        admission: if reserve { Admission::Reserve } else { Admission::Vllm },
-        order: Order::named(
-            order,
-            1,
-            TokenSlo { think_seconds: 3.0 * TOKEN_SECONDS, ..TokenSlo::same(TOKEN_SECONDS) },
-        )
-        .unwrap(),
-        kv_events: true,
-    })
+    let slo = TokenSlo { think_seconds: 3.0 * TOKEN_SECONDS, ..TokenSlo::same(TOKEN_SECONDS) };
+    let swap = prop::option::of((0.0f64..1e-3, 0u64..300)).prop_map(|swap| {
+        swap.map_or(Preempt::Recompute, |(seconds_per_token, host_tokens)| Preempt::Swap {
+            seconds_per_token,
+            host_tokens,
+        })
+    });
+    (any::<bool>(), prop::sample::select(Order::NAMES.to_vec()), swap).prop_map(
+        move |(reserve, order, swap)| Settings {
+            admission: if reserve { Admission::Reserve } else { Admission::Vllm },
+            order: Order::named(order, 1, slo).unwrap(),
+            preempt: if reserve { Preempt::Recompute } else { swap },
+            kv_events: true,
+        },
+    )
 }
 
 /// What a cache index that follows the log holds: copies by hash; and what stands before each block.
@@ -131,7 +136,8 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
                 running = false;
                 let computed: u32 = events.prefilled.iter().map(|p| p.tokens).sum();
                 for admitted in &events.admitted {
-                    prop_assert!(admitted.first_time || admitted.pulled_tokens == 0);
+                    let swaps = settings.preempt != Preempt::Recompute;
+                    prop_assert!(admitted.first_time || admitted.pulled_tokens == 0 || swaps);
                 }
                 let decoded = events.tokens.iter().filter(|t| !t.from_prefill).count() as u32;
                 prop_assert!(computed + decoded <= profile.max_batch_tokens);
@@ -149,6 +155,8 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
         }
         let load = engine.load();
         let c = load.counters;
+        let most = if let Preempt::Swap { host_tokens, .. } = settings.preempt { host_tokens } else { 0 };
+        prop_assert!(load.host_tokens <= most && c.swapped_in_tokens <= c.swapped_out_tokens);
         prop_assert_eq!(c.submitted, c.finished + c.aborted + u64::from(load.running + load.waiting));
         prop_assert!(load.running <= profile.max_sequences);
         prop_assert!(settings.admission == Admission::Reserve || (0.0..=1.0).contains(&load.kv_usage));
@@ -156,6 +164,7 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
     }
     let load = engine.load();
     prop_assert_eq!((load.running, load.waiting, load.kv_usage, load.context_tokens), (0, 0, 0.0, 0));
+    prop_assert_eq!(load.host_tokens, 0);
     // Whoever followed the log knows exactly what can be found.
     for (&hash, &copies) in &follower.0 {
         // A pool of blocks finds each by itself, a reserving engine the whole front of a prompt.

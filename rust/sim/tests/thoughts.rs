@@ -5,8 +5,8 @@ use lmetric_core::policy::registry;
 use lmetric_core::router::{Lengths, Libra, RouterConfig, Split};
 use lmetric_core::split::Settings as Search;
 use lmetric_sim::{
-    Admission, ClusterConfig, Engine, Gaps, Order, Outcome, Profile, Prompt, Request, Settings, Signals,
-    TokenSlo, Trace, Transfer, Workload, simulate,
+    Admission, ClusterConfig, Engine, Gaps, Order, Outcome, Preempt, Profile, Prompt, Request, Settings,
+    Signals, TokenSlo, Trace, Transfer, Workload, simulate,
 };
 use proptest::prelude::*;
 use std::collections::HashMap;
@@ -66,7 +66,12 @@ fn gaps(settings: Settings, slo: TokenSlo, asks: &[(f64, Ask)], jumps: bool, blo
     (0..asks.len() as u64).map(|id| found[&id]).collect()
 }
 
-const FCFS: Settings = Settings { admission: Admission::Vllm, order: Order::Fcfs, kv_events: false };
+const FCFS: Settings = Settings {
+    admission: Admission::Vllm,
+    order: Order::Fcfs,
+    preempt: Preempt::Recompute,
+    kv_events: false,
+};
 
 #[test]
 fn a_thought_is_slow_by_its_own_slo_only() {
@@ -158,6 +163,7 @@ fn play(asks: &[Ask], instances: usize, change: impl FnOnce(&mut ClusterConfig))
         transfer: Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() },
         admission: Admission::Vllm,
         order: Order::Fcfs,
+        preempt: Preempt::Recompute,
         signals: Signals::EXACT,
         router: RouterConfig { split: Split::Libra(libra), step_time: Some(step), ..RouterConfig::default() },
         silent_segments: false,

@@ -6,8 +6,10 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from lmetric._core import BadValueError
 from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO
 from lmetric.profiles import Profile, check_profile, load_profile
+from lmetric.queueing import Swap, checked_order
 
 _COUNT = 2**30
 
@@ -62,9 +64,15 @@ class EngineOptions(BaseModel):
         default="vllm",
         description="vllm: blocks are taken as tokens come, with preemption; reserve: all at once.",
     )
-    order: Literal["fcfs", "priority", "sjf", "spf", "srpt", "srpt_noisy", "las", "slo"] = Field(
+    order: str = Field(
         default="fcfs",
-        description="Local order; see docs/simulator.md. It knows how long an answer gets: max_tokens.",
+        description="Local order, also with settings of its own: uniboost(gamma=0.2); see "
+        "docs/simulator.md. It knows how long an answer gets: max_tokens.",
+    )
+    preempt: str = Field(
+        default="recompute",
+        description="What becomes of the KV of requests that go back into the queue: recompute, or "
+        "swap:GB/S[,host=GB].",
     )
     order_slo: float = Field(
         default=ORDER_SLO,
@@ -174,6 +182,22 @@ class EngineOptions(BaseModel):
     exit_with_parent: bool = Field(
         default=False, description="Stop when standard input ends: the parent is gone."
     )
+
+    @field_validator("order")
+    @classmethod
+    def _known_order(cls, order: str) -> str:
+        return checked_order(order, of_trace=False)
+
+    @field_validator("preempt")
+    @classmethod
+    def _known_swap(cls, preempt: str, info: ValidationInfo) -> str:
+        try:
+            swaps = Swap.of(preempt) is not None
+        except BadValueError as error:
+            raise ValueError(str(error)) from None
+        if swaps and info.data.get("admission") != "vllm":
+            raise ValueError("swap only with admission vllm: only there are blocks that could be copied")
+        return preempt
 
     @field_validator("load_publish_endpoint")
     @classmethod

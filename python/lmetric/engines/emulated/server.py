@@ -27,6 +27,7 @@ from lmetric.engines.emulated.ranks import Rank
 from lmetric.engines.emulated.sglang import LoadFeed, SglangApi, SglangMetrics, sglang_message
 from lmetric.engines.emulated.text import shared_text
 from lmetric.profiles import Profile, ProfileError
+from lmetric.queueing import Swap
 
 _DRAIN_SECONDS = 2.0
 KV_BYTES_PER_TOKEN = (
@@ -127,6 +128,7 @@ class EngineServer:
             admission=options.admission,
             order=options.order,
             order_slo_seconds=options.order_slo,
+            swap=None if (swap := Swap.of(options.preempt)) is None else swap.constants(profile),
             kv_events=feed is not None,
         )
         cache_config = {

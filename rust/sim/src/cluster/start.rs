@@ -67,7 +67,12 @@ impl<'a> Cluster<'a> {
             rescheduling.expected_is_limit = !config.output_known;
             router.set_rescheduling(Some(rescheduling))?;
         }
-        let settings = Settings { admission: config.admission, order: config.order, kv_events: exact };
+        let settings = Settings {
+            admission: config.admission,
+            order: config.order,
+            preempt: config.preempt,
+            kv_events: exact,
+        };
         let mut engines = Vec::with_capacity(config.profiles.len());
         for (i, profile) in config.profiles.iter().enumerate() {
             if profile.block_tokens != workload.block_tokens() {

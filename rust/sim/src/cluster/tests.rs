@@ -32,6 +32,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         transfer: Transfer::default(),
         admission: Admission::Reserve,
         order: Order::Fcfs,
+        preempt: Preempt::Recompute,
         signals: if step_end { Signals::STEP_END } else { Signals::EXACT },
         router: RouterConfig {
             index_feed: IndexFeed::Exact,

@@ -39,8 +39,10 @@ impl Engine {
         let (before, order) = (sequence.computed, sequence.order);
         let preempted = self.events.preempted.len();
         if self.settings.admission == Admission::Vllm {
-            // Those planned before it have lower ranks: none of them is put back.
             self.grow(slot, before + tokens);
+            // Those planned before it have lower ranks, but one of them may be cheaper to put back.
+            let sequences = &self.sequences;
+            self.chunks.retain(|chunk| sequences[chunk.slot].state == State::Prefill);
         }
         if self.sequences[slot].state == State::Prefill {
             self.chunks.push(Chunk { slot, order, before, tokens });
@@ -55,25 +57,26 @@ impl Engine {
             return false;
         }
         self.look_up(slot);
-        let room = self.fits(slot, Freed::default()) || self.displace(slot, prefills);
-        if room {
-            self.admit_next(slot);
-        }
-        room
+        let fits = self.fits(slot, Freed::default());
+        let Some(victims) = (if fits { Some(vec![]) } else { self.displaced(slot, prefills) }) else {
+            return false;
+        };
+        // Those that go back may be next now.
+        self.waiting.pop();
+        victims.into_iter().for_each(|victim| self.preempt(victim));
+        self.admit(slot);
+        true
     }
 
-    /// Puts back as many running requests as a waiting one needs to get in: of the decodes and of the prefills that have no share of
-    /// this step, those that yield to it, the highest rank first. False, and nothing is done: they do not make room enough, it does not
-    /// pay, or no token of the budget is left.
-    fn displace(&mut self, slot: u32, prefills: &[((i64, u64), u32)]) -> bool {
-        let Some(rules) = self.settings.order.rules().preemption() else { return false };
-        if self.budget() == 0 {
-            return false;
-        }
+    /// As many running requests as must go back for a waiting one to get in: of the decodes and of the prefills that have no share of
+    /// this step, those that yield to it, the last first. None: they do not make room enough, it does not pay, or no token of the
+    /// budget is left.
+    fn displaced(&self, slot: u32, prefills: &[((i64, u64), u32)]) -> Option<Vec<u32>> {
+        let rules = self.settings.order.rules().preemption().filter(|_| self.budget() > 0)?;
         let running = prefills.iter().map(|(_, slot)| slot).chain(&self.decoding);
         let mut victims: Vec<_> = running
             .filter(|&&other| self.yields(rules, other, self.sequences[slot].rank))
-            .map(|&other| (self.rank(other), other))
+            .map(|&other| (self.last(other), other))
             .collect();
         victims.sort_unstable_by(|a, b| b.cmp(a));
         let mut freed = Freed::default();
@@ -81,11 +84,10 @@ impl Engine {
             self.add_freed(victims[i].1, &mut freed);
             if self.fits(slot, freed) {
                 let pays = rules.pays(&self.exchange(slot, &victims[..=i]));
-                victims[..=i].iter().filter(|_| pays).for_each(|&(_, victim)| self.preempt(victim));
-                return pays;
+                return pays.then(|| victims[..=i].iter().map(|&(_, victim)| victim).collect());
             }
         }
-        false
+        None
     }
 
     fn yields(&self, rules: &dyn Preemption, slot: u32, waiting: i64) -> bool {
@@ -95,13 +97,11 @@ impl Engine {
 
     fn exchange(&self, slot: u32, victims: &[((i64, u64), u32)]) -> Exchange {
         let running = self.prefilling.iter().chain(&self.decoding);
-        let lost =
-            |&(_, victim): &(_, u32)| self.profile.prefill_seconds_behind(0, self.job(victim).computed);
         Exchange {
             waiting: self.sequences[slot].rank,
             least: running.map(|&slot| self.rank(slot).0).min().unwrap_or(i64::MAX),
             running: self.running(),
-            lost_seconds: victims.iter().map(lost).sum(),
+            lost_seconds: victims.iter().map(|&(_, victim)| self.lost_seconds(victim)).sum(),
         }
     }
 
@@ -117,13 +117,19 @@ impl Engine {
         freed.blocks += sequence.blocks.iter().enumerate().filter(own).count() as u32;
     }
 
-    /// Decode steps for which nothing that runs comes to yield to what waits.
-    pub(super) fn firm_steps(&self) -> u32 {
-        match self.settings.order.rules().preemption() {
-            Some(rules) if self.waiting_requests > 0 => {
-                self.decoding.iter().map(|&slot| rules.firm_steps(&self.job(slot))).min().unwrap_or(u32::MAX)
-            }
-            _ => u32::MAX,
-        }
+    /// (rank, order), the greatest of those that go back first: less what it would lose, where the order weighs that.
+    pub(super) fn last(&self, slot: u32) -> (i64, u64) {
+        let (rank, order) = self.rank(slot);
+        let weighs = self.settings.order.rules().preemption().is_some_and(|rules| rules.weighs_loss());
+        (rank - if weighs { (self.lost_seconds(slot) * 1e9) as i64 } else { 0 }, order)
+    }
+
+    /// Decode steps for which nothing that runs comes to yield to what is next in the queue. What yields now and is still here makes too little room, and will not
+    /// make more.
+    pub(super) fn firm_steps(&mut self) -> u32 {
+        let Some((waiting, ..)) = self.next_waiting() else { return u32::MAX };
+        let Some(rules) = self.settings.order.rules().preemption() else { return u32::MAX };
+        let firm = self.decoding.iter().filter(|&&slot| !self.yields(rules, slot, waiting));
+        firm.map(|&slot| rules.firm_steps(&self.job(slot), waiting)).min().unwrap_or(u32::MAX)
     }
 }

@@ -2,24 +2,33 @@
 //! step's prompt tokens and which go back for another.
 //!
 //! An order is a file here. It gives every request a rank, lower first; ties go by arrival. The rank of a request that waits is taken
-//! when it enters the queue, for nothing that an order looks at changes while it waits (but for the cache, which is looked at once).
+//! when it enters the queue, for nothing that an order looks at changes while it waits (but for the cache, which is looked at once), and again where the engine has learned something
+//! that the order goes by.
 //! Decodes get their token in every step whatever the order, as in Sarathi and vLLM; an order may say how many prompt tokens go with them.
+use super::learned::Learned;
 use crate::gaps::{Makes, TokenSlo};
 use crate::profile::{Profile, StepWork};
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
 
+mod boost;
 mod fcfs;
+mod gittins;
 mod las;
+mod ltr;
 mod priority;
 mod sjf;
 mod slo;
 mod spf;
 mod srpt;
 mod srpt_noisy;
+mod trail;
 
+pub use boost::Boost;
+pub use ltr::Ltr;
 pub use slo::{Slo, TOKEN_SECONDS};
 pub use srpt_noisy::SrptNoisy;
+pub use trail::Trail;
 
 /// Which order an engine goes by.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,17 +49,62 @@ pub enum Order {
     Las,
     /// Arrival, in steps that keep a token SLO.
     Slo(Slo),
+    /// Arrival less a boost that falls with the work; preempts, but for the first of them.
+    Boost(Boost),
+    /// Shortest answer first, its length known; who has waited long before all others.
+    Ltr(Ltr),
+    /// Least remaining work first, lengths known; who has made most of its answer stays.
+    Trail(Trail),
+    /// Gittins' index by the lengths that the engine has seen; preempts.
+    Gittins,
 }
 
 impl Order {
     /// The orders' names, as [`Order::named`] takes them.
-    pub const NAMES: [&str; 8] = ["fcfs", "priority", "sjf", "spf", "srpt", "srpt_noisy", "las", "slo"];
+    pub const NAMES: [&str; 15] = [
+        "fcfs",
+        "priority",
+        "sjf",
+        "spf",
+        "srpt",
+        "srpt_noisy",
+        "las",
+        "slo",
+        "distboost",
+        "uniboost_base",
+        "uniboost_memguard",
+        "uniboost",
+        "ltr",
+        "trail",
+        "gittins",
+    ];
 
-    /// The order of this name; `seed` is that of its predictions, where it makes any, and `slo` what it asks of tokens, where it does.
+    /// The order of this name, or with settings of its own: `uniboost(gamma=0.2, bin_tokens=64)`. `seed` is that of its predictions, where it makes any,
+    /// and `slo` what it asks of tokens, where it does.
     ///
     /// # Errors
-    /// `BadValue` for another name, and where the order is `slo` for a time that is none.
-    pub fn named(name: &str, seed: u64, slo: TokenSlo) -> Result<Order, CoreError> {
+    /// `BadValue` for another name, for a setting that it does not have, naming those it has, for one out of range, and where the order is `slo` for a time that is
+    /// none.
+    pub fn named(text: &str, seed: u64, slo: TokenSlo) -> Result<Order, CoreError> {
+        let text = text.trim();
+        let (name, inner) = match text.split_once('(') {
+            Some((name, rest)) => (name.trim(), rest.strip_suffix(')')),
+            None => (text, Some("")),
+        };
+        let plain = Order::plain(name, seed, slo)?;
+        let each = inner.map(|inner| inner.split(',').map(str::trim).filter(|part| !part.is_empty()));
+        let settings: Option<Vec<(&str, f64)>> = each.and_then(|parts| {
+            parts
+                .map(|part| part.split_once('=').and_then(|(k, v)| Some((k.trim(), v.trim().parse().ok()?))))
+                .collect()
+        });
+        match settings {
+            Some(settings) => plain.with(settings),
+            None => bad("local order", format!("{text:?}"), format!("{name}(setting=number, …)")),
+        }
+    }
+
+    fn plain(name: &str, seed: u64, slo: TokenSlo) -> Result<Order, CoreError> {
         Ok(match name {
             "fcfs" => Order::Fcfs,
             "priority" => Order::Priority,
@@ -59,19 +113,50 @@ impl Order {
             "srpt" => Order::Srpt,
             "srpt_noisy" => Order::SrptNoisy(SrptNoisy { seed }),
             "las" => Order::Las,
+            "ltr" => Order::Ltr(Ltr::default()),
+            "trail" => Order::Trail(Trail::default()),
+            "gittins" => Order::Gittins,
             "slo" => {
                 let slo = Slo { tokens: slo };
                 slo.check()?;
                 Order::Slo(slo)
             }
-            other => {
-                return Err(CoreError::BadValue {
-                    what: "local order".into(),
-                    got: format!("{other:?}"),
-                    expected: format!("one of {}", Order::NAMES.join(", ")),
-                });
-            }
+            other => match Boost::named(other) {
+                Some(boost) => Order::Boost(boost),
+                None => {
+                    return bad(
+                        "local order",
+                        format!("{other:?}"),
+                        format!("one of {}", Order::NAMES.join(", ")),
+                    );
+                }
+            },
         })
+    }
+
+    fn with<'a>(mut self, settings: impl IntoIterator<Item = (&'a str, f64)>) -> Result<Order, CoreError> {
+        for (name, value) in settings {
+            let known = match &self {
+                Order::Boost(boost) => boost.settings(),
+                Order::Ltr(_) => Ltr::SETTINGS.to_vec(),
+                Order::Trail(_) => vec!["threshold"],
+                _ => vec![],
+            };
+            if !known.contains(&name) {
+                let has = if known.is_empty() { "none: it has no settings".into() } else { known.join(", ") };
+                return bad("setting of the local order", format!("{name:?}"), has);
+            }
+            match &mut self {
+                Order::Boost(boost) => boost.set(name, value)?,
+                Order::Ltr(ltr) => ltr.set(name, value)?,
+                Order::Trail(trail) if (0.0..=1.0).contains(&value) => trail.threshold = value,
+                _ => return bad("local order: threshold", value.to_string(), "0 to 1".into()),
+            }
+        }
+        if let Order::Boost(boost) = &self {
+            boost.settings.check()?;
+        }
+        Ok(self)
     }
 
     pub(super) fn rules(&self) -> &dyn LocalOrder {
@@ -84,8 +169,29 @@ impl Order {
             Order::SrptNoisy(order) => order,
             Order::Las => &las::Las,
             Order::Slo(order) => order,
+            Order::Boost(order) => order,
+            Order::Ltr(order) => order,
+            Order::Trail(order) => order,
+            Order::Gittins => &gittins::Gittins,
         }
     }
+}
+
+fn bad<T>(what: &str, got: String, expected: String) -> Result<T, CoreError> {
+    Err(CoreError::BadValue { what: what.into(), got, expected })
+}
+
+/// A setting that is a whole number.
+fn whole(name: &str, value: f64) -> Result<u32, CoreError> {
+    if value >= 0.0 && value <= f64::from(u32::MAX) && value.fract() == 0.0 {
+        return Ok(value as u32);
+    }
+    bad(&format!("setting of the local order: {name}"), value.to_string(), "a whole number".into())
+}
+
+/// Whole nanoseconds: ranks are compared exactly.
+fn seconds_to_rank(seconds: Seconds) -> i64 {
+    (seconds * 1e9) as i64
 }
 
 /// What an order says of requests.
@@ -100,6 +206,16 @@ pub(super) trait LocalOrder {
 
     /// How it preempts; None: only want of memory puts a request back.
     fn preemption(&self) -> Option<&dyn Preemption> {
+        None
+    }
+
+    /// Whether the rank of a request that runs moves.
+    fn revises(&self) -> bool {
+        self.preemption().is_some()
+    }
+
+    /// Steps after which a request that still waits has another rank; None: it keeps its own.
+    fn promotes_after(&self) -> Option<u32> {
         None
     }
 
@@ -122,7 +238,7 @@ pub(super) trait Composition {
     ) -> u32;
 }
 
-/// When running requests go back into the queue for another. What had been computed of them is lost, but for what the cache keeps.
+/// When running requests go back into the queue for another. [`super::Preempt`] says what becomes of what had been computed of them.
 pub(super) trait Preemption {
     /// Whether `running`, whose rank was `entered` when it last entered the queue, may go back for a waiting request of the rank
     /// `waiting`.
@@ -133,9 +249,14 @@ pub(super) trait Preemption {
         true
     }
 
-    /// Decode steps for which what is left in place stays there: as long as the batch only decodes, nothing that does not yield or pay
-    /// begins to before `running` has made so many.
-    fn firm_steps(&self, _running: &Job<'_>) -> u32 {
+    /// Whether the one that goes first is the last by its rank less what it loses, in nanoseconds; else by its rank alone.
+    fn weighs_loss(&self) -> bool {
+        false
+    }
+
+    /// Decode steps for which what is left in place stays there: as long as the batch only decodes, `running`, which does not yield to the rank `waiting`, does
+    /// not begin to before it has made so many, and what does not pay does not come to.
+    fn firm_steps(&self, _running: &Job<'_>, _waiting: i64) -> u32 {
         u32::MAX
     }
 }
@@ -149,7 +270,7 @@ pub(super) struct Exchange {
     pub least: i64,
     /// How many run.
     pub running: u32,
-    /// What it takes to compute again what those had that would go back, if the cache kept none of it.
+    /// What it takes to compute again, or to copy out and in, what those had that would go back, if the cache kept none of it.
     pub lost_seconds: Seconds,
 }
 
@@ -168,14 +289,25 @@ pub(super) struct Job<'a> {
     pub context: u32,
     /// Of these, the leading ones whose KV is there; where it waits, what the cache holds or another engine sends of them.
     pub computed: u32,
-    /// Leading tokens that were cached or sent when it was first admitted.
+    /// Leading tokens that were cached or sent when it was first admitted; until then, `computed`.
     pub spared: u32,
     /// Tokens ever computed for it, each counted once: prompt tokens that were cached or sent do not count.
     pub attained: u32,
+    /// The same when it last entered the queue.
+    pub attained_before: u32,
+    /// Steps that it has waited, or had when it was last taken off the queue, and those that it has run since.
+    pub waited_steps: u64,
+    /// See above.
+    pub served_steps: u64,
+    /// When it came to the engine.
+    pub arrival_seconds: Seconds,
+    /// What the engine knows of its requests.
+    pub learned: &'a Learned,
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::learned::tests::NOTHING;
     use super::*;
 
     /// A request of 100 prompt tokens and 10 output tokens of which nothing is computed.
@@ -190,6 +322,11 @@ mod tests {
             computed: 0,
             spared: 0,
             attained: 0,
+            attained_before: 0,
+            waited_steps: 0,
+            served_steps: 0,
+            arrival_seconds: 0.0,
+            learned: &NOTHING,
         }
     }
 
@@ -208,8 +345,20 @@ mod tests {
                 Order::named(name, 0, TokenSlo::same(TOKEN_SECONDS)).unwrap().rules().preemption().is_some()
             })
             .collect();
-        assert_eq!(preempting, ["srpt", "srpt_noisy", "las"]);
+        assert_eq!(
+            preempting,
+            [
+                "srpt",
+                "srpt_noisy",
+                "las",
+                "uniboost_base",
+                "uniboost_memguard",
+                "uniboost",
+                "trail",
+                "gittins"
+            ]
+        );
         let error = Order::named("lifo", 0, TokenSlo::same(TOKEN_SECONDS)).unwrap_err().to_string();
-        assert!(error.contains("\"lifo\"") && error.contains("srpt_noisy, las, slo"), "{error}");
+        assert!(error.contains("\"lifo\"") && error.contains("srpt_noisy, las, slo, distboost"), "{error}");
     }
 }

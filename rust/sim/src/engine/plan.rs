@@ -105,13 +105,14 @@ impl Engine {
     }
 
     /// Takes requests off the queue while there is room.
-    pub(super) fn admit(&mut self) {
+    pub(super) fn admit_waiting(&mut self) {
         while let Some((.., slot)) = self.next_waiting() {
             self.look_up(slot);
             if !self.fits(slot, Freed::default()) {
                 break;
             }
-            self.admit_next(slot);
+            self.waiting.pop();
+            self.admit(slot);
         }
     }
 
@@ -127,23 +128,56 @@ impl Engine {
         None
     }
 
-    /// Puts the request into the queue, by the rank it has now.
+    /// A request enters the queue.
     pub(super) fn enqueue(&mut self, slot: u32) {
+        let steps = self.counters.steps;
+        let sequence = &mut self.sequences[slot];
+        sequence.queued_step = steps;
+        if let Some(after) = self.settings.order.rules().promotes_after() {
+            self.promotions.push_back((steps + u64::from(after), slot, sequence.order));
+        }
+        self.enqueue_by_rank(slot);
+    }
+
+    /// Ranks what waits anew where one of them has waited long enough for another rank.
+    pub(super) fn promote(&mut self) {
+        let steps = self.counters.steps;
+        let mut due = false;
+        while let Some(&(_, slot, order)) = self.promotions.front().filter(|&&(at, ..)| at <= steps) {
+            self.promotions.pop_front();
+            let sequence = &self.sequences[slot];
+            due |= (sequence.state, sequence.order) == (State::Waiting, order);
+        }
+        if due {
+            self.rank_waiting();
+        }
+    }
+
+    /// Puts a request that waits into the queue, by the rank it has now.
+    fn enqueue_by_rank(&mut self, slot: u32) {
         let rank = self.settings.order.rules().rank(&self.job(slot));
         let sequence = &mut self.sequences[slot];
         sequence.rank = rank;
         self.waiting.push(Reverse((rank, sequence.order, slot)));
     }
 
+    /// Ranks what waits anew.
+    pub(super) fn rank_waiting(&mut self) {
+        for Reverse((_, order, slot)) in std::mem::take(&mut self.waiting) {
+            let sequence = &self.sequences[slot];
+            if (sequence.state, sequence.order) == (State::Waiting, order) {
+                self.enqueue_by_rank(slot);
+            }
+        }
+    }
+
     /// (rank, order) of a running request: lower runs earlier, higher is put back first. Its rank moves only in orders that
-    /// preempt.
+    /// revise it.
     pub(super) fn rank(&self, slot: u32) -> (i64, u64) {
         let rules = self.settings.order.rules();
         let sequence = &self.sequences[slot];
-        match rules.preemption() {
-            Some(_) => (rules.rank(&self.job(slot)), sequence.order),
-            None => (sequence.rank, sequence.order),
-        }
+        let rank = if rules.revises() { rules.rank(&self.job(slot)) } else { sequence.rank };
+        (rank, sequence.order)
     }
 
     /// What the order may know of a request.
@@ -168,13 +202,26 @@ impl Engine {
             made: context - sequence.prompt_tokens,
             context,
             computed,
-            spared: sequence.spared,
+            spared: if sequence.cached.is_none() { computed } else { sequence.spared },
             attained: attained.max(sequence.attained),
+            attained_before: sequence.attained,
+            waited_steps: if running {
+                sequence.waited_steps
+            } else {
+                self.counters.steps - sequence.queued_step
+            },
+            served_steps: if running {
+                self.counters.steps - sequence.waited_steps - sequence.queued_step
+            } else {
+                0
+            },
+            arrival_seconds: sequence.arrival,
+            learned: &self.learned,
         }
     }
 
-    /// Admits the request that is next in the queue, for which there is room, by what was looked up of it.
-    pub(super) fn admit_next(&mut self, slot: u32) {
+    /// Admits a request that was taken off the queue, for which there is room, by what was looked up of it.
+    pub(super) fn admit(&mut self, slot: u32) {
         let block = self.profile.block_tokens;
         let hit = match self.settings.admission {
             Admission::Vllm => self.take_blocks(slot),
@@ -184,8 +231,8 @@ impl Engine {
                 (found as u32 * block).min(sequence.total - 1)
             }
         };
-        self.waiting.pop();
         self.waiting_requests -= 1;
+        self.sequences[slot].waited_steps = self.counters.steps - self.sequences[slot].queued_step;
         let before = self.before(slot, hit);
         let tokens = self.share(before, (self.sequences[slot].total - before).min(self.budget()));
         self.prefilling.push(slot);
@@ -210,6 +257,7 @@ impl Engine {
         }
         let pulled_tokens = before - hit;
         let id = sequence.id;
+        self.leave_host(slot, pulled_tokens);
         self.events.admitted.push(Admitted { id, cached_tokens: hit, pulled_tokens, first_time });
         self.name_blocks(slot, before + tokens);
     }
@@ -295,6 +343,9 @@ impl Engine {
                 (1..=block).find(|ahead| !self.crossings[((self.tick + ahead) % block) as usize].is_empty());
             most = most.min(edge.unwrap_or(block) as u32);
         }
+        if let Some(&(at, ..)) = self.promotions.front() {
+            most = most.min(u32::try_from(at.saturating_sub(self.counters.steps)).unwrap_or(u32::MAX).max(1));
+        }
         most.min(self.firm_steps())
     }
 
@@ -307,7 +358,7 @@ impl Engine {
                 Some(block) => self.sequences[slot].blocks.push(block),
                 None => {
                     let running = self.prefilling.iter().chain(&self.decoding);
-                    let victim = *running.max_by_key(|&&slot| self.rank(slot)).unwrap_or(&slot);
+                    let victim = *running.max_by_key(|&&slot| self.last(slot)).unwrap_or(&slot);
                     self.counters.out_of_memory += 1;
                     self.preempt(victim);
                     if victim == slot {
@@ -316,24 +367,6 @@ impl Engine {
                 }
             }
         }
-    }
-
-    /// Puts a running request back into the queue. What was computed of it is lost, but for what the cache keeps.
-    pub(super) fn preempt(&mut self, slot: u32) {
-        let attained = self.job(slot).attained;
-        let (gaps, decoded) = (self.gaps_of(slot), self.sequences[slot].state == State::Decode);
-        self.unplace(slot);
-        let begun = self.begun;
-        let sequence = &mut self.sequences[slot];
-        if decoded {
-            (sequence.gaps, sequence.last_token) = (gaps, Some(begun));
-        }
-        (sequence.state, sequence.computed, sequence.pulled) = (State::Waiting, 0, 0);
-        sequence.attained = attained;
-        self.events.preempted.push(sequence.id);
-        self.enqueue(slot);
-        self.waiting_requests += 1;
-        self.counters.preemptions += 1;
     }
 }
 

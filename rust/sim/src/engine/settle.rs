@@ -152,6 +152,8 @@ impl Engine {
     /// A request has its last token.
     pub(super) fn finish(&mut self, slot: u32) {
         self.events.finished.push(self.sequences[slot].id);
+        let sequence = &self.sequences[slot];
+        self.learned.ended(self.events.end - sequence.arrival, sequence.output_tokens);
         self.events.gaps.push(self.gaps_of(slot));
         self.name_blocks(slot, self.sequences[slot].total_at(self.tick) - 1);
         self.unplace(slot);
@@ -244,6 +246,7 @@ impl Engine {
     }
 
     pub(super) fn forget(&mut self, slot: u32) {
+        self.leave_host(slot, 0);
         self.by_id.remove(&self.sequences[slot].id);
         self.sequences.remove(slot);
     }

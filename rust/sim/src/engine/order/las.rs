@@ -48,7 +48,7 @@ impl Preemption for Las {
         self.rank(running) > entered.max(waiting)
     }
 
-    fn firm_steps(&self, running: &Job<'_>) -> u32 {
+    fn firm_steps(&self, running: &Job<'_>, _waiting: i64) -> u32 {
         // So many decodes at most; with the context of the last of them none takes longer.
         let decode = decode_seconds(running.profile);
         let left = FIRST * decode * f64::from(level(running)).exp2() - service_seconds(running);
@@ -79,7 +79,7 @@ mod tests {
         ] {
             let made = attained.max(100) - 99;
             let running = Job { attained, made, context: 100 + made, ..job(&profile) };
-            assert_eq!((Las.rank(&running), Las.firm_steps(&running)), (rank, steps), "{attained}");
+            assert_eq!((Las.rank(&running), Las.firm_steps(&running, 0)), (rank, steps), "{attained}");
         }
         // 96 of the prompt's tokens were cached: a step with 4 takes 1.04 s and 4 x 98 pairs.
         let spared = Job { spared: 96, attained: 4, made: 1, context: 101, ..job(&profile) };
@@ -92,7 +92,7 @@ mod tests {
         let mut running = Job { attained: 100, made: 1, context: 101, ..job(&profile) };
         let (mut cuts, mut levels) = (0, vec![0]);
         while running.context < 5000 {
-            let steps = Las.firm_steps(&running);
+            let steps = Las.firm_steps(&running, 0);
             let after = |n| Job {
                 attained: running.attained + n,
                 made: running.made + n,

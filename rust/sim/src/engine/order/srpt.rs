@@ -8,14 +8,14 @@
 //! so it gains those seconds, each that goes back waits for about the waiting one's work, and everyone in the batch waits for the
 //! computing. In an engine of one place this is SRPT with a cost of changing, and each change lowers the sum of the end times. All that
 //! was computed counts as lost, though the cache may give some of it back.
-use super::{Exchange, Job, LocalOrder, Preemption};
+use super::{Exchange, Job, LocalOrder, Preemption, seconds_to_rank};
 use lmetric_core::ids::Seconds;
 
 pub struct Srpt;
 
 impl LocalOrder for Srpt {
     fn rank(&self, job: &Job<'_>) -> i64 {
-        nanoseconds(seconds_left(job, job.output_tokens))
+        seconds_to_rank(seconds_left(job, job.output_tokens))
     }
 
     fn reads_cache(&self) -> bool {
@@ -39,7 +39,7 @@ impl Preemption for Srpt {
 
 /// Each decode lowers the least work left and raises what would be lost, so that a no stays a no.
 pub fn pays(exchange: &Exchange) -> bool {
-    let lost = nanoseconds(f64::from(exchange.running) * exchange.lost_seconds);
+    let lost = seconds_to_rank(f64::from(exchange.running) * exchange.lost_seconds);
     exchange.waiting.saturating_add(lost) < exchange.least
 }
 
@@ -54,11 +54,6 @@ pub fn seconds_left(job: &Job<'_>, output_tokens: u32) -> Seconds {
                 + profile.decode_seconds(job.context + 1, left.saturating_sub(1))
         }
     }
-}
-
-/// Whole nanoseconds: ranks are compared exactly.
-pub fn nanoseconds(seconds: Seconds) -> i64 {
-    (seconds * 1e9) as i64
 }
 
 #[cfg(test)]

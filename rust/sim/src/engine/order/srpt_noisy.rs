@@ -4,8 +4,8 @@
 //! three predictions are within a factor of 1.65, one in twenty is off by more than 2.66. `z` follows from the seed and the request's
 //! id, so a request is predicted alike wherever it runs and however often it is put back. A request that has outlived its prediction
 //! counts as having nothing left: as long as it runs nothing goes back. The rules are those of `srpt` in all else.
-use super::srpt::{nanoseconds, pays, seconds_left};
-use super::{Exchange, Job, LocalOrder, Preemption};
+use super::srpt::{pays, seconds_left};
+use super::{Exchange, Job, LocalOrder, Preemption, seconds_to_rank};
 use std::f64::consts::TAU;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -31,7 +31,7 @@ impl SrptNoisy {
 
 impl LocalOrder for SrptNoisy {
     fn rank(&self, job: &Job<'_>) -> i64 {
-        nanoseconds(seconds_left(job, self.predicted(job)))
+        seconds_to_rank(seconds_left(job, self.predicted(job)))
     }
 
     fn reads_cache(&self) -> bool {

@@ -1,0 +1,230 @@
+//! UniBoost's orders ("Beyond Prediction", section 3): who arrived first, less a boost that falls with the work that a request is known to be
+//! ([`lmetric_core::priority`]). The rank is the boosted arrival; nothing need be known of lengths.
+//!
+//! The ladder of Figure 7, each with what the one before it has:
+//! - `distboost` (3.1): prompts go by their boosted arrival, by the tokens that must be computed of them; nothing goes back for another. Gamma is fixed.
+//! - `uniboost_base` (3.2): the answer's tokens count, too, and a running request goes back for one whose boosted arrival is before its own (Eq. 7).
+//! - `uniboost_memguard` (3.3): priorities change where the work doubles; one that was taken off the queue is not put back before its next bin, and then only for one that is
+//!   ahead by the hysteresis. Of those that may go, and of all where memory runs out, it is the one whose boosted arrival less the seconds that it costs to bring it back is
+//!   the last: the cost counts as if it had arrived so much earlier. (The paper names the swap cost, but not how it counts.)
+//! - `uniboost` (3.4): gamma follows the tail of the engine's own end-to-end times.
+//!
+//! Decodes get their token in every step, also under UniBoost: its one order of all phases (Algorithm 1) then says who shares the step's prompt tokens, who is
+//! taken off the queue, and who goes back.
+use super::{Job, LocalOrder, Preemption, seconds_to_rank, whole};
+use lmetric_core::CoreError;
+use lmetric_core::ids::Seconds;
+use lmetric_core::priority::{Adaptive, MemGuard, Settings, Work, boost_seconds};
+
+/// [`super::Order::Boost`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Boost {
+    /// Gamma, and when priorities change.
+    pub settings: Settings,
+    /// Whether prompt and answer are one, and running requests go back; else only prompts are ordered.
+    pub unified: bool,
+}
+
+impl Boost {
+    /// The rungs' names.
+    pub const NAMES: [&str; 4] = ["distboost", "uniboost_base", "uniboost_memguard", "uniboost"];
+
+    /// The rung of this name.
+    pub fn named(name: &str) -> Option<Boost> {
+        let rung = Boost::NAMES.iter().position(|&known| known == name)?;
+        let all = Settings::default();
+        Some(Boost {
+            settings: Settings {
+                adaptive: all.adaptive.filter(|_| rung >= 3),
+                memguard: all.memguard.filter(|_| rung >= 2),
+                ..all
+            },
+            unified: rung >= 1,
+        })
+    }
+
+    /// Names of what can be set.
+    pub fn settings(&self) -> Vec<&'static str> {
+        let mut names = vec!["gamma"];
+        if self.settings.memguard.is_some() {
+            names.extend(["bin_tokens", "hysteresis_seconds"]);
+        }
+        if self.settings.adaptive.is_some() {
+            names.extend(["window", "least", "every", "smoothing", "least_gamma", "most_gamma"]);
+        }
+        names
+    }
+
+    /// Sets what [`Boost::settings`] names.
+    ///
+    /// # Errors
+    /// `BadValue` for what should be whole and is not.
+    pub fn set(&mut self, name: &str, value: f64) -> Result<(), CoreError> {
+        if name == "gamma" {
+            self.settings.gamma = value;
+        }
+        if let Some(MemGuard { bin_tokens, hysteresis_seconds }) = &mut self.settings.memguard {
+            match name {
+                "bin_tokens" => *bin_tokens = whole(name, value)?,
+                "hysteresis_seconds" => *hysteresis_seconds = value,
+                _ => {}
+            }
+        }
+        if let Some(Adaptive { window, least, every, smoothing, bounds }) = &mut self.settings.adaptive {
+            match name {
+                "window" => *window = whole(name, value)?,
+                "least" => *least = whole(name, value)?,
+                "every" => *every = whole(name, value)?,
+                "smoothing" => *smoothing = value,
+                "least_gamma" => bounds.0 = value,
+                "most_gamma" => bounds.1 = value,
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// The work that a request is known to be once `attained` tokens are computed of it.
+    fn work(&self, job: &Job<'_>, attained: u32) -> Work {
+        Work {
+            prompt_tokens: job.context - job.made,
+            hit_tokens: job.spared,
+            attained_tokens: if self.unified { attained } else { 0 },
+        }
+    }
+
+    fn hysteresis(&self) -> Seconds {
+        self.settings.memguard.map_or(0.0, |guard| guard.hysteresis_seconds)
+    }
+}
+
+impl LocalOrder for Boost {
+    fn rank(&self, job: &Job<'_>) -> i64 {
+        let (work, learned) = (self.work(job, job.attained), job.learned);
+        seconds_to_rank(self.settings.boosted_arrival(
+            job.arrival_seconds,
+            &work,
+            learned.gamma,
+            learned.token_seconds,
+        ))
+    }
+
+    fn reads_cache(&self) -> bool {
+        true
+    }
+
+    fn preemption(&self) -> Option<&dyn Preemption> {
+        self.unified.then_some(self)
+    }
+}
+
+impl Preemption for Boost {
+    fn yields(&self, running: &Job<'_>, _entered: i64, waiting: i64) -> bool {
+        if let Some(guard) = self.settings.memguard {
+            let bin = |attained| guard.bin(self.work(running, attained).tokens());
+            if bin(running.attained) == bin(running.attained_before) {
+                return false;
+            }
+        }
+        waiting < self.rank(running).saturating_sub(seconds_to_rank(self.hysteresis()))
+    }
+
+    fn weighs_loss(&self) -> bool {
+        self.settings.memguard.is_some()
+    }
+
+    fn firm_steps(&self, running: &Job<'_>, waiting: i64) -> u32 {
+        let tokens = self.work(running, running.attained).tokens();
+        if let Some(guard) = self.settings.memguard {
+            return guard.next(tokens) - tokens;
+        }
+        // Its boost falls until it is ahead by no more than this. The boost is its own inverse: 1 - e^-gw = e^-gb is the same with w and b changed.
+        let ahead = running.arrival_seconds - waiting as f64 * 1e-9;
+        if ahead <= 0.0 {
+            return u32::MAX;
+        }
+        let until = boost_seconds(ahead, running.learned.gamma) / running.learned.token_seconds;
+        (until as u32).saturating_sub(tokens.saturating_add(1)).max(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::job;
+    use super::*;
+    use crate::profile::tests::round;
+
+    fn boost(name: &str) -> Boost {
+        Boost::named(name).unwrap()
+    }
+
+    /// What 1 / (1 - e^-(0.1 x 0.1 tokens)) is worth at gamma 0.1 and 0.1 s a token.
+    fn worth(tokens: f64) -> f64 {
+        -10.0 * (1.0 - (-0.01 * tokens).exp()).ln()
+    }
+
+    fn seconds(rank: i64) -> f64 {
+        rank as f64 * 1e-9
+    }
+
+    #[test]
+    fn boosted_arrivals_by_hand() {
+        let profile = round();
+        let at_20 = Job { arrival_seconds: 20.0, ..job(&profile) };
+        for name in ["distboost", "uniboost_base"] {
+            assert!((seconds(boost(name).rank(&at_20)) - (20.0 - worth(100.0))).abs() < 1e-6);
+            // 60 of its 100 tokens are cached.
+            let cached = Job { computed: 60, spared: 60, ..at_20 };
+            assert!((seconds(boost(name).rank(&cached)) - (20.0 - worth(40.0))).abs() < 1e-6);
+        }
+        // MEMGUARD: the first bin is 256 tokens, the second begins at 512.
+        for (attained, bin) in [(0, 256.0), (511, 256.0), (512, 512.0), (1100, 1024.0)] {
+            let running = Job { attained, made: attained, context: 100 + attained, ..at_20 };
+            let rank = seconds(boost("uniboost").rank(&running));
+            assert!((rank - (20.0 - worth(bin))).abs() < 1e-6, "{attained}");
+        }
+        // While it decodes the work grows, but not for distboost.
+        let running = Job { attained: 600, made: 501, context: 601, ..at_20 };
+        assert!((seconds(boost("distboost").rank(&running)) - (20.0 - worth(100.0))).abs() < 1e-6);
+        assert!((seconds(boost("uniboost_base").rank(&running)) - (20.0 - worth(600.0))).abs() < 1e-6);
+    }
+
+    #[test]
+    fn who_runs_keeps_its_place_until_the_next_bin_and_the_hysteresis() {
+        let profile = round();
+        let order = boost("uniboost_memguard");
+        let at = |attained, attained_before| Job {
+            attained,
+            attained_before,
+            made: attained,
+            context: 100 + attained,
+            ..job(&profile)
+        };
+        let rank = order.rank(&at(600, 0));
+        assert!(order.yields(&at(600, 0), 0, rank - 100_000_001));
+        assert!(!order.yields(&at(600, 0), 0, rank - 100_000_000), "ahead by the hysteresis alone");
+        assert!(!order.yields(&at(511, 0), 0, i64::MIN / 2), "still in its first bin");
+        assert!(!order.yields(&at(600, 550), 0, i64::MIN / 2), "came back in this bin");
+        assert!(order.yields(&at(1024, 550), 0, i64::MIN / 2));
+        assert_eq!((order.firm_steps(&at(511, 0), 0), order.firm_steps(&at(600, 0), 0)), (1, 424));
+        assert!(order.weighs_loss() && !boost("uniboost_base").weighs_loss());
+    }
+
+    #[test]
+    fn no_step_is_taken_past_the_token_at_which_one_begins_to_yield() {
+        let profile = round();
+        let order = boost("uniboost_base");
+        let at = |attained| Job { attained, made: attained, context: 100 + attained, ..job(&profile) };
+        for waiting in [-20_000_000_000, -1_000_000_000, -1_000, 0, 5] {
+            let (mut tokens, mut jumps) = (100, 0);
+            while !order.yields(&at(tokens), 0, waiting) && tokens < 100_000 {
+                let steps = order.firm_steps(&at(tokens), waiting).min(100_000);
+                assert!(!order.yields(&at(tokens + steps - 1), 0, waiting), "{waiting} {tokens} {steps}");
+                tokens += steps;
+                jumps += 1;
+            }
+            assert!(jumps < 5, "{jumps}");
+            assert_eq!(order.yields(&at(tokens), 0, waiting), waiting < 0, "{waiting} {tokens}");
+        }
+    }
+}

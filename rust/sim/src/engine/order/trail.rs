@@ -1,0 +1,59 @@
+//! TRAIL with perfect prediction (Shahout et al., 2024), the baseline "TRAIL+" of UniBoost (section 4): shortest remaining processing time, but who has made a share of its
+//! answer, 0.6 if nothing else is said, is not put back for another any more (TRAIL's limited preemption).
+//!
+//! Work is counted as under `srpt`, in seconds; TRAIL counts output tokens. Whether an exchange pays is not asked: that is what tells it from `srpt`.
+use super::srpt::Srpt;
+use super::{Job, LocalOrder, Preemption};
+
+/// [`super::Order::Trail`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Trail {
+    /// The share of its answer with which a request is safe, 0 to 1.
+    pub threshold: f64,
+}
+
+impl Default for Trail {
+    fn default() -> Trail {
+        Trail { threshold: 0.6 }
+    }
+}
+
+impl LocalOrder for Trail {
+    fn rank(&self, job: &Job<'_>) -> i64 {
+        Srpt.rank(job)
+    }
+
+    fn reads_cache(&self) -> bool {
+        true
+    }
+
+    fn preemption(&self) -> Option<&dyn Preemption> {
+        Some(self)
+    }
+}
+
+/// Each decode lowers the rank and adds to what was made, so that a no stays a no.
+impl Preemption for Trail {
+    fn yields(&self, running: &Job<'_>, _entered: i64, waiting: i64) -> bool {
+        let safe = f64::from(running.made) >= self.threshold * f64::from(running.output_tokens);
+        !safe && self.rank(running) > waiting
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::job;
+    use super::*;
+    use crate::profile::tests::round;
+
+    #[test]
+    fn who_has_made_six_tenths_of_its_answer_stays() {
+        let profile = round();
+        let order = Trail::default();
+        let made = |made| Job { made, context: 100 + made, computed: 99 + made, ..job(&profile) };
+        assert_eq!(order.rank(&made(5)), Srpt.rank(&made(5)));
+        assert!(order.yields(&made(5), 0, 0) && !order.yields(&made(6), 0, 0));
+        assert!(!order.yields(&made(5), 0, order.rank(&made(5))));
+        assert!(Trail { threshold: 1.0 }.yields(&made(9), 0, 0));
+    }
+}
