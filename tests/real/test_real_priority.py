@@ -64,19 +64,3 @@ async def test_short_prompts_pass_long_ones_by_the_routers_priorities(
         shown = (await world.engines())[engine.name]
         assert shown["priority"].startswith("sent as a header")
         assert await order_of(world, engine, [LONG, LONG, SHORT, SHORT]) == [2, 3, 0, 1]
-
-
-async def test_without_priorities_arrival_counts(vllm_engines: Start, tmp_path: Path) -> None:
-    (engine,) = vllm_engines(1, max_num_seqs=1)
-    async with cutting([engine], tmp_path) as world:
-        assert await order_of(world, engine, [LONG, SHORT, LONG]) == [0, 1, 2]
-
-
-async def test_an_engine_whose_queue_follows_none_keeps_arrival_order(
-    vllm_engines: Start, tmp_path: Path
-) -> None:
-    (engine,) = vllm_engines(1, max_num_seqs=1, scheduling_policy="fcfs")
-    given = {"priority": "uniboost", "priority_settings": {"gamma": 0.1}}
-    async with cutting([engine], tmp_path, **given) as world:
-        print((await world.engines())[engine.name]["priority"])
-        assert await order_of(world, engine, [LONG, SHORT]) == [0, 1]
