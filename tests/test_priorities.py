@@ -130,15 +130,15 @@ async def order_of(w: Pd, requests: list[tuple[str, dict[str, str]]]) -> list[in
             assert response.status == 200, await response.text()
             ended.append(number)
 
-    holder = asyncio.create_task(
-        w.post({"model": "emulated", "prompt": "wait", "max_tokens": 60})  # keeps the place meanwhile
-    )
+    # Keeps the place until all wait, however long that takes.
+    holder = asyncio.create_task(w.post({"model": "emulated", "prompt": "wait", "max_tokens": 20_000}))
     await w.until(lambda: w.load("b0")["running"] == 1)
     tasks = []
     for number, (prompt, headers) in enumerate(requests):
         tasks.append(asyncio.create_task(ask(number, f"{number} {prompt}", headers)))
         await w.until(lambda n=number: w.load("b0")["waiting"] == n + 1)  # type: ignore[misc]
-    await asyncio.gather(holder, *tasks)
+    holder.cancel()
+    await asyncio.gather(*tasks)
     return ended
 
 
