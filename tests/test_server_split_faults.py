@@ -138,6 +138,17 @@ async def test_blocks_of_other_sizes_are_not_fetched(at: float) -> None:
         assert all(w.busy(name) == 0 for name in w.engines)
 
 
+async def test_engines_of_another_model_take_nothing_over() -> None:
+    async with split(both(), both(model="other"), at=0.5, model=None) as w:
+        for model in ("emulated", "other"):
+            status, headers, _ = await w.post(body_of(COMPLETIONS, model=model))
+            assert status == 200
+            async with w.client.get(f"{w.url}/debug/decisions/{headers['x-lmetric-decision']}") as response:
+                receipt = await response.json()
+            assert (receipt["cuts"], receipt["uncut"]) == ([], "no second instance takes over")
+        assert w.outcomes == {}
+
+
 class Busy:
     """Keeps b1 busy."""
 
