@@ -13,6 +13,7 @@ from lmetric.engines.emulated import EngineOptions
 from lmetric.server.chain import Chain
 from lmetric.server.mover import Mover
 from pd_world import Pd, pd
+from split_world import alone, asked, equal
 
 LONG = "the history of the quiet river and of all who lived by it " * 60
 
@@ -80,3 +81,20 @@ async def move(w: Pd, count: int, target: str | None = None) -> bool:
     chain = await at_token(w, count)
     others = [name for name in w.engines if name not in w.stopped | {place(chain)}]
     return mover(w).begin(chain.ticket.id, target or others[count % len(others)], time.monotonic())
+
+
+async def shoved(w: Pd, path: str, body: dict[str, Any], moves: list[int]) -> int:
+    """Moves a request at each of these tokens that it gets to; it says what one engine says. Its moves."""
+    expected = await alone(w, path, body)
+    task = asyncio.create_task(asked(w, path, body))
+
+    async def shove() -> None:
+        for count in moves:
+            await move(w, count)
+
+    shoving = asyncio.create_task(shove())
+    said = await task
+    shoving.cancel()
+    await asyncio.gather(shoving, return_exceptions=True)
+    equal(said, expected)
+    return len(said["receipt"]["moves"])

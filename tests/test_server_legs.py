@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmetric.engines.emulated import EngineOptions
-from moves_world import LONG, at_token, move, mover, moving, place, plain
+from moves_world import LONG, at_token, move, mover, moving, place, plain, shoved
 from pd_world import Pd, nixl
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
 
@@ -87,19 +87,7 @@ async def test_any_request_moved_anywhere() -> None:
                 return_token_ids=case["ids"],
                 **(usage if case["stream"] else {}),
             )
-            expected = await alone(w, case["path"], body)
-            task = asyncio.create_task(asked(w, case["path"], body))
-
-            async def shove() -> None:
-                for count in case["moves"]:
-                    await move(w, count)
-
-            shoving = asyncio.create_task(shove())
-            said = await task
-            shoving.cancel()
-            await asyncio.gather(shoving, return_exceptions=True)
-            equal(said, expected)
-            moved.append(len(said["receipt"]["moves"]))
+            moved.append(await shoved(w, case["path"], body, case["moves"]))
 
         @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
         @given(cases)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmetric.engines.emulated import EngineOptions
-from moves_world import LONG, at_token, move, mover, moving, place, plain
+from moves_world import LONG, at_token, move, mover, moving, place, plain, shoved
 from pd_world import nixl
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
 
@@ -69,19 +69,7 @@ async def test_any_stream_moved_anywhere() -> None:
             body = stream_of(
                 case["path"], case["prompt"], max_tokens=case["max_tokens"], return_token_ids=case["ids"]
             )
-            expected = await alone(w, case["path"], body)
-            task = asyncio.create_task(asked(w, case["path"], body))
-
-            async def shove() -> None:
-                for count in case["moves"]:
-                    await move(w, count)
-
-            shoving = asyncio.create_task(shove())
-            said = await task
-            shoving.cancel()
-            await asyncio.gather(shoving, return_exceptions=True)
-            equal(said, expected)
-            moved.append(len(said["receipt"]["moves"]))
+            moved.append(await shoved(w, case["path"], body, case["moves"]))
 
         @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
         @given(cases)
