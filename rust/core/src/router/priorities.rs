@@ -99,6 +99,9 @@ impl Router {
         hit_tokens: u32,
         now: Seconds,
     ) -> (Option<Priority>, Option<Place>) {
+        if self.ordering.is_none() {
+            return (None, None); // the rate is a walk over all instances
+        }
         let token_seconds = 1.0 / self.mean_prefill_rate();
         let Some(ordering) = &mut self.ordering else { return (None, None) };
         match ordering.of {
