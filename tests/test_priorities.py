@@ -37,7 +37,8 @@ def given(router: _core.Router, tokens: int, now: float, **more: Any) -> tuple[i
 def test_boosted_arrivals_by_hand() -> None:
     router = ordered("uniboost", gamma=0.1, adaptive=0.0, clock_offset_seconds=1e9)
     # 8,000 tokens/s until an instance was seen to prefill: 512 tokens are 0.064 s of work.
-    boost = -math.log(1 - math.exp(-0.1 * 0.064)) / 0.1
+    # Against 1,024 tokens, 0.128 s.
+    boost = (math.log(1 - math.exp(-0.1 * 0.128)) - math.log(1 - math.exp(-0.1 * 0.064))) / 0.1
     decision, ticket = router.route(prompt_tokens=700, now=50.0)
     assert decision.priority == round((1e9 + 50.0 - boost) * 1e3)
     assert router.gamma() == (0.1, 0)
@@ -50,6 +51,14 @@ def test_boosted_arrivals_by_hand() -> None:
     first, _ = given(router, 4096, 60.0, handicap_seconds=30.0)
     assert first - given(router, 4096, 60.0)[0] == 30_000
     assert ordered("none").route(prompt_tokens=10)[0].priority is None
+
+
+def test_numbers_compare_whatever_gamma_was_when_they_were_given() -> None:
+    # A prompt of 1,024 tokens has its arrival; shorter ones go before it, longer ones behind it.
+    for gamma in (0.01, 0.1, 1.0):
+        router = ordered("uniboost", gamma=gamma, adaptive=0.0)
+        assert given(router, 1024, 70.0)[0] == 70_000
+        assert given(router, 600, 70.0)[0] < 70_000 < given(router, 3000, 70.0)[0]
 
 
 def test_no_boost_is_larger_than_the_most_so_nobody_starves() -> None:

@@ -38,7 +38,7 @@ pub fn boost_seconds(work: Seconds, gamma: f64) -> Seconds {
 pub struct Priority {
     /// Lower goes first.
     pub value: i64,
-    /// Seconds that it was boosted by; 0 where it is ordered by something else.
+    /// Seconds that it was boosted by, below 0 where it was held back; 0 where it is ordered by something else.
     pub boost_seconds: Seconds,
 }
 

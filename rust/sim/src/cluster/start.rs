@@ -62,6 +62,7 @@ impl<'a> Cluster<'a> {
         if let Some(policy) = decode_policy {
             router.set_decode_policy(policy)?;
         }
+        router.set_priorities(config.priorities)?;
         if let Some(reschedule) = &config.reschedule {
             let mut rescheduling = reschedule.build()?;
             rescheduling.expected_is_limit = !config.output_known;
@@ -94,6 +95,7 @@ impl<'a> Cluster<'a> {
             parts: vec![Part::default(); workload.len()],
             started: vec![false; workload.len()],
             early: vec![false; workload.len()],
+            priorities: vec![0; workload.len()],
             records: Records::new(workload.len()),
             timeline: Timeline::new(engines.len(), config.timeline_seconds),
             instances: engines.iter().map(|_| instance()).collect(),
