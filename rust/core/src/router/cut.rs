@@ -249,6 +249,9 @@ impl Router {
         if self.cuts[first.index()] == Cuts::Nowhere {
             return self.leave_whole("its instance cannot hand over");
         }
+        if let Split::ForceAt(fraction) = self.split && fraction > 0.999 {
+            return self.planned(request, first, failed, now);
+        }
         let handoff = self.expected_handoff(request, first, now);
         let Ok(second) = self.choose(request, Turn::Peer(Some(first)), failed, Some(handoff), now) else {
             return self.leave_whole("no second instance takes over");
@@ -265,6 +268,43 @@ impl Router {
             Ok(from_token) => Rest::from_iter([Follow { from_token, ..follow }]),
             Err(reason) => self.leave_whole(reason),
         }
+    }
+
+    fn planned(&mut self, request: &Request<'_>, first: InstanceId, failed: &[u32], now: Seconds) -> Rest {
+        let env = |name: &str, or: f64| std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(or);
+        let life = env("PL_LIFE", 340.0);
+        let window = env("PL_WINDOW", 180.0);
+        let per_token = env("PL_TRANSFER", 4e-6);
+        let others_weight = env("PL_OTHERS", 1.0);
+        let handoff = self.expected_handoff(request, first, now);
+        let Ok(_) = self.choose(request, Turn::Peer(None), failed, Some(handoff), now) else {
+            return self.leave_whole("no second");
+        };
+        let mut best: Option<(f64, usize)> = None;
+        let mut stay = f64::NAN;
+        for slot in 0..self.columns.slots() {
+            if !self.later.eligible[slot] { continue; }
+            let Some(step) = self.step_time_of(slot) else { continue };
+            let at = |indicator| self.columns.get(indicator)[slot];
+            let pf = step.prefill_seconds_per_token * env("PL_PF", 1.1);
+            let decoding = at(Indicator::DecodeBs) + at(Indicator::BoundBs);
+            let context = at(Indicator::Tokens) + f64::from(request.prompt_tokens);
+            let mean = f64::from(request.prompt_tokens) + life / 2.0;
+            let one = step.fixed_seconds + step.decode_seconds_per_sequence * (decoding + 1.0) + step.decode_seconds_per_context_token * context;
+            let more = step.decode_seconds_per_sequence + step.decode_seconds_per_context_token * mean;
+            let busy = (at(Indicator::WindowPrefillTokens) / window * pf).min(0.95);
+            let queued = self.books.queued_prefill_on(slot, now) * pf;
+            let hit = self.saved_tokens(request, self.hit_blocks[slot]);
+            let moved = if slot == first.index() { 0.0 } else { (f64::from(request.prompt_tokens) - hit) * per_token };
+            let cost = life * (one + others_weight * decoding * more) / (1.0 - busy) + moved + env("PL_QUEUED", 0.0) * queued;
+            if slot == first.index() { stay = cost; }
+            if best.is_none_or(|(least, _)| cost < least) { best = Some((cost, slot)); }
+        }
+        let Some((cost, slot)) = best else { return self.leave_whole("nobody") };
+        if slot == first.index() || stay - cost < env("PL_GAIN", 0.0) {
+            return self.leave_whole("stays");
+        }
+        Rest::from_iter([Follow { from_token: request.prompt_tokens, instance: Some(InstanceId(slot as u32)), start_seconds: handoff, score: cost }])
     }
 
     /// Thoughts of a request that may be cut into three.
@@ -348,6 +388,7 @@ impl Router {
         match self.split {
             Split::None => Err("requests are not cut"),
             Split::ForceAt(fraction) => {
+                if fraction > 0.999 { return Ok(whole.prompt_tokens); }
                 let wished = split::force_at(fraction, &whole).ok_or("too short to be cut")?;
                 let token =
                     able.nearest(wished, whole.prompt_tokens).ok_or("its instances cannot hand over")?;
