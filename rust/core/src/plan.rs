@@ -94,13 +94,13 @@ pub enum Event {
     Sent,
     /// Its pull is over: so many tokens came (0: none did), so many seconds after they were asked for. The instance computes the rest, and begins now.
     Pulled {
-        /// Of the tokens to be pulled, the leading ones that came.
+        /// Of the tokens to be pulled, the leading ones that are there by now.
         tokens: u32,
         /// What it took, with all that it waited for.
         seconds: Seconds,
     },
     /// The engine took it off its queue (optional; known from a simulator or a talkative engine) and found this many tokens of its
-    /// prompt in its cache, where it says so: the rest is what it has to compute, whatever was booked.
+    /// prompt in its cache, what came from elsewhere included, where it says so: the rest is what it has to compute, whatever was booked.
     Scheduled(Option<u32>),
     /// The engine computed this many more of its prefill tokens (optional; exact).
     Prefilled(u32),

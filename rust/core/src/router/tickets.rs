@@ -51,7 +51,8 @@ impl Leg {
 
     /// One past the last token that need not be computed because it comes from elsewhere; 0 where none does.
     pub fn carried(&self) -> u32 {
-        self.segment.from_token.max(self.pull.map_or(0, |pulling| pulling.pull.to_token))
+        let pulled = self.pull.map(|pulling| pulling.pull).filter(|pull| pull.tokens() > 0);
+        self.segment.from_token.max(pulled.map_or(0, |pull| pull.to_token))
     }
 
     /// Whether it ends before its request's first output token, or with it.
