@@ -1,5 +1,6 @@
 //! Prefix pull: who pulls what from whom, what it counts for, and that nothing of it stays behind.
 use lmetric_core::CoreError;
+use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
@@ -168,6 +169,29 @@ fn what_does_not_pay_is_not_pulled() {
         let score = router.receipt(decision.id).unwrap().scores[1];
         let expected = if pays { cost as f32 } else { 1601.0 };
         assert!((score / expected - 1.0).abs() < 1e-6, "{pull:?}: {score} is not {expected}");
+    }
+}
+
+#[test]
+fn a_step_time_model_says_what_computing_takes() {
+    // 1e-4 s a token and 1e-8 s a pair: 0.16 + 0.0128 s for 1,600 tokens, of which the pull's 0.018 s are a ninth or so.
+    let step = StepTime {
+        fixed_seconds: 1.0,
+        decode_seconds_per_sequence: 1.0,
+        decode_seconds_per_context_token: 1.0,
+        prefill_seconds_per_token: 1e-4,
+        prefill_seconds_per_attention_pair: 1e-8,
+        max_batch_tokens: 512.0,
+    };
+    let (mut router, _, prompt) = held_by_one("lmetric_pull", PULL, 2);
+    router.set_step_time(InstanceId(1), Some(step));
+    let decision = router.route(&request(&prompt), 1.0).unwrap();
+    let score = f64::from(router.receipt(decision.id).unwrap().scores[1]);
+    assert!((score - (1.0 + 0.018 * 1600.0 / 0.1728)).abs() < 1e-4, "{score}");
+    router.drop_ticket(decision.ticket);
+    for (fixed_seconds, pays) in [(0.157, false), (0.156, true)] {
+        router.set_pull(Some(PullConfig { fixed_seconds, ..PULL })).unwrap();
+        assert_eq!(router.route(&request(&prompt), 1.0).unwrap().pull.is_some(), pays);
     }
 }
 

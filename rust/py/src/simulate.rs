@@ -93,7 +93,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_times=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
-    transfer_unshared=false, pull=None, pull_holder_seconds=0.0, pull_pinned=true,
+    transfer_unshared=false, pull=None, pull_holder_seconds=0.0, pull_waits=true, pull_pinned=true,
     local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None,
     split="none", split_settings=None, reschedule="none", reschedule_settings=None, silent_segments=false, token_slo_seconds=0.1,
     think_slo_seconds=None))]
@@ -129,6 +129,7 @@ fn simulate<'py>(
     transfer_unshared: bool,
     pull: Option<&Bound<'py, PyDict>>,
     pull_holder_seconds: f64,
+    pull_waits: bool,
     pull_pinned: bool,
     local_order: &str,
     order_slo_seconds: f64,
@@ -177,7 +178,7 @@ fn simulate<'py>(
             )?,
             unshared: transfer_unshared,
         },
-        pulling: Pulling { holder_seconds: pull_holder_seconds, pinned: pull_pinned },
+        pulling: Pulling { holder_seconds: pull_holder_seconds, waits: pull_waits, pinned: pull_pinned },
         admission: match admission {
             "reserve" => Admission::Reserve,
             "vllm" => Admission::Vllm,

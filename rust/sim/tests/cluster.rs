@@ -390,7 +390,7 @@ fn configs() -> impl Strategy<Value = ClusterConfig> {
                     most_pulls,
                 });
                 let holder_seconds = [0.0, 0.25][(seed % 2) as usize];
-                config.pulling = Pulling { holder_seconds, pinned: seed % 7 < 2 };
+                config.pulling = Pulling { holder_seconds, waits: seed % 7 < 3, pinned: seed % 7 < 2 };
                 config.transfer.seconds_per_token = 0.015625;
             }
             config

@@ -120,6 +120,10 @@ fn a_busy_holder_sends_when_its_step_has_ended() {
     let out = play(&asks, &config);
     pulled(&out, 3, 48, 12.277 + 0.98, 12.277 + 0.98 + 1.149);
     close(out.records.finished_seconds[2], 13.895);
+    // Read without its doing, from 11.5 s on.
+    config.pulling = Pulling { waits: false, ..Pulling::default() };
+    pulled(&play(&asks, &config), 3, 48, 11.5 + 0.98, 11.5 + 0.98 + 1.149);
+    config.pulling = Pulling { holder_seconds: 0.5, ..Pulling::default() };
     // As an engine is seen whose step's results are known at its beginning.
     config.signals = Signals::STEP_END;
     let out = play(&asks, &config);

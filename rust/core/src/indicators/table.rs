@@ -118,7 +118,7 @@ indicators! {
     PullTokens "pull_tokens", "tokens", Pair, Router, "as fresh as the KV index", "never: 0 where the router pulls nothing, or it would not pay",
         "Of `new_tokens`, those that the instance would pull from the instance that holds most of the prompt and has time for it.";
     PullCostTokens "pull_cost_tokens", "tokens", Pair, Router, "as fresh as the KV index; its cost is learned from pulls", "never: 0 where `pull_tokens` is",
-        "What that costs: the expected seconds of the pull, in prefill tokens of the instance at its learned rate.";
+        "What that costs: the expected seconds of the pull, in prefill tokens that the instance would compute meanwhile (by its step-time model, given or learned, else at its learned rate).";
     PredictedTtftSeconds "predicted_ttft_seconds", "s", Pair, Router, "at once", "never: until a prefill rate was learned, the pool's mean or an assumed 8,000 tokens/s serves",
         "Time to first token if placed here: by the step-time model where a profile is set, or one was learned here and is off by less than a third; else `p_token` at the learned rate. Its source is in `Router.stats()` and `/metrics`.";
     PredictedTpotSeconds "predicted_tpot_seconds", "s", Pair, Router, "at once", "without a profile, until the instance's step time was learned",

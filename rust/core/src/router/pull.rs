@@ -18,7 +18,6 @@ use crate::indicators::{Indicator, IndicatorSet};
 use crate::plan::{Cuts, Pull};
 use crate::receipt::Pulled;
 use crate::request::Request;
-use crate::wide::wide_fn;
 use rand::RngExt;
 
 /// Indicators of what would be pulled.
@@ -112,24 +111,38 @@ impl Router {
 
     /// Fills in what each instance would pull of the request's prompt, and what that costs.
     pub(super) fn derive_pulls(&mut self, request: &Request<'_>, first: bool) {
-        let mean_rate = self.mean_prefill_rate();
         let reach = if first { self.reach(request) } else { 0.0 };
-        let [tokens, cost, hits, rates] = self.columns.several_mut([
-            Indicator::PullTokens,
-            Indicator::PullCostTokens,
-            Indicator::HitTokens,
-            Indicator::PrefillTokensPerSecond,
-        ]);
-        let Some(pulls) = self.pulls.filter(|_| reach > 0.0) else {
-            tokens.fill(0.0);
-            cost.fill(0.0);
-            return;
-        };
-        let (per_token, fixed) = pulls.cost.cost();
-        let least = f64::from(pulls.config.least_tokens);
-        pulled(hits, rates, mean_rate, reach, least, (per_token, fixed), tokens, cost);
-        for slot in (0..self.cuts.len()).filter(|slot| self.cuts[*slot] != Cuts::Anywhere) {
-            (tokens[slot], cost[slot]) = (0.0, 0.0);
+        let slots = self.columns.slots();
+        let mut made = std::mem::take(&mut self.scratch);
+        made.clear();
+        made.resize(2 * slots, 0.0);
+        if let Some(pulls) = self.pulls.filter(|_| reach > 0.0) {
+            let mean_rate = self.mean_prefill_rate();
+            let (tokens, cost) = made.split_at_mut(slots);
+            for (slot, hit) in self.columns.get(Indicator::HitTokens).iter().enumerate() {
+                let gap = reach - hit;
+                let computed = self.computing_seconds(slot, *hit, gap, mean_rate);
+                if self.cuts[slot] == Cuts::Anywhere && pulls.pays(gap, computed) {
+                    tokens[slot] = gap;
+                    cost[slot] = pulls.cost.seconds(gap) * gap / computed;
+                }
+            }
+        }
+        let (tokens, cost) = made.split_at(slots);
+        self.columns.get_mut(Indicator::PullTokens).copy_from_slice(tokens);
+        self.columns.get_mut(Indicator::PullCostTokens).copy_from_slice(cost);
+        self.scratch = made;
+    }
+
+    /// What `tokens` more of a prompt add to the steps of a slot if they are computed behind `hit` cached ones: by the step-time model where a profile gives one or it
+    /// was learned, else at the rate of whole prefills, which counts what steps take in any case, too.
+    fn computing_seconds(&self, slot: usize, hit: f64, tokens: f64, mean_rate: f64) -> Seconds {
+        match self.step_time_of(slot) {
+            Some(model) => model.prefill_seconds(hit, tokens),
+            None => {
+                let rate = self.columns.get(Indicator::PrefillTokensPerSecond)[slot];
+                tokens / if rate.is_nan() { mean_rate } else { rate }
+            }
         }
     }
 
@@ -173,9 +186,8 @@ impl Router {
         let reach = self.reach(request);
         let own = self.saved_tokens(request, self.hit_blocks[chosen.index()]);
         let tokens = reach - own;
-        let rate = self.columns.get(Indicator::PrefillTokensPerSecond)[chosen.index()];
-        let rate = if rate.is_nan() { self.mean_prefill_rate() } else { rate };
-        if !pulls.pays(tokens, tokens / rate) {
+        let computed = self.computing_seconds(chosen.index(), own, tokens, self.mean_prefill_rate());
+        if !pulls.pays(tokens, computed) {
             return None;
         }
         let holder = self.holder(request, reach)?;
@@ -293,27 +305,6 @@ impl Router {
             expected_seconds: pulling.expected_seconds,
             tokens: None,
             seconds: None,
-        }
-    }
-}
-
-wide_fn! {
-    /// Of each slot: what it would pull, where that pays, and what it costs in prefill tokens of its own.
-    #[allow(clippy::too_many_arguments)]
-    fn pulled(
-        hits: &[f64], rates: &[f64], mean_rate: f64, reach: f64, least: f64, cost: (f64, f64),
-        tokens: &mut [f64], cost_tokens: &mut [f64],
-    ) {
-        let (per_token, fixed) = cost;
-        let slots = tokens.len();
-        let (hits, rates, cost_tokens) = (&hits[..slots], &rates[..slots], &mut cost_tokens[..slots]);
-        for i in 0..slots {
-            let rate = if rates[i].is_nan() { mean_rate } else { rates[i] };
-            let gap = reach - hits[i];
-            let equal = (fixed + per_token * gap) * rate;
-            let pays = (gap >= least) & (equal < gap);
-            tokens[i] = if pays { gap } else { 0.0 };
-            cost_tokens[i] = if pays { equal } else { 0.0 };
         }
     }
 }

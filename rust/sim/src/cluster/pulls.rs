@@ -1,6 +1,6 @@
 //! Prefixes that are pulled: before a request queues where it runs, a part of its prompt's KV comes from an instance that holds it.
 //!
-//! The holder answers between two steps: a pull begins when its present step ends, with what its cache still holds by then, and costs it
+//! The holder answers between two steps (or at once): a pull begins when its present step ends, with what its cache still holds by then, and costs it
 //! [`Pulling::holder_seconds`] where it has something to compute. The KV goes over the links that hand-overs use. What is gone meanwhile the request's own instance
 //! computes. What that holds itself stays there while it waits; blocks for what is pulled are taken when the request is admitted, as for hand-overs.
 use super::{Cluster, Event, State, bad};
@@ -14,13 +14,16 @@ use lmetric_core::plan::Pull;
 pub struct Pulling {
     /// Seconds that its next step takes longer, where it is not idle: vLLM asks its holder for the prefix as a request of one token.
     pub holder_seconds: Seconds,
+    /// Whether it waits for the holder's present step: asked as a request is, an engine answers between two. Else its memory is read at once, as a store of KV that is
+    /// shared among engines would.
+    pub waits: bool,
     /// Whether what is sent stays in its cache until it is; else what was evicted by the end of a pull has not come.
     pub pinned: bool,
 }
 
 impl Default for Pulling {
     fn default() -> Pulling {
-        Pulling { holder_seconds: 0.0, pinned: true }
+        Pulling { holder_seconds: 0.0, waits: true, pinned: true }
     }
 }
 
@@ -52,7 +55,8 @@ impl Cluster<'_> {
         let holder = pull.holder.index();
         self.records.pull_instance[request] = holder as i64;
         let asked = self.now;
-        let begins = self.present_step_ends(holder);
+        let waits = self.config.pulling.waits;
+        let begins = if waits { self.present_step_ends(holder) } else { self.now };
         let under_way = UnderWay { pull, asked, tokens: 0, reach: 0, pinned: Vec::new() };
         self.pulls.insert(request as u32, under_way);
         let costs = self.config.pulling.holder_seconds;

@@ -214,7 +214,7 @@ proptest! {
                 least_tokens: 1,
                 most_pulls: 2,
             });
-            config.pulling = Pulling { holder_seconds: if costs { 0.5 } else { 0.0 }, pinned };
+            config.pulling = Pulling { holder_seconds: if costs { 0.5 } else { 0.0 }, pinned, waits: !step_end };
         }
         let policy = registry::build("dynamo", &[]).unwrap();
         let mut cluster = Cluster::new(&workload, policy, None, &config).unwrap();
