@@ -188,10 +188,11 @@ fn a_step_time_model_says_what_computing_takes() {
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     let score = f64::from(router.receipt(decision.id).unwrap().scores[1]);
     assert!((score - (1.0 + 0.018 * 1600.0 / 0.1728)).abs() < 1e-4, "{score}");
-    router.set_pull(Some(PullConfig { fixed_seconds: 0.157, ..PULL })).unwrap();
-    assert!(router.route(&request(&prompt), 1.0).unwrap().pull.is_none());
-    router.set_pull(Some(PullConfig { fixed_seconds: 0.156, ..PULL })).unwrap();
-    assert!(router.route(&request(&prompt), 1.0).unwrap().pull.is_some());
+    router.drop_ticket(decision.ticket);
+    for (fixed_seconds, pays) in [(0.157, false), (0.156, true)] {
+        router.set_pull(Some(PullConfig { fixed_seconds, ..PULL })).unwrap();
+        assert_eq!(router.route(&request(&prompt), 1.0).unwrap().pull.is_some(), pays);
+    }
 }
 
 #[test]

@@ -3,20 +3,31 @@ use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "lmetric_pull",
-    "(p_token - pull_tokens + pull_cost_tokens) * (bs + bs_offset), lowest; lmetric where the router pulls nothing",
+    "(p_token - pull_tokens + by_batch * pull_cost_tokens) * (bs + bs_offset) + (1 - by_batch) * pull_cost_tokens, lowest; \
+     lmetric where the router pulls nothing",
     "this project: LMETRIC's score (OSDI 2026, section 5) with prefixes that move",
-    &[Knob::float(
-        "bs_offset",
-        0.0,
-        1.0,
-        1.0,
-        "1: the batch once this request has joined; 0: the BS that the paper prints",
-    )],
+    &[
+        Knob::float(
+            "bs_offset",
+            0.0,
+            1.0,
+            1.0,
+            "1: the batch once this request has joined; 0: the BS that the paper prints",
+        ),
+        Knob::float(
+            "by_batch",
+            0.0,
+            1.0,
+            1.0,
+            "share of a pull's cost that counts once for each request of the batch, as tokens to compute do; 0: the one that pulls pays",
+        ),
+    ],
 );
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     // What is pulled is part of what is uncached, and never the last token: at least 1 stays.
-    lowest(&SPEC, knobs, "(p_token - pull_tokens + pull_cost_tokens) * (bs + bs_offset)", &[])
+    let score = "(p_token - pull_tokens + by_batch * pull_cost_tokens) * (bs + bs_offset) + (1 - by_batch) * pull_cost_tokens";
+    lowest(&SPEC, knobs, score, &[])
 }
 
 #[cfg(test)]
@@ -34,6 +45,9 @@ mod tests {
             .set(PullCostTokens, &[0.0, 76.0, 96.0]);
         // (40) x 10, (100 + 800 - 760 + 76) x 2, (1000 - 960 + 96) x 1
         assert_eq!(fleet.score(&*policy("lmetric_pull", &[])), [400.0, 432.0, 136.0]);
+        // The cost beside the product: 40 x 10, 140 x 2 + 76, 40 x 1 + 96; and half of it there
+        assert_eq!(fleet.score(&*policy("lmetric_pull", &[("by_batch", 0.0)])), [400.0, 356.0, 136.0]);
+        assert_eq!(fleet.score(&*policy("lmetric_pull", &[("by_batch", 0.5)])), [400.0, 394.0, 136.0]);
         assert_eq!(fleet.score(&*policy("lmetric", &[])), [400.0, 1800.0, 1000.0]);
     }
 
