@@ -30,8 +30,17 @@ Reschedule = Literal["none", "star", "star_current", "star_oracle", "llumnix"]
 ORDER_SLO = 0.1
 """Seconds that a step may take under the local order `slo`: Libra's, section 6.1."""
 
-Split = Literal["none", "libra", "force"]
+Split = Literal["none", "libra", "apart", "force"]
 """How requests are cut that no roles cut; see docs/architecture.md, "Plans of several segments"."""
 
 Priority = Literal["none", "uniboost", "vtc"]
 """What the engines' queues are ordered by; see docs/priorities.md."""
+
+PLANNER = "planner"
+"""The policy that is made for requests that go on elsewhere behind their prompts, and for prefixes that are
+pulled: where nothing else is said, both are on with it; see docs/planner.md."""
+
+
+def default_split(policy: str) -> Split:
+    """How requests are cut under this policy where nothing is said."""
+    return "apart" if policy == PLANNER else "none"

@@ -18,7 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric import _core
-from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO, Priority, Reschedule, Split
+from lmetric.defaults import (
+    DEFAULT_PROFILE,
+    ORDER_SLO,
+    PLANNER,
+    Priority,
+    Reschedule,
+    Split,
+    default_split,
+)
 from lmetric.expr import Expr
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
@@ -240,7 +248,7 @@ def simulate(
     preempt: SwapLike = "recompute",
     priority: Priority = "none",
     priority_settings: Mapping[str, float] | None = None,
-    split: Split = "none",
+    split: Split | None = None,
     split_settings: Mapping[str, float] | str | None = None,
     reschedule: Reschedule = "none",
     reschedule_settings: Mapping[str, float | str] | None = None,
@@ -294,11 +302,13 @@ def simulate(
         priority: what gives requests the numbers that local order ``"priority"`` goes by: ``"uniboost"`` or
             ``"vtc"`` (a session is a tenant), with the `priority_settings` of `Router.set_priorities`, as a
             server gives them to stock engines: once, at submission.
-        split: how requests are cut that no `roles` cut: ``"none"``; ``"libra"``, between the instance of the
+        split: how requests are cut that no `roles` cut: ``"none"``; ``"apart"``, behind the prompt, where all
+            requests together lose less time then; ``"libra"``, between the instance of the
             policy and that of `decode_policy`, where this balances them and pays, by `split_settings` (a
             mapping, or text as ``"parts=3, lengths_given=1"``: with ``parts=3`` a request with thoughts is
             cut in three, prompt, thoughts and answer); see
             `Router.set_split`; or ``"force"``, at the fraction ``at``. What is cut moves as `transfer` says.
+            None: ``"apart"`` where the policy is planner and there are no `roles`, else ``"none"``.
         reschedule: how running requests are moved between engines that decode: ``"none"``; ``"star"`` (by
             predicted loads), ``"star_current"`` (by present ones), ``"star_oracle"`` (lengths known),
             ``"llumnix"``, with `reschedule_settings`: ``forecast`` (``curve``, ``given``, ``bins_2``,
@@ -310,7 +320,8 @@ def simulate(
         think_slo_seconds: the same where the latter is a thought; None: no other.
         pull: whether the chosen instance fetches what another holds of the prompt, where that takes less
             time than computing it (`lmetric.sim.pulls.Pull`): ``"on"``, ``"least=512, most=2"``, a mapping,
-            or None or ``"none"``. It moves as `transfer` says. ``lmetric_pull`` is the score that reads it.
+            or ``"none"``. It moves as `transfer` says. ``lmetric_pull`` and ``planner`` are the scores that
+            read it. None: ``"on"`` where the policy is planner, else ``"none"``.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
@@ -330,6 +341,11 @@ def simulate(
         (decodes if role == "decode" else chosen).constants()
         for role in (["both"] * instances if pools is None else pools.each())
     ]
+    name = policy_name(policy)
+    if split is None:
+        split = "none" if pools is not None and pools.decode else default_split(name)
+    if pull is None and name == PLANNER:
+        pull = "on"
     started = time.perf_counter()
     columns = _core.simulate(
         workload.core,
@@ -382,7 +398,7 @@ def simulate(
         **{name: columns.pop(f"timeline_{name}") for name in ("running", "queued", "prefill_tokens")},
     )
     return Run(
-        policy=policy_name(policy),
+        policy=name,
         decode_policy=None
         if (pools is None or not pools.decode) and (split, reschedule) == ("none", "none")
         else policy_name(DECODE_POLICY if decode_policy is None else decode_policy),

@@ -8,7 +8,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Failure};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::router::{Lengths, Libra, Router, RouterConfig, Split};
+use lmetric_core::router::{Apart, Lengths, Libra, Router, RouterConfig, Split};
 use lmetric_core::split::predict::Instance;
 use lmetric_core::split::{Found, Load, Placed, Settings, Whole, search, search_three};
 use rand::{RngExt, SeedableRng};
@@ -144,7 +144,10 @@ fn main() {
     println!("{cut} of {SAMPLES} cut, {:.2} probes each", f64::from(probes) / SAMPLES as f64);
     let libra = Split::Libra(Libra { settings, lengths: Lengths::Given, parts: 2 });
     for instances in [2, 256] {
-        for (split, name) in [(libra, "route, split libra"), (Split::None, "route, no split")] {
+        let apart = Split::Apart(Apart::default());
+        for (split, name) in
+            [(libra, "route, split libra"), (apart, "route, split apart"), (Split::None, "route, no split")]
+        {
             decisions(instances, split, name);
         }
     }

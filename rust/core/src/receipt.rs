@@ -55,7 +55,7 @@ pub struct Pulled {
     pub seconds: Option<Seconds>,
 }
 
-/// Seconds that instances were expected to take for all that is assigned to them, the request included (Libra, section 4.1).
+/// Seconds that places were expected to cost: all that is assigned to the instances, the request included (Libra, section 4.1), or what a place loses for all.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Balance {
     /// The first, with its part of the best cut; NaN where none was looked at.
@@ -68,6 +68,10 @@ pub struct Balance {
     pub cut_seconds: Seconds,
     /// The same with the request whole on the better of both.
     pub whole_seconds: Seconds,
+    /// What all requests together lose if the request decodes where it is prefilled ([`crate::split::apart`]); NaN where that is not asked.
+    pub stay_seconds: Seconds,
+    /// The same of the best other instance; NaN where there is none.
+    pub apart_seconds: Seconds,
 }
 
 impl Default for Balance {
@@ -79,6 +83,8 @@ impl Default for Balance {
             third_seconds: none,
             cut_seconds: none,
             whole_seconds: none,
+            stay_seconds: none,
+            apart_seconds: none,
         }
     }
 }

@@ -2,14 +2,18 @@
 use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::estimate::output_length::{MARGIN_TOKENS, QUANTILE};
-use lmetric_core::router::{Lengths, Libra, Split};
-use lmetric_core::split::Settings;
+use lmetric_core::router::{Apart, Lengths, Libra, Mean, Split};
+use lmetric_core::split::{Settings, apart};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// Libra's settings, by name.
 const LIBRA: &str = "parts, probes, epsilon, least_gain, least_tokens, transfer_seconds_per_token, transfer_fixed_seconds, quantile, \
     margin_tokens or lengths_given";
+
+/// Those of `apart`.
+const APART: &str = "recent_seconds, least_gain_seconds, transfer_seconds_per_token, transfer_fixed_seconds, prior_tokens or \
+    lengths_given";
 
 /// The split of this name with its settings.
 ///
@@ -51,13 +55,33 @@ pub fn split_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Spli
             let parts = take("parts").map_or(2, |n| n as u32);
             Split::Libra(Libra { settings, lengths, parts })
         }
+        "apart" => {
+            let plain = apart::Settings::default();
+            let settings = apart::Settings {
+                recent_seconds: take("recent_seconds").unwrap_or(plain.recent_seconds),
+                least_gain_seconds: take("least_gain_seconds").unwrap_or(plain.least_gain_seconds),
+                transfer_seconds_per_token: take("transfer_seconds_per_token")
+                    .unwrap_or(plain.transfer_seconds_per_token),
+                transfer_fixed_seconds: take("transfer_fixed_seconds")
+                    .unwrap_or(plain.transfer_fixed_seconds),
+            };
+            let prior = take("prior_tokens").map(|n| Mean::Learned { prior_tokens: n as u32 });
+            let lengths = match take("lengths_given").unwrap_or(0.0) {
+                0.0 => prior.unwrap_or_default(),
+                _ => Mean::Given,
+            };
+            Split::Apart(Apart { settings, lengths })
+        }
         "force" => Split::ForceAt(take("at").unwrap_or(f64::NAN)),
-        other => return Err(bad("split", format!("{other:?}"), "\"none\", \"libra\" or \"force\"")),
+        other => {
+            return Err(bad("split", format!("{other:?}"), "\"none\", \"libra\", \"apart\" or \"force\""));
+        }
     };
     if let Some((name, _)) = given.first() {
         let known = match kind {
             "force" => "at",
             "libra" => LIBRA,
+            "apart" => APART,
             _ => "nothing",
         };
         return Err(bad("split", format!("{name} with {kind:?}"), known));

@@ -412,6 +412,8 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("balance_third_seconds", balance(|b| b.third_seconds))?;
     dict.set_item("balance_cut_seconds", balance(|b| b.cut_seconds))?;
     dict.set_item("balance_whole_seconds", balance(|b| b.whole_seconds))?;
+    dict.set_item("stay_seconds", balance(|b| b.stay_seconds))?;
+    dict.set_item("apart_seconds", balance(|b| b.apart_seconds))?;
     let moves = receipt.moves.iter().map(|(token, _, name)| (*token, &**name));
     dict.set_item("moves", PyList::new(py, moves)?)?;
     dict.set_item("predicted_cached_tokens", receipt.predicted_hit_tokens)?;

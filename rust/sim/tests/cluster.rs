@@ -48,6 +48,7 @@ fn config(instances: usize) -> ClusterConfig {
         silent_segments: false,
         output_known: true,
         reschedule: None,
+        priorities: None,
         timeline_seconds: 10.0,
         token_slo: TokenSlo::same(0.1),
     }

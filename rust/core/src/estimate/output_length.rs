@@ -1,4 +1,5 @@
-//! How long an answer is expected to get: a quantile of the answers of its class, and a margin (Libra, section 5).
+//! How long an answer is expected to get: a quantile of the answers of its class, and a margin (Libra, section 5); or their mean, where a sum over many requests is
+//! asked for (what all together take).
 //!
 //! A class is whatever is likely to answer alike: a session, a tenant, a model, a bucket of prompt lengths, hashed to 64 bits by the caller.
 //! Of each, counts by length are kept in buckets whose edges grow by a sixteenth (exact to 16 tokens), so a quantile is at most 6.25% too long and never
@@ -39,7 +40,9 @@ struct Class {
     key: u64,
     counts: [u16; BUCKETS],
     seen: u32,
-    /// The quantile, as it was after the last answer.
+    /// Of the counted answers, exactly.
+    sum_tokens: f64,
+    /// The quantile or the mean, as it was after the last answer.
     tokens: u32,
     /// Neighbours by use: towards the most and towards the least recent.
     newer: u32,
@@ -54,15 +57,36 @@ impl Class {
             let sum = *count + left;
             (*count, left) = (sum / 2, sum % 2);
         }
+        self.sum_tokens *= f64::from(self.seen / 2) / f64::from(self.seen);
         self.seen /= 2;
     }
+
+    fn quantile(&self, quantile: f64) -> u32 {
+        let rank = (quantile * f64::from(self.seen)).ceil().max(1.0) as u32;
+        let mut below = 0;
+        let at = self.counts.iter().position(|&count| {
+            below += u32::from(count);
+            below >= rank
+        });
+        longest(at.unwrap_or(BUCKETS - 1))
+    }
+}
+
+fn bad(what: &str, got: String, expected: &str) -> CoreError {
+    CoreError::BadValue { what: format!("output length: {what}"), got, expected: expected.into() }
+}
+
+/// What is expected of a class.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Expected {
+    Quantile { quantile: f64, margin_tokens: u32 },
+    Mean { prior_tokens: u32 },
 }
 
 /// How long answers are, by class.
 #[derive(Clone, Debug)]
 pub struct OutputLength {
-    quantile: f64,
-    margin_tokens: u32,
+    expected: Expected,
     most: usize,
     slots: HashMap<u64, u32>,
     classes: Vec<Class>,
@@ -77,22 +101,29 @@ impl OutputLength {
     /// # Errors
     /// `BadValue` for a figure out of its range.
     pub fn new(quantile: f64, margin_tokens: u32, classes: u32) -> Result<OutputLength, CoreError> {
-        let bad = |what: &str, got: String, expected: &str| {
-            Err(CoreError::BadValue {
-                what: format!("output length: {what}"),
-                got,
-                expected: expected.into(),
-            })
-        };
         if !(0.0..=1.0).contains(&quantile) {
-            return bad("quantile", quantile.to_string(), "0 to 1");
+            return Err(bad("quantile", quantile.to_string(), "0 to 1"));
         }
+        OutputLength::of(Expected::Quantile { quantile, margin_tokens }, classes)
+    }
+
+    /// Expects the mean of a class's answers, and `prior_tokens` (1 or more) where too few are known, for at most `classes` classes (1 to 2^20).
+    ///
+    /// # Errors
+    /// `BadValue` for a figure out of its range.
+    pub fn mean(prior_tokens: u32, classes: u32) -> Result<OutputLength, CoreError> {
+        if prior_tokens == 0 {
+            return Err(bad("prior tokens", "0".into(), "1 or more"));
+        }
+        OutputLength::of(Expected::Mean { prior_tokens }, classes)
+    }
+
+    fn of(expected: Expected, classes: u32) -> Result<OutputLength, CoreError> {
         if !(1..=1 << 20).contains(&classes) {
-            return bad("classes", classes.to_string(), "1 to 2^20");
+            return Err(bad("classes", classes.to_string(), "1 to 2^20"));
         }
         Ok(OutputLength {
-            quantile,
-            margin_tokens,
+            expected,
             most: classes as usize,
             slots: HashMap::new(),
             classes: Vec::new(),
@@ -104,26 +135,33 @@ impl OutputLength {
     /// Tokens that an answer of this class is expected to get, the margin in them; `None` until `least` of its answers (1 to 128) have ended.
     pub fn expected(&self, class: u64, least: u32) -> Option<u32> {
         let class = &self.classes[*self.slots.get(&class)? as usize];
-        (class.seen >= least).then(|| class.tokens.saturating_add(self.margin_tokens))
+        (class.seen >= least).then_some(class.tokens)
+    }
+
+    /// What is expected where too few answers are known; `None` of quantiles.
+    pub fn prior_tokens(&self) -> Option<u32> {
+        match self.expected {
+            Expected::Mean { prior_tokens } => Some(prior_tokens),
+            Expected::Quantile { .. } => None,
+        }
     }
 
     /// An answer of this class ended by itself with `tokens` tokens. One cut short (a client that left, an engine that died) tells too little: leave it out.
     pub fn ended(&mut self, class: u64, tokens: u32) {
         let slot = self.touch(class);
-        let quantile = self.quantile;
         let class = &mut self.classes[slot as usize];
         class.counts[bucket(tokens)] += 1;
+        class.sum_tokens += f64::from(tokens);
         class.seen += 1;
         if class.seen == HALVED_AT {
             class.halve();
         }
-        let rank = (quantile * f64::from(class.seen)).ceil().max(1.0) as u32;
-        let mut below = 0;
-        let at = class.counts.iter().position(|&count| {
-            below += u32::from(count);
-            below >= rank
-        });
-        class.tokens = longest(at.unwrap_or(BUCKETS - 1));
+        class.tokens = match self.expected {
+            Expected::Quantile { quantile, margin_tokens } => {
+                class.quantile(quantile).saturating_add(margin_tokens)
+            }
+            Expected::Mean { .. } => (class.sum_tokens / f64::from(class.seen)).round() as u32,
+        };
     }
 
     /// Classes that are known.
@@ -143,7 +181,8 @@ impl OutputLength {
             self.link(slot);
             return slot;
         }
-        let class = Class { key, counts: [0; BUCKETS], seen: 0, tokens: 0, newer: NONE, older: NONE };
+        let (newer, older) = (NONE, NONE);
+        let class = Class { key, counts: [0; BUCKETS], seen: 0, sum_tokens: 0.0, tokens: 0, newer, older };
         let slot = if self.classes.len() < self.most {
             self.classes.push(class);
             self.classes.len() as u32 - 1
@@ -218,6 +257,21 @@ mod tests {
     }
 
     #[test]
+    fn means_by_hand() {
+        let mut lengths = OutputLength::mean(300, 4).unwrap();
+        assert_eq!((lengths.expected(1, 1), lengths.prior_tokens()), (None, Some(300)));
+        for tokens in [10, 20, 1000] {
+            lengths.ended(1, tokens);
+        }
+        // 1,030 / 3; to the token, not to a bucket.
+        assert_eq!((lengths.expected(1, 3), lengths.expected(1, 4)), (Some(343), None));
+        // What is forgotten is forgotten of the mean, too: 10 tokens for long, then 30.
+        (0..1000).for_each(|_| lengths.ended(2, 10));
+        (0..1000).for_each(|_| lengths.ended(2, 30));
+        assert_eq!(lengths.expected(2, 128), Some(30));
+    }
+
+    #[test]
     fn recent_answers_take_over() {
         let mut lengths = OutputLength::new(0.5, 0, 4).unwrap();
         (0..1000).for_each(|_| lengths.ended(1, 10));
@@ -256,5 +310,6 @@ mod tests {
             let message = OutputLength::new(quantile, 0, classes).unwrap_err().to_string();
             assert!(message.contains(what), "{message}");
         }
+        assert!(OutputLength::mean(0, 1).unwrap_err().to_string().contains("prior tokens"));
     }
 }

@@ -26,6 +26,7 @@ mod llmd_affinity;
 mod llmd_scorers;
 mod lmetric;
 mod lmetric_pull;
+mod planner;
 mod power_of_two;
 mod preble;
 mod prefix_spill;

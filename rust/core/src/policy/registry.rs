@@ -11,6 +11,7 @@ macro_rules! policies {
 static POLICIES: &[(&PolicySpec, Build)] = policies![
     lmetric,
     lmetric_pull,
+    planner,
     round_robin,
     random,
     least_requests,

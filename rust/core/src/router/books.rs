@@ -4,7 +4,7 @@
 //! columns. Everything here is integers in `f64`, so adding and taking away leaves no residue
 //! (but for what drains between events, which is set to 0 with the last prefill).
 use crate::estimate::step_watch::{Batch, Prefilled, StepWatch};
-use crate::estimate::{PrefillRate, StepFit, attention_pairs};
+use crate::estimate::{PrefillRate, StepFit, StepTime, attention_pairs};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator};
 use crate::wide::{greater, wide_fn};
@@ -47,6 +47,11 @@ struct Counts {
     /// When the first of them became the first.
     head_since: Seconds,
     window_prefill: Decayed,
+    /// The same over `Books::recent_seconds`, and the attention pairs of these.
+    recent_prefill: Decayed,
+    recent_pairs: Decayed,
+    /// When the first of them was placed; infinite before.
+    prefills_since: Seconds,
     window_output: Decayed,
     rate: PrefillRate,
     steps: StepWatch,
@@ -91,7 +96,7 @@ pub struct Report {
     pub kv_usage: Option<f64>,
 }
 
-/// A sum that fades with [`WINDOW_SECONDS`].
+/// A sum that fades with a time constant, which is the same at each call.
 #[derive(Clone, Copy, Debug, Default)]
 struct Decayed {
     value: f64,
@@ -99,16 +104,16 @@ struct Decayed {
 }
 
 impl Decayed {
-    fn now(&self, now: Seconds) -> f64 {
-        self.value * (-(now - self.at).max(0.0) / WINDOW_SECONDS).exp()
+    fn now(&self, now: Seconds, over: Seconds) -> f64 {
+        self.value * (-(now - self.at).max(0.0) / over).exp()
     }
 
-    fn add(&mut self, amount: f64, now: Seconds) {
+    fn add(&mut self, amount: f64, now: Seconds, over: Seconds) {
         if now == self.at {
             self.value += amount; // many tokens of one moment
             return;
         }
-        self.value = self.now(now) + amount;
+        self.value = self.now(now, over) + amount;
         self.at = now;
     }
 }
@@ -227,12 +232,14 @@ pub struct Books {
     rate: Vec<f64>,
     /// The rate until one was learned, tokens/s; 0 where exact progress is reported and nothing drains by itself.
     prior_rate: f64,
+    /// Time constant of what counts as recent.
+    recent_seconds: Seconds,
 }
 
 impl Books {
     /// Empty books. `prior_rate`: tokens/s at which prefills drain until a rate was learned; 0: they do not drain by themselves.
     pub fn new(prior_rate: f64) -> Books {
-        Books { prior_rate, ..Books::default() }
+        Books { prior_rate, recent_seconds: WINDOW_SECONDS, ..Books::default() }
     }
 
     /// Opens books for `slots` slots.
@@ -245,7 +252,7 @@ impl Books {
 
     /// Clears the books of a slot, for its next instance.
     pub fn clear(&mut self, slot: usize, columns: &mut Columns) {
-        self.counts[slot] = Counts::default();
+        self.counts[slot] = Counts { prefills_since: f64::INFINITY, ..Counts::default() };
         (self.left[slot], self.since[slot], self.rate[slot]) = (0.0, 0.0, self.prior_rate);
         self.write(slot, columns);
         for id in [
@@ -276,7 +283,13 @@ impl Books {
 
     /// Its prompt joins the backlog: at the placement or, of a segment that follows another, when it is sent. (Engines begin prefills in this order.)
     pub fn queue(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
-        self.counts[slot].window_prefill.add(entry.new_tokens, now);
+        let tokens = entry.new_tokens;
+        let c = &mut self.counts[slot];
+        c.window_prefill.add(tokens, now, WINDOW_SECONDS);
+        c.prefills_since = c.prefills_since.min(now);
+        c.recent_prefill.add(tokens, now, self.recent_seconds);
+        let pairs = attention_pairs((entry.context() - tokens).max(0.0), tokens);
+        c.recent_pairs.add(pairs, now, self.recent_seconds);
         self.push(slot, ticket, entry, now);
     }
 
@@ -460,7 +473,7 @@ impl Books {
         entry.output_tokens += n;
         c.remaining_tokens += entry.remaining();
         c.decode_tokens += n;
-        c.window_output.add(n, now);
+        c.window_output.add(n, now, WINDOW_SECONDS);
         columns.get_mut(Indicator::Tokens)[slot] = c.bound_tokens + c.decode_tokens;
         columns.get_mut(Indicator::DecodeTokens)[slot] = c.decode_tokens;
         columns.get_mut(Indicator::RemainingTokens)[slot] = c.remaining_tokens;
@@ -640,9 +653,26 @@ impl Books {
     /// The decayed sums of each slot at `now`: prefill tokens placed, output tokens produced.
     pub fn windows(&self, now: Seconds, prefill: &mut [f64], output: &mut [f64]) {
         for ((c, p), o) in self.counts.iter().zip(prefill).zip(output) {
-            *p = c.window_prefill.now(now);
-            *o = c.window_output.now(now);
+            *p = c.window_prefill.now(now, WINDOW_SECONDS);
+            *o = c.window_output.now(now, WINDOW_SECONDS);
         }
+    }
+
+    /// Sets the time constant of what counts as recent.
+    pub fn set_recent(&mut self, seconds: Seconds) {
+        self.recent_seconds = seconds;
+    }
+
+    /// The share of its time that a slot of late spent on prefills, if they take what `step` says: those placed there, older ones for less.
+    pub fn prefill_share_on(&self, slot: usize, step: &StepTime, now: Seconds) -> f64 {
+        let c = &self.counts[slot];
+        let over = self.recent_seconds;
+        let recent = |sum: &Decayed| sum.now(now, over);
+        let seconds = step.prefill_seconds_per_token * recent(&c.recent_prefill)
+            + step.prefill_seconds_per_attention_pair * recent(&c.recent_pairs);
+        // The time that there is to tell of, faded as they are; a first prefill is not all that ever will be.
+        let seen = over * (1.0 - ((c.prefills_since - now) / over).exp());
+        if seconds > 0.0 { seconds / seen.max(1.0_f64.min(over)) } else { 0.0 }
     }
 
     fn write(&mut self, slot: usize, columns: &mut Columns) {

@@ -1,5 +1,6 @@
 //! Where a plan cuts a request: at its prompt's end where roles say so, elsewhere where the split does.
 use super::Router;
+use super::apart::Apart;
 use super::decide::Turn;
 use crate::error::CoreError;
 use crate::estimate::OutputLength;
@@ -40,6 +41,8 @@ pub enum Split {
     ForceAt(f64),
     /// Where it balances its instances, if that pays (Libra, Algorithm 1); into three parts whether it pays or not (section 4.4).
     Libra(Libra),
+    /// Behind its prompt, if all requests together lose less time where it then goes ([`split::apart`]).
+    Apart(Apart),
 }
 
 /// How Libra cuts.
@@ -80,7 +83,7 @@ impl Default for Lengths {
 }
 
 /// Classes that lengths are kept of, 0.5 KiB each; the one used least recently leaves.
-const CLASSES: u32 = 1024;
+pub(super) const CLASSES: u32 = 1024;
 /// Answers that must have ended of a caller's class before it is trusted more than all prompts of that length: of so many, one that is not like the others
 /// moves the median by a sixteenth of its rank.
 const LEAST_OF_CLASS: u32 = 8;
@@ -114,6 +117,10 @@ impl Split {
                 }
                 libra.lengths.estimate().map(drop)
             }
+            Split::Apart(apart) => {
+                apart.settings.check()?;
+                apart.lengths.estimate().map(drop)
+            }
             _ => Ok(()),
         }
     }
@@ -122,6 +129,7 @@ impl Split {
     pub(super) fn estimate(&self) -> Result<Option<OutputLength>, CoreError> {
         match self {
             Split::Libra(libra) => libra.lengths.estimate(),
+            Split::Apart(apart) => apart.lengths.estimate(),
             _ => Ok(None),
         }
     }
@@ -148,6 +156,9 @@ impl Router {
         if split.estimate()?.is_none() || self.lengths.is_none() {
             self.lengths = split.estimate()?;
         }
+        if let Split::Apart(apart) = split {
+            self.books.set_recent(apart.settings.recent_seconds);
+        }
         self.split = split;
         Ok(())
     }
@@ -157,7 +168,10 @@ impl Router {
         let (of_length, of_class) = classes(request.prompt_tokens, request.length_class);
         let expected = self.lengths.as_ref().and_then(|lengths| {
             let of_class = of_class.and_then(|class| lengths.expected(class, LEAST_OF_CLASS));
-            of_class.or_else(|| lengths.expected(of_length, 1))
+            let prior = lengths.prior_tokens();
+            // One answer says what a median may be; of a mean, it says little.
+            let least = if prior.is_some() { LEAST_OF_CLASS } else { 1 };
+            of_class.or_else(|| lengths.expected(of_length, least)).or(prior)
         });
         match expected {
             Some(tokens) => {
@@ -249,8 +263,8 @@ impl Router {
         if self.cuts[first.index()] == Cuts::Nowhere {
             return self.leave_whole("its instance cannot hand over");
         }
-        if let Split::ForceAt(fraction) = self.split && fraction > 0.999 {
-            return self.planned(request, first, failed, now);
+        if let Split::Apart(apart) = self.split {
+            return self.rest_apart(&apart, request, first, failed, now);
         }
         let handoff = self.expected_handoff(request, first, now);
         let Ok(second) = self.choose(request, Turn::Peer(Some(first)), failed, Some(handoff), now) else {
@@ -268,43 +282,6 @@ impl Router {
             Ok(from_token) => Rest::from_iter([Follow { from_token, ..follow }]),
             Err(reason) => self.leave_whole(reason),
         }
-    }
-
-    fn planned(&mut self, request: &Request<'_>, first: InstanceId, failed: &[u32], now: Seconds) -> Rest {
-        let env = |name: &str, or: f64| std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(or);
-        let life = env("PL_LIFE", 340.0);
-        let window = env("PL_WINDOW", 180.0);
-        let per_token = env("PL_TRANSFER", 4e-6);
-        let others_weight = env("PL_OTHERS", 1.0);
-        let handoff = self.expected_handoff(request, first, now);
-        let Ok(_) = self.choose(request, Turn::Peer(None), failed, Some(handoff), now) else {
-            return self.leave_whole("no second");
-        };
-        let mut best: Option<(f64, usize)> = None;
-        let mut stay = f64::NAN;
-        for slot in 0..self.columns.slots() {
-            if !self.later.eligible[slot] { continue; }
-            let Some(step) = self.step_time_of(slot) else { continue };
-            let at = |indicator| self.columns.get(indicator)[slot];
-            let pf = step.prefill_seconds_per_token * env("PL_PF", 1.1);
-            let decoding = at(Indicator::DecodeBs) + at(Indicator::BoundBs);
-            let context = at(Indicator::Tokens) + f64::from(request.prompt_tokens);
-            let mean = f64::from(request.prompt_tokens) + life / 2.0;
-            let one = step.fixed_seconds + step.decode_seconds_per_sequence * (decoding + 1.0) + step.decode_seconds_per_context_token * context;
-            let more = step.decode_seconds_per_sequence + step.decode_seconds_per_context_token * mean;
-            let busy = (at(Indicator::WindowPrefillTokens) / window * pf).min(0.95);
-            let queued = self.books.queued_prefill_on(slot, now) * pf;
-            let hit = self.saved_tokens(request, self.hit_blocks[slot]);
-            let moved = if slot == first.index() { 0.0 } else { (f64::from(request.prompt_tokens) - hit) * per_token };
-            let cost = life * (one + others_weight * decoding * more) / (1.0 - busy) + moved + env("PL_QUEUED", 0.0) * queued;
-            if slot == first.index() { stay = cost; }
-            if best.is_none_or(|(least, _)| cost < least) { best = Some((cost, slot)); }
-        }
-        let Some((cost, slot)) = best else { return self.leave_whole("nobody") };
-        if slot == first.index() || stay - cost < env("PL_GAIN", 0.0) {
-            return self.leave_whole("stays");
-        }
-        Rest::from_iter([Follow { from_token: request.prompt_tokens, instance: Some(InstanceId(slot as u32)), start_seconds: handoff, score: cost }])
     }
 
     /// Thoughts of a request that may be cut into three.
@@ -386,9 +363,8 @@ impl Router {
             expected_output_tokens: request.expected_output_tokens.unwrap_or(1),
         };
         match self.split {
-            Split::None => Err("requests are not cut"),
+            Split::None | Split::Apart(_) => Err("requests are not cut there"),
             Split::ForceAt(fraction) => {
-                if fraction > 0.999 { return Ok(whole.prompt_tokens); }
                 let wished = split::force_at(fraction, &whole).ok_or("too short to be cut")?;
                 let token =
                     able.nearest(wished, whole.prompt_tokens).ok_or("its instances cannot hand over")?;
@@ -412,6 +388,7 @@ impl Router {
                     third_seconds: f64::NAN,
                     cut_seconds: found.seconds_cut,
                     whole_seconds: found.seconds_whole,
+                    ..Balance::default()
                 });
                 found.cut_token.ok_or(found.why.text())
             }
@@ -431,7 +408,7 @@ impl Router {
         }
     }
 
-    fn leave_whole(&mut self, reason: &str) -> Rest {
+    pub(super) fn leave_whole(&mut self, reason: &str) -> Rest {
         self.uncut = Some(reason.into());
         Rest::new()
     }

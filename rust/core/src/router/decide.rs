@@ -189,7 +189,7 @@ impl Router {
 
     /// Marks who may take a segment; returns how many. Where nobody takes prompts, instances that decode only take whole requests, if
     /// they may.
-    fn admit(&mut self, turn: Turn, failed: &[u32]) -> usize {
+    pub(super) fn admit(&mut self, turn: Turn, failed: &[u32]) -> usize {
         let fleet = &self.fleet;
         let (chooser, able, count) = match turn {
             Turn::First => (&mut self.first, fleet.eligible(), fleet.eligible_count()),

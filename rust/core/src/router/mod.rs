@@ -5,6 +5,7 @@
 //! what is placed where, `tickets` who is in flight, `shared` the lock, `feed` what the engines' events tell.
 
 pub mod ahead;
+mod apart;
 pub mod books;
 mod cut;
 mod decide;
@@ -20,6 +21,7 @@ mod rounds;
 pub mod shared;
 pub mod tickets;
 
+pub use apart::{Apart, Mean};
 pub use cut::{Lengths, Libra, Split};
 pub use derive::TtftSource;
 pub use moves::Carry;
@@ -240,7 +242,6 @@ impl Router {
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
         let mut columns = Columns::default();
         columns.resize(0);
-        config.split.check()?;
         let later = registry::build("least_requests", &[])?;
         let mut router = Router {
             fleet: Fleet::default(),
@@ -261,18 +262,19 @@ impl Router {
             cuts: Vec::new(),
             ordering: None,
             step_times: Vec::new(),
-            split: config.split,
+            split: Split::None,
             pulls: config.pull.map(Pulls::new).transpose()?,
             uncut: None,
             balance: None,
             rescheduling: None,
-            lengths: config.split.estimate()?,
+            lengths: None,
             scratch: Vec::new(),
             receipts: ReceiptRing::new(config.receipt_bytes),
             totals: Totals::default(),
             latest: 0.0,
             config,
         };
+        router.set_split(router.config.split)?;
         router.look_ahead();
         Ok(router)
     }

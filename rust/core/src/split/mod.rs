@@ -8,6 +8,7 @@
 //! **Whether it pays** is left open by the paper ("when the system is underutilized ... FPS may avoid partitioning", 3.1). The two parts of one
 //! request never run at the same time. So a cut gains only where the second instance has other work until the first part is handed over;
 //! on two idle instances the request takes as long as whole, and the transfer besides. [`libra::search`] counts that wait in.
+pub mod apart;
 pub mod libra;
 pub mod predict;
 pub mod three;

@@ -1,0 +1,51 @@
+//! LMETRIC where prefixes move and answers may decode elsewhere: prefills flee decodes less.
+use super::*;
+
+pub static SPEC: PolicySpec = PolicySpec::new(
+    "planner",
+    "(p_token - pull_tokens + pull_cost_tokens) * (1 + weight * bs), lowest; made for `split: apart`, which says where requests decode",
+    "this project: LMETRIC's score (OSDI 2026, section 5), its batch weighed by what it costs where decodes may leave",
+    &[Knob::float(
+        "weight",
+        0.0,
+        1e6,
+        0.2,
+        "of a request of the batch. 1 is LMETRIC's bs + 1: twice the batch weighs as twice the prompt, so that prefills flee \
+         decodes. Where decodes flee prefills, prefills need not",
+    )],
+);
+
+pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
+    // What is pulled is part of what is uncached, and never the last token: at least 1 stays.
+    lowest(&SPEC, knobs, "(p_token - pull_tokens + pull_cost_tokens) * (1 + weight * bs)", &[])
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::indicators::Indicator::*;
+    use crate::policy::fleet::{Fleet, policy};
+
+    fn fleet() -> Fleet {
+        Fleet::new(3)
+            .set(Bs, &[9.0, 1.0, 0.0])
+            .set(QueuedPrefillTokens, &[0.0, 100.0, 0.0])
+            .prompt(1000.0, &[960.0, 200.0, 0.0])
+            .set(PullTokens, &[0.0, 760.0, 960.0])
+            .set(PullCostTokens, &[0.0, 76.0, 96.0])
+    }
+
+    #[test]
+    fn scores_by_hand() {
+        // 40 x 2.8, (100 + 800 - 760 + 76) x 1.2, (1000 - 960 + 96) x 1
+        let scores = fleet().score(&*policy("planner", &[]));
+        for (score, expected) in scores.iter().zip([112.0, 259.2, 136.0]) {
+            assert!((score - expected).abs() < 1e-9, "{scores:?}");
+        }
+    }
+
+    #[test]
+    fn a_weight_of_one_is_lmetric_pull() {
+        let planner = fleet().score(&*policy("planner", &[("weight", 1.0)]));
+        assert_eq!(planner, fleet().score(&*policy("lmetric_pull", &[])));
+    }
+}

@@ -1,0 +1,131 @@
+//! Where a request decodes: where it was prefilled, or cut at its prompt's end and elsewhere, wherever all requests together lose least ([`crate::split::apart`]).
+use super::cut::{CLASSES, Follow, Rest};
+use super::decide::Turn;
+use super::{InstanceId, Router};
+use crate::error::CoreError;
+use crate::estimate::OutputLength;
+use crate::ids::Seconds;
+use crate::indicators::Indicator;
+use crate::policy::select;
+use crate::receipt::Balance;
+use crate::request::Request;
+use crate::split;
+use crate::split::apart::{Beside, lost_seconds};
+
+/// When a request goes on elsewhere behind its prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Default)]
+pub struct Apart {
+    /// What the time lost is made of.
+    pub settings: split::apart::Settings,
+    /// How long answers are expected to get.
+    pub lengths: Mean,
+}
+
+/// Where the mean length of answers comes from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Mean {
+    /// The request says it: the oracle of a simulation.
+    Given,
+    /// The mean of the answers to prompts of about that length, of the request's class where enough of these are known; never more than the request allows.
+    Learned {
+        /// Tokens that count as the mean until 8 answers of the kind have ended.
+        prior_tokens: u32,
+    },
+}
+
+impl Default for Mean {
+    /// Answers of chats are 200 to 350 tokens long in the traces at hand.
+    fn default() -> Mean {
+        Mean::Learned { prior_tokens: 300 }
+    }
+}
+
+impl Mean {
+    /// What is to be learned of lengths for it.
+    pub(super) fn estimate(self) -> Result<Option<OutputLength>, CoreError> {
+        match self {
+            Mean::Given => Ok(None),
+            Mean::Learned { prior_tokens } => OutputLength::mean(prior_tokens, CLASSES).map(Some),
+        }
+    }
+}
+
+impl Router {
+    /// What follows a first segment on `first`: nothing, or the answer on another instance.
+    pub(super) fn rest_apart(
+        &mut self,
+        apart: &Apart,
+        request: &Request<'_>,
+        first: InstanceId,
+        failed: &[u32],
+        now: Seconds,
+    ) -> Rest {
+        match request.expected_output_tokens {
+            None => return self.leave_whole("nothing is known of the length of answers"),
+            // The first token comes of the prefill.
+            Some(0 | 1) => return self.leave_whole("its answer ends with its prefill"),
+            Some(_) => {}
+        }
+        if self.step_time_of(first.index()).is_none() {
+            return self.leave_whole("nothing is known of its instance's speed");
+        }
+        if self.admit(Turn::Peer(Some(first)), failed) == 0 {
+            return self.leave_whole("no second instance takes over");
+        }
+        let slots = self.fleet.slots();
+        self.later.scores.reset(slots);
+        for slot in (0..slots).filter(|slot| *slot != first.index()) {
+            if self.later.eligible[slot] {
+                self.later.scores.score[slot] = self.lost_on(apart, request, first, slot, now);
+            }
+        }
+        let stay_seconds = self.lost_on(apart, request, first, first.index(), now);
+        let Some(best) = select::best(&self.later.scores, &self.later.eligible, &mut self.rng) else {
+            return self.leave_whole("nothing is known of the other instances' speed");
+        };
+        let apart_seconds = self.later.scores.score[best];
+        self.balance = Some(Balance { stay_seconds, apart_seconds, ..Balance::default() });
+        if stay_seconds - apart_seconds <= apart.settings.least_gain_seconds {
+            return self.leave_whole("nothing is lost where it is");
+        }
+        let start_seconds = self.expected_handoff(request, first, now);
+        let instance = Some(InstanceId(best as u32));
+        let from_token = request.prompt_tokens;
+        Rest::from_iter([Follow { from_token, instance, start_seconds, score: apart_seconds }])
+    }
+
+    /// What all requests together lose if one that is prefilled on `first` decodes on `slot`; NaN where nothing is known of its speed.
+    fn lost_on(
+        &self,
+        apart: &Apart,
+        request: &Request<'_>,
+        first: InstanceId,
+        slot: usize,
+        now: Seconds,
+    ) -> Seconds {
+        let (Some(step), Some(output_tokens)) = (self.step_time_of(slot), request.expected_output_tokens)
+        else {
+            return f64::NAN;
+        };
+        let at = |indicator| self.columns.get(indicator)[slot];
+        let settings = &apart.settings;
+        let beside = Beside {
+            decoding: at(Indicator::DecodeBs) + at(Indicator::BoundBs),
+            context_tokens: at(Indicator::Tokens),
+            prefill_share: self.books.prefill_share_on(slot, &step, now),
+            queued_prefill_seconds: step.prefill_seconds_per_token * self.books.queued_prefill_on(slot, now)
+                + step.prefill_seconds_per_attention_pair * self.books.queued_pairs_on(slot),
+        };
+        let prompt_tokens = f64::from(request.prompt_tokens);
+        let lost = lost_seconds(&step, &beside, prompt_tokens, f64::from(output_tokens));
+        if slot == first.index() {
+            return lost;
+        }
+        let (per_token, fixed) = match self.pull_cost() {
+            Some((per_token, fixed, _)) => (per_token, fixed),
+            None => (settings.transfer_seconds_per_token, settings.transfer_fixed_seconds),
+        };
+        let moved = prompt_tokens - self.saved_tokens(request, self.hit_blocks[slot]);
+        lost + fixed + per_token * moved
+    }
+}

@@ -1,0 +1,247 @@
+//! Requests that decode where all together lose least: who goes, who stays and why, and what the receipt says of it.
+use lmetric_core::estimate::StepTime;
+use lmetric_core::fleet::Role;
+use lmetric_core::ids::InstanceId;
+use lmetric_core::indicators::Indicator;
+use lmetric_core::plan::{Cuts, Event, Segment, Usage};
+use lmetric_core::policy::registry;
+use lmetric_core::request::Request;
+use lmetric_core::router::books::Report;
+use lmetric_core::router::{Apart, Mean, PullConfig, Router, RouterConfig, Split};
+use lmetric_core::split::apart::Settings;
+
+const STEP: StepTime = StepTime {
+    fixed_seconds: 0.01,
+    decode_seconds_per_sequence: 1e-4,
+    decode_seconds_per_context_token: 1e-6,
+    prefill_seconds_per_token: 1e-4,
+    prefill_seconds_per_attention_pair: 1e-8,
+    max_batch_tokens: 512.0,
+};
+const SETTINGS: Settings = Settings {
+    recent_seconds: 10.0,
+    least_gain_seconds: 0.0,
+    transfer_seconds_per_token: 1e-5,
+    transfer_fixed_seconds: 0.002,
+};
+
+fn apart(lengths: Mean) -> Split {
+    Split::Apart(Apart { settings: SETTINGS, lengths })
+}
+
+fn fleet(split: Split, instances: usize) -> Router {
+    // Nothing drains by itself.
+    let config = RouterConfig { split, step_time: Some(STEP), drain: false, ..RouterConfig::default() };
+    let mut router = Router::new(registry::build("least_requests", &[]).unwrap(), config).unwrap();
+    for i in 0..instances {
+        router.add_instance(&format!("engine-{i}"), Role::Both, None).unwrap();
+    }
+    router
+}
+
+/// A prompt of 1,000 tokens: 0.1 s and 1e-8 x 500,000 pairs, 0.005 s. An answer of 100.
+const ASKED: Request<'static> = Request {
+    chain: &[],
+    prompt_tokens: 1000,
+    tokens_per_block: 16.0,
+    expected_output_tokens: Some(100),
+    think_tokens: None,
+    length_class: None,
+    session: None,
+    uncut: None,
+    tenant: lmetric_core::request::Tenant::NOBODY,
+};
+
+fn costs(router: &Router, id: u64) -> (f64, f64) {
+    let balance = router.receipt(id).unwrap().balance.expect("asked");
+    assert!(balance.whole_seconds.is_nan() && balance.first_seconds.is_nan());
+    (balance.stay_seconds, balance.apart_seconds)
+}
+
+/// Nine requests of others, which scores see; what they take is not known.
+fn busy_with_others(router: &mut Router, id: InstanceId, at: f64) {
+    let name = router.fleet().name(id).clone();
+    let report = Report { at, waiting: Some(0.0), running: Some(9.0), kv_usage: None };
+    router.engine_report(&name, report).unwrap();
+}
+
+fn near(got: (f64, f64), expected: (f64, f64)) {
+    assert!((got.0 - expected.0).abs() < 1e-9 && (got.1 - expected.1).abs() < 1e-9, "{got:?} {expected:?}");
+}
+
+#[test]
+fn a_request_leaves_an_instance_that_prefills_and_the_receipt_has_both_costs() {
+    let mut router = fleet(apart(Mean::Given), 2);
+    // Alone: 100 steps of 10 + 0.1 + 1.05 ms wherever it decodes, and 2 + 10 ms for the way.
+    let first = router.route(&ASKED, 0.0).unwrap();
+    let alone = 100.0 * 0.01115;
+    near(costs(&router, first.id), (alone, alone + 0.012));
+    assert_eq!((first.segment.to_token, first.next), (None, None));
+    let receipt = router.receipt(first.id).unwrap();
+    assert_eq!(receipt.uncut.as_deref(), Some("nothing is lost where it is"));
+    // Least requests: the other instance takes the next one, 2 s later. There nothing else is; but the first has a prefill of 0.105 s queued, which in the 2 s that are
+    // known of it, of 10, left exp(-0.2) of itself: its share is that over 10 (1 - exp(-0.2)).
+    let second = router.route(&ASKED, 2.0).unwrap();
+    assert_ne!(second.segment.instance, first.segment.instance);
+    let share = 0.105 * (-0.2f64).exp() / (10.0 * (1.0 - (-0.2f64).exp()));
+    // One of 1,000 context tokens is beside it: its step takes 0.1 + 1 ms more, and the other's 0.1 + 1.05 ms.
+    let there = 100.0 * (0.01115 + 0.0011 + 0.00115) / (1.0 - share) + 0.105;
+    near(costs(&router, second.id), (alone, there + 0.012));
+    assert!(second.next.is_none());
+    // The first begins to decode and ends; its instance is as good as ever for the prefills' share of its time but no queue.
+    router.advance(first.ticket, Event::FirstToken, 2.0).unwrap();
+    router.advance(first.ticket, Event::Finished(Usage::default()), 2.0).unwrap();
+    // So the third is prefilled there, and stays: on the other are a queue and a request.
+    let third = router.route(&ASKED, 2.0).unwrap();
+    assert_eq!((third.segment.instance, third.next), (first.segment.instance, None));
+    // The fourth goes to either. Whichever is better for its answer has it.
+    let fourth = router.route(&ASKED, 2.0).unwrap();
+    let (stay, away) = costs(&router, fourth.id);
+    assert_eq!(fourth.next.is_some(), away < stay);
+}
+
+#[test]
+fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
+    let mut router = fleet(apart(Mean::Given), 3);
+    // Engine 2 alone is open, and takes five prompts.
+    for name in ["engine-0", "engine-1"] {
+        let id = router.fleet_mut().find(name).unwrap();
+        router.fleet_mut().set_draining(id, true);
+    }
+    let stays: Vec<_> = (0..5).map(|_| router.route(&ASKED, 1.0).unwrap()).collect();
+    for d in &stays {
+        assert_eq!((d.segment.instance, d.next), (InstanceId(2), None));
+        assert_eq!(router.receipt(d.id).unwrap().uncut.as_deref(), Some("no second instance takes over"));
+    }
+    let id = router.fleet_mut().find("engine-1").unwrap();
+    router.fleet_mut().set_draining(id, false);
+    // A sixth with nobody else to prefill it: 1 has five more in the books by others.
+    busy_with_others(&mut router, id, 1.0);
+    let d = router.route(&ASKED, 1.0).unwrap();
+    let next = d.next.expect("engine 2 prefills five prompts");
+    let expected = Segment { instance: InstanceId(1), from_token: 1000, to_token: None };
+    assert_eq!((d.segment.instance, d.segment.to_token, next), (InstanceId(2), Some(1000), expected));
+    let (stay, away) = costs(&router, d.id);
+    assert!(away < stay, "{away} {stay}");
+    let receipt = router.receipt(d.id).unwrap();
+    assert_eq!((receipt.cuts.to_vec(), receipt.uncut.as_deref()), (vec![1000], None));
+    assert_eq!((&*receipt.next[0].name, receipt.next[0].score), ("engine-1", away));
+    router.derive_all(1.0);
+    let at = |router: &Router, id: Indicator| router.columns().get(id)[1];
+    assert_eq!((at(&router, Indicator::BoundBs), at(&router, Indicator::Tokens)), (1.0, 1000.0));
+    // It goes on there, and nothing of it stays behind.
+    let opened = router.advance(d.ticket, Event::Finished(Usage::default()), 2.0).unwrap();
+    assert_eq!(opened, Some(expected));
+    router.advance(d.ticket, Event::FirstToken, 2.1).unwrap();
+    router.advance(d.ticket, Event::Finished(Usage::default()), 3.0).unwrap();
+    stays.iter().for_each(|d| router.drop_ticket(d.ticket));
+    router.derive_all(4.0);
+    for id in [Indicator::BoundBs, Indicator::Tokens, Indicator::DecodeBs, Indicator::QueuedPrefillTokens] {
+        assert!(router.columns().get(id).iter().all(|n| *n == 0.0), "{}", id.decl().name);
+    }
+}
+
+#[test]
+fn what_is_there_need_not_move_and_pulls_say_what_moving_takes() {
+    let chain: Vec<u64> = (1..=62).collect();
+    let held = Request { chain: &chain, ..ASKED };
+    let mut router = fleet(apart(Mean::Given), 2);
+    let first = router.route(&held, 0.0).unwrap();
+    let alone = 100.0 * 0.01115;
+    router.advance(first.ticket, Event::FirstToken, 0.1).unwrap();
+    router.advance(first.ticket, Event::Finished(Usage::default()), 0.1).unwrap();
+    let home = first.segment.instance;
+    router.fleet_mut().set_draining(home, true);
+    let elsewhere = router.route(&ASKED, 1e4).unwrap().segment.instance;
+    assert_ne!(elsewhere, home);
+    router.fleet_mut().set_draining(home, false);
+    busy_with_others(&mut router, home, 1e4);
+    // Long after: the share of prefills is gone. Home holds 992 of the 1,000 tokens.
+    let d = router.route(&held, 1e4).unwrap();
+    assert_eq!(d.segment.instance, elsewhere);
+    let (_, away) = costs(&router, d.id);
+    assert!((away - (alone + 0.002 + 8e-5)).abs() < 1e-9, "{away}");
+    router.drop_ticket(d.ticket);
+    router
+        .set_pull(Some(PullConfig { seconds_per_token: 1e-3, fixed_seconds: 0.5, ..PullConfig::default() }))
+        .unwrap();
+    let d = router.route(&held, 1e4).unwrap();
+    let (_, away) = costs(&router, d.id);
+    assert!((away - (alone + 0.5 + 0.008)).abs() < 1e-9, "{away}");
+}
+
+#[test]
+fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
+    let why = |router: &mut Router, request: &Request<'_>| {
+        let d = router.route(request, 0.0).unwrap();
+        assert_eq!((d.next, d.segment.to_token), (None, None));
+        let receipt = router.receipt(d.id).unwrap();
+        assert!(receipt.balance.is_none());
+        receipt.uncut.clone().unwrap()
+    };
+    let two = || fleet(apart(Mean::Given), 2);
+    let short = Request { expected_output_tokens: Some(1), ..ASKED };
+    assert_eq!(&*why(&mut two(), &short), "its answer ends with its prefill");
+    let unknown = Request { expected_output_tokens: None, ..ASKED };
+    assert_eq!(&*why(&mut two(), &unknown), "nothing is known of the length of answers");
+    let said = Request { uncut: Some("it carries a picture"), ..ASKED };
+    assert_eq!(&*why(&mut two(), &said), "it carries a picture");
+    assert_eq!(&*why(&mut fleet(apart(Mean::Given), 1), &ASKED), "no second instance takes over");
+    let mut router = two();
+    (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Nowhere));
+    assert_eq!(&*why(&mut router, &ASKED), "its instance cannot hand over");
+    // One that hands over at the prompt's end alone is enough.
+    (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd));
+    let d = router.route(&ASKED, 0.0).unwrap();
+    assert!(router.receipt(d.id).unwrap().balance.is_some());
+    let config = RouterConfig { split: apart(Mean::Given), ..RouterConfig::default() };
+    let mut router = Router::new(registry::build("least_requests", &[]).unwrap(), config).unwrap();
+    for name in ["engine-0", "engine-1"] {
+        router.add_instance(name, Role::Both, None).unwrap();
+    }
+    assert_eq!(&*why(&mut router, &ASKED), "nothing is known of its instance's speed");
+    router.set_step_time(InstanceId(0), Some(STEP));
+    busy_with_others(&mut router, InstanceId(1), 0.0);
+    assert_eq!(&*why(&mut router, &ASKED), "nothing is known of the other instances' speed");
+}
+
+#[test]
+fn lengths_are_a_prior_then_the_mean_of_their_kind_and_never_beyond_the_limit() {
+    let mut router = fleet(apart(Mean::Learned { prior_tokens: 40 }), 2);
+    let open = Request { expected_output_tokens: None, ..ASKED };
+    let steps = |tokens: f64| tokens * (0.0101 + 1e-6 * (1000.0 + tokens / 2.0));
+    let mut now = 0.0;
+    let mut stay = |router: &mut Router, request: &Request<'_>, made: u32| {
+        now += 1e4;
+        let d = router.route(request, now).unwrap();
+        let seconds = router.receipt(d.id).unwrap().balance.map(|balance| balance.stay_seconds);
+        let usage = Usage { output_tokens: Some(made), ..Usage::default() };
+        router.advance(d.ticket, Event::FirstToken, now).unwrap();
+        router.advance(d.ticket, Event::Ended(usage), now).unwrap();
+        seconds.unwrap()
+    };
+    let close =
+        |got: f64, tokens: f64| assert!((got - steps(tokens)).abs() < 1e-9, "{got} {}", steps(tokens));
+    for made in [100, 200, 100, 200, 100, 200, 100] {
+        close(stay(&mut router, &open, made), 40.0);
+    }
+    close(stay(&mut router, &open, 200), 40.0);
+    // Eight have ended: 150 tokens in the mean.
+    close(stay(&mut router, &open, 150), 150.0);
+    close(stay(&mut router, &Request { expected_output_tokens: Some(60), ..ASKED }, 150), 60.0);
+    // Prompts of another length are another kind.
+    let longer = Request { prompt_tokens: 5000, ..open };
+    let seconds = stay(&mut router, &longer, 1);
+    assert!((seconds - 40.0 * (0.0101 + 1e-6 * 5020.0)).abs() < 1e-9, "{seconds}");
+}
+
+#[test]
+fn settings_are_checked() {
+    let mut router = fleet(Split::None, 1);
+    let bad =
+        Split::Apart(Apart { settings: Settings { recent_seconds: 0.0, ..SETTINGS }, lengths: Mean::Given });
+    assert!(router.set_split(bad).unwrap_err().to_string().contains("recent seconds"));
+    let bad = apart(Mean::Learned { prior_tokens: 0 });
+    assert!(router.set_split(bad).unwrap_err().to_string().contains("prior tokens"));
+    assert_eq!(router.split(), Split::None);
+}
