@@ -164,6 +164,22 @@ async def test_cut_requests_say_what_whole_ones_say() -> None:
     assert all(receipt["uncut"] for receipt in receipts if not receipt["cuts"])
 
 
+async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
+    prompts = [f"Of river {n}, its banks and its bridges. " * (1 + n % 40) for n in range(48)]
+    counter = "lmetric_split_requests_total"
+    whole, _, counted = await streamed(counter, prompts)
+    assert counted == 0
+    planned, receipts, counted = await streamed(counter, prompts, "--policy", "planner")
+    assert planned == whole
+    assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
+    for receipt in receipts:
+        stay, apart = receipt["stay_seconds"], receipt["apart_seconds"]
+        assert (apart < stay) == bool(receipt["cuts"]) == (receipt["uncut"] is None)
+    for flags in (["--split", "none"], ["--set", "split_settings.least_gain_seconds=1e5"]):
+        _, receipts, counted = await streamed(counter, prompts[:8], "--policy", "planner", *flags)
+        assert (counted, [receipt["cuts"] for receipt in receipts]) == (0, [[]] * 8)
+
+
 async def test_moved_requests_say_what_others_say() -> None:
     # One session, so they all begin on one engine.
     prompts = [f"Of river {n}, its banks and its bridges. " * (1 + n) for n in range(12)]

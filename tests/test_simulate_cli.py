@@ -123,6 +123,40 @@ def test_splits_are_runs_of_their_own() -> None:
         assert name in done.stderr
 
 
+def test_planner_cuts_and_pulls_unless_told_otherwise() -> None:
+    busy = ["--instances", "4", "--speed", "9"]
+    runs = told(*busy, "--policy", "lmetric,planner", "--transfer", "25")["runs"]
+    assert [(run["split"], run["decode_policy"]) for run in runs] == [
+        ("none", None),
+        ("apart", "least_requests"),
+    ]
+    assert runs[0]["splits"] == 0 < runs[1]["splits"]
+    trace = load_trace(SLICE).first(120).faster(9)
+    columns = lmetric.simulate(trace, policy="planner", instances=4, transfer="25")
+    assert runs[1]["e2e_seconds"]["mean"] == pytest.approx(float(columns.e2e_seconds.mean()))
+    assert (columns.cut_tokens >= 0).sum() == runs[1]["splits"]
+    # Always at the prompt's end, and elsewhere.
+    cut = columns.cut_tokens >= 0
+    assert (columns.cut_tokens[cut] == columns.input_tokens[cut]).all()
+    assert (columns.decode_instance[cut] != columns.instance[cut]).all()
+    (whole,) = told(*busy, "--policy", "planner", "--split", "none", "--pull", "none")["runs"]
+    plain = lmetric.simulate(trace, policy="planner", instances=4, split="none", pull="none")
+    assert whole["splits"] == 0 == (plain.cut_tokens >= 0).sum()
+    assert whole["e2e_seconds"]["mean"] == pytest.approx(float(plain.e2e_seconds.mean()))
+    # A gain that is never met: nothing goes.
+    stays = ["--split-settings", "least_gain_seconds=1e5"]
+    (run,) = told(*busy, "--policy", "planner", *stays)["runs"]
+    assert (run["split"], run["splits"]) == ("apart", 0)
+    runs = told(*busy, "--policy", "lmetric,planner", *stays)["runs"]
+    assert [run["splits"] for run in runs] == [0, 0]
+    for given in (["--policy", "lmetric", *stays], ["--split", "libra,apart", *stays]):
+        done = simulate(*BASE, *given)
+        assert (done.returncode, "one alone" in done.stderr) == (2, True)
+    # Roles say where requests are cut.
+    (run,) = told("--roles", "2P2D", "--speed", "9", "--policy", "planner", "--transfer", "25")["runs"]
+    assert (run["split"], run["splits"]) == ("none", 0)
+
+
 def test_settings_reach_the_simulator() -> None:
     def mean(*arguments: str) -> float:
         (run,) = told("--policy", "lmetric", *arguments)["runs"]

@@ -34,7 +34,10 @@ def _read(
     ] = None,
     split: Annotated[
         str | None,
-        typer.Option(metavar="none|libra", help="Whether requests are cut between equal engines."),
+        typer.Option(
+            metavar="none|libra|apart",
+            help="Whether requests are cut between equal engines [default: none; with planner: apart].",
+        ),
     ] = None,
     split_force_at: Annotated[
         float | None,

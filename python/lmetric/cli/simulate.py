@@ -22,7 +22,15 @@ from lmetric.cli.options import (
     TraceFile,
     check_file,
 )
-from lmetric.defaults import DEFAULT_PROFILE, LOCAL_ORDERS, Priority, Reschedule, Split
+from lmetric.defaults import (
+    DEFAULT_PROFILE,
+    LOCAL_ORDERS,
+    PLANNER,
+    Priority,
+    Reschedule,
+    Split,
+    default_split,
+)
 
 if TYPE_CHECKING:
     from lmetric.sim.setups import PolicyChoice, Result, Setup
@@ -78,7 +86,7 @@ def command(
         typer.Option(
             metavar="HOW",
             help="Prefixes are pulled from who holds them: none, on, or least=TOKENS,most=PULLS,… "
-            "[default: none].",
+            "[default: none; with planner: on].",
         ),
     ] = None,
     profile: Annotated[
@@ -106,7 +114,10 @@ def command(
     ] = None,
     split: Annotated[
         list[str] | None,
-        typer.Option(metavar="A,B", help="Where requests are cut: none, libra [default: none]."),
+        typer.Option(
+            metavar="A,B",
+            help="Where requests are cut: none, libra, apart [default: none; with planner: apart].",
+        ),
     ] = None,
     reschedule: Annotated[
         list[str] | None,
@@ -126,7 +137,7 @@ def command(
     ] = None,
     split_settings: Annotated[
         str | None,
-        typer.Option(metavar="NAME=N,…", help="Of --split libra, e.g. parts=3,lengths_given=1."),
+        typer.Option(metavar="NAME=N,…", help="Of --split libra or apart, e.g. parts=3,lengths_given=1."),
     ] = None,
     preempt: Annotated[
         str | None,
@@ -200,13 +211,17 @@ def command(
         raise typer.BadParameter("priority needs --priority uniboost or vtc", param_hint="--local-order")
     splits = _each("--split", split, Split, leave_out="force")
     moves = _each("--reschedule", reschedule, Reschedule)
-    if split_settings is not None and "libra" not in splits:
-        raise typer.BadParameter("needs --split libra", param_hint="--split-settings")
-    cutting = {} if split_settings is None else {"split_settings": split_settings}
     pooled = pools is not None and bool(pools.decode)
+    choices = _choices(policy or ["vllm", "lmetric"])
+    planned = not pooled and any(choice.base == PLANNER for choice in choices)
+    cut = {name for name in splits or (["apart"] if planned else []) if name != "none"}
+    if split_settings is not None and len(cut) != 1:
+        raise typer.BadParameter("needs --split libra or apart, and one alone", param_hint="--split-settings")
+    cutting = {} if split_settings is None else {"split_settings": split_settings}
     if decode_profile is not None and not pooled:
         raise typer.BadParameter("needs --roles with a decode pool", param_hint="--decode-profile")
-    if not pooled and not any(map(_several_segments, _ways([], splits, moves))):
+    planned &= not splits
+    if not (pooled or planned or any(map(_several_segments, _ways([], splits, moves)))):
         told = {
             "--decode-policy": decode_policy, "--binding": binding, "--prefill": prefill,
             "--transfer": None if pull else transfer,
@@ -230,7 +245,6 @@ def command(
         from lmetric.sim.figures import require_matplotlib
 
         require_matplotlib()
-    choices = _choices(policy or ["vllm", "lmetric"])
     seconds = _choices(decode_policy or ["least_requests"])
     settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
     optional = {
@@ -247,18 +261,22 @@ def command(
         duration=duration, requests=requests, max_input_tokens=max_input_tokens, prefixes=prefixes,
         skip_bad_lines=skip_bad_lines,
     )  # fmt: skip
+
+    def cuts(choice: PolicyChoice, ways: dict[str, str]) -> bool:
+        return ways.get("split", "none" if pooled else default_split(choice.base)) != "none"
+
     setups = [
         Setup(
             trace=taken, policy=choice, decode_policy=second, profile=profile, speed=speed, seed=seed,
             instances=instances if pools is None else pools.instances,
             roles=None if pools is None else str(pools),
             block_tokens=block_tokens,
-            settings=settings | ways | (cutting if ways.get("split") == "libra" else {}),
+            settings=settings | ways | (cutting if cuts(choice, ways) else {}),
             measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
         )
         for choice in choices
         for ways in _ways(orders, splits, moves)
-        for second in (seconds if pooled or _several_segments(ways) else [None])
+        for second in (seconds if pooled or _several_segments(ways) or cuts(choice, ways) else [None])
         for seed in range(seeds)
     ]  # fmt: skip
     results = _run(setups, jobs)

@@ -19,7 +19,7 @@ from lmetric.config.kinds import (
     Strict,
     ZmqEndpoint,
 )
-from lmetric.defaults import Priority
+from lmetric.defaults import Priority, Split, default_split
 
 # Sources of engines beside those in `discovery`.
 CONFIGURED = "configuration"
@@ -119,15 +119,18 @@ class PoolSettings(Strict):
         description="after the prompt was computed, its KV cache is fetched within this time or computed "
         "again; default: two thirds of the engine's lease, 20 where it does not tell",
     )
-    split: Literal["none", "libra"] = Field(
-        "none",
-        description="whether a request may be cut at any of its tokens and go on at another engine of role "
-        "both: none, or libra, where it pays; its client sees one answer",
+    split: Literal["none", "libra", "apart"] | None = Field(
+        None,
+        description="whether a request may be cut and go on at another engine of role both: none; libra, at "
+        "any of its tokens, where it pays; apart, behind its prompt, where all requests together lose less "
+        "time then; its client sees one answer; default: apart where the policy is planner, else none",
     )
     split_settings: dict[str, float] = Field(
         default_factory=dict,
         description="of libra, by name: parts, probes, epsilon, least_gain, least_tokens, "
-        "transfer_seconds_per_token, transfer_fixed_seconds, quantile, margin_tokens, lengths_given",
+        "transfer_seconds_per_token, transfer_fixed_seconds, quantile, margin_tokens, lengths_given; of "
+        "apart: recent_seconds, least_gain_seconds, transfer_seconds_per_token, transfer_fixed_seconds, "
+        "prior_tokens, lengths_given",
     )
     split_force_at: float | None = Field(
         None,
@@ -220,6 +223,17 @@ class PoolSettings(Strict):
         description="engine profile (shipped name or file) for predicted times; default: what is learned",
     )
     seed: int = Field(0, ge=0, description="seed of the tie-breaks")
+
+    @property
+    def split_by(self) -> Split:
+        """What cuts requests between equals: what is said, or what goes with the policy."""
+        named = self.policy if isinstance(self.policy, str) else str(self.policy.get("name"))
+        return default_split(named) if self.split is None else self.split
+
+    @property
+    def cuts(self) -> bool:
+        """Whether requests may be cut between equals."""
+        return self.split_by != "none" or self.split_force_at is not None
 
 
 class ModelConfig(PoolSettings):
@@ -459,7 +473,7 @@ class ServerConfig(PoolSettings):
     def splits(self) -> bool:
         """Whether requests of some model may be cut between equals."""
         pools = [self, *self.models]
-        return any(pool.split != "none" or pool.split_force_at is not None for pool in pools)
+        return any(pool.cuts for pool in pools)
 
     @property
     def orders(self) -> bool:

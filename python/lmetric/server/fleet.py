@@ -225,11 +225,11 @@ class Pool:
         )
         priority.set_up(self.router, settings)
         # Whether requests may be cut between equals.
-        self.splits = settings.split != "none" or settings.split_force_at is not None
+        self.splits = settings.cuts
         if settings.split_force_at is not None:
             self.router.set_split("force", at=settings.split_force_at)
         elif self.splits:
-            self.router.set_split(settings.split, **settings.split_settings)
+            self.router.set_split(settings.split_by, **settings.split_settings)
         self.mover: Mover | None = None  # where requests move while they run
         if settings.reschedule != "none":
             self.router.set_rescheduling(settings.reschedule, **settings.reschedule_settings)

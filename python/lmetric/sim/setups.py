@@ -15,7 +15,7 @@ import orjson
 
 from lmetric import _core
 from lmetric._core import LmetricError
-from lmetric.defaults import DEFAULT_PROFILE
+from lmetric.defaults import DEFAULT_PROFILE, PLANNER
 from lmetric.policies import Policy
 from lmetric.profiles import Profile, load_profile
 from lmetric.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
@@ -221,7 +221,7 @@ class Setup:
         else:
             del told["decode_policy"]["label"]
             told["kv_bytes_per_token"] = self.engine.kv_bytes_per_token
-        if "pull" in self.settings:
+        if "pull" in self.settings or self.policy.base == PLANNER:
             told["kv_bytes_per_token"] = self.engine.kv_bytes_per_token
         if self.roles is None:
             del told["roles"]

@@ -224,7 +224,13 @@ class SettingsEntry(Strict):
         None, description="with pools: prompts queue, or each takes its own time and waits for none"
     )
     pull: Annotated[list[Annotated[str, AfterValidator(_pull)]], Listed] | None = Field(
-        None, description="prefixes are pulled from who holds them: none, on, or least=TOKENS, ..."
+        None,
+        description="prefixes are pulled from who holds them: none, on, or least=TOKENS, ...; default: on "
+        "where the policy is planner",
+    )
+    split: Annotated[list[Literal["none", "libra", "apart"]], Listed] | None = Field(
+        None,
+        description="where requests are cut that no roles cut; default: apart where the policy is planner",
     )
     transfer: Annotated[list[Annotated[str, BeforeValidator(_transfer)]], Listed] | None = Field(
         None,

@@ -3,7 +3,7 @@ use super::cut::{CLASSES, Follow, Rest};
 use super::decide::Turn;
 use super::{InstanceId, Router};
 use crate::error::CoreError;
-use crate::estimate::OutputLength;
+use crate::estimate::{OutputLength, StepTime};
 use crate::ids::Seconds;
 use crate::indicators::Indicator;
 use crate::policy::select;
@@ -50,6 +50,17 @@ impl Mean {
     }
 }
 
+/// A request that was prefilled on `first`, to decode anywhere.
+struct Asked<'a> {
+    apart: &'a Apart,
+    request: &'a Request<'a>,
+    output_tokens: f64,
+    first: InstanceId,
+    /// What the steps of an instance take of which nothing is known.
+    any: StepTime,
+    now: Seconds,
+}
+
 impl Router {
     /// What follows a first segment on `first`: nothing, or the answer on another instance.
     pub(super) fn rest_apart(
@@ -60,28 +71,30 @@ impl Router {
         failed: &[u32],
         now: Seconds,
     ) -> Rest {
-        match request.expected_output_tokens {
-            None => return self.leave_whole("nothing is known of the length of answers"),
-            // The first token comes of the prefill.
-            Some(0 | 1) => return self.leave_whole("its answer ends with its prefill"),
-            Some(_) => {}
+        let Some(output_tokens) = request.expected_output_tokens else {
+            return self.leave_whole("nothing is known of the length of answers");
+        };
+        if output_tokens < 2 {
+            return self.leave_whole("its answer ends with its prefill");
         }
-        if self.step_time_of(first.index()).is_none() {
-            return self.leave_whole("nothing is known of its instance's speed");
-        }
+        // One of which nothing is known, or little that is sure, is taken for another, or it would never be tried.
+        let Some(any) = (0..self.fleet.slots()).find_map(|slot| self.step_time_of(slot)) else {
+            return self.leave_whole("nothing is known of the instances' speed");
+        };
         if self.admit(Turn::Peer(Some(first)), failed) == 0 {
             return self.leave_whole("no second instance takes over");
         }
+        let asked = Asked { apart, request, output_tokens: f64::from(output_tokens), first, any, now };
         let slots = self.fleet.slots();
         self.later.scores.reset(slots);
         for slot in (0..slots).filter(|slot| *slot != first.index()) {
             if self.later.eligible[slot] {
-                self.later.scores.score[slot] = self.lost_on(apart, request, first, slot, now);
+                self.later.scores.score[slot] = self.lost_on(&asked, slot);
             }
         }
-        let stay_seconds = self.lost_on(apart, request, first, first.index(), now);
+        let stay_seconds = self.lost_on(&asked, first.index());
         let Some(best) = select::best(&self.later.scores, &self.later.eligible, &mut self.rng) else {
-            return self.leave_whole("nothing is known of the other instances' speed");
+            return self.leave_whole("what the other instances would lose is no number");
         };
         let apart_seconds = self.later.scores.score[best];
         self.balance = Some(Balance { stay_seconds, apart_seconds, ..Balance::default() });
@@ -94,21 +107,11 @@ impl Router {
         Rest::from_iter([Follow { from_token, instance, start_seconds, score: apart_seconds }])
     }
 
-    /// What all requests together lose if one that is prefilled on `first` decodes on `slot`; NaN where nothing is known of its speed.
-    fn lost_on(
-        &self,
-        apart: &Apart,
-        request: &Request<'_>,
-        first: InstanceId,
-        slot: usize,
-        now: Seconds,
-    ) -> Seconds {
-        let (Some(step), Some(output_tokens)) = (self.step_time_of(slot), request.expected_output_tokens)
-        else {
-            return f64::NAN;
-        };
+    /// What all requests together lose if it decodes on `slot`.
+    fn lost_on(&self, asked: &Asked<'_>, slot: usize) -> Seconds {
+        let Asked { request, now, .. } = *asked;
+        let step = self.step_time_of(slot).unwrap_or(asked.any);
         let at = |indicator| self.columns.get(indicator)[slot];
-        let settings = &apart.settings;
         let beside = Beside {
             decoding: at(Indicator::DecodeBs) + at(Indicator::BoundBs),
             context_tokens: at(Indicator::Tokens),
@@ -117,10 +120,11 @@ impl Router {
                 + step.prefill_seconds_per_attention_pair * self.books.queued_pairs_on(slot),
         };
         let prompt_tokens = f64::from(request.prompt_tokens);
-        let lost = lost_seconds(&step, &beside, prompt_tokens, f64::from(output_tokens));
-        if slot == first.index() {
+        let lost = lost_seconds(&step, &beside, prompt_tokens, asked.output_tokens);
+        if slot == asked.first.index() {
             return lost;
         }
+        let settings = &asked.apart.settings;
         let (per_token, fixed) = match self.pull_cost() {
             Some((per_token, fixed, _)) => (per_token, fixed),
             None => (settings.transfer_seconds_per_token, settings.transfer_fixed_seconds),

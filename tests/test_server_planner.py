@@ -1,0 +1,82 @@
+"""Policy planner through the server: requests decode wherever all lose least, and nobody hears it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from lmetric.config import load_config
+from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, split
+
+
+def bodies(count: int, path: str = COMPLETIONS) -> list[dict[str, Any]]:
+    """Streams of 30 to 90 tokens behind prompts of some hundreds."""
+    return [
+        body_of(path, f"{n} quiet rivers ran to the sea " * (20 + n % 30), max_tokens=30 + n % 60, stream=True)
+        for n in range(count)
+    ]
+
+
+async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
+    # The clock runs five times as fast, so hand-overs seem to take as many times as long.
+    settings = {"transfer_fixed_seconds": 0.0, "transfer_seconds_per_token": 0.0}
+    engines = [both(clock_speed=5.0)] * 3
+    async with split(*engines, at=None, policy="planner", split_settings=settings) as w:
+        pool = w.server.fleet.pools[0]
+        told = pool.router.stats()
+        assert (told["policy"], pool.splits) == ("planner", True)
+        first = await asked(w, COMPLETIONS, bodies(1)[0])
+        assert first["receipt"]["uncut"] == "nothing is known of the instances' speed"
+        assert first["receipt"]["stay_seconds"] is None
+        # Until its steps are known.
+        before = [await asked(w, COMPLETIONS, each) for each in bodies(24)]
+        asking = [(path, body) for path in (CHAT, COMPLETIONS) for body in bodies(40, path)]
+        heard = await asyncio.gather(*(asked(w, path, body) for path, body in asking))
+        cut = [said for said in heard if said["receipt"]["cuts"]]
+        assert 0 < len(cut) < len(heard)
+        for said in heard:
+            receipt = said["receipt"]
+            stay, apart = receipt["stay_seconds"], receipt["apart_seconds"]
+            assert receipt["pull_instance"] is None  # the server pulls no prefixes
+            if receipt["cuts"]:
+                assert receipt["cuts"] == [receipt["prompt_tokens"]]
+                assert receipt["decode_instance"] != receipt["instance"]
+                assert (receipt["uncut"], receipt["decode_score"]) == (None, apart)
+                assert 0 < apart < stay
+            else:
+                assert receipt["uncut"] == "nothing is lost where it is"
+                assert 0 < stay <= apart
+        for (path, body), said in list(zip(asking, heard, strict=True))[::4]:
+            equal(said, await alone(w, path, body))
+        all_cut = len(cut) + sum(bool(said["receipt"]["cuts"]) for said in before)
+        assert w.outcomes == {"handed_over": all_cut}
+        assert pool.router.stats()["in_flight"] == 0
+
+
+async def test_engines_that_hand_nothing_over_take_requests_whole() -> None:
+    plain = both(kv_connector="none", kv_bidirectional=False)
+    async with split(plain, plain, at=None, policy="planner") as w:
+        for body in bodies(6):
+            said = await asked(w, COMPLETIONS, body)
+            equal(said, await alone(w, COMPLETIONS, body))
+            receipt = said["receipt"]
+            assert (receipt["cuts"], receipt["uncut"]) == ([], "its instance cannot hand over")
+        assert not w.outcomes
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"policy": "planner"}, "apart"),
+        ({"policy": {"name": "planner"}}, "apart"),
+        ({"policy": "planner", "split": "none"}, "none"),
+        ({"policy": "planner", "split": "libra"}, "libra"),
+        ({"policy": "lmetric"}, "none"),
+        ({"policy": "lmetric", "split": "apart"}, "apart"),
+    ],
+)
+def test_what_cuts_goes_with_the_policy_unless_it_is_said(given: dict[str, Any], expected: str) -> None:
+    config = load_config(None, {"embedded": 2, **given})
+    assert (config.pool_settings().split_by, config.splits) == (expected, expected != "none")
