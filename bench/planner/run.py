@@ -122,4 +122,4 @@ def hot(world: World) -> Row:
 
 
 if __name__ == "__main__":
-    RERUN.main_of_pool(__doc__, World, seeds=5, traces="mooncake_conversation.jsonl.gz")
+    RERUN.main_of_pool(__doc__, World, seeds=8, traces="mooncake_conversation.jsonl.gz")
