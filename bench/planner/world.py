@@ -15,8 +15,9 @@ from hot_spot import surge
 from lmetric.profiles import Profile, load_profile
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.traces import load_trace
-from rerun import Pool, traces
+from rerun import ROOT, Pool, traces
 
+SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
 INSTANCES = 16
 # The independent simulation's engines take 100 us for a prompt token.
 PREFILL_SECONDS = 1e-4
@@ -60,6 +61,7 @@ class Stage:
     speed: float  # times the recorded arrivals
     share: float = 0.0  # of the requests that come to share a prefix, where that is made
     tokens: int = 0  # of that prefix
+    slice: bool = False  # of the recorded hour, the packaged part alone
 
     @property
     def label(self) -> str:
@@ -99,7 +101,8 @@ def made(stage: Stage, seed: int) -> tuple[Workload, NDArray[np.bool_]]:
     if stage.tokens:
         trace, hot = surge(seed, stage.share, stage.tokens, known=True)
         return prepare(trace, stage.profile).faster(stage.speed), hot
-    trace = load_trace(traces() / "mooncake_conversation.jsonl.gz").faster(stage.speed)
+    recorded = SLICE if stage.slice else traces() / "mooncake_conversation.jsonl.gz"
+    trace = load_trace(recorded).faster(stage.speed)
     moved = trace.arrival_seconds + np.random.default_rng(seed).uniform(0, 1e-3, len(trace))
     trace = replace(trace, arrival_seconds=np.sort(moved))
     return prepare(trace, stage.profile), np.ones(len(trace), np.bool_)
