@@ -5,8 +5,8 @@
     python bench/core.py memory [--prompts 10000000] [--out FILE]    # minutes; the same figures each time
 
 Runs what the repository ships for that: `lmetric-router bench --json`, the example `index_latency` of
-`lmetric-core` and criterion's `score` bench for LMETRIC over 1,024 instances; or the examples `split_latency`
-and `reschedule_latency`; or `index_memory`.
+`lmetric-core` and criterion's `score` bench for LMETRIC over 1,024 instances; or the examples
+`split_latency`, `priority_latency` and `reschedule_latency`; or `index_memory`.
 """
 
 from __future__ import annotations
@@ -112,12 +112,18 @@ def latency() -> Figures:
 
 
 def plans() -> Figures:
-    """Searches for cuts and whole decisions; rounds of rescheduling."""
-    cuts, rounds = CUT.findall(example("split_latency")), ROUND.findall(example("reschedule_latency"))
-    if not cuts or not rounds:
-        sys.exit("core.py: split_latency or reschedule_latency printed no figures")
+    """Searches for cuts and whole decisions; priorities; rounds of rescheduling."""
+    calls = {
+        what: {
+            name: {"p50_us": float(p50), "p99_us": float(p99)} for name, p50, p99 in CUT.findall(example(by))
+        }
+        for what, by in (("cuts", "split_latency"), ("priorities", "priority_latency"))
+    }
+    rounds = ROUND.findall(example("reschedule_latency"))
+    if not all(calls.values()) or not rounds:
+        sys.exit("core.py: split_latency, priority_latency or reschedule_latency printed no figures")
     return {
-        "cuts": {name: {"p50_us": float(p50), "p99_us": float(p99)} for name, p50, p99 in cuts},
+        **calls,
         "rounds": [
             {
                 "what": what,

@@ -111,6 +111,9 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
     for name, cut in plans["cuts"].items():
         if "split libra" in name:
             yield line(f"{name}, Rust, p99", cut["p99_us"], 100, "us")
+    for name, call in plans["priorities"].items():
+        if name.startswith("a request"):
+            yield line(f"{name}, p99", call["p99_us"], 1, "us")
     for each in plans["rounds"]:
         if "router" in each["what"] and each["instances"] == 256:
             yield line(f"{each['what']}, 256 x {each['requests']}, p99", each["p99_us"] / 1e3, 3, "ms")
@@ -198,17 +201,23 @@ def core(result: Figures, memory: Figures) -> str:
 
 
 def plans(result: Figures) -> str:
-    """Cuts and rounds."""
-    cuts = [
-        [name, *(f"{cut[key]:.2f}" for key in ("p50_us", "p99_us"))] for name, cut in result["cuts"].items()
-    ]
+    """Cuts, priorities and rounds."""
+
+    def calls(what: str) -> str:
+        rows = [
+            [name, *(f"{call[key]:.2f}" for key in ("p50_us", "p99_us"))]
+            for name, call in result[what].items()
+        ]
+        return table([what, "p50, us", "p99, us"], rows)
+
     rounds: dict[str, list[str]] = {}
     for each in result["rounds"]:
         rounds.setdefault(each["what"], []).append(f"{each['p50_us']:.0f} / {each['p99_us']:.0f}")
     sizes = dict.fromkeys(f"{each['instances']} x {each['requests']}" for each in result["rounds"])
     return "\n\n".join(
         [
-            table(["cuts", "p50, us", "p99, us"], cuts),
+            calls("cuts"),
+            calls("priorities"),
             "Rounds of rescheduling, p50 / p99 in us, by instances and requests that decode on each:",
             table(["rule", *sizes], [[what, *cells] for what, cells in rounds.items()]),
         ]

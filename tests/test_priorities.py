@@ -37,7 +37,8 @@ def given(router: _core.Router, tokens: int, now: float, **more: Any) -> tuple[i
 def test_boosted_arrivals_by_hand() -> None:
     router = ordered("uniboost", gamma=0.1, adaptive=0.0, clock_offset_seconds=1e9)
     # 8,000 tokens/s until an instance was seen to prefill: 512 tokens are 0.064 s of work.
-    boost = -math.log(1 - math.exp(-0.1 * 0.064)) / 0.1
+    # Against 1,024 tokens, 0.128 s.
+    boost = (math.log(1 - math.exp(-0.1 * 0.128)) - math.log(1 - math.exp(-0.1 * 0.064))) / 0.1
     decision, ticket = router.route(prompt_tokens=700, now=50.0)
     assert decision.priority == round((1e9 + 50.0 - boost) * 1e3)
     assert router.gamma() == (0.1, 0)
@@ -50,6 +51,14 @@ def test_boosted_arrivals_by_hand() -> None:
     first, _ = given(router, 4096, 60.0, handicap_seconds=30.0)
     assert first - given(router, 4096, 60.0)[0] == 30_000
     assert ordered("none").route(prompt_tokens=10)[0].priority is None
+
+
+def test_numbers_compare_whatever_gamma_was_when_they_were_given() -> None:
+    # A prompt of 1,024 tokens has its arrival; shorter ones go before it, longer ones behind it.
+    for gamma in (0.01, 0.1, 1.0):
+        router = ordered("uniboost", gamma=gamma, adaptive=0.0)
+        assert given(router, 1024, 70.0)[0] == 70_000
+        assert given(router, 600, 70.0)[0] < 70_000 < given(router, 3000, 70.0)[0]
 
 
 def test_no_boost_is_larger_than_the_most_so_nobody_starves() -> None:
@@ -96,15 +105,22 @@ def test_what_cannot_be_is_named() -> None:
     router = ordered("none")
     for kind, settings, told in (
         ("fastest", {}, "uniboost"),
-        ("uniboost", {"gama": 1.0}, "gamma, adaptive"),
+        ("uniboost", {"gama": 1.0}, 'gama with "uniboost" is not valid; expected gamma, bin_tokens, win'),
         ("uniboost", {"gamma": math.nan}, "gamma"),
         ("uniboost", {"gamma": -1.0}, "gamma"),
         ("uniboost", {"smoothing": 2.0}, "smoothing"),
+        ("uniboost", {"window": 500.5}, "priority: window: 500.5 is not valid; expected a whole number"),
+        ("uniboost", {"bin_tokens": 0.5}, "bin_tokens: 0.5 is not valid; expected a whole number"),
+        ("uniboost", {"window": 200.0, "least": 300.0}, "least: 300 is not valid"),
+        ("uniboost", {"adaptive": 0.0, "window": 200.0}, 'window with "uniboost" and adaptive 0'),
+        ("uniboost", {"adaptive": 0.5}, "adaptive: 0.5 is not valid; expected 0 or 1"),
+        ("uniboost", {"hysteresis_seconds": 1.0}, "hysteresis_seconds with"),
         ("uniboost", {"most_boost_seconds": -1.0}, "most seconds"),
         ("vtc", {"gamma": 1.0}, "nothing"),
     ):
         with pytest.raises(lm.BadValueError, match=told):
             router.set_priorities(kind, **settings)
+    router.set_priorities("uniboost", window=100.0)  # fewer than there must be without it
     router.set_priorities("vtc")
     with pytest.raises(lm.BadValueError, match="weight"):
         router.route(prompt_tokens=1, tenant="a", tenant_weight=0.0)

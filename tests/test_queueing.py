@@ -44,11 +44,10 @@ def test_a_swap_in_tokens() -> None:
 
 def test_orders_are_checked_where_they_are_named() -> None:
     assert checked_order("uniboost(gamma=0.2)") == "uniboost(gamma=0.2)"
-    assert checked_order("priority", of_trace=False) == "priority"
+    assert checked_order("priority") == "priority"
     for wrong, what in (
         ("lifo", "one of fcfs"),
         ("uniboost(k=1)", "bin_tokens"),
-        ("priority", "no priorities"),
     ):
         with pytest.raises(ValueError, match=what):
             checked_order(wrong)

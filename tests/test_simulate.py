@@ -136,9 +136,8 @@ def test_every_local_order_serves_all(admission: Any, pools: dict[str, Any]) -> 
     ends = {}
     for order in LOCAL_ORDERS:
         for signals in ("exact", "step_end", "delayed"):
-            run = simulate(
-                workload, profile=ROUND, admission=admission, signals=signals, local_order=order, **pools
-            )
+            told = {**pools, "local_order": order, "priority": "uniboost" if order == "priority" else "none"}
+            run = simulate(workload, profile=ROUND, admission=admission, signals=signals, **told)
             assert run.local_order == order
             assert (run.finished_seconds >= run.first_token_seconds).all()
             assert (run.first_token_seconds > run.scheduled_seconds).all()
@@ -165,6 +164,26 @@ def test_local_orders_on_one_engine_by_hand() -> None:
     assert ends("srpt", put_back=1) == pytest.approx(
         [3.5 + 2.64 + 3.6 + 1.53 + 16, 3.5 + 2.64 + 3.6, 3.5 + 2.64]
     )
+
+
+def test_the_routers_numbers_order_an_engines_queue() -> None:
+    # A place for one, which is taken; then a long prompt comes, and a short one. Tenants are sessions.
+    one = ROUND.model_copy(update={"max_sequences": 1})
+    asks = trace([(0.0, 50, 20, []), (1.0, 2000, 3, []), (2.0, 64, 2, [])])
+
+    def order(**told: Any) -> list[int]:
+        run = simulate(asks, instances=1, profile=one, **told)
+        return np.argsort(run.scheduled_seconds).tolist()
+
+    assert order(local_order="fcfs", priority="uniboost") == [0, 1, 2], "the engine ignores it"
+    assert order(local_order="priority", priority="uniboost") == [0, 2, 1]
+    steep = {"gamma": 100.0, "adaptive": 0.0}
+    assert order(local_order="priority", priority="uniboost", priority_settings=steep) == [0, 1, 2]
+    assert order(local_order="priority", priority="vtc") == [0, 1, 2], "one tenant's come as they came"
+    asks = replace(asks, sessions=np.array([1, 1, 2]))
+    assert order(local_order="priority", priority="vtc") == [0, 2, 1]
+    with pytest.raises(lm.BadValueError, match="gamma"):
+        order(priority="uniboost", priority_settings={"gamma": -1.0})
 
 
 def test_the_token_slo_of_the_local_order_by_hand() -> None:
@@ -269,7 +288,7 @@ def test_errors_say_what_would_have_been_right() -> None:
         simulate(two, profile=ROUND, signals="late")  # type: ignore[arg-type]
     with pytest.raises(lm.BadValueError, match='"lifo" is not valid; expected one of fcfs'):
         simulate(two, profile=ROUND, local_order="lifo")
-    with pytest.raises(lm.BadValueError, match="requests of a trace have no priorities"):
+    with pytest.raises(lm.BadValueError, match="a trace has no priorities of its own"):
         simulate(two, profile=ROUND, local_order="priority")
     with pytest.raises(lm.UnknownNameError, match="did you mean"):
         simulate(two, profile=ROUND, policy="lmetrik")

@@ -174,7 +174,7 @@ def test_the_table_the_report_and_the_figures(tmp_path: Path) -> None:
         (["--measure", "0:0.001"], 1, "of 120 requests leaves none to measure"),
         (["--signals", "exakt"], 2, "exakt"),
         (["--local-order", "fcfs,lifo"], 2, '"lifo" is not valid; expected one of fcfs, priority, sjf'),
-        (["--local-order", "priority"], 2, "have no priorities"),
+        (["--local-order", "priority"], 2, "priority needs --priority uniboost or vtc"),
         (["--local-order", "uniboost(k=1)"], 2, "expected gamma, bin_tokens"),
         (["--preempt", "swop"], 2, "expected recompute, swap"),
         (["--profile", "nope"], 2, "nope"),

@@ -612,6 +612,8 @@ def simulate(
     order_slo_seconds: float = 0.1,
     order_think_slo_seconds: float | None = None,
     swap: tuple[float, int] | None = None,  # seconds a token each way, tokens that the host holds
+    priority: str = "none",
+    priority_settings: Mapping[str, float] | None = None,
     split: str = "none",
     split_settings: Mapping[str, float] | None = None,
     reschedule: str = "none",

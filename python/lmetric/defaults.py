@@ -7,6 +7,7 @@ DEFAULT_PROFILE = "independent-sim"
 
 LOCAL_ORDERS = (
     "fcfs",
+    "priority",
     "sjf",
     "spf",
     "srpt",

@@ -10,19 +10,16 @@ from lmetric._core import BadValueError, check_local_order
 from lmetric.profiles import Profile
 
 
-def checked_order(text: str, *, of_trace: bool = True) -> str:
-    """The text, where it names a local order, maybe with settings: ``uniboost(gamma=0.2)``. A trace has no
-    priorities to go by.
+def checked_order(text: str) -> str:
+    """The text, where it names a local order, maybe with settings: ``uniboost(gamma=0.2)``.
 
     Raises:
         ValueError: it does not, saying what would have been right.
     """
     try:
-        name = check_local_order(text)
+        check_local_order(text)
     except BadValueError as error:
         raise ValueError(str(error)) from None
-    if name == "priority" and of_trace:
-        raise ValueError(f"{text!r}: the requests of a trace have no priorities")
     return text
 
 

@@ -22,7 +22,7 @@ from lmetric.cli.options import (
     TraceFile,
     check_file,
 )
-from lmetric.defaults import DEFAULT_PROFILE, LOCAL_ORDERS, Reschedule, Split
+from lmetric.defaults import DEFAULT_PROFILE, LOCAL_ORDERS, Priority, Reschedule, Split
 
 if TYPE_CHECKING:
     from lmetric.sim.setups import PolicyChoice, Result, Setup
@@ -136,6 +136,10 @@ def command(
             "[default: recompute].",
         ),
     ] = None,
+    priority: Annotated[
+        Priority | None,
+        typer.Option(help="What --local-order priority goes by: the router's numbers [default: none]."),
+    ] = None,
     index: Annotated[
         Index, typer.Option(help="KV index: fed by the engines' events, or by what was sent.")
     ] = Index.exact,
@@ -192,6 +196,8 @@ def command(
 
     pools = None if roles is None else Roles.of(roles)
     orders = _orders(local_order)
+    if "priority" in orders and priority in (None, "none"):
+        raise typer.BadParameter("priority needs --priority uniboost or vtc", param_hint="--local-order")
     splits = _each("--split", split, Split, leave_out="force")
     moves = _each("--reschedule", reschedule, Reschedule)
     if split_settings is not None and "libra" not in splits:
@@ -231,7 +237,7 @@ def command(
         "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
         "token_stride": token_stride, "order_slo": order_slo,
         "order_think_slo": order_think_slo, "think_slo_seconds": think_slo,
-        "preempt": preempt,
+        "preempt": preempt, "priority": priority,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
         "transfer": transfer, "pull": pull, "decode_profile": decode_profile,
     }  # fmt: skip

@@ -132,6 +132,24 @@ class Lengths(Described):
 # reach can give. Zeta-like: prompts of 345 tokens in the mean and up to 1,700, answers with a deviation of
 # 3,492. Ours, as it gives no figure: medians of prompts, how short answers are spread, and the mean of
 # Zeta's answers (5,000: half reach the cap).
+# Azure's conversation service of 2023 (AzurePublicDataset, CC-BY 4.0) by its quantiles, prompts and answers
+# apart.
+_AZURE = Lengths(
+    input_tokens=Quantiles(
+        quantiles={0: 2, 0.1: 207, 0.25: 396, 0.4: 703, 0.5: 1020, 0.75: 1189, 0.9: 2734, 0.95: 4083, 1: 4300}
+    ),
+    output_tokens=Quantiles(
+        quantiles={0: 7, 0.1: 54, 0.25: 85, 0.5: 129, 0.6: 177, 0.75: 395, 0.95: 451, 0.99: 601, 1: 1000}
+    ),
+)
+# s1k's questions, and thoughts with answers: 4,690 tokens of these in the mean, as its paper says; the shape
+# is ours.
+_S1K: dict[str, Distribution] = {
+    "input_tokens": Quantiles(quantiles={0: 20, 0.5: 90, 0.9: 260, 0.99: 700, 1: 1200}),
+    "output_tokens": Quantiles(
+        quantiles={0: 300, 0.25: 2200, 0.5: 3900, 0.75: 6100, 0.95: 11500, 0.99: 17000, 1: 26000}
+    ),
+}
 LENGTHS: dict[str, Lengths] = {
     "sibyl-random": Lengths(
         input_tokens=Quantiles(quantiles={0: 0.5, 1: 512.5}),
@@ -155,6 +173,10 @@ LENGTHS: dict[str, Lengths] = {
             }
         ),
     ),
+    # UniBoost's mixtures (its section 4): a fifth, and seven tenths, of reasoning among Azure's.
+    "azure-chat": _AZURE,
+    "mix-1": _AZURE.model_copy(update={"kinds": (Kind(share=0.2, **_S1K),)}),
+    "mix-2": _AZURE.model_copy(update={"kinds": (Kind(share=0.7, **_S1K),)}),
     # Ours: workloads of today's kinds, and shapes that are hard to level. Nobody's data.
     "short-chat": Lengths(
         input_tokens=LogNormal(p50=300, p90=2000, min=8, max=16000),

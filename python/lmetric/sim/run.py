@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric import _core
-from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO, Reschedule, Split
+from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO, Priority, Reschedule, Split
 from lmetric.expr import Expr
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
@@ -104,6 +104,7 @@ class Run:
     guard_filters: int  # and for which it then took instances out
     steps: int  # of all engines
     step_variance: float  # of decode steps' seconds over the instances that decode, mean over the run, in s^2
+    gamma: float | None  # of the router's priorities at the end, 1/s; None: it boosts nobody
     oom: int  # times that an engine ran out of memory, and put a request back into its queue for it
     stalled: int  # engines that stand still for ever, beyond what their profile's decode_throughput carries
     wall_seconds: float
@@ -237,6 +238,8 @@ def simulate(
     order_slo: float = ORDER_SLO,
     order_think_slo: float | None = None,
     preempt: SwapLike = "recompute",
+    priority: Priority = "none",
+    priority_settings: Mapping[str, float] | None = None,
     split: Split = "none",
     split_settings: Mapping[str, float] | str | None = None,
     reschedule: Reschedule = "none",
@@ -280,13 +283,17 @@ def simulate(
             back for another: ``"fcfs"``, ``"sjf"`` (shortest answer), ``"spf"`` (shortest uncached prompt),
             ``"srpt"`` (least remaining work, lengths known), ``"srpt_noisy"`` (predicted, by `seed`), and
             ``"las"`` (least attained service); ``"slo"``: arrival, in steps that keep `order_slo`;
-            ``"distboost"``, ``"uniboost"`` and others, also with settings of their own:
-            ``"uniboost(gamma=0.2, bin_tokens=64)"``; see docs/simulator.md.
+            ``"priority"``: by the router's numbers, see `priority`; ``"distboost"``, ``"uniboost"`` and
+            others, also with settings of their own: ``"uniboost(gamma=0.2, bin_tokens=64)"``; see
+            docs/simulator.md.
         order_slo: under ``"slo"``, seconds that a step in which something decodes may take.
         order_think_slo: the same of steps in which nothing but thoughts are made; None: no other.
         preempt: what becomes of the KV of requests that go back: ``"recompute"``, or ``"swap:25, host=64"``,
             it is copied to the host's memory and in again, at so many GB/s (`lmetric.queueing.Swap`); only
             with admission vllm.
+        priority: what gives requests the numbers that local order ``"priority"`` goes by: ``"uniboost"`` or
+            ``"vtc"`` (a session is a tenant), with the `priority_settings` of `Router.set_priorities`, as a
+            server gives them to stock engines: once, at submission.
         split: how requests are cut that no `roles` cut: ``"none"``; ``"libra"``, between the instance of the
             policy and that of `decode_policy`, where this balances them and pays, by `split_settings` (a
             mapping, or text as ``"parts=3, lengths_given=1"``: with ``parts=3`` a request with thoughts is
@@ -347,6 +354,8 @@ def simulate(
         order_slo_seconds=order_slo,
         order_think_slo_seconds=order_think_slo,
         swap=None if (swap := Swap.of(preempt)) is None else swap.constants(chosen),
+        priority=priority,
+        priority_settings=priority_settings,
         split=split,
         split_settings=_numbers(split_settings) if isinstance(split_settings, str) else split_settings,
         reschedule=reschedule,

@@ -189,6 +189,9 @@ class SettingsEntry(Strict):
     preempt: Annotated[list[Annotated[str, AfterValidator(_swap)]], Listed] | None = Field(
         None, description="of requests that go back into a queue: recompute, or swap:GB/S"
     )
+    priority: Annotated[list[Literal["none", "uniboost", "vtc"]], Listed] | None = Field(
+        None, description="what local order priority goes by: the router's numbers, as a server gives them"
+    )
     order_slo: Annotated[list[Positive], Listed] | None = Field(
         None, description="under local_order slo: seconds that a step with decodes may take"
     )

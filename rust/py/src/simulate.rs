@@ -94,7 +94,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
     transfer_unshared=false, pull=None, pull_holder_seconds=0.0, pull_waits=true, pull_pinned=true,
-    local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None,
+    local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None, priority="none", priority_settings=None,
     split="none", split_settings=None, reschedule="none", reschedule_settings=None, silent_segments=false, token_slo_seconds=0.1,
     think_slo_seconds=None))]
 fn simulate<'py>(
@@ -135,6 +135,8 @@ fn simulate<'py>(
     order_slo_seconds: f64,
     order_think_slo_seconds: Option<f64>,
     swap: Option<(f64, u64)>,
+    priority: &str,
+    priority_settings: Option<&Bound<'py, PyDict>>,
     split: &str,
     split_settings: Option<&Bound<'py, PyDict>>,
     reschedule: &str,
@@ -184,8 +186,9 @@ fn simulate<'py>(
             "vllm" => Admission::Vllm,
             other => return Err(unknown("admission", other, "reserve or vllm").into()),
         },
-        order: order(local_order, seed, slo(order_slo_seconds, order_think_slo_seconds))?,
+        order: Order::named(local_order, seed, slo(order_slo_seconds, order_think_slo_seconds))?,
         preempt: preempt(swap),
+        priorities: crate::priorities::priorities_of(priority, priority_settings)?,
         signals: Signals { token_stride, ..seen },
         router: RouterConfig {
             index_feed: match index {
@@ -216,6 +219,10 @@ fn simulate<'py>(
         timeline_seconds,
         token_slo: slo(token_slo_seconds, think_slo_seconds),
     };
+    if config.order == Order::Priority && config.priorities.is_none() {
+        let expected = "another one, or priority uniboost or vtc: a trace has no priorities of its own";
+        return Err(unknown("local_order", local_order, expected).into());
+    }
     let workload = &workload.get().inner;
     let outcome = py.detach(|| {
         lmetric_sim::simulate(workload, policy, decode_policy, &config, || {
@@ -228,16 +235,6 @@ fn simulate<'py>(
 /// What is asked of an answer's tokens, and of thoughts where that is another time.
 fn slo(answer_seconds: f64, think_seconds: Option<f64>) -> TokenSlo {
     TokenSlo { answer_seconds, think_seconds: think_seconds.unwrap_or(answer_seconds) }
-}
-
-fn order(name: &str, seed: u64, slo: TokenSlo) -> Result<Order> {
-    match Order::named(name, seed, slo)? {
-        Order::Priority => {
-            Err(unknown("local_order", name, "another one: the requests of a trace have no priorities")
-                .into())
-        }
-        order => Ok(order),
-    }
 }
 
 /// The outcome as a dictionary of numpy columns; nothing is copied.
@@ -289,6 +286,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
     dict.set_item("steps", outcome.steps)?;
     dict.set_item("step_variance", outcome.step_variance)?;
     dict.set_item("oom", outcome.out_of_memory)?;
+    dict.set_item("gamma", outcome.router.gamma().map(|(gamma, _)| gamma))?;
     dict.set_item("stalled", outcome.stalled)?;
     Ok(dict)
 }

@@ -26,8 +26,8 @@ use lmetric_core::guard::Phase;
 use lmetric_core::ids::Seconds;
 use lmetric_core::plan::Usage;
 use lmetric_core::policy::Policy;
-use lmetric_core::request::Request as RouterRequest;
-use lmetric_core::router::{RescheduleConfig, Router, RouterConfig};
+use lmetric_core::request::{Request as RouterRequest, Tenant};
+use lmetric_core::router::{Priorities, RescheduleConfig, Router, RouterConfig};
 pub use pulls::Pulling;
 use pulls::UnderWay;
 use std::cmp::Reverse;
@@ -52,6 +52,8 @@ pub struct ClusterConfig {
     pub order: Order,
     /// What becomes of the KV of requests that go back into a queue.
     pub preempt: Preempt,
+    /// By what the router gives requests the numbers that [`Order::Priority`] goes by; a session is a tenant. `None`: all have 0.
+    pub priorities: Option<Priorities>,
     /// What the router learns, and when.
     pub signals: Signals,
     /// The router's settings; whether its backlog drains by itself follows from the signals, and whether partial blocks
@@ -166,6 +168,8 @@ struct Cluster<'a> {
     started: Vec<bool>,
     /// Whether it was known where each decodes when its prefill began.
     early: Vec<bool>,
+    /// What each goes by in its engine's queue.
+    priorities: Vec<i64>,
     records: Records,
     timeline: Timeline,
     events: BinaryHeap<Reverse<(u64, Event)>>,
@@ -311,12 +315,14 @@ impl Cluster<'_> {
                 think_tokens: self.config.output_known.then(|| shape.think_tokens[request]),
                 length_class: None,
                 session: shape.sessions[request],
+                tenant: Tenant { id: shape.sessions[request].unwrap_or(Tenant::NOBODY.id), ..Tenant::NOBODY },
                 ..RouterRequest::default()
             },
             self.now,
         )?;
         self.observer.placed(request as u64, decision.ticket, decision.segment, shape.input_tokens[request]);
         self.observer.sent(request as u64, self.now)?;
+        self.priorities[request] = decision.priority.map_or(0, |priority| priority.value);
         let instance = decision.segment.instance.index();
         self.records.arrival_seconds[request] = self.now;
         self.records.instance[request] = instance as i64;
@@ -337,7 +343,10 @@ impl Cluster<'_> {
 
     /// What of a request is at work comes to an engine.
     fn submit(&mut self, request: usize, instance: usize) -> Result<(), CoreError> {
-        let asked = engine_request(self.workload, self.config, request, self.parts[request]);
+        let asked = Request {
+            priority: self.priorities[request],
+            ..engine_request(self.workload, self.config, request, self.parts[request])
+        };
         self.engines[instance].submit(&asked, self.now)?;
         self.count_queue(instance);
         match self.instances[instance].state {
@@ -538,7 +547,7 @@ fn engine_request<'w>(
             Some(to) if to <= prompt + shape.think_tokens[request] => end - tokens,
             _ => (prompt + shape.think_tokens[request]).saturating_sub(tokens),
         },
-        priority: 0,
+        priority: 0, // given when it is submitted
         salt: None,
         report_cached: false,
         pulled_tokens: part.from.max(part.pulled.min(tokens)),

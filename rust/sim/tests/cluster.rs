@@ -39,6 +39,7 @@ fn config(instances: usize) -> ClusterConfig {
         admission: Admission::Reserve,
         order: Order::Fcfs,
         preempt: Preempt::Recompute,
+        priorities: None,
         signals: Signals::EXACT,
         router: RouterConfig {
             index_feed: IndexFeed::Exact,

@@ -165,6 +165,7 @@ fn play(asks: &[Ask], instances: usize, change: impl FnOnce(&mut ClusterConfig))
         admission: Admission::Vllm,
         order: Order::Fcfs,
         preempt: Preempt::Recompute,
+        priorities: None,
         signals: Signals::EXACT,
         router: RouterConfig { split: Split::Libra(libra), step_time: Some(step), ..RouterConfig::default() },
         silent_segments: false,

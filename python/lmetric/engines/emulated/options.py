@@ -186,7 +186,7 @@ class EngineOptions(BaseModel):
     @field_validator("order")
     @classmethod
     def _known_order(cls, order: str) -> str:
-        return checked_order(order, of_trace=False)
+        return checked_order(order)
 
     @field_validator("preempt")
     @classmethod

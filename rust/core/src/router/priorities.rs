@@ -2,7 +2,7 @@
 //!
 //! An engine that orders its queue by priority takes one number and keeps it. UniBoost's is the boosted arrival by the work that is known then, the prompt tokens that the chosen
 //! instance does not hold; gamma is learned from this router's own requests as they end. Lower goes first; numbers of all instances, and of several routers whose clocks agree,
-//! compare.
+//! compare, and stay comparable while gamma is learned: a boost is told against that of a typical prompt.
 use super::Router;
 use super::tickets::TicketState;
 use crate::error::CoreError;
@@ -11,6 +11,10 @@ use crate::priority::vtc::{Place, VirtualTokens};
 use crate::priority::{Priority, Settings, TailRate, Work, boost_seconds};
 use crate::request::Tenant;
 
+/// Boosts count against that of a prompt of so many tokens, so that its number is its arrival whatever gamma and the tokens' seconds are: numbers given before one of these
+/// changed, or by a router that has learned others, compare with those given after.
+const REFERENCE_TOKENS: u32 = 1024;
+
 /// By what requests are ordered.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Priorities {
@@ -18,7 +22,7 @@ pub enum Priorities {
     UniBoost {
         /// Boosts; a priority never changes here, so of MEMGUARD only the bins count.
         settings: Settings,
-        /// The most that anyone is boosted, seconds: who has waited longer is overtaken by nobody of its class.
+        /// The most that one is boosted more than another, seconds: who has waited longer is overtaken by nobody of its class.
         most_seconds: Seconds,
         /// What is added to the router's clock, so that it is the same for all routers: seconds.
         clock_offset_seconds: Seconds,
@@ -99,17 +103,15 @@ impl Router {
         hit_tokens: u32,
         now: Seconds,
     ) -> (Option<Priority>, Option<Place>) {
-        if self.ordering.is_none() {
-            return (None, None); // the rate is a walk over all instances
-        }
-        let token_seconds = 1.0 / self.mean_prefill_rate();
         let Some(ordering) = &mut self.ordering else { return (None, None) };
         match ordering.of {
             Priorities::UniBoost { settings, most_seconds, clock_offset_seconds } => {
                 let gamma = ordering.tail.as_ref().map_or(settings.gamma, TailRate::gamma);
+                let token_seconds = 1.0 / self.mean_prefill_rate(); // a walk over all instances
                 let work = Work { prompt_tokens, hit_tokens, attained_tokens: 0 };
-                let weighed = f64::from(settings.weighed_tokens(&work)) * token_seconds;
-                let boost = boost_seconds(weighed, gamma).min(most_seconds);
+                let at = |tokens: u32| boost_seconds(f64::from(tokens) * token_seconds, gamma);
+                let boost = (at(settings.weighed_tokens(&work)) - at(REFERENCE_TOKENS))
+                    .clamp(-most_seconds / 2.0, most_seconds / 2.0);
                 let arrival = now + clock_offset_seconds + tenant.handicap_seconds;
                 let value = ((arrival - boost) * 1e3).round() as i64;
                 (Some(Priority { value, boost_seconds: boost }), None)

@@ -67,6 +67,7 @@ impl<'a> Cluster<'a> {
         if let Some(policy) = decode_policy {
             router.set_decode_policy(policy)?;
         }
+        router.set_priorities(config.priorities)?;
         if let Some(reschedule) = &config.reschedule {
             let mut rescheduling = reschedule.build()?;
             rescheduling.expected_is_limit = !config.output_known;
@@ -106,6 +107,7 @@ impl<'a> Cluster<'a> {
             parts: vec![Part::default(); workload.len()],
             started: vec![false; workload.len()],
             early: vec![false; workload.len()],
+            priorities: vec![0; workload.len()],
             records: Records::new(workload.len()),
             timeline: Timeline::new(engines.len(), config.timeline_seconds),
             instances: engines.iter().map(|_| instance()).collect(),
@@ -126,6 +128,12 @@ impl<'a> Cluster<'a> {
             engines,
         };
         for (i, engine) in cluster.engines.iter().enumerate() {
+            let alike = |&other: &usize| {
+                config.profiles[other] == config.profiles[i] && config.roles.get(other) == config.roles.get(i)
+            };
+            if (0..i).next_back().filter(alike).is_some() {
+                continue; // it would refuse the same
+            }
             for (request, &prompt) in workload.shape.input_tokens.iter().enumerate() {
                 let part = match config.roles.get(i) {
                     Some(Role::Prefill) => Part { to: Some(prompt), ..Part::default() },

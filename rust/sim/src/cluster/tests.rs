@@ -34,6 +34,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         admission: Admission::Reserve,
         order: Order::Fcfs,
         preempt: Preempt::Recompute,
+        priorities: None,
         signals: if step_end { Signals::STEP_END } else { Signals::EXACT },
         router: RouterConfig {
             index_feed: IndexFeed::Exact,

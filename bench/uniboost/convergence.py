@@ -1,0 +1,33 @@
+"""How many requests must end until the router's gamma is that of a new tail."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+import lmetric as lm
+
+BEFORE = 6000  # ends, by which gamma is the first tail's
+MOST = 20_000
+
+
+def ends_until_learned(before: float, after: float, seed: int) -> int:
+    """Ends after which gamma is within a third of `after` (1/s), where of end-to-end times the share
+    e^-(rate t) is longer than t, with rate `before` at first."""
+    router = lm.Router(policy="least_requests")
+    router.add_instance("a")
+    router.set_priorities("uniboost", gamma=1.0)
+    rng = np.random.default_rng(seed)
+    now = 0.0
+    for end in range(BEFORE + MOST):
+        now += 1.0
+        _, ticket = router.route(prompt_tokens=100, now=now)
+        seconds = float(rng.exponential(1 / (before if end < BEFORE else after)))
+        ticket.first_token(now=now)
+        ticket.finished(now=now + seconds)
+        learned = router.gamma()
+        assert learned is not None
+        if end >= BEFORE and abs(math.log(learned[0] / after)) < math.log(4 / 3):
+            return end - BEFORE + 1
+    raise RuntimeError(f"gamma is {learned[0]:.3g} after {MOST} ends of rate {after}")

@@ -1,0 +1,257 @@
+"""What the UniBoost study plays: engines, mixtures of lengths, orders, and what is kept of a run.
+
+Load is told as rho: arrivals over what the engine carries under FCFS with a queue that is never empty
+(`carried`). Of a run, the requests that arrive between its first tenth and its last count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmetric.profiles import Profile
+from lmetric.profiles.roofline import GPUS, MODELS, Gpu, Model, roofline
+from lmetric.sim.run import Run, Workload, prepare, simulate
+from lmetric.sim.traces import Trace, load_trace
+from rerun import Pool, traces
+
+AZURE = "azure_conv_2023.csv.gz"
+REQUESTS = 10_000  # section 4
+COUNTED = (0.1, 0.9)  # of them, by arrival
+CHUNK_TOKENS = 1024  # a step's, Figure 6
+
+CODELLAMA = Model("codellama-34b", 48, 8192, 64, 8, 128, 22_016, 32_016)
+QWEN_72B = Model("qwen2-72b", 80, 8192, 64, 8, 128, 29_568, 152_064)
+H100 = Gpu("h100", "H100 (80 GB, SXM)", 989e12, 3.35e12, 81_559 * 2**20, 450e9)
+ENGINES: dict[str, tuple[Model, Gpu, int]] = {
+    "Llama-8B, A100": (MODELS["llama-3.1-8b"], GPUS["a100"], 1),
+    "Llama-8B, H100": (MODELS["llama-3.1-8b"], H100, 1),
+    "CodeLlama-34B, A100": (CODELLAMA, GPUS["a100"], 1),
+    "Qwen-72B, 4 A100": (QWEN_72B, GPUS["a100"], 4),
+}
+
+Lengths = Mapping[float, float]
+# s1k: its paper has 1,000 questions with 4.69M tokens of thoughts and answers; the shape is ours.
+S1K: tuple[Lengths, Lengths] = (
+    {0: 20, 0.5: 90, 0.9: 260, 0.99: 700, 1: 1200},
+    {0: 300, 0.25: 2200, 0.5: 3900, 0.75: 6100, 0.95: 11500, 0.99: 17000, 1: 26000},
+)
+# Table 3: short ones and long ones, each with the length that is named.
+SHORT: tuple[Lengths, Lengths] = ({0: 125, 1: 125}, {0: 100, 1: 100})
+LONG: tuple[Lengths, Lengths] = ({0: 2000, 1: 2000}, {0: 6000, 1: 6000})
+# A tenant that has documents summed up.
+BULK: tuple[Lengths, Lengths] = ({0: 4000, 0.5: 8000, 1: 16000}, {0: 100, 0.5: 300, 1: 800})
+# By name: the share of long requests, theirs, and all others' (None: Azure's).
+MIXTURES: dict[str, tuple[float, tuple[Lengths, Lengths], tuple[Lengths, Lengths] | None]] = {
+    "mix-1": (0.2, S1K, None),
+    "mix-2": (0.7, S1K, None),
+    "reasoning": (1.0, S1K, None),
+    "azure": (0.0, S1K, None),
+    "short and long": (0.1, LONG, SHORT),
+    "chat and bulk": (0.3, BULK, None),
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An engine, or several behind a policy, under a load."""
+
+    engine: str
+    mixture: str
+    rho: float
+    instances: int = 1
+    policy: str = "random"
+    cv: float = 1.0  # of the gaps between arrivals; 1: Poisson
+    requests: int = REQUESTS  # for each instance
+    chunk_tokens: int = CHUNK_TOKENS
+    most_sequences: int = 256
+
+    @property
+    def label(self) -> str:
+        many = "" if self.instances == 1 else f", {self.instances} under {self.policy}"
+        places = "" if self.most_sequences == 256 else f", {self.most_sequences} places"
+        bursts = "" if self.cv == 1 else f", bursts (cv {self.cv:g})"
+        chunk = "" if self.chunk_tokens == CHUNK_TOKENS else f", {self.chunk_tokens} tokens a step"
+        return f"{self.engine}, {self.mixture}, rho {self.rho:g}{bursts}{places}{chunk}{many}"
+
+
+@dataclass(frozen=True)
+class Order:
+    """An engine's order."""
+
+    label: str
+    local: str
+    priority: str = "none"
+    settings: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+
+SARATHI = Order("Sarathi", "fcfs")
+TRAIL = Order("TRAIL+", "trail")
+SJF = Order("SJF (LTR+)", "ltr")
+LAS = Order("LAS (MLFQ+)", "las")
+DIST = Order("DistBoost", "distboost")
+BASE = Order("+ unified", "uniboost_base")
+GUARDED = Order("+ MEMGUARD", "uniboost_memguard")
+UNIBOOST = Order("UniBoost", "uniboost")
+SUBMITTED = Order("submit-time UniBoost", "priority", "uniboost")
+VTC = Order("VTC", "priority", "vtc")
+GITTINS = Order("Gittins", "gittins")
+SRPT = Order("SRPT", "srpt")
+
+
+@cache
+def profile_of(engine: str, chunk_tokens: int, most_sequences: int) -> Profile:
+    """The engine model."""
+    model, gpu, gpus = ENGINES[engine]
+    made = roofline(model, gpu, gpus)
+    return made.model_copy(update={"max_batch_tokens": chunk_tokens, "max_sequences": most_sequences})
+
+
+def drawn(rng: np.random.Generator, lengths: Lengths, n: int) -> NDArray[np.int64]:
+    """`n` lengths by their quantiles."""
+    at, values = list(lengths), list(lengths.values())
+    return np.maximum(1, np.interp(rng.random(n), at, values).round().astype(np.int64))
+
+
+@cache
+def azure() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Prompts and answers of the recorded trace, as they go together."""
+    trace = load_trace(traces() / AZURE)
+    return np.maximum(trace.input_tokens, 1), np.maximum(trace.output_tokens, 1)
+
+
+def mixed(mixture: str, n: int, rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Prompts, answers, and which of them are long requests."""
+    share, long, others = MIXTURES[mixture]
+    is_long = rng.random(n) < share
+    columns = []
+    rows = rng.integers(0, len(azure()[0]), n)
+    for part in range(2):
+        rest = azure()[part][rows] if others is None else drawn(rng, others[part], n)
+        columns.append(np.where(is_long, drawn(rng, long[part], n), rest))
+    return columns[0], columns[1], is_long
+
+
+def requests(
+    mixture: str, arrivals: NDArray[np.float64], rng: np.random.Generator
+) -> tuple[Trace, NDArray[Any]]:
+    """A trace, and which of its requests are long."""
+    n = len(arrivals)
+    prompts, answers, is_long = mixed(mixture, n, rng)
+    trace = Trace(
+        name=mixture, arrival_seconds=arrivals, input_tokens=prompts, output_tokens=answers,
+        hash_offsets=np.zeros(n + 1, np.int64), hash_ids=np.zeros(0, np.uint64), block_tokens=16,
+        sessions=is_long.astype(np.int64),  # to the router these are tenants
+    )  # fmt: skip
+    return trace, is_long
+
+
+@cache
+def carried(engine: str, mixture: str, chunk_tokens: int, most_sequences: int) -> float:
+    """Requests a second of one engine whose queue is never empty, under FCFS."""
+    n = 4000
+    profile = profile_of(engine, chunk_tokens, most_sequences)
+    trace, _ = requests(mixture, np.zeros(n), np.random.default_rng(12345))
+    ends = np.sort(play(prepare(trace, profile), profile, SARATHI, "random", 1, 0).finished_seconds)
+    return float(0.6 * n / (ends[int(0.8 * n)] - ends[int(0.2 * n)]))
+
+
+def play(workload: Workload, profile: Profile, order: Order, policy: str, instances: int, seed: int) -> Run:
+    """One run."""
+    return simulate(
+        workload,
+        policy=policy,
+        instances=instances,
+        profile=profile,
+        seed=seed,
+        admission="vllm",
+        local_order=order.local,
+        priority=order.priority,  # type: ignore[arg-type]
+        priority_settings=order.settings,
+        preempt="swap",
+        guard=None,
+        token_stride=20,
+        output_known=False,
+        predictor=None,
+    )
+
+
+@lru_cache(maxsize=6)
+def arriving(stage: Stage, seed: int) -> tuple[Workload, NDArray[Any]]:
+    """What arrives at a stage, and which of it is long."""
+    rng = np.random.default_rng(seed)
+    n = stage.requests * stage.instances
+    rate = (
+        stage.instances
+        * stage.rho
+        * carried(stage.engine, stage.mixture, stage.chunk_tokens, stage.most_sequences)
+    )
+    shape = 1 / stage.cv**2
+    arrivals = np.cumsum(rng.gamma(shape, 1 / (shape * rate), n))
+    trace, is_long = requests(stage.mixture, arrivals, rng)
+    return prepare(trace, profile_of(stage.engine, stage.chunk_tokens, stage.most_sequences)), is_long
+
+
+def outcome(stage: Stage, order: Order, seed: int) -> dict[str, float]:
+    """The figures of a run."""
+    workload, is_long = arriving(stage, seed)
+    profile = profile_of(stage.engine, stage.chunk_tokens, stage.most_sequences)
+    run = play(workload, profile, order, stage.policy, stage.instances, seed)
+    return figures(run, is_long)
+
+
+def figures(run: Run, is_long: NDArray[Any]) -> dict[str, float]:
+    """Seconds of all that counts, and of short and long requests apart."""
+    n = len(run)
+    counts = np.zeros(n, bool)
+    counts[int(COUNTED[0] * n) : int(COUNTED[1] * n)] = True
+    found: dict[str, float] = {}
+    for name, kept in {"": counts, "short ": counts & ~is_long, "long ": counts & is_long}.items():
+        if not kept.any():
+            continue
+        for what, column in (
+            ("e2e", run.e2e_seconds),
+            ("ttft", run.ttft_seconds),
+            ("tpot", run.tpot_seconds),
+        ):
+            values = column[kept]
+            values = values[~np.isnan(values)]
+            found[f"{name}{what} mean"] = float(values.mean())
+            for q in (50, 90, 95, 99, 99.9):
+                found[f"{name}{what} p{q:g}"] = float(np.percentile(values, q))
+    if is_long.any():
+        late = counts & is_long
+        found["long e2e max"] = float(run.e2e_seconds[late].max())
+        # Steps take below a second: what is longer is a stay in the queue.
+        found["long pause p99"] = float(np.percentile(run.worst_gap_seconds[late], 99))
+        found["slope, s a request"] = float(np.polyfit(np.flatnonzero(late), run.e2e_seconds[late], 1)[0])
+    found |= {f"gap p{q}": float(run.gap_seconds(q / 100) or 0) for q in (95, 99)}
+    found["preempted"] = float(run.preemptions[counts].sum() / counts.sum())
+    busy = run.finished_seconds.max() - run.arrival_seconds[0]
+    found["tokens a second"] = float((run.output_tokens.sum() + run.input_tokens.sum()) / busy)
+    found["oom"] = float(run.oom)
+    return found
+
+
+def attained(scales: Sequence[float]) -> str:
+    """How many times as strict an SLO can be, by seed."""
+    return f"{np.mean(scales):.2f} ({min(scales):.2f} to {max(scales):.2f})"
+
+
+class World(Pool):
+    """Plays orders on stages."""
+
+    def all(
+        self, stages: Sequence[Stage], orders: Sequence[Order], most_seeds: int | None = None
+    ) -> Iterator[tuple[Stage, Order, list[dict[str, float]]]]:
+        """Every order on every stage: one outcome a seed; of the first alone on the largest clusters."""
+        for case, found in self.each(
+            outcome, product(stages, orders), lambda stage, _: 1 if stage.instances > 256 else most_seeds
+        ):
+            yield *case, found
