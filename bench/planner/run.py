@@ -92,6 +92,24 @@ def holder(world: World) -> Row:
     return rows(world, HOUR[1:2], rivals, columns=shown)
 
 
+H20 = "qwen3-30b-a3b-h20"
+FAST, SLOW = "25", "3.125"  # GB/s: 200 and 25 Gbit/s
+
+
+@figure("live", "Seen as a live router sees them, and with a GPU's memory")
+def live(world: World) -> Row:
+    stages = [Stage(2.2, live=index) for index in ("exact", "approximate")]
+    stages += [Stage(speed, live="exact", engine=H20) for speed in (0.5, 1.0)]
+    rivals = [
+        LMETRIC,
+        WEIGHING.pulling("on", FAST, "lmetric_pull, 25 GB/s"),
+        WEIGHING.pulling("on", SLOW, "lmetric_pull, 3.125 GB/s"),
+        WEIGHING.pulling(f"{FREE}, unpinned", FAST, "lmetric_pull, 25 GB/s, at once, unpinned"),
+    ]
+    shown = ["ttft", "ttft_p50", "ttft_p99", "tpot", "found", "pulled", "pulls", "wait"]
+    return rows(world, stages, rivals, columns=shown)
+
+
 @figure("others", "Whichever policy chooses")
 def others(world: World) -> Row:
     policies = ("vllm", "least_requests", "linear", "filter", "dynamo", "simulation")
@@ -106,12 +124,9 @@ def others(world: World) -> Row:
     return rows(world, HOUR[1:2], rivals, columns=shown)
 
 
-FAST, SLOW = "25", "3.125"  # GB/s: 200 and 25 Gbit/s
-
-
 @figure("hot", "The made hot spot: a known prefix whose traffic surges")
 def hot(world: World) -> Row:
-    stages = [Stage(HOT_SPEED, share, tokens) for share in (0.1, 0.4) for tokens in (8000, 16000)]
+    stages = [Stage(HOT_SPEED, share, tokens, engine=H20) for share in (0.1, 0.4) for tokens in (8000, 16000)]
     rivals = [LMETRIC, GUARDED, VLLM, VLLM.pulling("on", FAST, "vllm, pulls at 25 GB/s")]
     rivals += [GUARDED.pulling("on", FAST, "lmetric, guard, pulls at 25 GB/s")]
     for speed in (FAST, SLOW):

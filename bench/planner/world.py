@@ -62,18 +62,19 @@ class Stage:
     share: float = 0.0  # of the requests that come to share a prefix, where that is made
     tokens: int = 0  # of that prefix
     slice: bool = False  # of the recorded hour, the packaged part alone
+    live: str = ""  # engines as vLLM admits, the router as a live one sees them, its index fed so
+    engine: str = "independent-sim"
 
     @property
     def label(self) -> str:
         if self.tokens:
             return f"{self.share:.0%} of the requests, {self.tokens:,} tokens"
-        return f"Mooncake conversation, {self.speed:g} times as fast"
+        live = f"; {self.engine}, seen live, {self.live} index" if self.live else ""
+        return f"Mooncake conversation, {self.speed:g} times as fast{live}"
 
     @property
     def profile(self) -> Profile:
-        if self.tokens:
-            return load_profile("qwen3-30b-a3b-h20").in_blocks_of(64)
-        return load_profile("independent-sim")
+        return load_profile(self.engine).in_blocks_of(64 if self.tokens else 512)
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,12 @@ def made(stage: Stage, seed: int) -> tuple[Workload, NDArray[np.bool_]]:
 def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
     """One run; of the recorded hour by the rules of the independent simulation."""
     workload, counts = made(stage, seed)
-    # Engines that share blocks among running requests: reserving would count the hot prefix for each.
-    rules: dict[str, Any] = {"admission": "vllm"} if stage.tokens else {"signals": "step_end"}
+    rules: dict[str, Any] = {"signals": "step_end"}
+    if stage.live:
+        rules = {"admission": "vllm", "signals": "delayed", "index": stage.live}
+    elif stage.tokens:
+        # Engines that share blocks among running requests: reserving would count the hot prefix for each.
+        rules = {"admission": "vllm"}
     run = simulate(
         workload,
         policy=rival.policy,
