@@ -105,15 +105,22 @@ def test_what_cannot_be_is_named() -> None:
     router = ordered("none")
     for kind, settings, told in (
         ("fastest", {}, "uniboost"),
-        ("uniboost", {"gama": 1.0}, "gamma, adaptive"),
+        ("uniboost", {"gama": 1.0}, 'gama with "uniboost" is not valid; expected gamma, bin_tokens, win'),
         ("uniboost", {"gamma": math.nan}, "gamma"),
         ("uniboost", {"gamma": -1.0}, "gamma"),
         ("uniboost", {"smoothing": 2.0}, "smoothing"),
+        ("uniboost", {"window": 500.5}, "priority: window: 500.5 is not valid; expected a whole number"),
+        ("uniboost", {"bin_tokens": 0.5}, "bin_tokens: 0.5 is not valid; expected a whole number"),
+        ("uniboost", {"window": 200.0, "least": 300.0}, "least: 300 is not valid"),
+        ("uniboost", {"adaptive": 0.0, "window": 200.0}, 'window with "uniboost" and adaptive 0'),
+        ("uniboost", {"adaptive": 0.5}, "adaptive: 0.5 is not valid; expected 0 or 1"),
+        ("uniboost", {"hysteresis_seconds": 1.0}, "hysteresis_seconds with"),
         ("uniboost", {"most_boost_seconds": -1.0}, "most seconds"),
         ("vtc", {"gamma": 1.0}, "nothing"),
     ):
         with pytest.raises(lm.BadValueError, match=told):
             router.set_priorities(kind, **settings)
+    router.set_priorities("uniboost", window=100.0)  # fewer than there must be without it
     router.set_priorities("vtc")
     with pytest.raises(lm.BadValueError, match="weight"):
         router.route(prompt_tokens=1, tenant="a", tenant_weight=0.0)

@@ -341,7 +341,53 @@ async def test_a_slow_request_becomes_aiohttps_and_the_next_one_is_not() -> None
             await c.send(whole[:-5])
             status, fields, got = await c.answer()
             assert (status, fields["connection"]) == (408, "close")
-            assert b"not whole within 0.4 s" in got
+            assert b"not whole within 0.4 s: %d of %d bytes came" % (len(BODY) - 5, len(BODY)) in got
+        async with client(w) as c:
+            await c.send(ENCODED + chunk(BODY))
+            status, _, got = await c.answer()
+            assert status == 408
+            assert b"not whole within 0.4 s: %d bytes came" % len(BODY) in got
+
+
+async def test_a_large_body_comes_whole_where_aiohttps_reader_fills_up_in_between() -> None:
+    """aiohttp's parser then keeps the body's end to itself, and goes on when its reader has room."""
+    body = orjson.dumps({"prompt": "x" * 3 * READ_BYTES})
+    unusual, plain = post(body, fields="expect: 100-continue\r\n"), post(body)
+    async with world(1, timeouts={"body": 1.0}) as w, client(w) as c:
+        check, front = w.server.front.check, w.server.front
+        unchecked(w)
+        await w.until(lambda: front.connections)
+        (connection,) = front.connections
+        # In one iteration of the loop, as when much has come meanwhile: aiohttp's task reads none in between.
+        for pieces in ([unusual], [plain[:READ_BYTES], plain[READ_BYTES:]], [unusual[:-1], unusual[-1:]]):
+            asked = through_aiohttp(w)
+            for number, piece in enumerate(pieces):
+                if number:
+                    check(time.monotonic())
+                connection.data_received(piece)
+            status, _, _ = await c.answer()
+            if status == 100:
+                status, _, _ = await c.answer()
+            assert status == 200
+            assert w.engines[0].requests[-1].body == body
+            assert through_aiohttp(w) == asked + 1
+
+
+async def test_a_large_body_that_nobody_asked_for_is_skipped() -> None:
+    """As above, behind the answer and before the next request."""
+    refused = post(b"x" * 3 * READ_BYTES, "/nowhere")
+    async with world(1) as w, client(w) as c:
+        unchecked(w)
+        await w.until(lambda: w.server.front.connections)
+        (connection,) = w.server.front.connections
+        for _ in range(3):
+            connection.data_received(refused)
+            assert (await c.answer())[0] == 404
+            await c.send(post())
+            assert (await c.answer())[0] == 200
+        await asyncio.sleep(1.2)  # aiohttp waits for a body's rest for a second
+        assert w.server.front.connections
+        assert through_aiohttp(w) == 3
 
 
 async def test_idle_connections_are_closed_and_busy_ones_are_not() -> None:

@@ -250,6 +250,8 @@ class World(Pool):
     def all(
         self, stages: Sequence[Stage], orders: Sequence[Order], most_seeds: int | None = None
     ) -> Iterator[tuple[Stage, Order, list[dict[str, float]]]]:
-        """Every order on every stage: one outcome for each seed."""
-        for case, found in self.each(outcome, product(stages, orders), lambda *_: most_seeds):
+        """Every order on every stage: one outcome a seed; of the first alone on the largest clusters."""
+        for case, found in self.each(
+            outcome, product(stages, orders), lambda stage, _: 1 if stage.instances > 256 else most_seeds
+        ):
             yield *case, found

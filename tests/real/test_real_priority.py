@@ -1,10 +1,11 @@
-"""What goes first in the queue of a vLLM engine whose router gives each request its priority."""
+"""What goes first in the queues of vLLM engines whose router gives each request its priority."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 
 from router_world import Served
 from split_world import COMPLETIONS
-from test_real_pd import counted
 from test_real_router import text
 from test_real_split import cutting, fresh, request
 from vllm_process import VllmEngine
@@ -20,47 +20,105 @@ from vllm_process import VllmEngine
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 Start = Callable[..., list[VllmEngine]]
-SHORT, LONG = 5, 1500  # words of a prompt
+MIXED = [1500, 50, 700, 50, 1500, 50, 700, 50]  # words of the prompts of one engine's queue
+# A prompt half as long is worth 35 s of arrival: more than it takes to send all.
+UNIBOOST = {"priority": "uniboost", "priority_settings": {"gamma": 0.02, "most_boost_seconds": 600}}
+# Some 700 a second on two cores: an answer goes on for a minute and more, and its client leaves long before.
+TOKENS = 50_000
+# In chunks of many tokens: two engines at full speed leave nobody else any time.
+ONE_PLACE: dict[str, Any] = {
+    "max_num_seqs": 1,
+    "max_model_len": 1 << 16,
+    "hf_overrides": {"max_position_embeddings": 1 << 16},
+    "num_gpu_blocks_override": 2100,
+    "stream_interval": 100,
+    "enable_log_requests": True,
+}
 
 
-async def order_of(world: Served, engine: VllmEngine, words: list[int]) -> list[int]:
-    """In which order such prompts are answered, that are sent one after the other while another request holds
-    the engine's only place."""
-    ended: list[int] = []
+@dataclass
+class Waited:
+    """A request that was queued; its priority and how its engine was told it, as the receipt says."""
 
-    async def ask(number: int, body: dict[str, Any]) -> None:
+    number: int  # in the order in which they were sent
+    words: int
+    priority: int | None = None
+    sent: str | None = None
+
+
+async def queues_of(world: Served, engines: list[VllmEngine], words: list[int]) -> dict[str, list[Waited]]:
+    """What each engine took from its queue, in its order, of requests with such prompts that were sent one
+    after the other while the engines were paused.
+
+    No clock decides what came first. Each request is sent when the one before it is with its engine's
+    scheduler, which logs it; all are there when the engines go on; and whom one of them takes has its only
+    place until its client leaves, which it does when its first token was written down.
+    """
+    taken: dict[str, list[Waited]] = {engine.name: [] for engine in engines}
+    decisions: list[tuple[Waited, Any]] = []
+
+    def added() -> int:
+        return sum(engine.log.read_text(errors="replace").count(" Added request ") for engine in engines)
+
+    async def tell(path: str) -> None:
+        async def one(engine: VllmEngine) -> None:
+            async with world.session.post(f"{engine.url}/{path}", headers={"connection": "close"}) as told:
+                assert told.status == 200, await told.text()
+
+        await asyncio.gather(*map(one, engines))
+
+    async def ask(waited: Waited) -> None:
+        prompt = text(random.Random(fresh("queued")), waited.words)
+        body = request(COMPLETIONS, 1, TOKENS, stream=True) | {"prompt": prompt}
         async with world.session.post(world.url + COMPLETIONS, json=body) as response:
             assert response.status == 200, await response.text()
-            ended.append(number)
-            receipt = await world.receipt(response.headers)
-            print(
-                number, {name: receipt.get(name) for name in ("priority", "boost_seconds", "priority_sent")}
-            )
+            assert (await response.content.readany()).startswith(b"data: {")
+            taken[response.headers["x-lmetric-instance"]].append(waited)
+            assert not response.content.at_eof(), "its answer ended before its client left"
+            response.close()
+        decisions.append((waited, response.headers))
 
-    async def queued(running: int, waiting: int) -> bool:
-        counts = [await counted(engine, f"num_requests_{name}") for name in ("running{", "waiting{")]
-        return counts == [running, waiting]
+    await tell("pause?mode=keep")
+    tasks = []
+    try:
+        for number, count in enumerate(words, 1):
+            before = added()
 
-    holds = request(COMPLETIONS, SHORT, 4000, stream=True)
-    async with world.session.post(world.url + COMPLETIONS, json=holds) as holder:
-        await world.until(lambda: queued(1, 0), seconds=60)
-        tasks = []
-        for number, count in enumerate(words):
-            body = request(COMPLETIONS, 1, 4) | {"prompt": text(random.Random(fresh("queued")), count)}
-            tasks.append(asyncio.create_task(ask(number, body)))
-            await world.until(lambda n=number: queued(1, n + 1), seconds=60)  # type: ignore[misc]
-        assert not holder.content.at_eof()
-        holder.close()
+            async def queued(before: int = before) -> bool:
+                return added() > before
+
+            tasks.append(asyncio.create_task(ask(Waited(number, count))))
+            await world.until(queued, seconds=60)
+        assert not any(taken.values())
+    finally:
+        await tell("resume")
     await asyncio.gather(*tasks)
-    return ended
+    for waited, headers in decisions:
+        receipt = await world.receipt(headers)
+        waited.priority, waited.sent = receipt["priority"], receipt.get("priority_sent")
+    for name, queue in taken.items():
+        print(name, *queue, sep="\n  ")
+    return taken
 
 
-async def test_short_prompts_pass_long_ones_by_the_routers_priorities(
-    vllm_engines: Start, tmp_path: Path
+@pytest.mark.parametrize("given", [UNIBOOST, {"priority": "none"}], ids=lambda given: given["priority"])
+async def test_each_of_two_engines_takes_its_queue_in_the_order_of_priority(
+    vllm_engines: Start, tmp_path: Path, given: dict[str, Any]
 ) -> None:
-    (engine,) = vllm_engines(1, max_num_seqs=1)
-    given = {"priority": "uniboost", "priority_settings": {"gamma": 0.1}}
-    async with cutting([engine], tmp_path, **given) as world:
-        shown = (await world.engines())[engine.name]
-        assert shown["priority"].startswith("sent as a header")
-        assert await order_of(world, engine, [LONG, LONG, SHORT, SHORT]) == [2, 3, 0, 1]
+    engines = vllm_engines(2, **ONE_PLACE)
+    async with cutting(engines, tmp_path, **given) as world:
+        # By turns to one and to the other.
+        taken = await queues_of(world, engines, [count for count in MIXED for _ in engines])
+    for queue in taken.values():
+        assert sorted(waited.words for waited in queue) == sorted(MIXED)
+        arrival = [waited.number for waited in queue]
+        if given["priority"] == "none":
+            assert {waited.priority for waited in queue} == {None}
+            assert arrival == sorted(arrival)
+            continue
+        priorities = [waited.priority or 0 for waited in queue]
+        assert priorities == sorted(priorities)
+        assert len(set(priorities)) == len(MIXED)
+        assert all((waited.sent or "").startswith("sent as a header") for waited in queue)
+        # That is another order than that of arrival.
+        assert [waited.words for waited in queue] == sorted(MIXED)

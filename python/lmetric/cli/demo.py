@@ -26,7 +26,9 @@ def command(
         str | None, typer.Option(help="A trace's file, or '{synthetic: …}' [default: the slice].")
     ] = None,
     engines: Annotated[int, typer.Option(min=1, max=64, help="Emulated engines.")] = 4,
-    requests: Annotated[int, typer.Option(min=1, max=1000, help="Requests of the slice.")] = 500,
+    requests: Annotated[
+        int, typer.Option(min=1, max=100_000, help="First requests of the trace; the slice has 1,000.")
+    ] = 500,
     speed: Annotated[
         float, typer.Option(help="Arrivals, on the engines' clock, against the trace's.")
     ] = 0.65,

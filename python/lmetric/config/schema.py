@@ -181,8 +181,8 @@ class PoolSettings(Strict):
     )
     priority_settings: dict[str, float] = Field(
         default_factory=dict,
-        description="of uniboost, by name: gamma, adaptive, window, smoothing, least_gamma, most_gamma, "
-        "bin_tokens, most_boost_seconds, clock_offset_seconds",
+        description="of uniboost, by name: gamma, bin_tokens, adaptive (0: gamma stays), window, least, "
+        "every, smoothing, least_gamma, most_gamma, most_boost_seconds, clock_offset_seconds",
     )
     block_size: Positive | None = Field(
         None,

@@ -111,9 +111,12 @@ class ClientConnection(RequestHandler):
         self._left = 0  # bytes still to come of a request that aiohttp has
 
     def data_received(self, data: bytes) -> None:
-        """Called by the loop."""
+        """Called by the loop; without data by aiohttp, whose parser stopped (be it before a body's end) while
+        its reader was full, and is to go on."""
         state = self._state
-        if state == FREE:
+        if not data:
+            self._parse(data)
+        elif state == FREE:
             self._begin(data)
         elif state == HANDED_OVER:
             self._parse(data)

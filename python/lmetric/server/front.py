@@ -194,7 +194,10 @@ class Front(web.Server):
                     parts.append(part)
         except TimeoutError:
             seconds = self.config.timeouts.body
-            raise ApiError(408, f"the body was not whole within {seconds:g} s") from None
+            of = f" of {length}" if length else ""
+            raise ApiError(
+                408, f"the body was not whole within {seconds:g} s: {content.total_raw_bytes}{of} bytes came"
+            ) from None
         except ApiError:
             raise
         except Exception as error:

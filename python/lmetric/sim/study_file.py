@@ -53,8 +53,11 @@ def _transfer(value: Any) -> Any:
     return told
 
 
-def _pull(value: str) -> str:
-    Pull.of(value)
+def _pull(value: Any) -> Any:
+    if isinstance(value, bool):  # what YAML makes of on and off
+        return "on" if value else "none"
+    if isinstance(value, str):
+        Pull.of(value)
     return value
 
 
@@ -223,7 +226,7 @@ class SettingsEntry(Strict):
     prefill: Annotated[list[Literal["queues", "unlimited"]], Listed] | None = Field(
         None, description="with pools: prompts queue, or each takes its own time and waits for none"
     )
-    pull: Annotated[list[Annotated[str, AfterValidator(_pull)]], Listed] | None = Field(
+    pull: Annotated[list[Annotated[str, BeforeValidator(_pull)]], Listed] | None = Field(
         None,
         description="prefixes are pulled from who holds them: none, on, or least=TOKENS, ...; default: on "
         "where the policy is planner",

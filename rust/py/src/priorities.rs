@@ -7,8 +7,10 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::BTreeMap;
 
-/// UniBoost's settings, by name.
-const UNIBOOST: &str = "gamma, adaptive, window, smoothing, least_gamma, most_gamma, bin_tokens, most_boost_seconds or clock_offset_seconds";
+/// Settings of the router's UniBoost beside those of [`Settings`].
+const OWN: [&str; 3] = ["adaptive", "most_boost_seconds", "clock_offset_seconds"];
+/// And one of those that would mean nothing: the router puts no running request back.
+const NO_MEANING: &str = "hysteresis_seconds";
 
 /// What is meant by a name with its settings; `none`: nothing.
 ///
@@ -18,34 +20,33 @@ pub fn priorities_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result
     let mut given: BTreeMap<String, f64> = settings.map(|s| s.extract()).transpose()?.unwrap_or_default();
     let mut take = |name: &str| given.remove(name);
     let (priorities, known) = match kind {
-        "none" => (None, "nothing"),
-        "vtc" => (Some(Priorities::Vtc), "nothing"),
+        "none" => (None, vec!["nothing"]),
+        "vtc" => (Some(Priorities::Vtc), vec!["nothing"]),
         "uniboost" => {
             let mut settings = Settings::default();
-            settings.gamma = take("gamma").unwrap_or(settings.gamma);
-            if let Some(adaptive) = &mut settings.adaptive {
-                if let Some(window) = take("window") {
-                    adaptive.window = window as u32;
-                    adaptive.least = adaptive.least.min(adaptive.window);
+            match take("adaptive") {
+                None | Some(1.0) => {}
+                Some(0.0) => settings.adaptive = None,
+                Some(other) => return Err(bad("priority: adaptive", other.to_string(), "0 or 1")),
+            }
+            let mut names: Vec<_> = settings.names().into_iter().filter(|&name| name != NO_MEANING).collect();
+            for name in &names {
+                if let Some(value) = take(name) {
+                    settings.set(name, value)?;
                 }
-                adaptive.smoothing = take("smoothing").unwrap_or(adaptive.smoothing);
-                adaptive.bounds.0 = take("least_gamma").unwrap_or(adaptive.bounds.0);
-                adaptive.bounds.1 = take("most_gamma").unwrap_or(adaptive.bounds.1);
             }
-            if let (Some(guard), Some(tokens)) = (&mut settings.memguard, take("bin_tokens")) {
-                guard.bin_tokens = tokens as u32;
-            }
-            if take("adaptive") == Some(0.0) {
-                settings.adaptive = None;
-            }
+            names.extend(OWN);
             let most_seconds = take("most_boost_seconds").unwrap_or(Priorities::MOST_SECONDS);
             let clock_offset_seconds = take("clock_offset_seconds").unwrap_or(0.0);
-            (Some(Priorities::UniBoost { settings, most_seconds, clock_offset_seconds }), UNIBOOST)
+            (Some(Priorities::UniBoost { settings, most_seconds, clock_offset_seconds }), names)
         }
         other => return Err(bad("priority", format!("{other:?}"), "\"none\", \"uniboost\" or \"vtc\"")),
     };
     if let Some(name) = given.keys().next() {
-        return Err(bad("priority", format!("{name} with {kind:?}"), known));
+        let fixed =
+            matches!(priorities, Some(Priorities::UniBoost { settings, .. }) if settings.adaptive.is_none());
+        let kind = format!("{kind:?}{}", if fixed { " and adaptive 0" } else { "" });
+        return Err(bad("priority", format!("{name} with {kind}"), &known.join(", ")));
     }
     priorities.map_or(Ok(()), |of| of.check())?;
     Ok(priorities)

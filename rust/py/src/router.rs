@@ -707,8 +707,8 @@ impl Router {
     }
 
     /// What requests are ordered by in their engines' queues from now on: `"none"`; `"uniboost"`, boosted arrivals in milliseconds, with the settings `gamma` (1/s),
-    /// `adaptive` (0: gamma stays), `window`, `smoothing`, `least_gamma`, `most_gamma`, `bin_tokens`, `most_boost_seconds`, `clock_offset_seconds` (added to the
-    /// router's clock); or `"vtc"`, start tags by tenant in thousandths of a virtual token. `Decision.priority` has it: lower goes first. Raises `BadValueError`.
+    /// `adaptive` (0: gamma stays, and has none of the following), `window`, `least`, `every`, `smoothing`, `least_gamma`, `most_gamma`, `bin_tokens`,
+    /// `most_boost_seconds`, `clock_offset_seconds` (added to the router's clock); or `"vtc"`, start tags by tenant in thousandths of a virtual token. `Decision.priority` has it: lower goes first. Raises `BadValueError`.
     /// Source: UniBoost, section 3; Sheng et al., OSDI 2024.
     #[pyo3(signature = (kind, **settings))]
     fn set_priorities(&self, py: Python<'_>, kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {

@@ -489,6 +489,7 @@ fn settings_are_those_of_the_order() {
         ("distboost", "bin_tokens", 64.0, "expected gamma"),
         ("uniboost_memguard", "window", 500.0, "gamma, bin_tokens, hysteresis_seconds"),
         ("uniboost", "bin_tokens", 0.5, "a whole number"),
+        ("uniboost", "window", 500.5, "priority: window: 500.5 is not valid; expected a whole number"),
         ("uniboost", "bin_tokens", 0.0, "bin tokens"),
         ("uniboost", "gamma", f64::NAN, "gamma"),
         ("uniboost", "most_gamma", 1e-9, "bounds"),

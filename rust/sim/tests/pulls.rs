@@ -29,6 +29,7 @@ fn config(instances: usize, cache_blocks: u32) -> ClusterConfig {
         roles: Vec::new(),
         transfer: Transfer { seconds_per_token: 0.01, fixed_seconds: 0.5, ..Transfer::default() },
         pulling: Pulling::default(),
+        priorities: None,
         admission: Admission::Reserve,
         order: Order::Fcfs,
         preempt: Preempt::Recompute,

@@ -10,13 +10,16 @@ use super::bad;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 
+/// End-to-end times there must be before the first estimate, where nothing is said.
+pub const LEAST: u32 = 256;
+
 /// How gamma is learned.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Adaptive {
     /// End-to-end times that are looked at, the latest; 100 to 65,536.
     pub window: u32,
-    /// How many there must be first; 100 to the window.
-    pub least: u32,
+    /// How many there must be first, 100 to the window; `None`: [`LEAST`], or the window where that is smaller.
+    pub least: Option<u32>,
     /// Requests that end between two estimates; 1 or more.
     pub every: u32,
     /// beta: the share of an estimate that is taken; above 0, at most 1.
@@ -27,7 +30,7 @@ pub struct Adaptive {
 
 impl Default for Adaptive {
     fn default() -> Adaptive {
-        Adaptive { window: 1024, least: 256, every: 64, smoothing: 0.2, bounds: (1e-3, 10.0) }
+        Adaptive { window: 1024, least: None, every: 64, smoothing: 0.2, bounds: (1e-3, 10.0) }
     }
 }
 
@@ -39,8 +42,8 @@ impl Adaptive {
         if !(100..=65_536).contains(&self.window) {
             return bad("gamma's window", self.window.to_string(), "100 to 65536 requests");
         }
-        if !(100..=self.window).contains(&self.least) {
-            return bad("gamma's least", self.least.to_string(), "100 requests up to the window");
+        if !(100..=self.window).contains(&self.least()) {
+            return bad("gamma's least", self.least().to_string(), "100 requests up to the window");
         }
         if self.every == 0 {
             return bad("gamma's every", "0".into(), "1 request or more");
@@ -52,6 +55,10 @@ impl Adaptive {
             return bad("gamma's bounds", format!("{least} to {most}"), "two in order from 1e-6 to 1e6, 1/s");
         }
         Ok(())
+    }
+
+    fn least(&self) -> u32 {
+        self.least.unwrap_or(LEAST.min(self.window))
     }
 }
 
@@ -109,7 +116,7 @@ impl TailRate {
         }
         self.ended += 1;
         let due = self.ended.is_multiple_of(u64::from(self.settings.every));
-        due && self.latest.len() >= self.settings.least as usize && self.estimate()
+        due && self.latest.len() >= self.settings.least() as usize && self.estimate()
     }
 
     fn estimate(&mut self) -> bool {
@@ -143,8 +150,7 @@ mod tests {
 
     #[test]
     fn equation_9_by_hand() {
-        let settings =
-            Adaptive { window: 100, least: 100, every: 100, smoothing: 1.0, ..Adaptive::default() };
+        let settings = Adaptive { window: 100, every: 100, smoothing: 1.0, ..Adaptive::default() };
         let mut tail = TailRate::new(0.5, settings).unwrap();
         // 0.1, 0.2, ... 10 s: the 95th is 9.5 s, the 99th 9.9 s.
         let changed: Vec<bool> = (1..=100).map(|i| tail.ended(f64::from(i) / 10.0)).collect();
@@ -206,7 +212,8 @@ mod tests {
         let fine = Adaptive::default();
         for (settings, what) in [
             (Adaptive { window: 50, ..fine }, "window"),
-            (Adaptive { least: 2000, ..fine }, "least"),
+            (Adaptive { least: Some(2000), ..fine }, "least"),
+            (Adaptive { least: Some(99), ..fine }, "least"),
             (Adaptive { every: 0, ..fine }, "every"),
             (Adaptive { smoothing: 0.0, ..fine }, "smoothing"),
             (Adaptive { bounds: (1.0, 0.5), ..fine }, "bounds"),

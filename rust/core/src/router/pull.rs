@@ -117,11 +117,11 @@ impl Router {
         made.clear();
         made.resize(2 * slots, 0.0);
         if let Some(pulls) = self.pulls.filter(|_| reach > 0.0) {
-            let mean_rate = self.mean_prefill_rate();
+            let mut mean_rate = None;
             let (tokens, cost) = made.split_at_mut(slots);
             for (slot, hit) in self.columns.get(Indicator::HitTokens).iter().enumerate() {
                 let gap = reach - hit;
-                let computed = self.computing_seconds(slot, *hit, gap, mean_rate);
+                let computed = self.computing_seconds(slot, *hit, gap, &mut mean_rate);
                 if self.cuts[slot] == Cuts::Anywhere && pulls.pays(gap, computed) {
                     tokens[slot] = gap;
                     cost[slot] = pulls.cost.seconds(gap) * gap / computed;
@@ -135,13 +135,14 @@ impl Router {
     }
 
     /// What `tokens` more of a prompt add to the steps of a slot if they are computed behind `hit` cached ones: by the step-time model where a profile gives one or it
-    /// was learned, else at the rate of whole prefills, which counts what steps take in any case, too.
-    fn computing_seconds(&self, slot: usize, hit: f64, tokens: f64, mean_rate: f64) -> Seconds {
+    /// was learned, else at the rate of whole prefills, which counts what steps take in any case, too. `mean_rate`: the pool's, once it was worked out.
+    fn computing_seconds(&self, slot: usize, hit: f64, tokens: f64, mean_rate: &mut Option<f64>) -> Seconds {
         match self.step_time_of(slot) {
             Some(model) => model.prefill_seconds(hit, tokens),
             None => {
                 let rate = self.columns.get(Indicator::PrefillTokensPerSecond)[slot];
-                tokens / if rate.is_nan() { mean_rate } else { rate }
+                let mean = || self.mean_prefill_rate();
+                tokens / if rate.is_nan() { *mean_rate.get_or_insert_with(mean) } else { rate }
             }
         }
     }
@@ -186,7 +187,7 @@ impl Router {
         let reach = self.reach(request);
         let own = self.saved_tokens(request, self.hit_blocks[chosen.index()]);
         let tokens = reach - own;
-        let computed = self.computing_seconds(chosen.index(), own, tokens, self.mean_prefill_rate());
+        let computed = self.computing_seconds(chosen.index(), own, tokens, &mut None);
         if !pulls.pays(tokens, computed) {
             return None;
         }

@@ -128,6 +128,12 @@ impl<'a> Cluster<'a> {
             engines,
         };
         for (i, engine) in cluster.engines.iter().enumerate() {
+            let alike = |&other: &usize| {
+                config.profiles[other] == config.profiles[i] && config.roles.get(other) == config.roles.get(i)
+            };
+            if (0..i).next_back().filter(alike).is_some() {
+                continue; // it would refuse the same
+            }
             for (request, &prompt) in workload.shape.input_tokens.iter().enumerate() {
                 let part = match config.roles.get(i) {
                     Some(Role::Prefill) => Part { to: Some(prompt), ..Part::default() },

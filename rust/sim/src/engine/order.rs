@@ -137,7 +137,7 @@ impl Order {
     fn with<'a>(mut self, settings: impl IntoIterator<Item = (&'a str, f64)>) -> Result<Order, CoreError> {
         for (name, value) in settings {
             let known = match &self {
-                Order::Boost(boost) => boost.settings(),
+                Order::Boost(boost) => boost.settings.names(),
                 Order::Ltr(_) => Ltr::SETTINGS.to_vec(),
                 Order::Trail(_) => vec!["threshold"],
                 _ => vec![],
@@ -147,7 +147,7 @@ impl Order {
                 return bad("setting of the local order", format!("{name:?}"), has);
             }
             match &mut self {
-                Order::Boost(boost) => boost.set(name, value)?,
+                Order::Boost(boost) => boost.settings.set(name, value)?,
                 Order::Ltr(ltr) => ltr.set(name, value)?,
                 Order::Trail(trail) if (0.0..=1.0).contains(&value) => trail.threshold = value,
                 _ => return bad("local order: threshold", value.to_string(), "0 to 1".into()),
@@ -179,14 +179,6 @@ impl Order {
 
 fn bad<T>(what: &str, got: String, expected: String) -> Result<T, CoreError> {
     Err(CoreError::BadValue { what: what.into(), got, expected })
-}
-
-/// A setting that is a whole number.
-fn whole(name: &str, value: f64) -> Result<u32, CoreError> {
-    if value >= 0.0 && value <= f64::from(u32::MAX) && value.fract() == 0.0 {
-        return Ok(value as u32);
-    }
-    bad(&format!("setting of the local order: {name}"), value.to_string(), "a whole number".into())
 }
 
 /// Whole nanoseconds: ranks are compared exactly.

@@ -11,10 +11,9 @@
 //!
 //! Decodes get their token in every step, also under UniBoost: its one order of all phases (Algorithm 1) then says who shares the step's prompt tokens, who is
 //! taken off the queue, and who goes back.
-use super::{Job, LocalOrder, Preemption, seconds_to_rank, whole};
-use lmetric_core::CoreError;
+use super::{Job, LocalOrder, Preemption, seconds_to_rank};
 use lmetric_core::ids::Seconds;
-use lmetric_core::priority::{Adaptive, MemGuard, Settings, Work, boost_seconds};
+use lmetric_core::priority::{Settings, Work, boost_seconds};
 
 /// [`super::Order::Boost`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,47 +40,6 @@ impl Boost {
             },
             unified: rung >= 1,
         })
-    }
-
-    /// Names of what can be set.
-    pub fn settings(&self) -> Vec<&'static str> {
-        let mut names = vec!["gamma"];
-        if self.settings.memguard.is_some() {
-            names.extend(["bin_tokens", "hysteresis_seconds"]);
-        }
-        if self.settings.adaptive.is_some() {
-            names.extend(["window", "least", "every", "smoothing", "least_gamma", "most_gamma"]);
-        }
-        names
-    }
-
-    /// Sets what [`Boost::settings`] names.
-    ///
-    /// # Errors
-    /// `BadValue` for what should be whole and is not.
-    pub fn set(&mut self, name: &str, value: f64) -> Result<(), CoreError> {
-        if name == "gamma" {
-            self.settings.gamma = value;
-        }
-        if let Some(MemGuard { bin_tokens, hysteresis_seconds }) = &mut self.settings.memguard {
-            match name {
-                "bin_tokens" => *bin_tokens = whole(name, value)?,
-                "hysteresis_seconds" => *hysteresis_seconds = value,
-                _ => {}
-            }
-        }
-        if let Some(Adaptive { window, least, every, smoothing, bounds }) = &mut self.settings.adaptive {
-            match name {
-                "window" => *window = whole(name, value)?,
-                "least" => *least = whole(name, value)?,
-                "every" => *every = whole(name, value)?,
-                "smoothing" => *smoothing = value,
-                "least_gamma" => bounds.0 = value,
-                "most_gamma" => bounds.1 = value,
-                _ => {}
-            }
-        }
-        Ok(())
     }
 
     /// The work that a request is known to be once `attained` tokens are computed of it.

@@ -3,8 +3,9 @@
 //! request back, the promoted last.
 //!
 //! The values are ours, no source at hand states any: promoted after 1,000 steps, some half a minute of a usual engine, for 200.
-use super::{Job, LocalOrder, whole};
+use super::{Job, LocalOrder};
 use lmetric_core::CoreError;
+use lmetric_core::error::whole;
 
 /// [`super::Order::Ltr`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,9 +31,10 @@ impl Ltr {
     /// # Errors
     /// `BadValue` for what is not whole.
     pub fn set(&mut self, name: &str, value: f64) -> Result<(), CoreError> {
+        let what = format!("local order: {name}");
         match name {
-            "starvation_steps" => self.starvation_steps = whole(name, value)?.max(1),
-            _ => self.quantum_steps = whole(name, value)?,
+            "starvation_steps" => self.starvation_steps = whole(&what, value)?.max(1),
+            _ => self.quantum_steps = whole(&what, value)?,
         }
         Ok(())
     }
