@@ -1,0 +1,78 @@
+"""What it is worth that each request decodes wherever all lose least: the planner against whole requests and
+against roles that somebody fixed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from goal_tables import rendered
+from goal_world import FIXED, LMETRIC, PLANNER, PULLING, Rival, Stage, World
+
+from rerun import Rerun, columns
+
+Row = dict[str, Any]
+RERUN = Rerun(Path(__file__).parent, "goal", rendered)
+figure = RERUN.figure
+
+LENGTHS = ("azure-chat", "mix-1", "chat-and-documents", "agents", "summaries")
+LOADS = (0.5, 0.8, 0.95)
+
+
+def rows(world: World, stages: Sequence[Stage], rivals: Sequence[Rival], base: Rival = LMETRIC) -> Row:
+    """All rivals on all stages, each figure one number a seed."""
+    made = []
+    for stage, rival, found in world.all(stages[:1] if world.quick else stages, rivals):
+        made.append({"stage": stage.label, "policy": rival.label, **columns(found, digits=5)})
+        print(f"{stage.label}: {rival.label}: E2E {made[-1]['e2e']}", file=sys.stderr, flush=True)
+    return {"base": base.label, "fixed": [rival.label for rival in FIXED], "rows": made}
+
+
+@figure("goal_knobs", "The weight of the batch and how long a prefill counts: what they were chosen by")
+def knobs(world: World) -> Row:
+    weights = [Rival(f"weight {w:g}", "planner", {"weight": w}) for w in (0.05, 0.1, 0.5, 1.0)]
+    recent = [
+        Rival(f"{s} s", "planner", settings={"split_settings": {"recent_seconds": s}}) for s in (10, 60, 180)
+    ]
+    gains = [
+        Rival(f"gains {s:g} s", "planner", settings={"split_settings": {"least_gain_seconds": s}})
+        for s in (0.3, 1.0, 3.0)
+    ]
+    whole = Rival("nothing apart", "planner", settings={"split": "none"})
+    unpulled = Rival("nothing pulled", "planner", settings={"pull": "none"})
+    rivals = [PLANNER, *weights, *recent, *gains, whole, unpulled]
+    return rows(world, [Stage(load=2.2), Stage(load=3.0)], rivals, PLANNER)
+
+
+@figure("goal_hour", "A recorded hour")
+def hour(world: World) -> Row:
+    rivals = [LMETRIC, PULLING, *FIXED, PLANNER]
+    return rows(world, [Stage(load=speed) for speed in (1.5, 2.2, 3.0)], rivals)
+
+
+@figure("goal_lengths", "Made requests, of lengths that nothing was chosen by")
+def lengths(world: World) -> Row:
+    stages = [Stage(name, load) for name in LENGTHS for load in LOADS]
+    return rows(world, stages, [LMETRIC, *FIXED, PLANNER])
+
+
+@figure("goal_delayed", "Late signals")
+def delayed(world: World) -> Row:
+    made = [Stage(name, 0.8, signals="delayed") for name in LENGTHS]
+    hours = [Stage(load=speed, signals="delayed") for speed in (2.2, 3.0)]
+    return rows(world, hours + made, [LMETRIC, *FIXED, PLANNER])
+
+
+@figure("goal_engines", "Other engines")
+def engines(world: World) -> Row:
+    profiles = ("llama-3.1-8b-a100", "qwen3-32b-h20")
+    stages = [Stage(name, 0.8, profile=profile) for profile in profiles for name in LENGTHS]
+    return rows(world, stages, [LMETRIC, *FIXED, PLANNER])
+
+
+if __name__ == "__main__":
+    RERUN.main_of_pool(__doc__, World, seeds=2, traces="mooncake_conversation.jsonl.gz")

@@ -1,0 +1,54 @@
+"""Figures of the study of the planner as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rerun import bounds, grouped, markdown, spread
+
+Row = dict[str, Any]
+
+# Of a figure of the outcome: heading, scale and digits.
+FIGURES = {
+    "ttft": ("TTFT mean, s", 1, 3),
+    "ttft_p50": ("p50", 1, 3),
+    "ttft_p99": ("p99", 1, 2),
+    "tpot": ("TPOT mean, ms", 1, 1),
+    "tpot_p50": ("p50", 1, 1),
+    "tpot_p99": ("p99", 1, 0),
+    "e2e": ("E2E mean, s", 1, 2),
+    "e2e_p50": ("p50", 1, 2),
+    "e2e_p99": ("p99", 1, 1),
+    "apart": ("apart, %", 100, 0),
+}
+
+
+def rendered(told: Row) -> str:
+    """A figure's part of the page."""
+    stages = grouped(told["rows"], "stage")
+    parts = [f"{stage}:\n\n{table(rows, told)}" for stage, rows in stages.items()]
+    return "\n\n".join(parts)
+
+
+def table(rows: Sequence[Row], told: Row) -> str:
+    """All rivals on a stage; of those with fixed roles, the one with the least mean E2E latency, seen from
+    behind. The last column holds the mean E2E latency against that of the base, seed by seed."""
+    fixed = [row for row in rows if row["policy"] in told["fixed"]]
+    best = min(fixed, key=lambda row: float(np.mean(row["e2e"]))) if fixed else None
+    (against,) = (row for row in rows if row["policy"] == told["base"])
+    lines = []
+    for row in rows:
+        if row in fixed and row is not best:
+            continue
+        label = f"best of fixed roles: {row['policy']}" if row is best else row["policy"]
+        cells = [spread(row[name], *shown[1:]) for name, shown in FIGURES.items()]
+        lines.append([label, *cells, "" if row is against else change(row["e2e"], against["e2e"])])
+    return markdown(["", *(shown[0] for shown in FIGURES.values()), f"E2E over {told['base']}"], lines)
+
+
+def change(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Relative change of the mean over seeds."""
+    return f"{(bounds(ours, theirs)[0] - 1) * 100:+.1f}%"
