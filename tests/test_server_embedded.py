@@ -169,13 +169,15 @@ async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
     counter = "lmetric_split_requests_total"
     whole, _, counted = await streamed(counter, prompts)
     assert counted == 0
-    planned, receipts, counted = await streamed(counter, prompts, "--policy", "planner")
+    gains = ["--set", "split_settings.least_gain_seconds"]  # in a burst this short nobody gains much
+    flags = ["--policy", "planner", gains[0], f"{gains[1]}=0"]
+    planned, receipts, counted = await streamed(counter, prompts, *flags)
     assert planned == whole
     assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
     for receipt in receipts:
         stay, apart = receipt["stay_seconds"], receipt["apart_seconds"]
         assert (apart < stay) == bool(receipt["cuts"]) == (receipt["uncut"] is None)
-    for flags in (["--split", "none"], ["--set", "split_settings.least_gain_seconds=1e5"]):
+    for flags in (["--split", "none"], [gains[0], f"{gains[1]}=1e5"]):
         _, receipts, counted = await streamed(counter, prompts[:8], "--policy", "planner", *flags)
         assert (counted, [receipt["cuts"] for receipt in receipts]) == (0, [[]] * 8)
 

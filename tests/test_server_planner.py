@@ -20,8 +20,8 @@ def bodies(count: int, path: str = COMPLETIONS) -> list[dict[str, Any]]:
 
 
 async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
-    # The clock runs five times as fast, so hand-overs seem to take as many times as long.
-    settings = {"transfer_fixed_seconds": 0.0, "transfer_seconds_per_token": 0.0}
+    # The clock runs five times as fast, so hand-overs seem to take as many times as long, and gains are as many times as small.
+    settings = {"transfer_fixed_seconds": 0, "transfer_seconds_per_token": 0, "least_gain_seconds": 0}
     engines = [both(clock_speed=5.0)] * 3
     async with split(*engines, at=None, policy="planner", split_settings=settings) as w:
         pool = w.server.fleet.pools[0]
@@ -46,7 +46,7 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
                 assert (receipt["uncut"], receipt["decode_score"]) == (None, apart)
                 assert 0 < apart < stay
             else:
-                assert receipt["uncut"] == "nothing is lost where it is"
+                assert receipt["uncut"] == "too little is lost where it is"
                 assert 0 < stay <= apart
         for (path, body), said in list(zip(asking, heard, strict=True))[::4]:
             equal(said, await alone(w, path, body))

@@ -19,6 +19,7 @@ Row = dict[str, Any]
 RERUN = Rerun(Path(__file__).parent, "goal", rendered)
 figure = RERUN.figure
 
+SHORT_OR_LONG = ("completion", "extraction", "reasoning", "long-form")
 LENGTHS = ("azure-chat", "mix-1", "chat-and-documents", "agents", "summaries")
 LOADS = (0.5, 0.8, 0.95)
 
@@ -40,7 +41,7 @@ def knobs(world: World) -> Row:
     ]
     gains = [
         Rival(f"gains {s:g} s", "planner", settings={"split_settings": {"least_gain_seconds": s}})
-        for s in (0.3, 1.0, 3.0)
+        for s in (0.0, 1.0, 3.0)
     ]
     whole = Rival("nothing apart", "planner", settings={"split": "none"})
     unpulled = Rival("nothing pulled", "planner", settings={"pull": "none"})
@@ -58,6 +59,13 @@ def hour(world: World) -> Row:
 def lengths(world: World) -> Row:
     stages = [Stage(name, load) for name in LENGTHS for load in LOADS]
     return rows(world, stages, [LMETRIC, *FIXED, PLANNER])
+
+
+@figure("goal_extremes", "Answers of a few tokens, and of thousands")
+def extremes(world: World) -> Row:
+    stages = [Stage(name, load) for name in SHORT_OR_LONG for load in (0.5, 0.95)]
+    always = Rival("planner, any gain", "planner", settings={"split_settings": {"least_gain_seconds": 0.0}})
+    return rows(world, stages, [LMETRIC, *FIXED, PLANNER, always])
 
 
 @figure("goal_delayed", "Late signals")

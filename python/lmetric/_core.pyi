@@ -96,7 +96,7 @@ class Router:
     def set_binding(self, binding: str) -> None: ...  # "early" or "late", from now on
     def set_split(
         self, kind: str, **settings: float
-    ) -> None: ...  # "none"; "force": each at the fraction `at`
+    ) -> None: ...  # "none", "libra", "apart"; "force": each at the fraction `at`
     def set_priorities(self, kind: str, **settings: float) -> None: ...  # none, uniboost, vtc
     def gamma(self) -> tuple[float, int] | None: ...  # 1/s, and how often it was estimated
     def set_pull(

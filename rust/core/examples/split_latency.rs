@@ -8,7 +8,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Failure};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::router::{Apart, Lengths, Libra, Router, RouterConfig, Split};
+use lmetric_core::router::{Apart, Lengths, Libra, PullConfig, Router, RouterConfig, Split};
 use lmetric_core::split::predict::Instance;
 use lmetric_core::split::{Found, Load, Placed, Settings, Whole, search, search_three};
 use rand::{RngExt, SeedableRng};
@@ -72,10 +72,11 @@ const DECISIONS: usize = 20_000;
 const RUNNING: usize = 32;
 
 /// Whole decisions for prompts of 64 to 16,384 tokens that nobody has seen, on instances that are at work.
-fn decisions(instances: usize, split: Split, name: &str) {
+fn decisions(instances: usize, policy: &str, split: Split, name: &str) {
     let mut rng = Pcg64::seed_from_u64(2);
-    let policy = registry::build("lmetric", &[]).expect("registered");
-    let config = RouterConfig { step_time: Some(STEP), ..RouterConfig::default() };
+    let pull = (policy == "planner").then(PullConfig::default);
+    let policy = registry::build(policy, &[]).expect("registered");
+    let config = RouterConfig { step_time: Some(STEP), pull, ..RouterConfig::default() };
     let mut router = Router::new(policy, config).expect("good settings");
     router.set_split(split).expect("good settings");
     for i in 0..instances {
@@ -145,10 +146,12 @@ fn main() {
     let libra = Split::Libra(Libra { settings, lengths: Lengths::Given, parts: 2 });
     for instances in [2, 256] {
         let apart = Split::Apart(Apart::default());
-        for (split, name) in
-            [(libra, "route, split libra"), (apart, "route, split apart"), (Split::None, "route, no split")]
-        {
-            decisions(instances, split, name);
+        for (policy, split, name) in [
+            ("lmetric", libra, "route, split libra"),
+            ("planner", apart, "route, planner"),
+            ("lmetric", Split::None, "route, no split"),
+        ] {
+            decisions(instances, policy, split, name);
         }
     }
 }

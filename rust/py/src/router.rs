@@ -725,7 +725,9 @@ impl Router {
     /// how many `think_tokens` its answer has is cut into prompt, thoughts and answer, whether that pays or not; where it cannot be, into two), `probes`,
     /// `epsilon`, `least_gain` (shares of a request's own seconds; a gain below 0: wherever there is a balance), `least_tokens`,
     /// `transfer_seconds_per_token`, `transfer_fixed_seconds`, `quantile` and `margin_tokens` of the expected answer, or `lengths_given` (1: requests say how
-    /// long their answers get); or `"force"` with the fraction of prompt and expected output at which each is cut
+    /// long their answers get); `"apart"`, behind the prompt, where all requests together lose less time then, with the settings `recent_seconds` (how long a prefill counts
+    /// as what its instance does), `least_gain_seconds`, `transfer_seconds_per_token`, `transfer_fixed_seconds` (of a hand-over, until pulls teach others), and
+    /// `prior_tokens` of an answer, until some have ended, or `lengths_given`; or `"force"` with the fraction of prompt and expected output at which each is cut
     /// (`at`, for tests). Raises `BadValueError`.
     #[pyo3(signature = (kind, **settings))]
     fn set_split(&self, py: Python<'_>, kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {

@@ -99,7 +99,7 @@ impl Router {
         let apart_seconds = self.later.scores.score[best];
         self.balance = Some(Balance { stay_seconds, apart_seconds, ..Balance::default() });
         if stay_seconds - apart_seconds <= apart.settings.least_gain_seconds {
-            return self.leave_whole("nothing is lost where it is");
+            return self.leave_whole("too little is lost where it is");
         }
         let start_seconds = self.expected_handoff(request, first, now);
         let instance = Some(InstanceId(best as u32));
@@ -120,9 +120,9 @@ impl Router {
                 + step.prefill_seconds_per_attention_pair * self.books.queued_pairs_on(slot),
         };
         let prompt_tokens = f64::from(request.prompt_tokens);
-        let lost = lost_seconds(&step, &beside, prompt_tokens, asked.output_tokens);
+        let lost = |steps| lost_seconds(&step, &beside, prompt_tokens, steps);
         if slot == asked.first.index() {
-            return lost;
+            return lost(asked.output_tokens - 1.0);
         }
         let settings = &asked.apart.settings;
         let (per_token, fixed) = match self.pull_cost() {
@@ -130,6 +130,6 @@ impl Router {
             None => (settings.transfer_seconds_per_token, settings.transfer_fixed_seconds),
         };
         let moved = prompt_tokens - self.saved_tokens(request, self.hit_blocks[slot]);
-        lost + fixed + per_token * moved
+        lost(asked.output_tokens) + fixed + per_token * moved
     }
 }

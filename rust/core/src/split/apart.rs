@@ -6,13 +6,17 @@
 //! counts its batch. So roles arise where they pay, as many as pay, and go when they do not.
 //!
 //! **Derivation.** On an instance whose batch decodes `n` sequences of `C` context tokens together, a step in which nothing prefills takes
-//! `fixed + a n + b C`. A request of `P` prompt tokens that is going to make `L` tokens is there for `L` steps, with `P + L / 2` context tokens in the mean:
+//! `fixed + a n + b C`. A request of `P` prompt tokens is there for `L` steps, with `P + L / 2` context tokens in the mean. (Of its answer's tokens each takes one, but where the request
+//! stays the first comes of the prefill.)
 //!
 //! - its own steps take `L (fixed + a (n + 1) + b (C + P + L / 2))`;
 //! - each of the `n` beside it waits for `L (a + b (P + L / 2))` more, if the batch stays as it is: what ends is replaced;
 //! - the instance spends the share `u` of its time on prefills, in steps that hold decodes up: all of that takes `1 / (1 - u)` times as long;
 //! - prefills that are queued there hold it up once more: they are what is late already, and not in `u` yet;
 //! - elsewhere than where its prompt is computed, its KV has to be moved: so much a token that is not there yet, and so much besides.
+//!
+//! Waiting for less than there is to gain does not pay, and `u` says too much of answers of a few tokens: the score keeps prefills away from where one has just begun. So going elsewhere has to
+//! gain a little.
 //!
 //! What a prefill delays by being placed where it is, the score of the first choice weighs; it is the same for all places to decode at.
 use crate::error::CoreError;
@@ -36,11 +40,11 @@ pub struct Settings {
 }
 
 impl Default for Settings {
-    /// The first was found on one trace, where 10 to 180 seconds differ little (`docs/planner.md`); a hand-over as [`crate::router::PullConfig`] has it.
+    /// 10 to 180 recent seconds differ little, and a gain of 0.3 s is the least at which answers of a few tokens lose nothing (`docs/planner.md`); a hand-over as [`crate::router::PullConfig`] has it.
     fn default() -> Settings {
         Settings {
             recent_seconds: 30.0,
-            least_gain_seconds: 0.0,
+            least_gain_seconds: 0.3,
             transfer_seconds_per_token: 4e-6,
             transfer_fixed_seconds: 0.005,
         }
@@ -84,13 +88,13 @@ pub struct Beside {
     pub queued_prefill_seconds: Seconds,
 }
 
-/// What all requests together lose if one of `prompt_tokens` decodes `output_tokens` on an instance whose steps take what `step` says; but for the move there.
-pub fn lost_seconds(step: &StepTime, beside: &Beside, prompt_tokens: f64, output_tokens: f64) -> Seconds {
+/// What all requests together lose if one of `prompt_tokens` decodes for `steps` on an instance whose steps take what `step` says; but for the move there.
+pub fn lost_seconds(step: &StepTime, beside: &Beside, prompt_tokens: f64, steps: f64) -> Seconds {
     let Beside { decoding, context_tokens, prefill_share, queued_prefill_seconds } = *beside;
-    let mean_context = prompt_tokens + output_tokens / 2.0;
+    let mean_context = prompt_tokens + steps / 2.0;
     let own = step.step(decoding + 1.0, context_tokens + mean_context);
     let adds = step.decode_seconds_per_sequence + step.decode_seconds_per_context_token * mean_context;
-    let decodes = output_tokens * (own + decoding * adds);
+    let decodes = steps * (own + decoding * adds);
     decodes / (1.0 - prefill_share.min(MOST_PREFILL_SHARE)) + queued_prefill_seconds
 }
 
