@@ -34,10 +34,8 @@ class Rival:
 LMETRIC = Rival("lmetric")
 PULLING = Rival("lmetric_pull", "lmetric_pull", settings={"pull": "on"})
 PLANNER = Rival("planner", "planner")
-FIXED = [
-    Rival(f"{n}P{INSTANCES - n}D", settings={"roles": f"{n}P{INSTANCES - n}D"})
-    for n in (8, 10, 11, 12, 13, 14)
-]
+ROLES = [f"{n}P{INSTANCES - n}D" for n in (1, 2, 4, 6, 8, 10, 11, 12, 13, 14)]
+FIXED = [Rival(roles, settings={"roles": roles}) for roles in ROLES]
 
 
 @dataclass(frozen=True)
