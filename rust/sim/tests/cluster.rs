@@ -39,6 +39,7 @@ fn config(instances: usize) -> ClusterConfig {
         admission: Admission::Reserve,
         order: Order::Fcfs,
         preempt: Preempt::Recompute,
+        priorities: None,
         signals: Signals::EXACT,
         router: RouterConfig {
             index_feed: IndexFeed::Exact,
@@ -48,7 +49,6 @@ fn config(instances: usize) -> ClusterConfig {
         silent_segments: false,
         output_known: true,
         reschedule: None,
-        priorities: None,
         timeline_seconds: 10.0,
         token_slo: TokenSlo::same(0.1),
     }

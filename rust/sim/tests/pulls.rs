@@ -43,7 +43,6 @@ fn config(instances: usize, cache_blocks: u32) -> ClusterConfig {
         silent_segments: false,
         output_known: true,
         reschedule: None,
-        priorities: None,
         timeline_seconds: 10.0,
         token_slo: TokenSlo::same(0.1),
     }

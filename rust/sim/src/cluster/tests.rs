@@ -34,6 +34,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         admission: Admission::Reserve,
         order: Order::Fcfs,
         preempt: Preempt::Recompute,
+        priorities: None,
         signals: if step_end { Signals::STEP_END } else { Signals::EXACT },
         router: RouterConfig {
             index_feed: IndexFeed::Exact,
@@ -43,7 +44,6 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         silent_segments: false,
         output_known: true,
         reschedule: None,
-        priorities: None,
         timeline_seconds: 10.0,
         token_slo: TokenSlo::same(0.1),
     }
