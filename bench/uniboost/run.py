@@ -195,7 +195,7 @@ CLUSTER_SEEDS = 2
 def table_9(world: World) -> Row:
     stages = [
         Stage("Llama-8B, H100", mixture, 0.99, instances=64, policy=policy, requests=800)
-        for mixture in ("mix-2", "azure")
+        for mixture in ("mix-1", "azure")
         for policy in ("random", "round_robin", "least_requests", "lmetric")
     ]
     orders = [SARATHI, UNIBOOST, SUBMITTED]
