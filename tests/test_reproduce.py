@@ -73,7 +73,7 @@ def test_equation_2_of_a_class() -> None:
 @pytest.mark.usefixtures("reproduce")
 @pytest.mark.parametrize("known", [True, False])
 def test_a_made_hot_spot(known: bool) -> None:
-    from hotspots import BEFORE, SURGE, surge
+    from hot_spot import BEFORE, SURGE, surge
 
     trace, hot = surge(1, 0.3, 2000, known=known)
     during = (trace.arrival_seconds >= SURGE[0]) & (trace.arrival_seconds < SURGE[1])

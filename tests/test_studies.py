@@ -18,6 +18,7 @@ NUMBERS: dict[str, tuple[str, list[str | int]]] = {
     "libra": ("9", ["rows", 0, "rate", 0]),
     "sibyl": ("independent", ["rows", 0, "p99", 0]),
     "star": ("10", ["rows", 0, "p99", 0]),
+    "planner": ("hot", ["rows", 0, "ttft", 0]),
     "uniboost": ("t2", ["rows", 0, "e2e p99", 0]),
 }
 every = pytest.mark.parametrize("study", [Study(name) for name in NUMBERS], ids=lambda study: study.name)

@@ -96,6 +96,13 @@ def test_local_orders_are_a_setting(tmp_path: Path) -> None:
     assert kept == ["fcfs", "uniboost(gamma=0.2)"]
 
 
+def test_pulls_are_a_setting(tmp_path: Path) -> None:
+    """YAML takes a bare ``on`` for true."""
+    text = "traces: t.jsonl\npolicies: lmetric_pull\nsettings: {pull: [none, on, off, 'at_once, most=2']}\n"
+    made = load_study(write(tmp_path / "s.yaml", text))
+    assert [setup.settings["pull"] for setup in made.setups] == ["none", "on", "none", "at_once, most=2"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -112,6 +119,7 @@ def test_local_orders_are_a_setting(tmp_path: Path) -> None:
         (("seeds: 2", "profiles: nope"), "nope"),
         (("seeds: 2", "settings: {signals: exakt}"), "settings.signals[0] = 'exakt'"),
         (("seeds: 2", "settings: {local_order: [fcfs, lifo]}"), "settings.local_order[1] = 'lifo'"),
+        (("seeds: 2", "settings: {pull: [fast]}"), "pull 'fast' is not valid; expected none, on"),
         (("policies: [lmetric,", "policies: [{policy: vllm, label: lmetric}, lmetric,"), "two are called"),
         (("traces:", "treces:"), "treces"),
         (("policies: [lmetric, vllm,", "policies: [,"), "s.yaml:4"),

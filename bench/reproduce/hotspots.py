@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 from book import Claim, Made, Ours, Table, figure
@@ -14,6 +13,7 @@ from comparisons import against
 from numpy.typing import NDArray
 from world import HALF, INSTANCES, LMETRIC, VLLM, Choice, Stage, World, values
 
+from hot_spot import HOT, surge
 from lmetric.policies import Columns, policy_function
 from lmetric.sim.run import Run, prepare
 from lmetric.sim.synthetic import check_synthetic
@@ -128,35 +128,8 @@ def figure_20(world: World) -> Made:
     )  # fmt: skip
 
 
-# Short prompts of their own and long answers behind one long prefix: P-token differs by a factor of a hundred
-# between who holds it and who does not, and batches grow. Every length is ours.
-HOT: dict[str, Any] = {
-    "synthetic": "requests", "rate": 60, "duration_seconds": 300,
-    "input_tokens": {"p50": 60, "mean": 80, "max": 1000},
-    "output_tokens": {"p50": 400, "mean": 500, "max": 2000},
-    "prefixes": {"count": 50, "zipf": 0.8, "tokens": {"p50": 1000, "mean": 1500, "max": 6000}},
-    "block_tokens": 64,
-}  # fmt: skip
-SURGE = (100.0, 220.0)  # seconds
-BEFORE = 0.02  # of the surge's rate: what a known prefix had before and has after it
 SHARES, PREFIXES = (0.1, 0.2, 0.4), (2000, 8000, 16000)
 FRACTION = 0.3
-
-
-def surge(seed: int, share: float, tokens: int, *, known: bool) -> tuple[Trace, NDArray[np.bool_]]:
-    """A trace in which `share` of the arrivals begins with one prefix for two minutes, and which those are.
-    `known`: a few came before, so that one instance holds it already; else it is new to all."""
-    length = HOT["duration_seconds"]
-    hot_spot = {"start_seconds": 0, "seconds": length, "share": share, "tokens": tokens}
-    trace = check_synthetic({**HOT, "seed": seed, "hot_spot": hot_spot}, "hot").make()
-    first = trace.hash_ids[trace.hash_offsets[:-1]]
-    ids, counts = np.unique(first, return_counts=True)
-    # The hot family is numbered behind all others; whatever else has ids beyond it is met once.
-    hot = first == ids[counts > len(trace) * share / 2].max()
-    during = (trace.arrival_seconds >= SURGE[0]) & (trace.arrival_seconds < SURGE[1])
-    kept_outside = np.random.default_rng(seed).random(len(trace)) < (BEFORE if known else 0.0)
-    keep = ~hot | during | kept_outside
-    return trace.where(keep), (hot & during)[keep]
 
 
 @figure("guard", "Section 5.2: a made hot spot, the guard on and off")

@@ -99,6 +99,10 @@ class Router:
     ) -> None: ...  # "none"; "force": each at the fraction `at`
     def set_priorities(self, kind: str, **settings: float) -> None: ...  # none, uniboost, vtc
     def gamma(self) -> tuple[float, int] | None: ...  # 1/s, and how often it was estimated
+    def set_pull(
+        self, on: bool = True, **settings: float
+    ) -> None: ...  # seconds_per_token, fixed_seconds, least_tokens, most_pulls
+    def pull_cost(self) -> tuple[float, float, int] | None: ...  # s/token, fixed s, learned from how many
     def set_rescheduling(
         self, name: str, **settings: float | str
     ) -> None: ...  # none, star, star_current, star_oracle, llumnix
@@ -247,6 +251,8 @@ class Decision:
     @property
     def decode_instance(self) -> str | None: ...  # where it goes on, as far as chosen
     @property
+    def pull(self) -> tuple[str, int, int] | None: ...  # holder, first token, one past the last
+    @property
     def index(self) -> int: ...
     @property
     def predicted_hit_tokens(self) -> int: ...
@@ -275,6 +281,11 @@ class Ticket:
     def follows(self) -> bool: ...  # whether another segment follows it
     @property
     def next_instance(self) -> str | None: ...  # where that is bound to; None: nowhere yet
+    @property
+    def pull(self) -> tuple[str, int, int] | None: ...  # as the decision's; None once it is over
+    def pulled(
+        self, tokens: int, seconds: float, now: float | None = None
+    ) -> None: ...  # 0 tokens: none came
     def sent(self, now: float | None = None) -> None: ...
     def scheduled(self, now: float | None = None) -> None: ...  # optional: the engine took it off its queue
     def prefilled(
@@ -592,6 +603,11 @@ def simulate(
     transfer_fixed_seconds: float = 0.0,
     transfer_overlap: str = "end",
     transfer_chunk_tokens: int = 256,
+    transfer_unshared: bool = False,
+    pull: Mapping[str, float] | None = None,
+    pull_holder_seconds: float = 0.0,
+    pull_waits: bool = True,
+    pull_pinned: bool = True,
     local_order: str = "fcfs",
     order_slo_seconds: float = 0.1,
     order_think_slo_seconds: float | None = None,

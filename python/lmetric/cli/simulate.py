@@ -70,7 +70,15 @@ def command(
         str | None,
         typer.Option(
             metavar="GB/S[,layers]",
-            help="With --roles: how fast KV moves, also with fixed=SECONDS; or none [default: 50].",
+            help="Where KV moves: how fast, also with fixed=SECONDS; or none [default: 50].",
+        ),
+    ] = None,
+    pull: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="Prefixes are pulled from who holds them: none, on, or least=TOKENS,most=PULLS,… "
+            "[default: none].",
         ),
     ] = None,
     profile: Annotated[
@@ -182,6 +190,7 @@ def command(
     from lmetric.cli.show import note
     from lmetric.queueing import Swap
     from lmetric.sim.pools import Roles, Transfer
+    from lmetric.sim.pulls import Pull
     from lmetric.sim.setups import Setup, TraceChoice, trace_label
     from lmetric.sim.summary import Slo, parse_share
 
@@ -200,15 +209,16 @@ def command(
     if not pooled and not any(map(_several_segments, _ways([], splits, moves))):
         told = {
             "--decode-policy": decode_policy, "--binding": binding, "--prefill": prefill,
-            "--transfer": transfer,
+            "--transfer": None if pull else transfer,
         }  # fmt: skip
         for name, given in told.items():
             if given is not None:
                 raise typer.BadParameter(
-                    "needs --roles with a decode pool, e.g. 16P64D, or --split or --reschedule",
+                    "needs --roles with a decode pool, e.g. 16P64D, or --split, --reschedule or --pull",
                     param_hint=name,
                 )
     Transfer.of(transfer)
+    Pull.of(pull)
     Swap.of(preempt)
     for name, value in (("--speed", speed), ("--duration", duration), ("--report-period", report_period)):
         if value is not None and not value > 0:
@@ -229,7 +239,7 @@ def command(
         "order_think_slo": order_think_slo, "think_slo_seconds": think_slo,
         "preempt": preempt, "priority": priority,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
-        "transfer": transfer, "decode_profile": decode_profile,
+        "transfer": transfer, "pull": pull, "decode_profile": decode_profile,
     }  # fmt: skip
     settings |= {name: value for name, value in optional.items() if value is not None}
     taken = TraceChoice(

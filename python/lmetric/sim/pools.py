@@ -90,22 +90,26 @@ class Transfer:
     overlap: Literal["end", "layers", "chunks"] = "end"
     # Tokens of a chunk: a guess; the paper does not say.
     chunk_tokens: int = 256
+    # Whether each transfer has its links for itself; else an instance sends one at a time, and receives one.
+    unshared: bool = False
 
     def __post_init__(self) -> None:
         speed, fixed = self.gigabytes_per_second, self.fixed_seconds
         fits = speed > 0 and 0 <= fixed < 1e6 and 0 < self.chunk_tokens < 2**31
         fits = fits and self.chunk_tokens == int(self.chunk_tokens)
+        fits = fits and not (self.unshared and self.overlap == "chunks")
         if not fits or self.overlap not in ("end", "layers", "chunks"):
             raise BadValueError(
                 f"transfer at {speed:g} GB/s, {fixed:g} s besides, overlap {self.overlap!r}, chunks of "
                 f"{self.chunk_tokens} tokens is not valid; expected more than 0 GB/s, 0 s or more, overlap "
-                "end, layers or chunks, whole chunks of 1 token or more"
+                "end, layers or chunks (not unshared), whole chunks of 1 token or more"
             )
 
     @classmethod
     def of(cls, value: str | Mapping[str, float | str] | Self | None) -> Self | None:
-        """From ``50``, ``50 GB/s, layers``, ``25, chunk=256``, ``25, fixed=0.005``, or a mapping of the
-        fields; ``none`` and None: nothing moves, the KV is there at once (as in SIBYL's Algorithm 2).
+        """From ``50``, ``50 GB/s, layers``, ``25, chunk=256``, ``25, fixed=0.005``, ``25, unshared``, or a
+        mapping of the fields; ``none`` and None: nothing moves, the KV is there at once (as in SIBYL's
+        Algorithm 2).
 
         Raises:
             BadValueError: anything else.
@@ -121,6 +125,8 @@ class Transfer:
             for part in (part.strip() for part in value.split(",")):
                 if part in ("end", "layers", "chunks"):
                     fields["overlap"] = part
+                elif part == "unshared":
+                    fields["unshared"] = True
                 elif part.startswith("chunk="):
                     tokens = part.removeprefix("chunk=")
                     fields["overlap"] = "chunks"
@@ -133,8 +139,8 @@ class Transfer:
             return cls(**fields)  # type: ignore[arg-type]
         except TypeError:
             raise BadValueError(
-                f"transfer {value!r} is not valid; expected none, or GB/s with end, layers, chunks or "
-                'chunk=TOKENS, and fixed=SECONDS, e.g. "50, layers"'
+                f"transfer {value!r} is not valid; expected none, or GB/s with end, layers, chunks, "
+                'unshared or chunk=TOKENS, and fixed=SECONDS, e.g. "50, layers"'
             ) from None
 
     def seconds_per_token(self, profile: Profile) -> float:

@@ -24,6 +24,7 @@ from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
 from lmetric.queueing import Swap
 from lmetric.sim.pools import Roles, Transfer
+from lmetric.sim.pulls import Pull
 from lmetric.sim.summary import optimal_assignment_ratio
 from lmetric.sim.traces import Trace
 
@@ -34,6 +35,7 @@ Binding = Literal["early", "late"]
 Prefill = Literal["queues", "unlimited"]
 RolesLike = str | Mapping[str, int] | Roles
 TransferLike = str | Mapping[str, float | str] | Transfer
+PullLike = str | Mapping[str, Any] | Pull | None
 SwapLike = str | Mapping[str, float] | Swap | None
 PolicyLike = str | Expr | Policy | PolicyFunction | None
 ProfileLike = str | Profile | Mapping[str, Any]
@@ -86,6 +88,9 @@ class Run:
     cut_tokens: NDArray[np.int64]  # where it was cut, prompt and output counted through; -1: not, or by roles
     answer_cut_tokens: NDArray[np.int64]  # where it was cut again, to answer elsewhere; -1: nowhere
     moves: NDArray[np.int64]  # times that it moved while it ran
+    pull_instance: NDArray[np.int64]  # where it pulled a prefix from before it queued; -1: nowhere
+    pulled_tokens: NDArray[np.int64]  # that it had from there when first admitted
+    pull_seconds: NDArray[np.float64]  # what that took, with all that it waited for; NaN: no pull
     slow_tokens: NDArray[np.int64]  # gaps between its tokens longer than the SLO of such a token
     worst_gap_seconds: NDArray[np.float64]  # the longest of them; 0: none
     token_slo_seconds: float
@@ -242,6 +247,7 @@ def simulate(
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
     think_slo_seconds: float | None = None,
+    pull: PullLike = None,
 ) -> Run:
     """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
 
@@ -302,6 +308,9 @@ def simulate(
             engines; else its tokens come as they are made.
         token_slo_seconds: the longest gap between two tokens that counts as good, for `slow_tokens`.
         think_slo_seconds: the same where the latter is a thought; None: no other.
+        pull: whether the chosen instance fetches what another holds of the prompt, where that takes less
+            time than computing it (`lmetric.sim.pulls.Pull`): ``"on"``, ``"least=512, most=2"``, a mapping,
+            or None or ``"none"``. It moves as `transfer` says. ``lmetric_pull`` is the score that reads it.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
@@ -363,6 +372,7 @@ def simulate(
             transfer,
             prefill,
             split != "none" or reschedule != "none",
+            Pull.of(pull),
         ),
     )
     wall_seconds = time.perf_counter() - started
@@ -416,14 +426,17 @@ def _pooled(
     transfer: TransferLike | None,
     prefill: Prefill,
     cut: bool,
+    pull: Pull | None,
 ) -> dict[str, Any]:
     """What `_core.simulate` takes where plans have several segments; nothing where none has."""
+    moved = Transfer.of(transfer)
+    pulled = {} if pull is None else _moved(moved, profile) | pull.constants(profile, moved)
     if (pools is None or not pools.decode) and not cut:
         if decode_policy is not None:
             raise _core.BadValueError(
                 "decode_policy: requests decode where they are prefilled; give roles, e.g. 16P64D"
             )
-        return {} if pools is None else {"roles": pools.each()}
+        return pulled if pools is None else {"roles": pools.each(), **pulled}
     if prefill not in ("queues", "unlimited"):
         raise _core.BadValueError(f"prefill: {prefill!r} is not valid; expected queues or unlimited")
     told: dict[str, Any] = {
@@ -433,14 +446,19 @@ def _pooled(
         "binding": binding,
         "unlimited_prefill": prefill == "unlimited",
     }
-    if (moved := Transfer.of(transfer)) is not None:
-        told |= {
-            "transfer_seconds_per_token": moved.seconds_per_token(profile),
-            "transfer_fixed_seconds": moved.fixed_seconds,
-            "transfer_overlap": moved.overlap,
-            "transfer_chunk_tokens": int(moved.chunk_tokens),
-        }
-    return told
+    return told | _moved(moved, profile) | pulled
+
+
+def _moved(transfer: Transfer | None, profile: Profile) -> dict[str, Any]:
+    if transfer is None:
+        return {}
+    return {
+        "transfer_seconds_per_token": transfer.seconds_per_token(profile),
+        "transfer_fixed_seconds": transfer.fixed_seconds,
+        "transfer_overlap": transfer.overlap,
+        "transfer_chunk_tokens": int(transfer.chunk_tokens),
+        "transfer_unshared": transfer.unshared,
+    }
 
 
 def policy_name(policy: PolicyLike) -> str:

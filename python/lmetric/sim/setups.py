@@ -221,6 +221,8 @@ class Setup:
         else:
             del told["decode_policy"]["label"]
             told["kv_bytes_per_token"] = self.engine.kv_bytes_per_token
+        if "pull" in self.settings:
+            told["kv_bytes_per_token"] = self.engine.kv_bytes_per_token
         if self.roles is None:
             del told["roles"]
         told |= {

@@ -21,6 +21,7 @@ from lmetric.profiles import load_profile, shipped_profiles
 from lmetric.queueing import Swap, checked_order
 from lmetric.sim.max_load import Rule
 from lmetric.sim.pools import Roles, Transfer
+from lmetric.sim.pulls import Pull
 from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value, trace_label
 from lmetric.sim.summary import Slo, parse_share
 from lmetric.sim.synthetic import check_synthetic
@@ -50,6 +51,14 @@ def _transfer(value: Any) -> Any:
     if isinstance(told, str):
         Transfer.of(told)
     return told
+
+
+def _pull(value: Any) -> Any:
+    if isinstance(value, bool):  # what YAML makes of on and off
+        return "on" if value else "none"
+    if isinstance(value, str):
+        Pull.of(value)
+    return value
 
 
 def _swap(value: str) -> str:
@@ -217,8 +226,12 @@ class SettingsEntry(Strict):
     prefill: Annotated[list[Literal["queues", "unlimited"]], Listed] | None = Field(
         None, description="with pools: prompts queue, or each takes its own time and waits for none"
     )
+    pull: Annotated[list[Annotated[str, BeforeValidator(_pull)]], Listed] | None = Field(
+        None, description="prefixes are pulled from who holds them: none, on, or least=TOKENS, ..."
+    )
     transfer: Annotated[list[Annotated[str, BeforeValidator(_transfer)]], Listed] | None = Field(
-        None, description="with pools: GB/s, end or layers, fixed=SECONDS; or none; see docs/simulator.md"
+        None,
+        description="where KV moves: GB/s, end or layers, fixed=SECONDS; or none; see docs/simulator.md",
     )
 
     def combinations(self) -> Iterator[dict[str, Value]]:

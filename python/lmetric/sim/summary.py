@@ -126,6 +126,8 @@ class RunFigures:
     splits: int = 0  # of the measured
     reschedule: str = "none"  # how running requests were moved
     moves: int = 0  # times that measured ones were
+    pulls: int = 0  # measured requests that pulled a prefix
+    pulled_ratio: float | None = None  # prompt tokens that came so / all
     step_variance: float = 0.0  # of decode steps' seconds over instances, mean over the whole run, in s^2
     oom: int = 0  # times that an engine ran out of memory, over the whole run
     token_slo_seconds: float = 0.1
@@ -177,6 +179,8 @@ def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunF
         splits=int((run.cut_tokens[kept] >= 0).sum()),
         reschedule=run.reschedule,
         moves=int(run.moves[kept].sum()),
+        pulls=int((run.pull_instance[kept] >= 0).sum()),
+        pulled_ratio=_ratio(run.pulled_tokens[done], run.input_tokens[done]),
         step_variance=run.step_variance,
         oom=run.oom,
         token_slo_seconds=run.token_slo_seconds,

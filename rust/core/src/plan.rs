@@ -6,7 +6,7 @@
 //!
 //! A cut at token `s` means: the KV cache of the first `s` tokens is computed before it. Of a prompt of `P` tokens, a first segment with `s >= P` makes
 //! `s - P` output tokens that count; an engine that hands over with its last token, as vLLM does, makes one more, which is made again behind the cut.
-use crate::ids::InstanceId;
+use crate::ids::{InstanceId, Seconds};
 
 /// A range of a request's tokens, prompt and output counted through, on one instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,13 +68,39 @@ impl Cuts {
     }
 }
 
+/// What a request's instance fetches before the request begins there: the KV of a part of its prompt that another instance holds. With it the plan has one more
+/// segment, `[0, to_token)` on the holder, of which nothing is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pull {
+    /// Who holds it.
+    pub holder: InstanceId,
+    /// Its first token: what comes before is in the instance's own cache.
+    pub from_token: u32,
+    /// One past its last token: the rest is computed.
+    pub to_token: u32,
+}
+
+impl Pull {
+    /// Tokens to be moved.
+    pub fn tokens(&self) -> u32 {
+        self.to_token - self.from_token
+    }
+}
+
 /// What happened to the open segment of a ticket.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Event {
     /// The request was written to the instance; an approximate index learns of it now.
     Sent,
+    /// Its pull is over: so many tokens came (0: none did), so many seconds after they were asked for. The instance computes the rest, and begins now.
+    Pulled {
+        /// Of the tokens to be pulled, the leading ones that are there by now.
+        tokens: u32,
+        /// What it took, with all that it waited for.
+        seconds: Seconds,
+    },
     /// The engine took it off its queue (optional; known from a simulator or a talkative engine) and found this many tokens of its
-    /// prompt in its cache, where it says so: the rest is what it has to compute, whatever was booked.
+    /// prompt in its cache, what came from elsewhere included, where it says so: the rest is what it has to compute, whatever was booked.
     Scheduled(Option<u32>),
     /// The engine computed this many more of its prefill tokens (optional; exact).
     Prefilled(u32),

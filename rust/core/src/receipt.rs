@@ -36,6 +36,25 @@ pub struct Next {
 /// Where it goes on, segment by segment.
 pub type Nexts = SmallVec<[Next; 1]>;
 
+/// What its instance pulled of its prompt before it began.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Pulled {
+    /// Slot and name of the holder.
+    pub slot: u32,
+    /// See above.
+    pub name: Arc<str>,
+    /// First token of what was to be pulled.
+    pub from_token: u32,
+    /// One past the last.
+    pub to_token: u32,
+    /// Seconds that it was expected to take.
+    pub expected_seconds: Seconds,
+    /// Tokens that came, once it is over.
+    pub tokens: Option<u32>,
+    /// What it took, once it is over.
+    pub seconds: Option<Seconds>,
+}
+
 /// Seconds that instances were expected to take for all that is assigned to them, the request included (Libra, section 4.1).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Balance {
@@ -115,6 +134,8 @@ pub struct Receipt {
     pub cuts: SmallVec<[u32; 2]>,
     /// Why it was left in one piece, where requests are cut or move; or in two, where it was to have three.
     pub uncut: Option<Box<str>>,
+    /// What its instance was to pull before it began.
+    pub pull: Option<Pulled>,
     /// What its instances were expected to take for all that they have, where a cut was looked for.
     pub balance: Option<Balance>,
     /// What it was given for its engine's queue, where requests are ordered.

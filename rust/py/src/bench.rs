@@ -2,11 +2,12 @@
 use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
+use lmetric_core::indicators::Indicator;
 use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::plan::{Event, Failure};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::router::{IndexFeed, Router, RouterConfig};
+use lmetric_core::router::{IndexFeed, PullConfig, Router, RouterConfig};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use std::time::Instant;
@@ -45,8 +46,16 @@ fn measure(
     stored_pairs: usize,
     feed: IndexFeed,
 ) -> std::result::Result<[Timing; 5], CoreError> {
-    let config = RouterConfig { index_feed: feed, index_bytes: 1 << 30, ..RouterConfig::default() };
-    let mut router = Router::new(registry::build(policy, &[])?, config)?;
+    let policy = registry::build(policy, &[])?;
+    // What reads of pulls is timed with them.
+    let pulls = policy.reads().contains(Indicator::PullTokens);
+    let config = RouterConfig {
+        index_feed: feed,
+        index_bytes: 1 << 30,
+        pull: pulls.then(PullConfig::default),
+        ..RouterConfig::default()
+    };
+    let mut router = Router::new(policy, config)?;
     for i in 0..instances {
         router.add_instance(&format!("engine-{i}"), Role::Both, None)?;
         // Load reports and a spread of running requests, so that every policy has what it reads.

@@ -9,6 +9,7 @@ mod expr;
 mod feed;
 mod policies;
 mod priorities;
+mod pull;
 mod reschedule;
 mod router;
 mod simulate;

@@ -442,10 +442,18 @@ impl Router {
             let decision = router.route_taking(&request, chain, request_id, now)?;
             let name = router.fleet().name(decision.segment.instance).clone();
             let next = decision.next.map(|next| router.fleet().name(next.instance).clone());
+            let pull = decision.pull.map(|pull| crate::ticket::pull_told(&router, pull));
             drop(router);
             let ticket = self.shared.ticket(&decision);
             Ok((
-                Decision::new(&decision, request.prompt_tokens, name.clone(), next, self.shared.clone()),
+                Decision::new(
+                    &decision,
+                    request.prompt_tokens,
+                    name.clone(),
+                    next,
+                    pull,
+                    self.shared.clone(),
+                ),
                 Ticket::new(ticket, decision.segment, name, self.clock),
             ))
         })
@@ -723,6 +731,21 @@ impl Router {
     fn set_split(&self, py: Python<'_>, kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {
         let split = crate::split::split_of(kind, settings)?;
         Ok(self.lock(py)?.set_split(split)?)
+    }
+
+    /// Whether an instance, before a request begins there, fetches the part of the prompt's KV from now on that another instance holds and it does not, where that takes
+    /// less time than computing it. Settings: `seconds_per_token` and `fixed_seconds` of a pull (until `Ticket.pulled` taught others), `least_tokens` worth a pull, and
+    /// `most_pulls` that one holder serves at once. `Decision.pull` says what to fetch; `pull_tokens` and `pull_cost_tokens` are what scores may read of it, as
+    /// `lmetric_pull` does. Both engines must be able to hand over anywhere (`set_cuts`). Raises `BadValueError`.
+    #[pyo3(signature = (on=true, **settings))]
+    fn set_pull(&self, py: Python<'_>, on: bool, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {
+        let pull = crate::pull::pull_of(settings)?;
+        Ok(self.lock(py)?.set_pull(on.then_some(pull))?)
+    }
+
+    /// Seconds that a pulled token takes, and that a pull takes besides, as learned, and from how many pulls; None where nothing is pulled.
+    fn pull_cost(&self, py: Python<'_>) -> Result<Option<(f64, f64, u64)>> {
+        Ok(self.lock(py)?.pull_cost())
     }
 
     /// How running requests are moved from now on: `"none"`, `"star"`, `"star_current"`, `"star_oracle"` or `"llumnix"`, with the settings of `lmetric.simulate`'s

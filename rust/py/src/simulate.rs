@@ -8,8 +8,8 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::router::{IndexFeed, RouterConfig};
 use lmetric_sim::{
-    Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Profile, Quantity, Signals, TokenSlo,
-    Trace, Transfer,
+    Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Profile, Pulling, Quantity, Signals,
+    TokenSlo, Trace, Transfer,
 };
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -93,6 +93,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_times=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
+    transfer_unshared=false, pull=None, pull_holder_seconds=0.0, pull_waits=true, pull_pinned=true,
     local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None, priority="none", priority_settings=None,
     split="none", split_settings=None, reschedule="none", reschedule_settings=None, silent_segments=false, token_slo_seconds=0.1,
     think_slo_seconds=None))]
@@ -125,6 +126,11 @@ fn simulate<'py>(
     transfer_fixed_seconds: f64,
     transfer_overlap: &str,
     transfer_chunk_tokens: u32,
+    transfer_unshared: bool,
+    pull: Option<&Bound<'py, PyDict>>,
+    pull_holder_seconds: f64,
+    pull_waits: bool,
+    pull_pinned: bool,
     local_order: &str,
     order_slo_seconds: f64,
     order_think_slo_seconds: Option<f64>,
@@ -172,7 +178,9 @@ fn simulate<'py>(
                     ("chunks", Overlap::Chunks { tokens: transfer_chunk_tokens }),
                 ],
             )?,
+            unshared: transfer_unshared,
         },
+        pulling: Pulling { holder_seconds: pull_holder_seconds, waits: pull_waits, pinned: pull_pinned },
         admission: match admission {
             "reserve" => Admission::Reserve,
             "vllm" => Admission::Vllm,
@@ -202,6 +210,7 @@ fn simulate<'py>(
             colocate: false,
             unlimited_prefill,
             split: crate::split::split_of(split, split_settings)?,
+            pull: pull.map(|settings| crate::pull::pull_of(Some(settings))).transpose()?,
             ..RouterConfig::default()
         },
         silent_segments,
@@ -240,6 +249,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
         ("handoff_seconds", records.handoff_seconds),
         ("decode_start_seconds", records.decode_start_seconds),
         ("worst_gap_seconds", records.worst_gap_seconds),
+        ("pull_seconds", records.pull_seconds),
     ] {
         dict.set_item(name, times.into_pyarray(py))?;
     }
@@ -254,6 +264,8 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
         ("answer_cut_tokens", records.answer_cut_tokens),
         ("slow_tokens", records.slow_tokens),
         ("moves", records.moves),
+        ("pull_instance", records.pull_instance),
+        ("pulled_tokens", records.pulled_tokens),
     ] {
         dict.set_item(name, counts.into_pyarray(py))?;
     }

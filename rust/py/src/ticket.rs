@@ -4,7 +4,7 @@ use crate::router::{Clock, lock};
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Fleet;
 use lmetric_core::guard::{GuardEvent, Phase};
-use lmetric_core::plan::{Event, Failure, Segment, Usage};
+use lmetric_core::plan::{Event, Failure, Pull, Segment, Usage};
 use lmetric_core::policy::Prefer;
 use lmetric_core::receipt::{Balance, Receipt};
 use lmetric_core::router::{
@@ -37,7 +37,17 @@ pub struct Decision {
     name: Arc<str>,
     /// Where it goes on, as far as chosen.
     next: Option<Arc<str>>,
+    /// What it fetches before it begins.
+    pull: Option<PullTold>,
     shared: SharedRouter,
+}
+
+/// The holder of a prefix to be pulled, its first token, and one past its last.
+pub type PullTold = (Arc<str>, u32, u32);
+
+/// A pull, with its holder's name.
+pub fn pull_told(router: &Router, pull: Pull) -> PullTold {
+    (router.fleet().name(pull.holder).clone(), pull.from_token, pull.to_token)
 }
 
 impl Decision {
@@ -47,6 +57,7 @@ impl Decision {
         prompt_tokens: u32,
         name: Arc<str>,
         next: Option<Arc<str>>,
+        pull: Option<PullTold>,
         shared: SharedRouter,
     ) -> Decision {
         Decision {
@@ -57,6 +68,7 @@ impl Decision {
             priority: decision.priority.map(|priority| priority.value),
             name,
             next,
+            pull,
             shared,
         }
     }
@@ -84,6 +96,12 @@ impl Decision {
     #[getter]
     fn decode_instance(&self) -> Option<&str> {
         self.next.as_deref()
+    }
+
+    /// What the instance is to fetch before the request begins there: name of the holder, first token, one past the last; None: nothing. Tell `Ticket.pulled` of it.
+    #[getter]
+    fn pull(&self) -> Option<(&str, u32, u32)> {
+        self.pull.as_ref().map(|(holder, from, to)| (&**holder, *from, *to))
     }
 
     /// One score a slot, float32; NaN where the slot was left out. Raises `TicketError` where the receipt is gone.
@@ -176,6 +194,21 @@ impl Ticket {
         let mut router = lock(self.ticket.router(), py)?;
         let next = router.bound(self.ticket.id()).next();
         Ok(next.map(|segment| router.fleet().name(segment.instance).to_string()))
+    }
+
+    /// What its instance still has to fetch before it begins, as `Decision.pull`: after a retry it may be another pull. None: nothing, or that is over.
+    #[getter]
+    fn pull(&self, py: Python<'_>) -> Result<Option<(String, u32, u32)>> {
+        let mut router = lock(self.ticket.router(), py)?;
+        let pull = router.pull_of(self.ticket.id());
+        Ok(pull.map(|pull| pull_told(&router, pull)).map(|(holder, from, to)| (holder.to_string(), from, to)))
+    }
+
+    /// Its pull is over: so many leading tokens came (0: none did), so many seconds after they were asked for. The instance computes the rest, and begins now. Raises
+    /// `TicketError` where nothing was to be pulled, `BadValueError` for more tokens than were.
+    #[pyo3(signature = (tokens, seconds, now=None))]
+    fn pulled(&self, py: Python<'_>, tokens: u32, seconds: f64, now: Option<f64>) -> Result<()> {
+        self.advance(py, Event::Pulled { tokens, seconds }, now).map(drop)
     }
 
     /// Its number, unique among open tickets: `Router.reschedule` names moves by it.
@@ -366,6 +399,13 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("uncut", receipt.uncut.as_deref())?;
     dict.set_item("priority", receipt.priority.map(|p| p.value))?;
     dict.set_item("boost_seconds", receipt.priority.map(|p| p.boost_seconds))?;
+    let pull = receipt.pull.as_ref();
+    dict.set_item("pull_instance", pull.map(|p| &*p.name))?;
+    dict.set_item("pull_from_token", pull.map(|p| p.from_token))?;
+    dict.set_item("pull_to_token", pull.map(|p| p.to_token))?;
+    dict.set_item("expected_pull_seconds", pull.map(|p| p.expected_seconds))?;
+    dict.set_item("pulled_tokens", pull.and_then(|p| p.tokens))?;
+    dict.set_item("pull_seconds", pull.and_then(|p| p.seconds))?;
     let balance = |of: fn(&Balance) -> f64| receipt.balance.as_ref().and_then(|balance| number(of(balance)));
     dict.set_item("balance_first_seconds", balance(|b| b.first_seconds))?;
     dict.set_item("balance_second_seconds", balance(|b| b.second_seconds))?;
@@ -442,6 +482,8 @@ pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, 
         ("filter_waived", totals.filter_waived),
         ("split", totals.split),
         ("moved", totals.moved),
+        ("pulls", totals.pulls),
+        ("pulled_tokens", totals.pulled_tokens),
         ("finished", totals.finished),
         ("dropped", totals.dropped),
         ("prompt_tokens", totals.prompt_tokens),

@@ -18,6 +18,7 @@ use crate::signals::{Observer, Signals};
 use crate::transfer::{Links, Transfer};
 use crate::workload::Workload;
 use handover::Part;
+use hashbrown::HashMap;
 use lmetric_core::CoreError;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
@@ -27,6 +28,8 @@ use lmetric_core::plan::Usage;
 use lmetric_core::policy::Policy;
 use lmetric_core::request::{Request as RouterRequest, Tenant};
 use lmetric_core::router::{Priorities, RescheduleConfig, Router, RouterConfig};
+pub use pulls::Pulling;
+use pulls::UnderWay;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
@@ -41,6 +44,8 @@ pub struct ClusterConfig {
     pub roles: Vec<Role>,
     /// What moving the KV of a prompt costs that is prefilled on one instance and decodes on another.
     pub transfer: Transfer,
+    /// What pulled prefixes do to their holders; whether there are any is among the router's settings.
+    pub pulling: Pulling,
     /// How requests get memory.
     pub admission: Admission,
     /// What the engines order requests by.
@@ -103,6 +108,10 @@ enum Event {
     Free { instance: u32 },
     /// The KV that a segment left is where the next one is.
     HandOver { request: u32 },
+    /// The holder of a prefix can send it.
+    PullBegins { request: u32 },
+    /// The prefix is where it was pulled to.
+    PullEnds { request: u32 },
     /// An instance reports its load.
     Report { instance: u32 },
     /// The router looks at what it does periodically.
@@ -137,6 +146,8 @@ struct Instance {
     version: u32,
     /// Whether it is among those that begin a step once this moment's events are over.
     ready: bool,
+    /// When a step ends that was seen before.
+    busy_until: Seconds,
     /// Since when its queue is as long as it is.
     queue_since: Seconds,
     queued: u32,
@@ -150,6 +161,8 @@ struct Cluster<'a> {
     instances: Vec<Instance>,
     observer: Observer,
     links: Links,
+    /// Pulls that have not ended, by request.
+    pulls: HashMap<u32, UnderWay>,
     /// What of each request is at work, and whether its engine has made a token of it.
     parts: Vec<Part>,
     started: Vec<bool>,
@@ -261,6 +274,8 @@ impl Cluster<'_> {
             Event::Prefilled { request } => self.prefilled(request as usize)?,
             Event::Free { instance } => self.free(instance as usize),
             Event::HandOver { request } => self.hand_over(request as usize)?,
+            Event::PullBegins { request } => self.begin_pull(request as usize),
+            Event::PullEnds { request } => self.end_pull(request as usize)?,
             Event::Arrival { request } => self.arrive(request as usize)?,
             Event::Report { instance } => {
                 self.observer.report(instance as usize, &self.engines[instance as usize], self.now)?;
@@ -316,6 +331,10 @@ impl Cluster<'_> {
             self.records.decode_instance[request] = next.instance.index() as i64;
         }
         self.begin(request, decision.segment);
+        if let Some(pull) = decision.pull {
+            self.ask_for_pull(request, pull);
+            return Ok(());
+        }
         if decision.segment.to_token.is_some() && self.config.router.unlimited_prefill {
             return self.prefill_alone(request, instance);
         }
@@ -367,6 +386,7 @@ impl Cluster<'_> {
                 } else {
                     self.records.scheduled_seconds[request] = self.now;
                     self.records.hit_tokens[request] = i64::from(admitted.cached_tokens);
+                    self.records.pulled_tokens[request] = i64::from(admitted.pulled_tokens);
                 }
             }
             events.preempted.iter().for_each(|&id| self.records.preemptions[id as usize] += 1);
@@ -452,7 +472,7 @@ impl Cluster<'_> {
             self.records.finished_seconds[request] = end;
             let usage = Usage {
                 prompt_tokens: Some(prompt),
-                cached_tokens: Some(self.records.hit_tokens[request] as u32),
+                cached_tokens: Some(self.records.found_tokens(request)),
                 output_tokens: Some(output),
             };
             self.observer.ended(id, usage, self.now)?;
@@ -470,6 +490,7 @@ impl Cluster<'_> {
         }
         if end > self.now {
             self.instances[instance].state = State::Seen;
+            self.instances[instance].busy_until = end;
             self.at(end, Event::Free { instance: instance as u32 });
         } else {
             self.free(instance);
@@ -529,12 +550,13 @@ fn engine_request<'w>(
         priority: 0, // given when it is submitted
         salt: None,
         report_cached: false,
-        pulled_tokens: part.from,
+        pulled_tokens: part.from.max(part.pulled.min(tokens)),
     }
 }
 
 mod handover;
 mod moves;
+mod pulls;
 mod start;
 #[cfg(test)]
 mod tests;

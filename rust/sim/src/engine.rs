@@ -168,6 +168,8 @@ pub struct Engine {
     /// Tokens whose KV waits in the host's memory, and those that the next step copies there or back.
     host_tokens: u64,
     copied_tokens: u64,
+    /// What the next step takes longer.
+    held_seconds: Seconds,
     /// (tick, order, slot) of last tokens. Entries that no longer hold are skipped when they come up.
     ends: BinaryHeap<Reverse<(u64, u64, u32)>>,
     /// The same of thoughts' ends, of those that decode on; and how many of those that decode make an answer's tokens.
@@ -217,6 +219,7 @@ impl Engine {
             prefilling_tokens: 0,
             host_tokens: 0,
             copied_tokens: 0,
+            held_seconds: 0.0,
             ends: BinaryHeap::new(),
             answers: BinaryHeap::new(),
             answering: 0,
@@ -403,15 +406,18 @@ impl Engine {
             }
         }
         if self.decoding.is_empty() && self.chunks.is_empty() {
+            self.held_seconds = 0.0;
             return None;
         }
         let work = self.planned();
         // A step that copies is one alone: something was put back or admitted in it.
         let copied = std::mem::take(&mut self.copied_tokens);
-        let first = self.profile.step_seconds(&work) + self.copy_seconds(copied);
+        let held = std::mem::take(&mut self.held_seconds);
+        let first = self.profile.step_seconds(&work) + self.copy_seconds(copied) + held;
         let mut step = Step { start: now, end: now + first, steps: 1, first, more: 0.0 };
         // After a preemption the queue is looked at again in the next step.
-        if self.prefilling.is_empty() && self.events.preempted.is_empty() && self.generator.is_none() {
+        let alone = held > 0.0 || self.generator.is_some();
+        if self.prefilling.is_empty() && self.events.preempted.is_empty() && !alone {
             // Each further step has one more token of context for each sequence.
             step.more = self.profile.more_seconds(self.decoding.len() as u32);
             let horizon = self.incoming.front().map_or(until, |(arrival, ..)| arrival.min(until));
@@ -432,6 +438,39 @@ impl Engine {
         }
         (step.steps, step.end) = (steps, step.start + step.lasting(steps));
         Some(step.end)
+    }
+
+    /// When the step ends that runs at `at`.
+    pub fn present_step_ends(&self, at: Seconds) -> Option<Seconds> {
+        self.step.map(|step| step.start + step.lasting(step.begun(at, step.steps)))
+    }
+
+    /// The next step takes so much longer: the engine does something else before it. Nothing is held up where it has nothing to do then.
+    pub fn hold(&mut self, seconds: Seconds) {
+        self.held_seconds += seconds;
+    }
+
+    /// The first `tokens` of a prompt, which the cache holds, are used now: makes them the most recently used. Gives the blocks that stay for it until
+    /// [`Engine::release_prefix`]; none under [`Admission::Reserve`], where the cache has no users.
+    pub fn use_prefix(&mut self, chain: &[u64], tokens: u32) -> Vec<u32> {
+        let blocks = tokens.div_ceil(self.profile.block_tokens) as usize;
+        let front = &chain[..chain.len().min(blocks)];
+        match self.settings.admission {
+            Admission::Reserve => {
+                self.cache.touch(front);
+                Vec::new()
+            }
+            Admission::Vllm => {
+                let found: Vec<u32> = front.iter().map_while(|&hash| self.pool.find(hash)).collect();
+                found.iter().for_each(|&block| self.pool.share(block));
+                found
+            }
+        }
+    }
+
+    /// Ends a use of blocks, the last first.
+    pub fn release_prefix(&mut self, blocks: &mut Vec<u32>) {
+        blocks.drain(..).rev().for_each(|block| self.pool.release(block));
     }
 
     /// When the last of the steps under way begins.

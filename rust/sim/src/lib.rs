@@ -19,7 +19,7 @@ pub mod text;
 pub mod transfer;
 pub mod workload;
 
-pub use cluster::{ClusterConfig, Outcome, simulate};
+pub use cluster::{ClusterConfig, Outcome, Pulling, simulate};
 pub use engine::order::{Boost, Ltr, Order, Slo, SrptNoisy, TOKEN_SECONDS, Trail};
 pub use engine::{Admission, Engine, Preempt, Prompt, Request, Settings};
 pub use events::{Counters, KvEvent, KvLog, Load, StepEvents};

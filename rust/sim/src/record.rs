@@ -13,6 +13,12 @@ pub struct Records {
     pub predicted_hit_tokens: Vec<i64>,
     /// Prompt tokens that were, when it was first admitted.
     pub hit_tokens: Vec<i64>,
+    /// Where it pulled a prefix from before it queued; -1: nowhere.
+    pub pull_instance: Vec<i64>,
+    /// Prompt tokens that it had from there when it was first admitted.
+    pub pulled_tokens: Vec<i64>,
+    /// What that took, with all that it waited for.
+    pub pull_seconds: Vec<Seconds>,
     /// When it was first admitted.
     pub scheduled_seconds: Vec<Seconds>,
     /// When its first output token was there.
@@ -54,6 +60,7 @@ impl PartialEq for Records {
                 &r.handoff_seconds,
                 &r.decode_start_seconds,
                 &r.worst_gap_seconds,
+                &r.pull_seconds,
             ]
             .map(|column| column.iter().map(|at| at.to_bits()).collect::<Vec<_>>())
         };
@@ -69,6 +76,8 @@ impl PartialEq for Records {
                 r.answer_cut_tokens.clone(),
                 r.slow_tokens.clone(),
                 r.moves.clone(),
+                r.pull_instance.clone(),
+                r.pulled_tokens.clone(),
             ]
         };
         times(self) == times(other) && counts(self) == counts(other)
@@ -86,7 +95,10 @@ impl Records {
             scheduled_seconds: times.clone(),
             first_token_seconds: times.clone(),
             finished_seconds: times.clone(),
-            preemptions: counts,
+            preemptions: counts.clone(),
+            pull_instance: none.clone(),
+            pulled_tokens: counts,
+            pull_seconds: times.clone(),
             decode_instance: none.clone(),
             handoff_seconds: times.clone(),
             decode_start_seconds: times,
@@ -97,6 +109,11 @@ impl Records {
             slow_tokens: vec![0; requests],
             worst_gap_seconds: vec![0.0; requests],
         }
+    }
+
+    /// Prompt tokens that a request did not have to compute when it was first admitted.
+    pub(crate) fn found_tokens(&self, request: usize) -> u32 {
+        (self.hit_tokens[request] + self.pulled_tokens[request]) as u32
     }
 
     pub(crate) fn add_gaps(&mut self, request: usize, gaps: Gaps) {

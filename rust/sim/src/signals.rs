@@ -171,6 +171,17 @@ impl Observer {
         self.tell(request, Event::Sent, now).map(drop)
     }
 
+    /// What a request was to pull is there, as far as it came.
+    pub fn pulled(
+        &mut self,
+        request: u64,
+        tokens: u32,
+        seconds: Seconds,
+        now: Seconds,
+    ) -> Result<(), CoreError> {
+        self.tell(request, Event::Pulled { tokens, seconds }, now).map(drop)
+    }
+
     /// Before a decision or a tick: what is due by now, and what only a decision asks for.
     pub fn catch_up(&mut self, engines: &[Engine], now: Seconds) -> Result<(), CoreError> {
         while self.late.front().is_some_and(|late| late.due <= now) {
@@ -234,7 +245,8 @@ impl Observer {
     pub fn started(&mut self, admitted: &[Admitted], now: Seconds) -> Result<(), CoreError> {
         if self.signals.progress {
             for admitted in admitted {
-                self.tell(admitted.id, Event::Scheduled(Some(admitted.cached_tokens)), now)?;
+                let there = admitted.cached_tokens + admitted.pulled_tokens;
+                self.tell(admitted.id, Event::Scheduled(Some(there)), now)?;
             }
         }
         Ok(())

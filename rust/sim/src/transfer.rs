@@ -28,6 +28,8 @@ pub struct Transfer {
     pub fixed_seconds: Seconds,
     /// When it may begin.
     pub overlap: Overlap,
+    /// Whether an instance sends and receives any number at once, each as if it were alone.
+    pub unshared: bool,
 }
 
 impl Transfer {
@@ -39,6 +41,13 @@ impl Transfer {
                 what: "transfer: tokens of a chunk".into(),
                 got: "0".into(),
                 expected,
+            });
+        }
+        if self.unshared && matches!(self.overlap, Overlap::Chunks { .. }) {
+            return Err(CoreError::BadValue {
+                what: "transfer".into(),
+                got: "chunks over links that are not shared".into(),
+                expected: "overlap end or layers there".into(),
             });
         }
         for (what, seconds) in [
@@ -93,7 +102,7 @@ impl Links {
 
     /// Moves a prompt; gives when it is there, which is never before its prefill has ended.
     pub fn carry(&mut self, load: Load) -> Seconds {
-        let Transfer { seconds_per_token, fixed_seconds, overlap } = self.transfer;
+        let Transfer { seconds_per_token, fixed_seconds, overlap, unshared } = self.transfer;
         let seconds = fixed_seconds + seconds_per_token * f64::from(load.tokens);
         if seconds == 0.0 || load.tokens == 0 || load.from == load.to {
             return load.ended;
@@ -103,6 +112,9 @@ impl Links {
             (Overlap::Layers, Some(began)) => began,
             (Overlap::Chunks { tokens }, Some(began)) => return self.carry_chunks(&load, tokens, began),
         };
+        if unshared {
+            return load.ended.max(earliest + seconds);
+        }
         let begin = earliest.max(self.sends[load.from]).max(self.receives[load.to]);
         let there = load.ended.max(begin + seconds);
         (self.sends[load.from], self.receives[load.to]) = (there, there);
@@ -139,7 +151,8 @@ mod tests {
     use super::*;
 
     fn links(overlap: Overlap) -> Links {
-        Links::new(Transfer { seconds_per_token: 0.01, fixed_seconds: 0.5, overlap }, 4)
+        let transfer = Transfer { seconds_per_token: 0.01, fixed_seconds: 0.5, overlap, unshared: false };
+        Links::new(transfer, 4)
     }
 
     #[test]
@@ -152,6 +165,18 @@ mod tests {
         assert_eq!(links.carry(Load { from: 1, to: 3, ended: 20.0, ..load }), 21.5);
         assert_eq!(links.carry(Load { tokens: 0, ended: 21.0, ..load }), 21.0);
         assert_eq!(links.carry(Load { from: 2, ended: 21.0, ..load }), 21.0); // it is there already
+    }
+
+    #[test]
+    fn links_that_are_not_shared_never_wait() {
+        let transfer =
+            Transfer { seconds_per_token: 0.01, fixed_seconds: 0.5, unshared: true, ..Transfer::default() };
+        let mut links = Links::new(transfer, 4);
+        let load = Load { from: 0, to: 2, tokens: 100, began: None, ended: 10.0 };
+        assert_eq!((links.carry(load), links.carry(load)), (11.5, 11.5));
+        assert_eq!(links.carry(Load { tokens: 0, ..load }), 10.0);
+        let chunks = Transfer { overlap: Overlap::Chunks { tokens: 4 }, ..transfer };
+        assert!(chunks.check().unwrap_err().to_string().contains("not shared"));
     }
 
     #[test]

@@ -5,11 +5,11 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::plan::Binding;
 use lmetric_core::policy::registry;
-use lmetric_core::router::{IndexFeed, Lengths, Libra, RouterConfig, Split};
+use lmetric_core::router::{IndexFeed, Lengths, Libra, PullConfig, RouterConfig, Split};
 use lmetric_core::split::Settings;
 use lmetric_sim::{
-    Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Preempt, Profile, Quantity, Signals,
-    TokenSlo, Trace, Transfer, Workload, simulate,
+    Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Preempt, Profile, Pulling, Quantity,
+    Signals, TokenSlo, Trace, Transfer, Workload, simulate,
 };
 use proptest::prelude::*;
 
@@ -35,6 +35,7 @@ fn config(instances: usize) -> ClusterConfig {
         step_times: Vec::new(),
         roles: Vec::new(),
         transfer: Transfer::default(),
+        pulling: Pulling::default(),
         admission: Admission::Reserve,
         order: Order::Fcfs,
         preempt: Preempt::Recompute,
@@ -173,7 +174,8 @@ fn requests_cut_at_any_token_by_hand() {
 
 #[test]
 fn a_prompt_prefilled_elsewhere_by_hand() {
-    let transfer = |overlap| Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, overlap };
+    let transfer =
+        |overlap| Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, overlap, unshared: false };
     // Prefill: 1 + 0.2. To be moved: 0.5 + 20 x 0.02 = 0.9 s, of which the prefill hides all but nothing (layers) or nothing (end).
     for (transfer, binding, there) in [
         (Transfer::default(), Binding::Early, 1.2),
@@ -353,7 +355,12 @@ fn configs() -> impl Strategy<Value = ClusterConfig> {
                 config.router.unlimited_prefill = unlimited;
                 if moves {
                     let overlap = if seed % 3 == 0 { Overlap::Layers } else { Overlap::End };
-                    config.transfer = Transfer { seconds_per_token: 0.015625, fixed_seconds: 0.25, overlap };
+                    config.transfer = Transfer {
+                        seconds_per_token: 0.015625,
+                        fixed_seconds: 0.25,
+                        overlap,
+                        unshared: false,
+                    };
                 }
             }
             let profile = Profile { max_sequences, cache_blocks, ..round() };
@@ -375,6 +382,18 @@ fn configs() -> impl Strategy<Value = ClusterConfig> {
                 config.transfer.seconds_per_token = 0.015625;
             }
             config.token_slo.think_seconds = 1.5;
+            if seed % 7 < 4 && !config.router.unlimited_prefill {
+                let most_pulls = 1 + (seed % 3) as u32;
+                config.router.pull = Some(PullConfig {
+                    seconds_per_token: 1e-3,
+                    fixed_seconds: 0.0,
+                    least_tokens: 1,
+                    most_pulls,
+                });
+                let holder_seconds = [0.0, 0.25][(seed % 2) as usize];
+                config.pulling = Pulling { holder_seconds, waits: seed % 7 < 3, pinned: seed % 7 < 2 };
+                config.transfer.seconds_per_token = 0.015625;
+            }
             config
         },
     )
@@ -434,7 +453,15 @@ proptest! {
             prop_assert!((0..ask.input).contains(&r.hit_tokens[i]));
             prop_assert!((0..ask.input).contains(&r.predicted_hit_tokens[i]));
             prop_assert!((0..config.profiles.len() as i64).contains(&r.instance[i]));
-            prefilled += (ask.input - r.hit_tokens[i]) as f64;
+            prop_assert!((0..ask.input).contains(&(r.hit_tokens[i] + r.pulled_tokens[i])));
+            if r.pull_instance[i] >= 0 {
+                prop_assert!(r.pull_instance[i] != r.instance[i] && r.pull_seconds[i] >= 0.0);
+                // It queues once that is over. (Its seconds are a difference of times that are rounded.)
+                prop_assert!(r.scheduled_seconds[i] >= r.arrival_seconds[i] + r.pull_seconds[i] - 1e-9);
+            } else {
+                prop_assert!(r.pulled_tokens[i] == 0 && r.pull_seconds[i].is_nan());
+            }
+            prefilled += (ask.input - r.hit_tokens[i] - r.pulled_tokens[i]) as f64;
             running += r.finished_seconds[i] - r.scheduled_seconds[i];
             waiting += r.scheduled_seconds[i] - r.arrival_seconds[i];
         }
@@ -460,7 +487,7 @@ proptest! {
         let router = &mut out.router;
         prop_assert_eq!((router.in_flight(), router.totals().finished), (0, asks.len() as u64));
         router.derive_all(1e9);
-        for id in ["bs", "q_bs", "r_bs", "queued_prefill_tokens", "tokens", "decode_tokens", "bound_tokens", "remaining_tokens"] {
+        for id in ["bs", "q_bs", "r_bs", "queued_prefill_tokens", "tokens", "decode_tokens", "bound_tokens", "remaining_tokens", "pulls"] {
             let column = router.columns().get(lmetric_core::indicators::Indicator::from_name(id).unwrap());
             // What foreign load a report saw stays until the next one.
             let foreign = config.signals.report_period_seconds.is_some() && id.ends_with("bs");
@@ -496,8 +523,9 @@ proptest! {
             config.router.binding = Binding::Early;
             // And an engine that is seen at the end of its step holds by then what that step computes: less to move.
             config.transfer.seconds_per_token = 0.0;
-            // Where a cut request goes on is chosen by the load.
+            // Where a cut request goes on is chosen by the load, and who pulls what by all that is known.
             config.router.split = Split::None;
+            config.router.pull = None;
             let r = play(&w, "round_robin", &config).unwrap().records;
             (r.instance, r.hit_tokens, r.scheduled_seconds, r.first_token_seconds, r.finished_seconds)
         };
@@ -511,6 +539,9 @@ proptest! {
     fn time_has_no_scale(asks in asks(), mut config in configs()) {
         if config.signals.report_period_seconds.is_some() && matches!(config.router.split, Split::Libra(_)) {
             config.router.split = Split::None; // it reads backlogs that are inferred, with time constants
+        }
+        if config.signals.report_period_seconds.is_some() {
+            config.router.pull = None; // it reads an index whose events are late by what is not doubled
         }
         let mut slow = config.clone();
         for profile in &mut slow.profiles {
@@ -527,6 +558,11 @@ proptest! {
         }
         slow.transfer.seconds_per_token *= 2.0;
         slow.transfer.fixed_seconds *= 2.0;
+        slow.pulling.holder_seconds *= 2.0;
+        slow.router.prior_prefill_tokens_per_second /= 2.0;
+        if let Some(pull) = &mut slow.router.pull {
+            pull.seconds_per_token *= 2.0;
+        }
         let slow_asks: Vec<Ask> =
             asks.iter().map(|a| Ask { at: a.at * 2.0, think: a.think * 2.0, ..a.clone() }).collect();
         let run = |asks: &[Ask], config| play(&workload(asks), "round_robin", config).unwrap().records;

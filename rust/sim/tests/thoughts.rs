@@ -5,8 +5,8 @@ use lmetric_core::policy::registry;
 use lmetric_core::router::{Lengths, Libra, RouterConfig, Split};
 use lmetric_core::split::Settings as Search;
 use lmetric_sim::{
-    Admission, ClusterConfig, Engine, Gaps, Order, Outcome, Preempt, Profile, Prompt, Request, Settings,
-    Signals, TokenSlo, Trace, Transfer, Workload, simulate,
+    Admission, ClusterConfig, Engine, Gaps, Order, Outcome, Preempt, Profile, Prompt, Pulling, Request,
+    Settings, Signals, TokenSlo, Trace, Transfer, Workload, simulate,
 };
 use proptest::prelude::*;
 use std::collections::HashMap;
@@ -161,6 +161,7 @@ fn play(asks: &[Ask], instances: usize, change: impl FnOnce(&mut ClusterConfig))
         step_times: Vec::new(),
         roles: Vec::<Role>::new(),
         transfer: Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() },
+        pulling: Pulling::default(),
         admission: Admission::Vllm,
         order: Order::Fcfs,
         preempt: Preempt::Recompute,

@@ -27,16 +27,21 @@ impl StepTime {
             + self.decode_seconds_per_context_token * context
     }
 
+    /// Seconds that `new` prompt tokens behind `hit` cached ones add to the steps that compute them.
+    pub fn prefill_seconds(&self, hit: f64, new: f64) -> Seconds {
+        self.prefill_seconds_per_token * new
+            + self.prefill_seconds_per_attention_pair * attention_pairs(hit, new)
+    }
+
     /// Seconds until a prompt's first token, if `queued` prefill tokens go first, `decoding` sequences with `context` tokens run
     /// beside it, and of the prompt `hit` tokens are cached and `new` are not.
     pub fn ttft(&self, queued: f64, hit: f64, new: f64, decoding: f64, context: f64) -> Seconds {
         let prefill = queued + new;
         let budget = (self.max_batch_tokens - decoding).max(1.0);
         let steps = (prefill / budget).ceil().max(1.0);
-        let pairs = attention_pairs(hit, new);
         steps * self.step(decoding, context)
-            + self.prefill_seconds_per_token * prefill
-            + self.prefill_seconds_per_attention_pair * pairs
+            + self.prefill_seconds_per_token * queued
+            + self.prefill_seconds(hit, new)
     }
 }
 

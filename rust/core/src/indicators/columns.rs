@@ -41,9 +41,9 @@ impl Columns {
         &mut self.data[id as usize]
     }
 
-    /// Two columns at once, to write. They must differ.
-    pub fn two_mut(&mut self, a: Indicator, b: Indicator) -> [&mut [f64]; 2] {
-        let [a, b] = self.data.get_disjoint_mut([a as usize, b as usize]).expect("two different indicators");
-        [a, b]
+    /// Several columns at once, to write. They must differ.
+    pub fn several_mut<const N: usize>(&mut self, ids: [Indicator; N]) -> [&mut [f64]; N] {
+        let columns = self.data.get_disjoint_mut(ids.map(|id| id as usize)).expect("different indicators");
+        columns.map(|column| &mut column[..])
     }
 }

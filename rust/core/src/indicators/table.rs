@@ -83,6 +83,8 @@ indicators! {
         "Output tokens still to come from requests running on the instance, as far as they are known.";
     IndexBlocks "index_blocks", "blocks", Instance, Router, "at each event or placement", "never",
         "Blocks that the KV index holds for the instance (the size of its tree).";
+    Pulls "pulls", "requests", Instance, Router, "at once", "never",
+        "Prefixes that other instances are pulling from this one now.";
     CacheFreeTokens "cache_free_tokens", "tokens", Instance, Router, "as fresh as the KV index", "where the instance's cache size is unknown",
         "Tokens that the instance's KV cache can still take before it evicts, by the KV index: its capacity less what it holds, at least 0.";
     PrefillTokensPerSecond "prefill_tokens_per_second", "tokens/s", Instance, Router, "learned from first tokens", "until the first prefill was seen",
@@ -113,6 +115,10 @@ indicators! {
         "Prompt tokens that miss the instance's cache.";
     PToken "p_token", "tokens", Pair, Router, "at once", "never",
         "LMETRIC's P-token: `queued_prefill_tokens + new_tokens`, at least 1 (LMETRIC section 5.1, Figure 18c).";
+    PullTokens "pull_tokens", "tokens", Pair, Router, "as fresh as the KV index", "never: 0 where the router pulls nothing, or it would not pay",
+        "Of `new_tokens`, those that the instance would pull from the instance that holds most of the prompt and has time for it.";
+    PullCostTokens "pull_cost_tokens", "tokens", Pair, Router, "as fresh as the KV index; its cost is learned from pulls", "never: 0 where `pull_tokens` is",
+        "What that costs: the expected seconds of the pull, in prefill tokens that the instance would compute meanwhile (by its step-time model, given or learned, else at its learned rate).";
     PredictedTtftSeconds "predicted_ttft_seconds", "s", Pair, Router, "at once", "never: until a prefill rate was learned, the pool's mean or an assumed 8,000 tokens/s serves",
         "Time to first token if placed here: by the step-time model where a profile is set, or one was learned here and is off by less than a third; else `p_token` at the learned rate. Its source is in `Router.stats()` and `/metrics`.";
     PredictedTpotSeconds "predicted_tpot_seconds", "s", Pair, Router, "at once", "without a profile, until the instance's step time was learned",

@@ -25,6 +25,7 @@ mod linear;
 mod llmd_affinity;
 mod llmd_scorers;
 mod lmetric;
+mod lmetric_pull;
 mod power_of_two;
 mod preble;
 mod prefix_spill;

@@ -10,6 +10,7 @@ macro_rules! policies {
 
 static POLICIES: &[(&PolicySpec, Build)] = policies![
     lmetric,
+    lmetric_pull,
     round_robin,
     random,
     least_requests,

@@ -8,6 +8,7 @@ use crate::estimate::{PrefillRate, StepFit, attention_pairs};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator};
 use crate::wide::{greater, wide_fn};
+use smallvec::SmallVec;
 use std::collections::VecDeque;
 
 /// Time constant of the `window_*` indicators, in seconds.
@@ -37,6 +38,8 @@ struct Counts {
     remaining_tokens: f64,
     /// Output tokens to come of those that have not left the queue, where known.
     bound_remaining: f64,
+    /// Prefixes that others pull from here.
+    pulls: f64,
     /// Prefills not known to be over, in the order of placement.
     prefills: VecDeque<Prefill>,
     /// Seconds that what is left of them takes.
@@ -67,6 +70,8 @@ struct Prefill {
     /// Tokens to compute, as booked, and their attention pairs.
     tokens: f64,
     pairs: f64,
+    /// Whether it waits for what it pulls: prefills placed behind it do not.
+    waits: bool,
     /// Of the tokens, still to compute when the backlog was last settled.
     left: f64,
     /// What one of them takes, by what is learned; 0 where nothing drains by itself.
@@ -256,6 +261,7 @@ impl Books {
             columns.get_mut(id)[slot] = f64::NAN;
         }
         columns.get_mut(Indicator::IndexBlocks)[slot] = 0.0;
+        columns.get_mut(Indicator::Pulls)[slot] = 0.0;
     }
 
     /// Books a placement.
@@ -270,9 +276,37 @@ impl Books {
 
     /// Its prompt joins the backlog: at the placement or, of a segment that follows another, when it is sent. (Engines begin prefills in this order.)
     pub fn queue(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
+        self.counts[slot].window_prefill.add(entry.new_tokens, now);
+        self.push(slot, ticket, entry, now);
+    }
+
+    /// The prefill that was placed last waits for what it pulls.
+    pub fn wait(&mut self, slot: usize) {
+        if let Some(last) = self.counts[slot].prefills.back_mut() {
+            last.waits = true;
+        }
+    }
+
+    /// What a prefill waited for has come, or will not: it goes behind all that were placed meanwhile.
+    pub fn requeue(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
+        self.settle(slot, now);
         let c = &mut self.counts[slot];
-        c.window_prefill.add(entry.new_tokens, now);
-        if c.prefills.is_empty() {
+        if let Some(i) = c.prefills.iter().position(|p| p.ticket == ticket) {
+            let gone = c.prefills.remove(i).expect("just found");
+            self.take_off(slot, gone.left, gone.left * gone.seconds_per_token);
+        }
+        self.push(slot, ticket, entry, now);
+    }
+
+    /// Counts what others pull from a slot.
+    pub fn serve_pull(&mut self, slot: usize, more: f64, columns: &mut Columns) {
+        self.counts[slot].pulls += more;
+        columns.get_mut(Indicator::Pulls)[slot] = self.counts[slot].pulls;
+    }
+
+    fn push(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
+        let c = &mut self.counts[slot];
+        if c.prefills.iter().all(|prefill| prefill.waits) {
             c.head_since = now;
         }
         self.settle(slot, now);
@@ -282,7 +316,14 @@ impl Books {
         let pairs = attention_pairs((entry.context() - tokens).max(0.0), tokens);
         let seconds_per_token = c.seconds_per_token(tokens, pairs, self.prior_rate);
         c.left_seconds += tokens * seconds_per_token;
-        c.prefills.push_back(Prefill { ticket, tokens, pairs, left: tokens, seconds_per_token });
+        c.prefills.push_back(Prefill {
+            ticket,
+            tokens,
+            pairs,
+            waits: false,
+            left: tokens,
+            seconds_per_token,
+        });
         self.drain_rate(slot);
     }
 
@@ -490,7 +531,7 @@ impl Books {
         let Some(i) = c.prefills.iter().position(|p| p.ticket == ticket) else { return };
         let gone = c.prefills.remove(i).expect("just found");
         c.steps.disturbed();
-        if i == 0 {
+        if i == 0 && !gone.waits {
             c.head_since = now;
         }
         self.take_off(slot, gone.left, gone.left * gone.seconds_per_token);
@@ -514,12 +555,18 @@ impl Books {
         let c = &mut self.counts[slot];
         let last = c.prefills.iter().position(|p| p.ticket == ticket)?;
         let (mut tokens, mut pairs, mut left, mut left_seconds) = (0.0, 0.0, 0.0, 0.0);
+        let mut waiting: SmallVec<[Prefill; 4]> = SmallVec::new();
         for gone in c.prefills.drain(..=last) {
+            if gone.waits && gone.ticket != ticket {
+                waiting.push(gone);
+                continue;
+            }
             tokens += gone.tokens;
             pairs += gone.pairs;
             left += gone.left;
             left_seconds += gone.left * gone.seconds_per_token;
         }
+        waiting.into_iter().rev().for_each(|prefill| c.prefills.push_front(prefill));
         let seconds = now - c.head_since;
         c.head_since = now;
         self.take_off(slot, left, left_seconds);

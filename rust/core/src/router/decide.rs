@@ -1,7 +1,7 @@
 //! Decisions: match, score, commit.
 use super::books::{Entry, Stage};
 use super::cut::Rest;
-use super::tickets::TicketState;
+use super::tickets::{Pulling, TicketState};
 use super::{Decision, Router};
 use crate::error::CoreError;
 use crate::fleet::Role;
@@ -25,10 +25,12 @@ pub(super) enum Turn {
 }
 
 /// The instances of a plan.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub(super) struct Chosen {
     pub first: InstanceId,
     pub rest: Rest,
+    /// What the first fetches before it begins.
+    pub pull: Option<Pulling>,
 }
 
 impl Router {
@@ -82,8 +84,21 @@ impl Router {
         check_weight(request.tenant.weight)?;
         self.match_prefix(request.chain);
         let first = self.score(request, now);
-        let chosen = first.and_then(|first| Ok(Chosen { first, rest: self.rest(request, first, &[], now)? }));
+        let chosen = first.and_then(|first| self.plan(request, first, &[], now));
         chosen.inspect_err(|_| self.totals.no_instance += 1)
+    }
+
+    /// What follows a first segment on `first`, and what is pulled before it; `failed`: slots that are not asked.
+    pub(super) fn plan(
+        &mut self,
+        request: &Request<'_>,
+        first: InstanceId,
+        failed: &[u32],
+        now: Seconds,
+    ) -> Result<Chosen, CoreError> {
+        let rest = self.rest(request, first, failed, now)?;
+        let pull = self.pull_for(request, first, &rest);
+        Ok(Chosen { first, rest, pull })
     }
 
     /// First stage of a decision: how much of the prompt each instance holds.
@@ -215,7 +230,9 @@ impl Router {
         chosen: InstanceId,
         now: Seconds,
     ) -> Decision {
-        self.commit_plan(request, request_id, Chosen { first: chosen, rest: Rest::default() }, now)
+        let rest = Rest::default();
+        let pull = self.pull_for(request, chosen, &rest);
+        self.commit_plan(request, request_id, Chosen { first: chosen, rest, pull }, now)
     }
 
     fn commit_plan(
@@ -252,6 +269,7 @@ impl Router {
         receipt.next = self.next_in(&chosen.rest);
         receipt.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
         receipt.uncut = self.uncut.take();
+        receipt.pull = chosen.pull.as_ref().map(|pulling| self.pull_told(pulling));
         let (priority, place) = self.prioritise(&request.tenant, request.prompt_tokens, hit as u32, now);
         receipt.priority = priority;
         receipt.balance = self.balance.take();
@@ -279,7 +297,8 @@ impl Router {
         self.open_legs(ticket, now);
         self.totals.decisions += 1;
         self.first.made += 1;
-        Decision { id, ticket, segment, next, predicted_hit_tokens: hit as u32, priority }
+        let pull = chosen.pull.map(|pulling| pulling.pull);
+        Decision { id, ticket, segment, next, pull, predicted_hit_tokens: hit as u32, priority }
     }
 
     pub(super) fn nobody(&self, turn: Turn) -> CoreError {

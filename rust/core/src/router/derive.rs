@@ -1,6 +1,7 @@
 //! Fills in the indicators that depend on the request or on the time, and only those that are read.
 use super::Router;
 use super::ahead::AHEAD;
+use super::pull::PULL;
 use crate::estimate::{DecodeCost, StepTime};
 use crate::fleet::Role;
 use crate::ids::Seconds;
@@ -29,6 +30,8 @@ const HITS: IndicatorSet = IndicatorSet::of(&[
     Indicator::KvHit,
     Indicator::NewTokens,
     Indicator::PredictedTtftSeconds,
+    Indicator::PullTokens,
+    Indicator::PullCostTokens,
 ]);
 
 /// A learned step-time model that is off by more serves no prediction of the time to first token.
@@ -97,20 +100,20 @@ impl Router {
         let (per_block, most) =
             (request.tokens_per_block, most_hit_tokens(request, self.config.partial_blocks));
         if reads.contains(Indicator::PToken) {
-            let [out, queued] = columns.two_mut(Indicator::PToken, Indicator::QueuedPrefillTokens);
+            let [out, queued] = columns.several_mut([Indicator::PToken, Indicator::QueuedPrefillTokens]);
             p_token(queued, &self.hit_blocks, per_block, most, prompt, out);
         }
         if reads.intersects(HITS) {
             hits(&self.hit_blocks, per_block, most, columns.get_mut(Indicator::HitTokens));
             let share = if prompt > 0.0 { 1.0 / prompt } else { 0.0 };
-            let [out, hits] = columns.two_mut(Indicator::KvHit, Indicator::HitTokens);
+            let [out, hits] = columns.several_mut([Indicator::KvHit, Indicator::HitTokens]);
             scaled(hits, share, 0.0, out);
-            let [out, hits] = columns.two_mut(Indicator::NewTokens, Indicator::HitTokens);
+            let [out, hits] = columns.several_mut([Indicator::NewTokens, Indicator::HitTokens]);
             scaled(hits, -1.0, prompt, out);
         }
         if reads.intersects(WINDOWS) {
             let [prefill, output] =
-                columns.two_mut(Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens);
+                columns.several_mut([Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens]);
             self.books.windows(now, prefill, output);
         }
         if reads.intersects(BLOCKS) {
@@ -130,6 +133,9 @@ impl Router {
             for (slot, out) in columns.get_mut(Indicator::ReportAgeSeconds).iter_mut().enumerate() {
                 *out = self.books.reported_at(slot).map_or(f64::NAN, |at| now - at);
             }
+        }
+        if reads.intersects(PULL) {
+            self.derive_pulls(request, handoff.is_none());
         }
         if reads.contains(Indicator::PredictedTtftSeconds) {
             self.predict_ttft();

@@ -1,6 +1,6 @@
 //! What becomes of a placed request: progress, the end, the next of the ranking.
 use super::books::Stage;
-use super::decide::{Chosen, Turn};
+use super::decide::Turn;
 use super::tickets::{self, Leg};
 use super::{IndexFeed, Router, TicketId};
 use crate::error::CoreError;
@@ -52,6 +52,11 @@ impl Router {
             return;
         }
         leg.told = true;
+        if let Some(pulling) = leg.pull.filter(|p| self.fleet.is_current(p.pull.holder, p.holder_generation))
+        {
+            let blocks = f64::from(pulling.pull.to_token) / state.tokens_per_block;
+            self.index.touch(pulling.pull.holder, &state.chain, blocks.round() as u32);
+        }
         match self.feeds[leg.segment.instance.index()] {
             IndexFeed::Approximate => {
                 self.index.record_hit(leg.segment.instance, &state.chain, leg.hit_blocks);
@@ -69,6 +74,11 @@ impl Router {
         if !matches!(event, Event::Failed(_) | Event::GaveUp(_)) {
             self.tell_index(ticket);
         }
+        match event {
+            Event::Pulled { tokens, seconds } => self.pulled(ticket, tokens, seconds, now)?,
+            Event::FirstToken => self.end_pull(ticket),
+            _ => {}
+        }
         let state = self.tickets.get(ticket)?;
         let leg = &mut state.leg;
         let (slot, key) = (leg.segment.instance.index(), tickets::slot(ticket));
@@ -84,7 +94,7 @@ impl Router {
             Event::Scheduled(cached) if current => {
                 self.books.scheduled(slot, &mut leg.entry, &mut self.columns);
                 if let Some(cached) = cached {
-                    let there = f64::from(cached.max(leg.segment.from_token));
+                    let there = f64::from(cached.max(leg.carried()));
                     let left = (leg.entry.prompt_tokens - there).max(0.0);
                     self.books.rebook(slot, key, left, now);
                 }
@@ -125,7 +135,7 @@ impl Router {
             Event::Finished(usage) | Event::Ended(usage) => self.finish(ticket, usage, now),
             Event::Failed(failure) => return Ok(self.fail(ticket, failure, true, now)),
             Event::GaveUp(failure) => return Ok(self.fail(ticket, failure, false, now)),
-            Event::Scheduled(_) | Event::Prefilled(_) | Event::Moved => {}
+            Event::Scheduled(_) | Event::Prefilled(_) | Event::Moved | Event::Pulled { .. } => {}
         }
         Ok(None)
     }
@@ -202,6 +212,7 @@ impl Router {
     /// dead instance leaves behind does not all go to the same next one. `None`: nobody is left.
     fn move_on(&mut self, ticket: TicketId, now: Seconds) -> Option<Segment> {
         let key = tickets::slot(ticket);
+        self.end_pull(ticket);
         let state = self.tickets.get(ticket).ok()?;
         let old = state.leg.clone();
         state.leg.instance_generation = 0; // off the books, whatever comes
@@ -224,7 +235,9 @@ impl Router {
             })
             .ok()?;
         let (mut leg, bound, next) = placed.ok()?;
-        let hit = leg.entry.prompt_tokens - leg.entry.new_tokens;
+        let pulled = leg.pull.map_or(0, |pulling| pulling.pull.tokens());
+        let hit = leg.entry.prompt_tokens - leg.entry.new_tokens - f64::from(pulled);
+        let pull = leg.pull.as_ref().map(|pulling| self.pull_told(pulling));
         self.open_leg(key, &mut leg, now);
         self.arrive(&mut leg);
         let bound: Vec<_> = bound
@@ -247,6 +260,7 @@ impl Router {
                 r.predicted_hit_tokens = hit as u32;
                 r.cuts = cuts;
                 r.next = next;
+                r.pull = pull;
                 return;
             }
             r.cuts.retain(|cut| *cut <= from_token);
@@ -264,7 +278,7 @@ impl Router {
     ) -> Result<(Leg, Vec<Leg>, Nexts), CoreError> {
         self.match_prefix(request.chain);
         let first = self.choose(request, Turn::First, failed, None, now)?;
-        let chosen = Chosen { first, rest: self.rest(request, first, failed, now)? };
+        let chosen = self.plan(request, first, failed, now)?;
         let (leg, later) = self.legs_of(request, &chosen, now);
         Ok((leg, later, self.next_in(&chosen.rest)))
     }

@@ -16,7 +16,11 @@ impl Router {
     pub(super) fn legs_of(&self, request: &Request<'_>, chosen: &Chosen, now: Seconds) -> (Leg, Vec<Leg>) {
         let end = |i: usize| chosen.rest.get(i).map(|follow| follow.from_token);
         let start = |i: usize| chosen.rest.get(i).map(|follow| now + follow.start_seconds);
-        let leg = Leg { start: start(0), ..self.leg(request, chosen.first, 0, end(0)) };
+        let mut leg = Leg { start: start(0), ..self.leg(request, chosen.first, 0, end(0)) };
+        if let Some(pulling) = chosen.pull {
+            leg.entry.new_tokens -= f64::from(pulling.pull.tokens());
+            leg.pull = Some(pulling);
+        }
         let later = chosen.rest.iter().enumerate().map_while(|(i, follow)| {
             let leg = self.leg(request, follow.instance?, follow.from_token, end(i + 1));
             Some(Leg { start: start(i), ..leg })
@@ -52,6 +56,7 @@ impl Router {
             hit_blocks,
             told: false,
             queued: from_token == 0,
+            pull: None,
             start: None,
         }
     }
@@ -80,6 +85,7 @@ impl Router {
             Stage::Coming => self.books.bind(slot, &leg.entry, &mut self.columns),
             _ => self.books.open(slot, ticket, &leg.entry, now, &mut self.columns),
         }
+        self.open_pull(leg);
         self.placed[slot] += 1;
         if leg.segment.from_token > 0 {
             self.later.made += 1;
@@ -117,6 +123,7 @@ impl Router {
         now: Seconds,
     ) -> Result<Segment, CoreError> {
         let slot = tickets::slot(ticket);
+        self.end_pull(ticket);
         let state = self.tickets.get(ticket)?;
         let mut ended = state.leg.clone();
         state.leg.instance_generation = 0; // off the books, whatever comes
@@ -316,6 +323,7 @@ impl Router {
 
     /// Closes a ticket with all its segments.
     pub(super) fn close(&mut self, ticket: TicketId, now: Seconds) -> Option<TicketState> {
+        self.end_pull(ticket);
         let mut state = self.tickets.close(ticket)?;
         self.leave_queue(&state);
         self.close_leg(tickets::slot(ticket), &state.leg, now);

@@ -1,7 +1,7 @@
 //! The router: the only one that commits. It decides from a snapshot, books the placement at once, follows each ticket to its
 //! end and keeps the receipts. One router serves one pool: the instances of one model.
 //!
-//! `decide` places a request, `cut` says where it is cut, `legs` the segments of its plan, `moves` closes one early, `rounds` says which, `follow` what becomes of it, `ahead` what the load will be, `derive` the indicators of the moment, `explain` its receipt, `books`
+//! `decide` places a request, `cut` says where it is cut, `legs` the segments of its plan, `pull` what is fetched before one begins, `moves` closes one early, `rounds` says which, `follow` what becomes of it, `ahead` what the load will be, `derive` the indicators of the moment, `explain` its receipt, `books`
 //! what is placed where, `tickets` who is in flight, `shared` the lock, `feed` what the engines' events tell.
 
 pub mod ahead;
@@ -15,6 +15,7 @@ mod follow;
 mod legs;
 mod moves;
 pub mod priorities;
+mod pull;
 mod rounds;
 pub mod shared;
 pub mod tickets;
@@ -23,6 +24,7 @@ pub use cut::{Lengths, Libra, Split};
 pub use derive::TtftSource;
 pub use moves::Carry;
 pub use priorities::Priorities;
+pub use pull::PullConfig;
 pub use rounds::{Forecast, NamedMove, RescheduleConfig, Rescheduling, Rule};
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;
@@ -34,7 +36,7 @@ use crate::guard::{Guard, GuardConfig, GuardEvent, Restriction};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::kv::index::KvIndex;
-use crate::plan::{Binding, Cuts, Failure, Segment};
+use crate::plan::{Binding, Cuts, Failure, Pull, Segment};
 use crate::policy::{Policy, PolicyRng, Scores, registry};
 use crate::priority::Priority;
 use crate::receipt::{Balance, Receipt, ReceiptRing};
@@ -42,6 +44,7 @@ use crate::request::Request;
 use ahead::{AHEAD, Ahead};
 use books::{Books, Report};
 use priorities::Ordering;
+use pull::Pulls;
 use rand::SeedableRng;
 use tickets::Tickets;
 
@@ -84,6 +87,8 @@ pub struct RouterConfig {
     pub unlimited_prefill: bool,
     /// How requests are cut that no roles cut.
     pub split: Split,
+    /// When prefixes are pulled from other instances; `None`: never.
+    pub pull: Option<PullConfig>,
 }
 
 impl Default for RouterConfig {
@@ -102,6 +107,7 @@ impl Default for RouterConfig {
             colocate: true,
             unlimited_prefill: false,
             split: Split::None,
+            pull: None,
         }
     }
 }
@@ -120,6 +126,8 @@ pub struct Decision {
     pub segment: Segment,
     /// The one that follows it, where its instance is chosen already.
     pub next: Option<Segment>,
+    /// What its instance is to fetch before it begins.
+    pub pull: Option<Pull>,
     /// Leading prompt tokens that the instance is believed to hold.
     pub predicted_hit_tokens: u32,
     /// What it is given for its engine's queue, where requests are ordered.
@@ -143,6 +151,10 @@ pub struct Totals {
     pub split: u64,
     /// Running requests moved to another instance.
     pub moved: u64,
+    /// Prefixes that were to be pulled.
+    pub pulls: u64,
+    /// Prompt tokens that were pulled.
+    pub pulled_tokens: u64,
     /// Requests ended well.
     pub finished: u64,
     /// Tickets dropped while open.
@@ -206,6 +218,7 @@ pub struct Router {
     /// What each instance's own profile says of its steps, where it has one.
     step_times: Vec<Option<StepTime>>,
     split: Split,
+    pulls: Option<Pulls>,
     /// Why the request at hand stays in one piece, where others are cut.
     uncut: Option<Box<str>>,
     /// What the two instances of the request at hand are expected to take, and the lengths of answers by class, where requests are cut by them.
@@ -249,6 +262,7 @@ impl Router {
             ordering: None,
             step_times: Vec::new(),
             split: config.split,
+            pulls: config.pull.map(Pulls::new).transpose()?,
             uncut: None,
             balance: None,
             rescheduling: None,

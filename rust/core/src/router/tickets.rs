@@ -2,12 +2,25 @@
 use super::books::Entry;
 use crate::error::CoreError;
 use crate::ids::Seconds;
-use crate::plan::{Segment, Usage};
+use crate::plan::{Pull, Segment, Usage};
 use crate::priority::vtc::Place;
 
 /// Key of a ticket: slab position and generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TicketId(pub u64);
+
+/// What a segment's instance fetches from another before it begins.
+#[derive(Clone, Copy, Debug)]
+pub struct Pulling {
+    /// What is fetched; once it is over, what came.
+    pub pull: Pull,
+    /// Generation of the holder when it was decided.
+    pub holder_generation: u32,
+    /// What it was expected to take.
+    pub expected_seconds: Seconds,
+    /// Whether the holder still serves it.
+    pub under_way: bool,
+}
 
 /// One segment of a ticket's plan, with its share of the books.
 #[derive(Clone, Debug)]
@@ -24,6 +37,8 @@ pub struct Leg {
     pub told: bool,
     /// Whether what it computes of the prompt is in its instance's backlog.
     pub queued: bool,
+    /// What is pulled before it begins.
+    pub pull: Option<Pulling>,
     /// When it is expected to begin to decode; `None`: once its own prefill is over.
     pub start: Option<Seconds>,
 }
@@ -32,6 +47,12 @@ impl Leg {
     /// What tells it from its request's other segments, which may be on the same instance: the ticket's slot, and its first token.
     pub fn key(&self, ticket: u32) -> (u32, u32) {
         (ticket, self.segment.from_token)
+    }
+
+    /// One past the last token that need not be computed because it comes from elsewhere; 0 where none does.
+    pub fn carried(&self) -> u32 {
+        let pulled = self.pull.map(|pulling| pulling.pull).filter(|pull| pull.tokens() > 0);
+        self.segment.from_token.max(pulled.map_or(0, |pull| pull.to_token))
     }
 
     /// Whether it ends before its request's first output token, or with it.

@@ -17,6 +17,8 @@ pub(super) struct Part {
     /// Where it runs, and where the part before it ran.
     pub instance: u32,
     pub before: u32,
+    /// One past the last token that was pulled before it began; 0: none was.
+    pub pulled: u32,
     /// When its engine took it off its queue, and the part before it.
     pub began: Seconds,
     pub before_began: Seconds,
@@ -68,6 +70,7 @@ impl Cluster<'_> {
             to,
             instance,
             before: last.instance,
+            pulled: 0,
             began: f64::NAN,
             before_began: last.began,
             back: last.from > 0 && instance == last.before,
@@ -100,7 +103,7 @@ impl Cluster<'_> {
         }
         let usage = Usage {
             prompt_tokens: Some(prompt),
-            cached_tokens: Some(self.records.hit_tokens[request] as u32),
+            cached_tokens: Some(self.records.found_tokens(request)),
             output_tokens: Some(made.max(1)),
         };
         let bound = self.observer.bound(request as u64).next();

@@ -7,6 +7,7 @@ use crate::record::{Records, Timeline};
 use crate::signals::Observer;
 use crate::transfer::Links;
 use crate::workload::Workload;
+use hashbrown::HashMap;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::policy::Policy;
@@ -22,6 +23,7 @@ impl<'a> Cluster<'a> {
     ) -> Result<Cluster<'a>, CoreError> {
         config.signals.check()?;
         config.transfer.check()?;
+        config.pulling.check()?;
         if config.profiles.is_empty() {
             return bad("instances", 0, "at least 1");
         }
@@ -42,6 +44,9 @@ impl<'a> Cluster<'a> {
         }
         if config.router.unlimited_prefill && config.router.split != Split::None {
             return bad("split", "requests that are cut", "none where prefills wait for nobody");
+        }
+        if config.router.unlimited_prefill && config.router.pull.is_some() {
+            return bad("pull", "prefixes that are pulled", "none where prefills wait for nobody");
         }
         let TokenSlo { answer_seconds, think_seconds } = config.token_slo;
         for (what, seconds) in [("token_slo_seconds", answer_seconds), ("think_slo_seconds", think_seconds)] {
@@ -87,11 +92,18 @@ impl<'a> Cluster<'a> {
             engine.set_token_slo(config.token_slo);
             engines.push(engine);
         }
-        let instance =
-            || Instance { state: State::Idle, version: 0, ready: false, queue_since: 0.0, queued: 0 };
+        let instance = || Instance {
+            state: State::Idle,
+            version: 0,
+            ready: false,
+            busy_until: 0.0,
+            queue_since: 0.0,
+            queued: 0,
+        };
         let mut cluster = Cluster {
             observer: Observer::new(router, config.signals, workload.len()),
             links: Links::new(config.transfer, engines.len()),
+            pulls: HashMap::new(),
             parts: vec![Part::default(); workload.len()],
             started: vec![false; workload.len()],
             early: vec![false; workload.len()],

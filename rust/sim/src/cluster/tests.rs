@@ -8,7 +8,7 @@ use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::Binding;
 use lmetric_core::plan::Segment;
 use lmetric_core::policy::registry;
-use lmetric_core::router::{IndexFeed, Lengths, Libra, Split};
+use lmetric_core::router::{IndexFeed, Lengths, Libra, PullConfig, Split};
 use lmetric_core::split;
 use proptest::prelude::*;
 
@@ -30,6 +30,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         step_times: Vec::new(),
         roles: Vec::new(),
         transfer: Transfer::default(),
+        pulling: Pulling::default(),
         admission: Admission::Reserve,
         order: Order::Fcfs,
         preempt: Preempt::Recompute,
@@ -61,7 +62,10 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
         .events
         .iter()
         .filter_map(|Reverse((_, e))| match e {
-            Event::HandOver { request } | Event::Prefilled { request } => Some(*request as usize),
+            Event::HandOver { request }
+            | Event::Prefilled { request }
+            | Event::PullBegins { request }
+            | Event::PullEnds { request } => Some(*request as usize),
             _ => None,
         })
         .collect();
@@ -103,6 +107,9 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
             } else {
                 let there =
                     if part.from == 0 { records.predicted_hit_tokens[i] } else { i64::from(part.from) };
+                // What is to come is not computed; once it is over, what came.
+                let to_come = cluster.pulls.get(&(i as u32)).map_or(0, |under_way| under_way.pull.to_token);
+                let there = there.max(i64::from(to_come.max(part.pulled)));
                 queued += (i64::from(needed) - there).max(0);
                 // What the router believed to be cached where the rest of a prompt is computed, nobody wrote down.
                 unknown |= (1..prompt).contains(&part.from);
@@ -168,6 +175,7 @@ proptest! {
         step_end: bool, instances in 1usize..4, decodes in 0usize..3, late: bool, seconds_per_token in 0.0f64..0.02,
         layers: bool, moves in 0usize..4, cut in prop::option::of(0.01f64..0.99), cache_blocks in 6u32..24,
         asks in prop::collection::vec((0.0f64..30.0, 1i64..90, 1i64..15, 0u64..3, 0u64..7), 1..25), three: bool,
+        pull in prop::option::of((any::<bool>(), any::<bool>())),
     ) {
         let column = |f: fn(&(f64, i64, i64, u64, u64)) -> i64| asks.iter().map(f).collect::<Vec<_>>();
         let (mut offsets, mut ids) = (vec![0], Vec::new());
@@ -191,12 +199,23 @@ proptest! {
         if decodes > 0 {
             config.roles = [vec![Role::Prefill; instances], vec![Role::Decode; decodes]].concat();
             let overlap = if layers { Overlap::Layers } else { Overlap::End };
-            config.transfer = Transfer { seconds_per_token, fixed_seconds: 0.1, overlap };
+            config.transfer = Transfer { seconds_per_token, fixed_seconds: 0.1, overlap, unshared: false };
             config.router.binding = if late { Binding::Late } else { Binding::Early };
         } else if let Some(fraction) = cut {
             config.router.split = if three { in_three() } else { Split::ForceAt(fraction) };
             config.router.step_time = Some(STEP);
-            config.transfer = Transfer { seconds_per_token, fixed_seconds: 0.1, overlap: Overlap::End };
+            config.transfer = Transfer { seconds_per_token, fixed_seconds: 0.1, ..Transfer::default() };
+        }
+        if let Some((pinned, costs)) = pull {
+            let transfer = Transfer { seconds_per_token: seconds_per_token / 4.0, ..config.transfer };
+            config.transfer = transfer;
+            config.router.pull = Some(PullConfig {
+                seconds_per_token: transfer.seconds_per_token,
+                fixed_seconds: 0.0,
+                least_tokens: 1,
+                most_pulls: 2,
+            });
+            config.pulling = Pulling { holder_seconds: if costs { 0.5 } else { 0.0 }, pinned, waits: !step_end };
         }
         let policy = registry::build("dynamo", &[]).unwrap();
         let mut cluster = Cluster::new(&workload, policy, None, &config).unwrap();
@@ -214,5 +233,7 @@ proptest! {
         let moved: i64 = records.moves.iter().sum();
         prop_assert_eq!(cluster.observer.router.totals().moved, moved as u64);
         prop_assert_eq!(cluster.observer.router.in_flight(), 0);
+        let pulls = records.pull_instance.iter().filter(|holder| **holder >= 0).count() as u64;
+        prop_assert_eq!((cluster.observer.router.totals().pulls, cluster.pulls.len()), (pulls, 0));
     }
 }

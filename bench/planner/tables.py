@@ -1,0 +1,75 @@
+"""Figures of the study of prefix pulls as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rerun import bounds, grouped, markdown, spread
+
+Row = dict[str, Any]
+
+# Of a figure of the outcome: heading, scale and digits.
+FIGURES = {
+    "ttft": ("TTFT mean, s", 1, 3),
+    "ttft_p50": ("p50", 1, 3),
+    "ttft_p99": ("p99", 1, 2),
+    "tpot": ("TPOT mean, ms", 1, 1),
+    "tpot_p50": ("p50", 1, 1),
+    "tpot_p99": ("p99", 1, 0),
+    "others": ("others' TPOT mean, ms", 1, 1),
+    "found": ("found, %", 100, 1),
+    "pulled": ("pulled, %", 100, 1),
+    "pulls": ("requests that pull, %", 100, 1),
+    "wait": ("a pull, s", 1, 3),
+    "instances": ("instances", 1, 1),
+    "filters": ("filters", 1, 1),
+}
+
+
+def rendered(told: Row) -> str:
+    """A figure's part of the page."""
+    stages = grouped(told["rows"], "stage")
+    if "changes" in told:
+        return changes(stages, told["base"], told["changes"])
+    return "\n\n".join(
+        f"{stage}:\n\n{table(here, told['base'], told['columns'])}" for stage, here in stages.items()
+    )
+
+
+def table(rows: Sequence[Row], base: str, columns: Sequence[str]) -> str:
+    """All rivals on a stage; the last two columns hold mean TTFT and TPOT against those of `base`, seed by
+    seed."""
+    (against,) = (row for row in rows if row["policy"] == base)
+    lines = []
+    for row in rows:
+        cells = [spread(row[name], *FIGURES[name][1:]) for name in columns]
+        cells += ["" if row is against else ratio(row[name], against[name]) for name in ("ttft", "tpot")]
+        lines.append([row["policy"], *cells])
+    head = ["", *(FIGURES[name][0] for name in columns), f"TTFT over {base} [95%]", "TPOT"]
+    return markdown(head, lines)
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Relative change with its bounds."""
+    change, low, high = ((each - 1) * 100 for each in bounds(ours, theirs))
+    return f"{change:+.1f}% [{low:+.1f}, {high:+.1f}]"
+
+
+def changes(stages: dict[str, list[Row]], base: str, claimed: dict[str, dict[str, str]]) -> str:
+    """What each rival changes of `base`'s figures, a line for each stage and rival, beside what was claimed
+    of it over all stages."""
+    names = ("ttft", "ttft_p50", "tpot")
+    lines = []
+    for stage, rows in stages.items():
+        (against,) = (row for row in rows if row["policy"] == base)
+        for row in rows:
+            if row is not against:
+                said = claimed.get(row["policy"], {})
+                cells = (ratio(row[name], against[name]) for name in names)
+                beside = [
+                    f"{cell} ({said[name]})" if name in said else cell
+                    for name, cell in zip(names, cells, strict=True)
+                ]
+                lines.append([stage, row["policy"], *beside, spread(row["pulled"], 100, 1)])
+    return markdown(["", "", "TTFT mean", "TTFT p50", "TPOT mean", "pulled, %"], lines)

@@ -1,0 +1,166 @@
+"""What the study of prefix pulls plays: a recorded hour and a made hot spot, and what is kept of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hot_spot import surge
+from lmetric.profiles import Profile, load_profile
+from lmetric.sim.run import Run, Workload, prepare, simulate
+from lmetric.sim.traces import load_trace
+from rerun import ROOT, Pool, traces
+
+SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
+INSTANCES = 16
+# The independent simulation's engines take 100 us for a prompt token.
+PREFILL_SECONDS = 1e-4
+HOT_SPEED = 0.9  # 54 requests/s: 30% of what LMETRIC carries of the hot spot's quiet traffic
+
+
+@dataclass(frozen=True)
+class Rival:
+    """How requests are placed, and whether prefixes are pulled."""
+
+    label: str
+    policy: str = "lmetric"
+    pull: str = "none"
+    transfer: str = "none"
+    knobs: Mapping[str, float] = field(default_factory=dict, hash=False)
+    guard: bool = False
+
+    def pulling(self, pull: str, transfer: str, label: str) -> Rival:
+        """The same, with pulls."""
+        return replace(self, label=label, pull=pull, transfer=transfer)
+
+
+LMETRIC = Rival("lmetric")
+GUARDED = Rival("lmetric, guard", guard=True)
+VLLM = Rival("vllm", "vllm")
+WEIGHING = Rival("lmetric_pull", "lmetric_pull")
+BESIDE = Rival("lmetric_pull(by_batch=0)", "lmetric_pull", knobs={"by_batch": 0.0})
+
+
+def link(cost: float, *, shared: bool = True) -> str:
+    """A link over which a token takes this share of what its prefill takes."""
+    gigabytes = load_profile("independent-sim").kv_bytes_per_token or 0
+    speed = gigabytes / (cost * PREFILL_SECONDS) / 1e9
+    return f"{speed:.6g}, fixed=0{'' if shared else ', unshared'}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What arrives, how fast."""
+
+    speed: float  # times the recorded arrivals
+    share: float = 0.0  # of the requests that come to share a prefix, where that is made
+    tokens: int = 0  # of that prefix
+    slice: bool = False  # of the recorded hour, the packaged part alone
+    live: str = ""  # engines as vLLM admits, the router as a live one sees them, its index fed so
+    engine: str = "independent-sim"
+
+    @property
+    def label(self) -> str:
+        if self.tokens:
+            return f"{self.share:.0%} of the requests, {self.tokens:,} tokens"
+        live = f"; {self.engine}, seen live, {self.live} index" if self.live else ""
+        return f"Mooncake conversation, {self.speed:g} times as fast{live}"
+
+    @property
+    def profile(self) -> Profile:
+        return load_profile(self.engine).in_blocks_of(64 if self.tokens else 512)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run; of the hot spot, of the hot requests but where it says otherwise."""
+
+    ttft: float  # mean, s
+    ttft_p50: float
+    ttft_p99: float
+    tpot: float  # mean, ms
+    tpot_p50: float
+    tpot_p99: float
+    others: float  # mean TPOT of all other requests, ms
+    found: float  # share of the prompt tokens that were in the instance's own cache
+    pulled: float  # and that were pulled
+    pulls: float  # share of the requests that pulled
+    wait: float  # mean seconds of a pull
+    instances: float  # that took a hot request
+    filters: float  # of the guard
+
+
+@lru_cache(maxsize=4)
+def made(stage: Stage, seed: int) -> tuple[Workload, NDArray[np.bool_]]:
+    """What arrives, and which of it counts. Recorded arrivals move by up to a millisecond with the seed."""
+    if stage.tokens:
+        trace, hot = surge(seed, stage.share, stage.tokens, known=True)
+        return prepare(trace, stage.profile).faster(stage.speed), hot
+    recorded = SLICE if stage.slice else traces() / "mooncake_conversation.jsonl.gz"
+    trace = load_trace(recorded).faster(stage.speed)
+    moved = trace.arrival_seconds + np.random.default_rng(seed).uniform(0, 1e-3, len(trace))
+    trace = replace(trace, arrival_seconds=np.sort(moved))
+    return prepare(trace, stage.profile), np.ones(len(trace), np.bool_)
+
+
+def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
+    """One run; of the recorded hour by the rules of the independent simulation."""
+    workload, counts = made(stage, seed)
+    rules: dict[str, Any] = {"signals": "step_end"}
+    if stage.live:
+        rules = {"admission": "vllm", "signals": "delayed", "index": stage.live}
+    elif stage.tokens:
+        # Engines that share blocks among running requests: reserving would count the hot prefix for each.
+        rules = {"admission": "vllm"}
+    run = simulate(
+        workload,
+        policy=rival.policy,
+        knobs=dict(rival.knobs) or None,
+        instances=INSTANCES,
+        profile=stage.profile,
+        seed=seed,
+        guard=rival.guard,
+        pull=rival.pull,
+        transfer=rival.transfer,
+        **rules,
+    )
+    return outcome(run, counts)
+
+
+def outcome(run: Run, counts: NDArray[np.bool_]) -> Outcome:
+    """The figures of a run."""
+    ttft, tpot = run.ttft_seconds[counts], run.tpot_seconds[counts] * 1e3
+    tpot, others = tpot[~np.isnan(tpot)], run.tpot_seconds[~counts] * 1e3
+    prompt, pulled = run.input_tokens[counts].sum(), run.pull_instance[counts] >= 0
+    return Outcome(
+        ttft=float(ttft.mean()),
+        ttft_p50=float(np.median(ttft)),
+        ttft_p99=float(np.percentile(ttft, 99)),
+        tpot=float(tpot.mean()),
+        tpot_p50=float(np.median(tpot)),
+        tpot_p99=float(np.percentile(tpot, 99)),
+        others=float(np.nanmean(others)) if len(others) else 0.0,
+        found=float(run.hit_tokens[counts].sum() / prompt),
+        pulled=float(run.pulled_tokens[counts].sum() / prompt),
+        pulls=float(pulled.mean()),
+        wait=float(run.pull_seconds[counts][pulled].mean()) if pulled.any() else 0.0,
+        instances=float(len(np.unique(run.instance[counts]))),
+        filters=float(run.guard_filters),
+    )
+
+
+class World(Pool):
+    """Plays rivals on stages."""
+
+    def all(
+        self, stages: Sequence[Stage], rivals: Sequence[Rival]
+    ) -> Iterator[tuple[Stage, Rival, list[Outcome]]]:
+        """Every rival on every stage: one outcome for each seed."""
+        for case, found in self.each(play, product(stages, rivals)):
+            yield *case, found

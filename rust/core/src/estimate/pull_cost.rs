@@ -1,0 +1,146 @@
+//! What pulling a prefix from another instance takes, learned from the pulls that callers report.
+use crate::ids::Seconds;
+
+/// Weight that an observation keeps when the next one comes: the last fifty or so count.
+const KEEP: f64 = 0.98;
+/// Tokens of the two pulls that the prior stands for: an observation outweighs both after some fifty others.
+const PRIOR_TOKENS: [f64; 2] = [1024.0, 32768.0];
+/// The fixed part is told from the tokens' where pulls differ so much in length.
+const LEAST_INDEPENDENT: f64 = 1e-3;
+
+/// Least squares of seconds = fixed + per token x tokens, both at least 0, over decayed observations, each weighted by one over its tokens, so that the errors of
+/// short pulls count as much as those of long ones. It begins with two pulls that took what the prior says.
+#[derive(Clone, Copy, Debug)]
+pub struct PullCost {
+    prior_fixed: Seconds,
+    /// Sums over observations, each weighted by 1 / tokens: of 1, tokens, tokens squared, seconds, and tokens x seconds.
+    ones: f64,
+    tokens: f64,
+    squares: f64,
+    seconds: f64,
+    products: f64,
+    observed: u64,
+    /// (seconds per token, fixed seconds), as learned.
+    cost: (Seconds, Seconds),
+}
+
+impl PullCost {
+    /// What is taken for true until pulls were seen.
+    pub fn new(seconds_per_token: Seconds, fixed_seconds: Seconds) -> PullCost {
+        let mut cost = PullCost {
+            prior_fixed: fixed_seconds,
+            ones: 0.0,
+            tokens: 0.0,
+            squares: 0.0,
+            seconds: 0.0,
+            products: 0.0,
+            observed: 0,
+            cost: (seconds_per_token, fixed_seconds),
+        };
+        PRIOR_TOKENS.iter().for_each(|tokens| cost.add(*tokens, fixed_seconds + seconds_per_token * tokens));
+        cost
+    }
+
+    /// A pull of `tokens` took `seconds`, whatever it waited for.
+    pub fn observe(&mut self, tokens: f64, seconds: Seconds) {
+        if tokens > 0.0 && seconds >= 0.0 {
+            self.observed += 1;
+            self.add(tokens, seconds);
+            self.cost = self.solved();
+        }
+    }
+
+    /// Seconds per token, and those that a pull takes besides.
+    pub fn cost(&self) -> (Seconds, Seconds) {
+        self.cost
+    }
+
+    /// Seconds that a pull of so many tokens takes.
+    pub fn seconds(&self, tokens: f64) -> Seconds {
+        let (per_token, fixed) = self.cost;
+        fixed + per_token * tokens
+    }
+
+    /// Pulls observed.
+    pub fn observed(&self) -> u64 {
+        self.observed
+    }
+
+    fn add(&mut self, tokens: f64, seconds: Seconds) {
+        let weight = 1.0 / tokens;
+        for (sum, value) in [
+            (&mut self.ones, weight),
+            (&mut self.tokens, 1.0),
+            (&mut self.squares, tokens),
+            (&mut self.seconds, weight * seconds),
+            (&mut self.products, seconds),
+        ] {
+            *sum = *sum * KEEP + value;
+        }
+    }
+
+    fn solved(&self) -> (Seconds, Seconds) {
+        let determinant = self.ones * self.squares - self.tokens * self.tokens;
+        if determinant <= LEAST_INDEPENDENT * self.ones * self.squares {
+            // All of one length: the fixed part is not to be seen.
+            let fixed = self.prior_fixed.min(self.products / self.tokens);
+            return ((self.products - fixed * self.tokens) / self.squares, fixed);
+        }
+        let per_token = (self.ones * self.products - self.tokens * self.seconds) / determinant;
+        let fixed = (self.squares * self.seconds - self.tokens * self.products) / determinant;
+        match () {
+            () if per_token < 0.0 => (0.0, self.seconds / self.ones),
+            () if fixed < 0.0 => (self.products / self.squares, 0.0),
+            () => (per_token, fixed),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn begins_with_the_prior_and_forgets_it() {
+        let mut cost = PullCost::new(1e-5, 0.002);
+        assert_eq!(cost.cost(), (1e-5, 0.002));
+        assert_eq!(cost.seconds(1000.0), 0.012);
+        // One pull that took what the prior says changes nothing.
+        cost.observe(5000.0, 0.052);
+        let close = |a: f64, b: f64| assert!((a / b - 1.0).abs() < 1e-9, "{a} is not {b}");
+        close(cost.cost().0, 1e-5);
+        close(cost.cost().1, 0.002);
+        // The network is four times as slow.
+        for i in 0..2000 {
+            let tokens = f64::from(500 + 100 * (i % 50));
+            cost.observe(tokens, 0.01 + 4e-5 * tokens);
+        }
+        assert!((cost.cost().0 / 4e-5 - 1.0).abs() < 1e-6, "{:?}", cost.cost());
+        assert!((cost.cost().1 / 0.01 - 1.0).abs() < 1e-4, "{:?}", cost.cost());
+        assert_eq!(cost.observed(), 2001);
+    }
+
+    #[test]
+    fn pulls_of_one_length_keep_the_fixed_part_of_the_prior() {
+        let mut cost = PullCost::new(1e-5, 0.002);
+        (0..2000).for_each(|_| cost.observe(1000.0, 0.042));
+        assert!((cost.cost().1 - 0.002).abs() < 1e-9, "{:?}", cost.cost());
+        assert!((cost.seconds(1000.0) - 0.042).abs() < 1e-9);
+    }
+
+    proptest! {
+        #[test]
+        fn no_part_is_ever_negative(
+            prior in (0.0f64..1e-3, 0.0f64..1.0),
+            observed in prop::collection::vec((1.0f64..1e5, 0.0f64..10.0), 1..80),
+        ) {
+            let mut cost = PullCost::new(prior.0, prior.1);
+            for (tokens, seconds) in observed {
+                cost.observe(tokens, seconds);
+                let (per_token, fixed) = cost.cost();
+                prop_assert!(per_token >= 0.0 && fixed >= 0.0, "{per_token} {fixed}");
+            }
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! LMETRIC where prefixes move: a prefix token that is pulled from another instance counts at what the transfer costs.
+use super::*;
+
+pub static SPEC: PolicySpec = PolicySpec::new(
+    "lmetric_pull",
+    "(p_token - pull_tokens + by_batch * pull_cost_tokens) * (bs + bs_offset) + (1 - by_batch) * pull_cost_tokens, lowest; \
+     lmetric where the router pulls nothing",
+    "this project: LMETRIC's score (OSDI 2026, section 5) with prefixes that move",
+    &[
+        Knob::float(
+            "bs_offset",
+            0.0,
+            1.0,
+            1.0,
+            "1: the batch once this request has joined; 0: the BS that the paper prints",
+        ),
+        Knob::float(
+            "by_batch",
+            0.0,
+            1.0,
+            1.0,
+            "share of a pull's cost that counts once for each request of the batch, as tokens to compute do; 0: the one that pulls pays",
+        ),
+    ],
+);
+
+pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
+    // What is pulled is part of what is uncached, and never the last token: at least 1 stays.
+    let score = "(p_token - pull_tokens + by_batch * pull_cost_tokens) * (bs + bs_offset) + (1 - by_batch) * pull_cost_tokens";
+    lowest(&SPEC, knobs, score, &[])
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::indicators::Indicator::*;
+    use crate::policy::fleet::{Fleet, policy};
+
+    #[test]
+    fn a_pulled_token_counts_at_its_cost() {
+        let fleet = Fleet::new(3)
+            .set(Bs, &[9.0, 1.0, 0.0])
+            .set(QueuedPrefillTokens, &[0.0, 100.0, 0.0])
+            .prompt(1000.0, &[960.0, 200.0, 0.0])
+            .set(PullTokens, &[0.0, 760.0, 960.0])
+            .set(PullCostTokens, &[0.0, 76.0, 96.0]);
+        // (40) x 10, (100 + 800 - 760 + 76) x 2, (1000 - 960 + 96) x 1
+        assert_eq!(fleet.score(&*policy("lmetric_pull", &[])), [400.0, 432.0, 136.0]);
+        // The cost beside the product: 40 x 10, 140 x 2 + 76, 40 x 1 + 96; and half of it there
+        assert_eq!(fleet.score(&*policy("lmetric_pull", &[("by_batch", 0.0)])), [400.0, 356.0, 136.0]);
+        assert_eq!(fleet.score(&*policy("lmetric_pull", &[("by_batch", 0.5)])), [400.0, 394.0, 136.0]);
+        assert_eq!(fleet.score(&*policy("lmetric", &[])), [400.0, 1800.0, 1000.0]);
+    }
+
+    #[test]
+    fn is_lmetric_where_nothing_is_pulled() {
+        let fleet = Fleet::new(3)
+            .set(Bs, &[0.0, 1.0, 3.0])
+            .set(QueuedPrefillTokens, &[0.0, 100.0, 0.0])
+            .prompt(1000.0, &[0.0, 600.0, 992.0]);
+        for knobs in [&[][..], &[("bs_offset", 0.0)]] {
+            assert_eq!(fleet.score(&*policy("lmetric_pull", knobs)), fleet.score(&*policy("lmetric", knobs)));
+        }
+    }
+}

@@ -1,0 +1,417 @@
+//! Prefix pull: who pulls what from whom, what it counts for, and that nothing of it stays behind.
+use lmetric_core::CoreError;
+use lmetric_core::estimate::StepTime;
+use lmetric_core::fleet::Role;
+use lmetric_core::ids::InstanceId;
+use lmetric_core::indicators::Indicator;
+use lmetric_core::plan::{Cuts, Event, Failure, Pull, Usage};
+use lmetric_core::policy::registry;
+use lmetric_core::request::Request;
+use lmetric_core::router::books::Report;
+use lmetric_core::router::{Decision, PullConfig, Router, RouterConfig, Split};
+use proptest::prelude::*;
+
+/// A pull of 1,600 tokens takes 0.002 + 0.016 s.
+const PULL: PullConfig =
+    PullConfig { seconds_per_token: 1e-5, fixed_seconds: 0.002, least_tokens: 64, most_pulls: 1 };
+
+/// Instances that compute 10,000 tokens/s until something else is learned; nothing drains by itself.
+fn router(policy: &str, pull: PullConfig, instances: usize) -> Router {
+    let config = RouterConfig {
+        pull: Some(pull),
+        drain: false,
+        prior_prefill_tokens_per_second: 10_000.0,
+        ..RouterConfig::default()
+    };
+    let mut router = Router::new(registry::build(policy, &[]).unwrap(), config).unwrap();
+    for i in 0..instances {
+        router.add_instance(&format!("e{i}"), Role::Both, None).unwrap();
+    }
+    router
+}
+
+/// A prompt of `blocks` blocks of 16 tokens, and one token more.
+fn chain(first: u64, blocks: usize) -> Vec<u64> {
+    (0..blocks as u64).map(|i| (first + i).wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect()
+}
+
+fn request(chain: &[u64]) -> Request<'_> {
+    let prompt_tokens = chain.len() as u32 * 16 + 1;
+    Request { chain, prompt_tokens, tokens_per_block: 16.0, ..Request::default() }
+}
+
+/// One request has put the prompt of 1,601 tokens into an instance's cache, at 10,000 tokens/s, and that instance takes no more: it still hands over.
+fn held_by_one(policy: &str, pull: PullConfig, instances: usize) -> (Router, InstanceId, Vec<u64>) {
+    let mut router = router(policy, pull, instances);
+    let prompt = chain(1, 100);
+    let first = router.route(&request(&prompt), 0.0).unwrap();
+    assert_eq!(first.pull, None);
+    router.advance(first.ticket, Event::FirstToken, 0.1601).unwrap();
+    router.advance(first.ticket, Event::Finished(Usage::default()), 0.2).unwrap();
+    let home = first.segment.instance;
+    router.fleet_mut().set_draining(home, true);
+    (router, home, prompt)
+}
+
+fn of(router: &mut Router, id: Indicator, instance: InstanceId) -> f64 {
+    router.derive_all(0.0);
+    router.columns().get(id)[instance.index()]
+}
+
+use Indicator::{Bs, Pulls, QueuedPrefillTokens};
+
+#[test]
+fn whoever_is_chosen_pulls_what_another_holds() {
+    let (mut router, home, prompt) = held_by_one("least_requests", PULL, 2);
+    let decision = router.route(&request(&prompt), 1.0).unwrap();
+    let target = decision.segment.instance;
+    assert_eq!(decision.pull, Some(Pull { holder: home, from_token: 0, to_token: 1600 }));
+    assert_eq!((decision.segment.from_token, decision.predicted_hit_tokens), (0, 0));
+    assert_eq!(router.pull_of(decision.ticket), decision.pull);
+    // Only the last token is computed there; the holder has nothing to compute, and one pull to serve.
+    assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1.0);
+    assert_eq!((of(&mut router, Pulls, home), of(&mut router, Bs, home)), (1.0, 0.0));
+    let told = router.receipt(decision.id).unwrap().pull.clone().unwrap();
+    assert_eq!((told.slot, &*told.name, told.from_token, told.to_token), (home.0, "e0", 0, 1600));
+    assert!((told.expected_seconds - 0.018).abs() < 1e-12);
+
+    router.advance(decision.ticket, Event::Sent, 1.0).unwrap();
+    router.advance(decision.ticket, Event::Pulled { tokens: 1600, seconds: 0.018 }, 1.018).unwrap();
+    assert_eq!((router.pull_of(decision.ticket), of(&mut router, Pulls, home)), (None, 0.0));
+    let told = router.receipt(decision.id).unwrap().pull.clone().unwrap();
+    assert_eq!((told.tokens, told.seconds), (Some(1600), Some(0.018)));
+    assert_eq!((router.totals().pulls, router.totals().pulled_tokens), (1, 1600));
+    // Both hold it now.
+    assert_eq!(router.hit_tokens(&request(&prompt)), [1600, 1600]);
+    let more = router.route(&request(&prompt), 1.1).unwrap();
+    assert_eq!((more.pull, more.predicted_hit_tokens), (None, 1600));
+}
+
+#[test]
+fn lmetric_pull_weighs_a_pulled_token_at_its_cost() {
+    let (mut router, home, prompt) = held_by_one("lmetric_pull", PULL, 2);
+    router.fleet_mut().set_draining(home, false);
+    let name = router.fleet().name(home).to_string();
+    let route = |router: &mut Router, running: f64| {
+        // Twice: what ended since the last report may still be in the first.
+        for usage in [0.1, 0.2] {
+            let (waiting, running) = (Some(0.0), Some(running));
+            let report = Report { at: 1.0, waiting, running, kv_usage: Some(usage) };
+            router.engine_report(&name, report).unwrap();
+        }
+        let decision = router.route(&request(&prompt), 1.0).unwrap();
+        let mut scores = router.receipt(decision.id).unwrap().scores.clone();
+        scores.sort_by(f32::total_cmp);
+        router.drop_ticket(decision.ticket);
+        (decision, scores)
+    };
+    // Elsewhere: 1 token to compute and 0.018 s at 10,000 tokens/s, x 1. At home: 1 token x (bs + 1).
+    let (decision, scores) = route(&mut router, 100.0);
+    assert_eq!((decision.segment.instance, decision.pull), (home, None));
+    assert_eq!(scores, [101.0, 181.0]);
+    let (decision, scores) = route(&mut router, 200.0);
+    assert_ne!(decision.segment.instance, home);
+    assert_eq!(decision.pull.map(|pull| pull.holder), Some(home));
+    assert_eq!(scores, [181.0, 201.0]);
+    // LMETRIC itself stays until the batch is 1,600 requests long.
+    router.set_pull(None).unwrap();
+    assert_eq!(route(&mut router, 200.0).1, [201.0, 1601.0]);
+}
+
+#[test]
+fn a_holder_serves_so_many_pulls_at_once() {
+    let pull = PullConfig { most_pulls: 2, ..PULL };
+    let (mut router, home, prompt) = held_by_one("least_requests", pull, 5);
+    let pulling: Vec<Decision> = (0..4).map(|_| router.route(&request(&prompt), 1.0).unwrap()).collect();
+    let holders: Vec<_> = pulling.iter().map(|d| d.pull.map(|pull| pull.holder)).collect();
+    assert_eq!(holders, [Some(home), Some(home), None, None]);
+    assert_eq!(of(&mut router, Pulls, home), 2.0);
+    router.advance(pulling[0].ticket, Event::Pulled { tokens: 1600, seconds: 0.018 }, 1.1).unwrap();
+    assert_eq!(of(&mut router, Pulls, home), 1.0);
+    // The first of them holds it by now, and serves none.
+    router.add_instance("new", Role::Both, None).unwrap();
+    let next = router.route(&request(&prompt), 1.2).unwrap();
+    assert_eq!(next.pull.map(|pull| pull.holder), Some(pulling[0].segment.instance));
+}
+
+#[test]
+fn of_equal_holders_the_one_that_serves_least_is_asked() {
+    let pull = PullConfig { most_pulls: 9, ..PULL };
+    let (mut router, home, prompt) = held_by_one("least_requests", pull, 4);
+    let second = router.route(&request(&prompt), 1.0).unwrap();
+    router.advance(second.ticket, Event::Sent, 1.0).unwrap();
+    let also = second.segment.instance;
+    router.fleet_mut().set_draining(also, true);
+    // The one still serves that pull, so the other is asked, although it has a request more.
+    let third = router.route(&request(&prompt), 1.0).unwrap();
+    assert_eq!(third.pull.unwrap().holder, also);
+    assert_eq!((of(&mut router, Pulls, home), of(&mut router, Pulls, also)), (1.0, 1.0));
+    // As many each: the one with fewer requests.
+    let fourth = router.route(&request(&prompt), 1.0).unwrap();
+    assert_eq!(fourth.pull.unwrap().holder, home);
+}
+
+#[test]
+fn what_does_not_pay_is_not_pulled() {
+    // 1,600 tokens take 0.16 s to compute.
+    for (pull, pays) in [
+        (PullConfig { fixed_seconds: 0.143, ..PULL }, true),
+        (PullConfig { fixed_seconds: 0.145, ..PULL }, false),
+        (PullConfig { seconds_per_token: 0.98e-4, ..PULL }, true),
+        (PullConfig { seconds_per_token: 0.99e-4, ..PULL }, false),
+        (PullConfig { least_tokens: 1600, ..PULL }, true),
+        (PullConfig { least_tokens: 1601, ..PULL }, false),
+    ] {
+        let (mut router, _, prompt) = held_by_one("lmetric_pull", pull, 2);
+        let decision = router.route(&request(&prompt), 1.0).unwrap();
+        assert_eq!(decision.pull.is_some(), pays, "{pull:?}");
+        let cost = 1.0 + (pull.fixed_seconds + 1600.0 * pull.seconds_per_token) * 10_000.0;
+        let score = router.receipt(decision.id).unwrap().scores[1];
+        let expected = if pays { cost as f32 } else { 1601.0 };
+        assert!((score / expected - 1.0).abs() < 1e-6, "{pull:?}: {score} is not {expected}");
+    }
+}
+
+#[test]
+fn a_step_time_model_says_what_computing_takes() {
+    // 1e-4 s a token and 1e-8 s a pair: 0.16 + 0.0128 s for 1,600 tokens, of which the pull's 0.018 s are a ninth or so.
+    let step = StepTime {
+        fixed_seconds: 1.0,
+        decode_seconds_per_sequence: 1.0,
+        decode_seconds_per_context_token: 1.0,
+        prefill_seconds_per_token: 1e-4,
+        prefill_seconds_per_attention_pair: 1e-8,
+        max_batch_tokens: 512.0,
+    };
+    let (mut router, _, prompt) = held_by_one("lmetric_pull", PULL, 2);
+    router.set_step_time(InstanceId(1), Some(step));
+    let decision = router.route(&request(&prompt), 1.0).unwrap();
+    let score = f64::from(router.receipt(decision.id).unwrap().scores[1]);
+    assert!((score - (1.0 + 0.018 * 1600.0 / 0.1728)).abs() < 1e-4, "{score}");
+    router.drop_ticket(decision.ticket);
+    for (fixed_seconds, pays) in [(0.157, false), (0.156, true)] {
+        router.set_pull(Some(PullConfig { fixed_seconds, ..PULL })).unwrap();
+        assert_eq!(router.route(&request(&prompt), 1.0).unwrap().pull.is_some(), pays);
+    }
+}
+
+#[test]
+fn the_cost_is_learned() {
+    let (mut router, home, prompt) = held_by_one("least_requests", PULL, 2);
+    assert_eq!(router.pull_cost(), Some((1e-5, 0.002, 0)));
+    let mut pulls = 0;
+    for i in 0..200 {
+        let now = 1.0 + f64::from(i);
+        let decision = router.route(&request(&prompt), now).unwrap();
+        let Some(pull) = decision.pull else { break };
+        // Each takes half a second, three times as long as to compute them.
+        router.advance(decision.ticket, Event::Pulled { tokens: pull.tokens(), seconds: 0.5 }, now).unwrap();
+        router.drop_ticket(decision.ticket);
+        router.index_mut().cleared(decision.segment.instance);
+        pulls += 1;
+    }
+    let (per_token, fixed, observed) = router.pull_cost().unwrap();
+    assert!((1..100).contains(&pulls) && observed == pulls, "{pulls}");
+    assert!(fixed + 1600.0 * per_token > 0.16, "{fixed} {per_token}");
+    assert_eq!(of(&mut router, Pulls, home), 0.0);
+}
+
+#[test]
+fn what_did_not_come_is_computed() {
+    let (mut router, _, prompt) = held_by_one("least_requests", PULL, 2);
+    let decision = router.route(&request(&prompt), 1.0).unwrap();
+    let target = decision.segment.instance;
+    let pulled = |tokens, seconds| Event::Pulled { tokens, seconds };
+    for (event, part) in [(pulled(1601, 0.1), "1601"), (pulled(5, f64::NAN), "NaN"), (pulled(5, -1.0), "-1")]
+    {
+        let error = router.advance(decision.ticket, event, 1.0).unwrap_err().to_string();
+        assert!(error.contains(part) && error.contains("at most the 1600"), "{error}");
+    }
+    router.advance(decision.ticket, pulled(640, 0.01), 1.0).unwrap();
+    assert_eq!(of(&mut router, QueuedPrefillTokens, target), 961.0);
+    // The engine found nothing of its own: what was pulled still counts.
+    router.advance(decision.ticket, Event::Scheduled(Some(0)), 1.1).unwrap();
+    assert_eq!(of(&mut router, QueuedPrefillTokens, target), 961.0);
+    // Told twice, it is over.
+    router.advance(decision.ticket, pulled(0, 0.0), 1.2).unwrap();
+    assert_eq!(of(&mut router, QueuedPrefillTokens, target), 961.0);
+    let cold = chain(7000, 10);
+    let other = router.route(&request(&cold), 1.3).unwrap();
+    let error = router.advance(other.ticket, pulled(0, 0.0), 1.3).unwrap_err();
+    assert!(matches!(&error, CoreError::Ticket { problem, .. } if problem.contains("pulls nothing")));
+}
+
+#[test]
+fn a_prefill_that_waits_for_its_pull_holds_nobody_up() {
+    let (mut router, _, prompt) = held_by_one("least_requests", PULL, 2);
+    let waiting = router.route(&request(&prompt), 1.0).unwrap();
+    let target = waiting.segment.instance;
+    let cold = chain(7000, 100);
+    let other = router.route(&request(&cold), 2.0).unwrap();
+    assert_eq!((other.segment.instance, other.pull), (target, None));
+    assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1602.0);
+    // Placed behind it, begun before it: it alone is over, after 0.2 s, not 1.2.
+    router.advance(other.ticket, Event::FirstToken, 2.2).unwrap();
+    assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1.0);
+    assert!((of(&mut router, Indicator::PrefillTokensPerSecond, target) - 8005.0).abs() < 1e-6);
+    router.advance(waiting.ticket, Event::Pulled { tokens: 0, seconds: 1.5 }, 2.5).unwrap();
+    assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1601.0);
+    router.advance(waiting.ticket, Event::FirstToken, 2.7).unwrap();
+    assert_eq!(of(&mut router, QueuedPrefillTokens, target), 0.0);
+    assert!((of(&mut router, Indicator::PrefillTokensPerSecond, target) - 8005.0).abs() < 1e-6);
+}
+
+#[test]
+fn however_it_ends_the_holder_is_free_again() {
+    for end in [
+        Event::FirstToken,
+        Event::Finished(Usage::default()),
+        Event::Ended(Usage::default()),
+        Event::GaveUp(Failure::Cancelled),
+        Event::Failed(Failure::EngineError),
+        Event::Failed(Failure::Refused),
+    ] {
+        let (mut router, home, prompt) = held_by_one("least_requests", PULL, 2);
+        let decision = router.route(&request(&prompt), 1.0).unwrap();
+        assert_eq!(of(&mut router, Pulls, home), 1.0);
+        router.advance(decision.ticket, end, 1.1).unwrap();
+        assert_eq!(of(&mut router, Pulls, home), 0.0, "{end:?}");
+        router.drop_ticket(decision.ticket);
+        assert_eq!(of(&mut router, Pulls, home), 0.0, "{end:?}");
+    }
+    // A new instance in the holder's slot owes nothing.
+    let (mut router, home, prompt) = held_by_one("least_requests", PULL, 2);
+    let decision = router.route(&request(&prompt), 1.0).unwrap();
+    router.remove_instance("e0").unwrap();
+    assert_eq!(router.add_instance("new", Role::Both, None).unwrap(), home);
+    router.drop_ticket(decision.ticket);
+    assert_eq!(of(&mut router, Pulls, home), 0.0);
+}
+
+#[test]
+fn a_retry_pulls_anew() {
+    let (mut router, home, prompt) = held_by_one("least_requests", PULL, 3);
+    let decision = router.route(&request(&prompt), 1.0).unwrap();
+    let next = router.advance(decision.ticket, Event::Failed(Failure::Reset), 1.1).unwrap().unwrap();
+    assert_ne!(next.instance, decision.segment.instance);
+    assert_eq!(router.pull_of(decision.ticket), decision.pull);
+    assert_eq!(of(&mut router, Pulls, home), 1.0);
+    let receipt = router.receipt(decision.id).unwrap();
+    assert_eq!((receipt.pull.as_ref().unwrap().slot, receipt.predicted_hit_tokens), (home.0, 0));
+    // Nobody is left: the ticket closes.
+    let last = router.advance(decision.ticket, Event::Failed(Failure::Reset), 1.2).unwrap();
+    assert_eq!((last, router.in_flight(), of(&mut router, Pulls, home)), (None, 0, 0.0));
+}
+
+#[test]
+fn engines_must_be_able_to() {
+    for (slot, cuts) in [(0, Cuts::Output), (1, Cuts::Output), (1, Cuts::Nowhere)] {
+        let (mut router, _, prompt) = held_by_one("lmetric_pull", PULL, 2);
+        router.set_cuts(InstanceId(slot), cuts);
+        let decision = router.route(&request(&prompt), 1.0).unwrap();
+        assert_eq!(decision.pull, None);
+        assert_eq!(router.receipt(decision.id).unwrap().scores[1], 1601.0);
+    }
+    let (mut router, home, prompt) = held_by_one("lmetric_pull", PULL, 2);
+    router.fleet_mut().set_healthy(home, false);
+    assert_eq!(router.route(&request(&prompt), 1.0).unwrap().pull, None);
+}
+
+#[test]
+fn a_prefill_instance_pulls_too_and_a_part_of_a_prompt_does_not() {
+    let (mut router, home, prompt) = held_by_one("least_requests", PULL, 2);
+    router.fleet_mut().set_role(InstanceId(1), Role::Prefill);
+    router.add_instance("decode", Role::Decode, None).unwrap();
+    let decision = router.route(&request(&prompt), 1.0).unwrap();
+    assert_eq!(decision.segment.to_token, Some(1601));
+    assert_eq!(decision.pull.map(|pull| pull.holder), Some(home));
+    router.advance(decision.ticket, Event::Finished(Usage::default()), 1.1).unwrap();
+    assert_eq!(of(&mut router, Pulls, home), 0.0);
+
+    let (mut router, _, prompt) = held_by_one("least_requests", PULL, 3);
+    router.set_split(Split::ForceAt(0.5)).unwrap();
+    let decision = router.route(&request(&prompt), 1.0).unwrap();
+    assert_eq!((decision.segment.to_token.is_some(), decision.pull), (true, None));
+}
+
+#[test]
+fn bad_settings_are_named() {
+    for (pull, what) in [
+        (PullConfig { seconds_per_token: -1.0, ..PULL }, "seconds_per_token"),
+        (PullConfig { fixed_seconds: f64::NAN, ..PULL }, "fixed_seconds"),
+        (PullConfig { least_tokens: 0, ..PULL }, "least_tokens"),
+        (PullConfig { most_pulls: 0, ..PULL }, "most_pulls"),
+    ] {
+        let mut router = router("lmetric", PULL, 1);
+        let error = router.set_pull(Some(pull)).unwrap_err().to_string();
+        assert!(error.contains(what), "{error}");
+    }
+}
+
+proptest! {
+    /// What holders serve is what open tickets pull, whatever happens in whatever order.
+    #[test]
+    fn holders_serve_what_tickets_pull(
+        most_pulls in 1u32..4,
+        ops in prop::collection::vec((0..9u8, 0..64usize, 0..5u8), 1..120),
+    ) {
+        let mut router = router("lmetric_pull", PullConfig { most_pulls, ..PULL }, 4);
+        let prompts: Vec<Vec<u64>> = (0..5).map(|i| chain(1 + 1000 * i, 20 + 30 * i as usize)).collect();
+        let mut open = Vec::new();
+        for (at, (op, which, what)) in ops.into_iter().enumerate() {
+            let now = at as f64;
+            if op < 3 || open.is_empty() {
+                if let Ok(decision) = router.route(&request(&prompts[what as usize]), now) {
+                    router.advance(decision.ticket, Event::Sent, now).unwrap();
+                    open.push(decision.ticket);
+                }
+            } else {
+                let place = which % open.len();
+                let ticket = open[place];
+                let pulled = router.pull_of(ticket).map_or(0, |pull| pull.tokens());
+                match op {
+                    3 if pulled > 0 => {
+                        let event = Event::Pulled { tokens: pulled / u32::from(1 + what), seconds: 0.01 };
+                        router.advance(ticket, event, now).unwrap();
+                    }
+                    4 => drop(router.advance(ticket, Event::FirstToken, now).unwrap()),
+                    5 => drop(router.advance(ticket, Event::Finished(Usage::default()), now).unwrap()),
+                    6 => drop(router.advance(ticket, Event::Failed(Failure::Reset), now).unwrap()),
+                    7 => router.drop_ticket(ticket),
+                    8 => {
+                        let name = format!("e{}", what % 4);
+                        let slot = InstanceId(u32::from(what % 4));
+                        if router.fleet().find(&name).is_ok() {
+                            if which % 2 == 0 {
+                                router.remove_instance(&name).unwrap();
+                            } else {
+                                router.fleet_mut().set_draining(slot, which % 4 == 1);
+                            }
+                        } else {
+                            router.add_instance(&name, Role::Both, None).unwrap();
+                        }
+                    }
+                    _ => {}
+                }
+                if !router.is_open(ticket) {
+                    open.remove(place);
+                }
+            }
+            let pulls: Vec<Pull> = open.iter().filter_map(|ticket| router.pull_of(*ticket)).collect();
+            for slot in 0..router.fleet().slots() {
+                let id = InstanceId(slot as u32);
+                let serves = pulls.iter().filter(|pull| pull.holder == id).count() as f64;
+                let counted = of(&mut router, Pulls, id);
+                // A new instance in a slot owes nothing of what its predecessor served.
+                prop_assert!(counted <= serves && counted <= f64::from(most_pulls), "{counted} of {serves}");
+                prop_assert!(counted == serves || router.fleet().generation(id) > 1 || !router.fleet().is_live(id));
+            }
+        }
+        open.into_iter().for_each(|ticket| router.drop_ticket(ticket));
+        for slot in 0..router.fleet().slots() {
+            let id = InstanceId(slot as u32);
+            prop_assert_eq!(of(&mut router, Pulls, id), 0.0);
+            prop_assert_eq!(of(&mut router, QueuedPrefillTokens, id), 0.0);
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Prefix pulls, worked out by hand: what they take, what they wait for, what is gone by the time, and what they cost the holder.
+use lmetric_core::fleet::Role;
+use lmetric_core::guard::GuardConfig;
+use lmetric_core::policy::registry;
+use lmetric_core::router::{IndexFeed, PullConfig, RouterConfig};
+use lmetric_sim::{
+    Admission, ClusterConfig, Order, Outcome, Preempt, Profile, Pulling, Signals, TokenSlo, Trace, Transfer,
+    Workload, simulate,
+};
+
+/// A step takes 1 s, 0.1 s a decode, 0.001 s a context token and 0.01 s a prompt token; a pull 0.5 s, and 0.01 s a token. The router takes each to pay.
+fn config(instances: usize, cache_blocks: u32) -> ClusterConfig {
+    let profile = Profile {
+        fixed_seconds: 1.0,
+        decode_seconds_per_sequence: 0.1,
+        decode_seconds_per_context_token: 0.001,
+        prefill_seconds_per_token: 0.01,
+        prefill_seconds_per_attention_pair: 0.0,
+        max_batch_tokens: 64,
+        max_sequences: 8,
+        block_tokens: 16,
+        cache_blocks,
+        decode_throughput: None,
+    };
+    let pull = PullConfig { seconds_per_token: 1e-4, fixed_seconds: 0.0, least_tokens: 16, most_pulls: 4 };
+    ClusterConfig {
+        profiles: vec![profile; instances],
+        step_times: Vec::new(),
+        roles: Vec::new(),
+        transfer: Transfer { seconds_per_token: 0.01, fixed_seconds: 0.5, ..Transfer::default() },
+        pulling: Pulling::default(),
+        priorities: None,
+        admission: Admission::Reserve,
+        order: Order::Fcfs,
+        preempt: Preempt::Recompute,
+        signals: Signals::EXACT,
+        router: RouterConfig {
+            index_feed: IndexFeed::Exact,
+            guard: GuardConfig { on: false, ..GuardConfig::default() },
+            pull: Some(pull),
+            ..RouterConfig::default()
+        },
+        silent_segments: false,
+        output_known: true,
+        reschedule: None,
+        timeline_seconds: 10.0,
+        token_slo: TokenSlo::same(0.1),
+    }
+}
+
+/// (arrival, prompt tokens, output tokens, family): prompts of a family are each other's prefixes. They go to the engines in turn.
+fn play(asks: &[(f64, i64, i64, u64)], config: &ClusterConfig) -> Outcome {
+    let (mut offsets, mut ids) = (vec![0], Vec::new());
+    for &(_, input, _, family) in asks {
+        ids.extend((0..(input as u64).div_ceil(16)).map(|block| 100 * family + block));
+        offsets.push(ids.len() as i64);
+    }
+    let trace = Trace {
+        arrival_seconds: &asks.iter().map(|ask| ask.0).collect::<Vec<_>>(),
+        input_tokens: &asks.iter().map(|ask| ask.1).collect::<Vec<_>>(),
+        output_tokens: &asks.iter().map(|ask| ask.2).collect::<Vec<_>>(),
+        hash_offsets: &offsets,
+        hash_ids: &ids,
+        block_tokens: 16,
+        ..Trace::default()
+    };
+    let workload = Workload::new(&trace, 16).unwrap();
+    let policy = registry::build("round_robin", &[]).unwrap();
+    simulate(&workload, policy, None, config, || Ok::<(), lmetric_core::CoreError>(())).unwrap()
+}
+
+#[track_caller]
+fn close(got: f64, expected: f64) {
+    assert!((got - expected).abs() < 1e-9, "{got} instead of {expected}");
+}
+
+/// What came of the request `i`: holder, tokens from there, when it had them, when its first token came.
+#[track_caller]
+fn pulled(out: &Outcome, i: usize, tokens: i64, there: f64, first_token: f64) {
+    let r = &out.records;
+    assert_eq!((r.pull_instance[i], r.pulled_tokens[i], r.hit_tokens[i]), (0, tokens, 0));
+    close(r.arrival_seconds[i] + r.pull_seconds[i], there);
+    close(r.first_token_seconds[i], first_token);
+}
+
+const LONG: (f64, i64, i64, u64) = (0.0, 49, 1, 1); // in engine 0's cache from 1.49 s on
+const OTHER: (f64, i64, i64, u64) = (0.0, 16, 1, 2); // engine 1's turn
+
+#[test]
+fn an_idle_holder_sends_at_once() {
+    let out = play(&[LONG, (10.0, 49, 2, 1)], &config(2, 32));
+    // 48 tokens take 0.98 s; what is left to compute is one token behind 48, a decode: 1.149 s. The next has 50 tokens of context.
+    pulled(&out, 1, 48, 10.98, 12.129);
+    close(out.records.finished_seconds[1], 13.279);
+    assert_eq!(out.router.totals().pulled_tokens, 48);
+    let usage = out.router.receipt(2).unwrap().outcome.usage;
+    assert_eq!(usage.cached_tokens, Some(48), "engines count what they did not compute");
+    let (per_token, fixed, observed) = out.router.pull_cost().unwrap();
+    assert!(observed == 1 && fixed + 48.0 * per_token > 0.1, "{fixed} {per_token}");
+}
+
+#[test]
+fn it_goes_on_behind_a_prefix_of_its_own() {
+    // The one holds 64 tokens of it, the other 32; 32 are pulled, and 17 computed: 0.82 s and 1.17 s.
+    let out = play(&[(0.0, 64, 1, 1), (0.0, 32, 1, 1), (5.0, 16, 1, 3), (10.0, 81, 1, 1)], &config(2, 32));
+    let r = &out.records;
+    assert_eq!((r.pull_instance[3], r.hit_tokens[3], r.pulled_tokens[3]), (0, 32, 32));
+    close(r.pull_seconds[3], 0.82);
+    close(r.first_token_seconds[3], 10.82 + 1.17);
+}
+
+#[test]
+fn a_busy_holder_sends_when_its_step_has_ended() {
+    // It prefills until 11.16 s, and its decodes end at 12.277 and 13.395 s.
+    let asks = [LONG, OTHER, (10.0, 16, 3, 3), (11.5, 49, 1, 1)];
+    let mut config = config(2, 32);
+    let out = play(&asks, &config);
+    pulled(&out, 3, 48, 12.277 + 0.98, 12.277 + 0.98 + 1.149);
+    close(out.records.finished_seconds[2], 13.395);
+    config.pulling.holder_seconds = 0.5;
+    let out = play(&asks, &config);
+    pulled(&out, 3, 48, 12.277 + 0.98, 12.277 + 0.98 + 1.149);
+    close(out.records.finished_seconds[2], 13.895);
+    // Read without its doing, from 11.5 s on.
+    config.pulling = Pulling { waits: false, ..Pulling::default() };
+    pulled(&play(&asks, &config), 3, 48, 11.5 + 0.98, 11.5 + 0.98 + 1.149);
+    config.pulling = Pulling { holder_seconds: 0.5, ..Pulling::default() };
+    // As an engine is seen whose step's results are known at its beginning.
+    config.signals = Signals::STEP_END;
+    let out = play(&asks, &config);
+    pulled(&out, 3, 48, 12.277 + 0.98, 12.277 + 0.98 + 1.149);
+    close(out.records.finished_seconds[2], 13.895);
+}
+
+#[test]
+fn what_is_evicted_before_it_begins_is_computed() {
+    // 80 tokens fill engine 0's cache when their second step ends, at 12.8 s.
+    let out = play(&[LONG, OTHER, (10.0, 80, 1, 3), (12.0, 49, 1, 1)], &config(2, 5));
+    pulled(&out, 3, 0, 12.8, 14.29);
+    assert_eq!(out.router.totals().pulled_tokens, 0);
+}
+
+#[test]
+fn what_is_evicted_on_the_way_came_only_where_it_is_pinned() {
+    // It begins at the end of the first of those steps, at 11.64 s, and takes 2.9 s.
+    let asks = [LONG, OTHER, (10.0, 80, 1, 3), (10.5, 49, 1, 1)];
+    let mut config = config(2, 5);
+    config.transfer.seconds_per_token = 0.05;
+    pulled(&play(&asks, &config), 3, 48, 14.54, 14.54 + 1.149);
+    config.pulling.pinned = false;
+    pulled(&play(&asks, &config), 3, 0, 14.54, 14.54 + 1.49);
+}
+
+#[test]
+fn blocks_that_are_pinned_are_in_use() {
+    // vLLM's blocks: the prompt of 65 tokens needs all five, of which three are being sent until 12.4 s.
+    let asks = [LONG, OTHER, (10.2, 65, 1, 3), (10.0, 49, 1, 1)];
+    let mut config = config(2, 5);
+    config.admission = Admission::Vllm;
+    config.transfer.seconds_per_token = 0.04;
+    let order = |pinned| {
+        let mut config = config.clone();
+        config.pulling.pinned = pinned;
+        // In the order of their arrival it is engine 0's turn, then 1's: a filler makes it 1's.
+        let mut asks = asks.to_vec();
+        asks.insert(2, (8.0, 1, 1, 4));
+        play(&asks, &config)
+    };
+    let (pinned, free) = (order(true), order(false));
+    let (request, sender) = (4, 3);
+    assert_eq!((pinned.records.pulled_tokens[request], pinned.records.instance[request]), (48, 1));
+    close(pinned.records.pull_seconds[request], 0.5 + 48.0 * 0.04);
+    assert_eq!((pinned.records.instance[sender], free.records.instance[sender]), (0, 0));
+    close(free.records.scheduled_seconds[sender], 10.2);
+    assert!(pinned.records.scheduled_seconds[sender] >= 10.0 + 0.5 + 48.0 * 0.04);
+    assert_eq!(free.records.pulled_tokens[request], 0, "its blocks were taken");
+}
+
+#[test]
+fn a_holder_sends_one_at_a_time_unless_links_are_not_shared() {
+    let asks = [LONG, OTHER, OTHER, (9.0, 16, 1, 3), (20.0, 49, 1, 1), (20.0, 49, 1, 1)];
+    let mut config = config(3, 32);
+    let out = play(&asks, &config);
+    pulled(&out, 4, 48, 20.98, 20.98 + 1.149);
+    pulled(&out, 5, 48, 21.96, 21.96 + 1.149);
+    config.transfer.unshared = true;
+    let out = play(&asks, &config);
+    pulled(&out, 5, 48, 20.98, 20.98 + 1.149);
+    // With one at a time per holder the router lets the second compute.
+    config.router.pull.as_mut().unwrap().most_pulls = 1;
+    let out = play(&asks, &config);
+    assert_eq!(out.records.pull_instance[5], -1);
+    close(out.records.first_token_seconds[5], 21.49);
+}
+
+#[test]
+fn settings_that_cannot_be_are_named() {
+    let mut bad = config(1, 8);
+    bad.pulling.holder_seconds = -1.0;
+    let mut alone = config(2, 8);
+    alone.roles = vec![Role::Prefill, Role::Decode];
+    alone.router.unlimited_prefill = true;
+    for (config, part) in [(bad, "holder_seconds"), (alone, "wait for nobody")] {
+        let trace = Trace {
+            arrival_seconds: &[0.0],
+            input_tokens: &[1],
+            output_tokens: &[1],
+            hash_offsets: &[0, 0],
+            block_tokens: 16,
+            ..Trace::default()
+        };
+        let workload = Workload::new(&trace, 16).unwrap();
+        let policy = registry::build("round_robin", &[]).unwrap();
+        let error = simulate(&workload, policy, None, &config, || Ok::<(), lmetric_core::CoreError>(()));
+        let error = error.err().unwrap().to_string();
+        assert!(error.contains(part), "{error}");
+    }
+}

@@ -1,0 +1,178 @@
+"""Prefix pull from Python: what a decision names, what a ticket tells; and in simulations."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lmetric as lm
+from lmetric.profiles import load_profile
+from lmetric.sim.pulls import Pull
+from lmetric.sim.run import Run, Workload, prepare, simulate
+from lmetric.sim.synthetic import check_synthetic
+
+PROMPT = np.arange(1601, dtype=np.uint32)  # 100 blocks of 16 tokens, and one more
+PULL = {"seconds_per_token": 1e-5, "fixed_seconds": 0.002, "least_tokens": 64, "most_pulls": 2}
+
+
+def fleet(policy: object = "least_requests", **pull: float) -> lm.Router:
+    """`e0` holds the prompt, computed at 10,000 tokens/s, and takes no more requests."""
+    router = lm.Router(policy)  # type: ignore[arg-type]
+    router.set_pull(**PULL | pull)
+    router.add_instance("e0")
+    _, ticket = router.route(tokens=PROMPT, now=0.0)
+    ticket.first_token(now=0.1601)
+    ticket.finished(now=0.2)
+    router.add_instance("e1")
+    router.drain("e0")
+    return router
+
+
+def test_a_decision_names_what_to_pull_and_the_ticket_tells_of_it() -> None:
+    router = fleet()
+    decision, ticket = router.route(tokens=PROMPT, now=1.0)
+    assert decision.instance == "e1"
+    assert decision.pull == ticket.pull == ("e0", 0, 1600)
+    assert router.indicators(now=1.0)["pulls"].tolist() == [1, 0]
+    ticket.sent(now=1.0)
+    ticket.pulled(1600, 0.02, now=1.02)
+    assert ticket.pull is None
+    assert router.indicators(now=1.02)["pulls"].tolist() == [0, 0]
+    receipt = router.receipt(decision.id)
+    assert receipt is not None
+    told = {name: receipt[name] for name in receipt if "pull" in name}
+    assert told.pop("expected_pull_seconds") == pytest.approx(0.018)
+    assert told == {
+        "pull_instance": "e0", "pull_from_token": 0, "pull_to_token": 1600, "pulled_tokens": 1600,
+        "pull_seconds": 0.02,
+    }  # fmt: skip
+    stats = router.stats()
+    assert (stats["pulls"], stats["pulled_tokens"]) == (1, 1600)
+    cost = router.pull_cost()
+    assert cost is not None
+    assert cost[2] == 1
+    assert cost[1] + 1600 * cost[0] > 0.018
+    with pytest.raises(lm.TicketError, match="pulls nothing"):
+        router.route(tokens=np.arange(9000, 9100, dtype=np.uint32))[1].pulled(1, 0.1)
+
+
+def test_any_score_may_read_it() -> None:
+    router = fleet(lm.P_TOKEN - lm.PULL_TOKENS + lm.PULL_COST_TOKENS)
+    decision, _ticket = router.route(tokens=PROMPT, now=1.0)
+    assert decision.scores()[1] == pytest.approx(1 + 0.018 * 10_000)
+    receipt = router.receipt(decision.id)
+    assert receipt is not None
+    terms = receipt["best"][0]["terms"]
+    assert terms["pull_tokens"] == 1600
+    assert terms["pull_cost_tokens"] == pytest.approx(180)
+
+
+def test_switched_off_it_pulls_nothing() -> None:
+    router = fleet("lmetric_pull")
+    router.set_pull(False)
+    decision, _ticket = router.route(tokens=PROMPT, now=1.0)
+    assert decision.pull is None
+    assert router.pull_cost() is None
+    assert decision.scores()[1] == 1601
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"speed": 1.0}, "least_tokens or most_pulls"),
+        ({"most_pulls": 0.0}, "at least 1"),
+        ({"least_tokens": 1.5}, "whole number"),
+        ({"fixed_seconds": -1.0}, "fixed_seconds"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, float], part: str) -> None:
+    with pytest.raises(lm.BadValueError, match=part):
+        lm.Router().set_pull(**settings)
+
+
+SHARED = {
+    "synthetic": "requests", "rate": 20, "duration_seconds": 60, "block_tokens": 64,
+    "input_tokens": {"p50": 60, "mean": 80, "max": 1000},
+    "output_tokens": {"p50": 100, "mean": 150, "max": 500},
+    "prefixes": {"count": 20, "zipf": 0.8, "tokens": {"p50": 2000, "mean": 3000, "max": 8000}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    profile = load_profile("independent-sim").in_blocks_of(64)
+    return prepare(check_synthetic({**SHARED, "seed": 1}, "shared").make(), profile)
+
+
+def played(workload: Workload, **settings: object) -> Run:
+    profile = load_profile("independent-sim").in_blocks_of(64)
+    given = {"instances": 4, "policy": "lmetric_pull", "guard": False, "profile": profile, **settings}
+    return simulate(workload, **given)  # type: ignore[arg-type]
+
+
+def test_prefixes_move_in_the_simulator(workload: Workload) -> None:
+    """What is pulled is not computed, and comes sooner over a faster link."""
+    run = played(workload, pull="on", transfer="25")
+    pulls = run.pull_instance >= 0
+    assert pulls.any()
+    assert (run.pull_instance[pulls] != run.instance[pulls]).all()
+    assert (run.pull_seconds[pulls] > 0).all()
+    assert np.isnan(run.pull_seconds[~pulls]).all()
+    assert (run.hit_tokens + run.pulled_tokens < run.input_tokens).all()
+    computed = run.timeline.prefill_tokens.sum()
+    assert computed == pytest.approx((run.input_tokens - run.hit_tokens - run.pulled_tokens).sum())
+    plain = played(workload, policy="lmetric")
+    assert (plain.pull_instance < 0).all()
+    assert computed < plain.timeline.prefill_tokens.sum()
+    waiting = np.nanmean(run.pull_seconds)
+    assert np.nanmean(played(workload, pull="at_once", transfer="25").pull_seconds) < waiting
+    assert np.nanmean(played(workload, pull="on", transfer="2").pull_seconds) > waiting
+
+
+def test_without_pulls_the_score_is_lmetric(workload: Workload) -> None:
+    assert (played(workload).instance == played(workload, policy="lmetric").instance).all()
+
+
+def test_nothing_is_pulled_that_does_not_pay(workload: Workload) -> None:
+    run = played(workload, pull="on", transfer="0.5")  # 197 us a token, beside 100 to compute it
+    assert (run.pull_instance < 0).all()
+    assert (played(workload, pull="least=100000").pull_instance < 0).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none", None),
+        ("on", Pull()),
+        ("least=512, most=2", Pull(512, 2)),
+        ("holder=0.005, at_once, unpinned", Pull(holder_seconds=0.005, waits=False, pinned=False)),
+        ("seconds_per_token=1e-5", Pull(seconds_per_token=1e-5)),
+    ],
+)
+def test_how_is_text(text: str, expected: Pull | None) -> None:
+    assert Pull.of(text) == expected
+
+
+@pytest.mark.parametrize("text", ["of", "least", "least=x", "least=1.5", "speed=3", ""])
+def test_other_text_is_refused(text: str) -> None:
+    with pytest.raises(lm.BadValueError, match="expected none, on, or least=TOKENS"):
+        Pull.of(text)
+
+
+def test_the_command_line_pulls_too(tmp_path: Path) -> None:
+    slice_of = Path(lm.__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
+    out = tmp_path / "out.json"
+    arguments = ["--trace", slice_of, "--policy", "lmetric,lmetric_pull", "--speed", "3", "--json", out]
+    command = [sys.executable, "-m", "lmetric.cli", "simulate", *arguments]
+    subprocess.run([*command, "--pull", "at_once", "--transfer", "20"], check=True, timeout=100)
+    plain, pulling = json.loads(out.read_text())["runs"]
+    assert 0 < plain["pulls"] < pulling["pulls"]
+    assert 0 < plain["pulled_ratio"] < pulling["pulled_ratio"] < 1
+    done = subprocess.run([*command, "--pull", "fast"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "least=TOKENS" in done.stderr
