@@ -188,14 +188,15 @@ BEHIND = ["e2e mean", "e2e p90", "e2e p99", "ttft mean", "ttft p99", "tpot mean"
 
 BEHIND = ["e2e mean", "e2e p90", "e2e p99", "ttft mean", "ttft p99", "tpot mean", "tpot p99"]
 ABSOLUTE = ["e2e mean", "e2e p99", "ttft mean", "ttft p99"]  # Does good routing leave anything to order?
-CLUSTER_SEEDS = 3
+CLUSTER_SEEDS = 2
 
 
 @figure("t9", "Table 9: behind global routers, 64 engines")
 def table_9(world: World) -> Row:
+    # The paper says nothing of load. So short a run has no queues below what the engines carry.
     stages = [
-        Stage("Llama-8B, H100", mixture, 0.99, instances=64, policy=policy, requests=1500)
-        for mixture in ("mix-2", "azure")
+        Stage("Llama-8B, H100", mixture, 1.1, instances=64, policy=policy, requests=800)
+        for mixture in ("mix-1", "azure")
         for policy in ("random", "round_robin", "least_requests", "lmetric")
     ]
     orders = [SARATHI, UNIBOOST, SUBMITTED]
@@ -205,7 +206,7 @@ def table_9(world: World) -> Row:
 @figure("t10", "Table 10: cluster sizes")
 def table_10(world: World) -> Row:
     stages = [
-        Stage("Llama-8B, A100", "mix-1", 0.99, instances=instances, requests=1000)
+        Stage("Llama-8B, A100", "mix-1", 1.1, instances=instances, requests=600)
         for instances in (32, 64, 128, 512)
     ]
     orders = [SARATHI, UNIBOOST, SUBMITTED]

@@ -347,11 +347,9 @@ fn go_on(t: usize, next: Segment, router: &mut Router, model: &mut Model) {
     let (ticket, whole) = (model.open[t].ticket, model.open[t].whole);
     let mut anew = bound(router, ticket, next, whole, model);
     let open = &mut model.open[t];
-    assert!(
-        next.from_token == 0
-            || Some(next.from_token) == open.segment.to_token
-            || next == Segment { instance: next.instance, ..open.segment }
-    );
+    // Anew, the next one, or the one that failed with all that was to follow it.
+    let taken_over = Segment { instance: next.instance, to_token: None, ..open.segment };
+    assert!(next.from_token == 0 || Some(next.from_token) == open.segment.to_token || next == taken_over);
     open.segment = next;
     open.anew = false;
     open.moving = None;
@@ -536,6 +534,38 @@ fn three() -> Split {
     Split::Libra(Libra { settings, lengths: Lengths::Given, parts: 3 })
 }
 
+/// A router of which nothing drains by itself.
+fn router(late: bool, sibyl: bool, split: Split) -> Router {
+    let binding = if late { Binding::Late } else { Binding::Early };
+    let config =
+        RouterConfig { drain: false, binding, split, step_time: Some(STEP), ..RouterConfig::default() };
+    let mut router = Router::new(LeastRequests::boxed(), config).unwrap();
+    if sibyl {
+        router.set_decode_policy(registry::build("sibyl", &[]).unwrap()).unwrap();
+    }
+    router
+}
+
+#[test]
+fn who_takes_over_a_middle_part_that_failed_does_the_rest() {
+    let (mut router, mut model) = (router(false, false, three()), Model::default());
+    let mut then = |op: Op| {
+        apply(&op, &mut router, &mut model);
+        model.check(&mut router);
+        model.open.first().map(|open| (open.home.0, open.segment.from_token, open.segment.to_token))
+    };
+    then(Op::Add(0, Role::Both));
+    then(Op::Add(1, Role::Both));
+    let (first, _, cut) = then(Op::Route { prompt: 99, expected: Some(40), thoughts: Some(30) }).unwrap();
+    let (second, from, answer) = then(Op::Finish(0)).unwrap();
+    assert!(first != second && cut == Some(from) && answer.is_some_and(|token| token > from), "three parts");
+    // The thoughts fail before a token came: the one instance that is left makes them and the answer.
+    assert_eq!(then(Op::Fail(0, 0)), Some((first, from, None)));
+    then(Op::FirstToken(0));
+    then(Op::Tokens(0, 39));
+    assert_eq!(then(Op::Finish(0)), None);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
@@ -546,14 +576,7 @@ proptest! {
         sibyl in any::<bool>(),
         cut in prop_oneof![Just(Split::None), (0.01..0.99f64).prop_map(Split::ForceAt), Just(three())],
     ) {
-        let binding = if late { Binding::Late } else { Binding::Early };
-        let config =
-            RouterConfig { drain: false, binding, split: cut, step_time: Some(STEP), ..RouterConfig::default() };
-        let mut router = Router::new(LeastRequests::boxed(), config).unwrap();
-        if sibyl {
-            router.set_decode_policy(registry::build("sibyl", &[]).unwrap()).unwrap();
-        }
-        let mut model = Model::default();
+        let (mut router, mut model) = (router(late, sibyl, cut), Model::default());
         for op in &ops {
             apply(op, &mut router, &mut model);
             model.check(&mut router);

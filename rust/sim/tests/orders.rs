@@ -369,17 +369,47 @@ proptest! {
 
     #[test]
     fn where_gamma_is_large_boosts_are_nothing_and_all_run_as_they_come(
-        profile in profile(), asks in asks(), reserve: bool,
+        profile in profile(), asks in asks(), reserve: bool, swap: bool,
         rung in prop::sample::select(vec!["distboost", "uniboost_base", "uniboost_memguard"]),
     ) {
-        let admission = ADMISSIONS[usize::from(!reserve)];
-        let fcfs = play(&profile, admission, "fcfs", &asks, true);
-        let run = play_by(&profile, admission, boost(rung, &[("gamma", 1e6)]), &asks, true);
+        // Where memory runs out MEMGUARD weighs what bringing one back costs against its arrival: here nothing.
+        let free = !reserve && (swap || rung == "uniboost_memguard");
+        let preempt = if free { FREE } else { Preempt::Recompute };
+        let settings = Settings { admission: ADMISSIONS[usize::from(!reserve)], preempt, ..Settings::default() };
+        let fcfs = play_with(&profile, settings, &asks, true);
+        let order = boost(rung, &[("gamma", 1e6)]);
+        let run = play_with(&profile, Settings { order, ..settings }, &asks, true);
         prop_assert_eq!(run.put_back, fcfs.put_back);
         for (a, b) in run.end.iter().zip(&fcfs.end) {
             // Jumps end where a priority changes, which rounds times otherwise.
             prop_assert!((a - b).abs() < 1e-9, "{a} {b}");
         }
+    }
+}
+
+/// A host with room for all, to which copies take no time.
+const FREE: Preempt = Preempt::Swap { seconds_per_token: 0.0, host_tokens: 1_000_000 };
+
+#[test]
+fn where_memory_runs_out_the_last_goes_less_what_it_costs_to_bring_it_back() {
+    // Steps of 10 ms and of 16 tokens; boosts are nothing. From 0.97 s on, when 42 steps have computed the third's prompt beside two decodes, all three make a token a step, and
+    // after 4.49 s they have 449, 420 and 931: all of the memory. To compute those again takes 29, 27 and 59 steps, so that the arrivals less that are -0.29, 0.03 and -0.04.
+    let profile = Profile {
+        prefill_seconds_per_token: 0.0,
+        fixed_seconds: 0.01,
+        max_batch_tokens: 16,
+        block_tokens: 1,
+        cache_blocks: 1800,
+        ..round(5)
+    };
+    let asks = [ask(0.0, 1, 737), ask(0.3, 1, 796), ask(0.55, 579, 467)];
+    let goes = |rung: &str, preempt| {
+        let order = if rung == "fcfs" { Order::Fcfs } else { boost(rung, &[("gamma", 1e6)]) };
+        let settings = Settings { admission: Admission::Vllm, order, preempt, ..Settings::default() };
+        play_with(&profile, settings, &asks, true).went_back[0]
+    };
+    for (rung, recomputed) in [("fcfs", 2), ("uniboost_base", 2), ("uniboost_memguard", 1)] {
+        assert_eq!((goes(rung, Preempt::Recompute), goes(rung, FREE)), (recomputed, 2), "{rung}");
     }
 }
 
