@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from lmetric.engines.emulated import EngineOptions
 from pd_world import Pd
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, renders_otherwise
-from test_pull_server import LONG, computed, heated, outcomes, pulling, stats
+from test_pull_server import LONG, SETTINGS, computed, heated, outcomes, pulling, stats
 
 PATHS = [CHAT, COMPLETIONS]
 BODY = body_of(COMPLETIONS, LONG + "and then?")
@@ -224,3 +225,28 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
         assert (outcomes(w), w.outcomes) == ({"pulled": 1}, {"handed_over": 1, "other_tokens": 1})
         equal(said, first)
         assert "makes other tokens" in again["receipt"]["unpulled"]
+
+
+async def test_engines_of_other_blocks_compute() -> None:
+    async with pulling(*pair()) as w:
+        holder = await heated(w)
+        engine = w.server.fleet.pools[0].engines[holder]
+        engine.capabilities = replace(engine.capabilities, block_size=32)
+        before = w.load(holder)["prompt_tokens"]
+        said = await asked(w, COMPLETIONS, BODY)
+        equal(said, await alone(w, COMPLETIONS, BODY))
+        assert (outcomes(w), w.outcomes) == ({"other_blocks": 1}, {})
+        assert w.load(holder)["prompt_tokens"] == before  # it was not even asked
+
+
+async def test_many_at_once_while_the_holder_dies() -> None:
+    most = {"pull_settings": SETTINGS | {"most_pulls": 100}}
+    async with pulling(*[both(clock_speed=0.5)] * 3, **most) as w:
+        holder = await heated(w)
+        bodies = [body_of(COMPLETIONS, f"{LONG} {n}", max_tokens=20) for n in range(24)]
+        tasks = [asyncio.create_task(asked(w, COMPLETIONS, body)) for body in bodies]
+        await w.until(lambda: outcomes(w).get("pulled"))
+        await w.kill(holder)
+        for body, said in zip(bodies, await asyncio.gather(*tasks), strict=True):
+            assert said["receipt"]["outcome"] == "finished"
+            equal(said, await alone(w, COMPLETIONS, body))

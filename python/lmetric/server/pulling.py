@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import structlog
 
-from lmetric.server.handed import Handed
+from lmetric.server.handed import Handed, blocks_differ
 from lmetric.server.silent import Silent
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class Pull:
             return self._over("holder_gone")
         if connector is None or connector.at_once or holder.connector is not connector:
             return self._over("no_connector")
+        if blocks_differ(holder, self._target):
+            return self._over("other_blocks")
         if self._tokens <= self._from_token:
             return self._over("no_block")
         self._handed.begin(holder)
