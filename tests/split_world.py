@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -41,6 +42,19 @@ async def split(*options: EngineOptions, at: float | None = 0.9, **config: Any) 
         pool = world.server.fleet.pools[0]
         await world.until(lambda: all(engine.identified for engine in pool.engines.values()))
         yield world
+
+
+def renders_otherwise(world: Pd, name: str) -> None:
+    """Has an engine make other tokens of chats than the router does."""
+    api = world.engines[name]._api
+    render = api._text.render_chat
+
+    def other(messages: Any, **how: Any) -> str:
+        return "As it was said: " + str(render(messages, **how))
+
+    text = copy.copy(api._text)
+    text.render_chat = other  # type: ignore[method-assign]
+    api._text = text
 
 
 def heard(raw: bytes) -> dict[str, Any]:

@@ -33,6 +33,23 @@ def fleet(policy: object = "least_requests", **pull: float) -> lm.Router:
     return router
 
 
+def test_nothing_is_pulled_for_a_request_that_must_not_be() -> None:
+    router = fleet()
+    decision, ticket = router.route(tokens=PROMPT, unpulled="it says why", now=1.0)
+    assert (decision.instance, decision.pull, ticket.pull) == ("e1", None, None)
+    receipt = router.receipt(decision.id)
+    assert receipt is not None
+    assert (receipt["unpulled"], receipt["pull_instance"]) == ("it says why", None)
+    router.add_instance("e2")  # nor where it goes when that fails
+    assert ticket.failed("refused", now=1.1) == "e2"
+    assert (ticket.pull, router.stats()["pulls"]) == (None, 0)
+    router.set_pull(False)
+    decision, _ = router.route(tokens=PROMPT, unpulled="it says why", now=2.0)
+    receipt = router.receipt(decision.id)
+    assert receipt is not None
+    assert receipt["unpulled"] is None
+
+
 def test_a_decision_names_what_to_pull_and_the_ticket_tells_of_it() -> None:
     router = fleet()
     decision, ticket = router.route(tokens=PROMPT, now=1.0)
@@ -49,7 +66,7 @@ def test_a_decision_names_what_to_pull_and_the_ticket_tells_of_it() -> None:
     assert told.pop("expected_pull_seconds") == pytest.approx(0.018)
     assert told == {
         "pull_instance": "e0", "pull_from_token": 0, "pull_to_token": 1600, "pulled_tokens": 1600,
-        "pull_seconds": 0.02,
+        "pull_seconds": 0.02, "unpulled": None,
     }  # fmt: skip
     stats = router.stats()
     assert (stats["pulls"], stats["pulled_tokens"]) == (1, 1600)

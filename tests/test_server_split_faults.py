@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -19,7 +18,19 @@ from tokenizers.decoders import DecodeStream
 from lmetric.engines.emulated.text import TOKENIZER_PATH
 from pd_world import Pd
 from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, event, plain, world
-from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, heard, split, told
+from split_world import (
+    CHAT,
+    COMPLETIONS,
+    alone,
+    asked,
+    body_of,
+    both,
+    equal,
+    heard,
+    renders_otherwise,
+    split,
+    told,
+)
 
 PATHS = [CHAT, COMPLETIONS]
 SLOW: dict[str, Any] = {"clock_speed": 0.5}
@@ -465,15 +476,7 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
     """It fetches the cache of other tokens than it makes of the chat; only it can tell."""
     async with split(both(tokenize=False), both(tokenize=False), at=0.3) as w:
         for name in w.engines:
-            api = w.engines[name]._api
-            render = api._text.render_chat
-
-            def other(messages: Any, render: Any = render, **how: Any) -> str:
-                return "As it was said: " + str(render(messages, **how))
-
-            text = copy.copy(api._text)
-            text.render_chat = other  # type: ignore[method-assign]
-            api._text = text
+            renders_otherwise(w, name)
         body = body_of(CHAT, stream=stream)
         said = await asked(w, CHAT, body)
         assert said["receipt"]["cuts"]

@@ -141,6 +141,7 @@ class Router:
         salt: str | None = None,
         request_id: str | None = None,
         uncut: str | None = None,  # why it must stay in one piece, where it must: for the receipt
+        unpulled: str | None = None,  # why nothing must be pulled for it, where that is so: for the receipt
         tenant: str | None = None,
         tenant_weight: float = 1.0,
         handicap_seconds: float = 0.0,

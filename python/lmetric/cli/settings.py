@@ -43,6 +43,10 @@ def _read(
         float | None,
         typer.Option(metavar="FRACTION", help="For tests: cut every request there that can be cut."),
     ] = None,
+    pull: Annotated[
+        str | None,
+        typer.Option(metavar="none|on", help="Whether engines fetch cached prefixes from each other."),
+    ] = None,
     reschedule: Annotated[
         str | None,
         typer.Option(
@@ -84,6 +88,7 @@ def _read(
         "decode_policy": decode_policy,
         "split": split,
         "split_force_at": split_force_at,
+        "pull": pull,
         "reschedule": reschedule,
         "reschedule_by": reschedule_by,
         "priority": priority,

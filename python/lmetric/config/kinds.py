@@ -72,6 +72,11 @@ def _off(word: object) -> object:
     return "off" if word is False else word
 
 
+def _on(word: object) -> object:
+    """YAML reads on as true."""
+    return "on" if word is True else word
+
+
 Role = Literal["both", "prefill", "decode"]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -82,6 +87,7 @@ Nameserver = Annotated[str, AfterValidator(_nameserver)]
 PodPort = Annotated[int | str, PlainValidator(_port)]
 Embedded = Annotated[int | str, PlainValidator(_embedded)]
 OFF_IS_A_WORD = BeforeValidator(_off)
+ON_IS_A_WORD = BeforeValidator(_on)
 
 
 class Strict(BaseModel):

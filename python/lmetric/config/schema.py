@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Discriminator, Field, SecretStr, Tag, model_val
 
 from lmetric.config.kinds import (
     OFF_IS_A_WORD,
+    ON_IS_A_WORD,
     Embedded,
     EngineUrl,
     Nameserver,
@@ -144,6 +145,22 @@ class PoolSettings(Strict):
         description="cut between engines that hand nothing over, too: the second computes again what its "
         "prefix cache does not hold",
     )
+    pull: Annotated[Literal["none", "on"], ON_IS_A_WORD] = Field(
+        "none",
+        description="whether an engine fetches, before a request begins, the part of the prompt's KV that "
+        "another holds and it does not, where that takes less time than computing it: none, or on; policy "
+        "lmetric_pull heeds it in its scores; not together with split",
+    )
+    pull_settings: dict[str, float] = Field(
+        default_factory=dict,
+        description="of pull, by name: seconds_per_token (of the transfer itself, which no engine tells), "
+        "fixed_seconds (until it was learned), least_tokens, most_pulls (that one holder serves at once)",
+    )
+    pull_seconds: Seconds | None = Field(
+        None,
+        description="a holder that has not answered by then is given up, and the tokens are computed; "
+        "default: as long as computing them is expected to take, 0.02 at least",
+    )
     reschedule: Literal["none", "star", "star_current", "star_oracle", "llumnix"] = Field(
         "none",
         description="whether streams move to another engine while they run, before one overloads: none; star "
@@ -231,8 +248,8 @@ class PoolSettings(Strict):
         return default_split(named) if self.split is None else self.split
 
     @property
-    def cuts(self) -> bool:
-        """Whether requests may be cut between equals."""
+    def cuts_between_equals(self) -> bool:
+        """Whether requests may be cut between engines of role both."""
         return self.split_by != "none" or self.split_force_at is not None
 
 
@@ -467,13 +484,24 @@ class ServerConfig(PoolSettings):
             if name in names:
                 raise ValueError(f"two models are named {name!r}")
             names.add(name)
+        for model in [None, *self.models]:
+            settings = self.pool_settings(model)
+            if settings.pull != "none" and settings.cuts_between_equals:
+                of = "" if model is None else f"model {model.name!r}: "
+                raise ValueError(
+                    f"{of}pull and split ({settings.split_by}) cannot go together: set one of them to none"
+                )
         return self
 
     @property
     def splits(self) -> bool:
         """Whether requests of some model may be cut between equals."""
-        pools = [self, *self.models]
-        return any(pool.cuts for pool in pools)
+        return any(pool.cuts_between_equals for pool in [self, *self.models])
+
+    @property
+    def pulls(self) -> bool:
+        """Whether engines of some model fetch prefixes from each other."""
+        return any(pool.pull != "none" for pool in [self, *self.models])
 
     @property
     def orders(self) -> bool:

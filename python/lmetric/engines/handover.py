@@ -77,7 +77,7 @@ class Nixl(Connector):
 
     def first(self, path: str, body: bytes, request: JSON, host: str, told: Handover) -> bytes:
         """The client's request cut to one token that nobody streams."""
-        if why := _whole(path, request):
+        if why := whole_reason(path, request):
             raise HandoverError(why)
         leg = {name: value for name, value in request.items() if name not in _OF_THE_ANSWER}
         leg |= {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASK}
@@ -135,7 +135,7 @@ class Bootstrap(Connector):
 
     def first(self, path: str, body: bytes, request: JSON, host: str, told: Handover) -> bytes:
         """The client's body and a new room at the prefill engine."""
-        if why := _whole(path, request):
+        if why := whole_reason(path, request):
             raise HandoverError(why)
         if told.bootstrap_port is None:
             raise HandoverError("the prefill engine does not tell its bootstrap port")
@@ -188,7 +188,7 @@ _OF_THE_ANSWER = frozenset(
 )
 
 
-def _whole(path: str, request: JSON) -> str | None:
+def whole_reason(path: str, request: JSON) -> str | None:
     """Why a request cannot be cut at its prompt's end; None: it can."""
     if path not in (CHAT, COMPLETIONS):
         return f"{path} has no prompt to hand over"

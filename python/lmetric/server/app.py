@@ -171,7 +171,7 @@ def _embedded_options(config: ServerConfig) -> "list[EngineOptions]":
     kv: dict[str, Any] = {"kv_connector": "nixl", "kv_load_failure_policy": "recompute"}
     embedded, order = config.embedded, "priority" if config.orders else "fcfs"
     if isinstance(embedded, int):
-        both = kv | {"kv_bidirectional": True} if config.splits else {}
+        both = kv | {"kv_bidirectional": True} if config.splits or config.pulls else {}
         return [EngineOptions.model_validate({"order": order, **both})] * embedded
     assert embedded is not None
     prefill, decode = embedded.removesuffix("D").split("P")

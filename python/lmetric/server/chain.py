@@ -18,9 +18,11 @@ from lmetric.config import ServerConfig
 from lmetric.engines.handover import HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.followed import Followed
+from lmetric.server.handed import Handed
 from lmetric.server.joined import Joined, Made, NotJoinable
 from lmetric.server.moving import Move
 from lmetric.server.openai import CHAT, COMPLETIONS, ApiError, Call
+from lmetric.server.pulling import Pull
 from lmetric.server.rest import Passed, Rest
 from lmetric.server.segments import Segments
 from lmetric.server.silent import Hearer, Silent, usage_of
@@ -28,7 +30,7 @@ from lmetric.server.upstream import Connection
 
 if TYPE_CHECKING:
     from lmetric.server.asked import Asked
-    from lmetric.server.handed import Handed
+    from lmetric.server.mover import Mover
     from lmetric.server.relay import Relay
 
 log = structlog.get_logger("lmetric.chain")
@@ -49,6 +51,7 @@ class Chain(Segments):
         ticket: Ticket,
         call: Call,
         encoder: TokenEncoder,
+        mover: Mover | None,
     ) -> None:
         assert call.tokens is not None  # else it must not be cut
         super().__init__(relay, config, asked, pool, ticket)
@@ -63,8 +66,9 @@ class Chain(Segments):
         self._head_told = False
         self._passes = False  # the last leg is a whole request whose answer is looked at
         self._passed_tokens = 0
-        self._mover = pool.mover if call.stream or self._plain_moves else None
+        self._mover = mover if call.stream or self._plain_moves else None
         self.move: Move | None = None  # to another engine, that has begun
+        self._pull: Pull | None = None  # of the prompt's front, before the last leg
 
     # What the relay calls.
 
@@ -81,6 +85,24 @@ class Chain(Segments):
         silent = Silent(self, self._asked, orjson.dumps(leg | fields), now, target.encode())
         self._silent = silent
         silent.go(engine, now)
+
+    def fetches(self, engine: Engine, now: float) -> bool:
+        """Has what the open segment is to fetch held for it; False: nothing comes of that, and the last leg
+        is to be sent. Either way `pulled` is called, and `begins` where it took a while."""
+        self._pull = Pull(self._pool, self, engine)
+        return self._pull.begin(now)
+
+    def pulled(self, handed: Handed | None, tokens: int) -> None:
+        """That is over: what the last leg fetches, the cache of so many tokens; None: nothing."""
+        self._pull = None
+        self._handed, self._ends_at = handed or Handed(self._pool), tokens
+
+    def begins(self, engine: Engine) -> None:
+        """It is sent there now, unless that engine is gone by now."""
+        if engine.pool is self._pool:
+            self._relay.segment(engine.name, time.monotonic())
+        else:
+            self._relay.move(engine, "refused", "it was taken out")
 
     def last(self, engine: Engine, now: float) -> bool:
         """Sends the last segment to its engine; False: the relay itself has to, with `body`."""
@@ -171,6 +193,9 @@ class Chain(Segments):
             self._mover.running.pop(self.ticket.id, None)
         if self.move is not None:
             self.move.drop()
+        if self._pull is not None:
+            self._pull.drop()
+            self._pull = None
         self._drop_silent()
         rest, self._rest = self._rest, None
         if rest is not None:

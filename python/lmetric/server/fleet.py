@@ -27,11 +27,12 @@ from lmetric.server.modes import UNASKED, Pooled
 from lmetric.server.mover import Mover
 from lmetric.server.openai import ApiError, Call
 from lmetric.server.refill import Refill
-from lmetric.server.uncut import uncut_reason
+from lmetric.server.uncut import uncut_reason, unpulled_reason
 from lmetric.server.upstream import Upstream, UpstreamError
 from lmetric.tokens import NotVerifiable, PromptTokenizer, TokenizerError, find_folder, verify
 
 DEFAULT_BLOCK_SIZE = 16  # until an engine tells
+UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # as the router assumes, until an instance was seen to prefill
 ASK_AGAIN_SECONDS = 30.0  # where a page of an engine did not answer
 
 log = structlog.get_logger("lmetric.fleet")
@@ -225,18 +226,27 @@ class Pool:
         )
         priority.set_up(self.router, settings)
         # Whether requests may be cut between equals.
-        self.splits = settings.cuts
+        self.splits = settings.cuts_between_equals
         if settings.split_force_at is not None:
             self.router.set_split("force", at=settings.split_force_at)
         elif self.splits:
             self.router.set_split(settings.split_by, **settings.split_settings)
+        self.pulls = settings.pull != "none"  # whether engines fetch prefixes from each other
+        self.pull_outcomes: Counter[str] = Counter()
+        self.transfer_seconds_per_token = 0.0
+        if self.pulls:
+            self.router.set_pull(True, **settings.pull_settings)
+            cost = self.router.pull_cost()
+            assert cost is not None  # just set
+            self.transfer_seconds_per_token = cost[0]  # as configured: none was seen yet
         self.mover: Mover | None = None  # where requests move while they run
         if settings.reschedule != "none":
             self.router.set_rescheduling(settings.reschedule, **settings.reschedule_settings)
             self.mover = Mover(self, settings)
         self._not_joinable: dict[str, str] = {}  # by path: why answers cannot be joined
         self.kv = KvFeed(self.router)
-        self.cuts = self.joins  # whether a plan may have several segments: by that, or by engines' roles
+        self.cuts = False  # whether a plan may have several segments
+        self._see_cuts()
         self.handovers: Counter[str] = Counter()  # from prefill to decode engines, by what came of them
         self._pooled: Pooled | None = None
         self.asking = asyncio.Lock()  # for a tokenizer: the others wait until it is known
@@ -262,7 +272,7 @@ class Pool:
         self.kv.unwire(name)
         engine.upstream.close()
         self.router.remove_instance(name)
-        self.cuts = self.joins or any(engine.role != "both" for engine in self.engines.values())
+        self._see_cuts()
         if not self.engines:
             self.unserved_since = time.monotonic()
 
@@ -270,12 +280,12 @@ class Pool:
         """Has the router heed an engine's role; to be called when it may have changed."""
         role, handover = engine.role, engine.handover
         self.router.set_role(engine.name, role)
-        self.cuts = self.joins or any(each.role != "both" for each in self.engines.values())
+        self._see_cuts()
         connector = CONNECTORS.get(handover.connector) if handover else None
-        fetches = self.splits or (self.mover is not None and self.mover.by != "recompute")
+        fetches = self.splits or self.pulls or (self.mover is not None and self.mover.by != "recompute")
         between_equals = fetches and connector is not None and not connector.at_once
         engine.connector = connector if role != "both" or between_equals else None
-        if self.splits:
+        if self.splits or self.pulls:
             self.router.set_cuts(engine.name, self._cuts_of(engine))
         elif self.mover is not None:
             self.router.set_cuts(engine.name, "output")  # by computing it again
@@ -297,10 +307,12 @@ class Pool:
                 )
 
     def _cuts_of(self, engine: Engine) -> str:
-        """Where an engine of role both can hand a request over, and take one."""
+        """Where an engine can hand a request over, and take one."""
         handover = engine.handover
         if engine.connector is None:
-            return "output" if self.settings.split_recompute else "nowhere"
+            return "output" if self.settings.split_recompute or not self.splits else "nowhere"
+        if self.pulls and engine.role != "both":
+            return "output"  # its plans end at the prompt's end, and what was fetched is not handed on
         # Inside the prompt its tokens have to be known beforehand, and to be the engine's.
         known = engine.tokens_differ is None
         return "anywhere" if known and handover is not None and handover.bidirectional else "output"
@@ -309,6 +321,25 @@ class Pool:
     def joins(self) -> bool:
         """Whether one answer may come from several engines of role both."""
         return self.splits or self.mover is not None
+
+    def _see_cuts(self) -> None:
+        """Has the engines' roles, and what is configured, say whether a plan may have several segments."""
+        roles = any(engine.role != "both" for engine in self.engines.values())
+        self.cuts = self.joins or self.pulls or roles
+
+    def prefill_seconds(self, engine: Engine, tokens: int) -> float:
+        """Expected seconds for so many tokens of a prompt at an engine, by what it was seen to do."""
+        rates = self.router.indicators()["prefill_tokens_per_second"]
+        rate = dict(zip(self.router.instances(), rates, strict=True)).get(engine.name, math.nan)
+        return tokens / (float(rate) if rate > 0 else UNLEARNED_TOKENS_PER_SECOND)
+
+    def unpulled(self, path: str, call: Call) -> str | None:
+        """Why nothing must be fetched for a request before it begins; None: it may be."""
+        if why := unpulled_reason(path, call.request, tokens=call.tokens is not None):
+            return why
+        if self.tokenizer is None:
+            return "the model's tokenizer is not known"
+        return self._not_joinable.get(path)
 
     def uncut(self, path: str, call: Call) -> str | None:
         """Why a request must neither be cut between equals nor move; None: it may."""

@@ -305,6 +305,8 @@ class Front(web.Server):
         asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
         head = asked.head
         uncut = pool.uncut(asked.path, call) if pool.joins else None
+        unpulled = pool.unpulled(asked.path, call) if pool.pulls else None
+        moves = pool.joins and uncut is None
         tenant = self.config.tenants.get(asked.tenant, NOT_A_TENANT)
         try:
             decision, ticket = pool.router.route(
@@ -320,6 +322,7 @@ class Front(web.Server):
                 salt=call.salt,
                 request_id=head.request_id,
                 uncut=uncut,
+                unpulled=unpulled,
                 tenant=asked.tenant,
                 tenant_weight=tenant.weight,
                 handicap_seconds=tenant.handicap_seconds,
@@ -341,7 +344,8 @@ class Front(web.Server):
                 call.stream,
                 require_finish,
                 self._ended,
-                call if pool.joins and uncut is None else None,
+                call if moves or (pool.pulls and unpulled is None) else None,
+                moves,
             )
             asked.client.relay = relay
             self.relays.add(relay)

@@ -72,7 +72,7 @@ class Handed:
         elif source is None or engine.connector is not source.connector:
             why = f"{engine.name} cannot take over from {source and source.name}"
             self.recompute("other_connector", why)
-        elif differ := _blocks_differ(source, engine):
+        elif differ := blocks_differ(source, engine):
             self.recompute("other_blocks", differ)
         elif now > self._deadline:
             self.recompute("late", "the engine that computed the tokens may have let go of them")
@@ -108,7 +108,7 @@ class Handed:
         log.debug("tokens are computed again", model=self._pool.name, why=outcome, reason=reason)
 
 
-def _blocks_differ(source: Engine, engine: Engine) -> str | None:
+def blocks_differ(source: Engine, engine: Engine) -> str | None:
     """Why whole blocks of one are none of the other's, where both tell and it is so."""
     theirs, own = source.capabilities.block_size, engine.capabilities.block_size
     if theirs is None or own is None or theirs == own:

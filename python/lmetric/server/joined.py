@@ -31,6 +31,9 @@ _KEPT = (
     *("priority", "cache_salt", "user", "session_id"),
 )
 
+# Tokens of an answer whose request says no length: it is neither cut nor moves, and no leg is sized by it.
+_UNBOUNDED = 1 << 31
+
 
 class NotJoinable(Exception):
     """A leg's answer cannot be joined with what follows; says why. `failed`: that is the fault of this leg,
@@ -57,14 +60,13 @@ class Joined:
 
     def __init__(self, path: str, request: JSON, prompt: Iterable[int], encoder: TokenEncoder) -> None:
         most = max_tokens(path, request)
-        assert most is not None  # else it must not be cut
         self.path = path
         self.request = request
         self.prompt: list[int] = list(map(int, prompt))
         self.made: list[int] = []
         self.over = False  # it has a finish_reason
         self.cached: JSON | None = None  # prompt_tokens_details of the leg that computed the prompt's end
-        self._most = most
+        self._most = most if most is not None else _UNBOUNDED
         self._chat = path == CHAT
         self._skip = request.get("skip_special_tokens") is not False
         self._stop_shown = request.get("include_stop_str_in_output") is True

@@ -30,6 +30,7 @@ _TOTALS = {
     "prompt_tokens": "prompt tokens routed",
     "predicted_cached_tokens": "prompt tokens expected in the chosen instance's cache",
     "cached_tokens": "prompt tokens the engines found in their caches",
+    "pulled_tokens": "prompt tokens fetched from another engine",
     "output_tokens": "output tokens that came back",
     "index_evicted_blocks": "blocks that left the KV index to keep its bound",
 }
@@ -158,6 +159,15 @@ class Metrics(Collector):
             for outcome, count in pool.handovers.items():
                 handovers.add_metric((pool.name, outcome), count)
         yield handovers
+        pulls = CounterMetricFamily(
+            "lmetric_pulls",
+            "Prefixes to be fetched from another engine, by what came of it: pulled, or why not",
+            labels=("model", "outcome"),
+        )
+        for pool in self.fleet.pools:
+            for outcome, count in pool.pull_outcomes.items():
+                pulls.add_metric((pool.name, outcome), count)
+        yield pulls
         moves = CounterMetricFamily(
             "lmetric_moves", "Moves of running requests, by what came of them", labels=("model", "outcome")
         )

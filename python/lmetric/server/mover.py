@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("lmetric.mover")
 
-UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # as the router assumes, until an instance was seen to prefill
 # That a fetch is taken for the next one's measure. A slow one (the first between two engines took 30 s) lets
 # no request move, so that no other fetch would ever tell that they are fast again.
 REMEMBERED_SECONDS = 60.0
@@ -67,13 +66,6 @@ class Mover:
             return False
         return chain.move_to(engine, now)
 
-    def prefill_seconds(self, engine: Engine, tokens: int) -> float:
-        """Expected seconds for so many tokens of a prompt at an engine, by what it was seen to do."""
-        router = self._pool.router
-        rates = router.indicators()["prefill_tokens_per_second"]
-        rate = dict(zip(router.instances(), rates, strict=True)).get(engine.name, math.nan)
-        return tokens / (float(rate) if rate > 0 else UNLEARNED_TOKENS_PER_SECOND)
-
     def fetched(self, tokens: int, seconds: float) -> None:
         """So long it took to fetch so many tokens."""
         self._fetch_rate = seconds / max(tokens, 1)
@@ -83,5 +75,5 @@ class Mover:
         """Expected seconds to fetch so many tokens: as the last fetch; where none was of late, as long as to
         compute them."""
         if time.monotonic() - self._fetched_at > REMEMBERED_SECONDS:
-            return self.prefill_seconds(engine, tokens)
+            return self._pool.prefill_seconds(engine, tokens)
         return self._fetch_rate * tokens

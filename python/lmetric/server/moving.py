@@ -95,7 +95,7 @@ class Move:
         joined = self._chain.joined
         tokens = len(joined.prompt) + len(joined.made)
         fetches = self._chain.bounded and self._fetches
-        return (self._mover.fetch_seconds if fetches else self._mover.prefill_seconds)(self._target, tokens)
+        return (self._mover.fetch_seconds if fetches else self._pool.prefill_seconds)(self._target, tokens)
 
     def _ask_source(self, now: float) -> None:
         """Has the source hold for the target what there is so far."""
@@ -189,7 +189,7 @@ class Move:
         assert source is not None
         if not chain.bounded:
             self._ask_target(time.monotonic())
-        elif self._handed.there or self._mover.prefill_seconds(self._target, self._sent_tokens) <= (
+        elif self._handed.there or self._pool.prefill_seconds(self._target, self._sent_tokens) <= (
             self._mover.max_gap_seconds
         ):
             if not self._change_over():
@@ -206,9 +206,9 @@ class Move:
         left = len(joined.prompt) + len(joined.made) - self._sent_tokens // block * block
         if self._handed.used:
             self._mover.fetched(self._sent_tokens, seconds)
-            return self._mover.prefill_seconds(self._target, left)
+            return self._pool.prefill_seconds(self._target, left)
         computed = max(self._sent_tokens - (cached or 0), block)
-        more = self._mover.prefill_seconds(self._target, max(left - computed, 0))
+        more = self._pool.prefill_seconds(self._target, max(left - computed, 0))
         return min(left / computed, 1.0) * seconds + more
 
     def failed(self, silent: Silent, kind: str, reason: str) -> None:

@@ -66,6 +66,7 @@ class Relay(Underway, Leg):
         require_finish: bool,
         on_end: Callable[[Asked, Underway, ApiError | None], None],
         call: Call | None = None,
+        moves: bool = False,
     ) -> None:
         self._config = config
         self._asked = asked
@@ -77,7 +78,9 @@ class Relay(Underway, Leg):
         self._stream = stream
         self._require_finish = require_finish
         self._on_end = on_end
-        self._call = call  # where it may be cut between equals, or move; then its tokenizer is known
+        # Where it may be cut between equals, move, or fetch its prompt's front; then its tokenizer is known.
+        self._call = call
+        self._moves = moves  # it may be cut, or move
         self._encoder = pool.tokenizer.encoder if call is not None and pool.tokenizer is not None else None
 
     def start(self, now: float) -> None:
@@ -111,20 +114,28 @@ class Relay(Underway, Leg):
             return True
         at_once = engine.connector is not None and engine.connector.at_once
         mover = self._pool.mover
-        moves = mover is not None and self._call is not None and (self._stream or mover.by == "legs")
-        return moves and self._legs is None and not at_once
+        moves = mover is not None and self._moves and (self._stream or mover.by == "legs")
+        return (moves and self._legs is None and not at_once) or self._pulls
+
+    @property
+    def _pulls(self) -> bool:
+        """Whether the open segment is to fetch something first."""
+        return self._pool.pulls and self._call is not None and self._ticket.pull is not None
 
     def _cut_segment(self, engine: Engine, now: float) -> None:
-        chain = self._chain
+        chain, self._legs = self._chain, None
         if chain is None:
             assert self._call is not None  # else nothing is cut between equals
             assert self._encoder is not None
-            legs = self._pool.mover is not None and self._pool.mover.by == "legs"
-            chain = self._chain = (Bounded if legs else Chain)(
-                self, self._config, self._asked, self._pool, self._ticket, self._call, self._encoder
+            mover = self._pool.mover if self._moves else None
+            kind = Bounded if mover is not None and mover.by == "legs" else Chain
+            chain = self._chain = kind(
+                self, self._config, self._asked, self._pool, self._ticket, self._call, self._encoder, mover
             )
         if self._ticket.follows:
             chain.begin(engine, now)
+        elif self._pulls and chain.fetches(engine, now):
+            pass  # it goes on when that is over
         elif not chain.last(engine, now):
             self.go(engine, now)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lmetric.engines.handover import whole_reason
+
 JSON = Mapping[str, Any]
 
 CHAT = "/v1/chat/completions"
@@ -130,6 +132,19 @@ def uncut_reason(path: str, request: JSON, *, tokens: bool) -> str | None:
     if most < 2:
         return "its answer has no two tokens (max_tokens)"
     return None
+
+
+def unpulled_reason(path: str, request: JSON, *, tokens: bool) -> str | None:
+    """Why the front of a request's prompt must not be fetched from another engine; None: it may be. One
+    engine answers it as it is, so that few fields matter.
+
+    `tokens`: its prompt is known as token ids.
+    """
+    if why := whole_reason(path, request):
+        return why
+    if request.get("echo"):
+        return "it wants its prompt back, which is not computed where it is fetched (echo)"
+    return None if tokens else "its prompt is not known as token ids"
 
 
 def max_tokens(path: str, request: JSON) -> int | None:

@@ -140,6 +140,8 @@ pub struct Receipt {
     pub cuts: SmallVec<[u32; 2]>,
     /// Why it was left in one piece, where requests are cut or move; or in two, where it was to have three.
     pub uncut: Option<Box<str>>,
+    /// Why nothing was to be pulled for it, where prefixes are pulled and its caller said so.
+    pub unpulled: Option<Box<str>>,
     /// What its instance was to pull before it began.
     pub pull: Option<Pulled>,
     /// What its instances were expected to take for all that they have, where a cut was looked for.
@@ -171,6 +173,7 @@ impl Receipt {
         size_of::<Receipt>()
             + self.request_id.as_ref().map_or(0, |r| r.len())
             + self.uncut.as_ref().map_or(0, |r| r.len())
+            + self.unpulled.as_ref().map_or(0, |r| r.len())
             + self.scores.capacity() * size_of::<f32>()
             + if self.next.spilled() { self.next.capacity() * size_of::<Next>() } else { 0 }
             + self.moved.capacity() * size_of::<(u32, Arc<str>)>()

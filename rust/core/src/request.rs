@@ -20,6 +20,8 @@ pub struct Request<'a> {
     pub session: Option<u64>,
     /// Why it must stay in one piece, where it must: stands in the receipt. Pools of prefill and decode instances cut it all the same.
     pub uncut: Option<&'a str>,
+    /// Why nothing must be pulled for it, where that is so: stands in the receipt where prefixes are pulled.
+    pub unpulled: Option<&'a str>,
     /// Whose it is, where requests are ordered.
     pub tenant: Tenant,
 }

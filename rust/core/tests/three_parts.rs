@@ -43,6 +43,7 @@ const THINKS: Request<'static> = Request {
     length_class: None,
     session: None,
     uncut: None,
+    unpulled: None,
     tenant: Tenant::NOBODY,
 };
 

@@ -109,6 +109,7 @@ struct Prompt<'py> {
     adapter: Option<&'py str>,
     salt: Option<&'py str>,
     uncut: Option<&'py str>,
+    unpulled: Option<&'py str>,
     tenant: Tenant,
 }
 
@@ -159,6 +160,7 @@ impl Router {
             length_class: prompt.length_class.map(|class| xxh3_64(class.as_bytes())),
             session: prompt.session.map(|s| xxh3_64(s.as_bytes())),
             uncut: prompt.uncut,
+            unpulled: prompt.unpulled,
             tenant: prompt.tenant,
         };
         with(request, chain)
@@ -387,7 +389,8 @@ impl Router {
     /// length in tokens, where the caller knows better (text is taken for 4 bytes a token). `expected_output_tokens`: output
     /// length, where known. `think_tokens`: of these, the first that nobody reads as they come (what a model thinks before it answers), where known: see `set_split`.
     /// `length_class`: whatever answers alike (tenant, endpoint, task), for lengths that are estimated. `extra_tokens`: of further prompts in the same request, which count as load and match nothing. `session`: key of session affinity. `adapter`: the LoRA adapter's name; `salt`: cache salt; prompts where they differ never
-    /// match. `request_id`: for the receipt. `uncut`: why the request must stay in one piece, where it must (for the receipt). Where requests are ordered (`set_priorities`): `tenant`, whose
+    /// match. `request_id`: for the receipt. `uncut`: why the request must stay in one piece, where it must (for the receipt). `unpulled`: why nothing must be
+    /// pulled for it (`set_pull`), where that is so (for the receipt). Where requests are ordered (`set_priorities`): `tenant`, whose
     /// it is; `tenant_weight`, its share beside others; `handicap_seconds`, by which its requests go behind others'. `now`: seconds on the monotonic clock.
     ///
     /// Returns the decision and the ticket; a ticket that is dropped while open is an abort. Raises `NoInstanceError` (nothing is
@@ -395,7 +398,7 @@ impl Router {
     /// Source: LMETRIC, Figure 4 and section 5.
     #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
         think_tokens=None, length_class=None, extra_tokens=0, session=None, adapter=None, salt=None, request_id=None, uncut=None,
-        tenant=None, tenant_weight=1.0, handicap_seconds=0.0, now=None))]
+        unpulled=None, tenant=None, tenant_weight=1.0, handicap_seconds=0.0, now=None))]
     fn route<'py>(
         &self,
         py: Python<'py>,
@@ -412,6 +415,7 @@ impl Router {
         salt: Option<&'py str>,
         request_id: Option<&str>,
         uncut: Option<&'py str>,
+        unpulled: Option<&'py str>,
         tenant: Option<&str>,
         tenant_weight: f64,
         handicap_seconds: f64,
@@ -430,6 +434,7 @@ impl Router {
             adapter,
             salt,
             uncut,
+            unpulled,
             tenant: Tenant {
                 id: tenant.map_or(0, |name| xxh3_64(name.as_bytes())),
                 weight: tenant_weight,
@@ -487,6 +492,7 @@ impl Router {
             adapter,
             salt,
             uncut: None,
+            unpulled: None,
             tenant: Tenant::default(),
         };
         let hits = self.with_request(py, &prompt, |request, chain| {
@@ -524,6 +530,7 @@ impl Router {
             adapter,
             salt,
             uncut: None,
+            unpulled: None,
             tenant: Tenant::default(),
         };
         let now = self.clock.now(now)?;

@@ -400,6 +400,7 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("priority", receipt.priority.map(|p| p.value))?;
     dict.set_item("boost_seconds", receipt.priority.map(|p| p.boost_seconds))?;
     let pull = receipt.pull.as_ref();
+    dict.set_item("unpulled", receipt.unpulled.as_deref())?;
     dict.set_item("pull_instance", pull.map(|p| &*p.name))?;
     dict.set_item("pull_from_token", pull.map(|p| p.from_token))?;
     dict.set_item("pull_to_token", pull.map(|p| p.to_token))?;

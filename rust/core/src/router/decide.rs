@@ -269,6 +269,7 @@ impl Router {
         receipt.next = self.next_in(&chosen.rest);
         receipt.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
         receipt.uncut = self.uncut.take();
+        receipt.unpulled = request.unpulled.filter(|_| self.pulls.is_some()).map(Into::into);
         receipt.pull = chosen.pull.as_ref().map(|pulling| self.pull_told(pulling));
         let (priority, place) = self.prioritise(&request.tenant, request.prompt_tokens, hit as u32, now);
         receipt.priority = priority;
@@ -288,6 +289,7 @@ impl Router {
             think_tokens: request.think_tokens,
             length_class: request.length_class,
             may_be_cut: request.uncut.is_none(),
+            may_be_pulled_for: request.unpulled.is_none(),
             session: request.session,
             place,
             failed: Vec::new(),

@@ -273,6 +273,7 @@ impl Router {
             length_class: state.length_class,
             session: state.session,
             uncut: (!state.may_be_cut).then_some("it must stay in one piece"),
+            unpulled: (!state.may_be_pulled_for).then_some("nothing must be pulled for it"),
             ..Request::default()
         };
         let result = with(self, &request, &failed);

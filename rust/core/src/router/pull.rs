@@ -147,9 +147,9 @@ impl Router {
         }
     }
 
-    /// The most tokens of the prompt that an instance holds which could hand them over now.
+    /// The most tokens of the prompt that an instance holds which could hand them over now; none where nothing must be pulled.
     fn reach(&self, request: &Request<'_>) -> f64 {
-        if self.pulls.is_none() {
+        if self.pulls.is_none() || request.unpulled.is_some() {
             return 0.0;
         }
         let mut most = 0;

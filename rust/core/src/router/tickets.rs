@@ -88,6 +88,8 @@ pub struct TicketState {
     pub length_class: Option<u64>,
     /// Whether it may be cut at other places than its prompt's end.
     pub may_be_cut: bool,
+    /// Its instance may pull a prefix of its prompt.
+    pub may_be_pulled_for: bool,
     /// Hash of its session key, where it has one.
     pub session: Option<u64>,
     /// Its tenant's place, where tenants are served in turn.

@@ -1,0 +1,242 @@
+"""Prefixes that engines fetch from each other through the server: a client hears what one engine says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from lmetric import BadValueError
+from lmetric.config import ServerConfig
+from lmetric.engines.emulated import EngineOptions
+from lmetric.server.fleet import Fleet
+from moves_world import move, plain
+from pd_world import Pd, nixl
+from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal, split
+
+PATHS = [CHAT, COMPLETIONS]
+LONG = "the history of the quiet river and of all who lived by it " * 120
+SETTINGS: dict[str, Any] = {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "least_tokens": 64}
+
+
+@contextlib.asynccontextmanager
+async def pulling(*options: EngineOptions, **config: Any) -> AsyncIterator[Pd]:
+    """A router that pulls whatever it can, and asks its engines in turn."""
+    kinds = options or (both(clock_speed=2.0), both(clock_speed=2.0))
+    given = {"pull": "on", "pull_settings": SETTINGS, "pull_seconds": 5.0, "at": None}
+    async with split(*kinds, **(given | config)) as world:
+        yield world
+        assert not world.server.fleet.pools[0].router.indicators()["pulls"].any()
+
+
+def outcomes(w: Pd) -> dict[str, int]:
+    return dict(w.server.fleet.pools[0].pull_outcomes)
+
+
+def stats(w: Pd) -> dict[str, Any]:
+    return w.server.fleet.pools[0].router.stats()
+
+
+async def heated(w: Pd, path: str = COMPLETIONS) -> str:
+    """Has one engine compute the long prompt; which one."""
+    said = await asked(w, path, body_of(path, LONG, max_tokens=2))
+    holder: str = said["headers"]["x-lmetric-instance"]
+    return holder
+
+
+def computed(load: dict[str, Any]) -> int:
+    """Prompt tokens that an engine computed itself."""
+    return int(load["prompt_tokens"] - load["cached_prompt_tokens"] - load["pulled_prompt_tokens"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answer_is_one_engines(path: str, stream: bool) -> None:
+    more: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    body = body_of(path, LONG + "and then?", stream=stream, **more)
+    async with pulling() as w:
+        expected = await alone(w, path, body)
+        holder = await heated(w, path)
+        said = await asked(w, path, body)
+        equal(said, expected)
+        receipt = said["receipt"]
+        target = said["headers"]["x-lmetric-instance"]
+        assert target != holder
+        assert (receipt["pull_instance"], said["headers"]["x-lmetric-prefill"]) == (holder, holder)
+        pulled = receipt["pulled_tokens"]
+        prompt = expected["usage"]["prompt_tokens"]
+        assert prompt - 64 < pulled < prompt
+        assert pulled % 16 == 0
+        assert receipt["unpulled"] is None
+        load = w.load(target)
+        assert load["pulled_prompt_tokens"] == pulled
+        assert computed(load) == prompt - pulled
+        assert (outcomes(w), w.outcomes) == ({"pulled": 1}, {"handed_over": 1})
+        assert (stats(w)["pulls"], stats(w)["pulled_tokens"]) == (1, pulled)
+        page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
+        assert 'lmetric_pulls_total{model="emulated",outcome="pulled"} 1.0' in page
+        assert f'lmetric_pulled_tokens_total{{model="emulated"}} {pulled}.0' in page
+
+
+async def test_any_request_whose_front_another_holds() -> None:
+    cases = st.fixed_dictionaries(
+        {
+            "path": st.sampled_from(PATHS),
+            "prompt": PROMPTS,
+            "words": st.integers(0, 200),
+            "max_tokens": st.integers(1, 30),
+            "stream": st.booleans(),
+            "ids": st.booleans(),
+        }
+    )
+    loop = asyncio.get_running_loop()
+    front = (LONG + LONG).split(" ")
+    async with pulling(both(clock_speed=2.0), both(clock_speed=2.0), both(clock_speed=2.0)) as w:
+        router = w.server.fleet.pools[0].router
+
+        async def tried(case: dict[str, Any]) -> None:
+            router.set_pull(True, **SETTINGS)  # what is learned would end it: these engines are fast
+            path, prompt = case["path"], " ".join(front[: 300 + case["words"]]) + " " + case["prompt"]
+            body = body_of(
+                path,
+                prompt,
+                max_tokens=case["max_tokens"],
+                stream=case["stream"],
+                return_token_ids=case["ids"],
+            )
+            equal(await asked(w, path, body), await alone(w, path, body))
+
+        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(cases)
+        def check(case: dict[str, Any]) -> None:
+            asyncio.run_coroutine_threadsafe(tried(case), loop).result(20)
+
+        await asyncio.to_thread(check)
+        assert outcomes(w)["pulled"] > 4
+        assert w.outcomes == {"handed_over": outcomes(w)["pulled"]}
+
+
+async def test_many_at_once() -> None:
+    async with pulling(pull_settings=SETTINGS | {"most_pulls": 100}) as w:
+        await heated(w)
+        bodies = [
+            (path := PATHS[n // 2 % 2], body_of(path, f"{LONG} {n}", max_tokens=30, stream=n % 3 > 0))
+            for n in range(24)
+        ]
+        said = await asyncio.gather(*(asked(w, path, body) for path, body in bodies))
+        for (path, body), heard in list(zip(bodies, said, strict=True))[::4]:
+            equal(heard, await alone(w, path, body))
+        assert set(outcomes(w)) == {"pulled"}
+        assert w.outcomes == {"handed_over": outcomes(w)["pulled"]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"seed": 3, "temperature": 0.5, "stop": ["zzz"], "max_tokens": None},
+        {"presence_penalty": 1.0, "response_format": {"type": "text"}},
+    ],
+)
+async def test_what_cannot_be_cut_can_be_pulled_for(fields: dict[str, Any]) -> None:
+    body = body_of(CHAT, LONG, **fields)
+    async with pulling() as w:
+        expected = await alone(w, CHAT, body)
+        await asked(w, CHAT, body)
+        said = await asked(w, CHAT, body)
+        equal(said, expected)
+        assert said["receipt"]["pulled_tokens"] > 1000
+        assert outcomes(w) == {"pulled": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "why"),
+    [
+        ({"n": 2}, {}, "handed over to several answers"),
+        ({"echo": True}, {}, "(echo)"),
+        ({"prompt": [LONG, LONG]}, {}, "several prompts"),
+        ({}, {"tokenizer": "off"}, "not known as token ids"),
+        ({"prompt": [7] * 1600}, {"tokenizer": "off"}, "tokenizer is not known"),
+    ],
+)
+async def test_what_is_not_pulled_for_says_why(
+    fields: dict[str, Any], config: dict[str, Any], why: str
+) -> None:
+    async with pulling(**config) as w:
+        for _ in range(2):
+            status, headers, _ = await w.post(body_of(COMPLETIONS, LONG) | fields)
+            assert status == (200 if config else 400)  # these engines have one answer to one prompt
+            receipt = w.server.fleet.pools[0].router.receipt(int(headers["x-lmetric-decision"]))
+            assert receipt is not None
+            assert why in receipt["unpulled"]
+            assert receipt["pull_instance"] is None
+        assert (outcomes(w), stats(w)["pulls"]) == ({}, 0)
+
+
+@pytest.mark.parametrize("kind", [both(clock_speed=2.0, kv_bidirectional=False), plain()])
+async def test_engines_that_cannot_be_cut_inside_a_prompt_compute(kind: EngineOptions) -> None:
+    async with pulling(kind, kind) as w:
+        await heated(w)
+        said = await asked(w, COMPLETIONS, body := body_of(COMPLETIONS, LONG))
+        equal(said, await alone(w, COMPLETIONS, body))
+        assert (said["receipt"]["pull_instance"], stats(w)["pulls"]) == (None, 0)
+
+
+@pytest.mark.parametrize("by", ["recompute", "pull", "legs"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_with_requests_that_may_move(by: str, path: str, stream: bool) -> None:
+    body = body_of(path, LONG + "and then?", stream=stream, max_tokens=40)
+    async with pulling(reschedule="star", reschedule_by=by, reschedule_period_seconds=3600.0) as w:
+        expected = await alone(w, path, body)
+        await heated(w, path)
+        said = await asked(w, path, body)
+        equal(said, expected)
+        assert w.load(said["headers"]["x-lmetric-instance"])["pulled_prompt_tokens"] > 1000
+        assert (outcomes(w), w.outcomes) == ({"pulled": 1}, {"handed_over": 1})
+
+
+async def test_a_stream_that_was_pulled_for_moves() -> None:
+    body = body_of(COMPLETIONS, LONG + "and then?", stream=True, max_tokens=120)
+    kinds = [both(clock_speed=2.0)] * 3
+    async with pulling(*kinds, reschedule="star", reschedule_period_seconds=3600.0) as w:
+        expected = await alone(w, COMPLETIONS, body)
+        await heated(w)
+        task = asyncio.create_task(asked(w, COMPLETIONS, body))
+        assert await move(w, 10)
+        said = await task
+        equal(said, expected)
+        assert (len(said["receipt"]["moves"]), outcomes(w)) == (1, {"pulled": 1})
+
+
+async def test_prefill_and_decode_engines_are_not_pulled_to() -> None:
+    def kind(role: str) -> EngineOptions:
+        return nixl(role, kv_bidirectional=True, kv_load_failure_policy="recompute", clock_speed=2.0)
+
+    async with pulling(kind("prefill"), kind("prefill"), kind("decode")) as w:
+        for _ in range(2):
+            said = await asked(w, COMPLETIONS, body_of(COMPLETIONS, LONG, stream=True))
+            assert said["receipt"]["pull_instance"] is None
+        assert w.outcomes == {"handed_over": 2}
+
+
+def test_pull_and_split_exclude_each_other() -> None:
+    with pytest.raises(ValidationError, match="model 'a': pull and split cannot go together"):
+        ServerConfig.model_validate({"split": "libra", "models": [{"name": "a", "pull": "on"}]})
+    with pytest.raises(ValidationError, match="pull and split cannot go together"):
+        ServerConfig.model_validate({"split_force_at": 0.5, "pull": "on"})
+    own = {"split": "libra", "models": [{"name": "a", "pull": True, "split": "none"}]}
+    config = ServerConfig.model_validate(own)  # YAML's on is true
+    assert config.pool_settings(config.models[0]).pull == "on"
+    assert (config.pull, config.pulls, config.splits) == ("none", True, True)
+
+
+def test_settings_that_there_are_not() -> None:
+    with pytest.raises(BadValueError, match="least_tokens or most_pulls"):
+        Fleet(ServerConfig.model_validate({"pull": "on", "pull_settings": {"most": 3}})).build()
