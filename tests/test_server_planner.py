@@ -14,13 +14,15 @@ from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, s
 def bodies(count: int, path: str = COMPLETIONS) -> list[dict[str, Any]]:
     """Streams of 30 to 90 tokens behind prompts of some hundreds."""
     return [
-        body_of(path, f"{n} quiet rivers ran to the sea " * (20 + n % 30), max_tokens=30 + n % 60, stream=True)
+        body_of(
+            path, f"{n} quiet rivers ran to the sea " * (20 + n % 30), max_tokens=30 + n % 60, stream=True
+        )
         for n in range(count)
     ]
 
 
 async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
-    # The clock runs five times as fast, so hand-overs seem to take as many times as long, and gains are as many times as small.
+    # The clock runs five times as fast: hand-overs seem to take as many times as long, gains are as small.
     settings = {"transfer_fixed_seconds": 0, "transfer_seconds_per_token": 0, "least_gain_seconds": 0}
     engines = [both(clock_speed=5.0)] * 3
     async with split(*engines, at=None, policy="planner", split_settings=settings) as w:
