@@ -40,6 +40,8 @@ pub struct StepFit {
     seconds: Work,
     costs: Work,
     observations: f64,
+    /// Observations with that term in it.
+    seen: Work,
     /// Decayed sums: squared relative errors of predictions made before the observation, and their number.
     errors: f64,
     judged: f64,
@@ -53,6 +55,7 @@ impl Default for StepFit {
             seconds: [0.0; TERMS],
             costs: [0.0; TERMS],
             observations: 0.0,
+            seen: [0.0; TERMS],
             errors: 0.0,
             judged: 0.0,
             batch_tokens: USUAL_BATCH_TOKENS,
@@ -73,7 +76,8 @@ impl StepFit {
         // A prediction of nothing would weigh without bound.
         let predicted = dot(work, &self.costs).max(seconds / 100.0);
         let mut error = seconds / predicted - 1.0;
-        if self.judged >= LEAST {
+        // What is predicted of a term that was hardly seen is a guess: that it is wrong tells nothing of the observation.
+        if (0..TERMS).all(|i| work[i] == 0.0 || self.seen[i] > LEAST) {
             let most = PULL * self.error().max(LEAST_ERROR);
             error = error.clamp(-most, most);
         }
@@ -82,6 +86,7 @@ impl StepFit {
             self.judged = self.judged * KEEP_ERROR + 1.0;
         }
         self.observations = self.observations * KEEP + 1.0;
+        self.seen = std::array::from_fn(|i| self.seen[i] + f64::from(u8::from(work[i] > 0.0)));
         let (seconds, weight) = (predicted * (1.0 + error), 1.0 / predicted);
         for i in 0..TERMS {
             self.seconds[i] = self.seconds[i] * KEEP + weight * work[i] * seconds;
@@ -285,6 +290,20 @@ mod tests {
             fit.observe(work, dot(work, &costs) * if i == 100 { 50.0 } else { 1.0 });
         }
         assert!(worst > 100.0, "{worst}");
+    }
+
+    #[test]
+    fn prefills_that_come_late_are_no_outliers() {
+        // Their tokens take 18 times what they do of a usual engine, beside decodes that were known exactly before them.
+        let costs: Work = [0.002, 4e-6, 1.6e-8, 2.2e-4, 4.4e-10];
+        let mut fit = StepFit::default();
+        let (decodes, prefills): (Vec<Work>, Vec<Work>) = works(7).iter().partition(|work| work[3] == 0.0);
+        assert!(decodes.len() > 50 && prefills.len() > 50);
+        decodes.iter().for_each(|work| fit.observe(work, dot(work, &costs)));
+        prefills[..20].iter().for_each(|work| fit.observe(work, dot(work, &costs)));
+        for work in &prefills {
+            assert!((dot(work, &fit.costs) / dot(work, &costs) - 1.0).abs() < 0.02, "{:?}", fit.costs);
+        }
     }
 
     #[test]
