@@ -49,6 +49,7 @@ const ASKED: Request<'static> = Request {
     length_class: None,
     session: None,
     uncut: None,
+    unpulled: None,
     tenant: lmetric_core::request::Tenant::NOBODY,
 };
 
