@@ -318,6 +318,31 @@ fn a_token_slo_shares_a_prompt_out_over_steps() {
     }
 }
 
+#[test]
+fn a_jump_ends_where_another_becomes_the_last() {
+    // Three places. The third has the most work left when a short one comes, and too much to lose. Its context is the longest, so that its decodes take longer than the first's, which
+    // has 400 tokens less to lose, and becomes the last after some of them.
+    let profile = Profile {
+        fixed_seconds: 0.01,
+        decode_seconds_per_sequence: 1e-4,
+        decode_seconds_per_context_token: 1e-6,
+        prefill_seconds_per_token: 1e-4,
+        prefill_seconds_per_attention_pair: 1e-7,
+        max_batch_tokens: 28,
+        max_sequences: 3,
+        block_tokens: 7,
+        cache_blocks: 258,
+        decode_throughput: None,
+    };
+    let second = Ask { shared: 21, ..ask(0.79, 878, 111) };
+    let asks = [Ask { shared: 21, ..ask(0.37, 383, 734) }, ask(0.68, 107, 180), second, ask(1.43, 1, 1)];
+    let [jumped, stepped] =
+        [true, false].map(|jumps| play(&profile, Admission::Vllm, "srpt_noisy", &asks, jumps));
+    assert_eq!(stepped.put_back, [1, 0, 0, 0]);
+    close(&jumped.first_token, &stepped.first_token);
+    close(&jumped.end, &stepped.end);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 

@@ -124,12 +124,22 @@ impl Engine {
         (rank - if weighs { (self.lost_seconds(slot) * 1e9) as i64 } else { 0 }, order)
     }
 
-    /// Decode steps for which nothing that runs comes to yield to what is next in the queue. What yields now and is still here makes too little room, and will not
-    /// make more.
+    /// Decode steps for which nothing that runs comes to go back for what is next in the queue. What yields now and is still here makes too little room, and will not
+    /// make more, or it does not pay, and will not as long as those that yield go back in the same order.
     pub(super) fn firm_steps(&mut self) -> u32 {
         let Some((waiting, ..)) = self.next_waiting() else { return u32::MAX };
         let Some(rules) = self.settings.order.rules().preemption() else { return u32::MAX };
-        let firm = self.decoding.iter().filter(|&&slot| !self.yields(rules, slot, waiting));
-        firm.map(|&slot| rules.firm_steps(&self.job(slot), waiting)).min().unwrap_or(u32::MAX)
+        let mut firm = u32::MAX;
+        let mut victims = Vec::new();
+        for &slot in &self.decoding {
+            if self.yields(rules, slot, waiting) {
+                victims.push((self.last(slot), slot));
+            } else {
+                firm = firm.min(rules.firm_steps(&self.job(slot), waiting));
+            }
+        }
+        victims.sort_unstable_by(|a, b| b.cmp(a));
+        let pairs = victims.windows(2).map(|pair| (self.job(pair[0].1), self.job(pair[1].1)));
+        pairs.fold(firm, |steps, (last, next)| steps.min(rules.lasting_steps(&last, &next)))
     }
 }

@@ -247,8 +247,14 @@ pub(super) trait Preemption {
     }
 
     /// Decode steps for which what is left in place stays there: as long as the batch only decodes, `running`, which does not yield to the rank `waiting`, does
-    /// not begin to before it has made so many, and what does not pay does not come to.
+    /// not begin to before it has made so many, and what does not pay does not come to while the same would go back.
     fn firm_steps(&self, _running: &Job<'_>, _waiting: i64) -> u32 {
+        u32::MAX
+    }
+
+    /// Decode steps for which `last`, which would go back before `next`, stays the last of the two: only where an exchange must pay, for the other may have less to
+    /// lose.
+    fn lasting_steps(&self, _last: &Job<'_>, _next: &Job<'_>) -> u32 {
         u32::MAX
     }
 }

@@ -60,6 +60,8 @@ impl Engine {
         let sequence = &mut self.sequences[slot];
         sequence.gaps.slow += self.gaps.slow_since(Makes::Thoughts, sequence.slow_mark);
         sequence.slow_mark = self.gaps.mark(Makes::Answer);
+        // One that was put back and came again may have two entries of the same tick.
+        sequence.answers = 0;
         self.answering += 1;
     }
 

@@ -35,12 +35,27 @@ impl Preemption for Srpt {
     fn pays(&self, exchange: &Exchange) -> bool {
         pays(exchange)
     }
+
+    fn lasting_steps(&self, last: &Job<'_>, next: &Job<'_>) -> u32 {
+        lasting_steps(last, next, self.rank(last) - self.rank(next))
+    }
 }
 
-/// Each decode lowers the least work left and raises what would be lost, so that a no stays a no.
+/// Each decode lowers the least work left and raises what would be lost, so that a no stays a no for as long as the same would go back.
 pub fn pays(exchange: &Exchange) -> bool {
     let lost = seconds_to_rank(f64::from(exchange.running) * exchange.lost_seconds);
     exchange.waiting.saturating_add(lost) < exchange.least
+}
+
+/// Decode steps for which `last` keeps more work left than `next`, being `ahead` nanoseconds ahead: it loses as much more with each as its decodes take longer.
+pub fn lasting_steps(last: &Job<'_>, next: &Job<'_>, ahead: i64) -> u32 {
+    if last.profile.decode_throughput.is_some() {
+        return 1; // no straight lines
+    }
+    let more = f64::from(last.context) - f64::from(next.context);
+    let closing = more * last.profile.decode_seconds_per_context_token * 1e9;
+    // Ranks are rounded to nanoseconds.
+    if closing <= 0.0 { u32::MAX } else { ((ahead - 2) as f64 / closing).max(1.0) as u32 }
 }
 
 /// Seconds until a request that gets `output_tokens` would end, alone on the engine.
@@ -81,6 +96,32 @@ mod tests {
         close(seconds_left(&again, 10), 2.0 + 1.04 + 104.0 * 52.0 * 0.0001 + 5.5 + 0.535);
         // Sent by another engine: its last prompt token is computed as a decode is.
         close(seconds_left(&Job { computed: 99, ..fresh }, 10), 11.0 + 1.045);
+    }
+
+    #[test]
+    fn who_has_the_longer_context_is_overtaken() {
+        let profile = round();
+        let at = |context, output_tokens| Job {
+            made: 10,
+            context,
+            computed: context - 1,
+            output_tokens,
+            ..job(&profile)
+        };
+        // A decode takes 1.1 s and 1 ms for each token of its context: of 510 and 110 tokens, 0.4 s more.
+        for (long, short) in
+            [(at(510, 20), at(110, 20)), (at(510, 40), at(110, 45)), (at(1010, 33), at(90, 33))]
+        {
+            let steps = Srpt.lasting_steps(&long, &short);
+            let after = |job: &Job<'_>, n: u32| {
+                let (made, context, computed) = (job.made + n, job.context + n, job.computed + n);
+                Srpt.rank(&Job { made, context, computed, ..*job })
+            };
+            assert!((0..steps).all(|n| after(&long, n) >= after(&short, n)), "{steps}");
+            assert_eq!(Srpt.lasting_steps(&short, &long), u32::MAX);
+        }
+        // 30 x 1.61 + 0.435 s are left of the one, 35 x 1.21 + 0.595 s of the other: 5.79 s less, which is 14.5 times 0.4 s.
+        assert_eq!(Srpt.lasting_steps(&at(510, 40), &at(110, 45)), 14);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! three predictions are within a factor of 1.65, one in twenty is off by more than 2.66. `z` follows from the seed and the request's
 //! id, so a request is predicted alike wherever it runs and however often it is put back. A request that has outlived its prediction
 //! counts as having nothing left: as long as it runs nothing goes back. The rules are those of `srpt` in all else.
-use super::srpt::{pays, seconds_left};
+use super::srpt::{lasting_steps, pays, seconds_left};
 use super::{Exchange, Job, LocalOrder, Preemption, seconds_to_rank};
 use std::f64::consts::TAU;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -50,6 +50,10 @@ impl Preemption for SrptNoisy {
 
     fn pays(&self, exchange: &Exchange) -> bool {
         pays(exchange)
+    }
+
+    fn lasting_steps(&self, last: &Job<'_>, next: &Job<'_>) -> u32 {
+        lasting_steps(last, next, self.rank(last) - self.rank(next))
     }
 }
 
