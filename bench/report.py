@@ -109,8 +109,8 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
     for what, score in core["score_1024"].items():
         yield line(f"{what}, 1,024 instances, Rust, p50", score["p50_us"], 0.6, "us")
     for name, cut in plans["cuts"].items():
-        if "split libra" in name:
-            yield line(f"{name}, Rust, p99", cut["p99_us"], 100, "us")
+        if budget := 100 if "split libra" in name else 50 if "planner" in name else None:
+            yield line(f"{name}, Rust, p99", cut["p99_us"], budget, "us")
     for name, call in plans["priorities"].items():
         if name.startswith("a request"):
             yield line(f"{name}, p99", call["p99_us"], 1, "us")

@@ -488,9 +488,10 @@ class ServerConfig(PoolSettings):
             settings = self.pool_settings(model)
             if settings.pull != "none" and settings.cuts_between_equals:
                 of = "" if model is None else f"model {model.name!r}: "
-                raise ValueError(
-                    f"{of}pull and split ({settings.split_by}) cannot go together: set one of them to none"
+                by = (
+                    "split_force_at" if settings.split_force_at is not None else f"split: {settings.split_by}"
                 )
+                raise ValueError(f"{of}pull cannot go together with {by}: leave one of them out, or none")
         return self
 
     @property
