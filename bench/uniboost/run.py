@@ -54,9 +54,11 @@ def rows(
     **told: Any,
 ) -> Row:
     """All orders on all stages, each figure one number a seed."""
+    kept = {"e2e p99", *told["columns"], *told.get("over", []), *told.get("of", [])}
     made = []
     for stage, order, found in world.all(stages[:1] if world.quick else stages, orders, most_seeds):
-        made.append({"stage": stage.label, "order": order.label, **columns(found, digits=5)})
+        figures = [{name: one[name] for name in one if name in kept} for one in found]
+        made.append({"stage": stage.label, "order": order.label, **columns(figures, digits=5)})
         print(f"{stage.label}: {order.label}: p99 {made[-1]['e2e p99']}", file=sys.stderr, flush=True)
     return {"kind": kind, "base": base.label, "seeds": len(world.seeds[:most_seeds]), "rows": made, **told}
 
