@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy import stats
@@ -23,6 +24,7 @@ from common import commit as git_commit
 
 PAGE = ROOT / "docs" / "reproduction.md"
 Told = dict[str, Any]
+Stage, Rival, Outcome = TypeVar("Stage"), TypeVar("Rival"), TypeVar("Outcome")
 HOW = """Each figure makes results/FIGURE.json, its tables in docs/reproduction.md are made of that."""
 
 
@@ -111,6 +113,19 @@ class Pool:
         ]
         for case, jobs in begun:
             yield case, [job.result() for job in jobs]
+
+    def all(
+        self,
+        play: Callable[[Stage, Rival, int], Outcome],
+        stages: Iterable[Stage],
+        rivals: Iterable[Rival],
+        most_seeds: Callable[[Stage], int | None] = lambda _: None,
+    ) -> Iterator[tuple[Stage, Rival, list[Outcome]]]:
+        """Every rival on every stage: one outcome of `play(stage, rival, seed)` for each seed, or for the
+        first `most_seeds(stage)`."""
+        cases = product(stages, rivals)
+        for (stage, rival), found in self.each(play, cases, lambda stage, _: most_seeds(stage)):
+            yield stage, rival, found
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from goal_tables import rendered
-from goal_world import FIXED, LMETRIC, PLANNER, PULLING, Rival, Stage, World
+from goal_world import FIXED, LMETRIC, PLANNER, PULLING, Rival, Stage, play
 
-from rerun import Rerun, columns
+from rerun import Pool, Rerun, columns
 
 Row = dict[str, Any]
 RERUN = Rerun(Path(__file__).parent, "goal", rendered)
@@ -24,17 +24,17 @@ LENGTHS = ("azure-chat", "mix-1", "chat-and-documents", "agents", "summaries")
 LOADS = (0.5, 0.8, 0.95)
 
 
-def rows(world: World, stages: Sequence[Stage], rivals: Sequence[Rival], base: Rival = LMETRIC) -> Row:
+def rows(world: Pool, stages: Sequence[Stage], rivals: Sequence[Rival], base: Rival = LMETRIC) -> Row:
     """All rivals on all stages, each figure one number a seed."""
     made = []
-    for stage, rival, found in world.all(stages[:1] if world.quick else stages, rivals):
+    for stage, rival, found in world.all(play, stages[:1] if world.quick else stages, rivals):
         made.append({"stage": stage.label, "policy": rival.label, **columns(found, digits=5)})
         print(f"{stage.label}: {rival.label}: E2E {made[-1]['e2e']}", file=sys.stderr, flush=True)
     return {"base": base.label, "fixed": [rival.label for rival in FIXED], "rows": made}
 
 
 @figure("goal_knobs", "The weight of the batch and how long a prefill counts: what they were chosen by")
-def knobs(world: World) -> Row:
+def knobs(world: Pool) -> Row:
     weights = [Rival(f"weight {w:g}", "planner", {"weight": w}) for w in (0.05, 0.1, 0.5, 1.0)]
     recent = [
         Rival(f"{s} s", "planner", settings={"split_settings": {"recent_seconds": s}}) for s in (10, 60, 180)
@@ -50,37 +50,37 @@ def knobs(world: World) -> Row:
 
 
 @figure("goal_hour", "A recorded hour")
-def hour(world: World) -> Row:
+def hour(world: Pool) -> Row:
     rivals = [LMETRIC, PULLING, *FIXED, PLANNER]
     return rows(world, [Stage(load=speed) for speed in (1.5, 2.2, 3.0)], rivals)
 
 
 @figure("goal_lengths", "Made requests, of lengths that nothing was chosen by")
-def lengths(world: World) -> Row:
+def lengths(world: Pool) -> Row:
     stages = [Stage(name, load) for name in LENGTHS for load in LOADS]
     return rows(world, stages, [LMETRIC, *FIXED, PLANNER])
 
 
 @figure("goal_extremes", "Answers of a few tokens, and of thousands")
-def extremes(world: World) -> Row:
+def extremes(world: Pool) -> Row:
     stages = [Stage(name, load) for name in SHORT_OR_LONG for load in (0.5, 0.95)]
     always = Rival("planner, any gain", "planner", settings={"split_settings": {"least_gain_seconds": 0.0}})
     return rows(world, stages, [LMETRIC, *FIXED, PLANNER, always])
 
 
 @figure("goal_delayed", "Late signals")
-def delayed(world: World) -> Row:
+def delayed(world: Pool) -> Row:
     made = [Stage(name, 0.8, signals="delayed") for name in LENGTHS]
     hours = [Stage(load=speed, signals="delayed") for speed in (2.2, 3.0)]
     return rows(world, hours + made, [LMETRIC, *FIXED, PLANNER])
 
 
 @figure("goal_engines", "Other engines")
-def engines(world: World) -> Row:
+def engines(world: Pool) -> Row:
     profiles = ("llama-3.1-8b-a100", "qwen3-32b-h20")
     stages = [Stage(name, 0.8, profile=profile) for profile in profiles for name in LENGTHS]
     return rows(world, stages, [LMETRIC, *FIXED, PLANNER])
 
 
 if __name__ == "__main__":
-    RERUN.main_of_pool(__doc__, World, seeds=2, traces="mooncake_conversation.jsonl.gz")
+    RERUN.main_of_pool(__doc__, Pool, seeds=2, traces="mooncake_conversation.jsonl.gz")

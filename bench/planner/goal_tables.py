@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from tables import LATENCIES
 
 from rerun import bounds, grouped, markdown, spread
 
@@ -13,12 +14,7 @@ Row = dict[str, Any]
 
 # Of a figure of the outcome: heading, scale and digits.
 FIGURES = {
-    "ttft": ("TTFT mean, s", 1, 3),
-    "ttft_p50": ("p50", 1, 3),
-    "ttft_p99": ("p99", 1, 2),
-    "tpot": ("TPOT mean, ms", 1, 1),
-    "tpot_p50": ("p50", 1, 1),
-    "tpot_p99": ("p99", 1, 0),
+    **LATENCIES,
     "e2e": ("E2E mean, s", 1, 2),
     "e2e_p50": ("p50", 1, 2),
     "e2e_p99": ("p99", 1, 1),

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
 from typing import Any
 
 import numpy as np
+from world import INSTANCES, recorded
 
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.synthetic import check_synthetic
-from lmetric.sim.traces import Trace, load_trace
-from rerun import Pool, traces
+from lmetric.sim.traces import Trace
 
-INSTANCES = 16
 PROFILE = "independent-sim"
 TRANSFER = "25"  # GB/s
 SECONDS, REQUESTS = 600.0, 20_000  # that made requests arrive in, and how many at most
@@ -88,14 +86,12 @@ def carried(lengths: str, profile: str) -> float:
 
 @lru_cache(maxsize=4)
 def made(stage: Stage, seed: int) -> Workload:
-    """What arrives. Recorded arrivals move by up to a millisecond with the seed."""
+    """What arrives."""
     if stage.lengths:
         rate = stage.load * carried(stage.lengths, stage.profile)
         trace = requests(stage.lengths, rate, min(REQUESTS, rate * SECONDS), seed + 1)
     else:
-        trace = load_trace(traces() / "mooncake_conversation.jsonl.gz").faster(stage.load)
-        moved = trace.arrival_seconds + np.random.default_rng(seed).uniform(0, 1e-3, len(trace))
-        trace = replace(trace, arrival_seconds=np.sort(moved))
+        trace = recorded(stage.load, seed)
     return prepare(trace, stage.profile)
 
 
@@ -128,14 +124,3 @@ def outcome(run: Run) -> Outcome:
         )
     }
     return Outcome(**found, apart=float((run.decode_instance >= 0).mean()))
-
-
-class World(Pool):
-    """Plays rivals on stages."""
-
-    def all(
-        self, stages: Sequence[Stage], rivals: Sequence[Rival]
-    ) -> Iterator[tuple[Stage, Rival, list[Outcome]]]:
-        """Every rival on every stage: one outcome for each seed."""
-        for case, found in self.each(play, product(stages, rivals)):
-            yield *case, found

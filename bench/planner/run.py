@@ -11,9 +11,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tables import rendered
-from world import BESIDE, GUARDED, HOT_SPEED, LMETRIC, VLLM, WEIGHING, Rival, Stage, World, link
+from world import BESIDE, GUARDED, HOT_SPEED, LMETRIC, VLLM, WEIGHING, Rival, Stage, link, play
 
-from rerun import Rerun, columns
+from rerun import Pool, Rerun, columns
 
 Row = dict[str, Any]
 RERUN = Rerun(Path(__file__).parent, "planner", rendered)
@@ -25,13 +25,13 @@ FREE = "at_once"  # the holder's memory is read without its doing
 
 
 def rows(
-    world: World, stages: Sequence[Stage], rivals: Sequence[Rival], base: Rival = LMETRIC, **told: Any
+    world: Pool, stages: Sequence[Stage], rivals: Sequence[Rival], base: Rival = LMETRIC, **told: Any
 ) -> Row:
     """All rivals on all stages, each figure one number a seed."""
     made = []
     if world.quick:
         stages = [replace(stages[0], slice=True)]
-    for stage, rival, found in world.all(stages, rivals):
+    for stage, rival, found in world.all(play, stages, rivals):
         made.append({"stage": stage.label, "policy": rival.label, **columns(found, digits=5)})
         print(f"{stage.label}: {rival.label}: TTFT {made[-1]['ttft']}", file=sys.stderr, flush=True)
     return {"base": base.label, "seeds": len(world.seeds), "rows": made, **told}
@@ -45,7 +45,7 @@ CLAIMED = {
 
 
 @figure("claim", "The claim: a pull that waits for nobody, over links that are not shared")
-def claim(world: World) -> Row:
+def claim(world: Pool) -> Row:
     rivals = {
         cost: WEIGHING.pulling(FREE, link(cost, shared=False), f"at {cost:.0%} of the prefill")
         for cost in COSTS
@@ -55,7 +55,7 @@ def claim(world: World) -> Row:
 
 
 @figure("hour", "What a pull waits for, on a recorded hour")
-def hour(world: World) -> Row:
+def hour(world: Pool) -> Row:
     rivals = [LMETRIC]
     for cost in COSTS:
         at = f"at {cost:.0%}"
@@ -75,7 +75,7 @@ def hour(world: World) -> Row:
 
 
 @figure("holder", "What it costs the holder, and how many it serves")
-def holder(world: World) -> Row:
+def holder(world: Pool) -> Row:
     at = WEIGHING.pulling("on", link(0.05), "each pull free, four at once")
     rivals = [
         LMETRIC,
@@ -97,7 +97,7 @@ FAST, SLOW = "25", "3.125"  # GB/s: 200 and 25 Gbit/s
 
 
 @figure("live", "Seen as a live router sees them, and with a GPU's memory")
-def live(world: World) -> Row:
+def live(world: Pool) -> Row:
     stages = [Stage(2.2, live=index) for index in ("exact", "approximate")]
     stages += [Stage(speed, live="exact", engine=H20) for speed in (0.5, 1.0)]
     rivals = [
@@ -111,7 +111,7 @@ def live(world: World) -> Row:
 
 
 @figure("others", "Whichever policy chooses")
-def others(world: World) -> Row:
+def others(world: Pool) -> Row:
     policies = ("vllm", "least_requests", "linear", "filter", "dynamo", "simulation")
     plain = [Rival(name, name) for name in policies]
     pulling = [rival.pulling("on", link(0.05), f"{rival.label}, pulls") for rival in plain]
@@ -125,7 +125,7 @@ def others(world: World) -> Row:
 
 
 @figure("hot", "The made hot spot: a known prefix whose traffic surges")
-def hot(world: World) -> Row:
+def hot(world: Pool) -> Row:
     stages = [Stage(HOT_SPEED, share, tokens, engine=H20) for share in (0.1, 0.4) for tokens in (8000, 16000)]
     rivals = [LMETRIC, GUARDED, VLLM, VLLM.pulling("on", FAST, "vllm, pulls at 25 GB/s")]
     rivals += [GUARDED.pulling("on", FAST, "lmetric, guard, pulls at 25 GB/s")]
@@ -139,4 +139,4 @@ def hot(world: World) -> Row:
 
 
 if __name__ == "__main__":
-    RERUN.main_of_pool(__doc__, World, seeds=8, traces="mooncake_conversation.jsonl.gz")
+    RERUN.main_of_pool(__doc__, Pool, seeds=8, traces="mooncake_conversation.jsonl.gz")

@@ -10,13 +10,16 @@ from rerun import bounds, grouped, markdown, spread
 Row = dict[str, Any]
 
 # Of a figure of the outcome: heading, scale and digits.
-FIGURES = {
+LATENCIES = {
     "ttft": ("TTFT mean, s", 1, 3),
     "ttft_p50": ("p50", 1, 3),
     "ttft_p99": ("p99", 1, 2),
     "tpot": ("TPOT mean, ms", 1, 1),
     "tpot_p50": ("p50", 1, 1),
     "tpot_p99": ("p99", 1, 0),
+}
+FIGURES = {
+    **LATENCIES,
     "others": ("others' TPOT mean, ms", 1, 1),
     "found": ("found, %", 100, 1),
     "pulled": ("pulled, %", 100, 1),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from hot_spot import surge
 from lmetric.profiles import Profile, load_profile
 from lmetric.sim.run import Run, Workload, prepare, simulate
-from lmetric.sim.traces import load_trace
-from rerun import ROOT, Pool, traces
+from lmetric.sim.traces import Trace, load_trace
+from rerun import ROOT, traces
 
 SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
 INSTANCES = 16
@@ -96,16 +96,20 @@ class Outcome:
     filters: float  # of the guard
 
 
+def recorded(speed: float, seed: int, path: Path | None = None) -> Trace:
+    """The recorded hour or a part of it, faster; arrivals move by up to a millisecond with the seed."""
+    trace = load_trace(path or traces() / "mooncake_conversation.jsonl.gz").faster(speed)
+    moved = trace.arrival_seconds + np.random.default_rng(seed).uniform(0, 1e-3, len(trace))
+    return replace(trace, arrival_seconds=np.sort(moved))
+
+
 @lru_cache(maxsize=4)
 def made(stage: Stage, seed: int) -> tuple[Workload, NDArray[np.bool_]]:
-    """What arrives, and which of it counts. Recorded arrivals move by up to a millisecond with the seed."""
+    """What arrives, and which of it counts."""
     if stage.tokens:
         trace, hot = surge(seed, stage.share, stage.tokens, known=True)
         return prepare(trace, stage.profile).faster(stage.speed), hot
-    recorded = SLICE if stage.slice else traces() / "mooncake_conversation.jsonl.gz"
-    trace = load_trace(recorded).faster(stage.speed)
-    moved = trace.arrival_seconds + np.random.default_rng(seed).uniform(0, 1e-3, len(trace))
-    trace = replace(trace, arrival_seconds=np.sort(moved))
+    trace = recorded(stage.speed, seed, SLICE if stage.slice else None)
     return prepare(trace, stage.profile), np.ones(len(trace), np.bool_)
 
 
@@ -153,14 +157,3 @@ def outcome(run: Run, counts: NDArray[np.bool_]) -> Outcome:
         instances=float(len(np.unique(run.instance[counts]))),
         filters=float(run.guard_filters),
     )
-
-
-class World(Pool):
-    """Plays rivals on stages."""
-
-    def all(
-        self, stages: Sequence[Stage], rivals: Sequence[Rival]
-    ) -> Iterator[tuple[Stage, Rival, list[Outcome]]]:
-        """Every rival on every stage: one outcome for each seed."""
-        for case, found in self.each(play, product(stages, rivals)):
-            yield *case, found

@@ -26,10 +26,10 @@ from world import (
     SMALL,
     Rival,
     Stage,
-    World,
+    play,
 )
 
-from rerun import Rerun, columns
+from rerun import Pool, Rerun, columns
 
 Row = dict[str, Any]
 RERUN = Rerun(Path(__file__).parent, "star", rendered)
@@ -37,7 +37,7 @@ figure = RERUN.figure
 
 
 def rows(
-    world: World,
+    world: Pool,
     stages: Sequence[Stage],
     rivals: Sequence[Rival],
     base: Rival = NONE,
@@ -46,7 +46,9 @@ def rows(
 ) -> Row:
     """All rivals on all stages, each figure one number a seed."""
     made = []
-    for stage, rival, found in world.all(stages[:1] if world.quick else stages, rivals, most_seeds):
+    for stage, rival, found in world.all(
+        play, stages[:1] if world.quick else stages, rivals, lambda _: most_seeds
+    ):
         made.append({"stage": stage.label, "policy": rival.label, **columns(found, digits=5)})
         print(f"{stage.label}: {rival.label}: p99 {made[-1]['p99']}", file=sys.stderr, flush=True)
     return {"base": base.label, "seeds": len(world.seeds[:most_seeds]), "rows": made, **told}
@@ -59,13 +61,13 @@ AZURE = Stage("azure-conversation", SMALL, 15, seconds=400, warm_up=100)
 
 
 @figure("3", "Figure 3: placement alone, 0.1 requests/s")
-def figure_3(world: World) -> Row:
+def figure_3(world: Pool) -> Row:
     rivals = [NONE.placed("round_robin"), NONE, NATIVE]
     return rows(world, [Stage("sharegpt", SMALL, 0.1)], rivals)
 
 
 @figure("10", "Figures 10 to 12: rates")
-def figure_10(world: World) -> Row:
+def figure_10(world: Pool) -> Row:
     stages = [Stage("sharegpt", SMALL, rate) for rate in (0.17, 0.2)]
     stages += [Stage("sharegpt", LARGE, 0.2)]
     stages += [ALPACA]
@@ -73,7 +75,7 @@ def figure_10(world: World) -> Row:
 
 
 @figure("placement", "Moving behind good placement, and Llumnix")
-def placement(world: World) -> Row:
+def placement(world: Pool) -> Row:
     rivals = [
         rival.placed(placement)
         for placement in ("least_tokens", "least_requests", "sibyl_plus")
@@ -83,7 +85,7 @@ def placement(world: World) -> Row:
 
 
 @figure("llumnix", "Llumnix' thresholds")
-def llumnix(world: World) -> Row:
+def llumnix(world: Pool) -> Row:
     tried = [
         (500, 1000),
         (1000, 1000),
@@ -105,7 +107,7 @@ FIGURE_13_SEEDS = 3  # a run at 256 instances takes as long as all of Figure 10'
 
 
 @figure("13", "Figure 13: variance of step times by cluster size")
-def figure_13(world: World) -> Row:
+def figure_13(world: Pool) -> Row:
     # Half as long from 64 on: a run of 256 instances begins as many requests a second as 32 of 8 do.
     stages = [
         Stage("sharegpt", LARGE.sized(decodes), 0.3 * decodes / 8, seconds=seconds, warm_up=seconds / 4)
@@ -124,7 +126,7 @@ SLOW_LINK = 0.5  # GB/s: 16,000 tokens take two seconds
 
 
 @figure("worth", "What knowing lengths is worth")
-def worth(world: World) -> Row:
+def worth(world: Pool) -> Row:
     stages = [
         Stage(lengths, SMALL.on(f"{prefills}P3D", link), rate, seconds=2000, warm_up=500)
         for link in (SMALL.link_gb_per_second, SLOW_LINK)
@@ -143,7 +145,7 @@ def worth(world: World) -> Row:
 
 
 @figure("t3", "Table 3: how finely lengths are known")
-def table_3(world: World) -> Row:
+def table_3(world: Pool) -> Row:
     rivals = [NONE, CURRENT, *BINS, CURVE, NATIVE, ORACLE]
     rivals += [NATIVE.set(name, forecast=name) for name in ("pia", "mu_serve")]
     return rows(world, [Stage("sharegpt", LARGE, 0.2)], rivals, CURRENT)
@@ -153,7 +155,7 @@ STEP_SECONDS = 0.027  # on the large cluster
 
 
 @figure("t4", "Table 4: how often lengths are predicted and a round is held")
-def table_4(world: World) -> Row:
+def table_4(world: Pool) -> Row:
     rivals = [
         replace(
             rival.set(
@@ -170,7 +172,7 @@ def table_4(world: World) -> Row:
 
 
 @figure("sweep", "What the paper gives no values for, on ShareGPT lengths")
-def sweep(world: World) -> Row:
+def sweep(world: Pool) -> Row:
     tried: dict[str, tuple[float, ...]] = {
         "threshold": (0.02, 0.05, 0.2, 0.4),
         "horizon_steps": (256, 8192, 32768),
@@ -184,10 +186,10 @@ def sweep(world: World) -> Row:
 
 
 @figure("judged", "The same on lengths that nothing was tuned on")
-def judged(world: World) -> Row:
+def judged(world: Pool) -> Row:
     tried = [NATIVE.set("threshold 0.02", threshold=0.02), NATIVE.set("threshold 0.4", threshold=0.4), FAR]
     return rows(world, [ALPACA, AZURE], [NONE, CURRENT, NATIVE, *tried], NATIVE)
 
 
 if __name__ == "__main__":
-    RERUN.main_of_pool(__doc__, World, seeds=5, traces="azure_conv_2023.csv.gz")
+    RERUN.main_of_pool(__doc__, Pool, seeds=5, traces="azure_conv_2023.csv.gz")

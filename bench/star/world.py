@@ -7,10 +7,9 @@ drawn at random belongs to (27,000 tokens, 500 s). Variances and times out of me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from lmetric.profiles import Profile, load_profile
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import load_trace
-from rerun import Pool, traces
+from rerun import traces
 
 # Table 2 and Figure 2 (29.2% of ShareGPT's answers below 1K tokens, 17.3% above 30K). What they leave open is
 # set so that the means are theirs: the quantiles 0.8 (ShareGPT's answers) and 0.74 (Alpaca's), and the last
@@ -224,14 +223,3 @@ def outcome(run: Run, stage: Stage) -> Outcome:
         gap=float(np.percentile(run.worst_gap_seconds[counts], 99)),
         ended=float(counts.sum()),
     )
-
-
-class World(Pool):
-    """Plays rivals on stages."""
-
-    def all(
-        self, stages: Sequence[Stage], rivals: Sequence[Rival], most_seeds: int | None = None
-    ) -> Iterator[tuple[Stage, Rival, list[Outcome]]]:
-        """Every rival on every stage: one outcome for each seed."""
-        for case, found in self.each(play, product(stages, rivals), lambda *_: most_seeds):
-            yield *case, found

@@ -29,11 +29,11 @@ from world import (
     VTC,
     Order,
     Stage,
-    World,
     attained,
+    outcome,
 )
 
-from rerun import Rerun, columns
+from rerun import Pool, Rerun, columns
 
 Row = dict[str, Any]
 RERUN = Rerun(Path(__file__).parent, "uniboost", rendered)
@@ -45,7 +45,7 @@ LATENCIES = [f"{what} {at}" for what in ("e2e", "ttft", "tpot") for at in ("mean
 
 
 def rows(
-    world: World,
+    world: Pool,
     kind: str,
     stages: Sequence[Stage],
     orders: Sequence[Order],
@@ -55,8 +55,12 @@ def rows(
 ) -> Row:
     """All orders on all stages, each figure one number a seed."""
     kept = {"e2e p99", *told["columns"], *told.get("over", []), *told.get("of", [])}
+
+    def seeds_of(stage: Stage) -> int | None:
+        return 1 if stage.instances > 256 else most_seeds  # the largest clusters take as long as all else
+
     made = []
-    for stage, order, found in world.all(stages[:1] if world.quick else stages, orders, most_seeds):
+    for stage, order, found in world.all(outcome, stages[:1] if world.quick else stages, orders, seeds_of):
         figures = [{name: one[name] for name in one if name in kept} for one in found]
         made.append({"stage": stage.label, "order": order.label, **columns(figures, digits=5)})
         print(f"{stage.label}: {order.label}: p99 {made[-1]['e2e p99']}", file=sys.stderr, flush=True)
@@ -64,13 +68,13 @@ def rows(
 
 
 @figure("t2", "Table 2: against TRAIL+ with perfect lengths")
-def table_2(world: World) -> Row:
+def table_2(world: Pool) -> Row:
     stages = [Stage(LLAMA, "mix-2", 0.99), Stage(LLAMA, "mix-2", 0.99, most_sequences=64)]
     return rows(world, "improvement", stages, MAIN, TRAIL, columns=[*LATENCIES, "tokens a second"])
 
 
 @figure("6", "Figure 6: percentiles over UniBoost's, reasoning")
-def figure_6(world: World) -> Row:
+def figure_6(world: Pool) -> Row:
     stages = [Stage("Qwen-72B, 4 A100", "reasoning", 0.99)]
     at = ("p50", "p90", "p95", "p99", "p99.9")
     shown = [f"{what} {q}" for what in ("e2e", "ttft", "tpot") for q in at]
@@ -78,7 +82,7 @@ def figure_6(world: World) -> Row:
 
 
 @figure("7", "Figure 7: the ladder, memory short")
-def figure_7(world: World) -> Row:
+def figure_7(world: Pool) -> Row:
     stages = [Stage("CodeLlama-34B, A100", "mix-2", rho, requests=4000) for rho in (0.8, 0.9, 0.95, 1.0)]
     shown = ["e2e mean", "e2e p90", "e2e p99", "ttft p99", "tpot p99", "preempted"]
     orders = [SARATHI, LAS, DIST, BASE, GUARDED, UNIBOOST]
@@ -86,7 +90,7 @@ def figure_7(world: World) -> Row:
 
 
 @figure("8", "Figure 8: the strictest SLO that is kept")
-def figure_8(world: World) -> Row:
+def figure_8(world: Pool) -> Row:
     head = [
         "",
         "",
@@ -95,9 +99,9 @@ def figure_8(world: World) -> Row:
     lines = []
     for mixture in ("mix-1", "mix-2", "azure"):
         stage = Stage(LLAMA, mixture, 0.99)
-        base = next(world.all([replace(stage, rho=0.9)], [SARATHI]))[2]
+        base = next(world.all(outcome, [replace(stage, rho=0.9)], [SARATHI]))[2]
         orders = [SARATHI, SJF, TRAIL, LAS, DIST, UNIBOOST, SUBMITTED]
-        for _, order, found in world.all([stage], orders):
+        for _, order, found in world.all(outcome, [stage], orders):
             cells = [stage.label, order.label]
             for what in ("ttft", "e2e"):
                 for q in ("p95", "p99"):
@@ -111,7 +115,7 @@ def figure_8(world: World) -> Row:
 
 
 @figure("t3", "Tables 3 to 5: do long requests starve?")
-def table_3(world: World) -> Row:
+def table_3(world: Pool) -> Row:
     # 5,000 long ones on eight engines.
     stages = [
         Stage("Llama-8B, H100", "short and long", 0.99, instances=8, requests=6000, most_sequences=places)
@@ -140,7 +144,7 @@ def table_3(world: World) -> Row:
 SENSITIVE = ["e2e mean", "e2e p99", "ttft p99", "gap p99", "tpot mean", "preempted", "tokens a second"]
 
 
-def of_uniboost(world: World, settings: Sequence[str], stage: Stage) -> Row:
+def of_uniboost(world: Pool, settings: Sequence[str], stage: Stage) -> Row:
     """UniBoost with other settings."""
     orders = [SARATHI, UNIBOOST, *(Order(f"UniBoost, {told}", f"uniboost({told})") for told in settings)]
     return rows(world, "absolute", [stage], orders, UNIBOOST, columns=SENSITIVE, over=["e2e mean", "e2e p99"])
@@ -150,17 +154,17 @@ TIGHT = Stage(LLAMA, "mix-2", 0.99)
 
 
 @figure("t6", "Table 6: bins")
-def table_6(world: World) -> Row:
+def table_6(world: Pool) -> Row:
     return of_uniboost(world, [f"bin_tokens={k}" for k in (1, 64, 512, 1024)], TIGHT)
 
 
 @figure("t7", "Table 7: hysteresis")
-def table_7(world: World) -> Row:
+def table_7(world: Pool) -> Row:
     return of_uniboost(world, [f"hysteresis_seconds={seconds}" for seconds in (0, 0.3, 0.5, 10)], TIGHT)
 
 
 @figure("gammas", "Gamma: fixed, learned, and where it starts")
-def gammas(world: World) -> Row:
+def gammas(world: Pool) -> Row:
     fixed = [
         Order(f"fixed at {gamma:g}, {kind}", f"{name}(gamma={gamma})")
         for gamma in (0.001, 0.01, 0.1, 1)
@@ -175,7 +179,7 @@ def gammas(world: World) -> Row:
 
 
 @figure("t8", "Table 8: tokens of a step")
-def table_8(world: World) -> Row:
+def table_8(world: Pool) -> Row:
     # Every decode gets its token in every step: no more places than tokens.
     stages = [
         Stage(LLAMA, "mix-2", 0.99, chunk_tokens=tokens, most_sequences=min(tokens, 256))
@@ -194,7 +198,7 @@ CLUSTER_SEEDS = 2
 
 
 @figure("t9", "Table 9: behind global routers, 64 engines")
-def table_9(world: World) -> Row:
+def table_9(world: Pool) -> Row:
     # The paper says nothing of load. So short a run has no queues below what the engines carry.
     stages = [
         Stage("Llama-8B, H100", mixture, 1.1, instances=64, policy=policy, requests=800)
@@ -206,7 +210,7 @@ def table_9(world: World) -> Row:
 
 
 @figure("t10", "Table 10: cluster sizes")
-def table_10(world: World) -> Row:
+def table_10(world: Pool) -> Row:
     stages = [
         Stage("Llama-8B, A100", "mix-1", 1.1, instances=instances, requests=600)
         for instances in (32, 64, 128, 512)
@@ -216,7 +220,7 @@ def table_10(world: World) -> Row:
 
 
 @figure("kept", "What an order given at submission keeps, by places and lengths")
-def kept(world: World) -> Row:
+def kept(world: Pool) -> Row:
     stages = [
         Stage(LLAMA, mixture, rho, requests=5000, cv=cv, most_sequences=places)
         for mixture in ("azure", "mix-1", "mix-2", "short and long")
@@ -230,7 +234,7 @@ def kept(world: World) -> Row:
 
 
 @figure("tenants", "A bulk tenant beside an interactive one")
-def tenants(world: World) -> Row:
+def tenants(world: Pool) -> Row:
     stages = [Stage(LLAMA, "chat and bulk", rho, requests=5000, most_sequences=64) for rho in (0.9, 1.1)]
     shown = ["short e2e mean", "short e2e p99", "short ttft p99", "long e2e mean", "long e2e p99"]
     return rows(
@@ -245,7 +249,7 @@ def tenants(world: World) -> Row:
 
 
 @figure("gamma", "How soon gamma follows a shift")
-def gamma(world: World) -> Row:
+def gamma(world: Pool) -> Row:
     lines = []
     for before, after in ((0.05, 0.5), (0.5, 0.05), (0.1, 0.2), (0.2, 0.1)):
         each = [ends_until_learned(before, after, seed) for seed in world.seeds]
@@ -257,4 +261,4 @@ def gamma(world: World) -> Row:
 
 
 if __name__ == "__main__":
-    RERUN.main_of_pool(__doc__, World, seeds=5, traces="azure_conv_2023.csv.gz")
+    RERUN.main_of_pool(__doc__, Pool, seeds=5, traces="azure_conv_2023.csv.gz")

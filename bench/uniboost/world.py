@@ -6,10 +6,9 @@ Load is told as rho: arrivals over what the engine carries under FCFS with a que
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ from numpy.typing import NDArray
 
 from lmetric.profiles import Profile
 from lmetric.profiles.roofline import GPUS, MODELS, Gpu, Model, roofline
+from lmetric.sim.distributions import LENGTHS, Distribution, Quantiles, draw_whole
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.traces import Trace, load_trace
-from rerun import Pool, traces
+from rerun import traces
 
 AZURE = "azure_conv_2023.csv.gz"
 REQUESTS = 10_000  # section 4
@@ -36,21 +36,29 @@ ENGINES: dict[str, tuple[Model, Gpu, int]] = {
     "Qwen-72B, 4 A100": (QWEN_72B, GPUS["a100"], 4),
 }
 
-Lengths = Mapping[float, float]
-# s1k: its paper has 1,000 questions with 4.69M tokens of thoughts and answers; the shape is ours.
-S1K: tuple[Lengths, Lengths] = (
-    {0: 20, 0.5: 90, 0.9: 260, 0.99: 700, 1: 1200},
-    {0: 300, 0.25: 2200, 0.5: 3900, 0.75: 6100, 0.95: 11500, 0.99: 17000, 1: 26000},
-)
+
+def pair(prompts: Mapping[float, float], answers: Mapping[float, float]) -> tuple[Quantiles, Quantiles]:
+    """Lengths by their quantiles."""
+    return Quantiles(quantiles=dict(prompts)), Quantiles(quantiles=dict(answers))
+
+
+def shipped(name: str) -> tuple[float, tuple[Distribution, Distribution], None]:
+    """The share of s1k among Azure's requests, and its lengths, in a mixture that the package has."""
+    (long,) = LENGTHS[name].kinds
+    return long.share, (long.input_tokens, long.output_tokens), None
+
+
+S1K = shipped("mix-1")[1]
 # Table 3: short ones and long ones, each with the length that is named.
-SHORT: tuple[Lengths, Lengths] = ({0: 125, 1: 125}, {0: 100, 1: 100})
-LONG: tuple[Lengths, Lengths] = ({0: 2000, 1: 2000}, {0: 6000, 1: 6000})
+SHORT = pair({0: 125, 1: 125}, {0: 100, 1: 100})
+LONG = pair({0: 2000, 1: 2000}, {0: 6000, 1: 6000})
 # A tenant that has documents summed up.
-BULK: tuple[Lengths, Lengths] = ({0: 4000, 0.5: 8000, 1: 16000}, {0: 100, 0.5: 300, 1: 800})
-# By name: the share of long requests, theirs, and all others' (None: Azure's).
-MIXTURES: dict[str, tuple[float, tuple[Lengths, Lengths], tuple[Lengths, Lengths] | None]] = {
-    "mix-1": (0.2, S1K, None),
-    "mix-2": (0.7, S1K, None),
+BULK = pair({0: 4000, 0.5: 8000, 1: 16000}, {0: 100, 0.5: 300, 1: 800})
+Pair = tuple[Distribution, Distribution]
+# By name: the share of long requests, theirs, and all others' (None: Azure's, as recorded).
+MIXTURES: dict[str, tuple[float, Pair, Pair | None]] = {
+    "mix-1": shipped("mix-1"),
+    "mix-2": shipped("mix-2"),
     "reasoning": (1.0, S1K, None),
     "azure": (0.0, S1K, None),
     "short and long": (0.1, LONG, SHORT),
@@ -113,12 +121,6 @@ def profile_of(engine: str, chunk_tokens: int, most_sequences: int) -> Profile:
     return made.model_copy(update={"max_batch_tokens": chunk_tokens, "max_sequences": most_sequences})
 
 
-def drawn(rng: np.random.Generator, lengths: Lengths, n: int) -> NDArray[np.int64]:
-    """`n` lengths by their quantiles."""
-    at, values = list(lengths), list(lengths.values())
-    return np.maximum(1, np.interp(rng.random(n), at, values).round().astype(np.int64))
-
-
 @cache
 def azure() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Prompts and answers of the recorded trace, as they go together."""
@@ -133,8 +135,8 @@ def mixed(mixture: str, n: int, rng: np.random.Generator) -> tuple[NDArray[Any],
     columns = []
     rows = rng.integers(0, len(azure()[0]), n)
     for part in range(2):
-        rest = azure()[part][rows] if others is None else drawn(rng, others[part], n)
-        columns.append(np.where(is_long, drawn(rng, long[part], n), rest))
+        rest = azure()[part][rows] if others is None else draw_whole(others[part], n, rng, least=1)
+        columns.append(np.where(is_long, draw_whole(long[part], n, rng, least=1), rest))
     return columns[0], columns[1], is_long
 
 
@@ -242,16 +244,3 @@ def figures(run: Run, is_long: NDArray[Any]) -> dict[str, float]:
 def attained(scales: Sequence[float]) -> str:
     """How many times as strict an SLO can be, by seed."""
     return f"{np.mean(scales):.2f} ({min(scales):.2f} to {max(scales):.2f})"
-
-
-class World(Pool):
-    """Plays orders on stages."""
-
-    def all(
-        self, stages: Sequence[Stage], orders: Sequence[Order], most_seeds: int | None = None
-    ) -> Iterator[tuple[Stage, Order, list[dict[str, float]]]]:
-        """Every order on every stage: one outcome a seed; of the first alone on the largest clusters."""
-        for case, found in self.each(
-            outcome, product(stages, orders), lambda stage, _: 1 if stage.instances > 256 else most_seeds
-        ):
-            yield *case, found

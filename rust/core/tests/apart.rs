@@ -1,5 +1,8 @@
 //! Requests that decode where all together lose least: who goes, who stays and why, and what the receipt says of it.
-use lmetric_core::estimate::StepTime;
+#[path = "common/router.rs"]
+mod common;
+
+use common::STEP;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
@@ -10,14 +13,6 @@ use lmetric_core::router::books::Report;
 use lmetric_core::router::{Apart, Mean, PullConfig, Router, RouterConfig, Split};
 use lmetric_core::split::apart::Settings;
 
-const STEP: StepTime = StepTime {
-    fixed_seconds: 0.01,
-    decode_seconds_per_sequence: 1e-4,
-    decode_seconds_per_context_token: 1e-6,
-    prefill_seconds_per_token: 1e-4,
-    prefill_seconds_per_attention_pair: 1e-8,
-    max_batch_tokens: 512.0,
-};
 const SETTINGS: Settings = Settings {
     recent_seconds: 10.0,
     least_gain_seconds: 0.0,

@@ -1,6 +1,9 @@
 //! The books against a naive recount, over random interleavings of everything that can happen to a fleet and its requests.
+#[path = "common/router.rs"]
+mod common;
+
+use common::STEP;
 use lmetric_core::CoreError;
-use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{Indicator, IndicatorSet, Snapshot};
 use lmetric_core::plan::{Binding, Cuts, Event, Failure, Segment, Usage};
@@ -518,15 +521,6 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
         _ => unreachable!("not an event of a ticket"),
     }
 }
-
-const STEP: StepTime = StepTime {
-    fixed_seconds: 0.01,
-    decode_seconds_per_sequence: 1e-4,
-    decode_seconds_per_context_token: 1e-6,
-    prefill_seconds_per_token: 1e-4,
-    prefill_seconds_per_attention_pair: 1e-8,
-    max_batch_tokens: 512.0,
-};
 
 /// Three parts for whoever thinks, two for others, wherever there is a balance.
 fn three() -> Split {

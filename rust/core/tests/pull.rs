@@ -1,4 +1,8 @@
 //! Prefix pull: who pulls what from whom, what it counts for, and that nothing of it stays behind.
+#[path = "common/router.rs"]
+mod common;
+
+use common::{chain, request};
 use lmetric_core::CoreError;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
@@ -6,7 +10,6 @@ use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Failure, Pull, Usage};
 use lmetric_core::policy::registry;
-use lmetric_core::request::Request;
 use lmetric_core::router::books::Report;
 use lmetric_core::router::{Decision, PullConfig, Router, RouterConfig, Split};
 use proptest::prelude::*;
@@ -28,16 +31,6 @@ fn router(policy: &str, pull: PullConfig, instances: usize) -> Router {
         router.add_instance(&format!("e{i}"), Role::Both, None).unwrap();
     }
     router
-}
-
-/// A prompt of `blocks` blocks of 16 tokens, and one token more.
-fn chain(first: u64, blocks: usize) -> Vec<u64> {
-    (0..blocks as u64).map(|i| (first + i).wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect()
-}
-
-fn request(chain: &[u64]) -> Request<'_> {
-    let prompt_tokens = chain.len() as u32 * 16 + 1;
-    Request { chain, prompt_tokens, tokens_per_block: 16.0, ..Request::default() }
 }
 
 /// One request has put the prompt of 1,601 tokens into an instance's cache, at 10,000 tokens/s, and that instance takes no more: it still hands over.

@@ -1,4 +1,8 @@
 //! The router as an embedder sees it: decisions by hand, retries along the ranking, merged load, receipts, dropped tickets.
+#[path = "common/router.rs"]
+mod common;
+
+use common::{chain, request};
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::{GuardConfig, Phase};
@@ -15,20 +19,6 @@ fn router(policy: &str, instances: usize) -> Router {
         router.add_instance(&format!("e{i}"), Role::Both, None).unwrap();
     }
     router
-}
-
-/// A prompt of `blocks` blocks of 16 tokens and one token more, whose chain is `first, first + 1, ...`.
-fn chain(first: u64, blocks: usize) -> Vec<u64> {
-    (0..blocks as u64).map(|i| (first + i).wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect()
-}
-
-fn request(chain: &[u64]) -> Request<'_> {
-    Request {
-        chain,
-        prompt_tokens: chain.len() as u32 * 16 + 1,
-        tokens_per_block: 16.0,
-        ..Request::default()
-    }
 }
 
 fn slot_of(router: &Router, name: &str) -> usize {

@@ -1,6 +1,9 @@
 //! Requests that think: cut into three by the router, with their books, receipts and failures (Libra, section 4.4).
+#[path = "common/router.rs"]
+mod common;
+
+use common::STEP;
 use lmetric_core::InstanceId;
-use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Failure, Segment, Usage};
@@ -9,14 +12,6 @@ use lmetric_core::request::{Request, Tenant};
 use lmetric_core::router::{Decision, Lengths, Libra, Router, RouterConfig, Split};
 use lmetric_core::split::Settings;
 
-const STEP: StepTime = StepTime {
-    fixed_seconds: 0.01,
-    decode_seconds_per_sequence: 1e-4,
-    decode_seconds_per_context_token: 1e-6,
-    prefill_seconds_per_token: 1e-4,
-    prefill_seconds_per_attention_pair: 1e-8,
-    max_batch_tokens: 512.0,
-};
 const DONE: Event = Event::Finished(Usage { prompt_tokens: None, cached_tokens: None, output_tokens: None });
 
 fn libra(parts: u32) -> Split {

@@ -1,57 +1,24 @@
 //! The event loop: hand-computed cases, and laws that hold for any load, policy and signals.
+#[path = "common/cluster.rs"]
+mod common;
+
+use common::round;
 use lmetric_core::CoreError;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::plan::Binding;
 use lmetric_core::policy::registry;
-use lmetric_core::router::{IndexFeed, Lengths, Libra, PullConfig, RouterConfig, Split};
+use lmetric_core::router::{IndexFeed, Lengths, Libra, PullConfig, Split};
 use lmetric_core::split::Settings;
 use lmetric_sim::{
-    Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Preempt, Profile, Pulling, Quantity,
-    Signals, TokenSlo, Trace, Transfer, Workload, simulate,
+    Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Profile, Pulling, Quantity, Signals,
+    TokenSlo, Trace, Transfer, Workload, simulate,
 };
 use proptest::prelude::*;
 
-/// Round constants, so that times can be worked out by hand.
-fn round() -> Profile {
-    Profile {
-        fixed_seconds: 1.0,
-        decode_seconds_per_sequence: 0.1,
-        decode_seconds_per_context_token: 0.001,
-        prefill_seconds_per_token: 0.01,
-        prefill_seconds_per_attention_pair: 0.0,
-        max_batch_tokens: 64,
-        max_sequences: 8,
-        block_tokens: 16,
-        cache_blocks: 32,
-        decode_throughput: None,
-    }
-}
-
 fn config(instances: usize) -> ClusterConfig {
-    ClusterConfig {
-        profiles: vec![round(); instances],
-        step_times: Vec::new(),
-        roles: Vec::new(),
-        transfer: Transfer::default(),
-        pulling: Pulling::default(),
-        admission: Admission::Reserve,
-        order: Order::Fcfs,
-        preempt: Preempt::Recompute,
-        priorities: None,
-        signals: Signals::EXACT,
-        router: RouterConfig {
-            index_feed: IndexFeed::Exact,
-            guard: GuardConfig { on: false, ..GuardConfig::default() },
-            ..RouterConfig::default()
-        },
-        silent_segments: false,
-        output_known: true,
-        reschedule: None,
-        timeline_seconds: 10.0,
-        token_slo: TokenSlo::same(0.1),
-    }
+    common::config(vec![round(); instances])
 }
 
 #[derive(Clone, Debug)]

@@ -1,51 +1,21 @@
 //! Prefix pulls, worked out by hand: what they take, what they wait for, what is gone by the time, and what they cost the holder.
+#[path = "common/cluster.rs"]
+mod common;
+
 use lmetric_core::fleet::Role;
-use lmetric_core::guard::GuardConfig;
 use lmetric_core::policy::registry;
-use lmetric_core::router::{IndexFeed, PullConfig, RouterConfig};
+use lmetric_core::router::PullConfig;
 use lmetric_sim::{
-    Admission, ClusterConfig, Order, Outcome, Preempt, Profile, Pulling, Signals, TokenSlo, Trace, Transfer,
-    Workload, simulate,
+    Admission, ClusterConfig, Outcome, Profile, Pulling, Signals, Trace, Transfer, Workload, simulate,
 };
 
-/// A step takes 1 s, 0.1 s a decode, 0.001 s a context token and 0.01 s a prompt token; a pull 0.5 s, and 0.01 s a token. The router takes each to pay.
+/// A pull takes 0.5 s, and 0.01 s a token. The router takes each to pay.
 fn config(instances: usize, cache_blocks: u32) -> ClusterConfig {
-    let profile = Profile {
-        fixed_seconds: 1.0,
-        decode_seconds_per_sequence: 0.1,
-        decode_seconds_per_context_token: 0.001,
-        prefill_seconds_per_token: 0.01,
-        prefill_seconds_per_attention_pair: 0.0,
-        max_batch_tokens: 64,
-        max_sequences: 8,
-        block_tokens: 16,
-        cache_blocks,
-        decode_throughput: None,
-    };
     let pull = PullConfig { seconds_per_token: 1e-4, fixed_seconds: 0.0, least_tokens: 16, most_pulls: 4 };
-    ClusterConfig {
-        profiles: vec![profile; instances],
-        step_times: Vec::new(),
-        roles: Vec::new(),
-        transfer: Transfer { seconds_per_token: 0.01, fixed_seconds: 0.5, ..Transfer::default() },
-        pulling: Pulling::default(),
-        priorities: None,
-        admission: Admission::Reserve,
-        order: Order::Fcfs,
-        preempt: Preempt::Recompute,
-        signals: Signals::EXACT,
-        router: RouterConfig {
-            index_feed: IndexFeed::Exact,
-            guard: GuardConfig { on: false, ..GuardConfig::default() },
-            pull: Some(pull),
-            ..RouterConfig::default()
-        },
-        silent_segments: false,
-        output_known: true,
-        reschedule: None,
-        timeline_seconds: 10.0,
-        token_slo: TokenSlo::same(0.1),
-    }
+    let mut config = common::config(vec![Profile { cache_blocks, ..common::round() }; instances]);
+    config.transfer = Transfer { seconds_per_token: 0.01, fixed_seconds: 0.5, ..Transfer::default() };
+    config.router.pull = Some(pull);
+    config
 }
 
 /// (arrival, prompt tokens, output tokens, family): prompts of a family are each other's prefixes. They go to the engines in turn.

@@ -1,30 +1,21 @@
 //! Thoughts: their own token SLO, in counts and in batches, and requests that go on elsewhere to answer (Libra, section 4.4).
+#[path = "common/cluster.rs"]
+mod common;
+
 use lmetric_core::estimate::StepTime;
-use lmetric_core::fleet::Role;
 use lmetric_core::policy::registry;
 use lmetric_core::router::{Lengths, Libra, RouterConfig, Split};
 use lmetric_core::split::Settings as Search;
 use lmetric_sim::{
-    Admission, ClusterConfig, Engine, Gaps, Order, Outcome, Preempt, Profile, Prompt, Pulling, Request,
-    Settings, Signals, TokenSlo, Trace, Transfer, Workload, simulate,
+    Admission, ClusterConfig, Engine, Gaps, Order, Outcome, Preempt, Profile, Prompt, Request, Settings,
+    TokenSlo, Trace, Transfer, Workload, simulate,
 };
 use proptest::prelude::*;
 use std::collections::HashMap;
 
 /// Round constants: a step takes 1 s, 0.1 s a decode and 0.01 s a prompt token.
 fn round() -> Profile {
-    Profile {
-        fixed_seconds: 1.0,
-        decode_seconds_per_sequence: 0.1,
-        decode_seconds_per_context_token: 0.0,
-        prefill_seconds_per_token: 0.01,
-        prefill_seconds_per_attention_pair: 0.0,
-        max_batch_tokens: 64,
-        max_sequences: 8,
-        block_tokens: 16,
-        cache_blocks: 64,
-        decode_throughput: None,
-    }
+    Profile { decode_seconds_per_context_token: 0.0, cache_blocks: 64, ..common::round() }
 }
 
 /// Prompt tokens, output tokens and, of these, thoughts.
@@ -157,22 +148,11 @@ fn play(asks: &[Ask], instances: usize, change: impl FnOnce(&mut ClusterConfig))
     let search = Search { least_gain: None, least_tokens: 4, ..Search::default() };
     let libra = Libra { settings: search, lengths: Lengths::Given, parts: 3 };
     let mut config = ClusterConfig {
-        profiles: vec![round(); instances],
-        step_times: Vec::new(),
-        roles: Vec::<Role>::new(),
         transfer: Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() },
-        pulling: Pulling::default(),
         admission: Admission::Vllm,
-        order: Order::Fcfs,
-        preempt: Preempt::Recompute,
-        priorities: None,
-        signals: Signals::EXACT,
         router: RouterConfig { split: Split::Libra(libra), step_time: Some(step), ..RouterConfig::default() },
-        silent_segments: false,
-        output_known: true,
-        reschedule: None,
-        timeline_seconds: 10.0,
         token_slo: TokenSlo { answer_seconds: 1.0, think_seconds: 20.0 },
+        ..common::config(vec![round(); instances])
     };
     change(&mut config);
     let policy = registry::build("round_robin", &[]).unwrap();

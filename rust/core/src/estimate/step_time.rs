@@ -27,10 +27,14 @@ impl StepTime {
             + self.decode_seconds_per_context_token * context
     }
 
-    /// Seconds that `new` prompt tokens behind `hit` cached ones add to the steps that compute them.
+    /// Seconds that prefills of so many tokens, with so many attention pairs, add to the steps that compute them.
+    pub fn prefills(&self, tokens: f64, pairs: f64) -> Seconds {
+        self.prefill_seconds_per_token * tokens + self.prefill_seconds_per_attention_pair * pairs
+    }
+
+    /// The same of `new` prompt tokens behind `hit` cached ones.
     pub fn prefill_seconds(&self, hit: f64, new: f64) -> Seconds {
-        self.prefill_seconds_per_token * new
-            + self.prefill_seconds_per_attention_pair * attention_pairs(hit, new)
+        self.prefills(new, attention_pairs(hit, new))
     }
 
     /// Seconds until a prompt's first token, if `queued` prefill tokens go first, `decoding` sequences with `context` tokens run

@@ -5,7 +5,6 @@ use super::{InstanceId, Router};
 use crate::error::CoreError;
 use crate::estimate::{OutputLength, StepTime};
 use crate::ids::Seconds;
-use crate::indicators::Indicator;
 use crate::policy::select;
 use crate::receipt::Balance;
 use crate::request::Request;
@@ -52,12 +51,13 @@ impl Mean {
 
 /// A request that was prefilled on `first`, to decode anywhere.
 struct Asked<'a> {
-    apart: &'a Apart,
     request: &'a Request<'a>,
     output_tokens: f64,
     first: InstanceId,
     /// What the steps of an instance take of which nothing is known.
     any: StepTime,
+    /// Seconds that a token takes on its way elsewhere, and that the way takes besides.
+    way: (Seconds, Seconds),
     now: Seconds,
 }
 
@@ -84,7 +84,12 @@ impl Router {
         if self.admit(Turn::Peer(Some(first)), failed) == 0 {
             return self.leave_whole("no second instance takes over");
         }
-        let asked = Asked { apart, request, output_tokens: f64::from(output_tokens), first, any, now };
+        let settings = &apart.settings;
+        let way = match self.pull_cost() {
+            Some((per_token, fixed, _)) => (per_token, fixed),
+            None => (settings.transfer_seconds_per_token, settings.transfer_fixed_seconds),
+        };
+        let asked = Asked { request, output_tokens: f64::from(output_tokens), first, any, way, now };
         let slots = self.fleet.slots();
         self.later.scores.reset(slots);
         for slot in (0..slots).filter(|slot| *slot != first.index()) {
@@ -98,7 +103,7 @@ impl Router {
         };
         let apart_seconds = self.later.scores.score[best];
         self.balance = Some(Balance { stay_seconds, apart_seconds, ..Balance::default() });
-        if stay_seconds - apart_seconds <= apart.settings.least_gain_seconds {
+        if stay_seconds - apart_seconds <= settings.least_gain_seconds {
             return self.leave_whole("too little is lost where it is");
         }
         let start_seconds = self.expected_handoff(request, first, now);
@@ -111,24 +116,19 @@ impl Router {
     fn lost_on(&self, asked: &Asked<'_>, slot: usize) -> Seconds {
         let Asked { request, now, .. } = *asked;
         let step = self.step_time_of(slot).unwrap_or(asked.any);
-        let at = |indicator| self.columns.get(indicator)[slot];
+        let load = self.load_of(InstanceId(slot as u32), now);
         let beside = Beside {
-            decoding: at(Indicator::DecodeBs) + at(Indicator::BoundBs),
-            context_tokens: at(Indicator::Tokens),
+            decoding: load.decoding,
+            context_tokens: load.context_tokens,
             prefill_share: self.books.prefill_share_on(slot, &step, now),
-            queued_prefill_seconds: step.prefill_seconds_per_token * self.books.queued_prefill_on(slot, now)
-                + step.prefill_seconds_per_attention_pair * self.books.queued_pairs_on(slot),
+            queued_prefill_seconds: step.prefills(load.queued_prefill_tokens, load.queued_prefill_pairs),
         };
         let prompt_tokens = f64::from(request.prompt_tokens);
         let lost = |steps| lost_seconds(&step, &beside, prompt_tokens, steps);
         if slot == asked.first.index() {
             return lost(asked.output_tokens - 1.0);
         }
-        let settings = &asked.apart.settings;
-        let (per_token, fixed) = match self.pull_cost() {
-            Some((per_token, fixed, _)) => (per_token, fixed),
-            None => (settings.transfer_seconds_per_token, settings.transfer_fixed_seconds),
-        };
+        let (per_token, fixed) = asked.way;
         let moved = prompt_tokens - self.saved_tokens(request, self.hit_blocks[slot]);
         lost(asked.output_tokens) + fixed + per_token * moved
     }

@@ -668,8 +668,7 @@ impl Books {
         let c = &self.counts[slot];
         let over = self.recent_seconds;
         let recent = |sum: &Decayed| sum.now(now, over);
-        let seconds = step.prefill_seconds_per_token * recent(&c.recent_prefill)
-            + step.prefill_seconds_per_attention_pair * recent(&c.recent_pairs);
+        let seconds = step.prefills(recent(&c.recent_prefill), recent(&c.recent_pairs));
         // The time that there is to tell of, faded as they are; a first prefill is not all that ever will be.
         let seen = over * (1.0 - ((c.prefills_since - now) / over).exp());
         if seconds > 0.0 { seconds / seen.max(1.0_f64.min(over)) } else { 0.0 }

@@ -396,7 +396,7 @@ impl Router {
     }
 
     /// What is assigned to an instance.
-    fn load_of(&self, id: InstanceId, now: Seconds) -> Load {
+    pub(super) fn load_of(&self, id: InstanceId, now: Seconds) -> Load {
         let slot = id.index();
         let at = |indicator| self.columns.get(indicator)[slot];
         Load {

@@ -132,8 +132,7 @@ impl Instance {
         if part.prefill_tokens > 0.0 {
             let tokens = self.prefill_tokens + part.prefill_tokens;
             passes += (tokens / self.budget).ceil();
-            seconds += self.step.prefill_seconds_per_token * tokens
-                + self.step.prefill_seconds_per_attention_pair * part.prefill_pairs;
+            seconds += self.step.prefills(tokens, part.prefill_pairs);
         }
         seconds + passes * self.pass_seconds + self.step.decode_seconds_per_context_token * part.contexts
     }

@@ -128,10 +128,8 @@ impl<'a> Cluster<'a> {
             engines,
         };
         for (i, engine) in cluster.engines.iter().enumerate() {
-            let alike = |&other: &usize| {
-                config.profiles[other] == config.profiles[i] && config.roles.get(other) == config.roles.get(i)
-            };
-            if (0..i).next_back().filter(alike).is_some() {
+            let kind = |i: usize| (&config.profiles[i], config.roles.get(i));
+            if i > 0 && kind(i) == kind(i - 1) {
                 continue; // it would refuse the same
             }
             for (request, &prompt) in workload.shape.input_tokens.iter().enumerate() {

@@ -1,0 +1,47 @@
+//! A cluster for tests, to change from: constants so round that times can be worked out by hand, and nothing on that need not be.
+#![allow(dead_code)]
+use lmetric_core::guard::GuardConfig;
+use lmetric_core::router::{IndexFeed, RouterConfig};
+use lmetric_sim::{Admission, ClusterConfig, Order, Preempt, Profile, Pulling, Signals, TokenSlo, Transfer};
+
+/// A step takes 1 s, 0.1 s a decode, 0.001 s a context token and 0.01 s a prompt token.
+pub fn round() -> Profile {
+    Profile {
+        fixed_seconds: 1.0,
+        decode_seconds_per_sequence: 0.1,
+        decode_seconds_per_context_token: 0.001,
+        prefill_seconds_per_token: 0.01,
+        prefill_seconds_per_attention_pair: 0.0,
+        max_batch_tokens: 64,
+        max_sequences: 8,
+        block_tokens: 16,
+        cache_blocks: 32,
+        decode_throughput: None,
+    }
+}
+
+/// Instances that take whole requests, of which the router learns everything as it happens.
+pub fn config(profiles: Vec<Profile>) -> ClusterConfig {
+    ClusterConfig {
+        profiles,
+        step_times: Vec::new(),
+        roles: Vec::new(),
+        transfer: Transfer::default(),
+        pulling: Pulling::default(),
+        admission: Admission::Reserve,
+        order: Order::Fcfs,
+        preempt: Preempt::Recompute,
+        priorities: None,
+        signals: Signals::EXACT,
+        router: RouterConfig {
+            index_feed: IndexFeed::Exact,
+            guard: GuardConfig { on: false, ..GuardConfig::default() },
+            ..RouterConfig::default()
+        },
+        silent_segments: false,
+        output_known: true,
+        reschedule: None,
+        timeline_seconds: 10.0,
+        token_slo: TokenSlo::same(0.1),
+    }
+}
