@@ -43,7 +43,8 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
             stay, apart = receipt["stay_seconds"], receipt["apart_seconds"]
             assert receipt["pull_instance"] is None  # the server pulls no prefixes
             if receipt["cuts"]:
-                assert receipt["cuts"] == [receipt["prompt_tokens"]]
+                # The first token is the prefill's own: a hand-over takes no time by these settings.
+                assert receipt["cuts"] == [receipt["prompt_tokens"] + 1]
                 assert receipt["decode_instance"] != receipt["instance"]
                 assert (receipt["uncut"], receipt["decode_score"]) == (None, apart)
                 assert 0 < apart < stay

@@ -137,7 +137,8 @@ def test_planner_cuts_and_pulls_unless_told_otherwise() -> None:
     assert (columns.cut_tokens >= 0).sum() == runs[1]["splits"]
     # Always at the prompt's end, and elsewhere.
     cut = columns.cut_tokens >= 0
-    assert (columns.cut_tokens[cut] == columns.input_tokens[cut]).all()
+    # Behind the prompt, or behind the first token where the way there is short.
+    assert set(columns.cut_tokens[cut] - columns.input_tokens[cut]) == {0, 1}
     assert (columns.decode_instance[cut] != columns.instance[cut]).all()
     (whole,) = told(*busy, "--policy", "planner", "--split", "none", "--pull", "none")["runs"]
     plain = lmetric.simulate(trace, policy="planner", instances=4, split="none", pull="none")

@@ -131,7 +131,7 @@ class PoolSettings(Strict):
         description="of libra, by name: parts, probes, epsilon, least_gain, least_tokens, "
         "transfer_seconds_per_token, transfer_fixed_seconds, quantile, margin_tokens, lengths_given; of "
         "apart: recent_seconds, least_gain_seconds, transfer_seconds_per_token, transfer_fixed_seconds, "
-        "prior_tokens, lengths_given",
+        "most_stall_seconds, prior_tokens, lengths_given",
     )
     split_force_at: float | None = Field(
         None,

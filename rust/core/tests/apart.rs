@@ -14,6 +14,7 @@ use lmetric_core::router::{Apart, Mean, PullConfig, Router, RouterConfig, Split}
 use lmetric_core::split::apart::Settings;
 
 const SETTINGS: Settings = Settings {
+    most_stall_seconds: 0.0,
     recent_seconds: 10.0,
     least_gain_seconds: 0.0,
     transfer_seconds_per_token: 1e-5,
@@ -138,6 +139,51 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
 }
 
 #[test]
+fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
+    // The way takes 2 + 10 ms.
+    for (most_stall_seconds, cuts, from_token) in [
+        (0.012, [Cuts::Anywhere; 2], 1001),
+        (0.011, [Cuts::Anywhere; 2], 1000),
+        (1.0, [Cuts::Output, Cuts::Anywhere], 1000),
+        (1.0, [Cuts::Anywhere, Cuts::PromptEnd], 1000),
+    ] {
+        let settings = Settings { most_stall_seconds, ..SETTINGS };
+        let mut router = fleet(Split::Apart(Apart { settings, lengths: Mean::Given }), 2);
+        let ids = ["engine-0", "engine-1"].map(|name| router.fleet().find(name).unwrap());
+        ids.iter().zip(cuts).for_each(|(id, cuts)| router.set_cuts(*id, cuts));
+        // Engine 0 has five prompts and engine 1 what others gave it.
+        router.fleet_mut().set_draining(ids[1], true);
+        let stays: Vec<_> = (0..5).map(|_| router.route(&ASKED, 1.0).unwrap()).collect();
+        router.fleet_mut().set_draining(ids[1], false);
+        busy_with_others(&mut router, ids[1], 1.0);
+        let d = router.route(&ASKED, 1.0).unwrap();
+        assert_eq!(d.segment, Segment { instance: ids[0], from_token: 0, to_token: Some(from_token) });
+        let expected = Segment { instance: ids[1], from_token, to_token: None };
+        assert_eq!(d.next, Some(expected));
+        // 100 steps, or 99 behind a token of the prefill's own: 11.15 and 11.1495 ms.
+        let (_, away) = costs(&router, d.id);
+        let steps = if from_token == 1001 { 99.0 * 0.0111495 } else { 100.0 * 0.01115 };
+        assert!((away - steps - 0.012).abs() < 1e-9, "{away}");
+        if from_token == 1001 {
+            // It is told while the first leg is open, and counts.
+            assert_eq!(router.advance(d.ticket, Event::FirstToken, 1.5).unwrap(), None);
+            assert_eq!(router.receipt(d.id).unwrap().outcome.ttft_seconds, Some(0.5));
+        }
+        let opened = router.advance(d.ticket, Event::Finished(Usage::default()), 2.0).unwrap();
+        assert_eq!(opened, Some(expected));
+        assert_eq!(router.totals().output_tokens, u64::from(from_token - 1000));
+        router.advance(d.ticket, Event::FirstToken, 2.1).unwrap();
+        router.advance(d.ticket, Event::Finished(Usage::default()), 3.0).unwrap();
+        stays.iter().for_each(|d| router.drop_ticket(d.ticket));
+        router.derive_all(4.0);
+        for id in [Indicator::BoundBs, Indicator::Tokens, Indicator::DecodeBs, Indicator::QueuedPrefillTokens]
+        {
+            assert!(router.columns().get(id).iter().all(|n| *n == 0.0), "{}", id.decl().name);
+        }
+    }
+}
+
+#[test]
 fn what_is_there_need_not_move_and_pulls_say_what_moving_takes() {
     let chain: Vec<u64> = (1..=62).collect();
     let held = Request { chain: &chain, ..ASKED };
@@ -163,7 +209,8 @@ fn what_is_there_need_not_move_and_pulls_say_what_moving_takes() {
         .unwrap();
     let d = router.route(&held, 1e4).unwrap();
     let (_, away) = costs(&router, d.id);
-    assert!((away - (alone + 0.5 + 0.008)).abs() < 1e-9, "{away}");
+    // What a pull takes besides is its wait for the holder; here nobody waits.
+    assert!((away - (alone + 0.002 + 0.008)).abs() < 1e-9, "{away}");
 }
 
 #[test]

@@ -733,7 +733,8 @@ impl Router {
     /// `epsilon`, `least_gain` (shares of a request's own seconds; a gain below 0: wherever there is a balance), `least_tokens`,
     /// `transfer_seconds_per_token`, `transfer_fixed_seconds`, `quantile` and `margin_tokens` of the expected answer, or `lengths_given` (1: requests say how
     /// long their answers get); `"apart"`, behind the prompt, where all requests together lose less time then, with the settings `recent_seconds` (how long a prefill counts
-    /// as what its instance does), `least_gain_seconds`, `transfer_seconds_per_token`, `transfer_fixed_seconds` (of a hand-over, until pulls teach others), and
+    /// as what its instance does), `least_gain_seconds`, `transfer_seconds_per_token`, `transfer_fixed_seconds` (of a hand-over; pulls teach the former),
+    /// `most_stall_seconds` (the client gets the prefill's own token where the hand-over behind it takes no longer), and
     /// `prior_tokens` of an answer, until some have ended, or `lengths_given`; or `"force"` with the fraction of prompt and expected output at which each is cut
     /// (`at`, for tests). Raises `BadValueError`.
     #[pyo3(signature = (kind, **settings))]

@@ -12,8 +12,8 @@ const LIBRA: &str = "parts, probes, epsilon, least_gain, least_tokens, transfer_
     margin_tokens or lengths_given";
 
 /// Those of `apart`.
-const APART: &str = "recent_seconds, least_gain_seconds, transfer_seconds_per_token, transfer_fixed_seconds, prior_tokens or \
-    lengths_given";
+const APART: &str = "recent_seconds, least_gain_seconds, transfer_seconds_per_token, transfer_fixed_seconds, most_stall_seconds, \
+    prior_tokens or lengths_given";
 
 /// The split of this name with its settings.
 ///
@@ -64,6 +64,7 @@ pub fn split_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Spli
                     .unwrap_or(plain.transfer_seconds_per_token),
                 transfer_fixed_seconds: take("transfer_fixed_seconds")
                     .unwrap_or(plain.transfer_fixed_seconds),
+                most_stall_seconds: take("most_stall_seconds").unwrap_or(plain.most_stall_seconds),
             };
             let prior = take("prior_tokens").map(|n| Mean::Learned { prior_tokens: n as u32 });
             let lengths = match take("lengths_given").unwrap_or(0.0) {

@@ -420,6 +420,7 @@ impl Cluster<'_> {
 
     /// What the steps under way do is seen.
     fn see(&mut self, instance: usize) -> Result<(), CoreError> {
+        let kept = self.config.router.split.keeps_tokens();
         let running = f64::from(self.engines[instance].running());
         let events = self.engines[instance].finish_step();
         let (start, end) = (events.start, events.end);
@@ -450,7 +451,7 @@ impl Cluster<'_> {
             let part = &self.parts[request];
             if part.streams(self.workload.shape.input_tokens[request], self.config.silent_segments) {
                 // The step that makes a token which is made again behind a cut is part of the gap there.
-                let again = part.to.is_some_and(|to| {
+                let again = part.to.filter(|_| !kept).is_some_and(|to| {
                     let slo = self.config.token_slo.of(makes(self.workload, request, to - 1));
                     end - events.last_start > slo
                 });
@@ -459,11 +460,11 @@ impl Cluster<'_> {
             }
             let shape = &self.workload.shape;
             let (prompt, output) = (shape.input_tokens[request], shape.output_tokens[request]);
-            if part.follows(prompt, output) {
+            if part.follows(prompt, output, kept) {
                 if part.to.is_some_and(|to| to > prompt) {
-                    // The last token that counts came a step before the one that is made again.
-                    let silent = self.config.silent_segments;
-                    self.last_tokens[request] = if silent { end } else { events.last_start };
+                    // The last token that counts came a step before one that is made again.
+                    let at_end = kept || self.config.silent_segments;
+                    self.last_tokens[request] = if at_end { end } else { events.last_start };
                 }
                 prefilled.push(request);
                 continue;
@@ -536,8 +537,8 @@ fn engine_request<'w>(
     // It computes its prompt up to the cut, and reads what was made before it came like a prompt.
     let tokens = part.to.map_or(prompt, |to| to.min(prompt)).max(part.from);
     let whole = if tokens < prompt { (tokens / shape.block_tokens) as usize } else { hashes.len() };
-    // One token more than its share: an engine hands over with a token that is made again behind the cut.
-    let end = part.to.map_or(prompt + output, |to| (to + 1).min(prompt + output));
+    let kept = config.router.split.keeps_tokens();
+    let end = part.asked(prompt, kept).map_or(prompt + output, |to| to.min(prompt + output));
     Request {
         id: request as u64,
         prompt: Prompt::Chain { hashes: &hashes[..hashes.len().min(whole)], tokens },

@@ -9,8 +9,8 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::plan::Binding;
 use lmetric_core::policy::registry;
-use lmetric_core::router::{IndexFeed, Lengths, Libra, PullConfig, Split};
-use lmetric_core::split::Settings;
+use lmetric_core::router::{Apart, IndexFeed, Lengths, Libra, Mean, PullConfig, Split};
+use lmetric_core::split::{self, Settings};
 use lmetric_sim::{
     Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Profile, Pulling, Quantity, Signals,
     TokenSlo, Trace, Transfer, Workload, simulate,
@@ -137,6 +137,41 @@ fn requests_cut_at_any_token_by_hand() {
     close(&r.finished_seconds, &[ended + 1.123]);
     assert_eq!((r.cut_tokens[0], r.handoff_seconds[0].is_nan()), (-1, true));
     assert_eq!(cut_at(0.5, false, &workload(&[ask(0.0, 1, 1, &[1])])).records.cut_tokens, [-1]);
+}
+
+#[test]
+fn an_answer_apart_begins_with_the_prefills_own_token_by_hand() {
+    let one = |output| workload(&[ask(0.0, 20, output, &[1, 2])]);
+    let play = |most_stall_seconds, w: &Workload| {
+        let mut config = config(2);
+        config.transfer = Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() };
+        config.router.split = apart(most_stall_seconds);
+        // It begins where steps are said to take ten times as long.
+        config.step_times = vec![StepTime { fixed_seconds: 10.0, ..STEP }, STEP];
+        play(w, "round_robin", &config).unwrap()
+    };
+    // Prefill: 1 + 0.2. To be moved: 0.5 + 20 x 0.02. Then steps with 21, 22 and 23 tokens of context; or with 20, too, for the first token.
+    for (most, cut, first, ends) in [
+        (10.0, 21, 1.2, 2.1 + 1.121 + 1.122 + 1.123),
+        (0.0, 20, 2.1 + 1.12, 2.1 + 1.12 + 1.121 + 1.122 + 1.123),
+    ] {
+        let out = play(most, &one(4));
+        let r = &out.records;
+        assert_eq!((r.instance[0], r.decode_instance[0], r.cut_tokens[0]), (0, 1, cut));
+        close(&r.handoff_seconds, &[1.2]);
+        close(&r.decode_start_seconds, &[2.1]);
+        close(&r.first_token_seconds, &[first]);
+        close(&r.finished_seconds, &[ends]);
+        // The way is a gap in the answer once it has begun.
+        close(&r.worst_gap_seconds, &[if cut == 21 { 0.9 + 1.121 } else { 1.123 }]);
+        assert_eq!(r.slow_tokens, [3]);
+        assert_eq!(out.router.totals().output_tokens, 4);
+    }
+    // Its only token is the prefill's: nothing goes on, whatever was expected.
+    let out = play(10.0, &one(1));
+    close(&out.records.finished_seconds, &[1.2]);
+    assert!(out.records.handoff_seconds[0].is_nan());
+    assert_eq!(out.router.totals().output_tokens, 1);
 }
 
 #[test]
@@ -303,6 +338,13 @@ fn in_three() -> Split {
     Split::Libra(Libra { settings, lengths: Lengths::Given, parts: 3 })
 }
 
+/// Answers decode where all lose least, wherever that gains anything; nobody knows how long they get.
+fn apart(most_stall_seconds: f64) -> Split {
+    let settings =
+        split::apart::Settings { least_gain_seconds: 0.0, most_stall_seconds, ..Default::default() };
+    Split::Apart(Apart { settings, lengths: Mean::Learned { prior_tokens: 9 } })
+}
+
 fn configs() -> impl Strategy<Value = ClusterConfig> {
     let signals = prop_oneof![
         Just(Signals::EXACT),
@@ -344,6 +386,12 @@ fn configs() -> impl Strategy<Value = ClusterConfig> {
             }
             if config.roles.is_empty() && seed % 5 == 3 {
                 config.router.split = in_three();
+                config.router.step_time = Some(STEP);
+                config.silent_segments = seed % 2 == 0;
+                config.transfer.seconds_per_token = 0.015625;
+            }
+            if config.roles.is_empty() && seed % 5 == 4 {
+                config.router.split = apart([0.0, 0.01, 10.0][(seed % 3) as usize]);
                 config.router.step_time = Some(STEP);
                 config.silent_segments = seed % 2 == 0;
                 config.transfer.seconds_per_token = 0.015625;
@@ -392,7 +440,8 @@ proptest! {
                 let again = r.answer_cut_tokens[i];
                 prop_assert!(r.decode_instance[i] != r.instance[i] || again >= 0, "an answer may come back");
                 prop_assert!(again < 0 || cut < again && again <= ask.input + ask.thoughts);
-                prop_assert!(cut + 1 < ask.input + ask.output.max(1));
+                let kept = config.router.split.keeps_tokens() && cut > ask.input;
+                prop_assert!(cut + i64::from(!kept) < ask.input + ask.output.max(1));
                 prop_assert!(r.scheduled_seconds[i] < r.handoff_seconds[i]);
                 prop_assert!(r.handoff_seconds[i] <= r.decode_start_seconds[i]);
                 // Its answer begins on the first engine where that makes some of it, and is whole only on the second.
@@ -504,7 +553,9 @@ proptest! {
     /// Twice as slow a world is the same world: bit for bit, as doubling rounds nothing.
     #[test]
     fn time_has_no_scale(asks in asks(), mut config in configs()) {
-        if config.signals.report_period_seconds.is_some() && matches!(config.router.split, Split::Libra(_)) {
+        if config.signals.report_period_seconds.is_some()
+            && matches!(config.router.split, Split::Libra(_) | Split::Apart(_))
+        {
             config.router.split = Split::None; // it reads backlogs that are inferred, with time constants
         }
         if config.signals.report_period_seconds.is_some() {
@@ -522,6 +573,12 @@ proptest! {
             step.decode_seconds_per_sequence *= 2.0;
             step.decode_seconds_per_context_token *= 2.0;
             step.prefill_seconds_per_token *= 2.0;
+        }
+        if let Split::Apart(apart) = &mut slow.router.split {
+            apart.settings.recent_seconds *= 2.0;
+            apart.settings.transfer_seconds_per_token *= 2.0;
+            apart.settings.transfer_fixed_seconds *= 2.0;
+            apart.settings.most_stall_seconds *= 2.0;
         }
         slow.transfer.seconds_per_token *= 2.0;
         slow.transfer.fixed_seconds *= 2.0;

@@ -75,7 +75,14 @@ impl Binary {
             Binary::Subtract => x - y,
             Binary::Multiply | Binary::And => x * y,
             Binary::Divide => x / y,
-            Binary::Power => x.powf(y),
+            // As `x ** 2` is where the 2 stands in the text.
+            Binary::Power => {
+                if y == 2.0 {
+                    x * x
+                } else {
+                    x.powf(y)
+                }
+            }
             Binary::Less => truth(x < y),
             Binary::LessEqual => truth(x <= y),
             Binary::Greater => truth(x > y),

@@ -9,7 +9,7 @@ pub static SPEC: PolicySpec = PolicySpec::new(
         "weight",
         0.0,
         1e6,
-        0.2,
+        0.1,
         "of a request of the batch. 1 is LMETRIC's bs + 1: twice the batch weighs as twice the prompt, so that prefills flee \
          decodes. Where decodes flee prefills, prefills need not",
     )],
@@ -36,9 +36,9 @@ mod tests {
 
     #[test]
     fn scores_by_hand() {
-        // 40 x 2.8, (100 + 800 - 760 + 76) x 1.2, (1000 - 960 + 96) x 1
+        // 40 x 1.9, (100 + 800 - 760 + 76) x 1.1, (1000 - 960 + 96) x 1
         let scores = fleet().score(&*policy("planner", &[]));
-        for (score, expected) in scores.iter().zip([112.0, 259.2, 136.0]) {
+        for (score, expected) in scores.iter().zip([76.0, 237.6, 136.0]) {
             assert!((score - expected).abs() < 1e-9, "{scores:?}");
         }
     }

@@ -5,6 +5,7 @@ use super::{InstanceId, Router};
 use crate::error::CoreError;
 use crate::estimate::{OutputLength, StepTime};
 use crate::ids::Seconds;
+use crate::plan::Cuts;
 use crate::policy::select;
 use crate::receipt::Balance;
 use crate::request::Request;
@@ -58,6 +59,8 @@ struct Asked<'a> {
     any: StepTime,
     /// Seconds that a token takes on its way elsewhere, and that the way takes besides.
     way: (Seconds, Seconds),
+    /// See [`split::apart::Settings::most_stall_seconds`].
+    most_stall_seconds: Seconds,
     now: Seconds,
 }
 
@@ -86,10 +89,18 @@ impl Router {
         }
         let settings = &apart.settings;
         let way = match self.pull_cost() {
-            Some((per_token, fixed, _)) => (per_token, fixed),
+            Some((per_token, _, _)) => (per_token, settings.transfer_fixed_seconds),
             None => (settings.transfer_seconds_per_token, settings.transfer_fixed_seconds),
         };
-        let asked = Asked { request, output_tokens: f64::from(output_tokens), first, any, way, now };
+        let asked = Asked {
+            request,
+            output_tokens: f64::from(output_tokens),
+            first,
+            any,
+            way,
+            most_stall_seconds: settings.most_stall_seconds,
+            now,
+        };
         let slots = self.fleet.slots();
         self.later.scores.reset(slots);
         for slot in (0..slots).filter(|slot| *slot != first.index()) {
@@ -108,7 +119,7 @@ impl Router {
         }
         let start_seconds = self.expected_handoff(request, first, now);
         let instance = Some(InstanceId(best as u32));
-        let from_token = request.prompt_tokens;
+        let from_token = request.prompt_tokens + u32::from(self.tells_early(&asked, best));
         Rest::from_iter([Follow { from_token, instance, start_seconds, score: apart_seconds }])
     }
 
@@ -128,8 +139,20 @@ impl Router {
         if slot == asked.first.index() {
             return lost(asked.output_tokens - 1.0);
         }
+        let made = f64::from(u8::from(self.tells_early(asked, slot)));
+        lost(asked.output_tokens - made) + self.way(asked, slot)
+    }
+
+    /// Seconds that its KV takes to `slot`.
+    fn way(&self, asked: &Asked<'_>, slot: usize) -> Seconds {
         let (per_token, fixed) = asked.way;
-        let moved = prompt_tokens - self.saved_tokens(request, self.hit_blocks[slot]);
-        lost(asked.output_tokens) + fixed + per_token * moved
+        let there = self.saved_tokens(asked.request, self.hit_blocks[slot]);
+        fixed + per_token * (f64::from(asked.request.prompt_tokens) - there)
+    }
+
+    /// Whether the client gets the prefill's own token where it goes on at `slot`: once it has one, the way there is a gap in its answer.
+    fn tells_early(&self, asked: &Asked<'_>, slot: usize) -> bool {
+        let able = [asked.first.index(), slot].iter().all(|slot| self.cuts[*slot] == Cuts::Anywhere);
+        able && self.way(asked, slot) <= asked.most_stall_seconds
     }
 }

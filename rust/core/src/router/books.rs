@@ -669,9 +669,9 @@ impl Books {
         let over = self.recent_seconds;
         let recent = |sum: &Decayed| sum.now(now, over);
         let seconds = step.prefills(recent(&c.recent_prefill), recent(&c.recent_pairs));
-        // The time that there is to tell of, faded as they are; a first prefill is not all that ever will be.
+        // The time that there is to tell of, faded as they are, and a thirtieth of all at least: a first prefill is not all that ever will be.
         let seen = over * (1.0 - ((c.prefills_since - now) / over).exp());
-        if seconds > 0.0 { seconds / seen.max(1.0_f64.min(over)) } else { 0.0 }
+        if seconds > 0.0 { seconds / seen.max(over / 30.0) } else { 0.0 }
     }
 
     fn write(&mut self, slot: usize, columns: &mut Columns) {

@@ -125,6 +125,11 @@ impl Split {
         }
     }
 
+    /// Whether the last token that an engine makes before a cut in the answer counts, its KV being left to who goes on.
+    pub fn keeps_tokens(&self) -> bool {
+        matches!(self, Split::Apart(_))
+    }
+
     /// What is to be learned of lengths for it.
     pub(super) fn estimate(&self) -> Result<Option<OutputLength>, CoreError> {
         match self {

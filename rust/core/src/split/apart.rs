@@ -35,18 +35,22 @@ pub struct Settings {
     pub least_gain_seconds: Seconds,
     /// Seconds that a moved token takes; where prefixes are pulled, what pulls taught counts instead. 0 or more.
     pub transfer_seconds_per_token: Seconds,
-    /// Seconds that each hand-over takes besides; the same holds. 0 or more.
+    /// Seconds that each hand-over takes besides. 0 or more. (A pull's besides are its wait for a step of its holder.)
     pub transfer_fixed_seconds: Seconds,
+    /// The client gets the prefill's own token where the hand-over is expected to take at most so many seconds and both engines can leave that token's KV to the
+    /// next; else the next one makes the first token, once the KV is there. 0 or more; 0: never.
+    pub most_stall_seconds: Seconds,
 }
 
 impl Default for Settings {
-    /// 10 to 180 recent seconds differ little, and a gain of 0.3 s is the least at which answers of a few tokens lose nothing (`docs/planner.md`); a hand-over as [`crate::router::PullConfig`] has it.
+    /// 10 to 180 recent seconds differ little; a tenth of a second is what users are said to bear between two tokens; and a gain of 0.3 s is the least at which answers of a few tokens lose nothing (`docs/planner.md`); a hand-over as [`crate::router::PullConfig`] has it.
     fn default() -> Settings {
         Settings {
             recent_seconds: 30.0,
             least_gain_seconds: 0.3,
             transfer_seconds_per_token: 4e-6,
             transfer_fixed_seconds: 0.005,
+            most_stall_seconds: 0.1,
         }
     }
 }
@@ -66,6 +70,7 @@ impl Settings {
             ("least gain seconds", self.least_gain_seconds),
             ("transfer seconds per token", self.transfer_seconds_per_token),
             ("transfer fixed seconds", self.transfer_fixed_seconds),
+            ("most stall seconds", self.most_stall_seconds),
         ] {
             if !(0.0..=1e6).contains(&value) {
                 return bad(what, value, "0 to 1e6 seconds");

@@ -32,9 +32,15 @@ impl Part {
         self.to.is_some_and(|to| to <= prompt)
     }
 
+    /// Tokens of a request with so many prompt tokens up to which its engine is asked, where it ends before the request does: it hands over with a token that is made
+    /// again behind the cut, unless what it makes is `kept`.
+    pub fn asked(&self, prompt: u32, kept: bool) -> Option<u32> {
+        self.to.map(|to| if kept && to > prompt { to } else { to + 1 })
+    }
+
     /// Whether another part follows it: not where it makes all of the answer.
-    pub fn follows(&self, prompt: u32, output: u32) -> bool {
-        self.prefills_only(prompt) || self.to.is_some_and(|to| to + 1 < prompt + output)
+    pub fn follows(&self, prompt: u32, output: u32, kept: bool) -> bool {
+        self.prefills_only(prompt) || self.asked(prompt, kept).is_some_and(|to| to < prompt + output)
     }
 
     /// Whether its tokens are known as they are made, where those that others follow are `silent` or not.
@@ -127,7 +133,10 @@ impl Cluster<'_> {
             self.observer.prefilled(&chunk, false, self.now)?;
             self.next_segment(request, self.now)?;
         }
-        let Part { from: tokens, instance, before, before_began, back, .. } = self.parts[request];
+        let Part { from, instance, before, before_began, back, .. } = self.parts[request];
+        // The last token that counts has no KV yet where it is kept.
+        let kept = self.config.router.split.keeps_tokens();
+        let tokens = from - u32::from(kept && from > self.workload.shape.input_tokens[request]);
         let to = instance as usize;
         self.records.handoff_least_loaded[request] = i64::from(self.least_loaded(to));
         let chain = super::chain(self.workload, self.config, request);
