@@ -226,15 +226,28 @@ async def test_prefill_and_decode_engines_are_not_pulled_to() -> None:
         assert w.outcomes == {"handed_over": 2}
 
 
-def test_pull_and_split_exclude_each_other() -> None:
-    with pytest.raises(ValidationError, match="model 'a': pull cannot go together with split: libra"):
-        ServerConfig.model_validate({"split": "libra", "models": [{"name": "a", "pull": "on"}]})
-    with pytest.raises(ValidationError, match="pull cannot go together with split"):
-        ServerConfig.model_validate({"split_force_at": 0.5, "pull": "on"})
-    own = {"split": "libra", "models": [{"name": "a", "pull": True, "split": "none"}]}
-    config = ServerConfig.model_validate(own)  # YAML's on is true
-    assert config.pool_settings(config.models[0]).pull == "on"
-    assert (config.pull, config.pulls, config.splits) == ("none", True, True)
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, False),
+        ({"pull": True}, True),  # YAML's on is true
+        ({"policy": "planner"}, True),
+        ({"policy": {"name": "planner"}, "split": "none"}, True),
+        ({"policy": "planner", "pull": "none"}, False),
+        ({"policy": "lmetric_pull"}, False),
+    ],
+)
+def test_what_is_pulled_goes_with_the_policy_unless_it_is_said(given: dict[str, Any], expected: bool) -> None:
+    config = ServerConfig.model_validate(given)
+    assert (config.pool_settings().pulls_prefixes, config.pulls) == (expected, expected)
+    own = ServerConfig.model_validate({"models": [{"name": "a", **given}]})
+    assert own.pool_settings(own.models[0]).pulls_prefixes is expected
+    assert (own.pulls, own.pool_settings().pulls_prefixes) == (expected, False)
+
+
+def test_pull_that_there_is_not() -> None:
+    with pytest.raises(ValidationError, match="'none' or 'on'"):
+        ServerConfig.model_validate({"pull": "off"})
 
 
 def test_settings_that_there_are_not() -> None:

@@ -147,6 +147,12 @@ def test_mistakes_are_answered_with_what_would_be_right() -> None:
         ("star", {"half_life_steps": 0.5}, "half_life_steps"),
         ("star", {"most_moves": 0}, "most_moves.*at least 1"),
         ("llumnix", {"source_below_steps": 9, "target_above_steps": 8}, "target_above_steps"),
+        ("star", {"most_moves": 1.5}, r"reschedule: most_moves: 1.5 .*whole number"),
+        ("llumnix", {"most_moves": 0.5}, "most_moves: 0.5 .*whole number"),
+        ("star", {"points": 2.5}, "points: 2.5 .*whole number"),
+        ("star", {"repredict_tokens": -1}, "repredict_tokens: -1 .*whole number"),
+        ("star", {"horizon_steps": 1e10}, "horizon_steps.*whole number"),
+        ("star", {"forecast_seed": 0.5}, "forecast_seed: 0.5 .*whole number"),
         ("star", {"forecast": "bins_3"}, "bins_3.*bins_2"),
         ("star", {"forecast": "guess"}, "guess.*curve"),
     ):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lmetric import BadValueError, Router
 from lmetric.config import load_config
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, split
 
@@ -41,7 +42,6 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
         for said in heard:
             receipt = said["receipt"]
             stay, apart = receipt["stay_seconds"], receipt["apart_seconds"]
-            assert receipt["pull_instance"] is None  # the server pulls no prefixes
             if receipt["cuts"]:
                 # The first token is the prefill's own: a hand-over takes no time by these settings.
                 assert receipt["cuts"] == [receipt["prompt_tokens"] + 1]
@@ -54,7 +54,9 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
         for (path, body), said in list(zip(asking, heard, strict=True))[::4]:
             equal(said, await alone(w, path, body))
         all_cut = len(cut) + sum(bool(said["receipt"]["cuts"]) for said in before)
-        assert w.outcomes == {"handed_over": all_cut}
+        pulled = pool.pull_outcomes["pulled"]
+        assert pool.pull_outcomes.keys() <= {"pulled", "late"}  # the clock is fast, and waits are not
+        assert w.outcomes == {"handed_over": all_cut + pulled}
         assert pool.router.stats()["in_flight"] == 0
 
 
@@ -67,6 +69,20 @@ async def test_engines_that_hand_nothing_over_take_requests_whole() -> None:
             receipt = said["receipt"]
             assert (receipt["cuts"], receipt["uncut"]) == ([], "its instance cannot hand over")
         assert not w.outcomes
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((("libra", name)) for name in ("probes", "least_tokens", "margin_tokens", "parts")),
+        ("apart", "prior_tokens"),
+    ],
+)
+def test_settings_in_whole_numbers_are_whole(kind: str, name: str) -> None:
+    for wrong in (2.5, -1.0, float("nan"), 2.0**32):
+        with pytest.raises(BadValueError, match=f"split: {name}: .* expected a whole number from 0"):
+            Router().set_split(kind, **{name: wrong})
+    Router().set_split(kind, **{name: 2.0})
 
 
 @pytest.mark.parametrize(

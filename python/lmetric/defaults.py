@@ -41,6 +41,15 @@ PLANNER = "planner"
 pulled: where nothing else is said, both are on with it; see docs/planner.md."""
 
 
+Pull = Literal["none", "on"]
+"""Whether instances fetch prefixes from each other; see docs/simulator.md, "Prefix pull"."""
+
+
+def default_pull(policy: str) -> Pull:
+    """Whether prefixes are pulled under this policy where nothing is said."""
+    return "on" if policy == PLANNER else "none"
+
+
 def default_split(policy: str) -> Split:
     """How requests are cut under this policy where nothing is said."""
     return "apart" if policy == PLANNER else "none"

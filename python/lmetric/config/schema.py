@@ -20,7 +20,7 @@ from lmetric.config.kinds import (
     Strict,
     ZmqEndpoint,
 )
-from lmetric.defaults import Priority, Split, default_split
+from lmetric.defaults import Priority, Pull, Split, default_pull, default_split
 
 # Sources of engines beside those in `discovery`.
 CONFIGURED = "configuration"
@@ -145,11 +145,11 @@ class PoolSettings(Strict):
         description="cut between engines that hand nothing over, too: the second computes again what its "
         "prefix cache does not hold",
     )
-    pull: Annotated[Literal["none", "on"], ON_IS_A_WORD] = Field(
-        "none",
+    pull: Annotated[Pull | None, ON_IS_A_WORD] = Field(
+        None,
         description="whether an engine fetches, before a request begins, the part of the prompt's KV that "
         "another holds and it does not, where that takes less time than computing it: none, or on; policy "
-        "lmetric_pull heeds it in its scores; not together with split",
+        "lmetric_pull heeds it in its scores; default: on where the policy is planner, else none",
     )
     pull_settings: dict[str, float] = Field(
         default_factory=dict,
@@ -242,10 +242,18 @@ class PoolSettings(Strict):
     seed: int = Field(0, ge=0, description="seed of the tie-breaks")
 
     @property
+    def _policy_name(self) -> str:
+        return self.policy if isinstance(self.policy, str) else str(self.policy.get("name"))
+
+    @property
     def split_by(self) -> Split:
         """What cuts requests between equals: what is said, or what goes with the policy."""
-        named = self.policy if isinstance(self.policy, str) else str(self.policy.get("name"))
-        return default_split(named) if self.split is None else self.split
+        return default_split(self._policy_name) if self.split is None else self.split
+
+    @property
+    def pulls_prefixes(self) -> bool:
+        """Whether engines fetch prefixes from each other: as is said, or as goes with the policy."""
+        return (default_pull(self._policy_name) if self.pull is None else self.pull) != "none"
 
     @property
     def cuts_between_equals(self) -> bool:
@@ -484,14 +492,6 @@ class ServerConfig(PoolSettings):
             if name in names:
                 raise ValueError(f"two models are named {name!r}")
             names.add(name)
-        for model in [None, *self.models]:
-            settings = self.pool_settings(model)
-            if settings.pull != "none" and settings.cuts_between_equals:
-                of = "" if model is None else f"model {model.name!r}: "
-                by = (
-                    "split_force_at" if settings.split_force_at is not None else f"split: {settings.split_by}"
-                )
-                raise ValueError(f"{of}pull cannot go together with {by}: leave one of them out, or none")
         return self
 
     @property
@@ -502,7 +502,7 @@ class ServerConfig(PoolSettings):
     @property
     def pulls(self) -> bool:
         """Whether engines of some model fetch prefixes from each other."""
-        return any(pool.pull != "none" for pool in [self, *self.models])
+        return any(pool.pulls_prefixes for pool in [self, *self.models])
 
     @property
     def orders(self) -> bool:

@@ -39,18 +39,17 @@ class Bounded(Chain):
     def last(self, engine: Engine, now: float) -> bool:
         """Sends the next leg of the last segment; False: the relay itself has to."""
         joined = self.joined
-        inside = not joined.begun and 0 < self._ends_at < len(joined.prompt)  # see `_passed`
         # Without a prefix cache, each leg would compute all that came before.
         cached = engine.capabilities.prefix_caching is not False
-        self.bounded = cached and not (self._unjoined or inside)
+        self.bounded = cached and not (self._unjoined or self._inside)  # see `_passed`
         if not self.bounded:
             return super().last(engine, now)
         assert self._mover is not None
         self._tokens = 1 if self._fresh else self._next_tokens()
         target, leg = joined.bounded(self._tokens)
-        if self._ends_at:
+        if self._from_token:
             leg |= self._asks(engine, now, goes_on=False)
-            self._ends_at = 0
+            self._from_token = 0
         self._mover.running[self.ticket.id] = self
         silent = Silent(self, self._asked, orjson.dumps(leg), now, target.encode())
         self._asked_tokens, self._silent = leg["max_tokens"], silent

@@ -3,6 +3,10 @@
 Legs but the last are silent: a stream never tells what its engine would hand over, so the client gets a
 leg's tokens when it ends. Where the cut lies in the prompt or at its end, the last leg answers as if alone
 and its bytes pass; behind that, the answer is joined (`joined`, `rest`).
+
+A leg that begins at the prompt's start, the only one or the first of several, may fetch the prompt's front
+from an engine that holds it (`pulling`): it is sent what that one hands over, as a later leg is sent what the
+leg before it did.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from lmetric.engines.handover import HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.followed import Followed
 from lmetric.server.handed import Handed
-from lmetric.server.joined import Joined, Made, NotJoinable
+from lmetric.server.joined import Joined, Made, NotJoinable, other_tokens
 from lmetric.server.moving import Move
 from lmetric.server.openai import CHAT, COMPLETIONS, ApiError, Call
 from lmetric.server.pulling import Pull
@@ -60,6 +64,8 @@ class Chain(Segments):
         self.joined = Joined(asked.path, call.request, call.tokens, encoder)
         self._asked_tokens = 0  # of the silent leg that was sent last
         self._ends_at = 0  # and the token at which it ends
+        self._from_token = 0  # up to here the next leg need not compute: that is, or was, handed over
+        self._checks = False  # a silent leg has to tell the tokens that it makes of a chat
         self._rest: Rest | None = None
         self._unjoined = False  # its first answer could not be joined: it is answered whole
         self.first_token_at: float | None = None
@@ -68,7 +74,7 @@ class Chain(Segments):
         self._passed_tokens = 0
         self._mover = mover if call.stream or self._plain_moves else None
         self.move: Move | None = None  # to another engine, that has begun
-        self._pull: Pull | None = None  # of the prompt's front, before the last leg
+        self._pull: Pull | None = None  # of the prompt's front, before the open leg
 
     # What the relay calls.
 
@@ -82,20 +88,26 @@ class Chain(Segments):
         target, leg = self.joined.leg(to_token)
         fields = self._asks(engine, now, goes_on=True)
         self._asked_tokens, self._ends_at = leg["max_tokens"], to_token
+        fetches_front = self._inside and self._handed.used
+        self._checks = fetches_front and target == CHAT
+        if self._checks:
+            leg["return_token_ids"] = True
+        elif fetches_front and not self.joined.begun and to_token >= len(self.joined.prompt):
+            leg["prompt"] = self.joined.prompt  # the very tokens whose cache it fetches
         silent = Silent(self, self._asked, orjson.dumps(leg | fields), now, target.encode())
         self._silent = silent
         silent.go(engine, now)
 
     def fetches(self, engine: Engine, now: float) -> bool:
-        """Has what the open segment is to fetch held for it; False: nothing comes of that, and the last leg
-        is to be sent. Either way `pulled` is called, and `begins` where it took a while."""
+        """Has what the open segment is to fetch held for it; False: nothing comes of that, and its leg is to
+        be sent. Either way `pulled` is called, and `begins` where it took a while."""
         self._pull = Pull(self._pool, self, engine)
         return self._pull.begin(now)
 
     def pulled(self, handed: Handed | None, tokens: int) -> None:
-        """That is over: what the last leg fetches, the cache of so many tokens; None: nothing."""
+        """That is over: what the open leg fetches, the cache of so many tokens; None: nothing."""
         self._pull = None
-        self._handed, self._ends_at = handed or Handed(self._pool), tokens
+        self._handed, self._from_token = handed or Handed(self._pool), tokens
 
     def begins(self, engine: Engine) -> None:
         """It is sent there now, unless that engine is gone by now."""
@@ -109,7 +121,7 @@ class Chain(Segments):
         if not self.joined.begun:
             return self._passed(engine, now)
         target, leg = self.joined.last()
-        fields = self._asks(engine, now, goes_on=False) if self._ends_at else {}
+        fields = self._asks(engine, now, goes_on=False) if self._from_token else {}
         body = orjson.dumps(leg | fields)
         self._send(Rest(self, self._asked, body, self._stream, target.encode(), now), engine, now)
         return True
@@ -119,16 +131,15 @@ class Chain(Segments):
         cannot just pass. A chat that goes on inside its prompt is rendered anew, and must become the very
         tokens whose cache is fetched: nobody else would see that it does not. And an answer that is not
         streamed tells where this engine holds what it computed, which is no client's business."""
-        inside = 0 < self._ends_at < len(self.joined.prompt)
-        chat = self._asked.path == CHAT
+        inside, chat = self._inside, self._asked.path == CHAT
         follows = self._mover is not None and self._stream and not self._unjoined
         if not follows and (
-            self._unjoined or not self._ends_at or not ((chat and inside) or not self._stream)
+            self._unjoined or not self._from_token or not ((chat and inside) or not self._stream)
         ):
             return False
-        fields = self._asks(engine, now, goes_on=False) if self._ends_at else {}
+        fields = self._asks(engine, now, goes_on=False) if self._from_token else {}
         if not fields and not follows:
-            self._ends_at = 0  # nothing is handed over: asked again, it would be counted again
+            self._from_token = 0  # nothing is handed over: asked again, it would be counted again
             return False
         # What is handed over is of the very tokens that the first leg had.
         request = self.joined.whole() if inside or (follows and fields) else dict(self.joined.request)
@@ -140,6 +151,11 @@ class Chain(Segments):
         rest.checks = checks
         self._send(rest, engine, now)
         return True
+
+    @property
+    def _inside(self) -> bool:
+        """Whether the next leg is handed the cache of the prompt's front alone: it needs the very tokens."""
+        return not self.joined.begun and 0 < self._from_token < len(self.joined.prompt)
 
     def _send(self, rest: Rest, engine: Engine, now: float) -> None:
         self._rest = rest
@@ -155,8 +171,7 @@ class Chain(Segments):
             return self._body
         fields = self._asks(engine, now, goes_on=False)
         body = self._body
-        if self._asked.path != CHAT and isinstance(self.joined.request.get("prompt"), str):
-            # The very tokens that the first leg had.
+        if self._inside:
             body = orjson.dumps(self.joined.whole())
         return with_fields(body, fields) if fields else body
 
@@ -232,10 +247,15 @@ class Chain(Segments):
                 self.refused(engine, status, body)
             return
         engine.failures = 0
+        joined = self.joined
+        if self._checks and (why := self._other_prompt(body)):
+            self._other_tokens(engine, why)
+            self.begin(engine, time.monotonic())
+            return
         prompt, cached = usage_of(body)
         made: Made | None = None
-        joined = self.joined
         self._handed.begin(engine)
+        self._from_token = self._ends_at
         if self._ends_at > len(joined.prompt):
             try:
                 answer = object_of(body)
@@ -255,6 +275,13 @@ class Chain(Segments):
         if made is not None:
             self.tell(made)
         self._go_on(prompt, cached)
+
+    def _other_prompt(self, body: bytes) -> str | None:
+        """Why a silent leg's chat is not the prompt whose front it has fetched."""
+        try:
+            return other_tokens(self.joined.prompt, object_of(body))
+        except NotJoinable as error:
+            return str(error)
 
     def _asked_anew(self, engine: Engine, error: NotJoinable) -> bool:
         """The answer so far cannot be joined with what would follow: whether all of it is to be asked for
@@ -289,10 +316,14 @@ class Chain(Segments):
     def differs(self, rest: Rest, why: str) -> None:
         """The last leg's prompt is not that of the cache it has fetched: what it says is of no use."""
         self._rest = None
-        self._pool.not_joinable(self._asked.path, f"{rest.engine.name}: {why}")
-        self._handed.useless("other_tokens", why)
-        self._ends_at = 0
+        self._other_tokens(rest.engine, why)
         self._anew(rest.engine)
+
+    def _other_tokens(self, engine: Engine, why: str) -> None:
+        """What a leg was handed is the cache of another prompt: to be sent once more, without."""
+        self._pool.not_joinable(self._asked.path, f"{engine.name}: {why}")
+        self._handed.useless("other_tokens", why)
+        self._from_token = 0
 
     def _anew(self, engine: Engine) -> None:
         now = time.monotonic()
@@ -411,9 +442,9 @@ class Chain(Segments):
         rest, self._rest = self._rest, None
         if rest is not None:
             rest.drop()
-        self._ends_at = 0
+        self._from_token = 0
         if handed is not None:
-            self._handed, self._ends_at = handed, len(self.joined.prompt) + len(self.joined.made)
+            self._handed, self._from_token = handed, len(self.joined.prompt) + len(self.joined.made)
         self._relay.segment(self.ticket.moved(), time.monotonic())
 
     # Both.
@@ -438,12 +469,12 @@ class Chain(Segments):
         """What a leg's body says of handing over."""
         connector, told = engine.connector, engine.handover
         # What was handed over is all of this leg's prompt, or the front of it.
-        whole = self._ends_at >= len(self.joined.prompt)
+        whole = self._from_token >= len(self.joined.prompt)
         if (goes_on or not whole) and not (told is not None and told.bidirectional):
             self._handed.forget("not_cut", f"{engine.name} is not known to be in bidirectional mode")
         fields = self._handed.fields(engine, now)
         if connector is None:
-            if not goes_on and self._ends_at:
+            if not goes_on and self._from_token:
                 self._handed.recompute("no_connector", f"{engine.name} hands nothing over")
             return {}
         try:

@@ -231,7 +231,7 @@ class Pool:
             self.router.set_split("force", at=settings.split_force_at)
         elif self.splits:
             self.router.set_split(settings.split_by, **settings.split_settings)
-        self.pulls = settings.pull != "none"  # whether engines fetch prefixes from each other
+        self.pulls = settings.pulls_prefixes  # whether engines fetch prefixes from each other
         self.pull_outcomes: Counter[str] = Counter()
         self.transfer_seconds_per_token = 0.0
         if self.pulls:

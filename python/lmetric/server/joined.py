@@ -323,6 +323,14 @@ class Joined:
         return usage | {"prompt_tokens_details": self.cached} if last else usage
 
 
+def other_tokens(prompt: list[int], said: JSON) -> str | None:
+    """Why a chat is not the prompt whose cache its engine has fetched, going by what that tells of it."""
+    told = said.get("prompt_token_ids")
+    if told == prompt:
+        return None
+    return "it makes other tokens of a chat" if told else "it does not tell a chat's token ids"
+
+
 def _event(value: JSON) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(value)
 

@@ -132,10 +132,10 @@ class Relay(Underway, Leg):
             chain = self._chain = kind(
                 self, self._config, self._asked, self._pool, self._ticket, self._call, self._encoder, mover
             )
-        if self._ticket.follows:
-            chain.begin(engine, now)
-        elif self._pulls and chain.fetches(engine, now):
+        if self._pulls and chain.fetches(engine, now):
             pass  # it goes on when that is over
+        elif self._ticket.follows:
+            chain.begin(engine, now)
         elif not chain.last(engine, now):
             self.go(engine, now)
 

@@ -10,7 +10,7 @@ import orjson
 from lmetric._core import END, ENGINE_ERROR, INCOMPLETE, PASS, READY, WireError
 from lmetric.config.schema import Timeouts
 from lmetric.server.fleet import Engine
-from lmetric.server.joined import NotJoinable
+from lmetric.server.joined import NotJoinable, other_tokens
 from lmetric.server.leg import Leg
 from lmetric.server.upstream import Connection
 
@@ -269,12 +269,11 @@ class Passed(Rest):
         """Whether it is of no use, which is then told."""
         if not self.checks:
             return False
-        prompt = said.get("prompt_token_ids")
-        self.checks = prompt != self._chain.joined.prompt
-        if self.checks:
+        why = other_tokens(self._chain.joined.prompt, said)
+        self.checks = why is not None
+        if why is not None:
             self.drop()
-            told = "it makes other tokens of a chat" if prompt else "it does not tell a chat's token ids"
-            self._chain.differs(self, told)
+            self._chain.differs(self, why)
         return self.checks
 
     def _stripped(self, said: dict[str, Any], choices: list[Any]) -> bytes:

@@ -21,10 +21,10 @@ from lmetric import _core
 from lmetric.defaults import (
     DEFAULT_PROFILE,
     ORDER_SLO,
-    PLANNER,
     Priority,
     Reschedule,
     Split,
+    default_pull,
     default_split,
 )
 from lmetric.expr import Expr
@@ -344,8 +344,8 @@ def simulate(
     name = policy_name(policy)
     if split is None:
         split = "none" if pools is not None and pools.decode else default_split(name)
-    if pull is None and name == PLANNER:
-        pull = "on"
+    if pull is None:
+        pull = default_pull(name)
     started = time.perf_counter()
     columns = _core.simulate(
         workload.core,

@@ -1,6 +1,7 @@
 //! How running requests are moved, by name and settings.
 use crate::errors::Result;
 use lmetric_core::CoreError;
+use lmetric_core::error::whole;
 use lmetric_core::reschedule::Weights;
 use lmetric_core::router::{Forecast, RescheduleConfig, Rule};
 use pyo3::prelude::*;
@@ -28,21 +29,26 @@ pub fn reschedule_of(name: &str, settings: Option<&Bound<'_, PyDict>>) -> Result
     let number = |name: &str, plain: f64| -> Result<f64> {
         take(name)?.map_or(Ok(plain), |value| Ok(value.extract::<f64>()?))
     };
+    let count = |name: &str, plain: u32| -> Result<u32> {
+        take(name)?.map_or(Ok(plain), |value| Ok(whole(&format!("reschedule: {name}"), value.extract()?)?))
+    };
+    let moves =
+        |plain: usize| count("most_moves", u32::try_from(plain).unwrap_or(u32::MAX)).map(|n| n as usize);
     let config = if name == "none" {
         None
     } else {
         let mut config = RescheduleConfig::named(name)?;
-        let seed = number("forecast_seed", 0.0)? as u64;
+        let seed = count("forecast_seed", 0)?.into();
         if let Some(forecast) = take("forecast")? {
             config.forecast = Forecast::named(&forecast.extract::<String>()?, seed)?;
         }
-        config.repredict_tokens = number("repredict_tokens", config.repredict_tokens.into())? as u32;
+        config.repredict_tokens = count("repredict_tokens", config.repredict_tokens)?;
         config.period_seconds = number("period_seconds", config.period_seconds)?;
         match &mut config.rule {
             Rule::Star(star) => {
-                star.most_moves = number("most_moves", star.most_moves as f64)? as usize;
-                star.horizon_steps = number("horizon_steps", star.horizon_steps.into())? as u32;
-                star.points = number("points", star.points.into())? as u32;
+                star.most_moves = moves(star.most_moves)?;
+                star.horizon_steps = count("horizon_steps", star.horizon_steps)?;
+                star.points = count("points", star.points)?;
                 if let Some(steps) = take("half_life_steps")? {
                     let half_life_steps: f64 = steps.extract()?;
                     star.weights = if half_life_steps == 0.0 {
@@ -58,7 +64,7 @@ pub fn reschedule_of(name: &str, settings: Option<&Bound<'_, PyDict>>) -> Result
                 star.caution = number("caution", star.caution)?;
             }
             Rule::Llumnix(llumnix) => {
-                llumnix.most_moves = number("most_moves", llumnix.most_moves as f64)? as usize;
+                llumnix.most_moves = moves(llumnix.most_moves)?;
                 llumnix.source_below_steps = number("source_below_steps", llumnix.source_below_steps)?;
                 llumnix.target_above_steps = number("target_above_steps", llumnix.target_above_steps)?;
             }

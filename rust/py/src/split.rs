@@ -1,6 +1,7 @@
 //! How requests are cut, by name and settings.
 use crate::errors::Result;
 use lmetric_core::CoreError;
+use lmetric_core::error::whole;
 use lmetric_core::estimate::output_length::{MARGIN_TOKENS, QUANTILE};
 use lmetric_core::router::{Apart, Lengths, Libra, Mean, Split};
 use lmetric_core::split::{Settings, apart};
@@ -30,16 +31,19 @@ pub fn split_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Spli
         let place = given.iter().position(|(known, _)| known == name)?;
         Some(given.remove(place).1)
     };
+    let number = |name: &str, value: Option<f64>, plain: u32| {
+        value.map_or(Ok(plain), |value| whole(&format!("split: {name}"), value))
+    };
     let split = match kind {
         "none" => Split::None,
         "libra" => {
             let plain = Settings::default();
             let settings = Settings {
-                probes: take("probes").map_or(plain.probes, |n| n as u32),
+                probes: number("probes", take("probes"), plain.probes)?,
                 epsilon: take("epsilon").unwrap_or(plain.epsilon),
                 // Below zero: every balance is a cut.
                 least_gain: take("least_gain").map_or(plain.least_gain, |gain| (gain >= 0.0).then_some(gain)),
-                least_tokens: take("least_tokens").map_or(plain.least_tokens, |n| n as u32),
+                least_tokens: number("least_tokens", take("least_tokens"), plain.least_tokens)?,
                 transfer_seconds_per_token: take("transfer_seconds_per_token")
                     .unwrap_or(plain.transfer_seconds_per_token),
                 transfer_fixed_seconds: take("transfer_fixed_seconds")
@@ -47,12 +51,12 @@ pub fn split_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Spli
                 cuts: plain.cuts,
             };
             let quantile = take("quantile").unwrap_or(QUANTILE);
-            let margin_tokens = take("margin_tokens").map_or(MARGIN_TOKENS, |n| n as u32);
+            let margin_tokens = number("margin_tokens", take("margin_tokens"), MARGIN_TOKENS)?;
             let lengths = match take("lengths_given").unwrap_or(0.0) {
                 0.0 => Lengths::Estimated { quantile, margin_tokens },
                 _ => Lengths::Given,
             };
-            let parts = take("parts").map_or(2, |n| n as u32);
+            let parts = number("parts", take("parts"), 2)?;
             Split::Libra(Libra { settings, lengths, parts })
         }
         "apart" => {
@@ -66,9 +70,9 @@ pub fn split_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Spli
                     .unwrap_or(plain.transfer_fixed_seconds),
                 most_stall_seconds: take("most_stall_seconds").unwrap_or(plain.most_stall_seconds),
             };
-            let prior = take("prior_tokens").map(|n| Mean::Learned { prior_tokens: n as u32 });
+            let prior = take("prior_tokens").map(|n| whole("split: prior_tokens", n)).transpose()?;
             let lengths = match take("lengths_given").unwrap_or(0.0) {
-                0.0 => prior.unwrap_or_default(),
+                0.0 => prior.map_or(Mean::default(), |prior_tokens| Mean::Learned { prior_tokens }),
                 _ => Mean::Given,
             };
             Split::Apart(Apart { settings, lengths })

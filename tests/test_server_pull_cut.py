@@ -1,0 +1,375 @@
+"""Requests that fetch their prompt's front and go on at another engine: three engines, one answer.
+
+`pd` checks at its end that nothing is in flight anywhere, `pulling` that nobody is pulled from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmetric.engines.emulated import EngineOptions
+from moves_world import move, mover
+from pd_world import Pd
+from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal, renders_otherwise
+from test_pull_server import LONG, SETTINGS, computed, heated, outcomes, pulling, stats
+from test_pull_server_faults import occupied, waiting
+
+PATHS = [CHAT, COMPLETIONS]
+USAGE = {"stream_options": {"include_usage": True}}
+CUT: dict[str, Any] = {"split_force_at": 0.5}
+
+
+def engines(count: int = 3, **changes: Any) -> list[EngineOptions]:
+    return [both(**({"clock_speed": 2.0} | changes)) for _ in range(count)]
+
+
+def body_at(path: str, *, stream: bool = False, **changes: Any) -> dict[str, Any]:
+    usage: dict[str, Any] = USAGE if stream else {}
+    return body_of(path, LONG + "and then?", stream=stream, **({"max_tokens": 40} | usage | changes))
+
+
+def cut_at(w: Pd, fraction: float | None) -> None:
+    """Where requests are cut from now on."""
+    router = w.server.fleet.pools[0].router
+    if fraction is None:
+        router.set_split("none")
+    else:
+        router.set_split("force", at=fraction)
+
+
+async def ready(w: Pd, path: str, body: dict[str, Any], tokens: int = 0) -> tuple[str, dict[str, Any]]:
+    """One engine holds the prompt's front, and the request is to be cut so many tokens behind its prompt:
+    that engine, and what one says alone."""
+    cut_at(w, None)
+    holder = await heated(w, path)
+    expected = await alone(w, path, body)
+    whole = await alone(w, path, {k: v for k, v in body.items() if k != "stream_options"} | {"stream": False})
+    prompt = whole["usage"]["prompt_tokens"]
+    cut_at(w, (prompt + tokens - 0.5) / (prompt + body["max_tokens"]))
+    return holder, expected
+
+
+def busy(w: Pd, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name not in w.stopped and w.busy(name)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens", [0, 12])
+async def test_the_answer_is_one_engines(path: str, stream: bool, tokens: int) -> None:
+    body = body_at(path, stream=stream, return_token_ids=True)
+    async with pulling(*engines(), **CUT) as w:
+        holder, expected = await ready(w, path, body, tokens)
+        said = await asked(w, path, body)
+        equal(said, expected)
+        receipt, prompt = said["receipt"], said["receipt"]["prompt_tokens"]
+        first, last, pulled = receipt["instance"], receipt["decode_instance"], receipt["pulled_tokens"]
+        assert len({first, holder}) == len({first, last}) == 2
+        assert (receipt["pull_instance"], receipt["cuts"]) == (holder, [prompt + tokens])
+        assert prompt - 64 < pulled < prompt
+        # The front was fetched, the rest computed, and all of it handed on.
+        assert w.load(first)["pulled_prompt_tokens"] == pulled
+        assert computed(w.load(first)) == prompt - pulled
+        assert (said["headers"]["x-lmetric-prefill"], said["headers"]["x-lmetric-instance"]) == (first, last)
+        if last != holder:  # which has the most of it in its own cache
+            assert w.load(last)["pulled_prompt_tokens"] == prompt + tokens
+        assert (outcomes(w), w.outcomes) == ({"pulled": 1}, {"handed_over": 2})
+        assert (stats(w)["pulls"], stats(w)["pulled_tokens"], stats(w)["split"]) == (1, pulled, 1)
+        page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
+        assert 'lmetric_pulls_total{model="emulated",outcome="pulled"} 1.0' in page
+        assert 'lmetric_handovers_total{model="emulated",outcome="handed_over"} 2.0' in page
+
+
+async def test_a_cut_inside_the_prompt_pulls_nothing() -> None:
+    body = body_at(COMPLETIONS)
+    async with pulling(*engines(), **CUT) as w:
+        _, expected = await ready(w, COMPLETIONS, body)
+        cut_at(w, 0.5)
+        said = await asked(w, COMPLETIONS, body)
+        equal(said, expected)
+        assert said["receipt"]["cuts"][0] < said["receipt"]["prompt_tokens"]
+        assert said["receipt"]["pull_instance"] is None
+        assert (outcomes(w), w.outcomes) == ({}, {"handed_over": 1})
+
+
+async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
+    cases = st.fixed_dictionaries(
+        {
+            "path": st.sampled_from(PATHS),
+            "prompt": PROMPTS,
+            "words": st.integers(0, 100),
+            "max_tokens": st.integers(2, 60),
+            "at": st.floats(0.0, 0.99),
+            "stream": st.booleans(),
+            "ids": st.booleans(),
+        }
+    )
+    loop = asyncio.get_running_loop()
+    front = LONG.split(" ")
+    async with pulling(*engines(4, clock_speed=20.0), **CUT) as w:
+        router = w.server.fleet.pools[0].router
+        both_ways: list[bool] = []
+
+        async def tried(case: dict[str, Any]) -> None:
+            router.set_pull(True, **SETTINGS)  # what is learned would end it: these engines are fast
+            words = " ".join([str(len(both_ways)), *front[: 100 + case["words"]]])
+            path, most = case["path"], case["max_tokens"]
+            cut_at(w, None)
+            await asked(w, path, body_of(path, words, max_tokens=1))
+            body = body_of(
+                path,
+                f"{words} {case['prompt']}",
+                max_tokens=most,
+                stream=case["stream"],
+                return_token_ids=case["ids"],
+            )
+            whole = await alone(w, path, body | {"stream": False})
+            prompt = whole["usage"]["prompt_tokens"]
+            cut_at(w, (prompt + case["at"] * (most - 1) - 0.5) / (prompt + most))
+            said = await asked(w, path, body)
+            equal(said, await alone(w, path, body))
+            both_ways.append(bool(said["receipt"]["cuts"] and said["receipt"]["pulled_tokens"]))
+
+        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(cases)
+        def check(case: dict[str, Any]) -> None:
+            asyncio.run_coroutine_threadsafe(tried(case), loop).result(20)
+
+        await asyncio.to_thread(check)
+        assert sum(both_ways) > 10
+        assert set(w.outcomes) == {"handed_over"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"policy": "planner", "split_settings": {"least_gain_seconds": 0.0}},
+        {"split": "apart", "split_settings": {"least_gain_seconds": 0.0}},
+        {"split": "libra", "split_settings": {"least_gain": -1.0, "lengths_given": 1.0}},
+        {"split_force_at": 0.9},
+    ],
+)
+async def test_many_at_once(config: dict[str, Any]) -> None:
+    most = {"pull_settings": SETTINGS | {"most_pulls": 100}, "profile": "independent-sim"}
+    async with pulling(*engines(4), **config, **most) as w:
+        for n in range(7):
+            await asked(w, PATHS[n % 2], body_of(PATHS[n % 2], f"{n} {LONG}", max_tokens=2))
+        bodies = [
+            (path := PATHS[n % 2], body_of(path, f"{n % 7} {LONG} {n}", max_tokens=400, stream=n % 3 > 0))
+            for n in range(32)
+        ]
+        said = await asyncio.gather(*(asked(w, path, body) for path, body in bodies))
+        for (path, body), heard in list(zip(bodies, said, strict=True))[::4]:
+            equal(heard, await alone(w, path, body))
+        cut, pulled = [
+            {n for n, heard in enumerate(said) if heard["receipt"][name]}
+            for name in ("cuts", "pulled_tokens")
+        ]
+        assert cut & pulled or "libra" in config.values()  # which cuts inside the prompts
+        assert cut
+        assert pulled or "libra" in config.values()
+        assert set(outcomes(w)) <= {"pulled"}
+        assert set(w.outcomes) == {"handed_over"}
+        assert w.outcomes["handed_over"] >= len(cut) + len(pulled)  # and the first ones
+
+
+@pytest.mark.parametrize("by", ["recompute", "pull", "legs"])
+@pytest.mark.parametrize("path", PATHS)
+async def test_and_then_it_moves(by: str, path: str) -> None:
+    body = body_at(path, stream=True, max_tokens=150)
+    star = {"reschedule": "star", "reschedule_by": by, "reschedule_period_seconds": 3600.0}
+    gap = {"reschedule_leg_tokens": 16, "reschedule_max_gap_seconds": 30.0} if by == "legs" else {}
+    async with pulling(*engines(), **CUT, **star, **gap) as w:
+        _, expected = await ready(w, path, body)
+        task = asyncio.create_task(asked(w, path, body))
+        assert await move(w, 10), mover(w).outcomes
+        said = await task
+        equal(said, expected)
+        assert (len(said["receipt"]["moves"]), outcomes(w)) == (1, {"pulled": 1})
+        assert mover(w).outcomes == {"moved": 1}
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_holder_that_is_gone(path: str, stream: bool) -> None:
+    body = body_at(path, stream=stream)
+    async with pulling(*engines(), **CUT) as w:
+        holder, expected = await ready(w, path, body)
+        await w.kill(holder)
+        said = await asked(w, path, body)
+        equal(said, expected)
+        receipt = said["receipt"]
+        assert (receipt["pull_instance"], receipt["pulled_tokens"]) == (holder, 0)
+        assert computed(w.load(receipt["instance"])) == expected["usage"]["prompt_tokens"]
+        assert (outcomes(w), w.outcomes) == ({"holder_failed": 1}, {"handed_over": 1})
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_slow_holder_is_waited_for_only_so_long(path: str) -> None:
+    body = body_at(path, stream=True)
+    async with pulling(*engines(max_sequences=1), pull_seconds=0.1, **CUT) as w:
+        holder, expected = await ready(w, path, body)
+        async with occupied(w, holder):
+            task = asyncio.create_task(asked(w, path, body))
+            await w.until(lambda: waiting(w, holder))
+            await w.until(lambda: outcomes(w))  # its last leg may wait there, too
+        equal(await task, expected)
+        assert (outcomes(w), w.outcomes) == ({"late": 1}, {"handed_over": 1})
+
+
+async def test_a_full_holder_refuses() -> None:
+    body = body_at(COMPLETIONS)
+    async with pulling(*engines(max_sequences=1, max_queued_requests=0), **CUT) as w:
+        holder, expected = await ready(w, COMPLETIONS, body)
+        async with occupied(w, holder):
+            said = await asked(w, COMPLETIONS, body)
+        equal(said, expected)
+        assert outcomes(w) == {"refused": 1}
+        assert w.server.fleet.pools[0].engines[holder].healthy
+
+
+async def test_a_holder_that_has_evicted_the_prompt_computes_it() -> None:
+    body = body_at(COMPLETIONS)
+    async with pulling(*engines(), **CUT) as w:
+        holder, expected = await ready(w, COMPLETIONS, body)
+        async with w.client.post(w.engines[holder].url + "/reset_prefix_cache") as response:
+            assert response.status == 200
+        said = await asked(w, COMPLETIONS, body)
+        equal(said, expected)
+        assert (outcomes(w), w.outcomes) == ({"pulled": 1}, {"handed_over": 2})
+
+
+async def test_what_is_held_too_long_is_not_fetched() -> None:
+    body = body_at(COMPLETIONS)
+    async with pulling(*engines(), handover_seconds=1e-9, **CUT) as w:
+        _, expected = await ready(w, COMPLETIONS, body)
+        equal(await asked(w, COMPLETIONS, body), expected)
+        assert w.outcomes == {"late": 2}
+        assert not any(w.load(name)["pulled_prompt_tokens"] for name in w.engines)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_cannot_fetch_computes_and_hands_on(
+    policy: str, path: str, stream: bool
+) -> None:
+    body = body_at(path, stream=stream)
+    async with pulling(*engines(kv_load_failure_policy=policy), **CUT) as w:
+        holder, expected = await ready(w, path, body, 5)
+        await w.engines[holder]._api._nixl.channel.stop()  # type: ignore[union-attr]
+        said = await asked(w, path, body)
+        equal(said, expected)
+        assert outcomes(w) == {"pulled": 1}
+        assert w.outcomes == {"handed_over": 2} | ({"broken": 1} if policy == "fail" else {})
+        first = said["receipt"]["instance"]
+        assert computed(w.load(first)) == said["receipt"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_first_engine_is_gone_when_it_is_its_turn(path: str, stream: bool) -> None:
+    body = body_at(path, stream=stream)
+    async with pulling(*engines(4), **CUT) as w:
+        holder, expected = await ready(w, path, body)
+        first = next(name for name in w.engines if name > holder)
+        await w.kill(first)
+        said = await asked(w, path, body)
+        equal(said, expected)
+        receipt = said["receipt"]
+        assert receipt["tried"] == [first, receipt["instance"]]
+        assert receipt["outcome"] == "finished"
+        # Pulled for the first, and again for the next unless that is the holder itself.
+        assert outcomes(w) == {"pulled": 1 + (receipt["instance"] != holder)}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_first_engine_dies_in_its_leg(path: str) -> None:
+    body = body_at(path, stream=True, max_tokens=60)
+    async with pulling(*engines(4, clock_speed=0.5), **CUT) as w:
+        holder, expected = await ready(w, path, body, 30)
+        task = asyncio.create_task(asked(w, path, body))
+        others = [name for name in w.engines if name != holder]
+        await w.until(lambda: busy(w, others))
+        await w.kill(busy(w, others)[0])
+        said = await task
+        equal(said, expected)
+        assert said["receipt"]["outcome"] == "finished"
+        assert outcomes(w)["pulled"] >= 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_last_engine_is_gone_when_it_is_its_turn(path: str) -> None:
+    body = body_at(path, stream=True, max_tokens=60)
+    async with pulling(*engines(4, clock_speed=0.5), **CUT) as w:
+        holder, expected = await ready(w, path, body, 30)
+        task = asyncio.create_task(asked(w, path, body))
+        others = [name for name in w.engines if name != holder]
+        await w.until(lambda: busy(w, others))
+        first = busy(w, others)[0]
+        (relay,) = w.server.front.relays
+        last = relay._ticket.next_instance  # type: ignore[attr-defined]
+        assert last not in (None, first)
+        await w.kill(last)
+        said = await task
+        equal(said, expected)
+        assert said["receipt"]["decode_instance"] not in (None, last)
+
+
+@pytest.mark.parametrize("when", ["pull", "first leg", "last leg"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves(when: str, stream: bool) -> None:
+    slow = {"clock_speed": 0.5} | ({"max_sequences": 1} if when == "pull" else {})
+    body = body_at(CHAT, stream=stream, max_tokens=400)
+    async with pulling(*engines(**slow), **CUT) as w:
+        holder, _ = await ready(w, CHAT, body, 30)
+        others = [name for name in w.engines if name != holder]
+        if when == "pull":
+            async with occupied(w, holder):
+                task = asyncio.create_task(asked(w, CHAT, body))
+                await w.until(lambda: waiting(w, holder))
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                await w.until(lambda: not waiting(w, holder))
+        else:
+            task = asyncio.create_task(asked(w, CHAT, body))
+            await w.until(lambda: busy(w, others))
+            if when == "last leg":
+                await w.until(lambda: w.outcomes == {"handed_over": 2})
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await w.until(lambda: not busy(w, w.engines))
+        await w.until(lambda: not w.in_flight())
+        assert stats(w)["failed"]["cancelled"] == 1
+        assert outcomes(w) == {"ended" if when == "pull" else "pulled": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens", [0, 12])
+async def test_a_chat_that_an_engine_renders_otherwise(stream: bool, tokens: int) -> None:
+    """It fetches the cache of other tokens than it makes of the chat; only it can tell."""
+    body = body_at(CHAT, stream=stream)
+    async with pulling(*engines(tokenize=False), **CUT) as w:
+        for name in w.engines:
+            renders_otherwise(w, name)
+        cut_at(w, None)
+        whole = await asked(w, CHAT, body)
+        prompt = whole["receipt"]["prompt_tokens"]
+        cut_at(w, (prompt + tokens - 0.5) / (prompt + body["max_tokens"]))
+        said, again = [await asked(w, CHAT, body) for _ in range(2)]
+        assert said["receipt"]["pull_instance"]
+        assert outcomes(w)["pulled"] == 1
+        assert w.outcomes["other_tokens"] == 1
+        equal(said, whole)
+        assert "makes other tokens" in again["receipt"]["unpulled"]
+        assert "makes other tokens" in again["receipt"]["uncut"]
+        equal(again, whole)
