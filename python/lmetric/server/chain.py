@@ -4,6 +4,9 @@ Legs but the last are silent: a stream never tells what its engine would hand ov
 leg's tokens when it ends. Where the cut lies in the prompt or at its end, the last leg answers as if alone
 and its bytes pass; behind that, the answer is joined (`joined`, `rest`).
 
+An engine hands over with a token whose KV it has not computed. It counts where the next leg's engine can
+fetch the front of its prompt and compute the rest (bidirectional mode); else it is made again there.
+
 A leg that begins at the prompt's start, the only one or the first of several, may fetch the prompt's front
 from an engine that holds it (`pulling`): it is sent what that one hands over, as a later leg is sent what the
 leg before it did.
@@ -65,6 +68,7 @@ class Chain(Segments):
         self._asked_tokens = 0  # of the silent leg that was sent last
         self._ends_at = 0  # and the token at which it ends
         self._from_token = 0  # up to here the next leg need not compute: that is, or was, handed over
+        self._keeps = False  # its last token counts
         self._checks = False  # a silent leg has to tell the tokens that it makes of a chat
         self._rest: Rest | None = None
         self._unjoined = False  # its first answer could not be joined: it is answered whole
@@ -86,6 +90,9 @@ class Chain(Segments):
         to_token = self.ticket.to_token
         assert to_token is not None
         target, leg = self.joined.leg(to_token)
+        self._keeps = to_token > len(self.joined.prompt) and self._front_is_enough(engine)
+        if self._keeps:
+            target, leg = self.joined.bounded(to_token - len(self.joined.prompt) - len(self.joined.made))
         fields = self._asks(engine, now, goes_on=True)
         self._asked_tokens, self._ends_at = leg["max_tokens"], to_token
         fetches_front = self._inside and self._handed.used
@@ -97,6 +104,16 @@ class Chain(Segments):
         silent = Silent(self, self._asked, orjson.dumps(leg | fields), now, target.encode())
         self._silent = silent
         silent.go(engine, now)
+
+    def _front_is_enough(self, engine: Engine) -> bool:
+        """Whether who goes on behind this engine's leg can compute the last token's KV cache: then the token
+        counts that an engine makes when it hands over, which has none yet."""
+        following = self._pool.engines.get(self.ticket.next_instance or "")
+        return (
+            following is not None
+            and following.connector is engine.connector
+            and all(of.handover is not None and of.handover.bidirectional for of in (engine, following))
+        )
 
     def fetches(self, engine: Engine, now: float) -> bool:
         """Has what the open segment is to fetch held for it; False: nothing comes of that, and its leg is to
@@ -255,12 +272,12 @@ class Chain(Segments):
         prompt, cached = usage_of(body)
         made: Made | None = None
         self._handed.begin(engine)
-        self._from_token = self._ends_at
+        self._from_token = self._ends_at - self._keeps
         if self._ends_at > len(joined.prompt):
             try:
                 answer = object_of(body)
                 joined.cached = (answer.get("usage") or {}).get("prompt_tokens_details") or joined.cached
-                made = joined.take(answer, self._asked_tokens)
+                made = joined.take(answer, self._asked_tokens, whole=self._keeps)
             except NotJoinable as error:
                 if not self._asked_anew(engine, error):
                     return
@@ -270,10 +287,12 @@ class Chain(Segments):
         if engine.connector is not None and not self._unjoined:
             # Of a prompt that the engine made tokens of itself, it knows the number.
             counted = self._ends_at != len(joined.prompt)
-            tokens = min(self._ends_at, len(joined.prompt) + len(joined.made))
+            tokens = min(self._ends_at, len(joined.prompt) + len(joined.made)) - self._keeps
             self._handed.accept(engine, body, tokens if counted else None)
         if made is not None:
             self.tell(made)
+            if len(made.ids) == len(joined.made) == 1:
+                self.ticket.first_token(time.monotonic())
         self._go_on(prompt, cached)
 
     def _other_prompt(self, body: bytes) -> str | None:
@@ -469,7 +488,7 @@ class Chain(Segments):
         """What a leg's body says of handing over."""
         connector, told = engine.connector, engine.handover
         # What was handed over is all of this leg's prompt, or the front of it.
-        whole = self._from_token >= len(self.joined.prompt)
+        whole = self._from_token >= len(self.joined.prompt) + len(self.joined.made)
         if (goes_on or not whole) and not (told is not None and told.bidirectional):
             self._handed.forget("not_cut", f"{engine.name} is not known to be in bidirectional mode")
         fields = self._handed.fields(engine, now)

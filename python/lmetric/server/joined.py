@@ -6,7 +6,8 @@ be the same; where it is not, something between tokens and text is not known her
 reasoning, another tokenizer), and the request is not joined.
 
 A leg that ends at token s of a request whose prompt has P tokens makes s - P + 1 tokens: the last has no KV
-cache, so it is made again by the next leg and counts there (vLLM, `docs/engines.md`).
+cache, so it is made again by the next leg and counts there (vLLM, `docs/engines.md`). A bounded leg makes
+s - P: all of them count.
 """
 
 from __future__ import annotations
