@@ -33,7 +33,6 @@ from lmetric.server.pulling import Pull
 from lmetric.server.rest import Passed, Rest
 from lmetric.server.segments import Segments
 from lmetric.server.silent import Hearer, Silent, usage_of
-from lmetric.server.upstream import Connection
 
 if TYPE_CHECKING:
     from lmetric.server.asked import Asked
@@ -70,12 +69,8 @@ class Chain(Segments):
         self._from_token = 0  # up to here the next leg need not compute: that is, or was, handed over
         self._keeps = False  # its last token counts
         self._checks = False  # a silent leg has to tell the tokens that it makes of a chat
-        self._rest: Rest | None = None
         self._unjoined = False  # its first answer could not be joined: it is answered whole
-        self.first_token_at: float | None = None
         self._head_told = False
-        self._passes = False  # the last leg is a whole request whose answer is looked at
-        self._passed_tokens = 0
         self._mover = mover if call.stream or self._plain_moves else None
         self.move: Move | None = None  # to another engine, that has begun
         self._pull: Pull | None = None  # of the prompt's front, before the open leg
@@ -166,6 +161,7 @@ class Chain(Segments):
         kind = Followed if follows else Passed
         rest = kind(self, self._asked, body, self._stream, self._asked.path.encode(), now)
         rest.checks = checks
+        rest.hides_ids = not self.joined.request.get("return_token_ids")
         self._send(rest, engine, now)
         return True
 
@@ -192,10 +188,6 @@ class Chain(Segments):
             body = orjson.dumps(self.joined.whole())
         return with_fields(body, fields) if fields else body
 
-    def busy(self, status: int | None) -> bool:
-        """Whether another engine is to be asked where one answers so."""
-        return status in self._config.retries.statuses
-
     @property
     def speaks(self) -> bool:
         """Whether the client's answer is written here, not passed on by the relay."""
@@ -207,11 +199,9 @@ class Chain(Segments):
         return len(self.joined.made) or self._passed_tokens
 
     @property
-    def instance(self) -> str:
-        """Who answers now, or next."""
-        if self._rest is not None:
-            return self._rest.engine.name
-        return self.ticket.next_instance or self.ticket.instance
+    def prompt_tokens(self) -> int:
+        """Of the prompt."""
+        return len(self.joined.prompt)
 
     @property
     def header(self) -> bytes:
@@ -229,9 +219,7 @@ class Chain(Segments):
             self._pull.drop()
             self._pull = None
         self._drop_silent()
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            rest.drop()
+        self._drop_rest()
 
     def check(self, now: float) -> None:
         """Ends a leg that takes too long."""
@@ -242,11 +230,6 @@ class Chain(Segments):
             self._rest.check(now, limits)
         if self.move is not None:
             self.move.check(now, limits.first_byte)
-
-    def pause(self, paused: bool) -> None:
-        """The client does not keep up, or does again."""
-        if self._rest is not None:
-            self._rest.pause(paused)
 
     # What the silent leg calls.
 
@@ -321,12 +304,6 @@ class Chain(Segments):
 
     # What the last leg calls.
 
-    def moved(self, rest: Rest, kind: str, reason: str) -> None:
-        """The last leg failed before anything came of it."""
-        self._rest = None
-        self._passes = False
-        self._relay.move(rest.engine, kind, reason)
-
     def again(self, rest: Rest) -> None:
         """The last leg could not fetch what was handed over: once more, without."""
         self._rest = None
@@ -371,17 +348,6 @@ class Chain(Segments):
         if self.first_token_at is None and self.joined.made:
             self.first_token_at = time.monotonic()
         self._relay.say(data)
-
-    def passed(self, connection: Connection, answer: bytes | None) -> None:
-        """The last leg, of which all was passed on, ended well; `answer`: where it was not streamed."""
-        self._passed_tokens = connection.tokens
-        self.first_token_at = connection.first_token_at
-        if answer is not None:
-            self._relay.commit_joined(b"application/json", len(answer))
-        self._relay.say(b"data: [DONE]\n\n" if answer is None else answer, last=True)
-        connection.finished()
-        self._rest = None
-        self._relay.joined_end()
 
     def whole(self, body: bytes) -> None:
         """The last leg's answer, not streamed."""
@@ -458,9 +424,7 @@ class Chain(Segments):
         NoInstanceError: the request has failed."""
         self.joined.catch_up()
         self._drop_silent()
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            rest.drop()
+        self._drop_rest()
         self._from_token = 0
         if handed is not None:
             self._handed, self._from_token = handed, len(self.joined.prompt) + len(self.joined.made)

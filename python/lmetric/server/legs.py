@@ -1,11 +1,13 @@
 """Requests whose plan has two segments: the prompt is computed by one engine, the answer comes from another.
 
-The first leg is silent: its answer is the router's. The second is the relay's own. What a first leg hands
-over is used once and in time; else the second engine computes the prompt itself, which costs time and never
-the answer.
+The first leg is silent: its answer is the router's. The second is the relay's own, unless its engine would
+tell in a plain answer where it holds what it has: that is no client's business. What a first leg hands over
+is used once and in time; else the second engine computes the prompt itself, which costs time and never the
+answer.
 """
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, cast
 
 import orjson
 
@@ -14,11 +16,14 @@ from lmetric.config import ServerConfig
 from lmetric.engines.handover import HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.openai import ApiError, bad
+from lmetric.server.rest import Passed, Rest
 from lmetric.server.segments import Segments
 from lmetric.server.silent import Silent, usage_of
+from lmetric.server.upstream import Connection
 
 if TYPE_CHECKING:
     from lmetric.server.asked import Asked
+    from lmetric.server.chain import Chain
     from lmetric.server.relay import Relay
 
 
@@ -31,6 +36,7 @@ class Legs(Segments):
         super().__init__(relay, config, asked, pool, ticket)
         self._first: Engine | None = None  # that computed the prompt, or does
         self._joined: bytes | None = None  # the body of both legs that run at once
+        self._prompt_tokens: int | None = None
 
     # What the relay calls.
 
@@ -63,7 +69,15 @@ class Legs(Segments):
 
     def second(self, engine: Engine, now: float) -> None:
         """The second segment's turn is now, at this engine; it may be at work where both run at once."""
-        if self._joined is None:
+        if self._joined is None and self._tells(engine):
+            fields = self._handed.fields(engine, now) or {}
+            body = with_fields(self._relay.body, fields) if fields else self._relay.body
+            self._passes = True
+            target = self._asked.path.encode()
+            # Of an answer that is neither streamed nor checked, it calls what all segments have, and `again`.
+            self._rest = Passed(cast("Chain", self), self._asked, body, False, target, now)
+            self._rest.go(engine, now)
+        elif self._joined is None:
             self._relay.go(engine, now)
         elif not self._relay.at_work(engine):
             # Another engine: it needs the prompt to be computed again.
@@ -76,6 +90,27 @@ class Legs(Segments):
             self._joined = first.connector.first(self._asked.path, body, orjson.loads(body), first.host, told)
             if self._prefill(first, self._joined, now):
                 self._relay.go(engine, now)
+
+    def _tells(self, engine: Engine) -> bool:
+        """Whether an engine that fetches now says in its answer where it holds what it then has."""
+        told = engine.handover
+        tells = told is not None and bool(told.bidirectional)
+        return tells and self._handed.there and not self._relay.streams
+
+    def again(self, rest: Rest) -> None:
+        """The second leg could not fetch what was handed over: once more, without."""
+        self._rest, self._passes = None, False
+        self.second(rest.engine, time.monotonic())
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Of the prompt, as far as the second leg's answer tells."""
+        return self._prompt_tokens
+
+    def passed(self, connection: Connection, answer: bytes | None) -> None:
+        """The second leg ended well."""
+        self._prompt_tokens = connection.prompt_tokens
+        super().passed(connection, answer)
 
     def body(self, engine: Engine, body: bytes, now: float) -> bytes:
         """The second leg's body for this engine."""
@@ -95,14 +130,17 @@ class Legs(Segments):
         return following if following != engine.name else None
 
     def drop(self) -> None:
-        """Gives the silent leg up."""
+        """Gives up what is on its way and is not the relay's own."""
         self._drop_silent()
+        self._drop_rest()
 
     def check(self, now: float) -> None:
-        """Ends a first leg that takes too long."""
+        """Ends a leg that takes too long."""
         silent, limit = self._silent, self._config.timeouts.first_byte
         if silent is not None and not silent.ended and now - silent.started > limit:
             silent.settle("timeout", f"no answer within {limit:g} s")
+        elif self._rest is not None:
+            self._rest.check(now, self._config.timeouts)
 
     @property
     def header(self) -> bytes:
@@ -113,7 +151,7 @@ class Legs(Segments):
 
     def sent(self, now: float) -> None:
         """It is on its way."""
-        if self.ticket.follows:
+        if self.ticket.follows or self._rest is not None:
             self.ticket.sent(now)
 
     def answered(self, silent: Silent, status: int, body: bytes) -> None:

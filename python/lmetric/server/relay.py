@@ -292,7 +292,7 @@ class Relay(Underway, Leg):
 
     def _cut(self, error: ApiError) -> None:
         self.error = True
-        if self._chain is not None and self._chain.speaks:
+        if self._speaker is not None:
             self.say(b"data: %b\n\ndata: [DONE]\n\n" % error.body(), last=True)
             self.drop()
             return
@@ -378,15 +378,22 @@ class Relay(Underway, Leg):
             legs.drop()
         self._drop()
 
-    # What a chain calls, whose answer is joined from legs.
+    @property
+    def _speaker(self) -> Legs | Chain | None:
+        """Who writes the client's answer, where the relay does not just pass it on."""
+        legs = self._legs or self._chain
+        return legs if legs is not None and legs.speaks else None
+
+    # What legs and chains call that write the client's answer.
 
     def commit_joined(self, kind: bytes, length: int | None) -> None:
         """Begins the answer of a chain; `length`: of its body, None: it is streamed."""
-        assert self._chain is not None
+        legs = self._legs or self._chain
+        assert legs is not None
         self.committed = True
         self.status = 200
         self.body = b""
-        lines = [b"HTTP/1.1 200 OK\r\ncontent-type: ", kind, b"\r\n", self._extra(self._chain.instance)]
+        lines = [b"HTTP/1.1 200 OK\r\ncontent-type: ", kind, b"\r\n", self._extra(legs.instance)]
         self._chunked = length is None and self._asked.http11
         if length is not None:
             lines.append(b"content-length: %d\r\n" % length)
@@ -417,6 +424,11 @@ class Relay(Underway, Leg):
         self._end()
 
     @property
+    def streams(self) -> bool:
+        """Whether the client is to get a stream."""
+        return self._stream
+
+    @property
     def stalled(self) -> bool:
         """Whether the client does not keep up."""
         return self._stalled_at > 0.0
@@ -427,13 +439,13 @@ class Relay(Underway, Leg):
 
     def _end(self, error: ApiError | None = None) -> None:
         self.ended = True
-        legs, chain = self._legs or self._chain, self._chain
+        legs, speaker = self._legs or self._chain, self._speaker
         if legs is not None:
             legs.drop()
-        if self.committed and chain is not None and chain.speaks:
-            self.output_tokens = chain.output_tokens
-            self.first_token_at = chain.first_token_at
-            self.prompt_tokens = len(chain.joined.prompt)
+        if self.committed and speaker is not None:
+            self.output_tokens = speaker.output_tokens
+            self.first_token_at = speaker.first_token_at
+            self.prompt_tokens = speaker.prompt_tokens
         elif self.committed:
             self.close_client |= self._reader.closes_client
             self.output_tokens = self._reader.tokens
@@ -466,8 +478,8 @@ class Relay(Underway, Leg):
     def client_slow(self) -> None:
         """The client does not keep up: stop reading from the engine."""
         self._stalled_at = time.monotonic()
-        if self._chain is not None:
-            self._chain.pause(True)
+        if (legs := self._legs or self._chain) is not None:
+            legs.pause(True)
         if self._connection is not None:
             self._connection.transport.pause_reading()
 
@@ -475,14 +487,14 @@ class Relay(Underway, Leg):
         """The client caught up."""
         self._stalled_at = 0.0
         self._deadline_from = time.monotonic()
-        if self._chain is not None:
-            self._chain.pause(False)
+        if (legs := self._legs or self._chain) is not None:
+            legs.pause(False)
         if self._connection is not None:
             self._connection.transport.resume_reading()
 
     def stop(self) -> None:
         """The server stops: ends the answer with an error."""
-        joined = self._chain is not None and self._chain.speaks
+        joined = self._speaker is not None
         if self.committed and (self._connection is not None or joined):
             self._cut(ApiError(503, STOPPING, code="shutting_down"))
         super().stop()
@@ -492,7 +504,7 @@ class Relay(Underway, Leg):
         legs = self._legs or self._chain
         if legs is not None:
             legs.check(now)
-        joined = self._chain is not None and self._chain.speaks
+        joined = self._speaker is not None
         if self.ended or (self._connection is None and not joined):
             return
         limits = self._config.timeouts

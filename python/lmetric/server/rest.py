@@ -243,6 +243,7 @@ class Passed(Rest):
     tokens."""
 
     checks = False
+    hides_ids = False  # that only the router asked for
 
     def _told_of(self, event: dict[str, Any], choices: list[Any]) -> None:
         if self._differs(event):
@@ -278,7 +279,7 @@ class Passed(Rest):
 
     def _stripped(self, said: dict[str, Any], choices: list[Any]) -> bytes:
         """Without what only the router asked for: null, as vLLM says it to who does not ask."""
-        if not self._chain.joined.request.get("return_token_ids"):
+        if self.hides_ids:
             for part, name in ((said, "prompt_token_ids"), *((choice, "token_ids") for choice in choices)):
                 if name in part:
                     part[name] = None

@@ -10,7 +10,9 @@ from lmetric.config import ServerConfig
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.handed import Handed
 from lmetric.server.openai import nobody_takes
+from lmetric.server.rest import Rest
 from lmetric.server.silent import EngineRefusal, Silent
+from lmetric.server.upstream import Connection
 
 if TYPE_CHECKING:
     from lmetric.server.asked import Asked
@@ -28,6 +30,10 @@ class Segments:
         self.ticket = ticket
         self._silent: Silent | None = None
         self._handed = Handed(pool)
+        self._rest: Rest | None = None  # the last leg, where its answer is looked at
+        self._passes = False  # that is a whole request, whose answer is passed on
+        self._passed_tokens = 0
+        self.first_token_at: float | None = None
 
     def refilled(self, engine: Engine, body: bytes) -> bytes:
         """A leg's body, as the engine's index wants it."""
@@ -51,6 +57,58 @@ class Segments:
         if status >= 500:
             engine.failed("status", f"status {status}")
         self._relay.end_with(EngineRefusal(status, body))
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the client's answer is written here, not passed on by the relay."""
+        return self._passes
+
+    @property
+    def output_tokens(self) -> int:
+        """Of the answer, as far as the client has it."""
+        return self._passed_tokens
+
+    @property
+    def instance(self) -> str:
+        """Who answers now, or next."""
+        if self._rest is not None:
+            return self._rest.engine.name
+        return self.ticket.next_instance or self.ticket.instance
+
+    # What the last leg calls, where its answer is looked at.
+
+    def busy(self, status: int | None) -> bool:
+        """Whether another engine is to be asked where one answers so."""
+        return status in self._config.retries.statuses
+
+    def moved(self, rest: Rest, kind: str, reason: str) -> None:
+        """It failed before anything came of it."""
+        self._rest = None
+        self._passes = False
+        self._relay.move(rest.engine, kind, reason)
+
+    def passed(self, connection: Connection, answer: bytes | None) -> None:
+        """It ended well, and all of it was passed on; `answer`: where it was not streamed."""
+        self._passed_tokens = connection.tokens
+        self.first_token_at = connection.first_token_at
+        if answer is not None:
+            self._relay.commit_joined(b"application/json", len(answer))
+        self._relay.say(b"data: [DONE]\n\n" if answer is None else answer, last=True)
+        connection.finished()
+        self._rest = None
+        self._relay.joined_end()
+
+    # Both.
+
+    def pause(self, paused: bool) -> None:
+        """The client does not keep up, or does again."""
+        if self._rest is not None:
+            self._rest.pause(paused)
+
+    def _drop_rest(self) -> None:
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest.drop()
 
     def _drop_silent(self) -> None:
         silent, self._silent = self._silent, None
