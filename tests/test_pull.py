@@ -101,7 +101,7 @@ def test_switched_off_it_pulls_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"speed": 1.0}, "least_tokens or most_pulls"),
+        ({"speed": 1.0}, "most_pulls or most_kv_usage"),
         ({"most_pulls": 0.0}, "at least 1"),
         ({"least_tokens": 1.5}, "whole number"),
         ({"fixed_seconds": -1.0}, "fixed_seconds"),

@@ -251,5 +251,5 @@ def test_pull_that_there_is_not() -> None:
 
 
 def test_settings_that_there_are_not() -> None:
-    with pytest.raises(BadValueError, match="least_tokens or most_pulls"):
+    with pytest.raises(BadValueError, match="most_pulls or most_kv_usage"):
         Fleet(ServerConfig.model_validate({"pull": "on", "pull_settings": {"most": 3}})).build()

@@ -101,7 +101,7 @@ class Router:
     def gamma(self) -> tuple[float, int] | None: ...  # 1/s, and how often it was estimated
     def set_pull(
         self, on: bool = True, **settings: float
-    ) -> None: ...  # seconds_per_token, fixed_seconds, least_tokens, most_pulls
+    ) -> None: ...  # seconds_per_token, fixed_seconds, least_tokens, most_pulls, most_kv_usage
     def pull_cost(self) -> tuple[float, float, int] | None: ...  # s/token, fixed s, learned from how many
     def set_rescheduling(
         self, name: str, **settings: float | str

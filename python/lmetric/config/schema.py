@@ -154,7 +154,8 @@ class PoolSettings(Strict):
     pull_settings: dict[str, float] = Field(
         default_factory=dict,
         description="of pull, by name: seconds_per_token (of the transfer itself, which no engine tells), "
-        "fixed_seconds (until it was learned), least_tokens, most_pulls (that one holder serves at once)",
+        "fixed_seconds (until it was learned), least_tokens, most_pulls (that one holder serves at once), "
+        "most_kv_usage (0.8: an engine whose KV cache is so full pulls nothing)",
     )
     pull_seconds: Seconds | None = Field(
         None,

@@ -33,6 +33,9 @@ from lmetric.tokens import NotVerifiable, PromptTokenizer, TokenizerError, find_
 
 DEFAULT_BLOCK_SIZE = 16  # until an engine tells
 UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # as the router assumes, until an instance was seen to prefill
+# Over the core's own. vLLM holds what a request had that pulled for another lease behind its end: full of
+# that, an engine would serve nobody.
+PULL_SETTINGS = {"most_kv_usage": 0.8}
 ASK_AGAIN_SECONDS = 30.0  # where a page of an engine did not answer
 
 log = structlog.get_logger("lmetric.fleet")
@@ -235,7 +238,7 @@ class Pool:
         self.pull_outcomes: Counter[str] = Counter()
         self.transfer_seconds_per_token = 0.0
         if self.pulls:
-            self.router.set_pull(True, **settings.pull_settings)
+            self.router.set_pull(True, **(PULL_SETTINGS | settings.pull_settings))
             cost = self.router.pull_cost()
             assert cost is not None  # just set
             self.transfer_seconds_per_token = cost[0]  # as configured: none was seen yet

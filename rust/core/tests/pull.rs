@@ -15,8 +15,13 @@ use lmetric_core::router::{Decision, PullConfig, Router, RouterConfig, Split};
 use proptest::prelude::*;
 
 /// A pull of 1,600 tokens takes 0.002 + 0.016 s.
-const PULL: PullConfig =
-    PullConfig { seconds_per_token: 1e-5, fixed_seconds: 0.002, least_tokens: 64, most_pulls: 1 };
+const PULL: PullConfig = PullConfig {
+    seconds_per_token: 1e-5,
+    fixed_seconds: 0.002,
+    least_tokens: 64,
+    most_pulls: 1,
+    most_kv_usage: 1.0,
+};
 
 /// Instances that compute 10,000 tokens/s until something else is learned; nothing drains by itself.
 fn router(policy: &str, pull: PullConfig, instances: usize) -> Router {
@@ -328,12 +333,39 @@ fn a_prefill_instance_pulls_too_and_a_part_of_a_prompt_does_not() {
 }
 
 #[test]
+fn an_instance_that_is_full_pulls_nothing() {
+    let pull = PullConfig { most_pulls: 9, most_kv_usage: 0.8, ..PULL };
+    let (mut router, home, prompt) = held_by_one("lmetric_pull", pull, 2);
+    let place = |router: &mut Router, kv_usage: Option<f64>| {
+        if kv_usage.is_some() {
+            let report = Report { at: 1.0, waiting: None, running: None, kv_usage };
+            router.engine_report("e1", report).unwrap();
+            router.engine_report("e0", Report { kv_usage: Some(1.0), ..report }).unwrap();
+        }
+        let decision = router.route(&request(&prompt), 1.0).unwrap();
+        router.drop_ticket(decision.ticket);
+        let tokens = router.columns().get(Indicator::PullTokens)[decision.segment.instance.index()];
+        (decision.pull.map_or(0, |pull| pull.tokens()), tokens, decision.segment.instance != home)
+    };
+    // Nothing told, not so full, as full as may be, fuller, and not any more; how full the holder is does not matter.
+    for (told, pulled) in
+        [(None, 1600), (Some(0.79), 1600), (Some(0.8), 0), (Some(1.0), 0), (Some(0.5), 1600)]
+    {
+        assert_eq!(place(&mut router, told), (pulled, f64::from(pulled), true), "{told:?}");
+    }
+    router.set_pull(Some(PullConfig { most_kv_usage: 1.0, ..pull })).unwrap();
+    assert_eq!(place(&mut router, Some(1.0)).0, 1600);
+}
+
+#[test]
 fn bad_settings_are_named() {
     for (pull, what) in [
         (PullConfig { seconds_per_token: -1.0, ..PULL }, "seconds_per_token"),
         (PullConfig { fixed_seconds: f64::NAN, ..PULL }, "fixed_seconds"),
         (PullConfig { least_tokens: 0, ..PULL }, "least_tokens"),
         (PullConfig { most_pulls: 0, ..PULL }, "most_pulls"),
+        (PullConfig { most_kv_usage: 1.5, ..PULL }, "most_kv_usage"),
+        (PullConfig { most_kv_usage: f64::NAN, ..PULL }, "most_kv_usage"),
     ] {
         let mut router = router("lmetric", PULL, 1);
         let error = router.set_pull(Some(pull)).unwrap_err().to_string();

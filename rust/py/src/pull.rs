@@ -13,9 +13,11 @@ use std::collections::BTreeMap;
 pub fn pull_of(settings: Option<&Bound<'_, PyDict>>) -> Result<PullConfig> {
     let mut given: BTreeMap<String, f64> = settings.map(|s| s.extract()).transpose()?.unwrap_or_default();
     let mut pull = PullConfig::default();
-    for (name, place) in
-        [("seconds_per_token", &mut pull.seconds_per_token), ("fixed_seconds", &mut pull.fixed_seconds)]
-    {
+    for (name, place) in [
+        ("seconds_per_token", &mut pull.seconds_per_token),
+        ("fixed_seconds", &mut pull.fixed_seconds),
+        ("most_kv_usage", &mut pull.most_kv_usage),
+    ] {
         *place = given.remove(name).unwrap_or(*place);
     }
     for (name, place) in [("least_tokens", &mut pull.least_tokens), ("most_pulls", &mut pull.most_pulls)] {
@@ -27,7 +29,11 @@ pub fn pull_of(settings: Option<&Bound<'_, PyDict>>) -> Result<PullConfig> {
         }
     }
     if let Some((name, value)) = given.iter().next() {
-        return Err(bad(name, *value, "seconds_per_token, fixed_seconds, least_tokens or most_pulls"));
+        return Err(bad(
+            name,
+            *value,
+            "seconds_per_token, fixed_seconds, least_tokens, most_pulls or most_kv_usage",
+        ));
     }
     pull.check()?;
     Ok(pull)

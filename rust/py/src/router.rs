@@ -744,9 +744,10 @@ impl Router {
     }
 
     /// Whether an instance, before a request begins there, fetches the part of the prompt's KV from now on that another instance holds and it does not, where that takes
-    /// less time than computing it. Settings: `seconds_per_token` and `fixed_seconds` of a pull (until `Ticket.pulled` taught others), `least_tokens` worth a pull, and
-    /// `most_pulls` that one holder serves at once. `Decision.pull` says what to fetch; `pull_tokens` and `pull_cost_tokens` are what scores may read of it, as
-    /// `lmetric_pull` does. Both engines must be able to hand over anywhere (`set_cuts`). Raises `BadValueError`.
+    /// less time than computing it. Settings: `seconds_per_token` and `fixed_seconds` of a pull (until `Ticket.pulled` taught others), `least_tokens` worth a pull,
+    /// `most_pulls` that one holder serves at once, and `most_kv_usage` (1): while an instance reports that this share of its KV cache is in use, it pulls nothing.
+    /// `Decision.pull` says what to fetch; `pull_tokens` and `pull_cost_tokens` are what scores may read of it, as `lmetric_pull` does. Both engines must be able to hand
+    /// over anywhere (`set_cuts`). Raises `BadValueError`.
     #[pyo3(signature = (on=true, **settings))]
     fn set_pull(&self, py: Python<'_>, on: bool, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {
         let pull = crate::pull::pull_of(settings)?;

@@ -404,6 +404,7 @@ fn configs() -> impl Strategy<Value = ClusterConfig> {
                     fixed_seconds: 0.0,
                     least_tokens: 1,
                     most_pulls,
+                    most_kv_usage: 1.0,
                 });
                 let holder_seconds = [0.0, 0.25][(seed % 2) as usize];
                 config.pulling = Pulling { holder_seconds, waits: seed % 7 < 3, pinned: seed % 7 < 2 };

@@ -11,7 +11,13 @@ use lmetric_sim::{
 
 /// A pull takes 0.5 s, and 0.01 s a token. The router takes each to pay.
 fn config(instances: usize, cache_blocks: u32) -> ClusterConfig {
-    let pull = PullConfig { seconds_per_token: 1e-4, fixed_seconds: 0.0, least_tokens: 16, most_pulls: 4 };
+    let pull = PullConfig {
+        seconds_per_token: 1e-4,
+        fixed_seconds: 0.0,
+        least_tokens: 16,
+        most_pulls: 4,
+        most_kv_usage: 1.0,
+    };
     let mut config = common::config(vec![Profile { cache_blocks, ..common::round() }; instances]);
     config.transfer = Transfer { seconds_per_token: 0.01, fixed_seconds: 0.5, ..Transfer::default() };
     config.router.pull = Some(pull);

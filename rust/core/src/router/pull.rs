@@ -34,12 +34,21 @@ pub struct PullConfig {
     pub least_tokens: u32,
     /// Most pulls that one holder serves at once.
     pub most_pulls: u32,
+    /// An instance pulls nothing while it reports that this share of its KV cache, or more, is in use: engines may hold what they have pulled for a lease behind the
+    /// request's end, and would be full of what nobody needs. 1: it pulls until it is full.
+    pub most_kv_usage: f64,
 }
 
 impl Default for PullConfig {
     /// 100 KB a token over 200 Gbit/s, and 5 ms for the request and the holder's step; four at once are a guess.
     fn default() -> PullConfig {
-        PullConfig { seconds_per_token: 4e-6, fixed_seconds: 0.005, least_tokens: 256, most_pulls: 4 }
+        PullConfig {
+            seconds_per_token: 4e-6,
+            fixed_seconds: 0.005,
+            least_tokens: 256,
+            most_pulls: 4,
+            most_kv_usage: 1.0,
+        }
     }
 }
 
@@ -56,6 +65,9 @@ impl PullConfig {
             if !(0.0..=1e6).contains(&seconds) {
                 return bad(what, seconds.to_string(), "0 to 1e6 seconds");
             }
+        }
+        if !(0.0..=1.0).contains(&self.most_kv_usage) {
+            return bad("most_kv_usage", self.most_kv_usage.to_string(), "a share of the KV cache, 0 to 1");
         }
         for (what, number) in [("least_tokens", self.least_tokens), ("most_pulls", self.most_pulls)] {
             if number == 0 {
@@ -122,7 +134,7 @@ impl Router {
             for (slot, hit) in self.columns.get(Indicator::HitTokens).iter().enumerate() {
                 let gap = reach - hit;
                 let computed = self.computing_seconds(slot, *hit, gap, &mut mean_rate);
-                if self.cuts[slot] == Cuts::Anywhere && pulls.pays(gap, computed) {
+                if self.may_pull(slot) && pulls.pays(gap, computed) {
                     tokens[slot] = gap;
                     cost[slot] = pulls.cost.seconds(gap) * gap / computed;
                 }
@@ -161,6 +173,13 @@ impl Router {
         self.saved_tokens(request, most)
     }
 
+    /// Whether a slot can pull a prefix now.
+    fn may_pull(&self, slot: usize) -> bool {
+        let most = self.pulls.map_or(0.0, |pulls| pulls.config.most_kv_usage);
+        let full = most < 1.0 && self.columns.get(Indicator::KvUsage)[slot] >= most; // never, where it is not told
+        self.cuts[slot] == Cuts::Anywhere && !full
+    }
+
     /// Whether a prefix can be pulled from a slot now.
     fn hands_over(&self, slot: usize) -> bool {
         let id = InstanceId(slot as u32);
@@ -181,7 +200,7 @@ impl Router {
     ) -> Option<Pulling> {
         let pulls = self.pulls?;
         let cut = rest.first().is_some_and(|follow| follow.from_token < request.prompt_tokens);
-        if cut || self.cuts[chosen.index()] != Cuts::Anywhere {
+        if cut || !self.may_pull(chosen.index()) {
             return None;
         }
         let reach = self.reach(request);

@@ -214,6 +214,7 @@ proptest! {
                 fixed_seconds: 0.0,
                 least_tokens: 1,
                 most_pulls: 2,
+                most_kv_usage: 1.0,
             });
             config.pulling = Pulling { holder_seconds: if costs { 0.5 } else { 0.0 }, pinned, waits: !step_end };
         }
