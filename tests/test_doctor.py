@@ -188,6 +188,21 @@ async def test_two_engines_that_hand_over() -> None:
     assert "handover" not in found[2].wanting(Level.LOAD)
 
 
+async def test_both_ways_with_a_policy_that_never_answers() -> None:
+    both = {"kv_connector": "nixl", "kv_bidirectional": True, "clock_speed": 20.0}
+    expected = {"fail": "pass", "recompute": "fail"}
+    for policy, outcome in expected.items():
+        options = [EngineOptions(**both, kv_load_failure_policy=policy)] * 2
+        async with EmbeddedEngines(options=options) as engines:
+            found = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
+        for each in found:
+            verdict = each.verdicts["handover"]
+            assert verdict.outcome == outcome, verdict
+            if outcome == "fail":
+                assert "never answered" in verdict.seen
+                assert '"fail"' in str(verdict.remedy)
+
+
 async def test_one_that_hands_over_something_else() -> None:
     """Fetched too late, nothing tells but the text."""
     options = [

@@ -208,6 +208,48 @@ async def test_a_prefix_is_pulled_and_known_afterwards(vllm_engines: Start, tmp_
         assert f'lmetric_pulled_tokens_total{{model="tiny"}} {pulled_tokens}.0' in page
 
 
+async def test_a_prefix_is_pulled_and_its_answer_goes_on_elsewhere(
+    vllm_engines: Start, tmp_path: Path
+) -> None:
+    """As the planner has it: three legs, and the first token is that of the second, which computed the
+    prompt."""
+    engines = vllm_engines(2, kv_transfer_config=PAIR)
+    holder, target = engines
+    settings = {"least_gain_seconds": 0, "most_stall_seconds": 60}
+    went = 0
+    async with pulling(engines, tmp_path, split="apart", split_settings=settings) as world:
+        for path, fields in KINDS:
+            first = request(path, WORDS, 16, **fields)
+            body = behind(first, " and then the river")
+            await heated(world, holder, path, first)
+            want = await asked(world, path, body, target.url)
+            await heard_of(world)
+            before = [await sources(engine) for engine in engines]
+            said = await asked(world, path, body)
+            gave, took = [
+                less(await sources(engine), was) for engine, was in zip(engines, before, strict=True)
+            ]
+            receipt = await world.receipt(said["headers"])
+            print(path, list(fields), receipt["cuts"], receipt["uncut"], gave, took, flush=True)
+            equal(said, want)
+            assert (receipt["instance"], receipt["pull_instance"]) == (target.name, holder.name)
+            prompt, tokens = want["usage"]["prompt_tokens"], receipt["pulled_tokens"]
+            assert took["external_kv_transfer"] == tokens == (prompt - 1) // BLOCK * BLOCK
+            assert took["local_compute"] == prompt - tokens
+            if not receipt["cuts"]:
+                # Nothing speaks for another engine until this one has computed a prompt.
+                assert (went, receipt["uncut"]) == (0, "too little is lost where it is")
+                continue
+            went += 1
+            assert (receipt["cuts"], receipt["decode_instance"]) == ([prompt + 1], holder.name)
+            # It fetches what it does not hold, and computes the first token's.
+            assert gave["external_kv_transfer"] == prompt - tokens
+            assert gave["local_compute"] == BLOCK + 1
+        assert went >= len(KINDS) - 1
+        assert await pulls(world) == {"pulled": len(KINDS)}
+        assert await outcomes(world) == {"handed_over": len(KINDS) + went}
+
+
 async def test_a_busy_holder_is_pulled_from(vllm_engines: Start, tmp_path: Path) -> None:
     """`lmetric_pull` sends the request elsewhere, as it is not crowded there."""
     engines = vllm_engines(2, kv_transfer_config=PAIR)

@@ -28,12 +28,13 @@ Start = Callable[..., list[VllmEngine]]
 # What was fetched is let go of soon. What is to be fetched is held for long: on busy machines a transfer of
 # some tokens took up to 83 s, and what is fetched behind its lease may be the cache of another prompt.
 BIDIRECTIONAL = NIXL | {
+    "kv_load_failure_policy": "fail",  # with "recompute" vLLM 0.32 may wait for a front for ever
     "kv_connector_extra_config": {
         "kv_lease_duration": 300,
         "decoder_kv_blocks_ttl": 15,
         "bidirectional_kv_xfer": True,
         "kv_recompute_threshold": 0,
-    }
+    },
 }
 # Words and tokens of the answer: the same fractions lie in the prompt, near its end, and in the answer.
 SHAPES = [(120, 40), (50, 90), (20, 150)]

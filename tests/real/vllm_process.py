@@ -55,6 +55,7 @@ ENVIRONMENT = {
     "UCX_TLS": "tcp,self",
     "UCX_NET_DEVICES": "lo",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT": "300",  # crowded cores render slowly
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

@@ -20,6 +20,7 @@ from lmetric.engines.adapter import Handover, samples
 from lmetric.engines.handover import COMPLETIONS, CONNECTORS, HandoverError, with_fields
 from lmetric.engines.http import Answer, Unanswered
 
+SAFE_FLAG = """"kv_load_failure_policy": "fail" in --kv-transfer-config"""
 PROMPT_WORDS = 100
 ANSWER_TOKENS = 8
 _FETCHED = "prompt_tokens_by_source_total"
@@ -31,6 +32,8 @@ async def check_handovers(subjects: Sequence[Subject]) -> None:
         told = subject.capabilities.handover
         if told is None:
             _without(subject)
+        elif (fault := told.fault) is not None:
+            subject.failed("handover", fault, SAFE_FLAG)
         elif subject.has("model") and "handover" not in subject.verdicts:
             other = _other_half(subject, subjects)
             if other is None:

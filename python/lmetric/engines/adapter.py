@@ -95,6 +95,16 @@ class Handover:
     # bidirectional_kv_xfer); where it does not, a request for that never ends.
     bidirectional: bool | None = None
 
+    @property
+    def fault(self) -> str | None:
+        """What of its settings will cost requests."""
+        if self.bidirectional and self.on_failure == "recompute":
+            return (
+                "bidirectional, with kv_load_failure_policy recompute: a request that fetches the front of "
+                "its prompt and cannot is never answered (vLLM 0.32); set the policy to fail"
+            )
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:

@@ -632,6 +632,8 @@ class Fleet:
             reason=engine.mode.reason,
             role=engine.role,
         )
+        if engine.handover is not None and (fault := engine.handover.fault) is not None:
+            log.warning("engine hands over at a risk", engine=engine.name, model=pool.name, why=fault)
         names = [model.name for model in told.models]
         if names and pool.name not in names:
             log.warning(

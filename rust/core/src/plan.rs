@@ -5,7 +5,8 @@
 //! cut at any other token, too ([`Cuts`]), and a running one moved, which cuts it where it is.
 //!
 //! A cut at token `s` means: the KV cache of the first `s` tokens is computed before it. Of a prompt of `P` tokens, a first segment with `s >= P` makes
-//! `s - P` output tokens that count; an engine that hands over with its last token, as vLLM does, makes one more, which is made again behind the cut.
+//! `s - P` output tokens that count; an engine that hands over with its last token, as vLLM does, makes one more, which is made again behind the cut,
+//! unless the next one can compute a token behind what it fetches: then `s - P` are enough, the last without its KV.
 use crate::ids::{InstanceId, Seconds};
 
 /// A range of a request's tokens, prompt and output counted through, on one instance.

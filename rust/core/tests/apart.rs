@@ -141,11 +141,13 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
 #[test]
 fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
     // The way takes 2 + 10 ms.
-    for (most_stall_seconds, cuts, from_token) in [
-        (0.012, [Cuts::Anywhere; 2], 1001),
-        (0.011, [Cuts::Anywhere; 2], 1000),
-        (1.0, [Cuts::Output, Cuts::Anywhere], 1000),
-        (1.0, [Cuts::Anywhere, Cuts::PromptEnd], 1000),
+    for (most_stall_seconds, cuts, kv_usage, from_token) in [
+        (0.012, [Cuts::Anywhere; 2], None, 1001),
+        (0.011, [Cuts::Anywhere; 2], None, 1000),
+        (1.0, [Cuts::Output, Cuts::Anywhere], None, 1000),
+        (1.0, [Cuts::Anywhere, Cuts::PromptEnd], None, 1000),
+        (1.0, [Cuts::Anywhere; 2], Some(0.79), 1001),
+        (1.0, [Cuts::Anywhere; 2], Some(0.8), 1000), // it would hold what it fetched for long
     ] {
         let settings = Settings { most_stall_seconds, ..SETTINGS };
         let mut router = fleet(Split::Apart(Apart { settings, lengths: Mean::Given }), 2);
@@ -155,7 +157,8 @@ fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
         router.fleet_mut().set_draining(ids[1], true);
         let stays: Vec<_> = (0..5).map(|_| router.route(&ASKED, 1.0).unwrap()).collect();
         router.fleet_mut().set_draining(ids[1], false);
-        busy_with_others(&mut router, ids[1], 1.0);
+        let report = Report { at: 1.0, waiting: Some(0.0), running: Some(9.0), kv_usage };
+        router.engine_report("engine-1", report).unwrap();
         let d = router.route(&ASKED, 1.0).unwrap();
         assert_eq!(d.segment, Segment { instance: ids[0], from_token: 0, to_token: Some(from_token) });
         let expected = Segment { instance: ids[1], from_token, to_token: None };

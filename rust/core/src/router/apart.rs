@@ -5,12 +5,17 @@ use super::{InstanceId, Router};
 use crate::error::CoreError;
 use crate::estimate::{OutputLength, StepTime};
 use crate::ids::Seconds;
+use crate::indicators::Indicator;
 use crate::plan::Cuts;
 use crate::policy::select;
 use crate::receipt::Balance;
 use crate::request::Request;
 use crate::split;
 use crate::split::apart::{Beside, lost_seconds};
+
+/// Share of its KV cache from which on an engine fetches no more than it must: vLLM holds what a request had that fetched the front of its prompt for a lease behind its
+/// end, and all of that is of no use.
+const MOST_KV_USAGE: f64 = 0.8;
 
 /// When a request goes on elsewhere behind its prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
@@ -153,6 +158,7 @@ impl Router {
     /// Whether the client gets the prefill's own token where it goes on at `slot`: once it has one, the way there is a gap in its answer.
     fn tells_early(&self, asked: &Asked<'_>, slot: usize) -> bool {
         let able = [asked.first.index(), slot].iter().all(|slot| self.cuts[*slot] == Cuts::Anywhere);
-        able && self.way(asked, slot) <= asked.most_stall_seconds
+        let full = self.columns.get(Indicator::KvUsage)[slot] >= MOST_KV_USAGE; // never, where it is not told
+        able && !full && self.way(asked, slot) <= asked.most_stall_seconds
     }
 }
