@@ -43,8 +43,9 @@ KNOBS: dict[str, Mapping[str, Sequence[float]]] = {
 }
 # What reads hand-overs, is the planner itself, or is there to lose.
 LEFT_OUT = ("sibyl", "sibyl_plus", "planner", "always_worst")
-# star_dispatch is least_tokens where nobody knows lengths; llumnix moves nothing where memory is not short.
-DECODES = ("least_requests", "sibyl", "sibyl_plus", "least_tokens", "ils")
+# star_dispatch is least_tokens where nobody knows lengths, ils is what sibyl is built on, and llumnix moves
+# nothing where memory is not short.
+DECODES = ("least_requests", "sibyl", "sibyl_plus", "least_tokens")
 # Those that are told no lengths.
 ORDERS = ("spf", "las", "slo", "distboost", "uniboost", "gittins")
 # By how much a cut has to gain; below 0: every balance is a cut, as printed.
@@ -102,7 +103,7 @@ def families() -> dict[str, list[Rival]]:
         for variant in [
             *(also(rival, decodes, decode_policy=decodes) for decodes in DECODES),
             also(rival, "star", decode_policy="least_tokens", reschedule="star"),
-            *(also(rival, order, local_order=order) for order in ("spf", "uniboost")),
+            also(rival, "uniboost", local_order="uniboost"),
         ]
     ]
     return made
