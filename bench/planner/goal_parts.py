@@ -8,6 +8,8 @@ from typing import Any
 
 from goal_world import LMETRIC, PLANNER, PULLING, Rival
 
+from lmetric._core import policy_table
+
 Settings = Mapping[str, Any]
 
 
@@ -26,6 +28,7 @@ PARTS = [
     Part("weight", knobs={"weight": 1.0}),
     Part("pulls", settings={"pull": "none"}),
     Part("apart", settings={"split": "none"}),
+    Part("early first tokens", split_settings={"most_stall_seconds": 0.0}, of="apart"),
 ]
 
 
@@ -58,6 +61,7 @@ def ablations() -> list[Rival]:
 WHOLE: Settings = {"pull": "none", "split": "none"}
 BY_PLACED: Settings = {"index": "approximate"}
 BLIND = "queued_prefill_tokens + prompt_tokens"  # p_token of who knows no prefix
+(WEIGHT,) = (row["knobs"][0]["default"] for row in policy_table() if row["name"] == PLANNER.policy)
 KEPT = [
     Rival("no NIXL: planner", PLANNER.policy, settings=WHOLE),
     Rival("no NIXL: lmetric", LMETRIC.policy),
@@ -65,6 +69,6 @@ KEPT = [
     Rival("no tokens: lmetric", LMETRIC.policy, settings=BY_PLACED),
     Rival("no KV events: planner", PLANNER.policy, settings=BY_PLACED),
     Rival("no KV events: lmetric_pull", PULLING.policy, settings={**PULLING.settings, **BY_PLACED}),
-    Rival("no prefix known: planner", f"({BLIND}) * (1 + 0.2 * bs)", settings={"split": "apart"}),
+    Rival("no prefix known: planner", f"({BLIND}) * (1 + {WEIGHT} * bs)", settings={"split": "apart"}),
     Rival("no prefix known: lmetric", f"({BLIND}) * (bs + 1)"),
 ]
