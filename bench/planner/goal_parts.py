@@ -57,14 +57,12 @@ def ablations() -> list[Rival]:
 
 
 # A prompt whose tokens nobody knows is matched as text, by what was sent where;
-# it is neither pulled for nor cut.
+# it is neither pulled for nor cut. Engines that hand nothing over leave the weight alone.
 WHOLE: Settings = {"pull": "none", "split": "none"}
 BY_PLACED: Settings = {"index": "approximate"}
 BLIND = "queued_prefill_tokens + prompt_tokens"  # p_token of who knows no prefix
 (WEIGHT,) = (row["knobs"][0]["default"] for row in policy_table() if row["name"] == PLANNER.policy)
 KEPT = [
-    Rival("no NIXL: planner", PLANNER.policy, settings=WHOLE),
-    Rival("no NIXL: lmetric", LMETRIC.policy),
     Rival("no tokens: planner", PLANNER.policy, settings={**WHOLE, **BY_PLACED}),
     Rival("no tokens: lmetric", LMETRIC.policy, settings=BY_PLACED),
     Rival("no KV events: planner", PLANNER.policy, settings=BY_PLACED),
