@@ -110,7 +110,8 @@ def test_the_best_of_all_is_chosen_figure_by_figure() -> None:
         "families": {"even": "even"}, "leading": ["quick", "even"],
         "rows": [{"policy": label, **columns([each, each])} for label, each in made.items()],
     }  # fmt: skip
-    text = rendered({"loads": [told]})
+    text = rendered({"most": {"an hour": {"a": 2.0, "b": 1.234}}, "loads": [told]})
+    assert "| an hour | 2.00 | 1.23 |" in text
     assert (
         "| TTFT mean, s | quick | 1.000 ±0.000 | 0.890 ±0.000 | -11.0% | -10%: yes | +0.0% | -50.0% |" in text
     )

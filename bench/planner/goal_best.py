@@ -81,7 +81,21 @@ def best(world: Pool) -> Row:
     if world.quick:
         everyone = {name: rivals[-1:] for name, rivals in everyone.items()}
     stages = {share: at(share) for share in (SHARES[:1] if world.quick else SHARES)}
-    return {"loads": [load(world, named(share, stage), stage, everyone) for share, stage in stages.items()]}
+    loads = [load(world, named(share, stage), stage, everyone) for share, stage in stages.items()]
+    return {"most": {} if world.quick else carried(), "loads": loads}
+
+
+def carried() -> dict[str, dict[str, float]]:
+    """How many times as fast as recorded each keeps up."""
+    recordings = {
+        CONVERSATION: (CONVERSATION, True),
+        f"{CONVERSATION}, nothing shared": (CONVERSATION, False),
+        AZURE: (AZURE, True),
+    }
+    return {
+        name: {rival.label: round(most(*told, rival), 2) for rival in (LMETRIC, PULLING, PLANNER)}
+        for name, told in recordings.items()
+    }
 
 
 def load(world: Pool, name: str, stage: Stage, everyone: Mapping[str, Sequence[Rival]]) -> Row:
@@ -123,7 +137,7 @@ def rows(world: Pool, stage: Stage, rivals: Sequence[Rival]) -> list[Row]:
 def worlds() -> dict[str, Stage]:
     """What it was not tuned on, by name."""
     told = {}
-    for share in (0.5, 0.95):
+    for share in (0.5, 0.8, 0.95):
         usual = at(share)
         stages = [
             usual,
@@ -149,7 +163,9 @@ def robust(world: Pool) -> Row:
             world, stage, {"fixed roles": LIKELY_ROLES[-1:] if world.quick else LIKELY_ROLES}
         )
         kept = keeping_up(by_family["fixed roles"])
-        chosen = {LMETRIC.label: LMETRIC, PULLING.label: PULLING}
+        chosen = {LMETRIC.label: LMETRIC}
+        if stage.shared and stage.recording == CONVERSATION:  # else there is nothing to pull
+            chosen[PULLING.label] = PULLING
         if kept:
             chosen["best of fixed roles"] = min(kept, key=lambda rival: kept[rival].e2e)
         print(f"{name}: {[rival.label for rival in chosen.values()]}", file=sys.stderr, flush=True)

@@ -29,9 +29,17 @@ def rendered(told: Row) -> str:
     """A figure's part of the page."""
     if "worlds" in told:
         return against(told["worlds"])
-    return "\n\n".join(
+    loads = [
         f"{load['stage']}:\n\n{of_all(load)}\n\n{lost(load)}\n\n{against([load])}" for load in told["loads"]
-    )
+    ]
+    return "\n\n".join([most(told["most"]), *loads] if told["most"] else loads)
+
+
+def most(told: dict[str, dict[str, float]]) -> str:
+    """How many times as fast as recorded each keeps up."""
+    labels = list(next(iter(told.values())))
+    rows = [[name, *(f"{found[label]:.2f}" for label in labels)] for name, found in told.items()]
+    return markdown(["keeps up with so many times the recorded arrivals", *labels], rows)
 
 
 def one(load: Row, label: str) -> Row:

@@ -144,18 +144,19 @@ def redrawn(trace: Trace, bucket: float, seed: int) -> Trace:
     return replace(trace, arrival_seconds=np.sort(np.floor(trace.arrival_seconds / bucket) * bucket + within))
 
 
-@lru_cache(maxsize=8)
-def most(recording: str, shared: bool) -> float:
-    """The maximum load: how many times as fast as recorded LMETRIC keeps up, by `lmetric.sim.max_load`."""
-    name = RECORDED[recording]
+@lru_cache(maxsize=16)
+def most(recording: str, shared: bool = True, rival: Rival = LMETRIC) -> float:
+    """How many times as fast as recorded a fleet keeps up, by `lmetric.sim.max_load`; what LMETRIC's does is
+    called the maximum load."""
+    path = traces() / RECORDED[recording]
     setup = Setup(
-        trace=TraceChoice(str(traces() / name), recording),
-        policy=PolicyChoice("lmetric"),
+        trace=TraceChoice(str(path), recording),
+        policy=PolicyChoice(rival.policy, rival.knobs),
         instances=INSTANCES,
         profile=PROFILE,
-        settings={"output_known": False, "guard": False},
+        settings={"output_known": False, "guard": False, "transfer": TRANSFER, **rival.settings},
     )
-    trace = recorded(1.0, 0, traces() / name)
+    trace = recorded(1.0, 0, path)
     return max_load.find(setup, trace if shared else trace.without_prefixes(), max_load.Rule()).speed
 
 
