@@ -10,12 +10,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from goal_tables import rendered
+import goal_best
+import goal_best_tables
+import goal_tables
 from goal_world import FIXED, LMETRIC, PLANNER, PULLING, Rival, Stage, play
 
 from rerun import Pool, Rerun, columns
 
 Row = dict[str, Any]
+
+
+def rendered(told: Row) -> str:
+    """A figure's part of the page."""
+    tables = goal_best_tables if {"loads", "worlds"} & set(told) else goal_tables
+    return tables.rendered(told)
+
+
 RERUN = Rerun(Path(__file__).parent, "goal", rendered)
 figure = RERUN.figure
 
@@ -80,6 +90,11 @@ def engines(world: Pool) -> Row:
     profiles = ("llama-3.1-8b-a100", "qwen3-32b-h20")
     stages = [Stage(name, 0.8, profile=profile) for profile in profiles for name in LENGTHS]
     return rows(world, stages, [LMETRIC, *FIXED, PLANNER])
+
+
+figure("goal_best", "The best of all others, at each load")(goal_best.best)
+figure("goal_robust", "Worlds that it was not made for")(goal_best.robust)
+figure("goal_ablation", "What each part buys, and what is left without")(goal_best.ablation)
 
 
 if __name__ == "__main__":

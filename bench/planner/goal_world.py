@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from world import INSTANCES, recorded
 
+from lmetric.profiles import Profile, load_profile
+from lmetric.sim import max_load
 from lmetric.sim.run import Run, Workload, prepare, simulate
+from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import Trace
+from rerun import traces
 
 PROFILE = "independent-sim"
 TRANSFER = "25"  # GB/s
 SECONDS, REQUESTS = 600.0, 20_000  # that made requests arrive in, and how many at most
+CONVERSATION, AZURE = "Mooncake conversation", "Azure conversation"
+RECORDED = {CONVERSATION: "mooncake_conversation.jsonl.gz", AZURE: "azure_conv_2023.csv.gz"}
+# The conversation's arrivals were recorded in buckets of so many seconds.
+BUCKET_SECONDS = 3.0
+STEP_CONSTANTS = (
+    "fixed_seconds", "decode_seconds_per_sequence", "decode_seconds_per_context_token",
+    "prefill_seconds_per_token", "prefill_seconds_per_attention_pair",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,14 +57,41 @@ class Stage:
     load: float = 1.0  # times the recorded arrivals, or as a share of what the instances carry
     signals: str = "exact"
     profile: str = PROFILE
+    recording: str = CONVERSATION  # where nothing is made
+    shared: bool = True  # False: no two prompts of a recording share anything
+    redrawn: bool = False  # arrivals of a recording move within its buckets, not by a millisecond
+    event_delay: float = 0.02  # seconds that cache events take, where signals are delayed
+    believed: float = 1.0  # the router takes steps to last so many times as long as they do
 
     @property
     def label(self) -> str:
         what = f"{self.lengths}, {self.load:.0%} of what can be carried"
         if not self.lengths:
-            what = f"Mooncake conversation, {self.load:g} times as fast"
-        rest = [] if self.signals == "exact" else [f"{self.signals} signals"]
-        return ", ".join([what, *rest, *([] if self.profile == PROFILE else [self.profile])])
+            what = f"{self.recording}, {self.load:g} times as fast"
+        return ", ".join([what, *self.differs])
+
+    @property
+    def differs(self) -> list[str]:
+        """What is not as usual."""
+        told = {
+            f"{self.signals} signals": self.signals != "exact",
+            f"cache events {self.event_delay:g} s late": self.event_delay != Stage.event_delay,
+            self.profile: self.profile != PROFILE,
+            "nothing shared": not self.shared,
+            "arrivals redrawn": self.redrawn,
+            f"steps believed to last {self.believed:g} times as long": self.believed != 1,
+        }
+        return [what for what, so in told.items() if so]
+
+    @property
+    def believed_profile(self) -> Profile | None:
+        """What the router goes by; None: the engines' own."""
+        if self.believed == 1:
+            return None
+        profile = load_profile(self.profile)
+        return profile.model_copy(
+            update={name: getattr(profile, name) * self.believed for name in STEP_CONSTANTS}
+        )
 
 
 @dataclass(frozen=True)
@@ -68,6 +108,7 @@ class Outcome:
     e2e_p50: float
     e2e_p99: float
     apart: float  # share of the requests that decode elsewhere than where they were prefilled
+    kept_up: float  # share that had its first token when the last request arrived
 
 
 def requests(lengths: str, rate: float, count: float, seed: int) -> Trace:
@@ -91,8 +132,32 @@ def made(stage: Stage, seed: int) -> Workload:
         rate = stage.load * carried(stage.lengths, stage.profile)
         trace = requests(stage.lengths, rate, min(REQUESTS, rate * SECONDS), seed + 1)
     else:
-        trace = recorded(stage.load, seed)
+        trace = recorded(stage.load, seed, traces() / RECORDED[stage.recording])
+        trace = redrawn(trace, BUCKET_SECONDS / stage.load, seed) if stage.redrawn else trace
+        trace = trace if stage.shared else trace.without_prefixes()
     return prepare(trace, stage.profile)
+
+
+def redrawn(trace: Trace, bucket: float, seed: int) -> Trace:
+    """The same requests in the same order, each at a moment drawn from its bucket of so many seconds."""
+    within = np.random.default_rng(seed).uniform(0, bucket, len(trace))
+    return replace(trace, arrival_seconds=np.sort(np.floor(trace.arrival_seconds / bucket) * bucket + within))
+
+
+@lru_cache(maxsize=16)
+def most(recording: str, shared: bool = True, rival: Rival = LMETRIC) -> float:
+    """How many times as fast as recorded a fleet keeps up, by `lmetric.sim.max_load`; what LMETRIC's does is
+    called the maximum load."""
+    path = traces() / RECORDED[recording]
+    setup = Setup(
+        trace=TraceChoice(str(path), recording),
+        policy=PolicyChoice(rival.policy, rival.knobs),
+        instances=INSTANCES,
+        profile=PROFILE,
+        settings={"output_known": False, "guard": False, "transfer": TRANSFER, **rival.settings},
+    )
+    trace = recorded(1.0, 0, path)
+    return max_load.find(setup, trace if shared else trace.without_prefixes(), max_load.Rule()).speed
 
 
 def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
@@ -103,6 +168,8 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         knobs=dict(rival.knobs) or None,
         profile=stage.profile,
         signals=stage.signals,  # type: ignore[arg-type]
+        event_delay_seconds=stage.event_delay,
+        predictor=stage.believed_profile,
         seed=seed,
         output_known=False,
         **{"instances": INSTANCES, "transfer": TRANSFER, "guard": False, **rival.settings},
@@ -112,15 +179,22 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
 
 def outcome(run: Run) -> Outcome:
     """The figures of a run."""
-    ttft, e2e = run.ttft_seconds, run.e2e_seconds
-    tpot = run.tpot_seconds[~np.isnan(run.tpot_seconds)] * 1e3
-    found = {
+    kept_up = float((run.first_token_seconds <= run.arrival_seconds.max()).mean())
+    found = figures(run.ttft_seconds, run.tpot_seconds, run.e2e_seconds)
+    return Outcome(**found, apart=float((run.decode_instance >= 0).mean()), kept_up=kept_up)
+
+
+def figures(
+    ttft: NDArray[np.float64], tpot: NDArray[np.float64], e2e: NDArray[np.float64]
+) -> dict[str, float]:
+    """Mean, median and 99th percentile of each, all in seconds; NaN: an answer of one token has no TPOT."""
+    columns = {"ttft": ttft, "tpot": tpot[~np.isnan(tpot)] * 1e3, "e2e": e2e}
+    return {
         f"{name}{suffix}": float(value)
-        for name, values in (("ttft", ttft), ("tpot", tpot), ("e2e", e2e))
+        for name, values in columns.items()
         for suffix, value in (
             ("", values.mean()),
             ("_p50", np.median(values)),
             ("_p99", np.percentile(values, 99)),
         )
     }
-    return Outcome(**found, apart=float((run.decode_instance >= 0).mean()))
