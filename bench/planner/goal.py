@@ -13,8 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import goal_best
 import goal_best_tables
 import goal_tables
-from goal_world import FIXED, LMETRIC, PLANNER, PULLING, Rival, Stage, play
+from goal_world import FIXED, LMETRIC, PLANNER, PROFILE, PULLING, Rival, Stage, play
 
+from lmetric.profiles import load_profile
 from rerun import Pool, Rerun, columns
 
 Row = dict[str, Any]
@@ -45,7 +46,7 @@ def rows(world: Pool, stages: Sequence[Stage], rivals: Sequence[Rival], base: Ri
 
 @figure("goal_knobs", "The weight of the batch and how long a prefill counts: what they were chosen by")
 def knobs(world: Pool) -> Row:
-    weights = [Rival(f"weight {w:g}", "planner", {"weight": w}) for w in (0.05, 0.1, 0.5, 1.0)]
+    weights = [Rival(f"weight {w:g}", "planner", {"weight": w}) for w in (0.05, 0.2, 0.5, 1.0)]
     recent = [
         Rival(f"{s} s", "planner", settings={"split_settings": {"recent_seconds": s}}) for s in (10, 60, 180)
     ]
@@ -53,9 +54,18 @@ def knobs(world: Pool) -> Row:
         Rival(f"gains {s:g} s", "planner", settings={"split_settings": {"least_gain_seconds": s}})
         for s in (0.0, 1.0, 3.0)
     ]
+    stalls = [
+        Rival(f"first token {name}", "planner", settings={"split_settings": {"most_stall_seconds": s}})
+        for name, s in (("late", 0.0), ("early to 0.03 s", 0.03), ("always early", 1e6))
+    ]
+    engine = load_profile(PROFILE)
+    chunked = [(n, engine.model_copy(update={"max_batch_tokens": n})) for n in (1024, 2048)]
+    steps = [Rival(f"steps of {n} tokens", "planner", settings={"profile": each}) for n, each in chunked]
+    uniboost = {"local_order": "priority", "priority": "uniboost"}
+    order = Rival("local order uniboost", "planner", settings=uniboost)
     whole = Rival("nothing apart", "planner", settings={"split": "none"})
     unpulled = Rival("nothing pulled", "planner", settings={"pull": "none"})
-    rivals = [PLANNER, *weights, *recent, *gains, whole, unpulled]
+    rivals = [PLANNER, *weights, *recent, *gains, *stalls, *steps, order, whole, unpulled]
     return rows(world, [Stage(load=2.2), Stage(load=3.0)], rivals, PLANNER)
 
 

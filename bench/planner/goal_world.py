@@ -166,13 +166,18 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         made(stage, seed),
         policy=rival.policy,
         knobs=dict(rival.knobs) or None,
-        profile=stage.profile,
         signals=stage.signals,  # type: ignore[arg-type]
         event_delay_seconds=stage.event_delay,
         predictor=stage.believed_profile,
         seed=seed,
         output_known=False,
-        **{"instances": INSTANCES, "transfer": TRANSFER, "guard": False, **rival.settings},
+        **{
+            "profile": stage.profile,
+            "instances": INSTANCES,
+            "transfer": TRANSFER,
+            "guard": False,
+            **rival.settings,
+        },
     )
     return outcome(run)
 
