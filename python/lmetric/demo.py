@@ -19,6 +19,7 @@ import aiohttp
 from lmetric._core import LmetricError
 from lmetric.engines.embedded import EmbeddedEngines, stop_process
 from lmetric.engines.emulated import EngineOptions
+from lmetric.engines.emulated.options import BOTH_WAYS
 from lmetric.replay import Client, Player, Report, Slo, summarize
 from lmetric.sim.prompts import PromptWriter
 from lmetric.sim.synthetic import read_synthetic
@@ -105,11 +106,14 @@ async def _play(
     show: Callable[[Moment], None],
 ) -> Report:
     label, policy, priority = run
-    options = EngineOptions(
-        profile=setting.profile,
-        clock_speed=setting.clock_speed,
-        max_sequences=setting.max_sequences,
-        order="fcfs" if priority == "none" else "priority",
+    options = EngineOptions.model_validate(
+        BOTH_WAYS
+        | {
+            "profile": setting.profile,
+            "clock_speed": setting.clock_speed,
+            "max_sequences": setting.max_sequences,
+            "order": "fcfs" if priority == "none" else "priority",
+        }
     )
     async with (
         EmbeddedEngines(setting.engines, options) as engines,

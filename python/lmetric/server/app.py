@@ -167,13 +167,14 @@ def run_server(config: ServerConfig) -> int:
 def _embedded_options(config: ServerConfig) -> "list[EngineOptions]":
     """One for each engine: so many alike, or those of 2P4D; with what the configuration needs of them."""
     from lmetric.engines.emulated import EngineOptions
+    from lmetric.engines.emulated.options import BOTH_WAYS
 
-    kv: dict[str, Any] = {"kv_connector": "nixl", "kv_load_failure_policy": "recompute"}
     embedded, order = config.embedded, "priority" if config.orders else "fcfs"
     if isinstance(embedded, int):
-        both = kv | {"kv_bidirectional": True} if config.splits or config.pulls else {}
+        both = BOTH_WAYS if config.splits or config.pulls else {}
         return [EngineOptions.model_validate({"order": order, **both})] * embedded
     assert embedded is not None
+    kv: dict[str, Any] = {"kv_connector": "nixl", "kv_load_failure_policy": "recompute"}
     prefill, decode = embedded.removesuffix("D").split("P")
     roles = ["prefill"] * int(prefill) + ["decode"] * int(decode)
     return [EngineOptions.model_validate({"order": order, "role": role, **kv}) for role in roles]

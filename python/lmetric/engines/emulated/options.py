@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -12,6 +12,14 @@ from lmetric.profiles import Profile, check_profile, load_profile
 from lmetric.queueing import Swap, checked_order
 
 _COUNT = 2**30
+
+
+# Options of an engine that hands a request over at any token, and takes it so.
+BOTH_WAYS: dict[str, Any] = {
+    "kv_connector": "nixl",
+    "kv_bidirectional": True,
+    "kv_load_failure_policy": "fail",
+}
 
 
 class EngineOptions(BaseModel):
