@@ -622,4 +622,6 @@ def simulate(
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
     think_slo_seconds: float | None = None,
+    routers: int = 1,
+    sharing_seconds: float | None = None,
 ) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; the interpreter lock is released

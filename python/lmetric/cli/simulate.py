@@ -166,6 +166,10 @@ def command(
     token_stride: Annotated[
         int | None, typer.Option(min=1, help="Steps after which the router hears of tokens [default: 1].")
     ] = None,
+    routers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Routers side by side that tell each other nothing [default: 1]."),
+    ] = None,
     predictor: Annotated[
         str | None, typer.Option(help="Profile behind predicted TTFTs [default: the engines' own].")
     ] = None,
@@ -249,7 +253,7 @@ def command(
     settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
     optional = {
         "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
-        "token_stride": token_stride, "order_slo": order_slo,
+        "token_stride": token_stride, "routers": routers, "order_slo": order_slo,
         "order_think_slo": order_think_slo, "think_slo_seconds": think_slo,
         "preempt": preempt, "priority": priority,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),

@@ -256,6 +256,8 @@ def simulate(
     token_slo_seconds: float = 0.1,
     think_slo_seconds: float | None = None,
     pull: PullLike = None,
+    routers: int = 1,
+    sharing_seconds: float | None = None,
 ) -> Run:
     """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
 
@@ -322,6 +324,10 @@ def simulate(
             time than computing it (`lmetric.sim.pulls.Pull`): ``"on"``, ``"least=512, most=2"``, a mapping,
             or ``"none"``. It moves as `transfer` says. ``lmetric_pull`` and ``planner`` are the scores that
             read it. None: ``"on"`` where the policy is planner, else ``"none"``.
+        routers: so many side by side; each request comes to one, drawn by `seed`. All hear the engines, and
+            none knows of another's requests.
+        sharing_seconds: but by what each tells the others of its load on each instance every so many
+            seconds; None: nothing.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
@@ -379,6 +385,8 @@ def simulate(
         silent_segments=silent_segments,
         token_slo_seconds=token_slo_seconds,
         think_slo_seconds=think_slo_seconds,
+        routers=routers,
+        sharing_seconds=sharing_seconds,
         **_pooled(
             pools,
             chosen,

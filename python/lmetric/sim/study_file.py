@@ -214,6 +214,9 @@ class SettingsEntry(Strict):
     token_stride: Annotated[list[Count], Listed] | None = Field(
         None, description="steps after which the router hears of an engine's tokens; 1: of each"
     )
+    routers: Annotated[list[Count], Listed] | None = Field(
+        None, description="so many side by side, of which each request comes to one; default: 1"
+    )
     predictor: Annotated[list[str], Listed] | None = Field(
         None, description="profile behind predicted_ttft_seconds; default: the engines' own"
     )

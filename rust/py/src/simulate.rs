@@ -8,13 +8,15 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::router::{IndexFeed, RouterConfig};
 use lmetric_sim::{
-    Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Profile, Pulling, Quantity, Signals,
-    TokenSlo, Trace, Transfer,
+    Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Policies, Profile, Pulling, Quantity,
+    Signals, TokenSlo, Trace, Transfer,
 };
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+/// More routers side by side than anybody runs.
+const MOST_ROUTERS: u32 = 1024;
 /// Receipts are not read after a run: the latest few are kept.
 const RECEIPT_BYTES: usize = 64 << 10;
 
@@ -96,7 +98,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     transfer_unshared=false, pull=None, pull_holder_seconds=0.0, pull_waits=true, pull_pinned=true,
     local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None, priority="none", priority_settings=None,
     split="none", split_settings=None, reschedule="none", reschedule_settings=None, silent_segments=false, token_slo_seconds=0.1,
-    think_slo_seconds=None))]
+    think_slo_seconds=None, routers=1, sharing_seconds=None))]
 fn simulate<'py>(
     py: Python<'py>,
     workload: &Bound<'py, Workload>,
@@ -144,16 +146,25 @@ fn simulate<'py>(
     silent_segments: bool,
     token_slo_seconds: f64,
     think_slo_seconds: Option<f64>,
+    routers: u32,
+    sharing_seconds: Option<f64>,
 ) -> Result<Bound<'py, PyDict>> {
-    let policy = policies::build(policy, knobs)?;
+    if !(1..=MOST_ROUTERS).contains(&routers) {
+        return Err(unknown("routers", &routers.to_string(), "1 to 1024").into());
+    }
+    let each = (0..routers)
+        .map(|_| {
+            let decode =
+                decode_policy.map(|policy| policies::build(Some(policy), decode_knobs)).transpose()?;
+            Ok(Policies { place: policies::build(policy, knobs)?, decode })
+        })
+        .collect::<PyResult<Vec<Policies>>>()?;
     let seen = match signals {
         "exact" => Signals::EXACT,
         "step_end" => Signals::STEP_END,
         "delayed" => Signals::delayed(event_delay_seconds, report_period_seconds),
         other => return Err(unknown("signals", other, "exact, step_end or delayed").into()),
     };
-    let decode_policy =
-        decode_policy.map(|policy| policies::build(Some(policy), decode_knobs)).transpose()?;
     let config = ClusterConfig {
         profiles: profiles.iter().map(profile).collect::<PyResult<Vec<Profile>>>()?,
         step_times: step_times
@@ -189,6 +200,7 @@ fn simulate<'py>(
         order: Order::named(local_order, seed, slo(order_slo_seconds, order_think_slo_seconds))?,
         preempt: preempt(swap),
         priorities: crate::priorities::priorities_of(priority, priority_settings)?,
+        sharing_seconds,
         signals: Signals { token_stride, ..seen },
         router: RouterConfig {
             index_feed: match index {
@@ -200,7 +212,7 @@ fn simulate<'py>(
             receipt_bytes: RECEIPT_BYTES,
             seed,
             guard: GuardConfig {
-                on: guard.unwrap_or(policy.spec().name == "lmetric"),
+                on: guard.unwrap_or(each.iter().any(|each| each.place.spec().name == "lmetric")),
                 window_seconds: guard_window_seconds,
                 period_seconds: guard_period_seconds,
                 ..GuardConfig::default()
@@ -225,7 +237,7 @@ fn simulate<'py>(
     }
     let workload = &workload.get().inner;
     let outcome = py.detach(|| {
-        lmetric_sim::simulate(workload, policy, decode_policy, &config, || {
+        lmetric_sim::simulate(workload, each, &config, || {
             Python::attach(|py| py.check_signals()).map_err(crate::errors::Error::from)
         })
     })?;
@@ -286,7 +298,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
     dict.set_item("steps", outcome.steps)?;
     dict.set_item("step_variance", outcome.step_variance)?;
     dict.set_item("oom", outcome.out_of_memory)?;
-    dict.set_item("gamma", outcome.router.gamma().map(|(gamma, _)| gamma))?;
+    dict.set_item("gamma", outcome.routers[0].gamma().map(|(gamma, _)| gamma))?;
     dict.set_item("stalled", outcome.stalled)?;
     Ok(dict)
 }

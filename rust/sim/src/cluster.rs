@@ -14,7 +14,8 @@ use crate::engine::{Admission, Engine, Preempt, Prompt, Request};
 use crate::gaps::{GapHistogram, Gaps, Makes, TokenGaps, TokenSlo};
 use crate::profile::Profile;
 use crate::record::{Quantity, Records, Timeline};
-use crate::signals::{Observer, Signals};
+use crate::routers::{Policies, Routers};
+use crate::signals::Signals;
 use crate::transfer::{Links, Transfer};
 use crate::workload::Workload;
 use handover::Part;
@@ -25,7 +26,6 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::Phase;
 use lmetric_core::ids::Seconds;
 use lmetric_core::plan::Usage;
-use lmetric_core::policy::Policy;
 use lmetric_core::request::{Request as RouterRequest, Tenant};
 use lmetric_core::router::{Priorities, RescheduleConfig, Router, RouterConfig};
 pub use pulls::Pulling;
@@ -54,6 +54,8 @@ pub struct ClusterConfig {
     pub preempt: Preempt,
     /// By what the router gives requests the numbers that [`Order::Priority`] goes by; a session is a tenant. `None`: all have 0.
     pub priorities: Option<Priorities>,
+    /// Seconds between two times that a router tells those beside it what it has on each instance; `None`: it tells nothing.
+    pub sharing_seconds: Option<Seconds>,
     /// What the router learns, and when.
     pub signals: Signals,
     /// The router's settings; whether its backlog drains by itself follows from the signals, and whether partial blocks
@@ -93,8 +95,8 @@ pub struct Outcome {
     pub step_variance: f64,
     /// Gaps between the output tokens of all requests, as clients get them.
     pub gaps: GapHistogram,
-    /// The router as it was left, with its totals and latest receipts.
-    pub router: Router,
+    /// The routers as they were left, with their totals and latest receipts.
+    pub routers: Vec<Router>,
 }
 
 /// What happens, in the order in which things of one moment are taken.
@@ -114,6 +116,8 @@ enum Event {
     PullEnds { request: u32 },
     /// An instance reports its load.
     Report { instance: u32 },
+    /// A router tells those beside it what it has on each instance.
+    Share { router: u32 },
     /// The router looks at what it does periodically.
     Tick,
     /// It looks at what should run elsewhere.
@@ -127,7 +131,10 @@ enum Event {
 impl Event {
     /// Whether it comes again and again, and leads to nothing by itself.
     fn for_ever(self) -> bool {
-        matches!(self, Event::Report { .. } | Event::Tick | Event::Reschedule | Event::Compare)
+        matches!(
+            self,
+            Event::Report { .. } | Event::Share { .. } | Event::Tick | Event::Reschedule | Event::Compare
+        )
     }
 }
 
@@ -159,7 +166,7 @@ struct Cluster<'a> {
     workload: &'a Workload,
     engines: Vec<Engine>,
     instances: Vec<Instance>,
-    observer: Observer,
+    routers: Routers,
     links: Links,
     /// Pulls that have not ended, by request.
     pulls: HashMap<u32, UnderWay>,
@@ -190,21 +197,20 @@ struct Cluster<'a> {
     stalled: u64,
 }
 
-/// Plays `workload` over a cluster under `policy`; where prompts are prefilled apart, `decode_policy` chooses where they decode (least
-/// requests, if none is given). `go_on` is asked now and then; its error ends the run.
+/// Plays `workload` over a cluster with one router for each of `policies`: a request comes to one of them, drawn by the router's seed, and they tell each other
+/// nothing. `go_on` is asked now and then; its error ends the run.
 ///
-/// Same workload, policy, configuration: same outcome, bit for bit.
+/// Same workload, policies, configuration: same outcome, bit for bit.
 ///
 /// # Errors
 /// Settings out of range, a request that no engine could ever hold, a policy that cannot score.
 pub fn simulate<E: From<CoreError>>(
     workload: &Workload,
-    policy: Box<dyn Policy>,
-    decode_policy: Option<Box<dyn Policy>>,
+    policies: Vec<Policies>,
     config: &ClusterConfig,
     mut go_on: impl FnMut() -> Result<(), E>,
 ) -> Result<Outcome, E> {
-    let mut cluster = Cluster::new(workload, policy, decode_policy, config)?;
+    let mut cluster = Cluster::new(workload, policies, config)?;
     let mut events = 0u64;
     while cluster.step()? {
         events += 1;
@@ -227,7 +233,7 @@ pub fn simulate<E: From<CoreError>>(
         },
         out_of_memory: cluster.engines.iter().map(|engine| engine.load().counters.out_of_memory).sum(),
         steps: cluster.engines.iter().map(|engine| engine.load().counters.steps).sum(),
-        router: cluster.observer.router,
+        routers: cluster.routers.into_routers(),
     })
 }
 
@@ -278,9 +284,13 @@ impl Cluster<'_> {
             Event::PullEnds { request } => self.end_pull(request as usize)?,
             Event::Arrival { request } => self.arrive(request as usize)?,
             Event::Report { instance } => {
-                self.observer.report(instance as usize, &self.engines[instance as usize], self.now)?;
+                self.routers.report(instance as usize, &self.engines[instance as usize], self.now)?;
                 let period = self.config.signals.report_period_seconds.unwrap_or(1.0);
                 self.at(self.now + period, event);
+            }
+            Event::Share { router } => {
+                self.routers.share(router as usize, &self.engines, self.now)?;
+                self.at(self.now + self.config.sharing_seconds.unwrap_or(1.0), event);
             }
             Event::Tick => self.tick()?,
             Event::Reschedule => self.reschedule()?,
@@ -290,13 +300,17 @@ impl Cluster<'_> {
     }
 
     fn tick(&mut self) -> Result<(), CoreError> {
-        self.observer.catch_up(&self.engines, self.now)?;
-        let (events, next) = self.observer.router.tick(self.now);
-        for event in events.iter().filter(|event| !event.released) {
-            match event.phase {
-                Phase::Suspected => self.guard_alarms += 1,
-                Phase::Filtering => self.guard_filters += 1,
+        self.routers.catch_up_all(&self.engines, self.now)?;
+        let mut next = f64::INFINITY; // of all alike: they have the same settings
+        for observer in self.routers.each() {
+            let (events, at) = observer.router.tick(self.now);
+            for event in events.iter().filter(|event| !event.released) {
+                match event.phase {
+                    Phase::Suspected => self.guard_alarms += 1,
+                    Phase::Filtering => self.guard_filters += 1,
+                }
             }
+            next = next.min(at);
         }
         self.at(next, Event::Tick);
         Ok(())
@@ -304,9 +318,9 @@ impl Cluster<'_> {
 
     /// A request arrives: the router places it, and the engine's queue takes it.
     fn arrive(&mut self, request: usize) -> Result<(), CoreError> {
-        self.observer.catch_up(&self.engines, self.now)?;
+        let observer = self.routers.catch_up(request as u64, &self.engines, self.now)?;
         let shape = &self.workload.shape;
-        let decision = self.observer.router.route(
+        let decision = observer.router.route(
             &RouterRequest {
                 chain: chain(self.workload, self.config, request),
                 prompt_tokens: shape.input_tokens[request],
@@ -320,8 +334,8 @@ impl Cluster<'_> {
             },
             self.now,
         )?;
-        self.observer.placed(request as u64, decision.ticket, decision.segment, shape.input_tokens[request]);
-        self.observer.sent(request as u64, self.now)?;
+        observer.placed(request as u64, decision.ticket, decision.segment, shape.input_tokens[request]);
+        observer.sent(request as u64, self.now)?;
         self.priorities[request] = decision.priority.map_or(0, |priority| priority.value);
         let instance = decision.segment.instance.index();
         self.records.arrival_seconds[request] = self.now;
@@ -390,9 +404,11 @@ impl Cluster<'_> {
                 }
             }
             events.preempted.iter().for_each(|&id| self.records.preemptions[id as usize] += 1);
-            self.observer.started(&events.admitted, self.now)?;
+            for admitted in &events.admitted {
+                self.routers.of(admitted.id).started(admitted, self.now)?;
+            }
             self.count_queue(instance);
-            self.observer.cache_changed(instance, self.engines[instance].kv_log(), self.now);
+            self.routers.cache_changed(instance, self.engines[instance].kv_log(), self.now);
             if let Some(end) = end {
                 self.instances[instance].state = State::Stepping;
                 self.expect(instance, end);
@@ -443,7 +459,7 @@ impl Cluster<'_> {
                     self.records.add_gaps(request, self.seams.single(end - last, makes));
                 }
             }
-            self.observer.prefilled(chunk, first, self.now)?;
+            self.routers.of(chunk.id).prefilled(chunk, first, self.now)?;
         }
         let (mut arrivals, mut prefilled) = (Vec::new(), Vec::new());
         for (&id, &gaps) in events.finished.iter().zip(&events.gaps) {
@@ -476,14 +492,14 @@ impl Cluster<'_> {
                 cached_tokens: Some(self.records.found_tokens(request)),
                 output_tokens: Some(output),
             };
-            self.observer.ended(id, usage, self.now)?;
+            self.routers.of(id).ended(id, usage, self.now)?;
             arrivals.extend(shape.followers(request).map(|next| {
                 let earliest = self.workload.arrival_seconds[next];
                 (earliest.max(end + self.workload.think_seconds(next)), next as u32)
             }));
         }
         arrivals.into_iter().for_each(|(at, request)| self.at(at, Event::Arrival { request }));
-        self.observer.cache_changed(instance, self.engines[instance].kv_log(), self.now);
+        self.routers.cache_changed(instance, self.engines[instance].kv_log(), self.now);
         self.let_go(instance, end)?;
         for request in prefilled {
             self.next_segment(request, end)?;

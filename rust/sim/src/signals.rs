@@ -8,7 +8,6 @@ use lmetric_core::plan::{Event, Segment, Usage};
 use lmetric_core::router::books::Report;
 use lmetric_core::router::{Carry, Router, TicketId};
 use lmetric_core::{CoreError, InstanceId};
-use std::collections::VecDeque;
 
 /// When the router learns what.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -118,22 +117,12 @@ impl Flight {
     }
 }
 
-/// Changes of a cache on their way.
-#[derive(Debug)]
-struct Late {
-    due: Seconds,
-    instance: u32,
-    log: KvLog,
-}
-
-/// The router with its view of the engines.
+/// A router with its view of the engines.
 pub(crate) struct Observer {
     pub router: Router,
     signals: Signals,
     flights: Vec<Option<Flight>>,
     by_ticket: HashMap<TicketId, u64>,
-    late: VecDeque<Late>,
-    spare: Vec<KvLog>,
     by_token: bool,
     /// Steps of each engine up to which the router was told of tokens.
     told_steps: Vec<u64>,
@@ -153,8 +142,6 @@ impl Observer {
             signals,
             flights: vec![None; requests],
             by_ticket: HashMap::new(),
-            late: VecDeque::new(),
-            spare: Vec::new(),
         }
     }
 
@@ -182,14 +169,8 @@ impl Observer {
         self.tell(request, Event::Pulled { tokens, seconds }, now).map(drop)
     }
 
-    /// Before a decision or a tick: what is due by now, and what only a decision asks for.
+    /// Before a decision or a tick: what only these ask for.
     pub fn catch_up(&mut self, engines: &[Engine], now: Seconds) -> Result<(), CoreError> {
-        while self.late.front().is_some_and(|late| late.due <= now) {
-            let Some(mut late) = self.late.pop_front() else { break };
-            self.apply(late.instance, &late.log);
-            late.log.clear();
-            self.spare.push(late.log);
-        }
         if self.by_token {
             self.catch_up_tokens(engines, now)?;
         }
@@ -241,13 +222,11 @@ impl Observer {
         self.router.engine_report(&self.names[instance], report)
     }
 
-    /// Requests were taken off a queue.
-    pub fn started(&mut self, admitted: &[Admitted], now: Seconds) -> Result<(), CoreError> {
+    /// A request was taken off a queue.
+    pub fn started(&mut self, admitted: &Admitted, now: Seconds) -> Result<(), CoreError> {
         if self.signals.progress {
-            for admitted in admitted {
-                let there = admitted.cached_tokens + admitted.pulled_tokens;
-                self.tell(admitted.id, Event::Scheduled(Some(there)), now)?;
-            }
+            let there = admitted.cached_tokens + admitted.pulled_tokens;
+            self.tell(admitted.id, Event::Scheduled(Some(there)), now)?;
         }
         Ok(())
     }
@@ -340,23 +319,9 @@ impl Observer {
         flight.map(|flight| self.router.bound(flight.ticket)).into_iter().flatten()
     }
 
-    /// The changes of an instance's cache since the last call.
-    pub fn cache_changed(&mut self, instance: usize, log: &mut KvLog, now: Seconds) {
-        if log.events.is_empty() {
-            return;
-        }
-        if self.signals.event_delay_seconds == 0.0 {
-            self.apply(instance as u32, log);
-            log.clear();
-        } else {
-            let empty = self.spare.pop().unwrap_or_else(|| KvLog { on: true, ..KvLog::default() });
-            let due = now + self.signals.event_delay_seconds;
-            self.late.push_back(Late { due, instance: instance as u32, log: std::mem::replace(log, empty) });
-        }
-    }
-
-    fn apply(&mut self, instance: u32, log: &KvLog) {
-        let (id, index) = (InstanceId(instance), self.router.index_mut());
+    /// An instance's cache has changed.
+    pub fn apply(&mut self, instance: usize, log: &KvLog) {
+        let (id, index) = (InstanceId(instance as u32), self.router.index_mut());
         for event in &log.events {
             match event {
                 KvEvent::Stored { parent, hashes, .. } => {

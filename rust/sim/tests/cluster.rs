@@ -12,8 +12,8 @@ use lmetric_core::policy::registry;
 use lmetric_core::router::{Apart, IndexFeed, Lengths, Libra, Mean, PullConfig, Split};
 use lmetric_core::split::{self, Settings};
 use lmetric_sim::{
-    Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Profile, Pulling, Quantity, Signals,
-    TokenSlo, Trace, Transfer, Workload, simulate,
+    Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Policies, Profile, Pulling,
+    Quantity, Signals, TokenSlo, Trace, Transfer, Workload, simulate,
 };
 use proptest::prelude::*;
 
@@ -61,7 +61,8 @@ fn workload(asks: &[Ask]) -> Workload {
 fn play(workload: &Workload, policy: &str, config: &ClusterConfig) -> Result<Outcome, CoreError> {
     // Where prompts are prefilled apart, the policy places both halves.
     let decode = if config.roles.is_empty() { None } else { Some(registry::build(policy, &[])?) };
-    simulate(workload, registry::build(policy, &[])?, decode, config, || Ok(()))
+    let policies = Policies { place: registry::build(policy, &[])?, decode };
+    simulate(workload, vec![policies], config, || Ok(()))
 }
 
 fn close(got: &[f64], expected: &[f64]) {
@@ -123,7 +124,7 @@ fn requests_cut_at_any_token_by_hand() {
         let seam = 1.122 + 0.94 + 1.122;
         close(&r.worst_gap_seconds, &[if silent { 0.94 + 1.122 } else { seam }]);
         assert_eq!(r.slow_tokens, [if silent { 2 } else { 3 }]);
-        assert_eq!((out.router.totals().split, out.router.totals().output_tokens), (1, 4));
+        assert_eq!((out.routers[0].totals().split, out.routers[0].totals().output_tokens), (1, 4));
     }
     // At 12: a prefill of 12 tokens, 0.5 + 12 x 0.02 of moving, a prefill of the other 8.
     let r = cut_at(0.5, false, &one).records;
@@ -165,13 +166,13 @@ fn an_answer_apart_begins_with_the_prefills_own_token_by_hand() {
         // The way is a gap in the answer once it has begun.
         close(&r.worst_gap_seconds, &[if cut == 21 { 0.9 + 1.121 } else { 1.123 }]);
         assert_eq!(r.slow_tokens, [3]);
-        assert_eq!(out.router.totals().output_tokens, 4);
+        assert_eq!(out.routers[0].totals().output_tokens, 4);
     }
     // Its only token is the prefill's: nothing goes on, whatever was expected.
     let out = play(10.0, &one(1));
     close(&out.records.finished_seconds, &[1.2]);
     assert!(out.records.handoff_seconds[0].is_nan());
-    assert_eq!(out.router.totals().output_tokens, 1);
+    assert_eq!(out.routers[0].totals().output_tokens, 1);
 }
 
 #[test]
@@ -501,7 +502,7 @@ proptest! {
             prop_assert!((sum - expected).abs() < 1e-6 * expected || preempted && sum > expected - 1e-6, "{sum} {expected}");
         }
         // The router's books are empty, and all ended well.
-        let router = &mut out.router;
+        let router = &mut out.routers[0];
         prop_assert_eq!((router.in_flight(), router.totals().finished), (0, asks.len() as u64));
         router.derive_all(1e9);
         for id in ["bs", "q_bs", "r_bs", "queued_prefill_tokens", "tokens", "decode_tokens", "bound_tokens", "remaining_tokens", "pulls"] {

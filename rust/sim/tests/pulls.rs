@@ -42,7 +42,7 @@ fn play(asks: &[(f64, i64, i64, u64)], config: &ClusterConfig) -> Outcome {
     };
     let workload = Workload::new(&trace, 16).unwrap();
     let policy = registry::build("round_robin", &[]).unwrap();
-    simulate(&workload, policy, None, config, || Ok::<(), lmetric_core::CoreError>(())).unwrap()
+    simulate(&workload, vec![policy.into()], config, || Ok::<(), lmetric_core::CoreError>(())).unwrap()
 }
 
 #[track_caller]
@@ -68,10 +68,10 @@ fn an_idle_holder_sends_at_once() {
     // 48 tokens take 0.98 s; what is left to compute is one token behind 48, a decode: 1.149 s. The next has 50 tokens of context.
     pulled(&out, 1, 48, 10.98, 12.129);
     close(out.records.finished_seconds[1], 13.279);
-    assert_eq!(out.router.totals().pulled_tokens, 48);
-    let usage = out.router.receipt(2).unwrap().outcome.usage;
+    assert_eq!(out.routers[0].totals().pulled_tokens, 48);
+    let usage = out.routers[0].receipt(2).unwrap().outcome.usage;
     assert_eq!(usage.cached_tokens, Some(48), "engines count what they did not compute");
-    let (per_token, fixed, observed) = out.router.pull_cost().unwrap();
+    let (per_token, fixed, observed) = out.routers[0].pull_cost().unwrap();
     assert!(observed == 1 && fixed + 48.0 * per_token > 0.1, "{fixed} {per_token}");
 }
 
@@ -113,7 +113,7 @@ fn what_is_evicted_before_it_begins_is_computed() {
     // 80 tokens fill engine 0's cache when their second step ends, at 12.8 s.
     let out = play(&[LONG, OTHER, (10.0, 80, 1, 3), (12.0, 49, 1, 1)], &config(2, 5));
     pulled(&out, 3, 0, 12.8, 14.29);
-    assert_eq!(out.router.totals().pulled_tokens, 0);
+    assert_eq!(out.routers[0].totals().pulled_tokens, 0);
 }
 
 #[test]
@@ -187,7 +187,8 @@ fn settings_that_cannot_be_are_named() {
         };
         let workload = Workload::new(&trace, 16).unwrap();
         let policy = registry::build("round_robin", &[]).unwrap();
-        let error = simulate(&workload, policy, None, &config, || Ok::<(), lmetric_core::CoreError>(()));
+        let error =
+            simulate(&workload, vec![policy.into()], &config, || Ok::<(), lmetric_core::CoreError>(()));
         let error = error.err().unwrap().to_string();
         assert!(error.contains(part), "{error}");
     }

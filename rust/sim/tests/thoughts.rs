@@ -156,8 +156,13 @@ fn play(asks: &[Ask], instances: usize, change: impl FnOnce(&mut ClusterConfig))
     };
     change(&mut config);
     let policy = registry::build("round_robin", &[]).unwrap();
-    simulate::<lmetric_core::CoreError>(&Workload::new(&trace, 16).unwrap(), policy, None, &config, || Ok(()))
-        .unwrap()
+    simulate::<lmetric_core::CoreError>(
+        &Workload::new(&trace, 16).unwrap(),
+        vec![policy.into()],
+        &config,
+        || Ok(()),
+    )
+    .unwrap()
 }
 
 #[test]
@@ -178,7 +183,7 @@ fn an_answer_that_comes_back_moves_only_what_was_thought_elsewhere() {
     assert!((r.finished_seconds[0] - (back + 11.0)).abs() < 1e-6);
     // Thoughts have 20 s, and the first token none; of the answer, ten come too late: nine of 1.1 s and the first, behind the hand-over.
     assert_eq!(r.slow_tokens[0], 10);
-    assert_eq!(out.router.totals().output_tokens, 60);
+    assert_eq!(out.routers[0].totals().output_tokens, 60);
     // A token that is made again takes a step, which is part of the gap: the answer's first waits for it, too.
     let seam = back + 1.1 - (end - 1.1);
     assert!((r.worst_gap_seconds[0] - seam.max(there + 1.1 - (thought - 1.1))).abs() < 1e-6);

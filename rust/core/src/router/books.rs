@@ -3,6 +3,7 @@
 //! Counts live beside the indicator columns and are written through to them at each event, so that a decision reads plain
 //! columns. Everything here is integers in `f64`, so adding and taking away leaves no residue
 //! (but for what drains between events, which is set to 0 with the last prefill).
+use super::replicas::Share;
 use crate::estimate::step_watch::{Batch, Prefilled, StepWatch};
 use crate::estimate::{PrefillRate, StepFit, StepTime, attention_pairs};
 use crate::ids::Seconds;
@@ -30,6 +31,8 @@ struct Counts {
     /// Others' waiting and running, from the last report.
     foreign_waiting: f64,
     foreign_running: f64,
+    /// What the routers beside this one have here.
+    replicas: Share,
     own_since: Span,
     /// What was last compared with our own: waiting, running, and the KV cache's usage, which tells two samples apart.
     compared: Option<(f64, f64, Option<f64>)>,
@@ -60,7 +63,7 @@ struct Counts {
     report: Option<Report>,
 }
 
-/// The fewest and the most own requests on an instance since its last report that said anything new: when in that time
+/// The fewest and the most requests of ours and of the routers beside us on an instance since its last report that said anything new: when in that time
 /// a report was sampled is not known.
 #[derive(Clone, Copy, Debug, Default)]
 struct Span {
@@ -139,9 +142,14 @@ impl Counts {
         self.queued + self.scheduled + self.decoding
     }
 
+    /// The same with those of the routers beside us.
+    fn known(&self) -> f64 {
+        self.own() + self.replicas.at_engine()
+    }
+
     /// Their number may have changed.
     fn note_own(&mut self) {
-        let own = self.own();
+        let own = self.known();
         self.own_since = Span { least: self.own_since.least.min(own), most: self.own_since.most.max(own) };
     }
 
@@ -154,17 +162,39 @@ impl Counts {
             return;
         }
         // Only totals can be compared: what is ours of the engine's running requests depends on how far it is.
-        let (all, own) = (waiting + running, self.own());
+        let (all, own) = (waiting + running, self.known());
         let known = self.foreign_waiting + self.foreign_running;
         let foreign = known.min(all - self.own_since.least).max(all - self.own_since.most).max(0.0);
-        self.foreign_waiting = foreign.min((waiting - self.queued).max(0.0));
+        self.foreign_waiting = foreign.min((waiting - self.queued - self.replicas.queued).max(0.0));
         self.foreign_running = foreign - self.foreign_waiting;
         (self.compared, self.own_since) = (told, Span { least: own, most: own });
     }
 
     /// What decodes.
     fn batch(&self) -> Batch {
-        Batch { sequences: self.decoding, context: self.decode_tokens }
+        let (sequences, context) = (self.replicas.decoding, self.replicas.decode_tokens);
+        Batch { sequences: self.decoding + sequences, context: self.decode_tokens + context }
+    }
+
+    fn write_tokens(&self, slot: usize, columns: &mut Columns) {
+        let (bound, decode) = (
+            self.bound_tokens + self.replicas.bound_tokens,
+            self.decode_tokens + self.replicas.decode_tokens,
+        );
+        for (id, value) in [
+            (Indicator::Tokens, bound + decode),
+            (Indicator::DecodeTokens, decode),
+            (Indicator::BoundTokens, bound),
+            (Indicator::RemainingTokens, self.remaining_tokens + self.replicas.remaining_tokens),
+        ] {
+            columns.get_mut(id)[slot] = value;
+        }
+    }
+
+    /// Attention pairs of its prefills, as far as they were not settled.
+    fn queued_pairs(&self) -> f64 {
+        let left = |p: &Prefill| if p.tokens > 0.0 { p.pairs * p.left / p.tokens } else { 0.0 };
+        self.prefills.iter().map(left).sum()
     }
 
     /// Works out anew what all that is left takes.
@@ -230,6 +260,8 @@ pub struct Books {
     left: Vec<f64>,
     since: Vec<f64>,
     rate: Vec<f64>,
+    /// The same of the routers beside this one, as they told it last.
+    others_left: Vec<f64>,
     /// The rate until one was learned, tokens/s; 0 where exact progress is reported and nothing drains by itself.
     prior_rate: f64,
     /// Time constant of what counts as recent.
@@ -245,7 +277,7 @@ impl Books {
     /// Opens books for `slots` slots.
     pub fn resize(&mut self, slots: usize) {
         self.counts.resize_with(slots, Counts::default);
-        for column in [&mut self.left, &mut self.since, &mut self.rate] {
+        for column in [&mut self.left, &mut self.since, &mut self.rate, &mut self.others_left] {
             column.resize(slots, 0.0);
         }
     }
@@ -254,6 +286,7 @@ impl Books {
     pub fn clear(&mut self, slot: usize, columns: &mut Columns) {
         self.counts[slot] = Counts { prefills_since: f64::INFINITY, ..Counts::default() };
         (self.left[slot], self.since[slot], self.rate[slot]) = (0.0, 0.0, self.prior_rate);
+        self.others_left[slot] = 0.0;
         self.write(slot, columns);
         for id in [
             Indicator::KvUsage,
@@ -314,7 +347,7 @@ impl Books {
     /// Counts what others pull from a slot.
     pub fn serve_pull(&mut self, slot: usize, more: f64, columns: &mut Columns) {
         self.counts[slot].pulls += more;
-        columns.get_mut(Indicator::Pulls)[slot] = self.counts[slot].pulls;
+        columns.get_mut(Indicator::Pulls)[slot] = self.counts[slot].pulls + self.counts[slot].replicas.pulls;
     }
 
     fn push(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
@@ -474,9 +507,7 @@ impl Books {
         c.remaining_tokens += entry.remaining();
         c.decode_tokens += n;
         c.window_output.add(n, now, WINDOW_SECONDS);
-        columns.get_mut(Indicator::Tokens)[slot] = c.bound_tokens + c.decode_tokens;
-        columns.get_mut(Indicator::DecodeTokens)[slot] = c.decode_tokens;
-        columns.get_mut(Indicator::RemainingTokens)[slot] = c.remaining_tokens;
+        c.write_tokens(slot, columns);
     }
 
     /// Takes a placement off the books, however it ended.
@@ -619,6 +650,45 @@ impl Books {
         self.counts[slot].report.map(|r| r.at)
     }
 
+    /// What the router has on a slot.
+    pub fn share(&self, slot: usize, now: Seconds) -> Share {
+        let c = &self.counts[slot];
+        Share {
+            coming: c.coming,
+            queued: c.queued - c.unqueued,
+            scheduled: c.scheduled + c.unqueued,
+            decoding: c.decoding,
+            decode_tokens: c.decode_tokens,
+            bound_tokens: c.bound_tokens,
+            remaining_tokens: c.remaining_tokens,
+            bound_remaining_tokens: c.bound_remaining,
+            queued_prefill_tokens: self.own_queued_prefill_on(slot, now),
+            queued_prefill_pairs: c.queued_pairs(),
+            recent_prefill_tokens: c.recent_prefill.now(now, self.recent_seconds),
+            recent_prefill_pairs: c.recent_pairs.now(now, self.recent_seconds),
+            window_prefill_tokens: c.window_prefill.now(now, WINDOW_SECONDS),
+            window_output_tokens: c.window_output.now(now, WINDOW_SECONDS),
+            pulls: c.pulls,
+        }
+    }
+
+    /// What the routers beside this one have on a slot.
+    pub fn replicas(&self, slot: usize) -> &Share {
+        &self.counts[slot].replicas
+    }
+
+    /// Says so.
+    pub fn set_replicas(&mut self, slot: usize, replicas: Share, now: Seconds, columns: &mut Columns) {
+        self.others_left[slot] = replicas.queued_prefill_tokens;
+        let c = &mut self.counts[slot];
+        c.replicas = replicas;
+        if replicas.recent_prefill_tokens > 0.0 {
+            c.prefills_since = c.prefills_since.min(now);
+        }
+        columns.get_mut(Indicator::Pulls)[slot] = self.counts[slot].pulls + replicas.pulls;
+        self.write(slot, columns);
+    }
+
     /// Own requests on the slot, bound ones included.
     pub fn in_flight(&self, slot: usize) -> f64 {
         let c = &self.counts[slot];
@@ -627,34 +697,37 @@ impl Books {
 
     /// Queued prefill tokens of a slot at `now`.
     pub fn queued_prefill_on(&self, slot: usize, now: Seconds) -> f64 {
+        self.own_queued_prefill_on(slot, now) + self.others_left[slot]
+    }
+
+    fn own_queued_prefill_on(&self, slot: usize, now: Seconds) -> f64 {
         let mut out = [0.0];
         let at = slot..slot + 1;
-        drained(&self.left[at.clone()], &self.since[at.clone()], &self.rate[at], now, &mut out);
+        drained(&self.left[at.clone()], &self.since[at.clone()], &self.rate[at], &[0.0], now, &mut out);
         out[0]
     }
 
     /// Attention pairs of the prefills queued on a slot, as far as they were not settled.
     pub fn queued_pairs_on(&self, slot: usize) -> f64 {
-        let left = |p: &Prefill| if p.tokens > 0.0 { p.pairs * p.left / p.tokens } else { 0.0 };
-        self.counts[slot].prefills.iter().map(left).sum()
+        self.counts[slot].queued_pairs() + self.counts[slot].replicas.queued_prefill_pairs
     }
 
     /// Output tokens to come of those that have not left a slot's queue, where known.
     pub fn bound_remaining_on(&self, slot: usize) -> f64 {
-        self.counts[slot].bound_remaining
+        self.counts[slot].bound_remaining + self.counts[slot].replicas.bound_remaining_tokens
     }
 
     /// Queued prefill tokens of each slot at `now`, in one pass over three columns.
     #[inline]
     pub fn queued_prefill(&self, now: Seconds, out: &mut [f64]) {
-        drained(&self.left, &self.since, &self.rate, now, out);
+        drained(&self.left, &self.since, &self.rate, &self.others_left, now, out);
     }
 
     /// The decayed sums of each slot at `now`: prefill tokens placed, output tokens produced.
     pub fn windows(&self, now: Seconds, prefill: &mut [f64], output: &mut [f64]) {
         for ((c, p), o) in self.counts.iter().zip(prefill).zip(output) {
-            *p = c.window_prefill.now(now, WINDOW_SECONDS);
-            *o = c.window_output.now(now, WINDOW_SECONDS);
+            *p = c.window_prefill.now(now, WINDOW_SECONDS) + c.replicas.window_prefill_tokens;
+            *o = c.window_output.now(now, WINDOW_SECONDS) + c.replicas.window_output_tokens;
         }
     }
 
@@ -667,8 +740,9 @@ impl Books {
     pub fn prefill_share_on(&self, slot: usize, step: &StepTime, now: Seconds) -> f64 {
         let c = &self.counts[slot];
         let over = self.recent_seconds;
-        let recent = |sum: &Decayed| sum.now(now, over);
-        let seconds = step.prefills(recent(&c.recent_prefill), recent(&c.recent_pairs));
+        let (tokens, pairs) = (c.recent_prefill.now(now, over), c.recent_pairs.now(now, over));
+        let seconds =
+            step.prefills(tokens + c.replicas.recent_prefill_tokens, pairs + c.replicas.recent_prefill_pairs);
         // The time that there is to tell of, faded as they are, and a thirtieth of all at least: a first prefill is not all that ever will be.
         let seen = over * (1.0 - ((c.prefills_since - now) / over).exp());
         if seconds > 0.0 { seconds / seen.max(over / 30.0) } else { 0.0 }
@@ -677,30 +751,37 @@ impl Books {
     fn write(&mut self, slot: usize, columns: &mut Columns) {
         let c = &mut self.counts[slot];
         c.note_own();
-        let waiting = c.coming + c.queued - c.unqueued + c.foreign_waiting;
-        let running = c.unqueued + c.scheduled + c.decoding + c.foreign_running;
+        let replicas = &c.replicas;
+        let waiting =
+            c.coming + c.queued - c.unqueued + c.foreign_waiting + replicas.coming + replicas.queued;
+        let running = c.unqueued
+            + c.scheduled
+            + c.decoding
+            + c.foreign_running
+            + replicas.scheduled
+            + replicas.decoding;
         for (id, value) in [
             (Indicator::QBs, waiting),
             (Indicator::RBs, running),
             (Indicator::Bs, waiting + running),
-            (Indicator::DecodeBs, c.decoding),
-            (Indicator::BoundBs, c.coming + c.queued + c.scheduled),
-            (Indicator::Tokens, c.bound_tokens + c.decode_tokens),
-            (Indicator::DecodeTokens, c.decode_tokens),
-            (Indicator::BoundTokens, c.bound_tokens),
-            (Indicator::RemainingTokens, c.remaining_tokens),
+            (Indicator::DecodeBs, c.decoding + replicas.decoding),
+            (
+                Indicator::BoundBs,
+                c.coming + c.queued + c.scheduled + replicas.coming + replicas.queued + replicas.scheduled,
+            ),
         ] {
             columns.get_mut(id)[slot] = value;
         }
+        c.write_tokens(slot, columns);
     }
 }
 
 wide_fn! {
-    fn drained(left: &[f64], since: &[f64], rate: &[f64], now: Seconds, out: &mut [f64]) {
+    fn drained(left: &[f64], since: &[f64], rate: &[f64], more: &[f64], now: Seconds, out: &mut [f64]) {
         let slots = out.len();
-        let (left, since, rate) = (&left[..slots], &since[..slots], &rate[..slots]);
+        let (left, since, rate, more) = (&left[..slots], &since[..slots], &rate[..slots], &more[..slots]);
         for i in 0..slots {
-            out[i] = greater(left[i] - rate[i] * greater(now - since[i], 0.0), 0.0);
+            out[i] = greater(left[i] - rate[i] * greater(now - since[i], 0.0), 0.0) + more[i];
         }
     }
 }

@@ -17,6 +17,7 @@ mod legs;
 mod moves;
 pub mod priorities;
 mod pull;
+mod replicas;
 mod rounds;
 pub mod shared;
 pub mod tickets;
@@ -27,6 +28,7 @@ pub use derive::TtftSource;
 pub use moves::Carry;
 pub use priorities::Priorities;
 pub use pull::PullConfig;
+pub use replicas::{MOST_REPLICAS, Share};
 pub use rounds::{Forecast, NamedMove, RescheduleConfig, Rescheduling, Rule};
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;
@@ -48,6 +50,7 @@ use books::{Books, Report};
 use priorities::Ordering;
 use pull::Pulls;
 use rand::SeedableRng;
+use replicas::Replicas;
 use tickets::Tickets;
 
 /// Who feeds the KV index.
@@ -196,6 +199,7 @@ pub struct Router {
     fleet: Fleet,
     columns: Columns,
     books: Books,
+    replicas: Replicas,
     tickets: Tickets,
     index: KvIndex,
     /// Chooses the instances of first segments, and of those that follow.
@@ -247,6 +251,7 @@ impl Router {
             fleet: Fleet::default(),
             columns,
             books: Books::new(if config.drain { config.prior_prefill_tokens_per_second } else { 0.0 }),
+            replicas: Replicas::default(),
             tickets: Tickets::default(),
             index: KvIndex::new(config.index_bytes),
             first: Chooser::new(policy),
@@ -359,6 +364,7 @@ impl Router {
     pub fn remove_instance(&mut self, name: &str) -> Result<(), CoreError> {
         let id = self.fleet.find(name)?;
         self.fleet.remove(id);
+        self.replicas.clear(id.index());
         self.books.clear(id.index(), &mut self.columns);
         if let Some(ahead) = &mut self.ahead {
             ahead.clear(id.index());

@@ -270,7 +270,7 @@ impl Router {
         InstanceLoad {
             instance: id,
             capacity_tokens: (blocks * tokens_per_block.max(1.0)) as u64,
-            other_tokens: 0,
+            other_tokens: self.books.replicas(slot).tokens() as u64,
             queued_tokens: if bound > 0.0 { (bound_tokens / bound) as u64 } else { 0 },
             step_seconds: step.filter(|seconds| *seconds > 0.0).unwrap_or(STEP_SECONDS),
             accepts: self.takes_over(id) && self.cuts[slot] >= Cuts::Output,

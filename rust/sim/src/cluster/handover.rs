@@ -58,7 +58,7 @@ impl Cluster<'_> {
         self.parts[request].began = self.now;
         let id = request as u64;
         let admitted = Admitted { id, cached_tokens: 0, pulled_tokens: 0, first_time: true };
-        self.observer.started(&[admitted], self.now)?;
+        self.routers.of(id).started(&admitted, self.now)?;
         let (start, end) = (self.now, self.now + seconds);
         self.timeline.add(instance, Quantity::Running, start, end, 1.0);
         self.timeline.add(instance, Quantity::PrefillTokens, start, end, f64::from(tokens) / seconds);
@@ -98,7 +98,7 @@ impl Cluster<'_> {
     /// The open segment of a request is known to be over, at `ended`: the router says where it goes on.
     pub(super) fn next_segment(&mut self, request: usize, ended: Seconds) -> Result<(), CoreError> {
         if self.config.router.binding == Binding::Late {
-            self.observer.catch_up(&self.engines, self.now)?;
+            self.routers.catch_up(request as u64, &self.engines, self.now)?;
         }
         let prompt = self.workload.shape.input_tokens[request];
         let made = self.parts[request].to.map_or(0, |to| to.saturating_sub(prompt));
@@ -112,8 +112,9 @@ impl Cluster<'_> {
             cached_tokens: Some(self.records.found_tokens(request)),
             output_tokens: Some(made.max(1)),
         };
-        let bound = self.observer.bound(request as u64).next();
-        let Some(segment) = self.observer.finished(request as u64, usage, made, self.now)? else {
+        let observer = self.routers.of(request as u64);
+        let bound = observer.bound(request as u64).next();
+        let Some(segment) = observer.finished(request as u64, usage, made, self.now)? else {
             let got = format!("request {request} without a segment behind the one that ended");
             return super::bad("plan", got, "one that leads to the request's end");
         };
@@ -130,7 +131,7 @@ impl Cluster<'_> {
             // One that no engine ran: its prefill waited for nobody.
             let tokens = self.workload.shape.input_tokens[request];
             let chunk = Prefilled { id: request as u64, tokens, done: true };
-            self.observer.prefilled(&chunk, false, self.now)?;
+            self.routers.of(chunk.id).prefilled(&chunk, false, self.now)?;
             self.next_segment(request, self.now)?;
         }
         let Part { from, instance, before, before_began, back, .. } = self.parts[request];
@@ -157,7 +158,7 @@ impl Cluster<'_> {
 
     /// A request's KV has arrived: it queues where it goes on.
     pub(super) fn hand_over(&mut self, request: usize) -> Result<(), CoreError> {
-        self.observer.sent(request as u64, self.now)?;
+        self.routers.of(request as u64).sent(request as u64, self.now)?;
         self.submit(request, self.parts[request].instance as usize)
     }
 

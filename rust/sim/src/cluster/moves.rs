@@ -15,11 +15,16 @@ const COMPARED_SECONDS: Seconds = 1.0;
 impl Cluster<'_> {
     /// The router says what should run elsewhere.
     pub(super) fn reschedule(&mut self) -> Result<(), CoreError> {
-        self.observer.catch_up_tokens(&self.engines, self.now)?;
-        let (moves, _) = self.observer.router.reschedule(self.now)?;
-        for named in moves {
-            let Some(request) = self.observer.request_of(named.ticket) else { continue };
-            self.begin_move(request as usize, named.why.target)?;
+        let mut moves = Vec::new();
+        for observer in self.routers.each() {
+            observer.catch_up_tokens(&self.engines, self.now)?;
+            let (named, _) = observer.router.reschedule(self.now)?;
+            let requests = named.iter().map(|named| (observer.request_of(named.ticket), named.why.target));
+            moves.extend(requests);
+        }
+        for (request, target) in moves {
+            let Some(request) = request else { continue };
+            self.begin_move(request as usize, target)?;
         }
         let period = self.config.reschedule.as_ref().map_or(1.0, |settings| settings.period_seconds);
         self.at(self.now + period, Event::Reschedule);
@@ -53,7 +58,7 @@ impl Cluster<'_> {
     /// # Errors
     /// What [`lmetric_core::router::Router::begin_move`] refuses.
     pub(super) fn begin_move(&mut self, request: usize, target: InstanceId) -> Result<(), CoreError> {
-        self.observer.begin_move(request as u64, target, Carry::Kv, self.now)?;
+        self.routers.of(request as u64).begin_move(request as u64, target, Carry::Kv, self.now)?;
         let source = self.parts[request].instance as usize;
         self.leaving[source].push(request as u32);
         match self.instances[source].state {
@@ -73,7 +78,7 @@ impl Cluster<'_> {
         for request in leaving.drain(..).map(|request| request as usize) {
             let id = request as u64;
             let Some((made, gaps)) = self.engines[instance].leave(id) else {
-                self.observer.cancel_move(id, self.now)?;
+                self.routers.of(id).cancel_move(id, self.now)?;
                 continue;
             };
             let prompt = self.workload.shape.input_tokens[request];
@@ -95,7 +100,7 @@ impl Cluster<'_> {
         self.records.add_gaps(request, gaps);
         self.records.moves[request] += 1;
         self.last_tokens[request] = ended;
-        let segment = self.observer.moved(request as u64, prompt, made, self.now)?;
+        let segment = self.routers.of(request as u64).moved(request as u64, prompt, made, self.now)?;
         self.begin(request, segment);
         let (to, from) = (segment.instance.index(), self.parts[request].before as usize);
         self.records.decode_instance[request] = to as i64;

@@ -124,7 +124,7 @@ impl Cluster<'_> {
         self.records.pull_seconds[request] = seconds;
         let came = if under_way.tokens > 0 { under_way.reach } else { 0 };
         let tokens = came.saturating_sub(under_way.pull.from_token);
-        self.observer.pulled(request as u64, tokens, seconds, self.now)?;
+        self.routers.of(request as u64).pulled(request as u64, tokens, seconds, self.now)?;
         self.parts[request].pulled = came;
         self.submit(request, to)
     }

@@ -4,26 +4,27 @@ use super::{Cluster, ClusterConfig, Event, Instance, State, bad, engine_request}
 use crate::engine::{Admission, Engine, Settings};
 use crate::gaps::{TokenGaps, TokenSlo};
 use crate::record::{Records, Timeline};
-use crate::signals::Observer;
+use crate::routers::{Policies, Routers};
 use crate::transfer::Links;
 use crate::workload::Workload;
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
-use lmetric_core::policy::Policy;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, Split};
 use std::collections::BinaryHeap;
 
 impl<'a> Cluster<'a> {
     pub(super) fn new(
         workload: &'a Workload,
-        policy: Box<dyn Policy>,
-        decode_policy: Option<Box<dyn Policy>>,
+        policies: Vec<Policies>,
         config: &'a ClusterConfig,
     ) -> Result<Cluster<'a>, CoreError> {
         config.signals.check()?;
         config.transfer.check()?;
         config.pulling.check()?;
+        if let Some(seconds) = config.sharing_seconds.filter(|seconds| !(1e-3..=1e6).contains(seconds)) {
+            return bad("sharing_seconds", seconds, "0.001 to 1e6 seconds");
+        }
         if config.profiles.is_empty() {
             return bad("instances", 0, "at least 1");
         }
@@ -63,15 +64,15 @@ impl<'a> Cluster<'a> {
             partial_blocks: config.admission == Admission::Reserve,
             ..config.router.clone()
         };
-        let mut router = Router::new(policy, router)?;
-        if let Some(policy) = decode_policy {
-            router.set_decode_policy(policy)?;
-        }
-        router.set_priorities(config.priorities)?;
-        if let Some(reschedule) = &config.reschedule {
-            let mut rescheduling = reschedule.build()?;
-            rescheduling.expected_is_limit = !config.output_known;
-            router.set_rescheduling(Some(rescheduling))?;
+        let mut routers = policies
+            .into_iter()
+            .zip(0..)
+            .map(|(policies, i)| {
+                made(policies, config, RouterConfig { seed: router.seed.wrapping_add(i), ..router.clone() })
+            })
+            .collect::<Result<Vec<Router>, CoreError>>()?;
+        if routers.is_empty() {
+            return bad("routers", 0, "at least 1");
         }
         let settings = Settings {
             admission: config.admission,
@@ -86,8 +87,10 @@ impl<'a> Cluster<'a> {
                 return bad("block_tokens of the profile", profile.block_tokens, expected);
             }
             let role = config.roles.get(i).copied().unwrap_or_default();
-            let id = router.add_instance(&format!("engine-{i}"), role, Some(profile.cache_blocks))?;
-            router.set_step_time(id, config.step_times.get(i).copied());
+            for router in &mut routers {
+                let id = router.add_instance(&format!("engine-{i}"), role, Some(profile.cache_blocks))?;
+                router.set_step_time(id, config.step_times.get(i).copied());
+            }
             let mut engine = Engine::new(profile.clone(), settings, None)?;
             engine.set_token_slo(config.token_slo);
             engines.push(engine);
@@ -101,7 +104,7 @@ impl<'a> Cluster<'a> {
             queued: 0,
         };
         let mut cluster = Cluster {
-            observer: Observer::new(router, config.signals, workload.len()),
+            routers: Routers::new(routers, config.signals, workload.len(), config.router.seed),
             links: Links::new(config.transfer, engines.len()),
             pulls: HashMap::new(),
             parts: vec![Part::default(); workload.len()],
@@ -159,6 +162,12 @@ impl<'a> Cluster<'a> {
                 self.at(period * f64::from(instance) / f64::from(instances), Event::Report { instance });
             }
         }
+        if let Some(period) = self.config.sharing_seconds {
+            let routers = self.routers.len() as u32;
+            for router in (0..routers).filter(|_| routers > 1) {
+                self.at(period * f64::from(router) / f64::from(routers), Event::Share { router });
+            }
+        }
         if self.config.reschedule.is_some() {
             self.at(0.0, Event::Reschedule);
         }
@@ -169,4 +178,19 @@ impl<'a> Cluster<'a> {
             self.at(0.0, Event::Tick);
         }
     }
+}
+
+/// A router without instances.
+fn made(policies: Policies, config: &ClusterConfig, settings: RouterConfig) -> Result<Router, CoreError> {
+    let mut router = Router::new(policies.place, settings)?;
+    if let Some(policy) = policies.decode {
+        router.set_decode_policy(policy)?;
+    }
+    router.set_priorities(config.priorities)?;
+    if let Some(reschedule) = &config.reschedule {
+        let mut rescheduling = reschedule.build()?;
+        rescheduling.expected_is_limit = !config.output_known;
+        router.set_rescheduling(Some(rescheduling))?;
+    }
+    Ok(router)
 }

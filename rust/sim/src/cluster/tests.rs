@@ -35,6 +35,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         order: Order::Fcfs,
         preempt: Preempt::Recompute,
         priorities: None,
+        sharing_seconds: None,
         signals: if step_end { Signals::STEP_END } else { Signals::EXACT },
         router: RouterConfig {
             index_feed: IndexFeed::Exact,
@@ -49,11 +50,11 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
     }
 }
 
-/// What the router believes at any moment is what the engines would say, as far as their steps are seen.
+/// What the routers believe together at any moment is what the engines would say, as far as their steps are seen; each knows the caches.
 fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
     let now = cluster.now;
-    cluster.observer.catch_up(&cluster.engines, now).unwrap();
-    cluster.observer.router.derive_all(now);
+    cluster.routers.catch_up_all(&cluster.engines, now).unwrap();
+    cluster.routers.each().for_each(|observer| observer.router.derive_all(now));
     let (n, shape) = (cluster.engines.len(), &cluster.workload.shape);
     let in_flight: Vec<usize> = (0..cluster.workload.len())
         .filter(|&i| cluster.records.instance[i] >= 0 && cluster.records.finished_seconds[i].is_nan())
@@ -70,7 +71,7 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
         })
         .collect();
     let bound: Vec<Vec<Segment>> =
-        (0..cluster.workload.len()).map(|i| cluster.observer.bound(i as u64).collect()).collect();
+        (0..cluster.workload.len() as u64).map(|i| cluster.routers.of(i).bound(i).collect()).collect();
     for slot in 0..n {
         let (engine, records, parts) = (&cluster.engines[slot], &cluster.records, &cluster.parts);
         let (begun, ended) = engine.progress(now);
@@ -115,7 +116,6 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
                 unknown |= (1..prompt).contains(&part.from);
             }
         }
-        let columns = cluster.observer.router.columns();
         for (id, truth) in [
             (Indicator::QBs, f64::from(engine.waiting() + coming)),
             (Indicator::RBs, f64::from(engine.running())),
@@ -124,20 +124,23 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
             (Indicator::Tokens, f64::from(tokens)),
             (Indicator::RemainingTokens, f64::from(remaining)),
         ] {
+            let known: f64 =
+                cluster.routers.each().map(|observer| observer.router.columns().get(id)[slot]).sum();
             if unknown && id == Indicator::QueuedPrefillTokens {
-                prop_assert!(columns.get(id)[slot] <= truth);
+                prop_assert!(known <= truth);
                 continue;
             }
-            prop_assert_eq!(columns.get(id)[slot], truth, "{:?} of {} at {}", id, slot, now);
+            prop_assert_eq!(known, truth, "{:?} of {} at {}", id, slot, now);
         }
     }
     for request in 0..cluster.workload.len() {
         let (chain, prompt_tokens) = (shape.chain(request), shape.input_tokens[request]);
         let asked =
             RouterRequest { chain, prompt_tokens, tokens_per_block: 16.0, ..RouterRequest::default() };
-        let believed = cluster.observer.router.hit_tokens(&asked);
         let found: Vec<u32> = cluster.engines.iter().map(|e| e.hit_tokens(chain, prompt_tokens)).collect();
-        prop_assert_eq!(believed, found);
+        for observer in cluster.routers.each() {
+            prop_assert_eq!(&observer.router.hit_tokens(&asked), &found);
+        }
     }
     Ok(())
 }
@@ -175,7 +178,7 @@ proptest! {
         step_end: bool, instances in 1usize..4, decodes in 0usize..3, late: bool, seconds_per_token in 0.0f64..0.02,
         layers: bool, moves in 0usize..4, cut in prop::option::of(0.01f64..0.99), cache_blocks in 6u32..24,
         asks in prop::collection::vec((0.0f64..30.0, 1i64..90, 1i64..15, 0u64..3, 0u64..7), 1..25), three: bool,
-        pull in prop::option::of((any::<bool>(), any::<bool>())),
+        pull in prop::option::of((any::<bool>(), any::<bool>())), routers in 1usize..4,
     ) {
         let column = |f: fn(&(f64, i64, i64, u64, u64)) -> i64| asks.iter().map(f).collect::<Vec<_>>();
         let (mut offsets, mut ids) = (vec![0], Vec::new());
@@ -218,8 +221,8 @@ proptest! {
             });
             config.pulling = Pulling { holder_seconds: if costs { 0.5 } else { 0.0 }, pinned, waits: !step_end };
         }
-        let policy = registry::build("dynamo", &[]).unwrap();
-        let mut cluster = Cluster::new(&workload, policy, None, &config).unwrap();
+        let policies = (0..routers).map(|_| registry::build("dynamo", &[]).unwrap().into()).collect();
+        let mut cluster = Cluster::new(&workload, policies, &config).unwrap();
         let mut steps = 0;
         while cluster.step().unwrap() {
             check(&mut cluster)?;
@@ -230,11 +233,15 @@ proptest! {
         }
         let records = &cluster.records;
         prop_assert!(records.finished_seconds.iter().all(|at| at.is_finite()));
-        prop_assert_eq!(cluster.observer.router.totals().output_tokens, shape_outputs(&workload));
-        let moved: i64 = records.moves.iter().sum();
-        prop_assert_eq!(cluster.observer.router.totals().moved, moved as u64);
-        prop_assert_eq!(cluster.observer.router.in_flight(), 0);
+        let moved = records.moves.iter().sum::<i64>() as u64;
         let pulls = records.pull_instance.iter().filter(|holder| **holder >= 0).count() as u64;
-        prop_assert_eq!((cluster.observer.router.totals().pulls, cluster.pulls.len()), (pulls, 0));
+        let mut told = [0; 4];
+        for observer in cluster.routers.each() {
+            let totals = observer.router.totals();
+            let all = [totals.output_tokens, totals.moved, totals.pulls, observer.router.in_flight() as u64];
+            told.iter_mut().zip(all).for_each(|(sum, each)| *sum += each);
+        }
+        prop_assert_eq!(told, [shape_outputs(&workload), moved, pulls, 0]);
+        prop_assert_eq!(cluster.pulls.len(), 0);
     }
 }

@@ -32,6 +32,7 @@ pub fn config(profiles: Vec<Profile>) -> ClusterConfig {
         order: Order::Fcfs,
         preempt: Preempt::Recompute,
         priorities: None,
+        sharing_seconds: None,
         signals: Signals::EXACT,
         router: RouterConfig {
             index_feed: IndexFeed::Exact,

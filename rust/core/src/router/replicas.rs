@@ -1,0 +1,200 @@
+//! Routers side by side: what each of them alone knows, its requests in flight, the others add to what they see of the instances.
+//!
+//! A router tells what it has on each instance ([`Router::share`]); whoever [hears](Router::hear) it counts that as if it had been placed here, until the next word from
+//! there or until it is [too old](Router::forget_silent). How it gets from one to the other is the caller's. Indicators that a policy keeps about single requests
+//! (`handoff_*`, `decode_pressure*`) stay each router's own, as does what it learns.
+use super::Router;
+use crate::error::CoreError;
+use crate::ids::Seconds;
+use crate::wide::lesser;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Most routers that one listens to; more side by side is a mistake, and what is kept is bounded by it.
+pub const MOST_REPLICAS: usize = 64;
+
+macro_rules! numbers {
+    ($($(#[doc = $about:literal])* $name:ident),* $(,)?) => {
+        /// What one router, or several together, have on an instance.
+        #[derive(Clone, Copy, Debug, Default, PartialEq)]
+        pub struct Share { $($(#[doc = $about])* pub $name: f64),* }
+
+        impl Share {
+            /// The names of its numbers, in order.
+            pub const NAMES: [&'static str; [$(stringify!($name)),*].len()] = [$(stringify!($name)),*];
+
+            /// Its numbers, in the order of their names.
+            pub fn numbers(&self) -> [f64; Share::NAMES.len()] {
+                [$(self.$name),*]
+            }
+
+            /// A share of these numbers.
+            pub fn of([$($name),*]: [f64; Share::NAMES.len()]) -> Share {
+                Share { $($name),* }
+            }
+        }
+    };
+}
+
+numbers! {
+    /// Requests bound there whose prompt is prefilled elsewhere.
+    coming,
+    /// Requests in the engine's queue.
+    queued,
+    /// Requests that prefill.
+    scheduled,
+    /// Requests past their first token.
+    decoding,
+    /// Context tokens of these.
+    decode_tokens,
+    /// Context tokens of all others.
+    bound_tokens,
+    /// Output tokens that the running ones have still to come, where known.
+    remaining_tokens,
+    /// The same of those that do not run yet.
+    bound_remaining_tokens,
+    /// Prefill tokens placed there and not computed, and their attention pairs.
+    queued_prefill_tokens,
+    /// See above.
+    queued_prefill_pairs,
+    /// Prefill tokens placed there of late, older ones for less, and their attention pairs.
+    recent_prefill_tokens,
+    /// See above.
+    recent_prefill_pairs,
+    /// The `window_*` indicators.
+    window_prefill_tokens,
+    /// See above.
+    window_output_tokens,
+    /// Prefixes that others pull from there.
+    pulls,
+}
+
+impl Share {
+    /// Requests that the engine may know of.
+    pub fn at_engine(&self) -> f64 {
+        self.queued + self.scheduled + self.decoding
+    }
+
+    /// Context tokens of all.
+    pub fn tokens(&self) -> f64 {
+        self.decode_tokens + self.bound_tokens
+    }
+
+    fn add(&mut self, other: &Share) {
+        let mut numbers = self.numbers();
+        numbers.iter_mut().zip(other.numbers()).for_each(|(sum, more)| *sum += more);
+        *self = Share::of(numbers);
+    }
+
+    fn is_nothing(&self) -> bool {
+        *self == Share::default()
+    }
+}
+
+/// What the routers beside this one said last.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Replicas {
+    by_name: BTreeMap<Box<str>, Replica>,
+}
+
+#[derive(Clone, Debug)]
+struct Replica {
+    heard: Seconds,
+    /// By slot; shorter than the fleet where nothing was said of the last ones.
+    shares: Vec<Share>,
+}
+
+impl Replicas {
+    /// What they have on a slot together.
+    fn on(&self, slot: usize) -> Share {
+        let mut all = Share::default();
+        self.by_name.values().filter_map(|replica| replica.shares.get(slot)).for_each(|share| all.add(share));
+        all
+    }
+
+    /// The instance of a slot is gone.
+    pub fn clear(&mut self, slot: usize) {
+        self.by_name
+            .values_mut()
+            .filter_map(|replica| replica.shares.get_mut(slot))
+            .for_each(|share| *share = Share::default());
+    }
+}
+
+impl Router {
+    /// What this router has on each instance, for those beside it; instances without anything are left out.
+    pub fn share(&self, now: Seconds) -> Vec<(Arc<str>, Share)> {
+        let now = self.latest.max(lesser(now, f64::MAX));
+        (0..self.fleet.slots())
+            .map(|slot| crate::InstanceId(slot as u32))
+            .filter(|id| self.fleet.is_live(*id))
+            .map(|id| (self.fleet.name(id).clone(), self.books.share(id.index(), now)))
+            .filter(|(_, share)| !share.is_nothing())
+            .collect()
+    }
+
+    /// What the router `replica` has on each instance; replaces what it said before. Instances that this router does not know of are passed over.
+    ///
+    /// # Errors
+    /// `BadValue` for a number that cannot be, or more than [`MOST_REPLICAS`] replicas. Nothing has changed then.
+    pub fn hear<'a>(
+        &mut self,
+        replica: &str,
+        shares: impl IntoIterator<Item = (&'a str, Share)>,
+        now: Seconds,
+    ) -> Result<(), CoreError> {
+        let mut by_slot = Vec::new();
+        for (instance, share) in shares {
+            for (what, value) in Share::NAMES.iter().zip(share.numbers()) {
+                if !(0.0..=1e15).contains(&value) {
+                    return Err(CoreError::BadValue {
+                        what: format!("{what} on {instance} that router {replica} tells of"),
+                        got: value.to_string(),
+                        expected: "0 to 1e15".into(),
+                    });
+                }
+            }
+            if let Ok(id) = self.fleet.find(instance) {
+                by_slot.resize(by_slot.len().max(id.index() + 1), Share::default());
+                by_slot[id.index()] = share;
+            }
+        }
+        if !self.replicas.by_name.contains_key(replica) && self.replicas.by_name.len() >= MOST_REPLICAS {
+            return Err(CoreError::BadValue {
+                what: "routers side by side".into(),
+                got: format!("{replica}, one beyond {MOST_REPLICAS}"),
+                expected: format!("at most {MOST_REPLICAS}"),
+            });
+        }
+        let heard = self.clock(now);
+        let before = self.replicas.by_name.insert(replica.into(), Replica { heard, shares: by_slot });
+        let slots = self.replicas.by_name[replica].shares.len();
+        self.count_replicas(slots.max(before.map_or(0, |before| before.shares.len())), heard);
+        Ok(())
+    }
+
+    /// Forgets what routers said that have said nothing for `seconds`: their requests count no longer, but for what engines report. Their names.
+    pub fn forget_silent(&mut self, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
+        let now = self.clock(now);
+        let oldest = now - seconds;
+        let gone = self.replicas.by_name.iter().filter(|(_, replica)| replica.heard < oldest);
+        let gone: Vec<Box<str>> = gone.map(|(name, _)| name.clone()).collect();
+        for name in &gone {
+            if let Some(replica) = self.replicas.by_name.remove(name) {
+                self.count_replicas(replica.shares.len(), now);
+            }
+        }
+        gone
+    }
+
+    /// The routers that count now, and when each was heard last.
+    pub fn replicas(&self) -> impl Iterator<Item = (&str, Seconds)> {
+        self.replicas.by_name.iter().map(|(name, replica)| (&**name, replica.heard))
+    }
+
+    fn count_replicas(&mut self, slots: usize, now: Seconds) {
+        for slot in 0..slots {
+            self.books.set_replicas(slot, self.replicas.on(slot), now, &mut self.columns);
+        }
+    }
+}
