@@ -25,6 +25,8 @@ SHARES = (0.3, 0.5, 0.7, 0.8, 0.95)  # of the maximum load
 STRONGEST = 6  # families that are shown one by one
 SLACK = 0.02  # that a figure may be worse without counting as worse
 LEAST_KEPT_UP = Rule().keep_up
+ROUTERS = 4  # side by side
+SHARING_SECONDS = 0.1  # as often as the server's tell each other
 
 
 def at(share: float, recording: str = CONVERSATION, *, shared: bool = True) -> Stage:
@@ -144,6 +146,8 @@ def worlds() -> dict[str, Stage]:
             replace(usual, believed=0.5),
             replace(usual, believed=2.0),
             replace(usual, signals="delayed", event_delay=1.0),
+            replace(usual, signals="delayed", routers=ROUTERS, sharing=SHARING_SECONDS),
+            replace(usual, signals="delayed", routers=ROUTERS),
             replace(usual, redrawn=True),
             at(share, shared=False),
             at(share, AZURE),

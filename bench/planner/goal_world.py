@@ -62,6 +62,8 @@ class Stage:
     redrawn: bool = False  # arrivals of a recording move within its buckets, not by a millisecond
     event_delay: float = 0.02  # seconds that cache events take, where signals are delayed
     believed: float = 1.0  # the router takes steps to last so many times as long as they do
+    routers: int = 1
+    sharing: float | None = None  # seconds between two times that they tell each other of their load
 
     @property
     def label(self) -> str:
@@ -80,8 +82,14 @@ class Stage:
             "nothing shared": not self.shared,
             "arrivals redrawn": self.redrawn,
             f"steps believed to last {self.believed:g} times as long": self.believed != 1,
+            f"{self.routers} routers that {self._tell}": self.routers != 1,
         }
         return [what for what, so in told.items() if so]
+
+    @property
+    def _tell(self) -> str:
+        each = "tell each other their load"
+        return f"do not {each}" if self.sharing is None else f"{each} every {self.sharing:g} s"
 
     @property
     def believed_profile(self) -> Profile | None:
@@ -171,6 +179,8 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         predictor=stage.believed_profile,
         seed=seed,
         output_known=False,
+        routers=stage.routers,
+        sharing_seconds=stage.sharing,
         **{
             "profile": stage.profile,
             "instances": INSTANCES,

@@ -18,6 +18,7 @@ __all__ = [
     "OUT",
     "PASS",
     "READY",
+    "SHARE_NAMES",
     "BadValueError",
     "Decision",
     "Engine",
@@ -156,6 +157,11 @@ class Router:
         kv_usage: float | None = None,
         now: float | None = None,
     ) -> None: ...
+    def share(self, *, now: float | None = None) -> list[tuple[str, list[float]]]: ...
+    def hear(
+        self, replica: str, shares: Sequence[tuple[str, Sequence[float]]], *, now: float | None = None
+    ) -> None: ...
+    def forget_silent(self, seconds: float, *, now: float | None = None) -> list[str]: ...
     def blocks_stored(
         self,
         name: str,
@@ -319,6 +325,7 @@ class Ticket:
     def __enter__(self) -> Ticket: ...
     def __exit__(self, *args: object) -> None: ...  # closes as an abort where still open
 
+SHARE_NAMES: list[str]  # of the numbers of Router.share
 MAX_EXPRESSION_LENGTH: int
 
 @final

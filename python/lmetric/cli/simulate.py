@@ -168,7 +168,13 @@ def command(
     ] = None,
     routers: Annotated[
         int | None,
-        typer.Option(min=1, help="Routers side by side that tell each other nothing [default: 1]."),
+        typer.Option(min=1, help="Routers side by side; each request comes to one [default: 1]."),
+    ] = None,
+    sharing: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds between two times that they tell each other of their load [default: never]."
+        ),
     ] = None,
     predictor: Annotated[
         str | None, typer.Option(help="Profile behind predicted TTFTs [default: the engines' own].")
@@ -253,7 +259,7 @@ def command(
     settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
     optional = {
         "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
-        "token_stride": token_stride, "routers": routers, "order_slo": order_slo,
+        "token_stride": token_stride, "order_slo": order_slo, "routers": routers, "sharing_seconds": sharing,
         "order_think_slo": order_think_slo, "think_slo_seconds": think_slo,
         "preempt": preempt, "priority": priority,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),

@@ -433,6 +433,24 @@ class TenantConfig(Strict):
     )
 
 
+class ReplicasConfig(Strict):
+    """Other routers before the same engines, which are told what this one has where, and tell it."""
+
+    urls: list[EngineUrl] = Field(
+        default_factory=list,
+        description="of all of them, e.g. http://routers:8080: each address that the host's name has is one, "
+        "and this router may be among them; empty: it works alone",
+    )
+    interval: Annotated[Seconds, Field(ge=0.01)] = Field(0.1, description="between two times of telling")
+    silent_after: Seconds = Field(
+        2.0, description="without a word from a router, until its requests count no longer"
+    )
+    token: SecretStr | None = Field(
+        None,
+        description="they know each other by it, a bearer token; needed where there are API keys",
+    )
+
+
 class Log(Strict):
     """Logs, on stderr."""
 
@@ -475,6 +493,7 @@ class ServerConfig(PoolSettings):
         default_factory=dict,
         description="by name: an API key's tenant or, where there are no keys, that of the header x-tenant",
     )
+    replicas: ReplicasConfig = Field(default_factory=ReplicasConfig, description="routers side by side")
     log: Log = Field(default_factory=Log, description="logs")
 
     @model_validator(mode="after")
@@ -488,6 +507,8 @@ class ServerConfig(PoolSettings):
         for number, label in enumerate(sources):
             if label in sources[:number]:
                 raise ValueError(f"two sources of engines are named {label!r}; give one another name")
+        if self.replicas.urls and self.auth.keys_file is not None and self.replicas.token is None:
+            raise ValueError("replicas.token is needed where there are API keys: clients are no routers")
         names: set[str] = set()
         for name in [n for model in self.models for n in (model.name, *model.adapters)]:
             if name in names:

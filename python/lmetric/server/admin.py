@@ -14,13 +14,14 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from lmetric.config import ADMIN, CONFIGURED, EngineConfig, Role
-from lmetric.server import priority
+from lmetric.server import priority, replicas
 from lmetric.server.discovery import Found
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.front import Front
 from lmetric.server.metrics import CONTENT_TYPE
 from lmetric.server.openai import ApiError, bad
 
+_PAGES = ("/v1/models", "/debug/engines", "/debug/indicators", "/debug/discovery", "/debug/replicas")
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
 
 
@@ -38,8 +39,10 @@ async def pages(front: Front, request: web.BaseRequest, path: str, query: str) -
     if path == "/metrics":
         _only(request, path, "GET", "HEAD")
         return web.Response(body=front.metrics.render(), headers={"content-type": CONTENT_TYPE})
-    known = path in ("/v1/models", "/debug/engines", "/debug/indicators", "/debug/discovery")
-    if not known and not path.startswith(("/v1/models/", "/debug/decisions/", "/admin/")):
+    if path == replicas.PATH and front.replicas.on:
+        _only(request, path, "POST")
+        return _json(front.replicas.hear(await request.read(), request.headers.get("authorization")))
+    if path not in _PAGES and not path.startswith(("/v1/models/", "/debug/decisions/", "/admin/")):
         raise _unknown(front, path)
     front.keys.tenant(request.headers.get("authorization"), request.headers.get("x-api-key"))
     if path.startswith("/admin/"):
@@ -56,6 +59,8 @@ async def pages(front: Front, request: web.BaseRequest, path: str, query: str) -
         return _json(_engines(front.fleet.engines()))
     if path == "/debug/discovery":
         return _json(front.discovery.state())
+    if path == "/debug/replicas":
+        return _json(front.replicas.state())
     if path == "/debug/indicators":
         return _json({pool.name: _indicators(pool) for pool in front.fleet.pools})
     return _json(_receipt(front, path.removeprefix("/debug/decisions/")))

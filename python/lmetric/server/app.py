@@ -19,6 +19,7 @@ from lmetric.server.front import Front
 from lmetric.server.health import Monitor
 from lmetric.server.logs import configure_logging
 from lmetric.server.metrics import Metrics
+from lmetric.server.replicas import Replicas
 
 if TYPE_CHECKING:
     from lmetric.engines.emulated import EngineOptions
@@ -48,6 +49,7 @@ class Server:
         self.front: Front
         self._monitor: Monitor
         self._discovery: Discovery
+        self._replicas: Replicas
         self._listener: asyncio.Server
 
     async def start(self) -> None:
@@ -63,9 +65,10 @@ class Server:
                 "no engines: give --engine URL, --embedded N, or engines or discovery in the configuration"
             )
         self.front = Front(config, self.fleet, keys, self.metrics, pages)
+        self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
         self._monitor = Monitor(self.fleet, self.front, self.metrics)
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
-        self.metrics.further.append(self._discovery.metrics)
+        self.metrics.further += [self._discovery.metrics, self._replicas.metrics]
         await self._monitor.check_all()
         await self._discovery.start()
         loop = asyncio.get_running_loop()
@@ -78,6 +81,7 @@ class Server:
             raise PortError(number, f"cannot listen on {config.host}:{config.port}: {reason}") from None
         self.port = self._listener.sockets[0].getsockname()[1]
         self._monitor.start()
+        await self._replicas.start()
         engines = list(self.fleet.engines())
         log.info(
             "listening",
@@ -113,6 +117,7 @@ class Server:
             relay.stop()
         self.front.close_idle()
         await self.front.shutdown(STOP_SECONDS)
+        await self._replicas.stop()
         await self._monitor.stop()
         await self._discovery.stop()
         for engine in self.fleet.engines():

@@ -22,6 +22,7 @@ from lmetric.server.metrics import Metrics
 from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, nobody_takes, parse
 from lmetric.server.priority import NOT_A_TENANT
 from lmetric.server.relay import Relay
+from lmetric.server.replicas import Replicas
 from lmetric.server.tokenise import Tokenisers, Tokenising, as_text, prompt_text
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
 
@@ -45,6 +46,7 @@ class Front(web.Server):
         self.keys = keys
         self.metrics = metrics
         self.discovery: Discovery  # set by the server
+        self.replicas: Replicas  # likewise
         self.pages = pages
         self.relays: set[Underway] = set()
         self._tokenisers = Tokenisers()

@@ -217,6 +217,9 @@ class SettingsEntry(Strict):
     routers: Annotated[list[Count], Listed] | None = Field(
         None, description="so many side by side, of which each request comes to one; default: 1"
     )
+    sharing_seconds: Annotated[list[Positive], Listed] | None = Field(
+        None, description="between two times that they tell each other of their load; default: never"
+    )
     predictor: Annotated[list[str], Listed] | None = Field(
         None, description="profile behind predicted_ttft_seconds; default: the engines' own"
     )

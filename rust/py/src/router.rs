@@ -14,7 +14,7 @@ use lmetric_core::plan::{Binding, Cuts};
 use lmetric_core::request::{Request, Tenant};
 use lmetric_core::router::books::Report;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
-use lmetric_core::router::{IndexFeed, Router as CoreRouter, RouterConfig, SharedRouter};
+use lmetric_core::router::{IndexFeed, Router as CoreRouter, RouterConfig, Share, SharedRouter};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
@@ -26,6 +26,7 @@ use xxhash_rust::xxh3::xxh3_64;
 /// Adds the classes to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Router>()?;
+    module.add("SHARE_NAMES", Share::NAMES.to_vec())?;
     module.add_class::<Decision>()?;
     module.add_class::<Ticket>()?;
     module.add_function(wrap_pyfunction!(policies::policy_table, module)?)
@@ -603,6 +604,46 @@ impl Router {
     ) -> Result<()> {
         let report = Report { at: self.clock.now(now)?, waiting, running, kv_usage };
         Ok(self.lock(py)?.engine_report(name, report)?)
+    }
+
+    /// What this router has on each instance, for those beside it: names, and the numbers that `SHARE_NAMES` names.
+    #[pyo3(signature = (*, now=None))]
+    fn share(&self, py: Python<'_>, now: Option<f64>) -> Result<Vec<(String, Vec<f64>)>> {
+        let now = self.clock.now(now)?;
+        let told = self.lock(py)?.share(now);
+        Ok(told.iter().map(|(name, share)| (name.to_string(), share.numbers().to_vec())).collect())
+    }
+
+    /// What the router `replica` has on each instance, as its `share` tells; it counts as if it had been placed here, until the next
+    /// word from there. Instances that are not known are passed over. Raises `BadValueError`; nothing has changed then.
+    #[pyo3(signature = (replica, shares, *, now=None))]
+    fn hear(
+        &self,
+        py: Python<'_>,
+        replica: &str,
+        shares: Vec<(String, Vec<f64>)>,
+        now: Option<f64>,
+    ) -> Result<()> {
+        let of = |(name, numbers): &(String, Vec<f64>)| match <[f64; Share::NAMES.len()]>::try_from(
+            &numbers[..],
+        ) {
+            Ok(numbers) => Ok((name.clone(), Share::of(numbers))),
+            Err(_) => Err(CoreError::BadValue {
+                what: format!("what router {replica} tells of {name}"),
+                got: format!("{} numbers", numbers.len()),
+                expected: format!("{}: {}", Share::NAMES.len(), Share::NAMES.join(", ")),
+            }),
+        };
+        let shares = shares.iter().map(of).collect::<std::result::Result<Vec<_>, CoreError>>()?;
+        let now = self.clock.now(now)?;
+        Ok(self.lock(py)?.hear(replica, shares.iter().map(|(name, share)| (&**name, *share)), now)?)
+    }
+
+    /// Forgets what routers told that have told nothing for `seconds`; their names.
+    #[pyo3(signature = (seconds, *, now=None))]
+    fn forget_silent(&self, py: Python<'_>, seconds: f64, now: Option<f64>) -> Result<Vec<String>> {
+        let now = self.clock.now(now)?;
+        Ok(self.lock(py)?.forget_silent(seconds, now).into_iter().map(String::from).collect())
     }
 
     /// The engine stored consecutive blocks: one physical copy more of each. `block_hashes`: its own 64-bit hashes (a buffer);

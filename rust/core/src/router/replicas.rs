@@ -6,7 +6,6 @@
 use super::Router;
 use crate::error::CoreError;
 use crate::ids::Seconds;
-use crate::wide::lesser;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -124,7 +123,7 @@ impl Replicas {
 impl Router {
     /// What this router has on each instance, for those beside it; instances without anything are left out.
     pub fn share(&self, now: Seconds) -> Vec<(Arc<str>, Share)> {
-        let now = self.latest.max(lesser(now, f64::MAX));
+        let now = self.latest.max(now);
         (0..self.fleet.slots())
             .map(|slot| crate::InstanceId(slot as u32))
             .filter(|id| self.fleet.is_live(*id))

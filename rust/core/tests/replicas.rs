@@ -1,0 +1,178 @@
+//! Routers side by side: what one tells counts at the other as if it had been placed there, until it says otherwise, or nothing for too long.
+#[path = "common/router.rs"]
+mod common;
+
+use common::{STEP, chain, request};
+use lmetric_core::fleet::Role;
+use lmetric_core::indicators::Indicator;
+use lmetric_core::plan::{Event, Usage};
+use lmetric_core::policy::registry;
+use lmetric_core::router::books::Report;
+use lmetric_core::router::{MOST_REPLICAS, Router, RouterConfig, Share, TicketId};
+use proptest::prelude::*;
+use std::sync::Arc;
+
+fn router(policy: &str, instances: &[&str]) -> Router {
+    let config = RouterConfig { drain: false, step_time: Some(STEP), ..RouterConfig::default() };
+    let mut router = Router::new(registry::build(policy, &[]).unwrap(), config).unwrap();
+    for name in instances {
+        router.add_instance(name, Role::Both, None).unwrap();
+    }
+    router
+}
+
+fn hear(router: &mut Router, from: &str, told: &[(Arc<str>, Share)], now: f64) {
+    router.hear(from, told.iter().map(|(name, share)| (&**name, *share)), now).unwrap();
+}
+
+fn value(router: &Router, id: Indicator, name: &str) -> f64 {
+    router.columns().get(id)[router.fleet().find(name).unwrap().index()]
+}
+
+/// Indicators of an instance that are of all routers' requests.
+const SHARED: [Indicator; 10] = [
+    Indicator::Bs,
+    Indicator::QBs,
+    Indicator::RBs,
+    Indicator::DecodeBs,
+    Indicator::BoundBs,
+    Indicator::Tokens,
+    Indicator::DecodeTokens,
+    Indicator::BoundTokens,
+    Indicator::RemainingTokens,
+    Indicator::QueuedPrefillTokens,
+];
+
+#[test]
+fn two_routers_do_not_send_the_next_requests_to_one_idle_engine() {
+    let (mut a, mut b) = (router("least_requests", &["x", "y"]), router("least_requests", &["y", "x"]));
+    let first = a.route(&request(&chain(1, 10)), 0.0).unwrap();
+    hear(&mut b, "a", &a.share(0.0), 0.0);
+    let second = b.route(&request(&chain(2, 10)), 0.0).unwrap();
+    let name = |router: &Router, id| router.fleet().name(id).to_string();
+    assert_ne!(name(&a, first.segment.instance), name(&b, second.segment.instance));
+    b.derive_all(0.0);
+    assert_eq!(value(&b, Indicator::QueuedPrefillTokens, &name(&a, first.segment.instance)), 161.0);
+    // It has ended there, and the next word says so.
+    a.advance(first.ticket, Event::Ended(Usage::default()), 1.0).unwrap();
+    hear(&mut b, "a", &a.share(1.0), 1.0);
+    assert_eq!(value(&b, Indicator::Bs, &name(&a, first.segment.instance)), 0.0);
+}
+
+#[test]
+fn what_a_silent_router_said_is_forgotten() {
+    let (mut a, mut b) = (router("least_requests", &["x"]), router("least_requests", &["x"]));
+    a.route(&request(&chain(1, 10)), 0.0).unwrap();
+    hear(&mut b, "a", &a.share(0.0), 5.0);
+    assert_eq!(b.forget_silent(2.0, 7.0), [], "heard two seconds ago");
+    assert_eq!((value(&b, Indicator::Bs, "x"), b.replicas().count()), (1.0, 1));
+    let gone: Vec<String> = b.forget_silent(2.0, 7.1).into_iter().map(String::from).collect();
+    assert_eq!(gone, ["a"]);
+    b.derive_all(8.0);
+    assert!(SHARED.iter().all(|id| value(&b, *id, "x") == 0.0));
+    assert_eq!(b.replicas().count(), 0);
+}
+
+#[test]
+fn engines_reports_count_beyond_what_all_routers_have() {
+    let (mut a, mut b) = (router("vllm", &["x"]), router("vllm", &["x"]));
+    let mine = a.route(&request(&chain(1, 10)), 0.0).unwrap();
+    a.advance(mine.ticket, Event::FirstToken, 0.1).unwrap();
+    b.route(&request(&chain(2, 10)), 0.0).unwrap();
+    hear(&mut b, "a", &a.share(0.2), 0.2);
+    // Ours and the other router's, and two more of somebody else.
+    let report = Report { at: 0.3, waiting: Some(2.0), running: Some(2.0), kv_usage: None };
+    b.engine_report("x", report).unwrap();
+    assert_eq!(value(&b, Indicator::Bs, "x"), 4.0);
+    // Without the other's word its request is somebody else's.
+    b.forget_silent(1.0, 2.0);
+    assert_eq!(value(&b, Indicator::Bs, "x"), 3.0);
+    // (The first report since may be older than that.)
+    b.engine_report("x", Report { at: 3.0, kv_usage: Some(0.5), ..report }).unwrap();
+    b.engine_report("x", Report { at: 4.0, kv_usage: Some(0.6), ..report }).unwrap();
+    assert_eq!(value(&b, Indicator::Bs, "x"), 4.0);
+}
+
+#[test]
+fn an_instance_that_goes_takes_what_was_told_of_it() {
+    let (mut a, mut b) = (router("least_requests", &["x"]), router("least_requests", &["x"]));
+    a.route(&request(&chain(1, 10)), 0.0).unwrap();
+    hear(&mut b, "a", &a.share(0.0), 0.0);
+    b.remove_instance("x").unwrap();
+    b.add_instance("z", Role::Both, None).unwrap();
+    assert_eq!(value(&b, Indicator::Bs, "z"), 0.0, "the slot is another's now");
+    // Another router's word changes nothing of that; and of x nothing is known here any more.
+    hear(&mut b, "c", &[], 0.1);
+    hear(&mut b, "a", &a.share(0.1), 0.1);
+    assert_eq!(value(&b, Indicator::Bs, "z"), 0.0);
+}
+
+#[test]
+fn what_cannot_be_is_refused_and_changes_nothing() {
+    let mut b = router("least_requests", &["x"]);
+    for bad in [f64::NAN, -1.0, f64::INFINITY] {
+        let share = Share { decode_tokens: bad, ..Share::default() };
+        let message = b.hear("a", [("x", share)], 0.0).unwrap_err().to_string();
+        assert!(message.contains("decode_tokens on x that router a tells of"), "{message}");
+    }
+    assert_eq!(b.replicas().count(), 0);
+    for i in 0..MOST_REPLICAS {
+        b.hear(&format!("router-{i}"), [("x", Share { decoding: 1.0, ..Share::default() })], 0.0).unwrap();
+    }
+    let message = b.hear("one more", [], 0.0).unwrap_err().to_string();
+    assert!(message.contains("one beyond 64"), "{message}");
+    assert_eq!(value(&b, Indicator::Bs, "x"), MOST_REPLICAS as f64);
+    assert_eq!(
+        Share::of(b.share(0.0).first().map_or([0.0; Share::NAMES.len()], |s| s.1.numbers())),
+        Share::default()
+    );
+}
+
+proptest! {
+    /// Routers that told each other see the same, wherever requests are and however far: as many as there are.
+    #[test]
+    fn routers_that_told_each_other_agree(
+        steps in prop::collection::vec((0usize..3, 0usize..5, 0usize..40, 1u64..200), 1..120),
+    ) {
+        let names = ["x", "y", "z"];
+        let mut routers: Vec<Router> =
+            [["x", "y", "z"], ["z", "x", "y"], ["y", "z", "x"]].iter().map(|names| router("lmetric", names)).collect();
+        let mut open: Vec<Vec<TicketId>> = vec![Vec::new(); 3];
+        for (i, (by, what, which, size)) in steps.iter().enumerate() {
+            let (router, now) = (&mut routers[*by], i as f64 * 0.01);
+            let ticket = open[*by].get(which % open[*by].len().max(1)).copied();
+            match (what, ticket) {
+                (0, _) | (_, None) => {
+                    let chain = chain(*size, 3);
+                    let asked = lmetric_core::request::Request {
+                        expected_output_tokens: (size % 2 == 0).then_some(*size as u32),
+                        ..request(&chain)
+                    };
+                    open[*by].push(router.route(&asked, now).unwrap().ticket);
+                }
+                (1, Some(ticket)) => drop(router.advance(ticket, Event::FirstToken, now).unwrap()),
+                (2, Some(ticket)) => drop(router.advance(ticket, Event::Scheduled(None), now).unwrap()),
+                (3, Some(ticket)) => drop(router.advance(ticket, Event::Tokens(*size as u32), now).unwrap()),
+                (_, Some(ticket)) => {
+                    router.advance(ticket, Event::Ended(Usage::default()), now).unwrap();
+                    open[*by].retain(|each| *each != ticket);
+                }
+            }
+            let told: Vec<_> = routers.iter().map(|router| router.share(now)).collect();
+            for (to, router) in routers.iter_mut().enumerate() {
+                for (from, told) in told.iter().enumerate().filter(|(from, _)| *from != to) {
+                    hear(router, &from.to_string(), told, now);
+                }
+                router.derive_all(now);
+            }
+            for id in SHARED {
+                for name in names {
+                    let seen: Vec<f64> = routers.iter().map(|router| value(router, id, name)).collect();
+                    prop_assert!(seen.iter().all(|each| (each - seen[0]).abs() < 1e-6), "{id:?} of {name}: {seen:?}");
+                }
+            }
+            let all: f64 = names.iter().map(|name| value(&routers[0], Indicator::Bs, name)).sum();
+            prop_assert_eq!(all, open.iter().map(Vec::len).sum::<usize>() as f64);
+        }
+    }
+}

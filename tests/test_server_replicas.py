@@ -1,0 +1,188 @@
+"""Routers side by side, over sockets: each counts what the others have, for as long as they say so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from lmetric.config import ConfigError, load_config
+from lmetric.server.replicas import PATH
+from server_world import FakeEngine, World, hang, world
+from waiting import until
+
+TOLD = {"router": "ab", "models": {}}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextlib.asynccontextmanager
+async def two(
+    engines: list[FakeEngine], replicas: dict[str, Any] | None = None, **config: Any
+) -> AsyncIterator[tuple[World, World]]:
+    """Two routers before the same engines, each with the addresses of both."""
+    ports = free_ports(2)
+    told = {"urls": [f"http://127.0.0.1:{port}" for port in ports], "interval": 0.02, **(replicas or {})}
+    given = {"policy": "least_requests", "replicas": told, **config}
+    async with world(engines, **given, port=ports[0]) as a:
+        named = [{"url": engine.url, "name": engine.name} for engine in engines]
+        async with world([], **given, port=ports[1], engines=named) as b:
+            await until(lambda: a.server.front.replicas.heard and b.server.front.replicas.heard)
+            yield a, b
+
+
+def bs(seen: World) -> list[float]:
+    """Requests on each engine, as a router sees them."""
+    return seen.server.fleet.pools[0].router.indicators()["bs"].tolist()
+
+
+async def test_the_next_request_goes_where_the_other_router_has_none() -> None:
+    engines = [FakeEngine(behave=hang), FakeEngine(behave=hang)]
+    async with two(engines) as (a, b):
+        asking = []
+        for turn in range(6):
+            asking.append(asyncio.create_task((a, b)[turn % 2].post()))
+            await until(lambda n=turn: [sum(bs(a)), sum(bs(b))] == [n + 1, n + 1])
+            assert bs(a) == bs(b)
+        # Alone, each would have shared out its own three: two and one, by chance on the same engine.
+        assert bs(a) == [3, 3]
+        assert [len(engine.requests) for engine in engines] == [3, 3]
+        state = orjson.loads((await a.get("/debug/replicas"))[1])
+        assert sorted((each["itself"], each["reached"]) for each in state["tells"]) == [
+            (False, True),
+            (True, None),
+        ]
+        (heard,) = state["hears"]
+        assert heard["router"] == b.server.front.replicas.id
+        assert heard["age_seconds"] < 5
+        page = (await a.get("/metrics"))[1].decode()
+        assert "lmetric_replicas 1.0" in page
+        assert 'lmetric_replica_messages_total{direction="told",outcome="taken_in"}' in page
+        for task in asking:
+            task.cancel()
+        await until(lambda: bs(a) == bs(b) == [0, 0])
+
+
+async def test_a_router_that_is_gone_counts_no_longer_and_back_again_it_does() -> None:
+    engines = [FakeEngine(behave=hang)]
+    async with two(engines, {"silent_after": 0.3}) as (a, b):
+        asking = asyncio.create_task(b.post())
+        await until(lambda: bs(a) == [1])
+        await b.server.front.replicas.stop()  # its word is lost; its request runs on
+        await until(lambda: not a.server.front.replicas.heard)
+        assert bs(a) == [0]
+        assert b.in_flight() == 1
+        await b.server.front.replicas.start()
+        await until(lambda: bs(a) == [1])
+        asking.cancel()
+        await until(lambda: bs(a) == [0])
+
+
+async def test_one_that_stops_is_not_reached_and_requests_go_on() -> None:
+    engines = [FakeEngine()]
+    ports = free_ports(2)
+    replicas = {"urls": [f"http://127.0.0.1:{port}" for port in ports], "interval": 0.02, "silent_after": 0.3}
+    async with world(engines, replicas=replicas, port=ports[0]) as a:
+        named = [{"url": engines[0].url, "name": "e0"}]
+        async with world([], replicas=replicas, port=ports[1], engines=named) as b:
+            await until(lambda: a.server.front.replicas.heard and b.server.front.replicas.heard)
+        await until(lambda: not a.server.front.replicas.heard)
+        state = a.server.front.replicas.state()
+        (other,) = [each for each in state["tells"] if not each["itself"]]
+        assert (other["reached"], bool(other["error"])) == (False, True)
+        status, _, _ = await a.post()
+        assert status == 200
+
+
+async def test_with_a_token_only_routers_are_heard(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("sk-client: someone\n")
+    auth = {"keys_file": str(keys)}
+    told = {"urls": ["http://127.0.0.1:1"]}
+    with pytest.raises(ConfigError, match=r"replicas\.token is needed where there are API keys"):
+        load_config(None, {"replicas.urls": told["urls"], "auth.keys_file": str(keys)}, environ={})
+    async with two([FakeEngine()], {"token": "among-us"}, auth=auth) as (a, b):
+        assert (a.server.front.replicas.heard, b.server.front.replicas.heard) != ({}, {})
+        for headers in ({}, {"authorization": "Bearer sk-client"}, {"authorization": "among-us"}):
+            status, _, answer = await a.post(TOLD, PATH, headers)
+            assert (status, answer["error"]["message"]) == (401, "not the token of these replicas")
+        assert list(a.server.front.replicas.heard) == [b.server.front.replicas.id]
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "part"),
+    [
+        (b"{", 400, "Invalid JSON"),
+        (TOLD, 400, "names: Field required"),
+        ({**TOLD, "router": "x" * 65}, 400, "router"),
+        ({**TOLD, "names": ["queued"]}, 409, "this version tells coming, queued"),
+        ({**TOLD, "models": {"tiny": [["e0", [-1.0]]]}}, 400, "expected 15: coming, queued"),
+        ({**TOLD, "models": {"tiny": [["e0", [-1.0] * 15]]}}, 400, "coming on e0 that router ab tells of"),
+        ({**TOLD, "models": {"tiny": [["e0"]]}}, 400, "models.tiny.0"),
+    ],
+)
+async def test_what_no_router_says_is_refused_and_changes_nothing(told: Any, status: int, part: str) -> None:
+    from lmetric._core import SHARE_NAMES
+
+    if isinstance(told, dict) and told.get("models"):
+        told = {"names": SHARE_NAMES, **told}
+    async with world(1, replicas={"urls": ["http://127.0.0.1:1"]}) as a:
+        got, _, answer = await a.post(told, PATH)
+        assert got == status
+        assert part in answer["error"]["message"]
+        assert (a.server.front.replicas.heard, bs(a)) == ({}, [0])
+
+
+async def test_engines_and_models_that_are_not_known_here_are_passed_over() -> None:
+    from lmetric._core import SHARE_NAMES
+
+    numbers = [1.0] * len(SHARE_NAMES)
+    models = {"tiny": [["e0", numbers], ["elsewhere", numbers]], "other": [["e0", numbers]]}
+    async with world(1, replicas={"urls": ["http://127.0.0.1:1"], "silent_after": 0.2}) as a:
+        status, _, answer = await a.post({"router": "ab", "names": SHARE_NAMES, "models": models}, PATH)
+        assert (status, answer) == (200, {"router": a.server.front.replicas.id})
+        assert bs(a) == [4.0]  # coming, queued, scheduled, decoding
+        await until(lambda: bs(a) == [0.0])
+
+
+async def test_no_more_routers_than_are_listened_to() -> None:
+    from lmetric._core import SHARE_NAMES
+
+    async with world(1, replicas={"urls": ["http://127.0.0.1:1"], "silent_after": 60}) as a:
+        for number in range(65):
+            told = {"router": f"{number:x}", "names": SHARE_NAMES, "models": {}}
+            status, _, answer = await a.post(told, PATH)
+            assert status == (200 if number < 64 else 409)
+        assert answer["error"]["message"] == "64 routers are heard already"
+
+
+async def test_alone_it_neither_tells_nor_hears() -> None:
+    async with world(1) as a:
+        status, _, answer = await a.post(TOLD, PATH)
+        assert (status, answer["error"]["code"]) == (404, "unknown_path")
+        state = orjson.loads((await a.get("/debug/replicas"))[1])
+        assert (state["tells"], state["hears"]) == ([], [])
+
+
+async def test_a_name_without_addresses_is_told_of_and_looked_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lmetric.server.replicas.RESOLVE_SECONDS", 0.05)
+    async with world(1, replicas={"urls": ["http://routers.invalid:8080"], "interval": 0.02}) as a:
+        replicas = a.server.front.replicas
+        assert list(replicas.state()["not_looked_up"]) == ["http://routers.invalid:8080"]
+        replicas.config.urls[0] = f"http://localhost:{a.server.port}"  # the name is there now
+        await until(lambda: any(address.own for address in replicas.addresses.values()))
