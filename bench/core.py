@@ -6,7 +6,7 @@
 
 Runs what the repository ships for that: `lmetric-router bench --json`, the example `index_latency` of
 `lmetric-core` and criterion's `score` bench for LMETRIC over 1,024 instances; or the examples
-`split_latency`, `priority_latency` and `reschedule_latency`; or `index_memory`.
+`split_latency`, `priority_latency`, `replica_latency` and `reschedule_latency`; or `index_memory`.
 """
 
 from __future__ import annotations
@@ -111,17 +111,21 @@ def latency() -> Figures:
     }
 
 
+# What is timed call by call, and the example that does it.
+CALLS = {"cuts": "split_latency", "priorities": "priority_latency", "replicas": "replica_latency"}
+
+
 def plans() -> Figures:
-    """Searches for cuts and whole decisions; priorities; rounds of rescheduling."""
+    """Searches for cuts, whole decisions; priorities; what replicas tell; rounds of rescheduling."""
     calls = {
         what: {
             name: {"p50_us": float(p50), "p99_us": float(p99)} for name, p50, p99 in CUT.findall(example(by))
         }
-        for what, by in (("cuts", "split_latency"), ("priorities", "priority_latency"))
+        for what, by in CALLS.items()
     }
     rounds = ROUND.findall(example("reschedule_latency"))
     if not all(calls.values()) or not rounds:
-        sys.exit("core.py: split_latency, priority_latency or reschedule_latency printed no figures")
+        sys.exit(f"core.py: {', '.join(CALLS.values())} or reschedule_latency printed no figures")
     return {
         **calls,
         "rounds": [

@@ -201,7 +201,7 @@ def core(result: Figures, memory: Figures) -> str:
 
 
 def plans(result: Figures) -> str:
-    """Cuts, priorities and rounds."""
+    """Cuts, priorities, replicas and rounds."""
 
     def calls(what: str) -> str:
         rows = [
@@ -218,6 +218,7 @@ def plans(result: Figures) -> str:
         [
             calls("cuts"),
             calls("priorities"),
+            calls("replicas"),
             "Rounds of rescheduling, p50 / p99 in us, by instances and requests that decode on each:",
             table(["rule", *sizes], [[what, *cells] for what, cells in rounds.items()]),
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,28 @@ def knobs(world: Pool) -> Row:
     chunked = [(n, engine.model_copy(update={"max_batch_tokens": n})) for n in (1024, 2048)]
     steps = [Rival(f"steps of {n} tokens", "planner", settings={"profile": each}) for n, each in chunked]
     uniboost = {"local_order": "priority", "priority": "uniboost"}
+    cost, new = "p_token - pull_tokens + pull_cost_tokens", "(new_tokens - pull_tokens)"
+    both = {"split": "apart", "pull": "on"}
+    summed = [
+        Rival(f"all that wait, {w:g}", f"{cost} + {w:g} * {new} * bs", settings=both) for w in (0.1, 0.3, 1.0)
+    ]
     order = Rival("local order uniboost", "planner", settings=uniboost)
     whole = Rival("nothing apart", "planner", settings={"split": "none"})
     unpulled = Rival("nothing pulled", "planner", settings={"pull": "none"})
-    rivals = [PLANNER, *weights, *recent, *gains, *stalls, *steps, order, whole, unpulled]
+    rivals = [PLANNER, *weights, *recent, *gains, *stalls, *summed, *steps, order, whole, unpulled]
     return rows(world, [Stage(load=2.2), Stage(load=3.0)], rivals, PLANNER)
+
+
+@figure("goal_replicas", "Routers side by side that tell each other their load, or nothing")
+def replicas(world: Pool) -> Row:
+    told = [("do not tell", 4, None), *((f"tell every {s:g} s", 4, s) for s in (1.0, 0.3, 0.1, 0.02))]
+    rivals = [
+        replace(each, label=f"{each.label}, {n} that {what}", settings={"routers": n, "sharing_seconds": s})
+        for each in (LMETRIC, PLANNER)
+        for what, n, s in [*told, ("tell every 0.1 s", 16, 0.1)]
+    ]
+    stages = [Stage(load=speed, signals="delayed") for speed in (1.5, 2.2, 3.0)]
+    return rows(world, stages, [LMETRIC, PLANNER, *rivals])
 
 
 @figure("goal_hour", "A recorded hour")

@@ -179,9 +179,9 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         predictor=stage.believed_profile,
         seed=seed,
         output_known=False,
-        routers=stage.routers,
-        sharing_seconds=stage.sharing,
         **{
+            "routers": stage.routers,
+            "sharing_seconds": stage.sharing,
             "profile": stage.profile,
             "instances": INSTANCES,
             "transfer": TRANSFER,
