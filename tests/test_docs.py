@@ -93,6 +93,7 @@ def test_deployment_files_run_commands_that_exist_with_settings_that_load(tmp_pa
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
     manifest = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text()))
     by_kind = {document["kind"]: document for document in manifest}
+    (others,) = [each for each in manifest if each["kind"] == "Service" and each is not by_kind["Service"]]
     container = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"][0]
     for words in (
         shlex.split(next(line for line in unit.splitlines() if line.startswith("ExecStart=")))[1:],
@@ -102,6 +103,12 @@ def test_deployment_files_run_commands_that_exist_with_settings_that_load(tmp_pa
         GROUP.commands[words[0]].make_context(words[0], words[1:])
     (tmp_path / "router.yaml").write_text(by_kind["ConfigMap"]["data"]["router.yaml"])
     config = load_config(tmp_path / "router.yaml", environ={})
+    (replicas,) = config.replicas.urls
+    assert replicas == f"http://{others['metadata']['name']}:{others['spec']['ports'][0]['port']}"
+    assert (others["spec"]["clusterIP"], others["spec"]["selector"]) == (
+        "None",
+        by_kind["Service"]["spec"]["selector"],
+    )
     (source,) = config.discovery
     assert source.kubernetes is not None
     (rule,) = by_kind["Role"]["rules"]
