@@ -276,6 +276,34 @@ def test_predictions_follow_the_seed() -> None:
     assert ends("srpt", 1) == ends("srpt", 2)
 
 
+def test_routers_that_tell_each_other_place_requests_as_one_does() -> None:
+    arrived = some(400).faster(0.2)
+    fleet = {"instances": 4, "profile": ROUND, "policy": "least_requests"}
+
+    def mean(**settings: Any) -> float:
+        run = simulate(arrived, **fleet, **settings)
+        assert np.isfinite(run.finished_seconds).all()
+        return float(run.ttft_seconds.mean())
+
+    one, told, alone = mean(), mean(routers=4, sharing_seconds=0.05), mean(routers=4)
+    assert told == mean(routers=4, sharing_seconds=0.05)
+    assert mean(routers=1, sharing_seconds=0.05) == one
+    assert abs(told / one - 1) < 0.02
+    assert alone > 1.05 * one
+    # Late signals tell of others' requests once a second, whose prompts are not known then.
+    assert mean(routers=4, signals="delayed") < alone
+
+
+def test_routers_out_of_range_are_named() -> None:
+    for settings, message in (
+        ({"routers": 0}, r"routers: .*1 to 1024"),
+        ({"routers": 2, "sharing_seconds": 0.0}, r"sharing_seconds: .*0\.001 to 1e6"),
+        ({"routers": 100, "sharing_seconds": 0.1}, "at most 64"),
+    ):
+        with pytest.raises(lm.BadValueError, match=message):
+            simulate(some(3), instances=2, profile=ROUND, **settings)
+
+
 def test_errors_say_what_would_have_been_right() -> None:
     two = trace([(0.0, 20, 3, [1, 2]), (1.5, 900, 1, [])])
     with pytest.raises(lm.BadValueError, match=r"request 1: 900 tokens.*at most 512"):
