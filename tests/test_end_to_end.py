@@ -175,17 +175,21 @@ SHORT = ["demo", "--requests", "10", "--engines", "2", "--max-input-tokens", "20
 
 
 def test_a_short_demo() -> None:
-    done = subprocess.run(
-        [*COMMAND, *SHORT, "--policy", "round_robin", "--policy", "lmetric", "--json"],
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert list(answer["reports"]) == ["round_robin", "lmetric"]
-    for report in answer["reports"].values():
-        assert report["completed"] == 10
-        assert report["clock_speed"] == 50
-    assert "which runs 50 x the wall's" in done.stderr
+    # Two policies over one router, then one over two routers side by side.
+    for flags, policies in (
+        (["--policy", "round_robin", "--policy", "lmetric"], ["round_robin", "lmetric"]),
+        (["--policy", "lmetric", "--routers", "2"], ["lmetric"]),
+    ):
+        done = subprocess.run(
+            [*COMMAND, *SHORT, *flags, "--json"], capture_output=True, text=True, timeout=110, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert list(answer["reports"]) == policies
+        for report in answer["reports"].values():
+            assert report["completed"] == 10
+            assert report["clock_speed"] == 50
+        assert "which runs 50 x the wall's" in done.stderr
 
 
 def test_ctrl_c_ends_the_demo_and_all_it_started() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import signal
 import socket
 import sys
@@ -15,12 +16,13 @@ from itertools import product
 from pathlib import Path
 
 import aiohttp
+import orjson
 
 from lmetric._core import LmetricError
 from lmetric.engines.embedded import EmbeddedEngines, stop_process
 from lmetric.engines.emulated import EngineOptions
 from lmetric.engines.emulated.options import BOTH_WAYS
-from lmetric.replay import Client, Player, Report, Slo, summarize
+from lmetric.replay import Client, Player, Record, Report, Slo, summarize
 from lmetric.sim.prompts import PromptWriter
 from lmetric.sim.synthetic import read_synthetic
 from lmetric.sim.traces import Trace, load_trace
@@ -29,6 +31,8 @@ SLICE = Path(__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.5
+# On the engines' clock, as seldom as a server's is on the wall's.
+_SHARING_SECONDS = 0.1
 
 
 class DemoError(LmetricError):
@@ -49,6 +53,7 @@ class Setting:
     priorities: Sequence[str] = ("none",)
     source: str | None = None  # of the arrivals: a file, or a description; None: the shipped slice
     max_sequences: int | None = None  # of an engine's batch; None: the profile's
+    routers: int = 1  # side by side; each request comes to one of them
 
     @property
     def runs(self) -> list[tuple[str, str, str]]:
@@ -117,11 +122,19 @@ async def _play(
     )
     async with (
         EmbeddedEngines(setting.engines, options) as engines,
-        _router(policy, priority, engines.urls) as url,
-        Client(url) as client,
+        contextlib.AsyncExitStack() as stack,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
     ):
-        player = Player(trace, client, prompts)
+        flags = ["--policy", policy, "--priority", priority]
+        flags += [word for engine in engines.urls for word in ("--engine", engine)]
+        ports = _free_ports(setting.routers)
+        if setting.routers > 1:
+            interval = max(_SHARING_SECONDS / setting.clock_speed, 0.01)
+            flags += ["--set", f"replicas.urls={[_url(port) for port in ports]}"]
+            flags += ["--set", f"replicas.interval={interval:g}"]
+        urls = [await stack.enter_async_context(_router(port, flags)) for port in ports]
+        clients = [await stack.enter_async_context(Client(url)) for url in urls]
+        player = Player(trace, _Drawn(clients), prompts)
         with _on_interrupt(player.stop):
             running = asyncio.create_task(player.run())
             while not running.done():
@@ -156,21 +169,42 @@ def _on_interrupt(call: Callable[[], None]) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGINT)
 
 
+class _Drawn:
+    """Sends each request to one of several routers, drawn for it."""
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self._clients = clients
+        self._rng = random.Random(0)
+
+    def body(self, prompt: str | orjson.Fragment, output_tokens: int) -> bytes:
+        return self._clients[0].body(prompt, output_tokens)
+
+    async def send(self, body: bytes, record: Record, start: float) -> None:
+        await self._rng.choice(self._clients).send(body, record, start)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in held:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in held]
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
 @contextlib.asynccontextmanager
-async def _router(policy: str, priority: str, engines: Sequence[str]) -> AsyncIterator[str]:
+async def _router(port: int, flags: Sequence[str]) -> AsyncIterator[str]:
     """`lmetric-router serve` as a process of its own, as a user would run it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "lmetric.cli", "serve", "--port", str(port), "--policy", policy]
-    command += ["--priority", priority]
-    command += [word for engine in engines for word in ("--engine", engine)]
+    command = [sys.executable, "-m", "lmetric.cli", "serve", "--port", str(port), *flags]
     with tempfile.TemporaryFile() as log:
         # A session of its own: Ctrl-C in the terminal is for the demo to pass on.
         process = await asyncio.create_subprocess_exec(
             *command, stdout=log, stderr=log, start_new_session=True
         )
-        url = f"http://127.0.0.1:{port}"
+        url = _url(port)
         try:
             if not await _ready(url, process):
                 log.seek(0)

@@ -41,6 +41,9 @@ def command(
     max_sequences: Annotated[
         int | None, typer.Option(min=1, help="Requests in an engine's batch [default: the profile's].")
     ] = None,
+    routers: Annotated[
+        int, typer.Option(min=1, max=16, help="Routers side by side, which tell each other their load.")
+    ] = 1,
     profile: Annotated[str, typer.Option(help="Profile of the engines.")] = DEFAULT_PROFILE,
     as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
 ) -> None:
@@ -76,6 +79,7 @@ def command(
         priorities=priority or ["none"],
         source=trace,
         max_sequences=max_sequences,
+        routers=routers,
     )
     reports = _watch(setting)
     if as_json:
