@@ -80,7 +80,7 @@ async def served(engines: Sequence[VllmEngine], *flags: str) -> AsyncIterator[Se
                 async def idle() -> bool:
                     return all(count == 0 for count in (await world.indicator("bs")).values())
 
-                await world.until(idle)
+                await world.until(idle, seconds=60)
         except BaseException:
             print("".join(process.log[-100:]))
             raise

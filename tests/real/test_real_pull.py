@@ -82,7 +82,9 @@ async def occupied(world: Served, engine: VllmEngine) -> AsyncIterator[None]:
     async def streams(tokens: int) -> None:
         while True:
             body = request(COMPLETIONS, 1, tokens, stream=True)
-            async with world.session.post(engine.url + COMPLETIONS, json=body) as response:
+            # A connection of its own: an engine may close one that waits for the next request.
+            own = {"connection": "close"}
+            async with world.session.post(engine.url + COMPLETIONS, json=body, headers=own) as response:
                 assert response.status == 200, await response.read()
                 async for _ in response.content.iter_any():
                     pass
@@ -344,6 +346,7 @@ async def test_a_client_that_leaves(vllm_engines: Start, tmp_path: Path, which: 
             first = request(path, WORDS, 40, **fields)
             body = behind(first, " and then the river")
             await heated(world, holder, path, first)
+            await heard_of(world)
             counts = await pulls(world)
 
             async def told(counts: dict[str, float] = counts) -> bool:
@@ -354,7 +357,7 @@ async def test_a_client_that_leaves(vllm_engines: Start, tmp_path: Path, which: 
                 if which == "holder":
                     await until_pulling(world, holder)
                 else:
-                    await world.until(told)
+                    await world.until(told, seconds=60)
                     await asyncio.sleep(0.5)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# All figures of docs/reproduction.md anew, study by study, and the planner's picture: bench/reproduce_all.sh [FLAG ...], each FLAG for every study
+# (--quick: small ones that write nothing; --traces DIR). Some take minutes on two cores, UniBoost's clusters hours.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+VENV=${VENV:-.venv}
+for study in reproduce/run sibyl/run libra/run star/run planner/run planner/goal uniboost/run; do
+    echo "$study.py" >&2
+    "$VENV/bin/python" "bench/$study.py" "$@"
+done
+case " $* " in *" --quick "*) ;; *) "$VENV/bin/python" bench/planner/picture.py ;; esac
