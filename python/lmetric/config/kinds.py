@@ -5,24 +5,25 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
+from functools import partial
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 
-def _engine_url(url: str) -> str:
+def _http_url(url: str, whose: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("an engine's URL looks like http://host:port")
+        raise ValueError(f"{whose} URL looks like http://host:port")
     if parts.username or parts.query or parts.fragment:
-        raise ValueError("an engine's URL has no user, query or fragment; give a key as api_key")
+        raise ValueError(f"{whose} URL has no user, query or fragment; a key is a setting of its own")
     if parts.path.rstrip("/").endswith("/v1"):
         raise ValueError("leave out the /v1: the router adds the paths")
     try:
         _ = parts.port
     except ValueError as error:
-        raise ValueError(f"an engine's URL looks like http://host:port ({error})") from None
+        raise ValueError(f"{whose} URL looks like http://host:port ({error})") from None
     return url.rstrip("/")
 
 
@@ -81,7 +82,8 @@ Role = Literal["both", "prefill", "decode"]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Positive = Annotated[int, Field(ge=1)]
-EngineUrl = Annotated[str, AfterValidator(_engine_url)]
+EngineUrl = Annotated[str, AfterValidator(partial(_http_url, whose="an engine's"))]
+RouterUrl = Annotated[str, AfterValidator(partial(_http_url, whose="a router's"))]
 ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
 Nameserver = Annotated[str, AfterValidator(_nameserver)]
 PodPort = Annotated[int | str, PlainValidator(_port)]

@@ -16,6 +16,7 @@ from lmetric.config.kinds import (
     Port,
     Positive,
     Role,
+    RouterUrl,
     Seconds,
     Strict,
     ZmqEndpoint,
@@ -436,7 +437,7 @@ class TenantConfig(Strict):
 class ReplicasConfig(Strict):
     """Other routers before the same engines, which are told what this one has where, and tell it."""
 
-    urls: list[EngineUrl] = Field(
+    urls: list[RouterUrl] = Field(
         default_factory=list,
         description="of all of them, e.g. http://routers:8080: each address that the host's name has is one, "
         "and this router may be among them; empty: it works alone",

@@ -9,7 +9,7 @@ import hmac
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from secrets import token_hex
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -138,7 +138,7 @@ class Replicas:
         self.heard[told.router] = time.monotonic()
         self._counts["heard", "taken_in"] += 1
 
-    async def _forever(self, seconds: float, work: Any) -> None:
+    async def _forever(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(seconds)
             try:
