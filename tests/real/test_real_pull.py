@@ -23,8 +23,7 @@ from vllm_process import BLOCK, NIXL, VllmEngine
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 Start = Callable[..., list[VllmEngine]]
-# NIXL's threads poll all the time: no more of them than it needs.
-BOTH_WAYS = BIDIRECTIONAL["kv_connector_extra_config"] | {"num_threads": 0}
+BOTH_WAYS = BIDIRECTIONAL["kv_connector_extra_config"]
 # A front that could not be fetched: with "recompute" vLLM 0.32 waits for it for ever (docs/engines.md).
 WHERE_IT_FAILS = {"kv_load_failure_policy": "fail"}
 PAIR = NIXL | WHERE_IT_FAILS | {"kv_connector_extra_config": BOTH_WAYS}

@@ -33,6 +33,8 @@ BIDIRECTIONAL = NIXL | {
         "decoder_kv_blocks_ttl": 15,
         "bidirectional_kv_xfer": True,
         "kv_recompute_threshold": 0,
+        # NIXL's threads poll all the time: no more of them than it needs.
+        "num_threads": 0,
     },
 }
 # Words and tokens of the answer: the same fractions lie in the prompt, near its end, and in the answer.
