@@ -24,7 +24,7 @@ def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The server runs under uvloop where there is one, else under asyncio: its tests run under the first, and
-    every night under the second, too (LMETRIC_TEST_LOOP=asyncio)."""
-    if "test_server" in item.nodeid and os.environ.get("LMETRIC_TEST_LOOP") != "asyncio":
+    every night under the second, too (TEST_LOOP=asyncio; LMETRIC_... would be a setting)."""
+    if "test_server" in item.nodeid and os.environ.get("TEST_LOOP") != "asyncio":
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
