@@ -19,7 +19,7 @@ from lmetric.server.discovery import Found
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.front import Front
 from lmetric.server.metrics import CONTENT_TYPE
-from lmetric.server.openai import ApiError, bad
+from lmetric.server.openai import ApiError, bad, not_valid
 
 _PAGES = ("/v1/models", "/debug/engines", "/debug/indicators", "/debug/discovery", "/debug/replicas")
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
@@ -258,8 +258,7 @@ async def _add(front: Front, request: web.BaseRequest) -> dict[str, Any]:
     try:
         config = EngineConfig.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise bad(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise not_valid(error) from None
     fleet, members = front.fleet, front.discovery.members
     added = Found(config, model)
     for other in fleet.engines():

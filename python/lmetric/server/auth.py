@@ -11,6 +11,12 @@ NO_TENANT = ""
 _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
+def bearer(authorization: str | None) -> str | None:
+    """The token of an `authorization` header; None: it is of another scheme."""
+    scheme, _, token = (authorization or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
 class Keys:
     """Known keys. Only digests are kept, and only digests are compared: timing tells nothing of a key."""
 
@@ -48,8 +54,8 @@ class Keys:
         """The tenant of a request with these headers. Raises ApiError (401)."""
         if self._tenants is None:
             return NO_TENANT
-        scheme, _, token = (authorization or "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else (api_key or "")
+        token = bearer(authorization)
+        key = (api_key or "") if token is None else token
         if not key:
             raise ApiError(
                 401,

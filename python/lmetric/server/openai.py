@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from pydantic import ValidationError
 
 from lmetric._core import NoInstanceError
 from lmetric.tokens import Tokens
@@ -99,6 +100,12 @@ def nobody_takes(model: str, error: NoInstanceError) -> ApiError:
 def bad(message: str, param: str | None = None) -> ApiError:
     """A 400 for what the client sent."""
     return ApiError(400, message, param=param)
+
+
+def not_valid(error: ValidationError) -> ApiError:
+    """What is wrong with a body that a model describes: the first thing of it."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return bad(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
 
 
 @dataclass(slots=True)

@@ -22,8 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmetric._core import SHARE_NAMES, BadValueError
 from lmetric.config import ReplicasConfig
+from lmetric.server.auth import bearer
 from lmetric.server.fleet import Fleet
-from lmetric.server.openai import ApiError, bad
+from lmetric.server.openai import ApiError, bad, not_valid
 
 log = structlog.get_logger("lmetric.replicas")
 
@@ -107,15 +108,15 @@ class Replicas:
     def hear(self, body: bytes, authorization: str | None) -> dict[str, str]:
         """Takes in what another router tells; the answer to it. Raises ApiError."""
         if self._token is not None:
-            scheme, _, token = (authorization or "").partition(" ")
-            known = hmac.compare_digest(token.strip().encode(), self._token.encode())
-            if scheme.lower() != "bearer" or not known:
+            given = bearer(authorization)
+            if given is None or not hmac.compare_digest(
+                given.encode("utf-8", "surrogateescape"), self._token.encode()
+            ):
                 raise ApiError(401, "not the token of these replicas", headers={"www-authenticate": "Bearer"})
         try:
             told = Told.model_validate_json(body)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            raise bad(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            raise not_valid(error) from None
         if told.router != self.id:
             self._take_in(told)
         return {"router": self.id}

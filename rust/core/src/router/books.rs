@@ -717,7 +717,7 @@ impl Books {
         self.counts[slot].bound_remaining + self.counts[slot].replicas.bound_remaining_tokens
     }
 
-    /// Queued prefill tokens of each slot at `now`, in one pass over three columns.
+    /// Queued prefill tokens of each slot at `now`, in one pass over four columns.
     #[inline]
     pub fn queued_prefill(&self, now: Seconds, out: &mut [f64]) {
         drained(&self.left, &self.since, &self.rate, &self.others_left, now, out);
