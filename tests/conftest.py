@@ -3,11 +3,13 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import uvloop
 from hypothesis import settings
+
+from log_watch import watched_log
 
 # The same draws every time; `--hypothesis-profile default` draws anew.
 settings.register_profile("same", derandomize=True)
@@ -28,3 +30,13 @@ def pytest_asyncio_loop_factories(
     if "test_server" in item.nodeid and os.environ.get("TEST_LOOP") != "asyncio":
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def no_secret_in_logs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Reliability C1: whatever the tests of the server do, no client's key or prompt is in its log."""
+    if "_server" not in request.node.nodeid:
+        yield
+        return
+    with watched_log():
+        yield

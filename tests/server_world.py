@@ -11,6 +11,7 @@ import orjson
 
 from lmetric.config import ServerConfig
 from lmetric.server import Server
+from log_watch import MARKED_KEY, MARKED_PROMPT
 from waiting import until
 
 HEAD = b"HTTP/1.1 %d X\r\ncontent-type: %s\r\n"
@@ -211,7 +212,7 @@ class World:
     ) -> tuple[int, dict[str, Any], Any]:
         """Status, headers (lower case) and the parsed answer; of a stream, its bytes."""
         if body is None:
-            body = {"model": "tiny", "prompt": "hello"}
+            body = {"model": "tiny", "prompt": MARKED_PROMPT}
         data = body if isinstance(body, bytes) else orjson.dumps(body)
         async with self.client.post(
             self.url + path, data=data, headers={"content-type": "application/json", **(headers or {})}
@@ -258,7 +259,10 @@ async def world(fakes: int | Sequence[FakeEngine] = 1, /, **config: Any) -> Asyn
     server = Server(ServerConfig.model_validate(values))
     await server.start()
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as client:
+        # The key means nothing where there are no keys; it must not be in any log either.
+        marked = {"authorization": f"Bearer {MARKED_KEY}"}
+        timeout = aiohttp.ClientTimeout(total=20)
+        async with aiohttp.ClientSession(timeout=timeout, headers=marked) as client:
             it = World(server, engines, client)
             yield it
             await it.settled()

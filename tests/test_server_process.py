@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -44,12 +44,13 @@ class Process:
 
 
 @contextlib.asynccontextmanager
-async def router(*flags: str) -> AsyncIterator[Process]:
+async def router(*flags: str, preset: Callable[[], None] | None = None) -> AsyncIterator[Process]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC_")}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", RUN, "--log-json", "--port", "0", *flags),
         stderr=asyncio.subprocess.PIPE,
         env=environ,
+        preexec_fn=preset,
     )
     try:
         yield Process(process)

@@ -44,6 +44,7 @@ __all__ = [
     "check_local_order",
     "generate",
     "indicator_table",
+    "json_excess",
     "nearest_name",
     "policy_table",
     "simulate",
@@ -396,6 +397,9 @@ class RequestHead:
     def for_engine(self, first: bytes, length: int, priority: int | None = None) -> bytes: ...
     # the whole head for an engine: `first` (request line and fields of the router's own), the client's fields but those
     # of its connection, x-request-id, content-length
+
+def json_excess(data: bytes) -> str | None:
+    """Says which bound on depth, containers or values a JSON document exceeds; None: none of them."""
 
 @final
 class RequestReader:

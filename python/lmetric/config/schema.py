@@ -407,6 +407,22 @@ class Limits(Strict):
 
     max_body_bytes: Positive = Field(32 << 20, description="of one request body")
     max_concurrent_requests: Positive = Field(8192, description="in flight at once; more get a 503")
+    max_body_bytes_total: Positive = Field(
+        256 << 20,
+        description="of all request bodies that are being received or wait for an engine's answer; more get "
+        "a 503",
+    )
+    max_body_bytes_per_client: Positive = Field(
+        128 << 20, description="the same, of one client address; raise it if all clients share a gateway"
+    )
+    max_connections: Positive = Field(
+        16_384,
+        description="open connections of all clients; more get a 503. Fewer if the process may not open two "
+        "files for each",
+    )
+    max_connections_per_client: Positive = Field(
+        8192, description="open connections of one client address; raise it if all clients share a gateway"
+    )
     max_connections_per_engine: Positive = Field(2048, description="open at once; more go to the next engine")
     idle_seconds: Seconds = Field(
         4.0, description="that an unused engine connection is kept; below the engine's own limit"

@@ -68,7 +68,7 @@ class Server:
         self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
         self._monitor = Monitor(self.fleet, self.front, self.metrics)
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
-        self.metrics.further += [self._discovery.metrics, self._replicas.metrics]
+        self.metrics.further += [self.front.clients.metrics, self._discovery.metrics, self._replicas.metrics]
         await self._monitor.check_all()
         await self._discovery.start()
         loop = asyncio.get_running_loop()

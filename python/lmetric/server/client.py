@@ -5,6 +5,7 @@ task and no future unless an engine must first be connected to. Whatever else co
 unchanged, one request at a time where its end is known, else with all that follows.
 """
 
+import asyncio
 import time as clock
 from enum import IntEnum
 from typing import Any, Protocol
@@ -16,14 +17,26 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from lmetric._core import RequestHead, RequestReader, WireError
-from lmetric.server.asked import Underway
+from lmetric.server.asked import Asked, Underway
+from lmetric.server.client_load import Client, ClientLoad
+from lmetric.server.openai import ApiError, whole_answer
 
 # Of requests that come before the answer to the one before, so much is read before reading stops, and so much
 # costs the connection (aiohttp, too, may have it read on).
 HOLD_BYTES = 64 * 1024
 HOLD_LIMIT = 64 * HOLD_BYTES
+# Bodies up to this size do not count against the bounds once they are whole: the bound on requests at once
+# bounds them, too.
+SMALL_BODY = 64 * 1024
+# A connection that closes before a refused body came goes on reading for this long, so that its client can
+# read why.
+LINGER_SECONDS = 1.0
 # aiohttp closes idle connections by timers of its own, which know nothing of the short way.
 NEVER_SECONDS = 365.0 * 86_400
+
+TOO_MANY_CONNECTIONS = whole_answer(
+    ApiError(503, "too many connections", code="too_many_connections", headers={"retry-after": "1"}), None
+)
 
 
 def in_short(error: Exception) -> str:
@@ -61,21 +74,32 @@ class State(IntEnum):
     ASKED = 2  # behind a request that is not answered
     SKIPPING = 3  # to the body of a request that aiohttp has answered
     HANDED_OVER = 4  # to aiohttp, for good
+    DISCARDING = 5  # to nobody: a refusal is written, and the connection closes behind the refused body
 
 
-FREE, COLLECTING, ASKED, SKIPPING, HANDED_OVER = State
+FREE, COLLECTING, ASKED, SKIPPING, HANDED_OVER, DISCARDING = State
 
 
 class Server(Protocol):
     """What a connection needs of the server."""
 
     requests: RequestReader
+    clients: ClientLoad
 
     def takes(self, head: RequestHead) -> bool:
         """Whether the request can go the short way."""
 
     def ask(self, client: "ClientConnection", head: RequestHead, body: bytes) -> None:
         """Has a request answered, then calls ``client.answered``."""
+
+    def admit(self, client: "ClientConnection", head: RequestHead) -> Asked | None:
+        """A request whose body is still to come; None: it was refused, and ``client.answered`` was called."""
+
+    def serve(self, asked: Asked, body: bytes) -> None:
+        """Has an admitted request answered, then calls ``client.answered``."""
+
+    def no_room(self, client: "ClientConnection", asked: Asked | None) -> None:
+        """Refuses a request because of the bytes that clients hold, then calls ``client.answered``."""
 
     def refuse(self, client: "ClientConnection", malformed: str | None) -> web.StreamResponse:
         """Answers a request that aiohttp could not read, or (None) one at which the router failed."""
@@ -85,8 +109,10 @@ class ClientConnection(RequestHandler):
     """One client's connection."""
 
     __slots__ = (
+        "_asked",
+        "_body_size",
+        "_client",
         "_front",
-        "_head",
         "_held",
         "_left",
         "_need",
@@ -104,11 +130,23 @@ class ClientConnection(RequestHandler):
         self.answering = False
         self.idle_since = clock.monotonic()
         self._state = FREE
-        self._head: RequestHead | None = None  # of the request that is collected
+        self._client: Client | None = None  # None: not connected, or one too many
+        self._asked: Asked | None = None  # the request that is collected, once its head is known
         self._held: list[bytes] = []
         self._size = 0  # bytes held
+        self._body_size = 0  # bytes that count for a body that is held elsewhere
         self._need = 0  # bytes held that are worth another look
         self._left = 0  # bytes still to come of a request that aiohttp has
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the loop."""
+        super().connection_made(transport)
+        peer = transport.get_extra_info("peername")
+        self._client = self._front.clients.open(peer[0] if isinstance(peer, tuple) else "")
+        if self._client is None and self.transport is not None:
+            self._state = DISCARDING
+            self.transport.write(TOO_MANY_CONNECTIONS)
+            self.force_close()
 
     def data_received(self, data: bytes) -> None:
         """Called by the loop; without data by aiohttp, whose parser stopped (be it before a body's end) while
@@ -121,9 +159,14 @@ class ClientConnection(RequestHandler):
         elif state == HANDED_OVER:
             self._parse(data)
         elif state == COLLECTING:
-            self._hold(data)
-            if self._size >= self._need:
+            if not self._hold(data):
+                self._no_room(self._need - self._size - len(data))
+            elif self._size >= self._need:
                 self._begin(self._take_held())
+        elif state == DISCARDING:
+            self._left -= len(data)
+            if self._left <= 0:
+                self.force_close()
         else:
             if self._left:
                 rest = data[self._left :]
@@ -138,9 +181,9 @@ class ClientConnection(RequestHandler):
 
     def _begin(self, data: bytes) -> None:
         """Reads the request at the start of ``data``."""
-        head, self._head = self._head, None
+        asked, self._asked = self._asked, None
         try:
-            head = head or self._front.requests.read(data)
+            head = self._front.requests.read(data) if asked is None else asked.head
         except WireError:
             self._hand_over(data)
             return
@@ -151,13 +194,22 @@ class ClientConnection(RequestHandler):
         end = start + head.length
         if head.plain and self._front.takes(head):
             if len(data) < end:
-                self._collect(data, head, end)
+                if asked is None:
+                    self._discard(end - len(data))
+                    asked = self._front.admit(self, head)
+                if asked is not None:
+                    self._collect(data, asked, end)
                 return
             self._state = ASKED
             self.answering = True
             if len(data) > end:
                 self._hold_back(data[end:])
-            self._front.ask(self, head, data[start:end])
+            if head.length > SMALL_BODY and not self.hold_body(head.length):
+                self._front.no_room(self, asked)
+            elif asked is None:
+                self._front.ask(self, head, data[start:end])
+            else:
+                self._front.serve(asked, data[start:end])
         elif head.framed:
             self._give(data, end)
         else:
@@ -207,27 +259,60 @@ class ClientConnection(RequestHandler):
         if not isinstance(kw.get("exc_info"), HttpProcessingError):
             super().log_exception(*args, **kw)
 
-    def _collect(self, data: bytes, head: RequestHead | None, need: int) -> None:
+    def _collect(self, data: bytes, asked: Asked | None, need: int) -> None:
         self._state = COLLECTING
-        self._head = head
+        self._asked = asked
         self._need = need
-        self._hold(data)
+        self._left = 0
+        if not self._hold(data):
+            self._no_room(need - len(data))
 
-    def _hold(self, data: bytes) -> None:
+    def _hold(self, data: bytes) -> bool:
+        """Keeps bytes; False if clients hold too many."""
+        if self._client is None or not self._client.hold(len(data)):
+            return False
         self._held.append(data)
         self._size += len(data)
+        return True
 
     def _hold_back(self, data: bytes) -> None:
         """Holds what came behind a request that is not answered."""
-        self._hold(data)
-        if self._size > HOLD_BYTES and self.transport is not None:
+        if not self._hold(data):
+            self.force_close()
+        elif self._size > HOLD_BYTES and self.transport is not None:
             self.transport.pause_reading()
             if self._size > HOLD_LIMIT:
                 self.force_close()
 
+    def _discard(self, size: int) -> None:
+        """Has the next answer close the connection once so many bytes came, or LINGER_SECONDS passed."""
+        self._state = DISCARDING
+        self._left = size
+
+    def _no_room(self, to_come: int) -> None:
+        asked, self._asked = self._asked, None
+        self._take_held()
+        self._discard(to_come)
+        self._front.no_room(self, asked)
+
+    def hold_body(self, size: int) -> bool:
+        """Counts a body that is held elsewhere, or more of it; False if clients hold too many bytes."""
+        if self._client is None or not self._client.hold(size):
+            return False
+        self._body_size += size
+        return True
+
+    def release_body(self) -> None:
+        """The body that is held elsewhere is no longer kept."""
+        if self._client is not None:
+            self._client.release(self._body_size)
+        self._body_size = 0
+
     def _take_held(self) -> bytes:
         data = b"".join(self._held)
         self._held.clear()
+        if self._client is not None:
+            self._client.release(self._size)
         self._size = 0
         return data
 
@@ -236,7 +321,7 @@ class ClientConnection(RequestHandler):
         self._rest()
         if goes_on:
             self._go_on()
-        else:
+        elif self._state != DISCARDING or self._left <= 0:
             self.force_close()
 
     def log_access(self, request: web.BaseRequest, response: web.StreamResponse, time: float | None) -> None:
@@ -249,6 +334,8 @@ class ClientConnection(RequestHandler):
     def _rest(self) -> None:
         self.answering = False
         self.idle_since = clock.monotonic()
+        if self._body_size:
+            self.release_body()
 
     def _go_on(self) -> None:
         if self._left:
@@ -268,12 +355,15 @@ class ClientConnection(RequestHandler):
     def check(self, now: float, idle_seconds: float) -> None:
         """Called now and then: requests that stay incomplete become aiohttp's, idle connections close."""
         if self._state == COLLECTING:
-            head, self._head = self._head, None
+            asked, self._asked = self._asked, None
             data = self._take_held()
-            if head is None:
+            if asked is None:
                 self._hand_over(data)
             else:
-                self._give(data, head.start + head.length)
+                self._give(data, asked.head.start + asked.head.length)
+        elif self._state == DISCARDING:
+            if now - self.idle_since > LINGER_SECONDS:
+                self.force_close()
         elif not self.answering and now - self.idle_since > idle_seconds:
             self.force_close()
 
@@ -293,5 +383,9 @@ class ClientConnection(RequestHandler):
         """Called by the loop."""
         super().connection_lost(exc)
         self._take_held()
+        self.release_body()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
         if self.relay is not None:
             self.relay.client_gone()

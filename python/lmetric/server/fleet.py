@@ -40,6 +40,10 @@ ASK_AGAIN_SECONDS = 30.0  # where a page of an engine did not answer
 
 log = structlog.get_logger("lmetric.fleet")
 
+# A near name is looked for if the unknown one is at most this long, among at most so many.
+HINT_NAME_LENGTH = 200
+HINT_NAMES = 500
+
 # That a model is answered for with 503 when no engine serves it: longer than engines take to load one.
 UNSERVED_SECONDS = 3600.0
 
@@ -566,9 +570,12 @@ class Fleet:
             if len(self.pools) == 1:
                 return self.pools[0], None
             raise ApiError(400, f"model is missing; served here: {self._list()}", param="model")
-        near = difflib.get_close_matches(model, self.names, n=1)
+        # difflib takes time in proportion to both: a client chooses the one, and adapters may be many.
+        comparable = len(model) <= HINT_NAME_LENGTH and len(self.names) <= HINT_NAMES
+        near = difflib.get_close_matches(model, self.names, n=1) if comparable else []
         hint = f"did you mean {near[0]!r}?" if near else f"served here: {self._list()}"
-        raise ApiError(404, f"model {model!r} is unknown; {hint}", param="model", code="model_not_found")
+        shown = repr(model if len(model) <= HINT_NAME_LENGTH else model[:HINT_NAME_LENGTH] + "…")
+        raise ApiError(404, f"model {shown} is unknown; {hint}", param="model", code="model_not_found")
 
     def _list(self) -> str:
         names = sorted(self.names)

@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from http import HTTPStatus
 from secrets import token_hex
+from typing import TypeGuard
 from urllib.parse import unquote
 
 import structlog
@@ -15,16 +15,27 @@ from lmetric._core import NoInstanceError, RequestHead, RequestReader
 from lmetric.config import ServerConfig
 from lmetric.server.asked import FAILED, STOPPING, Asked, Underway
 from lmetric.server.auth import Keys
-from lmetric.server.client import ClientConnection, Relayed, in_short
+from lmetric.server.client import SMALL_BODY, ClientConnection, Relayed, in_short
+from lmetric.server.client_load import ClientLoad
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
-from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, nobody_takes, parse
+from lmetric.server.openai import (
+    CHAT,
+    COMPLETIONS,
+    PASSED_PATHS,
+    ApiError,
+    Call,
+    bad,
+    nobody_takes,
+    parse,
+    whole_answer,
+)
 from lmetric.server.priority import NOT_A_TENANT
 from lmetric.server.relay import Relay
 from lmetric.server.replicas import Replicas
-from lmetric.server.tokenise import Tokenisers, Tokenising, as_text, prompt_text
-from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
+from lmetric.server.tokenise import LARGE_BODY, Tokenisers, Tokenising, as_text, prompt_text, read_prompt
+from lmetric.tokens import NotPredictable, Tokens
 
 log = structlog.get_logger("lmetric.access")
 
@@ -49,6 +60,7 @@ class Front(web.Server):
         self.replicas: Replicas  # likewise
         self.pages = pages
         self.relays: set[Underway] = set()
+        self.clients = ClientLoad(config.limits)
         self._tokenisers = Tokenisers()
         self._idle = asyncio.Event()
         self.draining = False
@@ -131,7 +143,7 @@ class Front(web.Server):
         )
         if self._admits(asked):
             try:
-                body = await self._body(request)
+                body = await self._body(client, request)
             except ApiError as error:
                 asked.keep_alive = False  # for what follows of the body
                 self._ended(asked, None, error)
@@ -167,13 +179,15 @@ class Front(web.Server):
             response.force_close()
         return response
 
-    async def _body(self, request: web.BaseRequest) -> bytes:
+    async def _body(self, client: ClientConnection, request: web.BaseRequest) -> bytes:
         limit = self._body_limit
         content = request.content
         if content.is_eof() and content.exception() is None:
             body = content.read_nowait()
             if len(body) > limit:
                 raise _too_long(limit)
+            if len(body) > SMALL_BODY and not client.hold_body(len(body)):
+                raise _no_room()
             return body
         headers = request.headers
         try:
@@ -182,8 +196,9 @@ class Front(web.Server):
             length = 0
         if length > limit:
             raise _too_long(limit)
-        if headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
-            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        transport = request.transport
+        if headers.get("expect", "").lower() == "100-continue" and _writable(transport):
+            transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         parts = []
         size = 0
         try:
@@ -193,6 +208,8 @@ class Front(web.Server):
                     size += len(part)
                     if size > limit:
                         raise _too_long(limit)
+                    if not client.hold_body(len(part)):
+                        raise _no_room()
                     parts.append(part)
         except TimeoutError:
             seconds = self.config.timeouts.body
@@ -205,6 +222,8 @@ class Front(web.Server):
         except Exception as error:
             # aiohttp tells of a broken body (bad chunk, bad compression, client gone) in many ways.
             raise bad(f"the body could not be read: {in_short(error)}") from None
+        if size <= SMALL_BODY:
+            client.release_body()
         return b"".join(parts)
 
     # The short way.
@@ -221,6 +240,36 @@ class Front(web.Server):
             if self._admits(asked):
                 self._serve(asked, body)
 
+    def admit(self, client: ClientConnection, head: RequestHead) -> Asked | None:
+        """A request whose body is still to come; None: it was refused, and ``client.answered`` was called."""
+        transport = client.transport
+        if transport is None:
+            return None
+        asked = Asked(client, transport, head, True, False, client.answered)  # a refusal leaves a body behind
+        if not self._admits(asked):
+            return None
+        asked.keep_alive = head.keep_alive
+        return asked
+
+    def serve(self, asked: Asked, body: bytes) -> None:
+        """Has an admitted request answered, then calls ``client.answered``."""
+        asked.started = time.monotonic()
+        try:
+            self._check_room()
+        except ApiError as error:
+            self._ended(asked, None, error)
+        else:
+            self._serve(asked, body)
+
+    def no_room(self, client: ClientConnection, asked: Asked | None) -> None:
+        """Refuses a request because of the bytes that clients hold, then calls ``client.answered``."""
+        if client.transport is not None:
+            if asked is None:
+                head = self.requests.sort(b"", [])
+                asked = Asked(client, client.transport, head, True, False, client.answered)
+            asked.keep_alive = False
+            self._ended(asked, None, _no_room())
+
     # Both ways.
 
     def _admits(self, asked: Asked) -> bool:
@@ -231,16 +280,18 @@ class Front(web.Server):
                 asked.tenant = self.keys.tenant(_text(authorization), _text(key))
             elif self.config.tenants and (named := asked.head.tenant) in self.config.tenants:
                 asked.tenant = named or ""  # without keys, clients are believed
-            if self.refusing:
-                raise ApiError(503, STOPPING, headers={"retry-after": "5"})
-            if len(self.relays) >= self._request_limit:
-                raise ApiError(
-                    503, "too many requests at once", code="too_many", headers={"retry-after": "1"}
-                )
+            self._check_room()
         except ApiError as error:
             self._ended(asked, None, error)
             return False
         return True
+
+    def _check_room(self) -> None:
+        """Raises ApiError (503) if no further request may begin."""
+        if self.refusing:
+            raise ApiError(503, STOPPING, headers={"retry-after": "5"})
+        if len(self.relays) >= self._request_limit:
+            raise ApiError(503, "too many requests at once", code="too_many", headers={"retry-after": "1"})
 
     def _serve(self, asked: Asked, body: bytes) -> None:
         """Sends the request on its way; when its answer ended, `_ended` is called."""
@@ -249,8 +300,14 @@ class Front(web.Server):
             pool, adapter = self.fleet.find(call.model)
             asked.pool = pool
             tokenizer = pool.tokenizer
+            if call.tokens is not None or not (call.chat or asked.path == COMPLETIONS):
+                tokenizer = None
             place = partial(self._place, asked, body, call, pool, adapter)
-            if tokenizer is not None and call.tokens is None and (call.chat or asked.path == COMPLETIONS):
+            unread = call.tokens is None and (tokenizer is not None or call.text is None)
+            if unread and len(body) > LARGE_BODY:
+                self._read_in_thread(asked, partial(read_prompt, tokenizer, call), call, pool, place)
+                return
+            if tokenizer is not None:
                 try:
                     text = prompt_text(tokenizer, call)
                     call.tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
@@ -258,7 +315,7 @@ class Front(web.Server):
                     as_text(pool, call, error)
                 else:
                     if call.tokens is None:
-                        self._tokenise(asked, tokenizer, text, call, pool, place)
+                        self._read_in_thread(asked, partial(tokenizer.encode, text), call, pool, place)
                         return
             else:
                 call.as_text()
@@ -269,18 +326,18 @@ class Front(web.Server):
             log.exception("a request could not be handled", path=asked.path)
             self._ended(asked, None, ApiError(500, FAILED))
 
-    def _tokenise(
+    def _read_in_thread(
         self,
         asked: Asked,
-        tokenizer: PromptTokenizer,
-        text: Text,
+        work: Callable[[], Tokens | None],
         call: Call,
         pool: Pool,
         place: Callable[[float], None],
     ) -> None:
-        """Has the prompt tokenised in a thread; then the request is placed, unless it is over by then."""
+        """Has the prompt rendered or tokenised in a thread; then the request is placed, unless it is over by
+        then."""
 
-        def then(tokens: Tokens | NotPredictable) -> None:
+        def then(tokens: Tokens | NotPredictable | None) -> None:
             try:
                 if isinstance(tokens, NotPredictable):
                     as_text(pool, call, tokens)
@@ -295,7 +352,7 @@ class Front(web.Server):
             else:
                 self.relays.discard(waiting)
 
-        waiting = Tokenising(asked, self._tokenisers.begin(tokenizer, text), then, self._ended)
+        waiting = Tokenising(asked, self._tokenisers.begin(work), then, self._ended)
         asked.client.relay = waiting
         self.relays.add(waiting)
 
@@ -376,7 +433,10 @@ class Front(web.Server):
         if error is not None:
             status = error.status
             goes_on = goes_on and asked.http11
-            asked.transport.write(_answer(error, asked.head.request_id, goes_on))
+            if asked.transport.is_closing():
+                status = 499  # the client left before the router refused its request
+            else:
+                asked.transport.write(whole_answer(error, asked.head.request_id, goes_on))
         now = time.monotonic()
         model = asked.pool.name if asked.pool is not None else ""
         self.metrics.request(model, asked.tenant, status, asked.started, now, relay)
@@ -394,25 +454,21 @@ class Front(web.Server):
         asked.done(goes_on)
 
 
-def _answer(error: ApiError, request_id: str, goes_on: bool) -> bytes:
-    """An error as a whole HTTP answer."""
-    body = error.body()
-    fields = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        "x-request-id": request_id,
-        **error.headers,
-    }
-    if not goes_on:
-        fields["connection"] = "close"
-    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    return (
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode("latin-1") + body
+def _text(field: bytes | None) -> str | None:
+    return None if field is None else field.decode("utf-8", "surrogateescape")
+
+
+def _no_room() -> ApiError:
+    return ApiError(
+        503,
+        "clients are sending more bytes of requests than the router may hold; try again",
+        code="too_many_bytes",
+        headers={"retry-after": "1"},
     )
 
 
-def _text(field: bytes | None) -> str | None:
-    return None if field is None else field.decode("utf-8", "surrogateescape")
+def _writable(transport: asyncio.Transport | None) -> TypeGuard[asyncio.Transport]:
+    return transport is not None and not transport.is_closing()
 
 
 def _too_long(limit: int) -> ApiError:

@@ -11,6 +11,8 @@ from lmetric.server.front import Front
 from lmetric.server.metrics import Metrics
 from lmetric.server.upstream import UpstreamError
 
+LAG_PERIOD_SECONDS = 0.1
+
 log = structlog.get_logger("lmetric.health")
 
 
@@ -46,6 +48,7 @@ class Monitor:
         if self.config.load.interval is not None:
             self._spawn("load", self.config.load.interval, self._load)
         self._spawn("KV events", 1.0, self._kv)
+        self._tasks.append(asyncio.create_task(self._measure_lag(), name="event loop lag"))
         self._tasks.append(asyncio.create_task(self._tick(), name="guard"))
         self._tasks.append(asyncio.create_task(self._reschedule(), name="rescheduling"))
 
@@ -115,6 +118,14 @@ class Monitor:
         self.front.check(now)
         for engine in self.fleet.engines():
             engine.upstream.expire(now)
+
+    async def _measure_lag(self) -> None:
+        """Measures how late the loop is, all the time."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + LAG_PERIOD_SECONDS
+            await asyncio.sleep(LAG_PERIOD_SECONDS)
+            self.metrics.loop_lag.observe(max(clock() - due, 0.0))
 
     async def _tick(self) -> None:
         while True:

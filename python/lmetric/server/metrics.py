@@ -88,6 +88,7 @@ class Metrics(Collector):
         self.fleet = fleet
         self.requests: Counter[tuple[str, str, int]] = Counter()
         self.events: Counter[tuple[str, str]] = Counter()
+        self.loop_lag = Histogram(SECONDS)
         self._times: dict[str, _Times] = {}
         self._running = 0
         self.further: list[Callable[[], Iterator[Metric]]] = []
@@ -144,6 +145,12 @@ class Metrics(Collector):
                 histogram: Histogram = getattr(times, attribute)
                 family.add_metric((model,), histogram.buckets(), histogram.sum)
             yield family
+        lag = HistogramMetricFamily(
+            "lmetric_event_loop_lag_seconds",
+            "How late the server's event loop runs what is due, measured ten times a second",
+        )
+        lag.add_metric((), self.loop_lag.buckets(), self.loop_lag.sum)
+        yield lag
         guard = CounterMetricFamily(
             "lmetric_guard_events", "What the hot-spot guard did", labels=("model", "event")
         )

@@ -9,12 +9,13 @@ import array
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import orjson
 from pydantic import ValidationError
 
-from lmetric._core import NoInstanceError
+from lmetric._core import NoInstanceError, json_excess
 from lmetric.tokens import Tokens
 
 JSON = Mapping[str, Any]
@@ -65,6 +66,8 @@ _TYPES = {
     503: "overloaded_error",
 }
 
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
+
 
 class ApiError(Exception):
     """An error for the client: an HTTP status and an OpenAI error object."""
@@ -92,6 +95,21 @@ class ApiError(Exception):
         return orjson.dumps({"error": error})
 
 
+def whole_answer(error: ApiError, request_id: str | None, keep_alive: bool = False) -> bytes:
+    """An error as the bytes of an HTTP answer, with its head."""
+    body = error.body()
+    fields = {"content-type": "application/json", "content-length": str(len(body))}
+    if request_id is not None:
+        fields["x-request-id"] = request_id
+    fields |= error.headers
+    if not keep_alive:
+        fields["connection"] = "close"
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode("latin-1") + body
+    )
+
+
 def nobody_takes(model: str, error: NoInstanceError) -> ApiError:
     """No engine of a model may take a request, for now."""
     return ApiError(503, f"{model}: {error}", code="no_engine", headers={"retry-after": "2"})
@@ -117,6 +135,8 @@ class Call:
     request: JSON
     # A chat, which becomes a text or tokens when it is known whose it is.
     chat: bool = False
+    # What stands before the messages of another API's conversation, which becomes a text; None: no such.
+    preamble: str | None = None
     text: str | bytes | None = None
     tokens: "array.array[int] | Tokens | None" = None
     # Further prompts of the same request, which count as load and are not matched.
@@ -128,13 +148,17 @@ class Call:
 
     def as_text(self) -> str | bytes | None:
         """The prompt as text, where it is not given as tokens. Raises ApiError (400) for a malformed chat."""
-        if self.chat and self.text is None:
-            self.text = render(self.request["messages"], self.request.get("tools"))
+        if self.text is None and (self.chat or self.preamble is not None):
+            rendered = render(self.request["messages"], self.request.get("tools"))
+            self.text = (self.preamble or "") + rendered
         return self.text
 
 
-def parse(path: str, body: bytes) -> Call:
-    """Reads a body. Raises ApiError (400), which names the place."""
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a client's body. Raises ApiError (400), which names the place."""
+    excess = json_excess(body)
+    if excess is not None:
+        raise bad(f"the body has {excess}")
     try:
         request = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -143,6 +167,12 @@ def parse(path: str, body: bytes) -> Call:
         ) from None
     if type(request) is not dict:
         raise bad(f"the body must be a JSON object, not {_kind(request)}")
+    return request
+
+
+def parse(path: str, body: bytes) -> Call:
+    """Reads a body. Raises ApiError (400), which names the place."""
+    request = read_object(body)
     if not INTERNAL_FIELDS.isdisjoint(request):
         name = next(name for name in request if name in INTERNAL_FIELDS)
         raise bad(f"{name} is internal to the engines and not accepted from clients", name)
@@ -269,7 +299,7 @@ def _loose_prompt(call: Call, request: JSON) -> None:
     messages = request.get("messages")
     if type(messages) is list:
         system = request.get("system")
-        call.text = (system if type(system) is str else "") + render(messages, request.get("tools"))
+        call.preamble = system if type(system) is str else ""
         return
     prompt = request.get("prompt", request.get("input"))
     if type(prompt) is list and prompt and type(prompt[0]) is str:

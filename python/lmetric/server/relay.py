@@ -228,6 +228,8 @@ class Relay(Underway, Leg):
         self.committed = True
         self.status = status
         self.body = b""
+        if self._chain is None:  # which keeps the body to the end
+            self._asked.client.release_body()
         write = self._transport.write
         write(reader.commit(self._extra(self._engine.name), not self._asked.keep_alive, write))
         return True

@@ -1,11 +1,10 @@
-"""Prompts to tokens before the decision: at once where little of a prompt is new, else in a thread."""
+"""Prompts to text and tokens before the decision: at once if that is little work, else in a thread."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import structlog
 
@@ -16,6 +15,8 @@ from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
 
 # Tokenising keeps a core busy, and the loop needs one.
 THREADS = 2
+# Requests with larger bodies are rendered in a thread: a template may take microseconds for each message.
+LARGE_BODY = 64 << 10
 
 log = structlog.get_logger("lmetric.tokens")
 
@@ -35,18 +36,33 @@ def as_text(pool: Pool, call: Call, why: NotPredictable) -> None:
     call.as_text()
 
 
-class Tokenising(Underway):
-    """A request whose prompt is tokenised in a thread; in its relay's place until there is a decision.
+def read_prompt(tokenizer: PromptTokenizer | None, call: Call) -> Tokens | None:
+    """A prompt's tokens; None without a tokenizer. Renders the text if there are no tokens.
 
-    ``then`` is called once with the tokens, or with why there are none; ``ended`` instead, once, with what
-    the client is to be told, where the request is over.
+    Raises NotPredictable, and ApiError (400) for a malformed chat.
+    """
+    if tokenizer is None:
+        call.as_text()
+        return None
+    try:
+        return tokenizer.encode(prompt_text(tokenizer, call))
+    except NotPredictable:
+        call.as_text()
+        raise
+
+
+class Tokenising(Underway):
+    """A request whose prompt is read in a thread; in its relay's place until there is a decision.
+
+    ``then`` is called once with the tokens (None without a tokenizer), or with why there are none; ``ended``
+    instead, once, with the client's error if the request is over.
     """
 
     def __init__(
         self,
         asked: Asked,
         work: asyncio.Future[Tokens | None],
-        then: Callable[[Tokens | NotPredictable], None],
+        then: Callable[[Tokens | NotPredictable | None], None],
         ended: Callable[[Asked, Underway, ApiError | None], None],
     ) -> None:
         self._asked = asked
@@ -62,11 +78,11 @@ class Tokenising(Underway):
         self._over = True
         error = work.exception()
         if error is None:
-            tokens = work.result()
-            assert tokens is not None
-            self._then(tokens)
+            self._then(work.result())
         elif isinstance(error, NotPredictable):
             self._then(error)
+        elif isinstance(error, ApiError):
+            self._ended(self._asked, self, error)
         else:
             log.error("a prompt could not be tokenised", exc_info=error)
             self._then(NotPredictable("tokenizer", str(error)))
@@ -88,10 +104,9 @@ class Tokenisers:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, "tokenise")
 
-    def begin(self, tokenizer: PromptTokenizer, text: Text) -> asyncio.Future[Tokens | None]:
-        """Tokenises in a thread; a cancelled one that waits is not begun."""
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._threads, partial(tokenizer.encode, text))
+    def begin(self, work: Callable[[], Tokens | None]) -> asyncio.Future[Tokens | None]:
+        """Runs `work` in a thread; if it is cancelled while it waits, it never begins."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
         """Ends the threads, without waiting for what they are in the midst of."""

@@ -2,7 +2,10 @@
 use crate::errors::{LmetricError, Result};
 use crate::ticket::Ticket;
 use lmetric_core::plan::{Event, Usage};
-use lmetric_wire::{Fields, Finish, Kind, Request, Scanner, Step, WireError as CoreWireError};
+use lmetric_wire::{
+    Excess, Fields, Finish, Kind, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, Request, Scanner, Step,
+    WireError as CoreWireError, excess,
+};
 use pyo3::create_exception;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -367,7 +370,20 @@ impl RequestReader {
 }
 
 /// Adds its classes and functions to the module.
+/// Says which bound on its shape a JSON document exceeds, in words for its sender.
+#[pyfunction]
+fn json_excess(data: &[u8]) -> Option<String> {
+    let (bound, what) = match excess(data)? {
+        Excess::Depth => (MAX_DEPTH, "levels of lists and objects inside each other"),
+        Excess::Containers => (MAX_CONTAINERS, "lists and objects"),
+        Excess::Members => (MAX_MEMBERS, "members of objects"),
+        Excess::Values => (MAX_VALUES, "values"),
+    };
+    Some(format!("more than {bound} {what}"))
+}
+
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(json_excess, module)?)?;
     module.add("WireError", module.py().get_type::<WireError>())?;
     for (name, bit) in FLAGS {
         module.add(name, bit)?;

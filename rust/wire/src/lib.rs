@@ -6,11 +6,13 @@ mod head;
 mod json;
 mod request;
 mod scanner;
+mod shape;
 mod sse;
 
 pub use json::{Finish, Found, Usage};
 pub use request::{Fields, Kind, Request, path};
 pub use scanner::{HEAD_LIMIT, HOLD_LIMIT, Scanner, Step};
+pub use shape::{Excess, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, excess};
 
 /// What makes a message unusable.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]

@@ -1,0 +1,133 @@
+"""What clients hold of the router, bounded: connections, and bytes of request bodies.
+
+Both are bounded in total and per client address. A body counts from its first byte until an engine answers,
+so slow or stalled uploads cannot add up to more memory than `limits` allows.
+"""
+
+import resource
+from collections import Counter
+from collections.abc import Iterator
+
+import structlog
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lmetric.config import Limits
+
+# Descriptors that are not connections: listener, log, event feeds, watched files, probes of engines.
+OTHER_DESCRIPTORS = 32
+
+log = structlog.get_logger("lmetric.server")
+
+
+class Client:
+    """The connections and body bytes of one client address."""
+
+    __slots__ = ("_load", "address", "body_bytes", "connections")
+
+    def __init__(self, load: "ClientLoad", address: str) -> None:
+        self._load = load
+        self.address = address
+        self.connections = 0
+        self.body_bytes = 0
+
+    def hold(self, size: int) -> bool:
+        """Counts `size` more bytes of a body; False, and counts nothing, if that exceeds a bound."""
+        load = self._load
+        if load.body_bytes + size > load.limits.max_body_bytes_total:
+            load.refused["body_bytes_total"] += 1
+            return False
+        if self.body_bytes + size > load.limits.max_body_bytes_per_client:
+            load.refused["body_bytes_per_client"] += 1
+            return False
+        load.body_bytes += size
+        self.body_bytes += size
+        return True
+
+    def release(self, size: int) -> None:
+        """Gives back `size` bytes."""
+        self._load.body_bytes -= size
+        self.body_bytes -= size
+
+    def close(self) -> None:
+        """One of the address's connections closed."""
+        self._load.close(self)
+
+
+class ClientLoad:
+    """The connections and body bytes of all clients, and what was refused for them."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.max_connections = _within_descriptors(limits)
+        self.connections = 0
+        self.body_bytes = 0
+        self.refused: Counter[str] = Counter()
+        self._clients: dict[str, Client] = {}
+
+    def open(self, address: str) -> Client | None:
+        """Counts a new connection; None, and counts nothing, if there are too many."""
+        if self.connections >= self.max_connections:
+            self.refused["connections"] += 1
+            return None
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = Client(self, address)
+        elif client.connections >= self.limits.max_connections_per_client:
+            self.refused["connections_per_client"] += 1
+            return None
+        client.connections += 1
+        self.connections += 1
+        return client
+
+    def close(self, client: Client) -> None:
+        """A counted connection of `client` closed."""
+        client.connections -= 1
+        self.connections -= 1
+        if not client.connections:
+            del self._clients[client.address]
+
+    def metrics(self) -> Iterator[Metric]:
+        """For /metrics."""
+        yield GaugeMetricFamily("lmetric_client_connections", "Open connections of clients", self.connections)
+        yield GaugeMetricFamily(
+            "lmetric_client_connections_limit",
+            "Most connections of clients: limits.max_connections, less if the process may open fewer files",
+            self.max_connections,
+        )
+        yield GaugeMetricFamily(
+            "lmetric_client_body_bytes",
+            "Bytes of request bodies that are being received or that no engine has answered yet",
+            self.body_bytes,
+        )
+        refused = CounterMetricFamily(
+            "lmetric_client_refusals",
+            "Connections and requests refused because of a bound on what clients hold, by bound",
+            labels=("bound",),
+        )
+        for bound in ("connections", "connections_per_client", "body_bytes_total", "body_bytes_per_client"):
+            refused.add_metric((bound,), self.refused[bound])
+        yield refused
+
+
+def _within_descriptors(limits: Limits) -> int:
+    """The bound on connections: lower if the process cannot open two files for each, a client's and an
+    engine's."""
+    configured = limits.max_connections
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * configured + OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        soft = raised
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return configured
+    possible = max((soft - OTHER_DESCRIPTORS) // 2, 1)
+    tell = log.warning if "max_connections" in limits.model_fields_set or possible < 1024 else log.info
+    tell(
+        "fewer connections than limits.max_connections: the process may not open enough files",
+        max_connections=possible,
+        configured=configured,
+        open_files_limit=soft,
+        fix=f"allow {wanted} open files (ulimit -n, LimitNOFILE), or lower limits.max_connections",
+    )
+    return possible
