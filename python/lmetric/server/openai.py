@@ -269,10 +269,12 @@ def _prompt(call: Call, prompt: Any) -> None:
         call.tokens = _tokens(prompt, "prompt")
     elif type(first) is str:
         call.text = first
-        for index, text in enumerate(prompt):
-            if type(text) is not str:
-                raise bad(f"prompt[{index}] must be a string like prompt[0], not {_kind(text)}", "prompt")
-            call.more_bytes += len(text) if index else 0
+        if set(map(type, prompt)) != {str}:
+            index = next(index for index, text in enumerate(prompt) if type(text) is not str)
+            raise bad(
+                f"prompt[{index}] must be a string like prompt[0], not {_kind(prompt[index])}", "prompt"
+            )
+        call.more_bytes = sum(map(len, prompt)) - len(first)
     elif type(first) is list:
         call.tokens = _tokens(first, "prompt[0]")
         call.more_tokens = sum(len(_tokens(ids, f"prompt[{i + 1}]")) for i, ids in enumerate(prompt[1:]))
