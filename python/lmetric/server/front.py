@@ -252,7 +252,7 @@ class Front(web.Server):
         """Sends the request on its way; when its answer ended, `_ended` is called."""
         try:
             call = parse(asked.path, body)
-            if asked.tenant in self.isolation:
+            if asked.tenant in self.isolation.tenants:
                 body = self.isolation.apply(asked.tenant, asked.path, call, body)
             pool, adapter = self.fleet.find(call.model)
             asked.pool = pool
@@ -261,7 +261,7 @@ class Front(web.Server):
             if tokenizer is not None and call.tokens is None and (call.chat or asked.path == COMPLETIONS):
                 try:
                     text = prompt_text(tokenizer, call)
-                    if asked.tenant in self.isolation:
+                    if asked.tenant in self.isolation.tenants:
                         text = text._replace(scope=self.isolation.scope(asked.tenant))
                     call.tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
                 except NotPredictable as error:

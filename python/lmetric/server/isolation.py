@@ -38,6 +38,7 @@ class Isolation:
 
     def __init__(self, config: ServerConfig) -> None:
         names = [name for name, tenant in config.tenants.items() if tenant.isolate]
+        self.tenants = frozenset(names)
         self._keys: dict[str, bytes] = {}
         if not names:
             return
@@ -52,12 +53,6 @@ class Isolation:
             )
         secret = token_bytes(32) if given is None else blake2b(given.encode(), digest_size=32).digest()
         self._keys = {name: blake2b(name.encode(), key=secret, digest_size=32).digest() for name in names}
-
-    def __contains__(self, tenant: str) -> bool:
-        return tenant in self._keys
-
-    def __bool__(self) -> bool:
-        return bool(self._keys)
 
     def salt(self, tenant: str, given: str | None) -> str:
         """The cache salt of an isolated tenant's prompt; ``given``: the client's own."""
