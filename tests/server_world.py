@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -240,6 +240,11 @@ class World:
     async def until(self, true: Callable[[], object]) -> None:
         """Waits until it is true."""
         await until(true)
+
+
+def decision_id(headers: Mapping[str, str]) -> int:
+    """The router's id of the decision that an answer names: `12-TAG`, or `1-12-TAG` of a second model."""
+    return int(headers["x-lmetric-decision"].split("-")[-2])
 
 
 @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lmetric.engines.emulated import EngineOptions, EngineServer
 from pd_world import PROMPT, Pd, nixl, pd
+from server_world import decision_id
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -107,7 +108,7 @@ async def asked(world: Pd, path: str, body: dict[str, Any], url: str | None = No
         said = heard(raw) if body.get("stream") else told(orjson.loads(raw))
         if url is None:
             router = world.server.fleet.pools[0].router
-            said["receipt"] = router.receipt(int(response.headers["x-lmetric-decision"]))
+            said["receipt"] = router.receipt(decision_id(response.headers))
             said["headers"] = dict(response.headers)
     return said
 

@@ -18,6 +18,7 @@ from lmetric.engines.emulated import EngineOptions
 from lmetric.server.fleet import Fleet
 from moves_world import move, plain
 from pd_world import Pd, nixl
+from server_world import decision_id
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal, split
 
 PATHS = [CHAT, COMPLETIONS]
@@ -172,7 +173,7 @@ async def test_what_is_not_pulled_for_says_why(
         for _ in range(2):
             status, headers, _ = await w.post(body_of(COMPLETIONS, LONG) | fields)
             assert status == (200 if config else 400)  # these engines have one answer to one prompt
-            receipt = w.server.fleet.pools[0].router.receipt(int(headers["x-lmetric-decision"]))
+            receipt = w.server.fleet.pools[0].router.receipt(decision_id(headers))
             assert receipt is not None
             assert why in receipt["unpulled"]
             assert receipt["pull_instance"] is None

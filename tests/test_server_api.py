@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from lmetric.server.openai import CHAT, COMPLETIONS, INTERNAL_FIELDS, ApiError, parse
-from server_world import FakeEngine, answer, hang, plain, says, world
+from server_world import FakeEngine, answer, decision_id, hang, plain, says, world
 
 CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -159,7 +159,7 @@ async def test_adapters_and_salts_never_share_a_prefix() -> None:
             {"model": "tiny", "cache_salt": "s"},
         ):
             _, headers, _ = await w.post(body | {"prompt": prompt})
-            receipt = w.server.fleet.pools[0].router.receipt(int(headers["x-lmetric-decision"]))
+            receipt = w.server.fleet.pools[0].router.receipt(decision_id(headers))
             hits.append(receipt["predicted_cached_tokens"] > 0)
         assert hits == [False, True, False, False]
 
@@ -251,7 +251,7 @@ async def test_keys_and_tenants(tmp_path: Path) -> None:
 
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"sk-a: team-a\nsha256:{hashlib.sha256(b'sk-b').hexdigest()}: team-b\n")
-    async with world(1, auth={"keys_file": str(keys)}, admin=True) as w:
+    async with world(1, auth={"keys_file": str(keys)}, admin={"enabled": True, "token": "root"}) as w:
         for headers in (None, {"authorization": "Bearer sk-c"}, {"authorization": "Basic sk-a"}):
             status, _, got = await w.post(headers=headers)
             assert (status, got["error"]["type"]) == (401, "authentication_error")
@@ -302,7 +302,7 @@ async def test_own_pages() -> None:
         assert {"bs", "q_bs", "r_bs"} <= indicators["tiny"]["e0"].keys()
         for bad in ("x", "0-", "-1", "99999999999999999999999", "²"):
             assert (await w.get(f"/debug/decisions/{bad}"))[0] in (400, 404), bad
-        assert (await w.get("/debug/decisions/12345"))[0] == 404
+        assert (await w.get("/debug/decisions/12345-0123456789abcdef"))[0] == 404
 
 
 async def test_unhealthy_engines_get_nothing_and_come_back() -> None:

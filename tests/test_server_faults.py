@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from server_world import FakeEngine, Request, plain, says, usage, world
+from server_world import FakeEngine, Request, decision_id, plain, says, usage, world
 
 GOOD: dict[str, Any] = {
     "id": "cmpl-1",
@@ -49,7 +49,7 @@ async def test_used_up_attempts_are_booked_as_what_they_were() -> None:
         status, headers, _ = await it.post()
         assert status == 503
         router = it.server.fleet.pools[0].router
-        receipt = router.receipt(int(headers["x-lmetric-decision"]))
+        receipt = router.receipt(decision_id(headers))
         assert receipt is not None
         assert (len(receipt["tried"]), receipt["outcome"]) == (3, "status")
         stats = router.stats()

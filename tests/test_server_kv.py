@@ -16,7 +16,7 @@ import zmq
 from lmetric.engines.emulated import EngineOptions, EngineServer
 from lmetric.server import kv_feed
 from lmetric.server.fleet import Engine
-from server_world import FakeEngine, World, world
+from server_world import FakeEngine, World, decision_id, world
 
 # Clients here send token ids.
 IDS = {"without_tokenizer": True}
@@ -68,7 +68,7 @@ async def through(w: World, ids: list[int], **body: Any) -> tuple[str, int, int]
     """A request through the router: where it went, and the cached tokens predicted and found."""
     _, headers, answer = await w.post({"model": "tiny", "prompt": ids, "max_tokens": 1, **body})
     [pool] = w.server.fleet.pools
-    receipt = pool.router.receipt(int(headers["x-lmetric-decision"]))
+    receipt = pool.router.receipt(decision_id(headers))
     assert receipt is not None
     found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return headers["x-lmetric-instance"], receipt["predicted_cached_tokens"], found

@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 from lmetric.engines.emulated.text import TOKENIZER_PATH
 from moves_world import LONG, at_token, move, mover, moving, place, plain
 from pd_world import Pd
-from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, event, world
+from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, decision_id, event, world
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, equal, heard
 from test_server_split_faults import FRAME, START, STORY, STORY_TEXT, TOKENIZER, Behaviour, tells
 
@@ -222,7 +222,7 @@ async def told_in_two(w: World, count: int) -> tuple[bool, Any, dict[str, Any]]:
     status, headers, raw = await task
     moves.outcomes.clear()
     assert status == 200
-    receipt = pool.router.receipt(int(headers["x-lmetric-decision"]))
+    receipt = pool.router.receipt(decision_id(headers))
     assert receipt is not None
     return began, heard(raw), receipt
 
@@ -262,7 +262,7 @@ async def test_what_cannot_be_joined_stays(behave: Behaviour, why: str) -> None:
         # From now on such requests are passed on as they are, and their receipts say why.
         body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
         _, headers, _ = await w.post(body)
-        receipt = w.server.fleet.pools[0].router.receipt(int(headers["x-lmetric-decision"])) or {}
+        receipt = w.server.fleet.pools[0].router.receipt(decision_id(headers)) or {}
         assert why in receipt["uncut"]
         last = [fake.requests[-1].json for fake in w.engines if fake.requests]
         assert any("return_token_ids" not in asked for asked in last)

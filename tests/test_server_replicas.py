@@ -183,7 +183,9 @@ async def test_a_name_without_addresses_is_told_of_and_looked_up_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lmetric.server.replicas.RESOLVE_SECONDS", 0.05)
-    async with world(1, replicas={"urls": ["http://routers.invalid:8080"], "interval": 0.02}) as a:
+    async with world(
+        1, replicas={"urls": ["http://routers.invalid:8080"], "interval": 0.02, "token": "t"}
+    ) as a:
         replicas = a.server.front.replicas
         assert list(replicas.state()["not_looked_up"]) == ["http://routers.invalid:8080"]
         replicas.config.urls[0] = f"http://localhost:{a.server.port}"  # the name is there now

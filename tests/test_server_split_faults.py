@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from lmetric.engines.emulated.text import TOKENIZER_PATH
 from pd_world import Pd
-from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, event, plain, world
+from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, decision_id, event, plain, world
 from split_world import (
     CHAT,
     COMPLETIONS,
@@ -370,7 +370,7 @@ async def test_a_seam_inside_a_character(stream: bool) -> None:
             pool.router.set_split("force", at=(29.5 + cut) / 70)
             status, headers, got = await w.post({**ASKED, "stream": stream})
             assert (status, said_in(got)) == (200, STORY_TEXT)
-            receipt = pool.router.receipt(int(headers["x-lmetric-decision"]))
+            receipt = pool.router.receipt(decision_id(headers))
             assert receipt is not None
             assert receipt["cuts"] == [30 + cut]
         assert dict(pool.handovers) == {"handed_over": 38}
@@ -453,7 +453,7 @@ async def test_what_cannot_be_joined_is_asked_for_whole(change: Any, why: str, s
             assert said_in(got) == STORY_TEXT
         # From now on nothing is cut, and the receipt says why.
         _, headers, _ = await w.post(ASKED)
-        receipt = w.server.fleet.pools[0].router.receipt(int(headers["x-lmetric-decision"]))
+        receipt = w.server.fleet.pools[0].router.receipt(decision_id(headers))
         assert receipt is not None
         assert why in receipt["uncut"]
 

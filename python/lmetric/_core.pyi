@@ -544,10 +544,11 @@ class TokenEncoder:
         """Whether the faster of the two libraries is used: it made the same ids as the engines' of all tried."""
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = False, at_most: int | None = None
+        self, text: str, *, add_special_tokens: bool = False, at_most: int | None = None, scope: int = 0
     ) -> NDArray[np.uint32] | None:
         """The ids of a text. With ``at_most``, None where more than so many of its bytes (UTF-8) are new; the
-        interpreter lock is kept. Without, it is let go: for a thread. Raises TokenizeError."""
+        interpreter lock is kept. Without, it is let go: for a thread. ``scope``: texts of different scopes
+        share no entry of the cache. Raises TokenizeError."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids; what is no whole character is U+FFFD. Raises TokenizeError."""

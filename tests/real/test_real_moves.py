@@ -18,6 +18,7 @@ from lmetric.config import ServerConfig
 from lmetric.server import Server
 from lmetric.server.chain import Chain
 from lmetric.server.mover import Mover
+from server_world import decision_id
 from split_world import CHAT, COMPLETIONS, equal, heard, told
 from test_real_pd import counted
 from test_real_split import cutting, fresh, request
@@ -104,7 +105,7 @@ class Here:
         raise AssertionError(f"not moved {len(counts)} times in {ATTEMPTS} attempts: {self.mover.outcomes}")
 
     def receipt(self, said: dict[str, Any]) -> Any:
-        return self.server.fleet.pools[0].router.receipt(int(said["headers"]["x-lmetric-decision"]))
+        return self.server.fleet.pools[0].router.receipt(decision_id(said["headers"]))
 
 
 @contextlib.asynccontextmanager

@@ -4,13 +4,14 @@ A flag wins over the environment, the environment over the file, the file over t
 where the value came from, its key path, the value, and the nearest right key.
 """
 
-from lmetric.config.files import ConfigError, UniqueKeys, read_yaml_mapping, reading
+from lmetric.config.files import ConfigError, UniqueKeys, read_secret, read_yaml_mapping, reading
 from lmetric.config.kinds import EngineUrl, Port, Positive, Role, Seconds, Strict, ZmqEndpoint
 from lmetric.config.load import ENV_PREFIX, load_config, render
 from lmetric.config.problems import explain
 from lmetric.config.schema import (
     ADMIN,
     CONFIGURED,
+    Admin,
     Auth,
     DiscoverySource,
     DnsSource,
@@ -35,6 +36,7 @@ __all__ = [
     "ADMIN",
     "CONFIGURED",
     "ENV_PREFIX",
+    "Admin",
     "Auth",
     "ConfigError",
     "DiscoverySource",
@@ -64,6 +66,7 @@ __all__ = [
     "ZmqEndpoint",
     "explain",
     "load_config",
+    "read_secret",
     "read_yaml_mapping",
     "reading",
     "render",

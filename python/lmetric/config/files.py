@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import SecretStr
 
 from lmetric._core import LmetricError
+from lmetric.config.kinds import is_token
 
 
 class ConfigError(LmetricError):
@@ -58,3 +60,17 @@ def read_yaml_mapping(file: Path) -> dict[Any, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected keys and values, found {type(content).__name__}")
     return content
+
+
+def read_secret(secret: SecretStr | None, file: Path | None) -> str | None:
+    """The secret itself, or the content of the file that holds it; None: neither is set.
+
+    Raises ConfigError, which names the file and never its content.
+    """
+    if file is None:
+        return secret.get_secret_value() if secret is not None else None
+    with reading(file):
+        text = file.read_text(encoding="utf-8").strip()
+    if not is_token(text):
+        raise ConfigError(f"{file}: expected one token of visible ASCII characters and nothing else")
+    return text

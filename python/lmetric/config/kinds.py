@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, SecretStr
 
 
 def _http_url(url: str, whose: str) -> str:
@@ -59,6 +59,34 @@ def _zmq_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def is_token(text: str) -> bool:
+    """Whether a text can be sent as a bearer token: visible ASCII characters, at least one."""
+    return re.fullmatch("[!-~]+", text) is not None
+
+
+def _token(secret: SecretStr) -> SecretStr:
+    if not is_token(secret.get_secret_value()):
+        raise ValueError("a token has at least one character, all of them visible ASCII characters")
+    return secret
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host: a loopback IP address, or localhost."""
+    name = host.lower().removeprefix("[").removesuffix("]").rstrip(".")
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost" or name.endswith(".localhost")
+
+
+def _engine_rule(rule: str) -> str:
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_network(rule, strict=False)
+        return rule
+    if "/" in rule or not re.fullmatch(r"[A-Za-z0-9._*?-]+", rule):
+        raise ValueError("an IP address, a CIDR block such as 10.0.0.0/8, or a host name with * and ?")
+    return rule
+
+
 def _embedded(value: object) -> int | str:
     text = str(value).upper()
     parts = re.fullmatch(r"(\d+)(?:P(\d+)D)?", text)
@@ -86,6 +114,8 @@ EngineUrl = Annotated[str, AfterValidator(partial(_http_url, whose="an engine's"
 RouterUrl = Annotated[str, AfterValidator(partial(_http_url, whose="a router's"))]
 ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
 Nameserver = Annotated[str, AfterValidator(_nameserver)]
+Token = Annotated[SecretStr, AfterValidator(_token)]
+EngineRule = Annotated[str, AfterValidator(_engine_rule)]
 PodPort = Annotated[int | str, PlainValidator(_port)]
 Embedded = Annotated[int | str, PlainValidator(_embedded)]
 OFF_IS_A_WORD = BeforeValidator(_off)

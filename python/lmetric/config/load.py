@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from lmetric.config.files import ConfigError, read_yaml_mapping
 from lmetric.config.problems import explain
-from lmetric.config.schema import ServerConfig
+from lmetric.config.schema import SHORTHANDS, ServerConfig
 
 ENV_PREFIX = "LMETRIC_"
 
@@ -85,6 +85,9 @@ def _merge(
 ) -> None:
     for key, value in new.items():
         here = (*path, key)
+        if not path and key in SHORTHANDS and not isinstance(value, Mapping):
+            # Else a later `admin.token` would replace `admin: true`, and not be added to it.
+            value = {SHORTHANDS[key]: value}
         old = into.get(key)
         # Knobs and policies belong together: they replace, sections merge.
         if isinstance(value, Mapping) and isinstance(old, dict) and key not in ("policy", "decode_policy"):

@@ -8,6 +8,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+# Keys whose values no message shows.
+SECRETS = frozenset({"api_key", "token", "salt_secret"})
+
 
 def explain(
     error: ValidationError, origin: Mapping[tuple[str, ...], str], root: type[BaseModel]
@@ -35,7 +38,7 @@ def explain(
         elif not loc:
             line = problem["msg"].removeprefix("Value error, ")
         else:
-            shown = "'**********'" if str(loc[-1]) == "api_key" else repr(value)
+            shown = "'**********'" if loc[-1] in SECRETS else repr(value)
             line = f"{place}{path} = {shown}: {problem['msg'].removeprefix('Value error, ')}"
         if line not in seen:
             seen.add(line)

@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Discriminator, Field, SecretStr, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, SecretStr, Tag, model_validator
 
 from lmetric.config.kinds import (
     OFF_IS_A_WORD,
     ON_IS_A_WORD,
     Embedded,
+    EngineRule,
     EngineUrl,
     Nameserver,
     PodPort,
@@ -19,13 +20,18 @@ from lmetric.config.kinds import (
     RouterUrl,
     Seconds,
     Strict,
+    Token,
     ZmqEndpoint,
+    is_loopback,
 )
 from lmetric.defaults import Priority, Pull, Split, default_pull, default_split
 
 # Sources of engines beside those in `discovery`.
 CONFIGURED = "configuration"
 ADMIN = "admin"
+
+# Sections that may be given as one value: the key that the value sets.
+SHORTHANDS = {"admin": "enabled"}
 
 
 class KvEvents(Strict):
@@ -435,6 +441,57 @@ class Auth(Strict):
     keys_file: Path | None = Field(
         None, description="YAML mapping of key, or sha256:HEX of a key, to tenant; null: no keys"
     )
+    salt_secret: Token | None = Field(
+        None,
+        description="the cache salts of isolated tenants are derived from it; the same for all routers in "
+        "front of the same engines; default: random at each start, so caches start empty",
+    )
+    salt_secret_file: Path | None = Field(None, description="file that holds salt_secret")
+
+    @model_validator(mode="after")
+    def _one_secret(self) -> Self:
+        _only_one(self, "salt_secret", "salt_secret_file")
+        return self
+
+
+class Admin(Strict):
+    """Administration and debugging pages; `admin: true` is short for `admin: {enabled: true}`."""
+
+    enabled: bool = Field(False, description="allow /admin: add, drain and remove engines, switch the guard")
+    token: Token | None = Field(
+        None,
+        description="bearer token of /admin and /debug; unless the router listens on loopback and has no API "
+        "keys, enabled requires it, and /debug is closed without it",
+    )
+    token_file: Path | None = Field(None, description="file that holds token")
+    protect_metrics: bool = Field(False, description="require the token for /metrics")
+    allowed_engines: list[EngineRule] | None = Field(
+        None,
+        description="IP addresses, CIDR blocks and host name patterns that engines added over /admin may "
+        "have; null: any address except link-local and cloud metadata addresses",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _only_one(self, "token", "token_file")
+        if self.protect_metrics and not self.has_token:
+            raise ValueError("protect_metrics needs a token: set token or token_file")
+        return self
+
+    @property
+    def has_token(self) -> bool:
+        """Whether a token is configured."""
+        return self.token is not None or self.token_file is not None
+
+
+def _only_one(section: Strict, *names: str) -> None:
+    if sum(getattr(section, name) is not None for name in names) > 1:
+        raise ValueError(f"set one of {' and '.join(names)}, not both")
+
+
+def _section_of(value: object) -> object:
+    """`admin: true` as the section that it stands for."""
+    return value if isinstance(value, dict | Admin) else {SHORTHANDS["admin"]: value}
 
 
 class TenantConfig(Strict):
@@ -447,6 +504,11 @@ class TenantConfig(Strict):
         le=1e6,
         description="its requests count as so much later under priority uniboost, for bulk work; below 0: "
         "earlier",
+    )
+    isolate: bool = Field(
+        False,
+        description="keep its prompts apart from those of all other tenants in the KV index and, by "
+        "cache_salt, in the engines' prefix caches",
     )
 
 
@@ -462,10 +524,17 @@ class ReplicasConfig(Strict):
     silent_after: Seconds = Field(
         2.0, description="without a word from a router, until its requests count no longer"
     )
-    token: SecretStr | None = Field(
+    token: Token | None = Field(
         None,
-        description="they know each other by it, a bearer token; needed where there are API keys",
+        description="bearer token that the routers send each other; required unless host and the hosts of "
+        "urls are loopback addresses and there are no API keys",
     )
+    token_file: Path | None = Field(None, description="file that holds token")
+
+    @model_validator(mode="after")
+    def _one_token(self) -> Self:
+        _only_one(self, "token", "token_file")
+        return self
 
 
 class Log(Strict):
@@ -499,7 +568,9 @@ class ServerConfig(PoolSettings):
     paths: list[Annotated[str, Field(pattern="^/")]] = Field(
         default_factory=list, description="further POST paths passed through to the engines"
     )
-    admin: bool = Field(False, description="allow /admin: add, drain and remove engines, switch the guard")
+    admin: Annotated[Admin, BeforeValidator(_section_of)] = Field(
+        default_factory=Admin, description="administration and debugging pages"
+    )
     timeouts: Timeouts = Field(default_factory=Timeouts, description="limits by phase")
     retries: Retries = Field(default_factory=Retries, description="when the next engine is tried")
     health: Health = Field(default_factory=Health, description="checks of the engines")
@@ -524,14 +595,43 @@ class ServerConfig(PoolSettings):
         for number, label in enumerate(sources):
             if label in sources[:number]:
                 raise ValueError(f"two sources of engines are named {label!r}; give one another name")
-        if self.replicas.urls and self.auth.keys_file is not None and self.replicas.token is None:
-            raise ValueError("replicas.token is needed where there are API keys: clients are no routers")
+        self._check_credentials()
         names: set[str] = set()
         for name in [n for model in self.models for n in (model.name, *model.adapters)]:
             if name in names:
                 raise ValueError(f"two models are named {name!r}")
             names.add(name)
         return self
+
+    def _check_credentials(self) -> None:
+        auth, admin, replicas = self.auth, self.admin, self.replicas
+        loopback, keys = is_loopback(self.host), auth.keys_file is not None
+        if admin.enabled and not admin.has_token and (keys or not loopback):
+            where = "there are API keys" if keys else f"the router listens on {self.host!r}, not on loopback"
+            raise ValueError(f"admin.enabled needs admin.token or admin.token_file because {where}")
+        if not replicas.urls:
+            return
+        if replicas.token is None and replicas.token_file is None:
+            if keys:
+                raise ValueError("replicas.token is needed where there are API keys: clients are no routers")
+            hosts = [self.host, *(urlsplit(url).hostname or "" for url in replicas.urls)]
+            open_to = next((host for host in hosts if not is_loopback(host)), None)
+            if open_to is not None:
+                raise ValueError(
+                    f"replicas.token is needed because {open_to!r} is not a loopback address: without it, "
+                    "anyone who can reach the router can change its view of the engines' load"
+                )
+        isolated = [name for name, tenant in self.tenants.items() if tenant.isolate]
+        if isolated and auth.salt_secret is None and auth.salt_secret_file is None:
+            raise ValueError(
+                f"auth.salt_secret is needed for tenants.{isolated[0]}.isolate: all routers in replicas.urls "
+                "must derive the same cache salts"
+            )
+
+    @property
+    def debug_is_open(self) -> bool:
+        """Whether /debug, and /admin if it is enabled, need no credential."""
+        return not self.admin.has_token and self.auth.keys_file is None and is_loopback(self.host)
 
     @property
     def splits(self) -> bool:

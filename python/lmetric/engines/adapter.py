@@ -213,6 +213,7 @@ class Adapter(ABC):
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]]
     prefix: str  # of its metrics' names
     cached_counter: str | None = None  # its counter of prompt tokens found in the cache, without its prefix
+    cache_salt = False  # whether it keeps prompts with different `cache_salt` fields apart in its cache
     # What to set on it for load, prefix_cache, cached_tokens, kv_events, priority, handover; for the doctor.
     flags: Mapping[str, str] = MappingProxyType({})
 

@@ -35,6 +35,7 @@ class Sglang(Adapter):
     """SGLang."""
 
     name = "sglang"
+    cache_salt = True  # read in 0.5.23
     prefix = "sglang:"
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]] = {
         "num_running_reqs": "running",

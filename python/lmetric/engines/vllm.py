@@ -38,6 +38,7 @@ class Vllm(Adapter):
     """vLLM, and what speaks as it does: the emulated engine."""
 
     name = "vllm"
+    cache_salt = True  # tried on 0.32.0
     prefix = "vllm:"
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]] = {
         "num_requests_running": "running",

@@ -2,31 +2,43 @@
 
 import asyncio
 import contextlib
+import hmac
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, get_args
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
 import orjson
 from aiohttp import web
 from pydantic import ValidationError
 
-from lmetric.config import ADMIN, CONFIGURED, EngineConfig, Role
+from lmetric.config import ADMIN, CONFIGURED, EngineConfig, KvEvents, Role
 from lmetric.server import priority, replicas
+from lmetric.server.allowed import AllowedEngines
 from lmetric.server.discovery import Found
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.front import Front
 from lmetric.server.metrics import CONTENT_TYPE
-from lmetric.server.openai import ApiError, bad, not_valid
+from lmetric.server.openai import ApiError, bad, not_valid, read_object
 
-_PAGES = ("/v1/models", "/debug/engines", "/debug/indicators", "/debug/discovery", "/debug/replicas")
+_DEBUG_PAGES = ("/debug/engines", "/debug/indicators", "/debug/discovery", "/debug/replicas")
+_DECISIONS = "/debug/decisions/"
+_LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
+# Longest body of a request for one of the pages.
+PAGE_BODY_BYTES = 1 << 20
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
 
 
 async def pages(front: Front, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
-    """Answers what is not for an engine. Raises ApiError."""
+    """Answers what is not for an engine. Raises ApiError.
+
+    ``path`` is as the client wrote it: proxies in front of the router filter by that spelling, too. No body
+    is read before the request's credential is checked.
+    """
+    access, headers = front.access, request.headers
     if path == "/health":
         _only(request, path, "GET", "HEAD")
         return web.Response()
@@ -38,20 +50,28 @@ async def pages(front: Front, request: web.BaseRequest, path: str, query: str) -
         return web.Response()
     if path == "/metrics":
         _only(request, path, "GET", "HEAD")
+        access.require_metrics(headers, path)
         return web.Response(body=front.metrics.render(), headers={"content-type": CONTENT_TYPE})
     if path == replicas.PATH and front.replicas.on:
         _only(request, path, "POST")
-        return _json(front.replicas.hear(await request.read(), request.headers.get("authorization")))
-    if path not in _PAGES and not path.startswith(("/v1/models/", "/debug/decisions/", "/admin/")):
-        raise _unknown(front, path)
-    front.keys.tenant(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        front.replicas.authorize(headers.get("authorization"))
+        return _json(front.replicas.hear(await front.read_body(request, PAGE_BODY_BYTES)))
     if path.startswith("/admin/"):
         return await _admin(front, request, path, query)
+    if path.startswith(_DECISIONS):
+        _only(request, path, "GET", "HEAD")
+        return _json(_record(front, request, path.removeprefix(_DECISIONS)))
+    if path in _DEBUG_PAGES:
+        access.require_admin(headers, path)
+    elif path == "/v1/models" or path.startswith("/v1/models/"):
+        access.tenant(headers)
+    else:
+        raise _unknown(front, path)
     _only(request, path, "GET", "HEAD")
     if path == "/v1/models":
         return _json(front.fleet.models())
     if path.startswith("/v1/models/"):
-        name = path.removeprefix("/v1/models/")
+        name = unquote(path.removeprefix("/v1/models/"))
         front.fleet.find(name)
         cards = orjson.loads(front.fleet.models())["data"]
         return _json(next(card for card in cards if card["id"] == name))
@@ -61,9 +81,7 @@ async def pages(front: Front, request: web.BaseRequest, path: str, query: str) -
         return _json(front.discovery.state())
     if path == "/debug/replicas":
         return _json(front.replicas.state())
-    if path == "/debug/indicators":
-        return _json({pool.name: _indicators(pool) for pool in front.fleet.pools})
-    return _json(_receipt(front, path.removeprefix("/debug/decisions/")))
+    return _json({pool.name: _indicators(pool) for pool in front.fleet.pools})
 
 
 def _only(request: web.BaseRequest, path: str, *methods: str) -> None:
@@ -147,32 +165,40 @@ def _indicators(pool: Pool) -> dict[str, dict[str, float | None]]:
     }
 
 
-def _receipt(front: Front, label: str) -> dict[str, Any]:
-    head, dash, tail = label.partition("-")
-    index, number = (head, tail) if dash else ("0", head)
-    if not (index.isascii() and index.isdigit() and number.isascii() and number.isdigit()) or len(label) > 40:
+def _record(front: Front, request: web.BaseRequest, label: str) -> dict[str, Any]:
+    """A decision record, for an administrator or for the tenant whose request it is about."""
+    admin = front.access.is_admin(request.headers)
+    tenant = "" if admin else front.access.tenant(request.headers)
+    parts = _LABEL.fullmatch(label)
+    if parts is None:
         raise bad(f"{label!r} is not the id of a decision; the header x-lmetric-decision has it")
-    pool = next((pool for pool in front.fleet.pools if pool.index == int(index)), None)
-    if pool is not None:
-        receipt = pool.router.receipt(int(number)) if int(number) < 2**64 else None
-        if receipt is not None:
-            told = {"model": pool.name, **receipt, "id": pool.decision_label(receipt["id"])}
-            engine = pool.engines.get(receipt["instance"])
-            if receipt["priority"] is not None and engine is not None:
-                told["priority_sent"] = priority.how(engine)
-            return told
-    raise ApiError(404, f"no receipt of decision {label}: unknown, or too old (receipt_bytes bounds them)")
+    index, number = int(parts[1] or 0), int(parts[2])
+    pool = next((pool for pool in front.fleet.pools if pool.index == index), None)
+    if pool is not None and number < 2**64:
+        own = hmac.compare_digest(pool.decision_label(number, tenant), label)
+        record = pool.router.receipt(number) if own or admin else None
+        if record is not None:
+            shown = {"model": pool.name, **record, "id": label}
+            engine = pool.engines.get(record["instance"])
+            if record["priority"] is not None and engine is not None:
+                shown["priority_sent"] = priority.how(engine)
+            return shown
+    # One answer for unknown records and for those of other tenants.
+    raise ApiError(
+        404, f"no record of decision {label}: it is unknown, or too old (receipt_bytes bounds the records)"
+    )
 
 
 async def _admin(front: Front, request: web.BaseRequest, path: str, query: str) -> web.Response:
-    if not front.config.admin:
-        raise ApiError(403, "administration is off; set admin: true")
+    front.access.require_admin(request.headers, path)
+    if not front.config.admin.enabled:
+        raise ApiError(403, "administration is off; set admin.enabled: true")
     if path == "/admin/engines":
         _only(request, path, "POST")
         return _json(await _add(front, request))
     if path == "/admin/guard":
         _only(request, path, "POST")
-        body = await _object(request, {"on"})
+        body = await _object(front, request, {"on"})
         if not isinstance(body.get("on"), bool):
             raise bad("on must be true or false", "on")
         for pool in front.fleet.pools:
@@ -180,8 +206,9 @@ async def _admin(front: Front, request: web.BaseRequest, path: str, query: str) 
         return _json({"guard": body["on"]})
     named = {engine.name: engine for engine in front.fleet.engines()}
     name, verb = path.removeprefix("/admin/engines/"), ""
-    if name not in named:  # a name may have slashes itself
+    if unquote(name) not in named:  # a name may have slashes itself
         name, _, verb = name.rpartition("/") if "/" in name else (name, "", "")
+    name = unquote(name)
     engine = named.get(name)
     if engine is None:
         raise ApiError(404, f"no engine {name!r}; /debug/engines lists them")
@@ -194,7 +221,7 @@ async def _admin(front: Front, request: web.BaseRequest, path: str, query: str) 
         raise _unknown(front, path)
     _only(request, path, "POST")
     if verb == "role":
-        await _switch(engine, await _object(request, {"role", "drain"}))
+        await _switch(engine, await _object(front, request, {"role", "drain"}))
         return _json(*_engines([engine]))
     engine.draining = verb == "drain"
     engine.hold()
@@ -251,7 +278,7 @@ async def _remove(front: Front, engine: Engine, query: str) -> None:
 
 
 async def _add(front: Front, request: web.BaseRequest) -> dict[str, Any]:
-    body = await _object(request, {"model", *EngineConfig.model_fields})
+    body = await _object(front, request, {"model", *EngineConfig.model_fields})
     model = body.pop("model", None)
     if model is not None and (not isinstance(model, str) or not model):
         raise bad("model must be a name", "model")
@@ -259,6 +286,7 @@ async def _add(front: Front, request: web.BaseRequest) -> dict[str, Any]:
         config = EngineConfig.model_validate(body)
     except ValidationError as error:
         raise not_valid(error) from None
+    await _check_addresses(front, config)
     fleet, members = front.fleet, front.discovery.members
     added = Found(config, model)
     for other in fleet.engines():
@@ -273,13 +301,19 @@ async def _add(front: Front, request: web.BaseRequest) -> dict[str, Any]:
     return _engines([engine])[0]
 
 
-async def _object(request: web.BaseRequest, known: set[str]) -> dict[str, Any]:
-    try:
-        body = orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
-        raise bad(f"the body is not valid JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise bad("the body must be a JSON object")
+async def _check_addresses(front: Front, config: EngineConfig) -> None:
+    """Raises ApiError (400, 403) unless the router may connect to all addresses of an engine."""
+    urls = [config.url]
+    if isinstance(config.kv_events, KvEvents):
+        urls += filter(None, (config.kv_events.endpoint, config.kv_events.replay_endpoint))
+    allowed = AllowedEngines(front.config.admin.allowed_engines)
+    for host in {urlsplit(url).hostname for url in urls if not url.startswith("ipc:")}:
+        if host and host != "*":  # the engine's own host, or every address of this machine
+            await allowed.check(host)
+
+
+async def _object(front: Front, request: web.BaseRequest, known: set[str]) -> dict[str, Any]:
+    body = read_object(await front.read_body(request, PAGE_BODY_BYTES))
     for name in body:
         if name not in known:
             raise bad(f"unknown field {name!r}; known: {', '.join(sorted(known))}", name)

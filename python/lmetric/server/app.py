@@ -60,7 +60,12 @@ class Server:
         config = self.config
         keys = Keys.load(config.auth.keys_file)
         self.fleet.build()
-        if not self.fleet.pools and not self.fleet.unplaced and not config.admin and not config.discovery:
+        if (
+            not self.fleet.pools
+            and not self.fleet.unplaced
+            and not config.admin.enabled
+            and not config.discovery
+        ):
             raise ConfigError(
                 "no engines: give --engine URL, --embedded N, or engines or discovery in the configuration"
             )

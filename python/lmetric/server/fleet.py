@@ -2,8 +2,10 @@
 
 import asyncio
 import difflib
+import hashlib
 import math
 import os
+import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,13 +17,14 @@ import orjson
 import structlog
 
 from lmetric._core import Router
-from lmetric.config import CONFIGURED, EngineConfig, ModelConfig, PoolSettings, Role, ServerConfig
+from lmetric.config import ADMIN, CONFIGURED, EngineConfig, ModelConfig, PoolSettings, Role, ServerConfig
 from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load
 from lmetric.engines.handover import CONNECTORS, Connector
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.policies import Policy
 from lmetric.profiles import load_profile
 from lmetric.server import priority
+from lmetric.server.allowed import AllowedEngines
 from lmetric.server.kv_feed import KvFeed
 from lmetric.server.modes import UNASKED, Pooled
 from lmetric.server.mover import Mover
@@ -64,7 +67,8 @@ class Engine:
         self.model = model
         self.name = config.label
         self.host = urlsplit(config.url).hostname or ""
-        self.upstream = Upstream(config, server)
+        allowed = AllowedEngines(server.admin.allowed_engines) if source == ADMIN else None
+        self.upstream = Upstream(config, server, allowed)
         self.health = server.health
         self.pool: Pool | None = None
         # What it told when it was last asked; it is asked again when it comes back.
@@ -208,6 +212,8 @@ class Pool:
             self._use(self._load(settings.tokenizer))
         self.engines: dict[str, Engine] = {}
         self.created = int(time.time())
+        self._label_prefix = f"{index}-" if index else ""
+        self._label_tag = hashlib.blake2b(key=secrets.token_bytes(32), digest_size=8)
         self.unserved_since: float | None = time.monotonic()  # None: it has engines
         self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
         self.block_size_from = "default" if settings.block_size is None else "the configuration"
@@ -472,9 +478,15 @@ class Pool:
                 differences=[str(difference) for difference in differences],
             )
 
-    def decision_label(self, decision_id: int) -> str:
-        """A decision's id over all pools: bare in the first, else `POOL-ID`."""
-        return str(decision_id) if self.index == 0 else f"{self.index}-{decision_id}"
+    def decision_label(self, decision_id: int, tenant: str) -> str:
+        """The label of a decision over all pools, `ID-TAG` or `POOL-ID-TAG`.
+
+        The tag depends on the tenant and on a random key: nobody can guess a label, and a tenant's label
+        is valid for that tenant alone.
+        """
+        tag = self._label_tag.copy()
+        tag.update(b"%d %b" % (decision_id, tenant.encode("utf-8", "surrogateescape")))
+        return f"{self._label_prefix}{decision_id}-{tag.hexdigest()}"
 
 
 def _step_time(profile: str | None) -> dict[str, float] | None:
@@ -641,6 +653,13 @@ class Fleet:
         )
         if engine.handover is not None and (fault := engine.handover.fault) is not None:
             log.warning("engine hands over at a risk", engine=engine.name, model=pool.name, why=fault)
+        if not engine.adapter.cache_salt and any(each.isolate for each in self.config.tenants.values()):
+            log.warning(
+                "the engine is not known to take cache_salt: isolated tenants may share its prefix cache",
+                engine=engine.name,
+                model=pool.name,
+                kind=told.engine,
+            )
         names = [model.name for model in told.models]
         if names and pool.name not in names:
             log.warning(

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from secrets import token_hex
 from typing import TypeGuard
-from urllib.parse import unquote
 
 import structlog
 from aiohttp import web
@@ -14,11 +13,12 @@ from aiohttp import web
 from lmetric._core import NoInstanceError, RequestHead, RequestReader
 from lmetric.config import ServerConfig
 from lmetric.server.asked import FAILED, STOPPING, Asked, Underway
-from lmetric.server.auth import Keys
+from lmetric.server.auth import Keys, PageAccess
 from lmetric.server.client import SMALL_BODY, ClientConnection, Relayed, in_short
 from lmetric.server.client_load import ClientLoad
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet import Fleet, Pool
+from lmetric.server.isolation import Isolation
 from lmetric.server.metrics import Metrics
 from lmetric.server.openai import (
     CHAT,
@@ -55,6 +55,8 @@ class Front(web.Server):
         self.config = config
         self.fleet = fleet
         self.keys = keys
+        self.access = PageAccess(config, keys)
+        self.isolation = Isolation(config)
         self.metrics = metrics
         self.discovery: Discovery  # set by the server
         self.replicas: Replicas  # likewise
@@ -121,7 +123,7 @@ class Front(web.Server):
         path, _, query = request.raw_path.partition("?")
         try:
             if path not in self.paths:
-                return await self.pages(self, request, unquote(path), query)
+                return await self.pages(self, request, path, query)
             if request.method != "POST":
                 raise ApiError(
                     405, f"{request.method} is not allowed on {path}; use POST", headers={"allow": "POST"}
@@ -143,7 +145,7 @@ class Front(web.Server):
         )
         if self._admits(asked):
             try:
-                body = await self._body(client, request)
+                body = await self.read_body(request, self._body_limit)
             except ApiError as error:
                 asked.keep_alive = False  # for what follows of the body
                 self._ended(asked, None, error)
@@ -179,8 +181,14 @@ class Front(web.Server):
             response.force_close()
         return response
 
-    async def _body(self, client: ClientConnection, request: web.BaseRequest) -> bytes:
-        limit = self._body_limit
+    async def read_body(self, request: web.BaseRequest, limit: int) -> bytes:
+        """The body of a request that aiohttp has read the head of.
+
+        Raises ApiError: 400 if it is malformed, 408 if it takes longer than timeouts.body, 413 above
+        ``limit`` bytes, 503 if clients hold too many bytes.
+        """
+        client = request.protocol
+        assert isinstance(client, ClientConnection)  # as `handle` made sure
         content = request.content
         if content.is_eof() and content.exception() is None:
             body = content.read_nowait()
@@ -297,6 +305,8 @@ class Front(web.Server):
         """Sends the request on its way; when its answer ended, `_ended` is called."""
         try:
             call = parse(asked.path, body)
+            if asked.tenant in self.isolation.tenants:
+                body = self.isolation.apply(asked.tenant, asked.path, call, body)
             pool, adapter = self.fleet.find(call.model)
             asked.pool = pool
             tokenizer = pool.tokenizer
@@ -376,7 +386,7 @@ class Front(web.Server):
                 # Chats and completions answer apart, and so do tenants.
                 length_class=f"{asked.path} {asked.tenant}" if pool.splits else None,
                 extra_tokens=extra_tokens,
-                session=head.session or call.session,
+                session=_session(asked.tenant, head.session or call.session),
                 adapter=adapter,
                 salt=call.salt,
                 request_id=head.request_id,
@@ -469,6 +479,11 @@ def _no_room() -> ApiError:
 
 def _writable(transport: asyncio.Transport | None) -> TypeGuard[asyncio.Transport]:
     return transport is not None and not transport.is_closing()
+
+
+def _session(tenant: str, session: str | None) -> str | None:
+    """The key of session affinity: sessions of different tenants never share one."""
+    return f"{len(tenant)}:{tenant}{session}" if tenant and session is not None else session
 
 
 def _too_long(limit: int) -> ApiError:

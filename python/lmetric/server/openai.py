@@ -145,6 +145,8 @@ class Call:
     max_tokens: int | None = None
     session: str | None = None
     salt: str | None = None
+    # The part of the tokenizer's cache that its prompt may share; 0: all that have no part of their own.
+    scope: int = 0
 
     def as_text(self) -> str | bytes | None:
         """The prompt as text, where it is not given as tokens. Raises ApiError (400) for a malformed chat."""

@@ -252,7 +252,7 @@ class Relay(Underway, Leg):
 
     @property
     def _label(self) -> str:
-        return self._pool.decision_label(self._decision.id)
+        return self._pool.decision_label(self._decision.id, self._asked.tenant)
 
     def _ending(self, flags: int, reader: ResponseReader) -> None:
         if flags & ENGINE_ERROR:

@@ -5,7 +5,6 @@ same idle engine. Told directly, over HTTP: there is no store between them that 
 """
 
 import asyncio
-import hmac
 import socket
 import time
 from collections import Counter
@@ -21,8 +20,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmetric._core import SHARE_NAMES, BadValueError
-from lmetric.config import ReplicasConfig
-from lmetric.server.auth import bearer
+from lmetric.config import ReplicasConfig, read_secret
+from lmetric.server.auth import BearerToken
 from lmetric.server.fleet import Fleet
 from lmetric.server.openai import ApiError, bad, not_valid
 
@@ -71,7 +70,8 @@ class Replicas:
         self.addresses: dict[tuple[str, str], Address] = {}
         self.heard: dict[str, float] = {}  # router: when, on the monotonic clock
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._token = config.token.get_secret_value() if config.token else None
+        self._token = read_secret(config.token, config.token_file)
+        self._expected = BearerToken(self._token) if self._token is not None else None
         self._problems: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
@@ -105,14 +105,13 @@ class Replicas:
         if self._session is not None:
             await self._session.close()
 
-    def hear(self, body: bytes, authorization: str | None) -> dict[str, str]:
+    def authorize(self, authorization: str | None) -> None:
+        """Raises ApiError (401) unless the header carries the replicas' token, or there is none."""
+        if self._expected is not None and not self._expected.matches(authorization):
+            raise ApiError(401, "not the token of these replicas", headers={"www-authenticate": "Bearer"})
+
+    def hear(self, body: bytes) -> dict[str, str]:
         """Takes in what another router tells; the answer to it. Raises ApiError."""
-        if self._token is not None:
-            given = bearer(authorization)
-            if given is None or not hmac.compare_digest(
-                given.encode("utf-8", "surrogateescape"), self._token.encode()
-            ):
-                raise ApiError(401, "not the token of these replicas", headers={"www-authenticate": "Bearer"})
         try:
             told = Told.model_validate_json(body)
         except ValidationError as error:

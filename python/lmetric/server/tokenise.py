@@ -24,9 +24,11 @@ log = structlog.get_logger("lmetric.tokens")
 def prompt_text(tokenizer: PromptTokenizer, call: Call) -> Text:
     """The text that the engine will tokenise. Raises NotPredictable."""
     if call.chat:
-        return tokenizer.chat_text(call.request)
-    assert isinstance(call.text, str)
-    return tokenizer.completion_text(call.request, call.text)
+        text = tokenizer.chat_text(call.request)
+    else:
+        assert isinstance(call.text, str)
+        text = tokenizer.completion_text(call.request, call.text)
+    return text._replace(scope=call.scope) if call.scope else text
 
 
 def as_text(pool: Pool, call: Call, why: NotPredictable) -> None:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from lmetric._core import END, PASS, ResponseReader, WireError
 from lmetric.config import EngineConfig, ServerConfig
+from lmetric.server.allowed import AllowedEngines
 
 
 class Sink(Protocol):
@@ -73,13 +74,16 @@ class Connection(ResponseReader, asyncio.Protocol):
 
 
 class Upstream:
-    """All connections to one engine, bounded in number."""
+    """All connections to one engine, bounded in number. ``allowed``: the addresses that it may have."""
 
-    def __init__(self, config: EngineConfig, server: ServerConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, server: ServerConfig, allowed: AllowedEngines | None = None
+    ) -> None:
         parts = urlsplit(config.url)
         self.url = config.url
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._address = (parts.hostname or "", parts.port or (443 if self._tls else 80))
+        self._allowed = allowed
         self._path = parts.path.rstrip("/")
         key = config.api_key.get_secret_value() if config.api_key else None
         self._fixed = f"host: {parts.netloc}\r\n" + (f"authorization: Bearer {key}\r\n" if key else "")
@@ -152,6 +156,12 @@ class Upstream:
             raise UpstreamError("timeout", f"no connection within {self._connect_seconds:g} s") from None
         except OSError as error:
             raise UpstreamError("refused", f"no connection: {error.strerror or error}") from None
+        if self._allowed is not None:
+            # A name may lead elsewhere than when the engine was added.
+            address = connection.transport.get_extra_info("peername")[0]
+            if not self._allowed.permits(self._address[0], address):
+                connection.transport.abort()
+                raise UpstreamError("refused", f"admin.allowed_engines does not allow {address}")
 
     async def get(self, path: str, seconds: float) -> tuple[int, bytes]:
         """Status and body of a GET, on a connection beside the bounded ones. Raises UpstreamError."""

@@ -26,6 +26,7 @@ class Text(NamedTuple):
 
     text: str
     add_special_tokens: bool
+    scope: int = 0  # texts of different scopes share nothing in the tokenizer's cache
 
 
 class PromptTokenizer:
@@ -118,7 +119,9 @@ class PromptTokenizer:
         """Token ids. None where more than ``at_most`` bytes of the text are new; without it, the interpreter
         lock is let go, for a thread. Raises NotPredictable."""
         try:
-            return self.encoder.encode(text.text, add_special_tokens=text.add_special_tokens, at_most=at_most)
+            return self.encoder.encode(
+                text.text, add_special_tokens=text.add_special_tokens, at_most=at_most, scope=text.scope
+            )
         except (TokenizeError, UnicodeEncodeError) as error:
             raise NotPredictable("tokenizer", str(error)) from None
 

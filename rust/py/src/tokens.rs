@@ -53,19 +53,20 @@ impl TokenEncoder {
     }
 
     /// The ids of a text (uint32). With `at_most`, None where more than so many of its bytes (UTF-8) are new; the interpreter lock
-    /// is kept. Without, it is let go: for a thread. Raises `TokenizeError`.
-    #[pyo3(signature = (text, *, add_special_tokens=false, at_most=None))]
+    /// is kept. Without, it is let go: for a thread. `scope`: texts of different scopes share no entry of the cache. Raises `TokenizeError`.
+    #[pyo3(signature = (text, *, add_special_tokens=false, at_most=None, scope=0))]
     fn encode<'py>(
         &self,
         py: Python<'py>,
         text: &Bound<'py, PyString>,
         add_special_tokens: bool,
         at_most: Option<usize>,
+        scope: u64,
     ) -> PyResult<Option<Bound<'py, PyArray1<u32>>>> {
         let text = text.to_str()?;
         let ids = match at_most {
-            Some(at_most) => self.encoder.encode(text, add_special_tokens, at_most),
-            None => py.detach(|| self.encoder.encode(text, add_special_tokens, usize::MAX)),
+            Some(at_most) => self.encoder.encode_in(scope, text, add_special_tokens, at_most),
+            None => py.detach(|| self.encoder.encode_in(scope, text, add_special_tokens, usize::MAX)),
         };
         Ok(ids.map_err(error)?.map(|ids| PyArray1::from_vec(py, ids)))
     }

@@ -125,6 +125,21 @@ impl Encoder {
         add_special_tokens: bool,
         at_most: usize,
     ) -> Result<Option<Vec<u32>>, TokensError> {
+        self.encode_in(0, text, add_special_tokens, at_most)
+    }
+
+    /// [`encode`](Self::encode) with a part of the cache of its own: texts of different scopes share no entry, so the time that this
+    /// takes says nothing about the texts of another scope.
+    ///
+    /// # Errors
+    /// `Failed`: the tokenizer has no ids for this text.
+    pub fn encode_in(
+        &self,
+        scope: u64,
+        text: &str,
+        add_special_tokens: bool,
+        at_most: usize,
+    ) -> Result<Option<Vec<u32>>, TokensError> {
         if at_most < usize::MAX && text.len() > AT_ONCE_BYTES {
             return Ok(None);
         }
@@ -140,8 +155,9 @@ impl Encoder {
             Err(_) if text.is_empty() => {}
             Err(_) => segments.push(0..text.len()),
         }
+        let seed = self.seed ^ scope;
         let keys: Vec<u128> =
-            segments.iter().map(|s| xxh3_128_with_seed(&text.as_bytes()[s.clone()], self.seed)).collect();
+            segments.iter().map(|s| xxh3_128_with_seed(&text.as_bytes()[s.clone()], seed)).collect();
         let (mut found, new_bytes) = self.look_up(&segments, &keys);
         if new_bytes > at_most {
             return Ok(None);

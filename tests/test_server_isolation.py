@@ -1,0 +1,282 @@
+"""Tenant isolation: nobody learns from caches what another tenant has asked."""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from lmetric.config import ConfigError, load_config
+from server_world import FakeEngine, World, world
+from test_server_kv import IDS, connected, emulated
+from test_server_process import router
+
+ALICE = {"authorization": "Bearer sk-alice"}
+BOB = {"authorization": "Bearer sk-bob"}
+COMPLETIONS = "/v1/completions"
+SECRET = "of all routers"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A file of API keys of two tenants."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("sk-alice: alice\nsk-bob: bob\n")
+    return file
+
+
+@asynccontextmanager
+async def tenants(
+    keys: Path, fakes: int | list[FakeEngine] = 1, /, *isolated: str, **config: Any
+) -> AsyncIterator[World]:
+    """A router with two tenants, some of them isolated."""
+    settings = {"tenants": {name: {"isolate": True} for name in isolated}, **config}
+    auth = {"keys_file": str(keys), **settings.pop("auth", {})}
+    async with world(fakes, auth=auth, **settings) as it:
+        yield it
+
+
+async def sent(it: World, headers: dict[str, str], body: Any, path: str = COMPLETIONS) -> dict[str, Any]:
+    """The body that an engine gets for a request."""
+    status, _, answer = await it.post(body, path, headers)
+    assert status == 200, answer
+    request = next(engine.requests.pop() for engine in it.engines if engine.requests)
+    assert request.body.count(b'"cache_salt"') <= 1
+    return request.json
+
+
+# What engines are sent.
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"model": "tiny", "prompt": "hello"}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"model": "tiny", "input": "hi"}),
+        ("/v1/embeddings", {"model": "tiny", "input": "hi"}),
+    ],
+)
+async def test_an_isolated_tenants_prompts_are_salted_at_the_engine(
+    keys: Path, path: str, body: dict[str, Any]
+) -> None:
+    """Reliability H1: there was no salt but the client's own."""
+    async with tenants(keys, 1, "alice") as it:
+        got = await sent(it, ALICE, body, path)
+        salt = got.pop("cache_salt")
+        assert len(salt) == 32
+        assert got == body
+        assert (await sent(it, ALICE, body, path))["cache_salt"] == salt
+        assert await sent(it, BOB, body, path) == body
+        own = await sent(it, BOB, {**body, "cache_salt": "own"}, path)
+        assert own["cache_salt"] == "own", "a tenant that is not isolated salts as it likes"
+        # No tenant gets the salt of another by sending it, nor its own plain one.
+        salts = {salt}
+        for given in (salt, "own", "x" * 1000, ""):
+            salts.add((await sent(it, ALICE, {**body, "cache_salt": given}, path))["cache_salt"])
+        assert len(salts) == 5
+
+
+async def test_a_salt_cannot_be_smuggled_past_the_routers(keys: Path) -> None:
+    """Reliability H1: a field written with escapes, or twice, is one field, and the router's."""
+    async with tenants(keys, 1, "alice") as it:
+        for field in (b'"cache\\u005fsalt":"x"', b'"cache_salt":"y","cache_salt":"x"'):
+            got = await sent(it, ALICE, b'{"model":"tiny","prompt":"a",' + field + b"}")
+            assert len(got["cache_salt"]) == 32
+            assert got["cache_salt"] != "x"
+        # An empty object has nothing that another field could stand before.
+        assert (await sent(it, ALICE, b"{}", "/v1/responses")).keys() == {"cache_salt"}
+
+
+async def test_paths_on_which_engines_take_no_salt_are_refused(keys: Path) -> None:
+    """Reliability H1: isolation that an engine would ignore is none."""
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    async with tenants(keys, 1, "alice", paths=["/generate"]) as it:
+        for path in ("/v1/messages", "/generate"):
+            status, _, got = await it.post(body, path, ALICE)
+            assert (status, got["error"]["code"]) == (403, "not_isolated")
+            assert await sent(it, BOB, body, path) == body
+        for path in ("/tokenize", "/v1/messages/count_tokens"):
+            assert await sent(it, ALICE, body, path) == body
+
+
+async def salt_of(keys: Path, tenant: str = "alice", **auth: str) -> str:
+    """The salt that a new router gives a tenant."""
+    async with tenants(keys, 1, tenant, auth=auth) as it:
+        headers = {"authorization": f"Bearer sk-{tenant}"}
+        return str((await sent(it, headers, {"prompt": "a"}))["cache_salt"])
+
+
+async def test_salts_are_the_same_on_all_routers_with_the_same_secret(keys: Path, tmp_path: Path) -> None:
+    """Reliability H1: routers side by side share the engines' caches; others cannot derive a salt."""
+    file = tmp_path / "secret"
+    file.write_text("a-secret\n")
+    salt = await salt_of(keys, salt_secret="a-secret")
+    assert salt == await salt_of(keys, salt_secret="a-secret")
+    assert salt == await salt_of(keys, salt_secret_file=str(file))
+    others = {
+        await salt_of(keys, salt_secret="b-secret"),
+        await salt_of(keys, "bob", salt_secret="a-secret"),
+        await salt_of(keys),
+        await salt_of(keys),
+    }
+    assert len(others | {salt}) == 5
+
+
+def test_routers_side_by_side_need_a_salt_secret() -> None:
+    """Reliability H1: each with salts of its own, they would share no cache."""
+    values = {"replicas.urls": ["http://127.0.0.1:1"], "tenants.alice.isolate": True}
+    with pytest.raises(ConfigError, match=r"auth\.salt_secret is needed for tenants\.alice\.isolate"):
+        load_config(None, values, environ={})
+    assert load_config(None, {**values, "auth.salt_secret": "x"}, environ={}).tenants["alice"].isolate
+
+
+async def test_what_isolation_cannot_do_is_logged_at_startup(
+    keys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reliability H1: an engine of another kind, a random secret, and tenants that are believed."""
+    async with tenants(keys, 1, "alice"):
+        pass
+    said = capsys.readouterr().out
+    assert "the engine is not known to take cache_salt" in said
+    assert "lose their prefix caches when the router restarts" in said
+    assert "x-tenant" not in said
+    async with world(1, tenants={"alice": {"isolate": True}}):
+        pass
+    assert "only if a trusted proxy sets the header x-tenant" in capsys.readouterr().out
+    async with emulated() as engine, tenants(keys, [], engines=[{"url": engine.url}]):
+        pass
+    assert "cache_salt" not in capsys.readouterr().out
+
+
+# Sessions.
+
+
+@pytest.mark.parametrize("by", ["header", "user"])
+async def test_session_keys_are_the_tenants_own(keys: Path, by: str) -> None:
+    """Reliability table L: two tenants' sessions of one name met on one engine."""
+    async with tenants(keys, 4, policy="session_affinity") as it:
+        places = []
+        for tenant in (ALICE, BOB, ALICE):
+            for number in range(16):
+                session = f"s{number}"
+                body = {"model": "tiny", "prompt": "a", **({"user": session} if by == "user" else {})}
+                given = tenant if by == "user" else {**tenant, "x-session-id": session}
+                places.append((await it.post(body, headers=given))[1]["x-lmetric-instance"])
+        assert places[:16] == places[32:], "a tenant's own sessions stay where they are"
+        # By chance, 4 of 16 would be on the same engine.
+        assert sum(a != b for a, b in zip(places[:16], places[16:32], strict=True)) >= 5
+
+
+# The guessing attack.
+
+
+def secret(number: int, tokens: int = 200) -> list[int]:
+    """A prompt, as token ids."""
+    dice = random.Random(number)
+    return [dice.randrange(100, 1900) for _ in range(tokens)]
+
+
+async def cached(it: World, headers: dict[str, str], prompt: Any) -> tuple[int, int]:
+    """Cached prompt tokens, by the decision record and by the engine's answer."""
+    status, named, answer = await it.post(
+        {"model": "tiny", "prompt": prompt, "max_tokens": 1}, COMPLETIONS, headers
+    )
+    assert status == 200, answer
+    status, record = await it.get(f"/debug/decisions/{named['x-lmetric-decision']}", headers)
+    assert status == 200
+    found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return orjson.loads(record)["predicted_cached_tokens"], found
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+@pytest.mark.parametrize("mode", ["exact", "approximate"])
+async def test_a_right_guess_looks_like_a_wrong_one(keys: Path, api: str, mode: str) -> None:
+    """Reliability H1: bob sent guesses at alice's prompt and read from his answer whether it was right."""
+    config = {"policy": "lmetric", "kv_events": IDS if mode == "exact" else "off"}
+    for isolated in (["alice"], ["alice", "bob"], []):
+        async with emulated(api=api) as engine:
+            engines = [{"url": engine.url, "name": "e0"}]
+            async with tenants(keys, [], *isolated, engines=engines, **config) as it:
+                if mode == "exact":
+                    await connected(it)
+                assert await cached(it, ALICE, secret(1)) == (0, 0)
+                salt = it.server.front.isolation.salt("alice", None) if isolated else None
+                ask = partial(it.server.fleet.pools[0].router.hit_tokens, tokens=array("I", secret(1)))
+                await it.until(lambda ask=ask, salt=salt: ask(salt=salt)[0] == 192)
+                right, wrong = [await cached(it, BOB, secret(number)) for number in (1, 2)]
+                assert wrong == (0, 0)
+                assert right == ((0, 0) if isolated else (192, 192))
+                # For alice herself the cache works, and the index knows it.
+                if isolated:
+                    assert await cached(it, ALICE, secret(1)) == (192, 192)
+
+
+async def test_the_tokenizers_cache_is_the_tenants_own(keys: Path, tmp_path: Path) -> None:
+    """Reliability H1: a long prompt that was tokenized before is decided on sooner, whoever sent it."""
+    from token_folders import CHATML, metaspace, write_folder
+
+    folder = write_folder(tmp_path / "model", metaspace(), CHATML)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a secret of alice " * 50}]}
+    for isolated, known in (("alice",), False), ((), True):
+        async with tenants(keys, 1, *isolated, tokenizer=str(folder)) as it:
+            tokenizer = it.server.fleet.pools[0].tokenizer
+            assert tokenizer is not None
+            new = []
+            for headers in (ALICE, ALICE, BOB):
+                before = tokenizer.encoder.stats()["new_bytes"]
+                assert (await it.post(body, "/v1/chat/completions", headers))[0] == 200
+                new.append(tokenizer.encoder.stats()["new_bytes"] - before)
+            assert new[0] > 900
+            assert new[1] == 0
+            assert new[2] == (0 if known else new[0])
+
+
+async def first_token(http: aiohttp.ClientSession, url: str, key: str, prompt: str) -> float:
+    """Seconds until the first token of a stream."""
+    body = {"prompt": prompt, "max_tokens": 1, "stream": True}
+    began = time.monotonic()
+    async with http.post(
+        url + COMPLETIONS, json=body, headers={"authorization": f"Bearer {key}"}
+    ) as response:
+        assert response.status == 200
+        await response.content.readuntil(b"\n\n")
+        taken = time.monotonic() - began
+        await response.read()
+    return taken
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("isolated", [True, False])
+async def test_the_time_to_the_first_token_gives_no_guess_away(keys: Path, isolated: bool) -> None:
+    """Reliability H1: 15 ms against 232 ms. A rank test of 100 right and 100 wrong guesses."""
+    from scipy.stats import mannwhitneyu
+
+    dice = random.Random(7)
+    flags = ["--embedded", "2", "--policy", "lmetric", "--api-keys", str(keys)]
+    flags += ["--set", f"tenants.alice.isolate={str(isolated).lower()}"]
+    times: dict[bool, list[float]] = {True: [], False: []}
+    async with router(*flags) as r, aiohttp.ClientSession() as http:
+        await r.listening()
+        for turn in range(100):
+            words = [f"{dice.randrange(10_000)}" for _ in range(400)]
+            own = f"The secret is {' '.join(words)}"
+            await first_token(http, r.url, "sk-alice", own)
+            words[0] = f"{turn}x"
+            guesses = [(True, own), (False, f"The secret is {' '.join(words)}")]
+            dice.shuffle(guesses)
+            for right, guess in guesses:
+                times[right].append(await first_token(http, r.url, "sk-bob", guess))
+        r.process.terminate()
+        assert await r.ended() == 0
+    p = mannwhitneyu(times[True], times[False]).pvalue
+    assert p > 0.001 if isolated else p < 1e-9, p
