@@ -420,8 +420,8 @@ class Errors(Strict):
     show_engines: bool = Field(
         True,
         description="name engines in errors, with the reason of each failure, and in the headers "
-        "x-lmetric-instance and x-lmetric-prefill; an engine's default name is its host:port; false: hide all "
-        "of these from clients; logs and the /debug pages keep them",
+        "x-lmetric-instance and x-lmetric-prefill; an engine's default name is its host:port; false: hide "
+        "all of these from clients; logs and the /debug pages keep them",
     )
 
 

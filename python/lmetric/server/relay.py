@@ -103,9 +103,9 @@ class Relay(Underway, Leg):
         elif legs is not None and ticket.from_token:
             legs.second(engine, now)
         elif engine.connector is not None and engine.connector.at_once:
-            why = "no engine is usable for the other half of a prefill/decode request"
+            why = "only engines for halves of requests (prefill or decode) of one kind are usable"
             message = f"{self._pool.name}: {why}"
-            self.end_with(ApiError(503, message, engines=f"one half: {engine.name}", code="no_engine"))
+            self.end_with(ApiError(503, message, engines=engine.name, code="no_engine"))
         else:
             self._legs = None
             self.go(engine, now)
