@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 import pytest
+import yaml
 
 from lmetric.cli.app import MODULES
 
@@ -103,6 +104,48 @@ def test_wrong_usage_is_said_without_a_traceback(arguments: list[str], code: int
     assert done.stdout == ""
 
 
+UNUSABLE = [
+    (["--policy", "lmetrik"], "did you mean the policy 'lmetric'?"),
+    (["--policy", "p_tokne * (bs+1)"], "did you mean `p_token`?"),
+    (["--policy", "p_token * (bs+1"], "this bracket is never closed"),
+    (["--policy", "linear", "--knob", "lamda=1"], 'did you mean "lam"?'),
+    (["--policy", "lmetric", "--knob", "lam=1"], 'policy lmetric "lam"'),
+    (["--decode-policy", "least_request"], "did you mean the policy 'least_requests'?"),
+    (["--split", "libra", "--set", "split_settings={part: 2}"], "part with"),
+    (["--profile", "h100"], "profile 'h100'"),
+    (["--api-keys", "none.yaml"], "none.yaml: cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), UNUSABLE, ids=str)
+def test_config_refuses_what_serve_refuses(flags: list[str], message: str) -> None:
+    """UX C1: `config` printed YAML and exited 0 for policies and parameters that `serve` refuses with 2."""
+    done = run("config", *flags)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_config_says_what_serve_says() -> None:
+    """UX C1: the same message, whichever command finds the mistake."""
+    flags = ["--engine", "http://127.0.0.1:1", "--port", "0", "--policy", "linear", "--knob", "lamda=1"]
+    said = {(done.returncode, done.stderr) for done in (run("config", *flags), run("serve", *flags))}
+    assert len(said) == 1
+
+
+def test_config_refuses_a_wrong_policy_of_one_model(tmp_path: Path) -> None:
+    """UX C1: a model's own policy is checked, too, and a good configuration still prints YAML alone."""
+    file = tmp_path / "router.yaml"
+    engines = "[{url: 'http://127.0.0.1:1'}]"
+    file.write_text(f"models: [{{name: a, policy: lmetrik, engines: {engines}}}]")
+    done = run("config", "--config", str(file))
+    assert (done.returncode, done.stdout) == (2, "")
+    file.write_text(f"models: [{{name: a, policy: 'p_token * (bs + 1)', engines: {engines}}}]")
+    done = run("config", "--config", str(file), "--set", "tokenizer=off")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert yaml.safe_load(done.stdout)["models"][0]["policy"] == "p_token * (bs + 1)"
+
+
 def test_a_half_written_trace_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [1]}\n{"timesta')
@@ -153,6 +196,31 @@ def test_tables_and_json_of_policies_and_indicators() -> None:
     rows = json.loads(run("indicators", "--json").stdout)
     assert {"bs", "p_token", "kv_hit"} <= {row["name"] for row in rows}
     assert "p_token" in run("indicators").stdout
+
+
+def test_piped_policies_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UX C3: piped, the list was a table 530 columns wide, mostly blanks."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    rows = json.loads(run("policies", "--json").stdout)
+    lines = run("policies").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [row["name"] for row in rows]
+    longest = max(len(row["formula"]) for row in rows)
+    assert all(line == line.rstrip() and len(line) <= longest + 30 for line in lines)
+    narrow = run("policies", COLUMNS="80").stdout.splitlines()
+    assert max(map(len, narrow)) <= 80
+    assert "".join("".join(narrow).split()) == "".join("".join(lines).split())
+
+
+def test_one_policy_is_shown_with_its_parameters() -> None:
+    """UX C3: there was no `policies NAME`."""
+    shown = run("policies", "linear", COLUMNS="80").stdout
+    assert "lam * (1 - kv_hit) + (1 - lam) * bs / max(bs), lowest" in shown
+    assert "parameter   lam = 0.7 (0 to 1): weight of misses" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert json.loads(run("policies", "linear", "--json").stdout)["name"] == "linear"
+    wrong = run("policies", "liner")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "'liner' is not a policy; did you mean 'linear'?" in wrong.stderr
 
 
 def test_bench_prints_each_stage() -> None:

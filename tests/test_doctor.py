@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -239,3 +240,42 @@ def test_the_command(dead: str, tmp_path: Path) -> None:
     named = CliRunner().invoke(app, ["doctor", "--config", str(file)])
     assert named.exit_code == 1
     assert "first" in named.stdout
+
+
+@pytest.mark.parametrize("columns", [None, "80", "60", "200"])
+def test_the_table_fits_the_width_that_there_is(dead: str, columns: str | None) -> None:
+    """UX C2: at 80 columns headings stood one letter a line, and addresses were cut in pieces; piped, the
+    table was 152 columns wide whatever COLUMNS said."""
+    addresses = [f"127.0.0.{number}:{dead.rpartition(':')[2]}" for number in range(1, 8)]
+    urls = [f"http://{address}" for address in addresses]
+    done = CliRunner().invoke(build(["doctor"]), ["doctor", *urls], env={"COLUMNS": columns})
+    assert done.exit_code == 1
+    lines = done.stdout.splitlines()
+    table = lines[: lines.index(addresses[0])]  # then come the verdicts, engine by engine
+    assert max(map(len, table)) <= int(columns or 80)
+    for name in (*CHECKS, "good for"):
+        assert any(line.strip().startswith(name) for line in table), name
+    headings = [line for line in table if line.split()[:1] == ["check"]]
+    assert [each for line in headings for each in line.split()[1:]] == addresses
+    assert len(headings) == {None: 3, "80": 3, "60": 4, "200": 1}[columns]
+    assert sum(line.split()[:2] == ["reachable", "FAIL"] for line in table) == len(headings)
+
+
+async def test_the_exit_code_is_explained(dead: str) -> None:
+    """UX C10: `doctor` exited with 1 and every check green, and did not say that `exact` was required."""
+
+    def shown(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(build(["doctor"]), ["doctor", *arguments])
+        return done.exit_code, done.stderr
+
+    host = dead.removeprefix("http://")
+    options = [EngineOptions(clock_speed=20, kv_events=False)] * 2
+    async with EmbeddedEngines(options=options) as engines:
+        code, said = await asyncio.to_thread(shown, *engines.urls, dead)
+        names = ", ".join(url.removeprefix("http://") for url in engines.urls)
+        assert code == 1
+        assert f"\n{names}: not `exact`: kv_events, block_hashes; use --require approximate\n" in said
+        assert f"\n{host}: not `exact`: reachable, model, role," in said
+        assert said.count("--require") == 1
+        code, said = await asyncio.to_thread(shown, engines.urls[0], "--require", "approximate")
+        assert (code, "not `" in said) == (0, False)

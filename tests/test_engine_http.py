@@ -604,6 +604,90 @@ async def test_bad_input_gets_vllms_error_object(
     assert (await complete(http, engine, prompt="a", max_tokens=1))["choices"][0]["text"]  # it lives on
 
 
+COMPLETION = {"prompt": WORDS, "max_tokens": 12}
+
+
+def text_of(chunks: list[dict[str, Any]]) -> list[str]:
+    choices = [chunk["choices"][0] for chunk in chunks]
+    return [c["text"] if "text" in c else c["delta"].get("content", "") for c in choices]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_stop_strings_end_an_answer_as_vllm_ends_it(
+    engine: EngineServer, http: aiohttp.ClientSession, path: str
+) -> None:
+    """UX, section 3, stop: the emulated engine accepted stop strings and ignored them."""
+    body: dict[str, Any] = {"max_tokens": 12, "return_token_ids": True}
+    body |= {"prompt": WORDS} if path == COMPLETIONS else {"messages": [{"role": "user", "content": WORDS}]}
+
+    async def asked(**more: Any) -> tuple[str, Any, Any, int]:
+        status, answer = await post(http, engine.url + path, body | more)
+        assert status == 200, answer
+        choice = answer["choices"][0]
+        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+        tokens = answer["usage"]["completion_tokens"]
+        assert len(choice["token_ids"]) == tokens
+        chunks = await stream(http, engine.url + path, **body, **more)
+        assert "".join(text_of(chunks)) == text
+        last = chunks[-1]["choices"][0]
+        assert (last["finish_reason"], last["stop_reason"]) == (
+            choice["finish_reason"],
+            choice["stop_reason"],
+        )
+        return text, choice["finish_reason"], choice["stop_reason"], tokens
+
+    whole, *_ = await asked()
+    words = whole.split()
+    # The end of the fourth word and the beginning of the fifth: it lies across two tokens and two chunks.
+    across = f"{words[3][-2:]} {words[4][:2]}"
+    at = whole.index(across)
+    assert await asked(stop=across) == (whole[:at], "stop", across, 5)
+    assert await asked(stop=["no such", across]) == (whole[:at], "stop", across, 5)
+    shown = whole[: at + len(across)]
+    assert await asked(stop=across, include_stop_str_in_output=True) == (shown, "stop", across, 5)
+    assert (await asked(stop=["no such", "nor this", "n\u00f6", '"', "\\"]))[:3] == (whole, "length", None)
+    assert await asked(stop=[]) == await asked(stop=None) == (whole, "length", None, 12)
+    # In the last token: the string wins over the length.
+    assert await asked(stop=words[-1]) == (whole[: whole.rindex(words[-1])], "stop", words[-1], 12)
+    # Behind min_tokens tokens only.
+    assert (await asked(stop=across, min_tokens=5))[1] == "length"
+
+
+async def test_streams_hold_back_what_may_become_a_stop_string(
+    engine: EngineServer, http: aiohttp.ClientSession
+) -> None:
+    """UX, section 3, stop: no part of a stop string reaches the client of a stream."""
+    whole = (await complete(http, engine, **COMPLETION))["choices"][0]["text"]
+    words = whole.split(" ")[1:]
+    stop = f"{words[2]} {words[3]} {words[4]}"
+    pieces = text_of(await stream(http, engine.url + COMPLETIONS, **COMPLETION, stop=stop))
+    assert "".join(pieces) == whole[: whole.index(stop)]
+    assert len(pieces) == 5
+    never = text_of(await stream(http, engine.url + COMPLETIONS, **COMPLETION, stop="x" * 1000))
+    assert never == [""] * 11 + [whole]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stop": 3},
+        {"stop": ["a", 3]},
+        {"stop": {"a": 1}},
+        {"stop": [""]},
+        {"stop": ""},
+        {"include_stop_str_in_output": "perhaps", "stop": "a"},
+        {"min_tokens": -1, "stop": "a"},
+    ],
+    ids=str,
+)
+async def test_stop_of_a_wrong_type_is_refused(
+    engine: EngineServer, http: aiohttp.ClientSession, wrong: dict[str, Any]
+) -> None:
+    """UX, section 3, stop: wrong types are answered with 400."""
+    status, answer = await post(http, engine.url + COMPLETIONS, COMPLETION | wrong)
+    assert (status, answer["error"]["param"]) == (400, next(iter(wrong))), answer
+
+
 async def test_a_bad_priority_header(engine: EngineServer, http: aiohttp.ClientSession) -> None:
     url = engine.url + COMPLETIONS
     status, answer = await post(http, url, {"prompt": "a"}, **{"X-Vllm-Priority": "high"})

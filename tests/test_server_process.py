@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import sys
 import time
@@ -167,11 +166,15 @@ async def test_ctrl_c_twice_hurries() -> None:
 
 
 async def test_a_port_in_use() -> None:
-    async with engine() as fake, router("--engine", fake.url, "--port", str(fake.port)) as r:
-        assert await r.ended() == 3
-        said = "".join(r.log)
-        assert re.search(rf"cannot listen on 127\.0\.0\.1:{fake.port}: Address already in use", said)
-        assert "Traceback" not in said
+    """UX C7: a port in use was found only after the engines were started and examined."""
+    async with engine() as fake, engine() as other:
+        for flags in (("--engine", fake.url), ("--embedded", "2")):
+            async with router(*flags, "--port", str(other.port)) as r:
+                assert await r.ended() == 3
+                said = "".join(r.log)
+                address = f"127.0.0.1:{other.port}"
+                assert said == f"lmetric-router: cannot listen on {address}: Address already in use\n"
+        assert fake.connections == other.connections == 0
 
 
 async def test_wrong_configurations() -> None:

@@ -207,7 +207,7 @@ async def test_dying_in_mid_stream_ends_with_an_error_event(tail: bytes, then: s
         first, error, done, rest = got.split(b"\n\n")
         assert first + b"\n\n" == token("a")
         problem = orjson.loads(error.removeprefix(b"data: "))["error"]
-        assert "e0 broke off" in problem["message"]
+        assert problem["message"].startswith("the engine's answer broke off (e0: ")
         assert (done, rest) == (b"data: [DONE]", b"")
         receipt = w.server.fleet.pools[0].router.receipt(decision_id(headers))
         assert receipt is not None

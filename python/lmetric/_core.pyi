@@ -464,6 +464,10 @@ class ResponseReader:
     def first_token_at(self) -> float | None: ...  # seconds on the monotonic clock
     @property
     def prompt_tokens(self) -> int | None: ...  # of the usage in the answer
+    @property
+    def cached_tokens(self) -> int | None: ...  # of the usage in the answer
+    @property
+    def output_tokens(self) -> int: ...  # of the usage in the answer; without one, counted from events
 
 # -- engine model (rust/py/src/engine.rs) ------------------------------------------------------------------------
 

@@ -12,14 +12,17 @@ if TYPE_CHECKING:
 
 def _run(config: ServerConfig) -> None:
     from lmetric.config import render
+    from lmetric.server import check_config
 
+    check_config(config)
     print(render(config), end="")
 
 
 command = command_with_settings(
     _run,
-    """Print the configuration that serve would run with, as YAML, secrets masked.
+    """Check the configuration and print it as YAML, defaults included, secrets masked.
 
-    It takes serve's options, so a doubtful command line can be looked at first.
+    It takes serve's options and makes serve's checks of settings, policies, parameters and files.
+    It contacts no engine and needs none. Exit code 2: serve would not start with this configuration.
     """,
 )

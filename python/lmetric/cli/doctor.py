@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from lmetric.doctor import Examination, Level, Target, Verdict
 
+_WIDTH = 80  # of the table, where nobody says how wide it may be
 _MARKS = {"pass": "pass", "fail": "FAIL", "not offered": "–"}
 
 
@@ -57,8 +58,22 @@ def command(
         print_json({"require": level, "good": good, "engines": engines})
     else:
         _show(found, level, verbose)
+    for line in _shortfalls(found, level):
+        note(line)
     if not good:
         raise typer.Exit(1)
+
+
+def _shortfalls(found: list[Examination], level: Level) -> list[str]:
+    """Why engines do not have the required level: a line for all engines that lack the same."""
+    engines: dict[tuple[str, Level | None], list[str]] = {}
+    for examination in found:
+        if wanting := examination.wanting(level):
+            engines.setdefault((", ".join(wanting), examination.level), []).append(examination.engine)
+    return [
+        f"{', '.join(names)}: not `{level}`: {wanting}" + (f"; use --require {best}" if best else "")
+        for (wanting, best), names in engines.items()
+    ]
 
 
 def _targets(urls: list[str], file: Path | None, tokenizer: str | None) -> list[Target]:
@@ -102,16 +117,18 @@ def _show(found: list[Examination], level: Level, verbose: bool) -> None:
     from lmetric.cli.show import stdout, table
     from lmetric.doctor import CHECKS
 
-    console = stdout()
-    rows = table(["engine", *(name.replace("_", "\n") for name in CHECKS), "good for"], [])
-    for examination in found:
-        wanting = examination.wanting(level)
-        cells = [
-            Text(_MARKS[verdict.outcome] if verdict else "", style="bold red" if name in wanting else "")
-            for name, verdict in ((name, examination.verdicts.get(name)) for name in CHECKS)
-        ]
-        rows.add_row(examination.engine, *cells, examination.level or "nothing")
-    console.print(rows)
+    console = stdout(_WIDTH)
+    for group in _side_by_side(found, console.width):
+        rows = table(["check", *(examination.engine for examination in group)], [])
+        for name in CHECKS:
+            cells = []
+            for examination in group:
+                verdict = examination.verdicts.get(name)
+                wanted = name in examination.wanting(level)
+                cells.append(Text(_MARKS[verdict.outcome] if verdict else "", "bold red" if wanted else ""))
+            rows.add_row(name, *cells)
+        rows.add_row("good for", *(examination.level or "nothing" for examination in group))
+        console.print(rows)
     for examination in found:
         shown = [v for v in examination.verdicts.values() if verbose or v.outcome != "pass"]
         if shown:
@@ -119,6 +136,23 @@ def _show(found: list[Examination], level: Level, verbose: bool) -> None:
         for verdict in shown:
             wanted = verdict.check in examination.wanting(level)
             console.print(_told(verdict, wanted), soft_wrap=True)
+
+
+def _side_by_side(found: list[Examination], width: int) -> list[list[Examination]]:
+    """Groups of engines whose columns fit beside the column of checks."""
+    from lmetric.doctor import CHECKS
+
+    gap, edges = 3, 2  # between columns, and beside the table
+    groups: list[list[Examination]] = []
+    left = 0
+    for examination in found:
+        needed = max(len(examination.engine), len("approximate")) + gap
+        if not groups or needed > left:
+            groups.append([])
+            left = width - max(map(len, CHECKS)) - edges
+        groups[-1].append(examination)
+        left -= needed
+    return groups
 
 
 def _told(verdict: Verdict, wanted: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,9 +22,13 @@ if TYPE_CHECKING:
 _JSON = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY
 
 
-def stdout() -> Console:
-    """A console for data. Piped, it does not wrap: a reader of lines gets whole rows."""
-    return Console(width=None if sys.stdout.isatty() else 4096, highlight=False)
+def stdout(piped_width: int = 4096) -> Console:
+    """A console for data, as wide as the terminal, or else as COLUMNS says.
+
+    ``piped_width``: without either. By default lines do not wrap: a program that reads lines gets whole rows.
+    """
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(width=None if known else piped_width, highlight=False)
 
 
 def stderr() -> Console:

@@ -41,6 +41,15 @@ def _nameserver(text: str) -> str:
     return text
 
 
+def _origin(text: str) -> str:
+    if text == "*":
+        return text
+    parts = urlsplit(text)
+    if not parts.scheme or not parts.netloc or text != f"{parts.scheme}://{parts.netloc}" or "@" in text:
+        raise ValueError('an origin looks like https://host or https://host:port, without a path, or is "*"')
+    return text.lower()
+
+
 def _port(value: object) -> int | str:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
@@ -113,6 +122,7 @@ Positive = Annotated[int, Field(ge=1)]
 EngineUrl = Annotated[str, AfterValidator(partial(_http_url, whose="an engine's"))]
 RouterUrl = Annotated[str, AfterValidator(partial(_http_url, whose="a router's"))]
 ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
+CorsOrigin = Annotated[str, AfterValidator(_origin)]
 Nameserver = Annotated[str, AfterValidator(_nameserver)]
 Token = Annotated[SecretStr, AfterValidator(_token)]
 EngineRule = Annotated[str, AfterValidator(_engine_rule)]

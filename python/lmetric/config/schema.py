@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, SecretSt
 from lmetric.config.kinds import (
     OFF_IS_A_WORD,
     ON_IS_A_WORD,
+    CorsOrigin,
     Embedded,
     EngineRule,
     EngineUrl,
@@ -435,6 +436,27 @@ class Limits(Strict):
     )
 
 
+class Errors(Strict):
+    """What clients learn from errors and headers."""
+
+    show_engines: bool = Field(
+        True,
+        description="name engines in errors, with the reason of each failure, and in the headers "
+        "x-lmetric-instance and x-lmetric-prefill; an engine's default name is its host:port; false: hide "
+        "all of these from clients; logs and the /debug pages keep them",
+    )
+
+
+class Cors(Strict):
+    """Cross-origin requests: which web pages may call the API from a browser."""
+
+    origins: list[CorsOrigin] = Field(
+        default_factory=list,
+        description='allowed origins, such as https://chat.example.com, or "*" for every origin; empty: '
+        "CORS is off, and engines' CORS headers pass unchanged",
+    )
+
+
 class Auth(Strict):
     """API keys."""
 
@@ -576,6 +598,8 @@ class ServerConfig(PoolSettings):
     health: Health = Field(default_factory=Health, description="checks of the engines")
     load: Load = Field(default_factory=Load, description="load reports of the engines")
     limits: Limits = Field(default_factory=Limits, description="bounds on requests")
+    errors: Errors = Field(default_factory=Errors, description="what clients learn from errors and headers")
+    cors: Cors = Field(default_factory=Cors, description="web pages that may call the API from a browser")
     auth: Auth = Field(default_factory=Auth, description="API keys")
     tenants: dict[str, TenantConfig] = Field(
         default_factory=dict,

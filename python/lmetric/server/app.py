@@ -2,9 +2,8 @@
 
 import asyncio
 import contextlib
-import errno
-import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from lmetric.server.front import Front
 from lmetric.server.health import Monitor
 from lmetric.server.logs import configure_logging
 from lmetric.server.metrics import Metrics
+from lmetric.server.port import bind, port_error
 from lmetric.server.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -31,35 +31,37 @@ EXIT_INTERRUPTED = 130
 STOP_SECONDS = 2.0
 
 
-class PortError(OSError):
-    """The address to listen on is not to be had; ``errno`` says why."""
-
-    def __str__(self) -> str:
-        return str(self.args[1])
-
-
 class Server:
-    """One router process: `await start()`, then `await stop()`."""
+    """One router process: `await start()`, then `await stop()`.
 
-    def __init__(self, config: ServerConfig) -> None:
+    ``sockets``: bound to the configuration's host and port; None: `start` binds them.
+    """
+
+    def __init__(self, config: ServerConfig, sockets: list[socket.socket] | None = None) -> None:
         self.config = config
         self.port = 0
+        self._sockets = sockets
         self.fleet = Fleet(config)
         self.metrics = Metrics(self.fleet)
         self.front: Front
         self._monitor: Monitor
         self._discovery: Discovery
         self._replicas: Replicas
-        self._listener: asyncio.Server
+        self._listeners: list[asyncio.Server] = []
+
+    def build(self) -> Keys:
+        """Sets up what the configuration describes, without a connection. Raises LmetricError."""
+        keys = Keys.load(self.config.auth.keys_file)
+        self.fleet.build()
+        return keys
 
     async def start(self) -> None:
-        """Checks the engines once, then listens.
+        """Binds the port, checks the engines once, then listens.
 
         Raises LmetricError for the configuration, PortError for the address.
         """
         config = self.config
-        keys = Keys.load(config.auth.keys_file)
-        self.fleet.build()
+        keys = self.build()
         if (
             not self.fleet.pools
             and not self.fleet.unplaced
@@ -69,6 +71,7 @@ class Server:
             raise ConfigError(
                 "no engines: give --engine URL, --embedded N, or engines or discovery in the configuration"
             )
+        sockets = self._sockets or await bind(config.host, config.port)
         self.front = Front(config, self.fleet, keys, self.metrics, pages)
         self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
         self._monitor = Monitor(self.fleet, self.front, self.metrics)
@@ -76,15 +79,15 @@ class Server:
         self.metrics.further += [self.front.clients.metrics, self._discovery.metrics, self._replicas.metrics]
         await self._monitor.check_all()
         await self._discovery.start()
+        self.port = sockets[0].getsockname()[1]
         loop = asyncio.get_running_loop()
         try:
-            self._listener = await loop.create_server(self.front, config.host, config.port, backlog=2048)
-        except (OSError, OverflowError) as error:
-            number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
-            reason = os.strerror(number) if number > 0 else error
+            for each in sockets:
+                self._listeners.append(await loop.create_server(self.front, sock=each, backlog=2048))
+        except OSError as error:  # another process has listened there since
+            self._close_listeners()
             await self._discovery.stop()
-            raise PortError(number, f"cannot listen on {config.host}:{config.port}: {reason}") from None
-        self.port = self._listener.sockets[0].getsockname()[1]
+            raise port_error(config.host, config.port, error) from None
         self._monitor.start()
         await self._replicas.start()
         engines = list(self.fleet.engines())
@@ -110,14 +113,18 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeouts.drain):
                 await front.idle_or(hurry)
-        self._listener.close()
+        self._close_listeners()
         if front.relays:
             log.warning("cutting off requests that did not end in time", running=len(front.relays))
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
 
     async def stop(self) -> None:
         """Ends what still runs, with an error to its client, and closes everything."""
         self.front.draining = self.front.refusing = True
-        self._listener.close()
+        self._close_listeners()
         for relay in list(self.front.relays):
             relay.stop()
         self.front.close_idle()
@@ -137,8 +144,10 @@ async def serve(config: ServerConfig, started: Callable[[Server], None] | None =
 
     ``started`` is called once the server listens. Raises LmetricError, PortError, or EngineStartError.
     """
+    # Before engines are started and examined, which takes seconds.
+    sockets = await bind(config.host, config.port)
     async with _with_embedded(config) as config:
-        server = Server(config)
+        server = Server(config, sockets)
         await server.start()
         loop = asyncio.get_running_loop()
         caught: list[int] = []
@@ -160,6 +169,15 @@ async def serve(config: ServerConfig, started: Callable[[Server], None] | None =
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
         return EXIT_INTERRUPTED if caught[0] == signal.SIGINT else EXIT_DONE
+
+
+def check_config(config: ServerConfig) -> None:
+    """Makes the checks that `serve` makes before it contacts engines. Raises LmetricError."""
+    configure_logging(config.log)
+    server = Server(config)
+    server.build()
+    for pool in server.fleet.pools:
+        pool.kv.close()
 
 
 def run_server(config: ServerConfig) -> int:

@@ -22,7 +22,9 @@ class Asked:
     """A request for an engine as its client sent it; ``done`` is told whether the connection goes on."""
 
     __slots__ = (
+        "address",
         "client",
+        "cors",
         "done",
         "head",
         "http11",
@@ -46,6 +48,8 @@ class Asked:
         done: Callable[[bool], None],
     ) -> None:
         self.client = client
+        self.address: str | None = None  # of the client, for the access log
+        self.cors = b""  # lines of the answer's head; empty: CORS is off
         self.transport = transport
         self.head = head
         self.path = head.path
@@ -72,7 +76,18 @@ class Underway:
     status = 0
     output_tokens = 0
     prompt_tokens: int | None = None  # as the engine counted them
+    cached_tokens: int | None = None  # of the prompt, as the engine counted them
     first_token_at: float | None = None
+
+    @property
+    def decision(self) -> str | None:
+        """Label of its routing decision; None: it was not routed."""
+        return None
+
+    @property
+    def instance(self) -> str | None:
+        """The engine that answered, or was tried last; None: it was not routed."""
+        return None
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
         """Ends the request in the middle, unless it has ended; ``error`` is for a client that has nothing."""
@@ -93,7 +108,7 @@ class Underway:
 
     def stop(self) -> None:
         """The server stops."""
-        error = ApiError(503, STOPPING, headers={"retry-after": "5"})
+        error = ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
         self._leave(STOPPING, None if self.committed else error)
 
     def fail(self) -> None:

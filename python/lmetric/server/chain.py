@@ -199,6 +199,13 @@ class Chain(Segments):
         return len(self.joined.made) or self._passed_tokens
 
     @property
+    def cached_tokens(self) -> int | None:
+        """Of the prompt, as the engine that computed its end counted them."""
+        details = self.joined.cached
+        found = details.get("cached_tokens") if isinstance(details, dict) else None
+        return found if isinstance(found, int) else self._passed_cached
+
+    @property
     def prompt_tokens(self) -> int:
         """Of the prompt."""
         return len(self.joined.prompt)

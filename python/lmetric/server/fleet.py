@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import orjson
 import structlog
 
-from lmetric._core import Router
+from lmetric._core import NoInstanceError, Router
 from lmetric.config import ADMIN, CONFIGURED, EngineConfig, ModelConfig, PoolSettings, Role, ServerConfig
 from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load
 from lmetric.engines.handover import CONNECTORS, Connector
@@ -28,7 +28,7 @@ from lmetric.server.allowed import AllowedEngines
 from lmetric.server.kv_feed import KvFeed
 from lmetric.server.modes import UNASKED, Pooled
 from lmetric.server.mover import Mover
-from lmetric.server.openai import ApiError, Call
+from lmetric.server.openai import ApiError, Call, nobody_takes
 from lmetric.server.refill import Refill
 from lmetric.server.uncut import uncut_reason, unpulled_reason
 from lmetric.server.upstream import Upstream, UpstreamError
@@ -40,6 +40,8 @@ UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # as the router assumes, until an instanc
 # that, an engine would serve nobody.
 PULL_SETTINGS = {"most_kv_usage": 0.8}
 ASK_AGAIN_SECONDS = 30.0  # where a page of an engine did not answer
+
+NAMED_ENGINES = 5  # in one message, with the reason of each
 
 log = structlog.get_logger("lmetric.fleet")
 
@@ -112,6 +114,17 @@ class Engine:
     def held(self) -> bool:
         """Whether it gets no new requests, however healthy."""
         return self.draining or self.leaving or not self.ready
+
+    @property
+    def unusable(self) -> str | None:
+        """Why it gets no new requests; None: it gets them."""
+        if self.draining:
+            return "draining"
+        if self.leaving:
+            return f"no longer listed by {self.source}"
+        if not self.ready:
+            return f"not ready, according to {self.source}"
+        return None if self.healthy else self.last_error or "not checked yet"
 
     @property
     def running(self) -> int:
@@ -478,6 +491,15 @@ class Pool:
                 differences=[str(difference) for difference in differences],
             )
 
+    @property
+    def unusable(self) -> str | None:
+        """Why none of its engines gets new requests; None: one does."""
+        return unusable(self.engines.values())
+
+    def nobody_takes(self, error: NoInstanceError) -> ApiError:
+        """The error of a request that no engine can take now."""
+        return nobody_takes(self.name, error, self.unusable)
+
     def decision_label(self, decision_id: int, tenant: str) -> str:
         """The label of a decision over all pools, `ID-TAG` or `POOL-ID-TAG`.
 
@@ -487,6 +509,18 @@ class Pool:
         tag = self._label_tag.copy()
         tag.update(b"%d %b" % (decision_id, tenant.encode("utf-8", "surrogateescape")))
         return f"{self._label_prefix}{decision_id}-{tag.hexdigest()}"
+
+
+def unusable(engines: Iterable[Engine]) -> str | None:
+    """Why none of these engines gets new requests, engine by engine; None: one does."""
+    reasons = []
+    for engine in engines:
+        reason = engine.unusable
+        if reason is None:
+            return None
+        reasons.append(f"{engine.name}: {reason}")
+    more = [f"and {len(reasons) - NAMED_ENGINES} more"] if len(reasons) > NAMED_ENGINES else []
+    return "; ".join(reasons[:NAMED_ENGINES] + more) or "there are no engines"
 
 
 def _step_time(profile: str | None) -> dict[str, float] | None:
@@ -576,7 +610,11 @@ class Fleet:
             return known
         if not self.pools:
             raise ApiError(
-                503, "no engine has told its model yet", code="no_engine", headers={"retry-after": "2"}
+                503,
+                "no usable engine",
+                engines=unusable(self.engines()),
+                code="no_engine",
+                headers={"retry-after": "2"},
             )
         if model is None:
             if len(self.pools) == 1:

@@ -16,6 +16,7 @@ from lmetric.server.asked import FAILED, STOPPING, Asked, Underway
 from lmetric.server.auth import Keys, PageAccess
 from lmetric.server.client import SMALL_BODY, ClientConnection, Relayed, in_short
 from lmetric.server.client_load import ClientLoad
+from lmetric.server.cors import Cors
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.isolation import Isolation
@@ -27,7 +28,6 @@ from lmetric.server.openai import (
     ApiError,
     Call,
     bad,
-    nobody_takes,
     parse,
     whole_answer,
 )
@@ -72,6 +72,8 @@ class Front(web.Server):
         self.paths = frozenset((CHAT, COMPLETIONS, *PASSED_PATHS, *config.paths))
         self.requests = RequestReader(keys.on, token_hex(6))
         self._access = config.log.access
+        self._show_engines = config.errors.show_engines
+        self._cors = Cors(config.cors.origins) if config.cors.origins else None
         self._body_limit = config.limits.max_body_bytes
         self._request_limit = config.limits.max_concurrent_requests
 
@@ -121,18 +123,26 @@ class Front(web.Server):
             return self._ends
         client.answering = True
         path, _, query = request.raw_path.partition("?")
+        cors = self._cors if path in self.paths or path.startswith("/v1/models") else None
         try:
+            if cors is not None and request.method == "OPTIONS":
+                answer = cors.preflight(request, "POST" if path in self.paths else "GET")
+                if answer is not None:
+                    return answer
             if path not in self.paths:
-                return await self.pages(self, request, path, query)
+                page = await self.pages(self, request, path, query)
+                if cors is not None:
+                    page.headers.update(cors.fields(request.headers.get("origin")))
+                return page
             if request.method != "POST":
                 raise ApiError(
                     405, f"{request.method} is not allowed on {path}; use POST", headers={"allow": "POST"}
                 )
         except ApiError as error:
-            return self._refuse(request, error)
+            return self._refuse(request, error, cors)
         except Exception:
             log.exception("a request could not be handled", path=path)
-            return self._refuse(request, ApiError(500, FAILED))
+            return self._refuse(request, ApiError(500, FAILED), cors)
         ended: asyncio.Future[bool] = self._loop.create_future()
         target = request.raw_path.encode("utf-8", "surrogateescape")
         asked = Asked(
@@ -170,12 +180,17 @@ class Front(web.Server):
             self._ended(Asked(client, client.transport, head, True, False, lambda _: None), None, error)
         return self._ends
 
-    def _refuse(self, request: web.BaseRequest, error: ApiError) -> web.Response:
+    def _refuse(self, request: web.BaseRequest, error: ApiError, cors: Cors | None) -> web.Response:
         request_id = request.headers.get("x-request-id")
         if request_id:
             error.headers.setdefault("x-request-id", request_id[:256])
+        if cors is not None:
+            error.headers.update(cors.fields(request.headers.get("origin")))
         response = web.Response(
-            status=error.status, body=error.body(), content_type="application/json", headers=error.headers
+            status=error.status,
+            body=error.body(self._show_engines),
+            content_type="application/json",
+            headers=error.headers,
         )
         if self.draining:
             response.force_close()
@@ -282,6 +297,10 @@ class Front(web.Server):
 
     def _admits(self, asked: Asked) -> bool:
         """Whether the request may be served; else it is answered."""
+        if self._access:
+            asked.address = _address(asked.transport)
+        if self._cors is not None:
+            asked.cors = self._cors.lines(asked.head)
         try:
             if self.keys.on:
                 authorization, key = asked.head.authorization, asked.head.api_key
@@ -297,7 +316,7 @@ class Front(web.Server):
     def _check_room(self) -> None:
         """Raises ApiError (503) if no further request may begin."""
         if self.refusing:
-            raise ApiError(503, STOPPING, headers={"retry-after": "5"})
+            raise ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
         if len(self.relays) >= self._request_limit:
             raise ApiError(503, "too many requests at once", code="too_many", headers={"retry-after": "1"})
 
@@ -398,7 +417,7 @@ class Front(web.Server):
                 now=now,
             )
         except NoInstanceError as error:
-            raise nobody_takes(pool.name, error) from None
+            raise pool.nobody_takes(error) from None
         asked.priority = decision.priority
         try:
             asked.keep_alive &= not self.draining
@@ -446,21 +465,20 @@ class Front(web.Server):
             if asked.transport.is_closing():
                 status = 499  # the client left before the router refused its request
             else:
-                asked.transport.write(whole_answer(error, asked.head.request_id, goes_on))
+                asked.transport.write(
+                    whole_answer(
+                        error,
+                        asked.head.request_id,
+                        goes_on,
+                        show_engines=self._show_engines,
+                        more_fields=asked.cors,
+                    )
+                )
         now = time.monotonic()
         model = asked.pool.name if asked.pool is not None else ""
         self.metrics.request(model, asked.tenant, status, asked.started, now, relay)
         if self._access:
-            log.info(
-                "request",
-                path=asked.path,
-                model=model,
-                tenant=asked.tenant or None,
-                status=status,
-                seconds=round(now - asked.started, 6),
-                output_tokens=relay.output_tokens if relay else 0,
-                note=relay.reason or None if relay else None,
-            )
+            _log_access(asked, model, status, now, relay)
         asked.done(goes_on)
 
 
@@ -474,6 +492,38 @@ def _no_room() -> ApiError:
         "clients are sending more bytes of requests than the router may hold; try again",
         code="too_many_bytes",
         headers={"retry-after": "1"},
+    )
+
+
+def _address(transport: asyncio.Transport) -> str | None:
+    """HOST:PORT of a client; None: it has left."""
+    peer = transport.get_extra_info("peername")
+    if not peer:
+        return None
+    host, port = peer[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _log_access(asked: Asked, model: str, status: int, now: float, relay: Underway | None) -> None:
+    """Logs a request that is over."""
+    done = relay or Underway()
+    ttft = None if done.first_token_at is None else round(done.first_token_at - asked.started, 6)
+    log.info(
+        "request",
+        request_id=asked.head.request_id,
+        client=asked.address,
+        tenant=asked.tenant or None,
+        path=asked.path,
+        model=model or None,
+        status=status,
+        decision=done.decision,
+        instance=done.instance,
+        duration_seconds=round(now - asked.started, 6),
+        ttft_seconds=ttft,
+        prompt_tokens=done.prompt_tokens,
+        cached_tokens=done.cached_tokens,
+        output_tokens=done.output_tokens,
+        note=done.reason or None,
     )
 
 

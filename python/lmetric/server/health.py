@@ -1,17 +1,19 @@
 """What runs beside the requests: checks of the engines, their load, time limits, the guard."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
-from lmetric.server.fleet import Engine, Fleet
+from lmetric.server.fleet import Engine, Fleet, unusable
 from lmetric.server.front import Front
 from lmetric.server.metrics import Metrics
 from lmetric.server.upstream import UpstreamError
 
 LAG_PERIOD_SECONDS = 0.1
+REMINDER_SECONDS = 30.0  # between two warnings that there is no usable engine
 
 log = structlog.get_logger("lmetric.health")
 
@@ -25,11 +27,28 @@ class Monitor:
         self.metrics = metrics
         self.config = fleet.config
         self._tasks: list[asyncio.Task[None]] = []
+        self._reminded: dict[str | None, float] = {}  # by model without a usable engine, when it was logged
 
     async def check_all(self) -> None:
         """One round of checks, all engines at once."""
         self.fleet.forget_unserved(time.monotonic())
         await self.check(list(self.fleet.engines()))
+        self._remind(time.monotonic())
+
+    def _remind(self, now: float) -> None:
+        """Logs why models have no usable engine: at once, then every `REMINDER_SECONDS` while that lasts."""
+        reasons: dict[str | None, str | None] = {pool.name: pool.unusable for pool in self.fleet.pools}
+        if not reasons:
+            reasons[None] = unusable(self.fleet.engines())
+        for model, reason in reasons.items():
+            if reason is None:
+                self._reminded.pop(model, None)
+            elif now - self._reminded.get(model, -math.inf) >= REMINDER_SECONDS:
+                self._reminded[model] = now
+                named = {} if model is None else {"model": model}
+                log.warning("no usable engine", **named, reason=reason)
+        for model in self._reminded.keys() - reasons.keys():
+            del self._reminded[model]
 
     async def check(self, engines: Iterable[Engine]) -> None:
         """Checks these engines now, all at once."""

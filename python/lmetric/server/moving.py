@@ -25,7 +25,6 @@ import structlog
 from lmetric._core import NoInstanceError, TicketError
 from lmetric.server.handed import Handed
 from lmetric.server.joined import NotJoinable
-from lmetric.server.openai import nobody_takes
 from lmetric.server.silent import Silent, usage_of
 
 if TYPE_CHECKING:
@@ -244,7 +243,7 @@ class Move:
             return self._stays("not_joinable")
         except NoInstanceError as error:
             self._count("no_instance")
-            chain.lost(nobody_takes(self._pool.name, error))
+            chain.lost(self._pool.nobody_takes(error))
             return True
         self._count(outcome)
         return True

@@ -70,13 +70,17 @@ _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 
 
 class ApiError(Exception):
-    """An error for the client: an HTTP status and an OpenAI error object."""
+    """An error for the client: an HTTP status and an OpenAI error object.
+
+    ``engines``: what engines did, with their names; it follows the message unless clients are not to see it.
+    """
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
+        engines: str | None = None,
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -84,20 +88,29 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
+        self.engines = engines
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> bytes:
+    def body(self, show_engines: bool = True) -> bytes:
         """The error object, as JSON."""
         kind = _TYPES.get(self.status, "server_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
+        shown = f" ({self.engines})" if self.engines and show_engines else ""
+        error = {"message": self.message + shown, "type": kind, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
 
 
-def whole_answer(error: ApiError, request_id: str | None, keep_alive: bool = False) -> bytes:
-    """An error as the bytes of an HTTP answer, with its head."""
-    body = error.body()
+def whole_answer(
+    error: ApiError,
+    request_id: str | None,
+    keep_alive: bool = False,
+    *,
+    show_engines: bool = True,
+    more_fields: bytes = b"",
+) -> bytes:
+    """An error as the bytes of an HTTP answer, with its head; `more_fields`: further lines of the head."""
+    body = error.body(show_engines)
     fields = {"content-type": "application/json", "content-length": str(len(body))}
     if request_id is not None:
         fields["x-request-id"] = request_id
@@ -105,14 +118,15 @@ def whole_answer(error: ApiError, request_id: str | None, keep_alive: bool = Fal
     if not keep_alive:
         fields["connection"] = "close"
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    return (
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode("latin-1") + body
-    )
+    phrase = _PHRASES.get(error.status, "")  # engines send statuses that no standard names
+    head = f"HTTP/1.1 {error.status} {phrase}\r\n{lines}".encode("latin-1")
+    return b"%b%b\r\n%b" % (head, more_fields, body)
 
 
-def nobody_takes(model: str, error: NoInstanceError) -> ApiError:
-    """No engine of a model may take a request, for now."""
-    return ApiError(503, f"{model}: {error}", code="no_engine", headers={"retry-after": "2"})
+def nobody_takes(model: str, error: NoInstanceError, unusable: str | None) -> ApiError:
+    """No engine of a model can take a request now. ``unusable``: why, if none of them is usable."""
+    why = "no usable engine" if unusable else str(error)
+    return ApiError(503, f"{model}: {why}", engines=unusable, code="no_engine", headers={"retry-after": "2"})
 
 
 def bad(message: str, param: str | None = None) -> ApiError:

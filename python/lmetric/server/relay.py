@@ -27,6 +27,7 @@ from lmetric.config import ServerConfig
 from lmetric.server.asked import STOPPING, Asked, Underway
 from lmetric.server.bounded import Bounded
 from lmetric.server.chain import Chain
+from lmetric.server.cors import with_lines
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.leg import Leg
 from lmetric.server.legs import Legs
@@ -102,8 +103,9 @@ class Relay(Underway, Leg):
         elif legs is not None and ticket.from_token:
             legs.second(engine, now)
         elif engine.connector is not None and engine.connector.at_once:
-            why = f"{engine.name} serves halves of requests, and nobody is there for the other"
-            self.end_with(ApiError(503, f"{self._pool.name}: {why}", code="no_engine"))
+            why = "only engines for halves of requests (prefill or decode) of one kind are usable"
+            message = f"{self._pool.name}: {why}"
+            self.end_with(ApiError(503, message, engines=engine.name, code="no_engine"))
         else:
             self._legs = None
             self.go(engine, now)
@@ -231,18 +233,22 @@ class Relay(Underway, Leg):
         if self._chain is None:  # which keeps the body to the end
             self._asked.client.release_body()
         write = self._transport.write
-        write(reader.commit(self._extra(self._engine.name), not self._asked.keep_alive, write))
+        head = reader.commit(self._extra(self._engine.name), not self._asked.keep_alive, write)
+        cors = self._asked.cors
+        write(with_lines(head, cors) if cors else head)
         return True
 
     def _extra(self, instance: str) -> bytes:
         """Lines of the answer's head that are the router's."""
-        extra = b"x-lmetric-instance: %s\r\nx-lmetric-decision: %s\r\nx-request-id: %s\r\n" % (
-            instance.encode(),
+        extra = b"x-lmetric-decision: %s\r\nx-request-id: %s\r\n" % (
             self._label.encode(),
             self._asked.head.request_id.encode("latin-1"),
         )
+        if not self._config.errors.show_engines:
+            return extra
         legs = self._legs or self._chain
-        return extra + legs.header if legs is not None else extra
+        header = legs.header if legs is not None else b""
+        return b"x-lmetric-instance: %s\r\n%s%s" % (instance.encode(), extra, header)
 
     def _words(self, reader: ResponseReader) -> str:
         """What the engine says of its refusal, behind a colon."""
@@ -253,6 +259,16 @@ class Relay(Underway, Leg):
     @property
     def _label(self) -> str:
         return self._pool.decision_label(self._decision.id, self._asked.tenant)
+
+    @property
+    def decision(self) -> str:
+        """Label of its routing decision."""
+        return self._label
+
+    @property
+    def instance(self) -> str:
+        """The engine that answered, or was tried last."""
+        return self._ticket.instance
 
     def _ending(self, flags: int, reader: ResponseReader) -> None:
         if flags & ENGINE_ERROR:
@@ -286,7 +302,7 @@ class Relay(Underway, Leg):
         if not self.committed:
             self.settle("reset" if kind == "engine_error" else kind, reason)
             return
-        self._cut(ApiError(502, f"the answer of engine {self._engine.name} broke off: {reason}", code=kind))
+        self._cut(_broke_off(self._engine, kind, reason))
         self._engine.failed(kind, reason)
         self._fail_ticket(kind)
         self.reason = reason
@@ -294,11 +310,12 @@ class Relay(Underway, Leg):
 
     def _cut(self, error: ApiError) -> None:
         self.error = True
+        body = error.body(self._config.errors.show_engines)
         if self._speaker is not None:
-            self.say(b"data: %b\n\ndata: [DONE]\n\n" % error.body(), last=True)
+            self.say(b"data: %b\n\ndata: [DONE]\n\n" % body, last=True)
             self.drop()
             return
-        tail = self._reader.end_with(error.body())
+        tail = self._reader.end_with(body)
         if tail:
             self._transport.write(tail)
         else:
@@ -348,7 +365,8 @@ class Relay(Underway, Leg):
         if kind == "status":
             headers["retry-after"] = "1"
         tried = "; ".join(self._tried)
-        self._end(ApiError(_STATUS[kind], f"no engine could answer ({tried})", code=kind, headers=headers))
+        message = "no engine could answer"
+        self._end(ApiError(_STATUS[kind], message, engines=tried, code=kind, headers=headers))
 
     def _following(self, engine: Engine, kind: str) -> str | None:
         """Where the segment that failed at `engine` goes."""
@@ -395,7 +413,13 @@ class Relay(Underway, Leg):
         self.committed = True
         self.status = 200
         self.body = b""
-        lines = [b"HTTP/1.1 200 OK\r\ncontent-type: ", kind, b"\r\n", self._extra(legs.instance)]
+        lines = [
+            b"HTTP/1.1 200 OK\r\ncontent-type: ",
+            kind,
+            b"\r\n",
+            self._extra(legs.instance),
+            self._asked.cors,
+        ]
         self._chunked = length is None and self._asked.http11
         if length is not None:
             lines.append(b"content-length: %d\r\n" % length)
@@ -416,7 +440,7 @@ class Relay(Underway, Leg):
 
     def broke_off(self, engine: Engine, kind: str, reason: str) -> None:
         """That answer cannot go on."""
-        self._cut(ApiError(502, f"the answer of engine {engine.name} broke off: {reason}", code=kind))
+        self._cut(_broke_off(engine, kind, reason))
         self._fail_ticket(kind)
         self.reason = reason
         self._end()
@@ -446,11 +470,13 @@ class Relay(Underway, Leg):
             legs.drop()
         if self.committed and speaker is not None:
             self.output_tokens = speaker.output_tokens
+            self.cached_tokens = speaker.cached_tokens
             self.first_token_at = speaker.first_token_at
             self.prompt_tokens = speaker.prompt_tokens
         elif self.committed:
             self.close_client |= self._reader.closes_client
-            self.output_tokens = self._reader.tokens
+            self.output_tokens = self._reader.output_tokens
+            self.cached_tokens = self._reader.cached_tokens
             self.first_token_at = self._reader.first_token_at
             self.prompt_tokens = self._reader.prompt_tokens
         self._on_end(self._asked, self, error)
@@ -527,3 +553,7 @@ class Relay(Underway, Leg):
             limit = limits.first_byte if self._stream else limits.answer
             if now - self._deadline_from > limit:
                 self.settle("timeout", f"no answer within {limit:g} s")
+
+
+def _broke_off(engine: Engine, kind: str, reason: str) -> ApiError:
+    return ApiError(502, "the engine's answer broke off", engines=f"{engine.name}: {reason}", code=kind)

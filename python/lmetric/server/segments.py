@@ -9,7 +9,6 @@ from lmetric._core import NoInstanceError, Ticket
 from lmetric.config import ServerConfig
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.handed import Handed
-from lmetric.server.openai import nobody_takes
 from lmetric.server.rest import Rest
 from lmetric.server.silent import EngineRefusal, Silent
 from lmetric.server.upstream import Connection
@@ -33,6 +32,7 @@ class Segments:
         self._rest: Rest | None = None  # the last leg, where its answer is looked at
         self._passes = False  # that is a whole request, whose answer is passed on
         self._passed_tokens = 0
+        self._passed_cached: int | None = None
         self.first_token_at: float | None = None
 
     def refilled(self, engine: Engine, body: bytes) -> bytes:
@@ -69,6 +69,11 @@ class Segments:
         return self._passed_tokens
 
     @property
+    def cached_tokens(self) -> int | None:
+        """Of the prompt, as the engine that answered counted them."""
+        return self._passed_cached
+
+    @property
     def instance(self) -> str:
         """Who answers now, or next."""
         if self._rest is not None:
@@ -89,7 +94,8 @@ class Segments:
 
     def passed(self, connection: Connection, answer: bytes | None) -> None:
         """It ended well, and all of it was passed on; `answer`: where it was not streamed."""
-        self._passed_tokens = connection.tokens
+        self._passed_tokens = connection.output_tokens
+        self._passed_cached = connection.cached_tokens
         self.first_token_at = connection.first_token_at
         if answer is not None:
             self._relay.commit_joined(b"application/json", len(answer))
@@ -120,7 +126,7 @@ class Segments:
         try:
             following = self.ticket.finished(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
         except NoInstanceError as error:
-            self._relay.end_with(nobody_takes(self._pool.name, error))
+            self._relay.end_with(self._pool.nobody_takes(error))
             return
         assert following is not None  # another segment follows
         self._relay.segment(following, time.monotonic())

@@ -21,7 +21,7 @@ class EngineRefusal(ApiError):
         super().__init__(status, "")
         self._answer = body
 
-    def body(self) -> bytes:
+    def body(self, show_engines: bool = True) -> bytes:
         """What the engine said."""
         return self._answer
 

@@ -221,6 +221,17 @@ impl ResponseReader {
     fn prompt_tokens(&self) -> Option<u64> {
         self.scanner.usage().prompt
     }
+
+    #[getter]
+    fn cached_tokens(&self) -> Option<u64> {
+        self.scanner.usage().cached
+    }
+
+    /// Only a stream's tokens can be counted: a plain answer has them in its usage alone.
+    #[getter]
+    fn output_tokens(&self) -> u64 {
+        self.scanner.usage().output.unwrap_or_else(|| self.scanner.tokens())
+    }
 }
 
 /// A request's head: what it asks for, and what of it goes to an engine.

@@ -3,7 +3,8 @@
 Runs alone (``python -m lmetric.engines.emulated --port 8000``), in an event loop (`EngineServer`) or as
 children of a process (`lmetric.engines.embedded`). Its text is words whose choice depends on all tokens
 before and on nothing else, so any engine continues any other's answer; an answer ends only at the length that
-was asked for. Sampling parameters, `stop` and tools are accepted and change nothing.
+was asked for, or at a stop string or stop token. Sampling parameters and tools are accepted and change
+nothing.
 """
 
 from lmetric.engines.emulated.errors import EngineStartError

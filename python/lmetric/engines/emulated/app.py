@@ -20,7 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
 
 from lmetric.engines.emulated.errors import ApiError, invalid_body
-from lmetric.engines.emulated.generation import Generation, Stream
+from lmetric.engines.emulated.generation import Generation, StopText, Stream
 from lmetric.engines.emulated.handover import Nixl, PeerError, WrongCount, WrongParams
 from lmetric.engines.emulated.options import EngineOptions
 from lmetric.engines.emulated.protocol import (
@@ -201,10 +201,21 @@ class Api:
         )
         priority = self._priority(request, body.priority)
         stops = frozenset(body.stop_token_ids or ())
+        stop_text = (
+            StopText(body.stop, shown=body.include_stop_str_in_output, min_tokens=body.min_tokens)
+            if body.stop or stops
+            else None
+        )
         self._in_progress += 1
         try:
             if not body.stream:
-                generation = Generation(shape, max_tokens, break_after=options.fail_after_tokens, stops=stops)
+                generation = Generation(
+                    shape,
+                    max_tokens,
+                    break_after=options.fail_after_tokens,
+                    stops=stops,
+                    stop_text=stop_text,
+                )
                 return await self._answer_whole(request, generation, rank, priority, body)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
             if self._echoes_ids and request.headers.get("X-Request-Id"):
@@ -218,6 +229,7 @@ class Api:
                 max_tokens,
                 break_after=options.fail_after_tokens,
                 stops=stops,
+                stop_text=stop_text,
                 transport=cast(asyncio.WriteTransport, request.transport),
                 chunked=chunked,
                 cached_tokens_reported=options.cached_tokens,
@@ -252,7 +264,12 @@ class Api:
             await self._break(request, None)
         cached = generation.cached_tokens if self._options.cached_tokens else None
         answer = generation.shape.whole(
-            generation.tokens, generation.finish_reason or "length", cached, generation.kv_transfer_params
+            generation.tokens,
+            generation.finish_reason or "length",
+            generation.stop_reason,
+            cached,
+            generation.kv_transfer_params,
+            generation.stop_text.text if generation.stop_text is not None else None,
         )
         response = web.Response(body=answer, content_type="application/json")
         if self._options.load_header:
@@ -274,8 +291,10 @@ class Api:
             await generation.over
         finally:
             rank.driver.drop(generation)
-        # Where it is streamed, nobody will ever know of what is held.
-        if self._nixl is not None and generation.finish_reason in ("length", "stop"):
+        # Where it is streamed, nobody will ever know of what is held. vLLM looks for stop strings outside its
+        # engine core, which it then has abort the request: nothing is held.
+        by_string = isinstance(generation.stop_reason, str)
+        if self._nixl is not None and generation.finish_reason in ("length", "stop") and not by_string:
             computed = generation.shape.prompt + array("I", generation.tokens[:-1])
             request_id = generation.shape.request_id
             generation.kv_transfer_params = self._nixl.after(params, request_id, computed)

@@ -4,10 +4,46 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lmetric.engines.emulated.protocol import Shape
+
+
+class StopText:
+    """The text of an answer that stop strings or stop tokens may end, cut and held back as vLLM does."""
+
+    def __init__(self, strings: Sequence[str], *, shown: bool, min_tokens: int) -> None:
+        self.text = ""
+        self._strings = strings
+        self._shown = shown  # what ends the answer is part of it
+        self._min_tokens = min_tokens  # stop strings count only behind so many tokens
+        # The longest beginning of a stop string, which a stream holds back until it is known to be none.
+        self._held = 0 if shown else max((len(string) - 1 for string in strings), default=0)
+        self._sent = 0
+
+    def more(self, text: str, tokens: int, *, stopped: bool) -> str | None:
+        """Takes the text of the next token, the `tokens`-th. `stopped`: it is a stop token. Returns the stop
+        string that ends the answer, if one does."""
+        begin = len(self.text)
+        if not stopped or self._shown:
+            self.text += text
+        if tokens <= self._min_tokens:
+            return None
+        for string in self._strings:
+            at = self.text.find(string, max(0, begin + 1 - len(string)))
+            if at >= 0:
+                self.text = self.text[: at + len(string) if self._shown else at]
+                return string
+        return None
+
+    def due(self, over: bool) -> str:
+        """What a stream may send now. `over`: the answer is complete."""
+        end = len(self.text) - (0 if over else self._held)
+        if end <= self._sent:
+            return ""
+        begin, self._sent = self._sent, end
+        return self.text[begin:end]
 
 
 class Generation:
@@ -21,9 +57,12 @@ class Generation:
         *,
         break_after: int | None = None,
         stops: Collection[int] = (),  # token ids that end it
+        stop_text: StopText | None = None,  # where token ids or strings may end it
     ) -> None:
         self.shape = shape
         self._stops = stops
+        self.stop_text = stop_text
+        self.stop_reason: int | str | None = None
         self.max_tokens = max_tokens
         self.break_after = break_after
         self.key = -1  # the engine's name for it, once submitted
@@ -51,10 +90,15 @@ class Generation:
         self._judge(token, last)
 
     def _judge(self, token: int, last: bool) -> None:
-        if token in self._stops:
-            self.finish_reason = "stop"
+        stopped = token in self._stops
+        if stopped:
+            self.finish_reason, self.stop_reason = "stop", token
         elif last:
             self.finish_reason = "length"
+        if self.stop_text is not None:
+            found = self.stop_text.more(self.shape.text_of(token), len(self.tokens), stopped=stopped)
+            if found is not None:
+                self.finish_reason, self.stop_reason = "stop", found
 
     def _said(self, token: int) -> int:
         return token if self.garbage is None else self.garbage[(7 * token + 1) % len(self.garbage)]
@@ -86,11 +130,12 @@ class Stream(Generation):
         *,
         break_after: int | None = None,
         stops: Collection[int] = (),
+        stop_text: StopText | None = None,
         transport: asyncio.WriteTransport,
         chunked: bool,
         cached_tokens_reported: bool,
     ) -> None:
-        super().__init__(shape, max_tokens, break_after=break_after, stops=stops)
+        super().__init__(shape, max_tokens, break_after=break_after, stops=stops, stop_text=stop_text)
         self._transport = transport
         self._chunked = chunked
         self._cached_tokens_reported = cached_tokens_reported
@@ -105,7 +150,10 @@ class Stream(Generation):
         token = self._said(token)
         self.tokens.append(token)
         self._judge(token, last)
-        self._due.append(self.shape.token(token, len(self.tokens), self.finish_reason))
+        text = None if self.stop_text is None else self.stop_text.due(self.finish_reason is not None)
+        self._due.append(
+            self.shape.token(token, len(self.tokens), self.finish_reason, self.stop_reason, text)
+        )
 
     def flush(self) -> None:
         """Writes what is due. Straight to the transport: a coroutine for each token would cost more than the

@@ -14,8 +14,8 @@ from lmetric.engines.emulated.errors import ApiError
 _PRIORITY = 2**63
 
 # Asked for anything but these, such a field would change the answer in a way that this engine cannot.
-# Sampling parameters (temperature, top_p, stop, seed, ...) and tools are accepted and change nothing: the
-# text is what it is. Only `stop_token_ids` end it early.
+# Sampling parameters (temperature, top_p, seed, ...) and tools are accepted and change nothing: the text is
+# what it is. Only `stop` and `stop_token_ids` end it early.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -38,6 +38,15 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
+def _stop_strings(value: Any) -> list[str]:
+    strings = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(strings, list) or not all(isinstance(each, str) for each in strings):
+        raise ValueError("should be a string or a list of strings")
+    if "" in strings:
+        raise ValueError("stop cannot contain an empty string.")
+    return strings
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -48,7 +57,10 @@ class _Body(BaseModel):
     priority: int = Field(default=0, ge=-_PRIORITY, lt=_PRIORITY)
     cache_salt: str | None = Field(default=None, min_length=1)
     return_token_ids: bool | None = None
+    stop: Annotated[list[str], PlainValidator(_stop_strings)] = []
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    min_tokens: int = Field(default=0, ge=0)
     vllm_xargs: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     bootstrap_host: str | None = None
@@ -183,7 +195,7 @@ class Shape:
         self._last = self._template("length")
 
     def _template(
-        self, finish_reason: str | None, stop_reason: int | None = None
+        self, finish_reason: str | None, stop_reason: int | str | None = None
     ) -> tuple[bytes, bytes, bytes]:
         choice: dict[str, Any] = {"index": 0}
         choice |= {"delta": {"content": "\x00"}} if self.chat else {"text": "\x00"}
@@ -211,11 +223,22 @@ class Shape:
             chunk["usage"] = self._stream_usage(0)
         return b"data: %b\n\n" % orjson.dumps(chunk)
 
-    def token(self, token: int, produced: int, finish_reason: str | None) -> bytes:
-        """The chunk of one token, the `produced`-th. One that stops the answer is not in its text."""
-        stops = finish_reason == "stop"
-        if stops:
-            head, middle, tail = self._template("stop", token)
+    def text_of(self, token: int) -> str:
+        """The text of one token."""
+        return str(orjson.loads(b'"%b"' % self._pieces[token]))
+
+    def token(
+        self,
+        token: int,
+        produced: int,
+        finish_reason: str | None,
+        stop_reason: int | str | None = None,
+        text: str | None = None,
+    ) -> bytes:
+        """The chunk of one token, the `produced`-th. `text`: what the client gets with it; None: its own."""
+        piece = self._pieces[token] if text is None else orjson.dumps(text)[1:-1]
+        if finish_reason == "stop":
+            head, middle, tail = self._template("stop", stop_reason)
         else:
             head, middle, tail = self._last if finish_reason else (self._head, self._middle, self._tail)
         if self.token_ids:
@@ -225,7 +248,7 @@ class Shape:
             middle = middle + b"%d" % token
         if self.continuous_usage:
             tail = tail + b',"usage":' + orjson.dumps(self._stream_usage(produced))
-        return head + (b"" if stops else self._pieces[token]) + middle + tail + b"}\n\n"
+        return head + piece + middle + tail + b"}\n\n"
 
     def aborted(self) -> bytes:
         """The last chunk of a stream that the engine ends."""
@@ -245,19 +268,19 @@ class Shape:
         self,
         tokens: list[int],
         finish_reason: str,
+        stop_reason: int | str | None,
         cached_tokens: int | None,
         kv_transfer_params: dict[str, Any] | None = None,
+        text: str | None = None,
     ) -> bytes:
-        """The answer that is not streamed."""
-        stops = finish_reason == "stop"
-        said = tokens[:-1] if stops else tokens
-        text = orjson.loads(b'"%b"' % b"".join([self._pieces[token] for token in said]))
+        """The answer that is not streamed. `text`: of the answer; None: the text of its tokens."""
+        if text is None:
+            text = str(orjson.loads(b'"%b"' % b"".join([self._pieces[token] for token in tokens])))
         choice: dict[str, Any] = {"index": 0}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}
         else:
             choice["text"] = text
-        stop_reason = tokens[-1] if stops else None
         choice |= {"logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
         answer = {
             **self._base,

@@ -1,0 +1,53 @@
+"""The port that the server listens on, bound before anything that takes time."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+
+
+class PortError(OSError):
+    """The server cannot listen on its address; ``errno`` says why."""
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+def port_error(host: str, port: int, error: Exception) -> PortError:
+    """The PortError of an address that cannot be bound or listened on."""
+    number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
+    reason = os.strerror(number) if number > 0 else error
+    return PortError(number, f"cannot listen on {host}:{port}: {reason}")
+
+
+async def bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets bound to all addresses of a host. They do not listen: until then clients are refused, not kept
+    waiting.
+
+    Raises PortError.
+    """
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as opened:
+        try:
+            addresses = await loop.getaddrinfo(
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            sockets = []
+            for family, kind, protocol, _, address in dict.fromkeys(addresses):
+                try:
+                    each = socket.socket(family, kind, protocol)
+                except OSError as error:
+                    if error.errno == errno.EAFNOSUPPORT and len(addresses) > 1:
+                        continue  # a machine without IPv6
+                    raise
+                opened.callback(each.close)
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                each.bind(address)
+                sockets.append(each)
+        except (OSError, OverflowError) as error:
+            raise port_error(host, port, error) from None
+        opened.pop_all()
+    return sockets

@@ -1,0 +1,121 @@
+"""The access log: a line for each request, with what an operator needs to find it again."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from server_world import STREAM_HEAD, FakeEngine, chunk, reset, says, token, world
+from test_server_process import BODY, engine, router
+
+LOG: dict[str, Any] = {"log": {"access": True}}
+
+
+@pytest.fixture
+def logs() -> Iterator[list[structlog.typing.EventDict]]:
+    with capture_logs() as caught:
+        yield caught
+
+
+def lines(logs: list[structlog.typing.EventDict]) -> list[structlog.typing.EventDict]:
+    return [each for each in logs if each["event"] == "request"]
+
+
+async def test_the_line_of_a_plain_answer_has_its_tokens(logs: list[structlog.typing.EventDict]) -> None:
+    """UX, access log: `output_tokens: 0` for answers that are not streamed, although they had tokens."""
+    async with world(1, **LOG) as it:
+        _, headers, _ = await it.post(headers={"x-request-id": "mine"})
+        await it.settled()
+        (line,) = lines(logs)
+        assert (line["prompt_tokens"], line["cached_tokens"], line["output_tokens"]) == (10, 4, 3)
+        assert (line["request_id"], line["decision"]) == ("mine", headers["x-lmetric-decision"])
+        assert (line["instance"], line["status"], line["model"]) == ("e0", 200, "tiny")
+        assert (line["path"], line["tenant"], line["note"]) == ("/v1/completions", None, None)
+        # A plain answer comes whole: nobody knows when its first token was there.
+        assert line["ttft_seconds"] is None
+        assert 0 < line["duration_seconds"] < 60
+
+
+async def test_the_line_of_a_stream_has_its_ttft(
+    logs: list[structlog.typing.EventDict], tmp_path: Path
+) -> None:
+    """UX, access log: no request id, decision, instance, TTFT or client."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("secret: team")
+    async with world([FakeEngine(pace=0.01)], auth={"keys_file": keys}, **LOG) as it:
+        _, headers, _ = await it.post(BODY, headers={"authorization": "Bearer secret"})
+        await it.settled()
+        (line,) = lines(logs)
+        assert line["request_id"] == headers["x-request-id"]
+        assert (line["tenant"], line["instance"], line["output_tokens"]) == ("team", "e0", 3)
+        assert 0 < line["ttft_seconds"] < line["duration_seconds"]
+        host, port = line["client"].split(":")
+        assert (host, 0 < int(port) < 65536) == ("127.0.0.1", True)
+
+
+async def test_lines_of_requests_that_were_refused_failed_or_left(
+    logs: list[structlog.typing.EventDict],
+) -> None:
+    """UX, access log: requests that never reached an engine have a line, too, and the others name theirs."""
+    hanging = says(STREAM_HEAD, chunk(token("a")), then="hang")
+    async with world([FakeEngine(behave=hanging)], **LOG) as it:
+        await it.post(b"{")
+        it.engines[0].behave = reset
+        await it.post()
+        it.engines[0].behave = hanging
+        stream = await it.client.post(it.url + "/v1/completions", json=BODY)
+        await stream.content.readany()
+        stream.close()
+        await it.settled()
+        refused, failed, left = lines(logs)
+        assert (refused["status"], refused["decision"], refused["instance"]) == (400, None, None)
+        assert (failed["status"], failed["instance"], failed["output_tokens"]) == (502, "e0", 0)
+        assert failed["decision"] is not None
+        assert (left["status"], left["instance"], left["note"]) == (200, "e0", "the client left")
+        assert left["client"].startswith("127.0.0.1:")
+        assert all(each["duration_seconds"] >= 0 and each["client"] for each in (refused, failed))
+
+
+async def test_access_lines_of_the_process_are_json() -> None:
+    """UX, access log: the fields as a log shipper gets them, under the loop that production has."""
+    flags = ("--set", "log.access=true")
+    async with engine() as fake, router("--engine", fake.url, *flags) as r, aiohttp.ClientSession() as client:
+        await r.listening()
+        async with client.post(r.url + "/v1/completions", json=BODY | {"stream": False}) as response:
+            assert response.status == 200
+            decision = response.headers["x-lmetric-decision"]
+        r.process.send_signal(signal.SIGTERM)
+        assert await r.ended() == 0
+        told = [orjson.loads(line) for line in "".join(r.log).splitlines() if '"event":"request"' in line]
+        assert len(told) == 1
+        line = told[0]
+        assert (line["decision"], line["output_tokens"], line["cached_tokens"]) == (decision, 3, 4)
+        assert line["client"].startswith("127.0.0.1:")
+
+
+async def test_a_client_that_leaves_before_its_answer_is_named() -> None:
+    """UX, access log: the address of a client is known although its connection is gone."""
+    flags = ("--set", "log.access=true")
+    body = orjson.dumps(BODY)
+    async with engine(behave=says(then="hang")) as fake, router("--engine", fake.url, *flags) as r:
+        await r.listening()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(r.url.rsplit(":", 1)[1]))
+        port = writer.get_extra_info("sockname")[1]
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        await fake.asked(1)
+        writer.transport.abort()
+        assert r.process.stderr is not None
+        async with asyncio.timeout(10):
+            while b'"event":"request"' not in (line := await r.process.stderr.readline()):
+                assert line
+        said = orjson.loads(line)
+        assert (said["status"], said["client"]) == (499, f"127.0.0.1:{port}")

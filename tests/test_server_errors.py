@@ -1,0 +1,155 @@
+"""What clients learn from errors, and operators from the log, when no engine can answer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from lmetric.server import health
+from server_world import STREAM_HEAD, FakeEngine, World, chunk, plain, reset, says, token, world
+
+QUICK: dict[str, Any] = {"health": {"interval": 0.02, "timeout": 1.0}}
+
+
+@pytest.fixture
+def logs() -> Iterator[list[structlog.typing.EventDict]]:
+    with capture_logs() as caught:
+        yield caught
+
+
+def reminders(logs: list[structlog.typing.EventDict]) -> list[structlog.typing.EventDict]:
+    return [each for each in logs if each["event"] == "no usable engine"]
+
+
+async def port_without_engine() -> int:
+    engine = FakeEngine()
+    await engine.start()
+    await engine.stop()
+    return engine.port
+
+
+async def test_no_usable_engine_is_logged_again_and_again_with_its_reason(
+    logs: list[structlog.typing.EventDict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UX C8: with dead engines there was one warning, then silence for ever."""
+    monkeypatch.setattr(health, "REMINDER_SECONDS", 0.05)
+    dead = FakeEngine(port=await port_without_engine(), model="tiny")
+    engines = [{"url": dead.url, "name": "dead"}]
+    async with world(0, engines=engines, **QUICK) as it:
+        await it.until(lambda: len(reminders(logs)) >= 3)
+        first = reminders(logs)[0]
+        assert (first["log_level"], first["reason"].split(": ")[0]) == ("warning", "dead")
+        assert "no connection" in first["reason"]
+        await dead.start()
+        await it.until(it.server.fleet.ready)
+        logs.clear()
+        checks = it.server.fleet.pools[0].engines["dead"]
+        await it.until(lambda: checks.healthy)
+        assert (await it.post())[0] == 200
+        assert not reminders(logs)
+        await dead.stop()
+        await it.until(lambda: len(reminders(logs)) >= 2)
+        assert {each["model"] for each in reminders(logs)} == {"tiny"}
+
+
+async def test_reminders_come_at_most_every_30_seconds(logs: list[structlog.typing.EventDict]) -> None:
+    """UX C8: the reminder follows the clock, not the health checks."""
+    url = f"http://127.0.0.1:{await port_without_engine()}"
+    async with world(0, engines=[{"url": url}], health={"interval": 0.01}) as it:
+        engine = it.server.fleet.unplaced[0]
+        await it.until(lambda: engine.failures > 5)
+    assert len(reminders(logs)) == 1
+    assert health.REMINDER_SECONDS == 30
+
+
+async def refusal(it: World, **body: Any) -> tuple[int, str]:
+    status, headers, got = await it.post({"model": "tiny", "prompt": "x", **body})
+    assert (headers["retry-after"], got["error"]["code"]) == ("2", "no_engine")
+    return status, got["error"]["message"]
+
+
+@pytest.mark.parametrize("show", [True, False])
+async def test_the_503_says_why_no_engine_is_usable(show: bool) -> None:
+    """UX C8: `503 no engine has told its model yet` hid the known reason."""
+    port = await port_without_engine()
+    engines = [{"url": f"http://127.0.0.1:{port}", "name": f"gpu-{n}"} for n in range(7)]
+    async with world(0, engines=engines, errors={"show_engines": show}) as it:
+        status, message = await refusal(it)
+        assert status == 503
+        if show:
+            assert message.startswith("no usable engine (gpu-0: no connection: ")
+            assert message.endswith("; and 2 more)")
+            assert "gpu-5" not in message
+        else:
+            assert message == "no usable engine"
+
+
+async def test_the_503_of_a_known_model_says_why() -> None:
+    """UX C8: engines that were there and are not, or that are drained, are named with the reason."""
+    async with world(2, admin=True, **QUICK) as it:
+        await it.engines[0].stop()
+        await it.until(lambda: not it.server.fleet.pools[0].engines["e0"].healthy)
+        async with it.client.post(it.url + "/admin/engines/e1/drain") as response:
+            assert response.status == 200
+        _, message = await refusal(it)
+        assert message.startswith("tiny: no usable engine (e0: no connection: ")
+        assert message.endswith("; e1: draining)")
+
+
+@pytest.mark.parametrize("show", [True, False])
+async def test_engines_are_named_to_clients_only_if_that_is_wanted(show: bool) -> None:
+    """Reliability, table L: the 504 message and x-lmetric-instance told engines' host:port to clients."""
+    cut = says(STREAM_HEAD, chunk(token("a")), then="reset")
+    fakes = [FakeEngine(behave=reset), FakeEngine(behave=says(plain(503, {"error": {"message": "full"}})))]
+    async with world(fakes, errors={"show_engines": show}) as it:
+        status, headers, got = await it.post()
+        assert status in (502, 503)
+        message = got["error"]["message"]
+        assert message.startswith("no engine could answer")
+        assert ("e0: " in message and "e1: status 503: full" in message) == show
+        for engine in it.engines:
+            engine.behave = cut
+        status, headers, got = await it.post({"model": "tiny", "prompt": "x", "stream": True})
+        assert (status, "x-lmetric-instance" in headers) == (200, show)
+        assert "x-lmetric-decision" in headers
+        broken = orjson.loads(got.split(b"data: ")[2])["error"]
+        assert broken["message"].startswith("the engine's answer broke off")
+        assert (" (e" in broken["message"]) == show
+
+
+async def test_codes_of_errors_are_strings_or_null(logs: list[structlog.typing.EventDict]) -> None:
+    """UX, section 3, code: an integer for 400, 401 and 503, strings elsewhere."""
+    async with world(1, limits={"max_body_bytes": 2000}) as it:
+        codes = []
+        for body, path in (
+            (b"{", "/v1/completions"),
+            ({"prompt": 3}, "/v1/completions"),
+            ({"model": "no", "prompt": "x"}, "/v1/completions"),
+            ({"prompt": "x" * 3000}, "/v1/completions"),
+            ({}, "/v1/nothing"),
+            ({}, "/v1/models"),
+            ({}, "/debug/engines"),
+        ):
+            status, _, got = await it.post(body, path=path)
+            assert status >= 400
+            codes.append(got["error"]["code"])
+        async with it.client.get(it.url + "/v1/completions") as response:
+            codes.append((await response.json())["error"]["code"])
+        assert codes == [None, None, "model_not_found", "body_too_large", "unknown_path", None, None, None]
+        it.server.front.refusing = True
+        status, _, got = await it.post()
+        assert (status, got["error"]["code"]) == (503, "shutting_down")
+        it.server.front.refusing = False
+
+
+async def test_requests_without_a_key_get_a_null_code(tmp_path: Any) -> None:
+    """UX, section 3, code: 401 without a key had the integer 401."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("secret: team")
+    async with world(1, auth={"keys_file": keys}) as it:
+        for headers, code in (({}, None), ({"authorization": "Bearer no"}, "invalid_api_key")):
+            status, _, got = await it.post(headers=headers)
+            assert (status, got["error"]["code"]) == (401, code)
