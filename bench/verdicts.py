@@ -5,8 +5,8 @@
 
 Each study has two sources. `bench/STUDY/verdicts.md` holds the text; a field such as `{linear_ttft:+.0%}`
 is Python's format syntax. `bench/STUDY/quoted.py` holds `figures(raw)`, which reads the raw files and returns
-the value of each field, and `WRITTEN`, the numbers that a person may write: settings and figures of the paper.
-Any other number in an outcome is an error. The first column of a table states a claim and is not checked.
+the value of each field. Its `WRITTEN` lists the numbers that a person may write: settings and figures of the
+paper. Any other number in an outcome is an error. The first column of a table is a claim and is not checked.
 
 The text stands in the page between `<!-- verdicts STUDY -->` and `<!-- /verdicts -->`.
 """
@@ -172,7 +172,7 @@ def rendered(study: str, results: Callable[[str], Path] = results_of) -> str:
 
 
 def refuse_written_numbers(template: str, written: Sequence[str], source: Path) -> None:
-    """Exits if an outcome holds a number that neither a field nor `written` names, or never one that it names."""
+    """Exits if an outcome holds a number that is neither a field nor in `written`, or if one there is unused."""
     unused = set(written)
     for line in template.splitlines():
         text = line.split(" | ", 1)[-1] if line.startswith("| ") else line
