@@ -172,7 +172,7 @@ def rendered(study: str, results: Callable[[str], Path] = results_of) -> str:
 
 
 def refuse_written_numbers(template: str, written: Sequence[str], source: Path) -> None:
-    """Exits if an outcome holds a number that is neither a field nor in `written`, or if one there is unused."""
+    """Exits if an outcome holds a number that is not in `written`, or if `written` holds an unused one."""
     unused = set(written)
     for line in template.splitlines():
         text = line.split(" | ", 1)[-1] if line.startswith("| ") else line
