@@ -10,6 +10,8 @@ from verdicts import Raw, Span, Stages
 
 # Settings, and figures of the paper.
 WRITTEN = (
+    "H20",
+    "A100",
     "Eq. (15)",
     "prob @ 1",
     "P99.9",
@@ -49,7 +51,13 @@ def figures(raw: Raw) -> dict[str, Any]:
     for stages in (unseen.of("completion"), seen.of("summaries"), seen.of("agents"), recorded.of("mooncake")):
         long_prompts.rows |= stages.rows
     idle = [stages for load in LIGHT for stages in by_stage(light.of(load))]
+    h20, a100 = raw.stages("6"), raw.stages("12")
     return {
+        "h20_rr": over(h20, "SIBYL", "round robin"),
+        "h20_ils": over(h20, "SIBYL", "ILS, tokens"),
+        "a100_rr": over(a100, "SIBYL", "round robin"),
+        "a100_ils": over(a100, "SIBYL", "ILS, tokens"),
+        "a100_reqlevel": over(a100, "SIBYL", REQLEVEL),
         "behind_step": behind(paper.of("step time")),
         "times_eq15": over(paper.of("Eq. 15, held"), "SIBYL", "round robin"),
         "over_ils": over(paper, "SIBYL", "ILS, tokens"),
