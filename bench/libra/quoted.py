@@ -8,12 +8,14 @@ from verdicts import Raw, Span, Stages
 
 # Settings, systems, and figures of the paper.
 WRITTEN = (
+    "2.3 requests/s", "Figure 5",
     "1P1D", "2P1D", "1P2D", "8192/32", "1,358", "2,048", "1,024", "Table 1", "Algorithm 1",
     "Algorithm 2", "0.83, 2.56, 1.68", "1.49, 2.83, 2.86", "353, 337, 163", "256", "512", "1.3",
     "32B", "72B", "50 GB/s", "3 GB/s", "P99", "log-normally by 1", "0.058 ms",
 )  # fmt: skip
 LIBRA, BY_LOAD, OURS = "Libra as printed", "Libra, pair by load", "ours: cut where it gains"
 TUNED, COMPOSED, WHOLE = "colocated, chunk tuned", "colocated, Algorithm 2", "colocated, chunk 2048"
+CUTS = ("cut at 1,280", "cut at 1,358", "cut at 1,440", "cut at 1,520")
 PLAIN = "Libra as printed, without Algorithm 2, chunk"
 
 
@@ -57,6 +59,10 @@ def figures(raw: Raw) -> dict[str, Any]:
     return {
         "cut_1024": cuts.mean("cut at 1,024", "requests"),
         "cut_1358": cuts.mean("cut at 1,358", "requests"),
+        "cut_best": max(cuts.mean(each, "requests") for each in CUTS),
+        "long_cut_at": long.mean(LIBRA, "cut_at"),
+        "below_cut_at": raw.stages("5").of("2.3/s").mean(LIBRA, "cut_at"),
+        "longest_gap": within.mean(LIBRA, "worst"),
         "cut_none": cuts.mean("colocated", "requests"),
         "cut_libra_at": cuts.mean(LIBRA, "cut_at"),
         "cut_libra": cuts.mean(LIBRA, "requests"),

@@ -10,6 +10,10 @@ from verdicts import Raw, Span, Stages
 
 # Settings, and figures of the paper.
 WRITTEN = (
+    "on 64 instances",
+    "past 105 requests",
+    "a load of 0.8",
+    "Table 1",
     "H20",
     "A100",
     "Eq. (15)",
@@ -42,8 +46,9 @@ def figures(raw: Raw) -> dict[str, Any]:
     def over(stages: Stages, rival: str, base: str, name: str = "p99") -> Span:
         return Span(stages.ratios(rival, base, name))
 
-    def behind(stages: Stages) -> Span:
-        return Span(ratio - 1 for ratio in stages.ratios("SIBYL", "round robin", "p99"))
+    def change(stages: Stages, name: str) -> Span:
+        """Of SIBYL's figure against round robin's."""
+        return Span(ratio - 1 for ratio in stages.ratios("SIBYL", "round robin", name))
 
     rivals = [rival for rival in next(iter(unseen.rows.values())) if not rival.startswith("sibyl_plus")]
     recorded = raw.stages("traces")
@@ -52,13 +57,25 @@ def figures(raw: Raw) -> dict[str, Any]:
         long_prompts.rows |= stages.rows
     idle = [stages for load in LIGHT for stages in by_stage(light.of(load))]
     h20, a100 = raw.stages("6"), raw.stages("12")
+    independent, printed = raw.stages("independent"), raw.stages("printed").of("load 0.8")
+    dear = Stages([])
+    dear.rows = long_prompts.rows | seen.of("heavy-tails").rows
     return {
+        "mean_zeta": change(paper.of("step time", "zeta"), "mean"),
+        "mean_eq15": change(paper.of("Eq. 15, held"), "mean"),
+        "long_over_reqlevel": Span(ratio - 1 for ratio in dear.ratios("SIBYL", REQLEVEL, "p99")),
+        "late_ils": independent.mean("ILS, tokens, late", "least_loaded"),
+        "late_ils_p99": independent.mean("ILS, tokens, late", "p99"),
+        "early_ils_p99": independent.mean("ILS, tokens", "p99"),
+        "late_requests": independent.mean(f"{REQLEVEL}, late", "least_loaded"),
+        "late_requests_p99": independent.mean(f"{REQLEVEL}, late", "p99"),
+        "stuck": Span(printed.mean(rival, "without_end") for rival in ("SIBYL", "ILS, tokens")),
         "h20_rr": over(h20, "SIBYL", "round robin"),
         "h20_ils": over(h20, "SIBYL", "ILS, tokens"),
         "a100_rr": over(a100, "SIBYL", "round robin"),
         "a100_ils": over(a100, "SIBYL", "ILS, tokens"),
         "a100_reqlevel": over(a100, "SIBYL", REQLEVEL),
-        "behind_step": behind(paper.of("step time")),
+        "behind_step": change(paper.of("step time"), "p99"),
         "times_eq15": over(paper.of("Eq. 15, held"), "SIBYL", "round robin"),
         "over_ils": over(paper, "SIBYL", "ILS, tokens"),
         "long_over_rr": Span(r - 1 for r in long_prompts.ratios("SIBYL", "round robin", "p99")),
