@@ -2,11 +2,13 @@
 
     python bench/core.py latency [--out FILE]
     python bench/core.py plans [--out FILE]
+    python bench/core.py decode [--out FILE]
     python bench/core.py memory [--prompts 10000000] [--out FILE]    # minutes; the same figures each time
 
 Runs what the repository ships for that: `lmetric-router bench --json`, the example `index_latency` of
 `lmetric-core` and criterion's `score` bench for LMETRIC over 1,024 instances; or the examples
-`split_latency`, `priority_latency`, `replica_latency` and `reschedule_latency`; or `index_memory`.
+`split_latency`, `priority_latency`, `replica_latency` and `reschedule_latency`; or `decode_latency`; or
+`index_memory`.
 """
 
 from __future__ import annotations
@@ -142,7 +144,30 @@ def plans() -> Figures:
     }
 
 
-KINDS = {"latency": "core", "plans": "plans", "memory": "memory"}  # of raw files
+DECODE = re.compile(r"^(\w+) +(\d+) +(\d+) +([\d.]+) +([\d.]+)$", re.MULTILINE)
+
+
+def decode() -> Figures:
+    """Decisions that choose a decode instance, by policy, instances and requests on each."""
+    found = DECODE.findall(example("decode_latency"))
+    if not found:
+        sys.exit("core.py: decode_latency printed no figures")
+    return {
+        "decisions": [
+            {
+                "policy": policy,
+                "instances": int(instances),
+                "requests": int(requests),
+                "p50_us": float(p50),
+                "p99_us": float(p99),
+            }
+            for policy, instances, requests, p50, p99 in found
+        ]
+    }
+
+
+PARTS = {"latency": latency, "plans": plans, "decode": decode}
+KINDS = {"latency": "core", "plans": "plans", "decode": "decode", "memory": "memory"}  # of raw files
 
 
 def main() -> None:
@@ -161,7 +186,7 @@ def main() -> None:
     if options.what == "memory":
         result["index_memory"] = memory(example("index_memory", str(options.prompts)))
     else:
-        result |= plans() if options.what == "plans" else latency()
+        result |= PARTS[options.what]()
     result["load_average"] = [*load, os.getloadavg()]
     print(f"raw figures: {write_result(result, KINDS[options.what], options.out)}")
 

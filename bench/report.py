@@ -1,6 +1,6 @@
 """Renders the newest raw files of `bench/results` into the tables of `docs/performance.md`.
 
-    python bench/report.py
+    python bench/report.py [--check]
 
 A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; the words around it are written by hand. The
 budgets are the project's; each is met or MISSED by the figure in the raw file, and nothing is rounded in our
@@ -225,6 +225,16 @@ def plans(result: Figures) -> str:
     )
 
 
+def decode(result: Figures) -> str:
+    """Decisions that choose a decode instance: a line for each policy, a column for each size."""
+    policies: dict[str, list[str]] = {}
+    for each in result["decisions"]:
+        cell = f"{each['p50_us']:.1f} / {each['p99_us']:.1f}"
+        policies.setdefault(each["policy"], []).append(cell)
+    sizes = dict.fromkeys(f"{each['instances']} x {each['requests']}" for each in result["decisions"])
+    return table(["decode policy", *sizes], [[policy, *cells] for policy, cells in policies.items()])
+
+
 def http(result: Figures) -> str:
     """Routers side by side."""
 
@@ -308,20 +318,21 @@ def tokens(result: Figures) -> str:
 
 
 def main() -> None:
-    """Renders the page."""
-    kinds = ("core", "plans", "memory", "decision", "http", "simulator", "tokens")
+    """Renders the page, or checks it."""
+    kinds = ("core", "plans", "decode", "memory", "decision", "http", "simulator", "tokens")
     results = {what: newest(what) for what in kinds}
     parts = {
         "machine": machine(results),
         "budgets": table(["what", "budget", "measured", ""], list(budgets(results))),
         "core": core(results["core"][1], results["memory"][1]),
         "plans": plans(results["plans"][1]),
+        "decode": decode(results["decode"][1]),
         "decision": decision(results["decision"][1]),
         "http": http(results["http"][1]),
         "simulator": simulator(results["simulator"][1]),
         "tokens": tokens(results["tokens"][1]),
     }
-    page = PAGE.read_text()
+    old = page = PAGE.read_text()
     for name, text in parts.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
         page, count = pattern.subn(lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", page)
@@ -329,6 +340,8 @@ def main() -> None:
             sys.exit(
                 f"report.py: {PAGE.relative_to(ROOT)} needs one pair of <!-- {name} --> marks, has {count}"
             )
+    if "--check" in sys.argv:
+        sys.exit(f"report.py: {PAGE.relative_to(ROOT)} is stale: run report.py" if page != old else 0)
     PAGE.write_text(page)
 
 

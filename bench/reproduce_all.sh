@@ -8,4 +8,4 @@ for study in reproduce/run sibyl/run libra/run star/run planner/run planner/goal
     echo "$study.py" >&2
     "$VENV/bin/python" "bench/$study.py" "$@"
 done
-case " $* " in *" --quick "*) ;; *) "$VENV/bin/python" bench/planner/picture.py ;; esac
+case " $* " in *" --quick "*) ;; *) "$VENV/bin/python" bench/planner/picture.py; "$VENV/bin/python" bench/verdicts.py ;; esac

@@ -17,3 +17,4 @@ VENV=${VENV:-.venv}
 # The Mooncake conversation trace, where its path is given.
 [ -z "${2:-}" ] || "$VENV/bin/python" bench/simulator.py "$2" --rivals "$rivals"
 "$VENV/bin/python" bench/report.py
+"$VENV/bin/python" bench/verdicts.py  # quotes some of these figures

@@ -22,8 +22,10 @@ from world import (
     LENGTHS,
     MAIN,
     ORACLE,
+    OWN_LENGTHS,
     PLUS,
     POWER_OF_TWO,
+    REAL_ENGINES,
     RIVALS,
     ROUND_ROBIN,
     SIBYL,
@@ -123,6 +125,36 @@ def queues(world: World) -> Row:
         "prefill": "queues", "transfer": "50",
     }  # fmt: skip
     return rows(world, stages, [*MAIN, *LATE, *BEYOND], **real)
+
+
+def testbed(
+    world: World, engine: str, lengths: Sequence[str], prefills: int, loads: Sequence[float]
+) -> list[Row]:
+    """One of the paper's clusters: its prefill instances by round robin, four decode instances."""
+    stages = [
+        Stage(each, engine, 4, load) for each in lengths for load in (loads[-1:] if world.quick else loads)
+    ]
+    roles = {"roles": {"prefill": prefills, "decode": 4}}
+    made: list[Row] = rows(world, stages, [*MAIN, PLUS], **REAL_ENGINES, **roles)["rows"]
+    return [each | {"stage": each["stage"].replace("4 decode instances", f"{prefills}P4D")} for each in made]
+
+
+TESTBED_LOADS = (0.5, 0.7, 0.9)
+
+
+@figure("6", "Figure 6: the paper's eight H20, simulated")
+def figure_6(world: World) -> Row:
+    h20 = "Qwen3-32B on H20"
+    random = testbed(world, h20, ("sibyl-random",), 2, TESTBED_LOADS)
+    return {"rows": random + testbed(world, h20, ("sharegpt-like", "zeta-like"), 4, TESTBED_LOADS)}
+
+
+@figure("12", "Figure 12: the paper's six A100, simulated")
+def figure_12(world: World) -> Row:
+    engines = ("Qwen2.5-7B on A100", "Llama3-8B on A100")
+    return {
+        "rows": [row for each in engines for row in testbed(world, each, [*OWN_LENGTHS], 2, TESTBED_LOADS)]
+    }
 
 
 # -- beyond: sibyl_plus

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from lmetric.profiles import Profile, load_profile
+from lmetric.profiles.roofline import MODELS, Gpu, roofline
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.setups import PolicyChoice
 from lmetric.sim.synthetic import check_synthetic
@@ -33,6 +34,21 @@ ENGINES = {
     "256 sequences": "independent-pd",
 }
 MOST_SEQUENCES = {"256 sequences": 256}  # vLLM's default; else as many as come
+# The paper's testbeds (section 5, Table 4, Appendix F). They use 0.8 of the memory, `roofline` takes 0.9.
+_H20 = Gpu("h20", "H20 (141 GB)", 148e12, 4.0e12, int(141e9 * 0.8 / 0.9), 450e9)
+_A100 = Gpu("a100", "A100 (40 GB)", 312e12, 1.89e12, int(40e9 * 0.8 / 0.9), 300e9)
+TESTBEDS = {
+    "Qwen3-32B on H20": (MODELS["qwen3-32b"], _H20),
+    "Qwen2.5-7B on A100": (MODELS["qwen2-7b"], _A100),
+    "Llama3-8B on A100": (MODELS["llama-3.1-8b"], _A100),
+}
+# Lengths that have no name: Appendix G's, uniform.
+OWN_LENGTHS: dict[str, dict[str, Any]] = {
+    "uniform to 1,024 and 4,096": {
+        "input_tokens": {"quantiles": {0: 0.5, 1: 1024.5}},
+        "output_tokens": {"quantiles": {0: 0.5, 1: 4096.5}},
+    }
+}
 WARM_UP, TAIL, LIVES = 2.0, 1.1, 5.1
 TRACES = {
     "azure-conversation": ("azure_conv_2023.csv.gz", "azure"),
@@ -86,6 +102,10 @@ LATE = [
 ]
 
 
+# A testbed's engines: prompts queue, KV moves layer by layer, decodes that find no memory go back.
+REAL_ENGINES: dict[str, Any] = {"prefill": "queues", "transfer": "50,layers", "admission": "vllm"}
+
+
 @dataclass(frozen=True)
 class Stage:
     """Decode instances under a load."""
@@ -121,17 +141,39 @@ def sample(lengths: str) -> Trace:
     """Some requests, for their means."""
     if lengths in TRACES:
         return recorded(lengths)
-    told = {"synthetic": "requests", "rate": 1000, "duration_seconds": 100, "lengths": lengths, "seed": 0}
+    told = {"synthetic": "requests", "rate": 1000, "duration_seconds": 100, "seed": 0, **described(lengths)}
     return check_synthetic(told | {"block_tokens": 512}, lengths).make()
+
+
+def described(lengths: str) -> dict[str, Any]:
+    """Lengths as a description of a synthetic trace has them."""
+    return OWN_LENGTHS.get(lengths, {"lengths": lengths})
 
 
 @cache
 def profile_of(engine: str) -> Profile:
     """The engine model of a stage."""
+    if engine in TESTBEDS:
+        return roofline(*TESTBEDS[engine])
     profile = load_profile(ENGINES[engine])
     if (most := MOST_SEQUENCES.get(engine)) is None:
         return profile
     return profile.model_copy(update={"max_sequences": most})
+
+
+def most_sequences(engine: str, lengths: str) -> float:
+    """The largest batch of an engine: on a testbed what its memory holds, in the mean over a run's tokens."""
+    if engine not in TESTBEDS:
+        return MOST_SEQUENCES.get(engine, np.inf)
+    profile = profile_of(engine)
+    return min(profile.max_sequences, profile.cache_blocks * profile.block_tokens / mean_context(lengths))
+
+
+def mean_context(lengths: str) -> float:
+    """Context tokens of a token, over all made."""
+    trace = sample(lengths)
+    output = trace.output_tokens.astype(np.float64)
+    return float(trace.input_tokens.mean() + (output**2).mean() / (2 * output.mean()))
 
 
 def limit(profile: Profile, lengths: str, most: float = np.inf) -> float:
@@ -141,10 +183,8 @@ def limit(profile: Profile, lengths: str, most: float = np.inf) -> float:
     if (curve := profile.decode_throughput) is not None:
         peak = curve.gamma - curve.beta**2 / (4 * curve.alpha)
         return float(peak / output.mean())
-    context = trace.input_tokens.mean() + (output**2).mean() / (
-        2 * output.mean()
-    )  # of a token, over all made
-    each = profile.decode_seconds_per_sequence + profile.decode_seconds_per_context_token * context
+    context = profile.decode_seconds_per_context_token * mean_context(lengths)
+    each = profile.decode_seconds_per_sequence + context
     return float(1 / (output.mean() * (each + profile.fixed_seconds / most)))
 
 
@@ -199,7 +239,7 @@ def play(stage: Stage, rival: Rival, settings: Mapping[str, Any], seed: int) -> 
 def made(stage: Stage, seed: int) -> tuple[Workload, float, float]:
     """What arrives, and between which seconds it counts."""
     profile = profile_of(stage.engine)
-    per_instance = limit(profile, stage.lengths, MOST_SEQUENCES.get(stage.engine, np.inf))
+    per_instance = limit(profile, stage.lengths, most_sequences(stage.engine, stage.lengths))
     rate = stage.rate if stage.load is None else stage.load * per_instance * stage.decodes
     seconds = life(profile, stage.lengths, rate / (limit(profile, stage.lengths) * stage.decodes))
     if stage.lengths in TRACES:
@@ -209,7 +249,7 @@ def made(stage: Stage, seed: int) -> tuple[Workload, float, float]:
     arrivals = "poisson" if stage.arrivals == "poisson" else {"cv": float(stage.arrivals)}
     told = {
         "synthetic": "requests", "rate": rate, "duration_seconds": seconds * stage.lives, "seed": seed,
-        "arrivals": arrivals, "lengths": stage.lengths, "block_tokens": 512,
+        "arrivals": arrivals, "block_tokens": 512, **described(stage.lengths),
     }  # fmt: skip
     workload = prepare(check_synthetic(told, stage.label).make(), profile)
     return workload, WARM_UP * seconds, (stage.lives - TAIL) * seconds

@@ -1,0 +1,110 @@
+"""Figures that the verdicts of the SIBYL study quote, from its raw files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from verdicts import Raw, Span, Stages
+
+# Settings, and figures of the paper.
+WRITTEN = (
+    "on 64 instances",
+    "past 105 requests",
+    "a load of 0.8",
+    "Table 1",
+    "H20",
+    "A100",
+    "Eq. (15)",
+    "prob @ 1",
+    "P99.9",
+    "P99",
+    "type 1",
+    "5.07",
+    "64",
+    "128",
+    "256",
+    "8 GPUs",
+    "Eq. (4)",
+    "4,096",
+)
+REQLEVEL = "least requests, bound ones too (REQLEVEL)"
+LIGHT = "load 0.005", "load 0.02"  # most instances are idle
+
+
+def figures(raw: Raw) -> dict[str, Any]:
+    """Every field of verdicts.md."""
+    paper, ablations, light = raw.stages("9"), raw.stages("8"), raw.stages("light")
+    seen, unseen = raw.stages("seen", "traces"), raw.stages("fresh", "fresh_128", "fresh_256")
+    pools = raw.stages("9", "15").of("sharegpt-like, Eq. 15, held", "load 0.4")
+    sharegpt = {
+        size: pools.of(f" {size} decode").ratio("SIBYL", "round robin", "p99")
+        for size in ("64", "128", "256")
+    }
+
+    def over(stages: Stages, rival: str, base: str, name: str = "p99") -> Span:
+        return Span(stages.ratios(rival, base, name))
+
+    def change(stages: Stages, name: str) -> Span:
+        """Of SIBYL's figure against round robin's."""
+        return Span(ratio - 1 for ratio in stages.ratios("SIBYL", "round robin", name))
+
+    rivals = [rival for rival in next(iter(unseen.rows.values())) if not rival.startswith("sibyl_plus")]
+    recorded = raw.stages("traces")
+    long_prompts = Stages([])
+    for stages in (unseen.of("completion"), seen.of("summaries"), seen.of("agents"), recorded.of("mooncake")):
+        long_prompts.rows |= stages.rows
+    idle = [stages for load in LIGHT for stages in by_stage(light.of(load))]
+    h20, a100 = raw.stages("6"), raw.stages("12")
+    independent, printed = raw.stages("independent"), raw.stages("printed").of("load 0.8")
+    dear = Stages([])
+    dear.rows = long_prompts.rows | seen.of("heavy-tails").rows
+    return {
+        "mean_zeta": change(paper.of("step time", "zeta"), "mean"),
+        "mean_eq15": change(paper.of("Eq. 15, held"), "mean"),
+        "long_over_reqlevel": Span(ratio - 1 for ratio in dear.ratios("SIBYL", REQLEVEL, "p99")),
+        "late_ils": independent.mean("ILS, tokens, late", "least_loaded"),
+        "late_ils_p99": independent.mean("ILS, tokens, late", "p99"),
+        "early_ils_p99": independent.mean("ILS, tokens", "p99"),
+        "late_requests": independent.mean(f"{REQLEVEL}, late", "least_loaded"),
+        "late_requests_p99": independent.mean(f"{REQLEVEL}, late", "p99"),
+        "stuck": Span(printed.mean(rival, "without_end") for rival in ("SIBYL", "ILS, tokens")),
+        "h20_rr": over(h20, "SIBYL", "round robin"),
+        "h20_ils": over(h20, "SIBYL", "ILS, tokens"),
+        "a100_rr": over(a100, "SIBYL", "round robin"),
+        "a100_ils": over(a100, "SIBYL", "ILS, tokens"),
+        "a100_reqlevel": over(a100, "SIBYL", REQLEVEL),
+        "behind_step": change(paper.of("step time"), "p99"),
+        "times_eq15": over(paper.of("Eq. 15, held"), "SIBYL", "round robin"),
+        "over_ils": over(paper, "SIBYL", "ILS, tokens"),
+        "long_over_rr": Span(r - 1 for r in long_prompts.ratios("SIBYL", "round robin", "p99")),
+        "reqlevel_paper": over(ablations, REQLEVEL, "SIBYL", "p999"),
+        "reqlevel_long": over(long_prompts, REQLEVEL, "SIBYL"),
+        "prob_at_1": over(ablations, "prob @ 1", "SIBYL"),
+        "no_type_1": over(ablations, "no type 1", "SIBYL"),
+        "pool_64": sharegpt["64"],
+        "pool_128": sharegpt["128"],
+        "pool_256": sharegpt["256"],
+        "optimal": Span(paper.each("round robin", "least_loaded")),
+        "optimal_light": Span(stages.mean("round robin", "least_loaded") for stages in idle),
+        "optimal_sibyl": Span(paper.each("SIBYL", "least_loaded")),
+        "survival": Span(errors(raw, 4096, "eq4")),
+        "survival_few": Span(errors(raw, 256, "eq4")),
+        "plus_paper": over(paper, "sibyl_plus", REQLEVEL),
+        "plus_unseen": Span(ratio for rival in rivals for ratio in unseen.ratios("sibyl_plus", rival, "p99")),
+    }
+
+
+def by_stage(stages: Stages) -> list[Stages]:
+    """Each stage by itself."""
+    return [stages.of(stage) for stage in stages]
+
+
+def errors(raw: Raw, answers: int, curve: str) -> list[float]:
+    """The largest error of the learned survival after so many answers, by lengths, mean over seeds."""
+    by_lengths: dict[str, list[float]] = {}
+    for each in raw("7")["errors"]:
+        found = each[curve][each["seen"].index(answers)]["largest"]
+        by_lengths.setdefault(each["lengths"], []).append(found)
+    return [float(np.mean(found)) for found in by_lengths.values()]

@@ -1,0 +1,236 @@
+"""Renders the verdicts of `docs/reproduction.md`: every measured number in them comes from a raw result file.
+
+    python bench/verdicts.py            # writes the page
+    python bench/verdicts.py --check    # fails if the page differs from the raw files
+
+Each study has two sources. `bench/STUDY/verdicts.md` holds the text; a field such as `{linear_ttft:+.0%}`
+is Python's format syntax. `bench/STUDY/quoted.py` holds `figures(raw)`, which reads the raw files and returns
+the value of each field. Its `WRITTEN` lists the numbers that a person may write: settings and figures of the
+paper. Any other number in an outcome is an error. The first column of a table is a claim and is not checked.
+
+The text stands in the page between `<!-- verdicts STUDY -->` and `<!-- /verdicts -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from string import Formatter
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from common import ROOT
+from rerun import bounds
+
+sys.modules.setdefault("verdicts", sys.modules[__name__])  # `quoted.py` imports it by this name
+
+PAGE = ROOT / "docs" / "reproduction.md"
+STUDIES = ("reproduce", "sibyl", "libra", "star", "uniboost")
+PART = re.compile(r"(<!-- verdicts (\w+) -->\n).*?(\n<!-- /verdicts -->)", re.DOTALL)
+Row = dict[str, Any]
+
+
+class Span:
+    """Several values, formatted as the smallest and the largest in size: `12 to 37%`; one if they agree."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        found = sorted(float(value) for value in values)
+        if not found:
+            raise ValueError("no values to quote")
+        one_sign = found[0] >= 0 or found[-1] <= 0
+        self.values = sorted(found, key=abs) if one_sign else found
+
+    def __format__(self, spec: str) -> str:
+        first, last = format(self.values[0], spec), format(self.values[-1], spec)
+        if first == last:
+            return last
+        return f"{first.removesuffix('%') if last.endswith('%') else first} to {last}"
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean over seeds."""
+    return float(np.mean(values))
+
+
+class Stages:
+    """Rows of a figure, by stage and by rival."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows: dict[str, dict[str, Row]] = {}
+        for row in rows:
+            stage = next(row[key] for key in ("stage", "group") if key in row)
+            rival = next(row[key] for key in ("policy", "system", "order") if key in row)
+            self.rows.setdefault(stage, {})[rival] = row
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def of(self, *parts: str) -> Stages:
+        """The stages whose name contains all parts."""
+        chosen = Stages([])
+        chosen.rows = {name: rows for name, rows in self.rows.items() if all(p in name for p in parts)}
+        if not chosen.rows:
+            raise KeyError(f"no stage has {parts}; there are {list(self.rows)}")
+        return chosen
+
+    def row(self, rival: str) -> Row:
+        """The row of a rival, on the only stage."""
+        (rows,) = self.rows.values()
+        return rows[named(rival, rows)]
+
+    def mean(self, rival: str, name: str) -> float:
+        """A figure of a rival on the only stage."""
+        return mean(self.row(rival)[name])
+
+    def each(self, rival: str, name: str) -> list[float]:
+        """A figure of a rival on each stage."""
+        return [mean(rows[named(rival, rows)][name]) for rows in self.rows.values()]
+
+    def ratios(self, rival: str, base: str, name: str) -> list[float]:
+        """A figure of a rival over that of another on each stage: mean ratio of the seeds that both have."""
+        found = []
+        for rows in self.rows.values():
+            ours, theirs = (rows[named(each, rows)][name] for each in (rival, base))
+            found.append(bounds(ours, theirs)[0])
+        return found
+
+    def ratio(self, rival: str, base: str, name: str) -> float:
+        """A figure of a rival over that of another, on the only stage."""
+        (one,) = self.ratios(rival, base, name)
+        return one
+
+
+def named(rival: str, rows: Mapping[str, Row]) -> str:
+    """A rival by its name, or by the beginning of its name if that is unique."""
+    found = [rival] if rival in rows else [name for name in rows if name.startswith(rival)]
+    if len(found) != 1:
+        raise KeyError(f"{rival!r} names {found or 'nothing'}; there are {list(rows)}")
+    return found[0]
+
+
+@dataclass
+class Raw:
+    """The raw files of a study."""
+
+    folder: Path
+    read: set[Path] = field(default_factory=set)
+
+    def __call__(self, figure: str) -> dict[str, Any]:
+        """A figure's file."""
+        return self._load(self.folder / f"{figure}.json")
+
+    def stages(self, *figures: str) -> Stages:
+        """Rows of one or more figures."""
+        return Stages(row for figure in figures for row in self(figure)["rows"])
+
+    def bench(self, kind: str) -> dict[str, Any]:
+        """The newest raw file of a kind in `bench/results`."""
+        return self._load(sorted((ROOT / "bench" / "results").glob(f"*-{kind}.json"))[-1])
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        self.read.add(path)
+        loaded: dict[str, Any] = json.loads(path.read_text())
+        return loaded
+
+
+def module(study: str) -> ModuleType:
+    """`quoted.py` of a study."""
+    spec = spec_from_file_location(f"quoted_{study}", ROOT / "bench" / study / "quoted.py")
+    if spec is None or spec.loader is None:
+        raise ImportError(study)
+    loaded = module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def results_of(study: str) -> Path:
+    """The folder with a study's raw files."""
+    return ROOT / "bench" / study / "results"
+
+
+def rendered(study: str, results: Callable[[str], Path] = results_of) -> str:
+    """A study's verdicts with every field filled from the raw files."""
+    quoted = module(study)
+    source = ROOT / "bench" / study / "verdicts.md"
+    template = source.read_text().strip()
+    figures: dict[str, object] = quoted.figures(Raw(results(study)))
+    refuse_written_numbers(template, quoted.WRITTEN, source)
+    fields = {re.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(template) if name}
+    if wrong := fields ^ set(figures):
+        where = "verdicts.md and quoted.py do not name the same figures"
+        sys.exit(f"verdicts.py: {study}: {where}: {', '.join(sorted(wrong))}")
+    return template.format_map(figures)
+
+
+def refuse_written_numbers(template: str, written: Sequence[str], source: Path) -> None:
+    """Exits if an outcome holds a number that is not in `written`, or if `written` holds an unused one."""
+    unused = set(written)
+    for line in template.splitlines():
+        text = line.split(" | ", 1)[-1] if line.startswith("| ") else line
+        literal = "".join(f"{before}\0" for before, *_ in Formatter().parse(text))
+        literal = re.sub(r"\]\([^)]*\)", "]", literal)  # addresses of links
+        for allowed in sorted(written, key=len, reverse=True):
+            literal, count = re.subn(rf"(?<![\d.,]){re.escape(allowed)}(?!\d|[.,]\d)", "", literal)
+            unused -= {allowed} if count else set()
+        if found := re.findall(r"[\d.,]*\d", literal):
+            told = "a number of a run belongs into figures() of quoted.py, a setting into its WRITTEN"
+            sys.exit(f"verdicts.py: {source}: {', '.join(found)} in {line[:60]!r}...: {told}")
+    if unused:
+        sys.exit(
+            f"verdicts.py: {source} does not hold {', '.join(sorted(unused))} of WRITTEN: remove it there"
+        )
+
+
+def ages(results: Callable[[str], Path]) -> str:
+    """The commit of every raw file, by study."""
+    lines = ["| study | commits of the code that made its raw files (number of figures) |", "| --- | --- |"]
+    for study in (*STUDIES, "planner"):
+        commits = Counter(json.loads(path.read_text())["commit"] for path in results(study).glob("*.json"))
+        told = ", ".join(f"{commit} ({number})" for commit, number in sorted(commits.items()))
+        lines.append(f"| `bench/{study}` | {told} |")
+    return "\n".join(lines)
+
+
+def page(text: str, results: Callable[[str], Path] = results_of) -> str:
+    """The page with all verdicts rendered anew."""
+
+    def filled(match: re.Match[str]) -> str:
+        made = ages(results) if match[2] == "ages" else rendered(match[2], results)
+        return f"{match[1]}\n{made}\n{match[3]}"
+
+    found = sorted(match[2] for match in PART.finditer(text))
+    if found != (wanted := sorted([*STUDIES, "ages"])):
+        sys.exit(f"verdicts.py: {PAGE.relative_to(ROOT)} has marks for {found}, needs {wanted}")
+    return PART.sub(filled, text)
+
+
+def main() -> None:
+    """Renders or checks the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page would change")
+    parser.add_argument("--page", type=Path, default=PAGE, help="another page")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="raw files of each study in DIR/STUDY")
+    options = parser.parse_args()
+    old = options.page.read_text()
+    new = page(old, results_of if options.results is None else lambda study: options.results / study)
+    if not options.check:
+        options.page.write_text(new)
+    elif old != new:
+        pairs = zip(old.splitlines(), new.splitlines(), strict=False)
+        line = next((f"{a!r}, the raw files make {b!r}" for a, b in pairs if a != b), "its length differs")
+        sys.exit(f"verdicts.py: {options.page} is stale, run bench/verdicts.py: {line}")
+
+
+if __name__ == "__main__":
+    main()

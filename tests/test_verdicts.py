@@ -1,0 +1,155 @@
+"""The verdicts of docs/reproduction.md: their numbers come from raw files, their words leave nothing out."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from studies import Study
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "reproduction.md"
+STUDIES = ("reproduce", "sibyl", "libra", "star", "uniboost")
+# A number of each study's raw files that an outcome quotes: figure, and where it stands in the file.
+QUOTED: dict[str, tuple[str, list[str | int]]] = {
+    "reproduce": ("21", ["claims", 0, "ours", 0, "values", 0]),
+    "sibyl": ("9", ["rows", 0, "p99", 0]),
+    "libra": ("9", ["rows", 0, "rate", 0]),
+    "star": ("10", ["rows", 0, "p99", 0]),
+    "uniboost": ("t3", ["rows", 0, "short e2e p99", 0]),
+}
+
+
+def render(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "bench" / "verdicts.py", *argv]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def part(study: str, text: str) -> str:
+    """The verdicts of a study on the page."""
+    (found,) = re.findall(rf"<!-- verdicts {study} -->\n(.*?)\n<!-- /verdicts -->", text, re.DOTALL)
+    return str(found)
+
+
+def row(study: str, claim: str) -> str:
+    """The row with a claim, without the claim."""
+    (found,) = [line for line in part(study, PAGE.read_text()).splitlines() if line.startswith(f"| {claim}")]
+    return found.split(" | ", 1)[1]
+
+
+def test_rendering_again_changes_nothing() -> None:
+    """Fidelity 8: all numbers of the verdicts are those of the raw files."""
+    done = render("--check")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_number_changed_on_the_page_is_found(study: str, tmp_path: Path) -> None:
+    """Fidelity 8: nobody can change a number of a verdict by hand."""
+    text = PAGE.read_text()
+    verdicts = part(study, text)
+    lines = verdicts.splitlines()
+    # The last number of the first outcome that ends in one the renderer made.
+    at = next(i for i, line in enumerate(lines[3:], 3) if re.search(r"\d\.\d", line.split(" | ", 1)[1]))
+    claim, outcome = lines[at].split(" | ", 1)
+    lines[at] = f"{claim} | " + re.sub(r"(\d\.)(\d)", lambda m: m[1] + str((int(m[2]) + 1) % 10), outcome)
+    (tmp_path / "page.md").write_text(text.replace(verdicts, "\n".join(lines)))
+    done = render("--check", "--page", tmp_path / "page.md")
+    assert done.returncode == 1
+    assert "stale" in done.stderr
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_number_changed_in_a_raw_file_is_found(study: str, tmp_path: Path) -> None:
+    """Fidelity 8: a rerun that changes a quoted figure makes the page stale."""
+    for name in (*STUDIES, "planner"):
+        shutil.copytree(Study(name).results, tmp_path / name)
+    assert render("--check", "--results", tmp_path).returncode == 0
+    figure, where = QUOTED[study]
+    path = tmp_path / study / f"{figure}.json"
+    inner = told = json.loads(path.read_text())
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] += 50
+    path.write_text(json.dumps(told))
+    done = render("--check", "--results", tmp_path)
+    assert done.returncode == 1
+    assert "stale" in done.stderr
+
+
+@pytest.fixture
+def bench() -> Iterator[None]:
+    yield from Study("star").importable()
+
+
+@pytest.mark.usefixtures("bench")
+def test_a_number_typed_into_an_outcome_is_refused() -> None:
+    """Fidelity 8: the renderer copies numbers, not a person."""
+    from verdicts import refuse_written_numbers
+
+    source = ROOT / "bench" / "star" / "verdicts.md"
+    for good in ("| takes 3 s | {seconds:.1f} s at P99 |", "{share:.0%} ([page](a.md#part-2)) at P99"):
+        refuse_written_numbers(good, ("P99",), source)
+    for bad, number in (
+        ("| takes 3 s | 2.5 s |", "2.5"),
+        ("P99 is {x} or 1,040", "1,040"),
+        ("P999 {x}", "999"),
+    ):
+        with pytest.raises(SystemExit, match=re.escape(number)):
+            refuse_written_numbers(bad, ("P99",), source)
+
+
+@pytest.mark.parametrize(
+    ("study", "claim", "said", "unsaid"),
+    [
+        pytest.param("reproduce", "and so at all rates", r"12\.5 to .*\+94% on `agent`", "13 to", id="row 2"),
+        pytest.param("sibyl", "a decision takes 5.07 ms", "not compared", r"\d us|µs", id="row 9"),
+        pytest.param("libra", "1,024 + 1,024", "no test of the claim", r"\*\*holds", id="row 11, Figure 5"),
+        pytest.param("libra", "Table 1", "half is no test", "reproduced", id="row 11, Table 1"),
+        pytest.param("star", "balance lasts", "not on 64 to 256", r"\| \*\*holds\*\*;", id="row 16"),
+        pytest.param("uniboost", "rho 0.99, one", r"SJF and SRPT \*\*fails", r"\| \*\*holds", id="row 18"),
+        pytest.param("sibyl", "ours: `sibyl_plus`", "level with REQLEVEL", "$^", id="row 20"),
+    ],
+)  # fmt: skip
+def test_an_outcome_is_not_selective(study: str, claim: str, said: str, unsaid: str) -> None:
+    """Fidelity 6: circular, selective and forbidden comparisons are said to be that."""
+    outcome = row(study, claim)
+    assert re.search(said, outcome)
+    assert not re.search(unsaid, outcome)
+
+
+def test_timings_are_those_of_the_newest_raw_file() -> None:
+    """Fidelity 6, rows 12 and 15: what a cut and a round take."""
+    plans = json.loads(sorted((ROOT / "bench" / "results").glob("*-plans.json"))[-1].read_text())
+    cut = plans["cuts"]["route, split libra, 256 instances"]
+    assert f"{cut['p50_us']:.1f} and {cut['p99_us']:.1f} on 256" in row("libra", "scheduling takes")
+    (rule,) = [each for each in plans["rounds"] if (each["what"], each["instances"]) == ("star", 256)]
+    told = f"the rule alone {rule['p50_us'] / 1e3:.2f} and {rule['p99_us'] / 1e3:.2f} ms"
+    assert told in row("star", "a round takes")
+
+
+def test_the_page_names_five_papers_and_what_was_not_attempted() -> None:
+    """Fidelity 7 and 15: figures without a run are listed; only the paper's simulations are called that."""
+    text = PAGE.read_text()
+    assert text.startswith("# Five papers")
+    listed = text.partition("## What was not attempted")[2].partition("\n## ")[0]
+    for paper, figures in {
+        "LMETRIC": ("public traces", "Figure 3b"),
+        "SIBYL": ("Figures 3 and 10", "12", "Figure 13"),
+        "Libra": ("Figure 1:", "Figure 3:", "Figure 6:", "Table 1: compute"),
+        "STAR": ("Table 1 and Figure 7", "Figure 8"),
+        "UniBoost": ("Figure 1:", "Figure 2:", "Figure 9:"),
+    }.items():
+        rows = [line for line in listed.splitlines() if line.startswith(f"| {paper} |")]
+        for figure in figures:
+            assert any(figure in line for line in rows), f"{paper}: {figure}"
+    assert "sections 5.3 and 5.4" not in text
+    causes = text.partition("## UniBoost")[2].partition("### Table 2")[0]
+    assert "decodes included" in causes
