@@ -36,16 +36,15 @@ class Monitor:
 
     def _remind(self, now: float) -> None:
         """Logs why models have no usable engine: at once, then every `REMINDER_SECONDS` while that lasts."""
-        reasons = {pool.name: pool.unusable for pool in self.fleet.pools} or {
-            None: unusable(self.fleet.engines())
-        }
+        reasons: dict[str | None, str | None] = {pool.name: pool.unusable for pool in self.fleet.pools}
+        if not reasons:
+            reasons[None] = unusable(self.fleet.engines())
         for model, reason in reasons.items():
             if reason is None:
                 self._reminded.pop(model, None)
             elif now - self._reminded.get(model, -math.inf) >= REMINDER_SECONDS:
                 self._reminded[model] = now
-                named = {} if model is None else {"model": model}
-                log.warning("no usable engine", **named, reason=reason)
+                log.warning("no usable engine", model=model, reason=reason)
         for model in self._reminded.keys() - reasons.keys():
             del self._reminded[model]
 
