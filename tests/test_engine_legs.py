@@ -156,6 +156,16 @@ async def test_stop_token_ids_end_an_answer() -> None:
         assert await counted(first, "vllm:num_requests_running") == 0
 
 
+async def test_a_leg_that_a_stop_string_ends_hands_nothing_over() -> None:
+    """UX, section 3, stop: vLLM finds stop strings outside its engine core, which then aborts the request."""
+    async with EngineServer(options()) as first:
+        _, whole = await post(first, BODY | {"max_tokens": TOKENS})
+        word = whole["choices"][0]["text"].split()[9]
+        said, params = await leg(first, PROMPT, TOKENS, ASK, stop=f" {word}")
+        assert (len(said) <= 10, params) == (True, None)
+        assert await counted(first, "vllm:num_requests_running") == 0
+
+
 def test_bidirectional_needs_a_connector() -> None:
     with pytest.raises(ValidationError, match="needs kv_connector nixl"):
         options(kv_connector="none", kv_bidirectional=True)

@@ -45,8 +45,7 @@ class Monitor:
                 self._reminded.pop(model, None)
             elif now - self._reminded.get(model, -math.inf) >= REMINDER_SECONDS:
                 self._reminded[model] = now
-                named = {} if model is None else {"model": model}
-                log.warning("no usable engine", **named, reason=reason)
+                log.warning("no usable engine", model=model, reason=reason)
         for model in self._reminded.keys() - reasons.keys():
             del self._reminded[model]
 
