@@ -9,8 +9,8 @@ import pytest
 
 from lmetric._core import TokenEncoder
 from lmetric.engines.emulated.text import TOKENIZER_PATH
+from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.joined import Joined, NotJoinable
-from lmetric.server.uncut import CHAT, COMPLETIONS
 
 ENCODER = TokenEncoder(TOKENIZER_PATH.read_bytes())
 PROMPT = [74, 393, 81]

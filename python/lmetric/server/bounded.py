@@ -68,6 +68,16 @@ class Bounded(Chain):
 
     # What its legs call.
 
+    def resends(self, silent: Silent) -> bool:
+        """Sends a leg again without the KV transfer that its first try may have used."""
+        if self.ticket.follows:
+            return super().resends(silent)
+        if not self._handed.spend():
+            return False
+        self._silent = None
+        self._anew(silent.engine)
+        return True
+
     def answered(self, silent: Silent, status: int, body: bytes) -> None:
         """A leg answered."""
         if self.ticket.follows:
@@ -150,6 +160,11 @@ class Bounded(Chain):
             self._waits_at = engine
         elif engine is not None:
             self.goes_on_here(engine)
+
+    @property
+    def attempt_open(self) -> bool:
+        """Whether an engine works on the request, or it waits for its client between two legs."""
+        return self._waits_at is not None or super().attempt_open
 
     @property
     def instance(self) -> str:

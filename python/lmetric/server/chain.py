@@ -22,13 +22,13 @@ import structlog
 
 from lmetric._core import NoInstanceError, Ticket, TicketError, TokenEncoder
 from lmetric.config import ServerConfig
-from lmetric.engines.handover import HandoverError, with_fields
+from lmetric.engines.handover import CHAT, COMPLETIONS, HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.followed import Followed
 from lmetric.server.handed import Handed
 from lmetric.server.joined import Joined, Made, NotJoinable, other_tokens
 from lmetric.server.moving import Move
-from lmetric.server.openai import CHAT, COMPLETIONS, ApiError, Call
+from lmetric.server.openai import ApiError, Call
 from lmetric.server.pulling import Pull
 from lmetric.server.rest import Passed, Rest
 from lmetric.server.segments import Segments
@@ -221,6 +221,12 @@ class Chain(Segments):
         self._drop_silent()
         self._drop_rest()
 
+    @property
+    def attempt_open(self) -> bool:
+        """Whether an engine works on the request, or is asked to prepare it."""
+        preparing = self._pull is not None or (self.move is not None and self.move.attempt_open)
+        return preparing or super().attempt_open
+
     def check(self, now: float) -> None:
         """Ends a leg that takes too long."""
         silent, limits = self._silent, self._config.timeouts
@@ -232,6 +238,14 @@ class Chain(Segments):
             self.move.check(now, limits.first_byte)
 
     # What the silent leg calls.
+
+    def resends(self, silent: Silent) -> bool:
+        """Sends a silent leg again without the KV transfer that its first try may have used."""
+        if not self._handed.spend():
+            return False
+        self._silent = None
+        self.begin(silent.engine, time.monotonic())
+        return True
 
     def sent(self, now: float) -> None:
         """A leg is on its way."""
@@ -371,14 +385,14 @@ class Chain(Segments):
     def breaks(self, engine: Engine, kind: str, reason: str) -> None:
         """An engine failed that had told some of the answer. Where its tokens are known and the request may
         move, another goes on: the target of a move that has begun, or whom the router chooses."""
-        may_move = self._mover is not None and self.ticket.id in self._mover.running
-        move = self.move
+        mover, move = self._mover, self.move
+        may_move = mover is not None and self.ticket.id in mover.running
         if self._relay.tries(engine, "reset" if kind == "engine_error" else kind, reason) and may_move:
-            name = self._elsewhere()
-            if move is None and name is not None:
-                assert self._mover is not None
-                move = Move(self._mover, self._pool, self, self._pool.engines[name])
+            assert mover is not None
+            other = self._pool.engines.get(self._elsewhere() or "")
             if move is not None and move.at_once():
+                return
+            if other is not None and Move(mover, self._pool, self, other).at_once():
                 return
         self._relay.gives_up(engine, kind, reason)
 

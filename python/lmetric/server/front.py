@@ -13,13 +13,15 @@ from aiohttp import web
 
 from lmetric._core import NoInstanceError, RequestHead, RequestReader
 from lmetric.config import ServerConfig
+from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.server import priority
 from lmetric.server.asked import FAILED, STOPPING, Asked, Underway
 from lmetric.server.auth import Keys
 from lmetric.server.client import ClientConnection, Relayed, in_short
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
-from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, nobody_takes, parse
+from lmetric.server.openai import PASSED_PATHS, ApiError, Call, bad, nobody_takes, parse
 from lmetric.server.priority import NOT_A_TENANT
 from lmetric.server.relay import Relay
 from lmetric.server.replicas import Replicas
@@ -64,6 +66,13 @@ class Front(web.Server):
     def __call__(self) -> ClientConnection:
         """A new client's protocol."""
         return ClientConnection(self, self, loop=self._loop, access_log=None, lingering_time=1.0)
+
+    def reload(self, keys: Keys, config: ServerConfig) -> None:
+        """Takes over API keys and tenants, for requests that come from now on."""
+        if keys.on != self.keys.on:
+            self.requests = RequestReader(keys.on, token_hex(6))
+        self.keys = keys
+        self.config = self.config.model_copy(update={"auth": config.auth, "tenants": config.tenants})
 
     async def idle_or(self, hurry: asyncio.Event) -> None:
         """Waits until no request is on its way, or for ``hurry``."""
@@ -304,6 +313,11 @@ class Front(web.Server):
     ) -> None:
         """Decides and relays. Raises ApiError."""
         relay: Relay | None = None
+        if self.keys.on or pool.settings.priority != "none":
+            # Else a client would decide how long others wait.
+            asked.drops_priority = True
+            if "priority" in call.request:
+                body = priority.without(call)
         asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
         head = asked.head
         uncut = pool.uncut(asked.path, call) if pool.joins else None
@@ -406,9 +420,15 @@ def _answer(error: ApiError, request_id: str, goes_on: bool) -> bytes:
     if not goes_on:
         fields["connection"] = "close"
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    return (
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode("latin-1") + body
-    )
+    return f"HTTP/1.1 {error.status} {_phrase(error.status)}\r\n{lines}\r\n".encode("latin-1") + body
+
+
+def _phrase(status: int) -> str:
+    """The reason phrase of a status; empty for one that HTTP does not define, as an engine's 499 or 520."""
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return ""
 
 
 def _text(field: bytes | None) -> str | None:

@@ -19,7 +19,8 @@ from typing import Any
 import orjson
 
 from lmetric._core import TokenEncoder, TokenizeError
-from lmetric.server.uncut import CHAT, COMPLETIONS, max_tokens
+from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.server.uncut import max_tokens
 from lmetric.tokens import Detokeniser
 
 JSON = Mapping[str, Any]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import structlog
 
-from lmetric._core import NoInstanceError, TicketError
+from lmetric._core import NoInstanceError, TicketError, UnknownNameError
 from lmetric.server.handed import Handed
 from lmetric.server.joined import NotJoinable
 from lmetric.server.openai import nobody_takes
@@ -123,6 +123,11 @@ class Move:
         self._silent = self._chain.silent(self, orjson.dumps(joined.ahead(self._sent_tokens) | fields), now)
         self._silent.go(engine, now)
 
+    @property
+    def attempt_open(self) -> bool:
+        """Whether an engine is at work for the move."""
+        return self._silent is not None and not self._silent.ended
+
     def check(self, now: float, limit: float) -> None:
         """Gives up a target that takes too long."""
         silent = self._silent
@@ -139,6 +144,8 @@ class Move:
             chain.ticket.begin_move(self._target.name, recompute=True)
         except TicketError:
             return self._count("not_movable")
+        except UnknownNameError:  # removed since the move began
+            return self._count("target_gone")
         return self._change_over("source_failed")
 
     def drop(self) -> None:
@@ -160,6 +167,13 @@ class Move:
     def refilled(self, engine: Engine, body: bytes) -> bytes:
         """The leg's body."""
         return body
+
+    def resends(self, silent: Silent) -> bool:
+        """Asks the target again without the KV transfer that the first try may have used."""
+        if self._asks_source or not self._handed.spend():
+            return False
+        self._ask_target(time.monotonic())
+        return True
 
     def answered(self, silent: Silent, status: int, body: bytes) -> None:
         """An engine did what it was asked for, or refused."""

@@ -90,6 +90,10 @@ class Pull:
         """The leg's body."""
         return body
 
+    def resends(self, silent: Silent) -> bool:
+        """Returns False: what the holder is asked has no KV transfer that could be used twice."""
+        return False
+
     def answered(self, silent: Silent, status: int, body: bytes) -> None:
         """The holder answered."""
         engine = silent.engine

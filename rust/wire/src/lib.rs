@@ -9,7 +9,7 @@ mod scanner;
 mod sse;
 
 pub use json::{Finish, Found, Usage};
-pub use request::{Fields, Kind, Request, path};
+pub use request::{Fields, Kind, Request, path, without_authorization};
 pub use scanner::{HEAD_LIMIT, HOLD_LIMIT, Scanner, Step};
 
 /// What makes a message unusable.
