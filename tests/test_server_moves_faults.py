@@ -354,3 +354,22 @@ async def test_a_move_does_not_send_a_kv_transfer_twice_on_a_stale_connection() 
         assert True in fetches
         outcomes = w.server.fleet.pools[0].handovers
         assert (outcomes["handed_over"], outcomes["spent"]) == (len(fetches), fetches.count(True))
+
+
+async def test_a_stream_that_may_move_keeps_four_bytes_a_token() -> None:
+    """Server 7.4: such streams once kept their prompt as a Python list (36 bytes a token), and the request's
+    body and JSON beside it, until they ended."""
+    async with tellers(tale(lingers=0.2)) as w:
+        moves = w.server.fleet.pools[0].mover
+        assert moves is not None
+        body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
+        task = asyncio.create_task(w.post(body))
+        await w.until(lambda: any(chain.joined.begun for chain in moves.running.values()))
+        (chain,) = moves.running.values()
+        (relay,) = w.server.front.relays
+        assert (chain.joined.prompt.nbytes, chain.joined.prompt.tolist()) == (4 * len(START), START)
+        assert "prompt" not in chain.joined.request
+        assert (relay.body, relay._call) == (b"", None)  # type: ignore[attr-defined]
+        held = [value for part in (relay, chain, chain.joined) for value in vars(part).values()]
+        assert not [value for value in held if isinstance(value, bytes) and b"prompt" in value]
+        await task

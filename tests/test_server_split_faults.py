@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -530,3 +531,33 @@ async def test_a_kv_transfer_is_not_sent_twice_on_a_stale_connection(stream: boo
         ]
         assert len(fetches) == outcomes["handed_over"]
         assert w.server.fleet.pools[0].router.stats()["retries"] == 0
+
+
+async def test_requests_are_cut_again_after_an_odd_answer() -> None:
+    """Server 7.5: one answer that cannot be merged once kept its path's requests whole until a restart."""
+    async with faulty(but(changed(text="something else"), first=True)) as w:
+        router = w.server.fleet.pools[0].router
+        cuts = []
+        for _ in range(2):
+            _, headers, _ = await w.post(ASKED)
+            receipt = router.receipt(int(headers["x-lmetric-decision"])) or {}
+            cuts.append((receipt["cuts"], receipt["uncut"]))
+        assert cuts[0] == ([40], None)
+        assert "the engine's text is not that of its tokens" in cuts[1][1]
+        pool = w.server.fleet.pools[0]
+        (why, until) = pool._not_joinable[COMPLETIONS]
+        assert 200 < until - time.monotonic() <= 300
+        pool._not_joinable[COMPLETIONS] = (why, time.monotonic())
+        status, headers, got = await w.post(ASKED)
+        assert (status, said_in(got)) == (200, STORY_TEXT)
+        receipt = router.receipt(int(headers["x-lmetric-decision"])) or {}
+        assert (receipt["cuts"], receipt["uncut"]) == ([40], None)
+        # An engine that comes back as something else is a reason to try at once.
+        pool.not_joinable(COMPLETIONS, "as a test wants")
+        engine = pool.engines["e0"]
+        w.engines[0].metrics += b'vllm:cache_config_info{block_size="32"} 1.0\n'
+        engine.ask_anew()
+        await w.server._monitor.check([engine])
+        _, headers, _ = await w.post(ASKED)
+        receipt = router.receipt(int(headers["x-lmetric-decision"])) or {}
+        assert receipt["uncut"] is None

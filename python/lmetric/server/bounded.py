@@ -11,11 +11,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import orjson
-
 from lmetric.server.chain import Chain, object_of
 from lmetric.server.fleet import Engine
-from lmetric.server.joined import NotJoinable
+from lmetric.server.joined import NotJoinable, dumps
 from lmetric.server.silent import Silent
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ class Bounded(Chain):
             leg |= self._asks(engine, now, goes_on=False)
             self._from_token = 0
         self._mover.running[self.ticket.id] = self
-        silent = Silent(self, self._asked, orjson.dumps(leg), now, target.encode())
+        silent = Silent(self, self._asked, dumps(leg), now, target.encode())
         self._asked_tokens, self._silent = leg["max_tokens"], silent
         silent.go(engine, now)
         return True

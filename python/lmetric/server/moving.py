@@ -19,12 +19,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import structlog
 
 from lmetric._core import NoInstanceError, TicketError, UnknownNameError
 from lmetric.server.handed import Handed
-from lmetric.server.joined import NotJoinable
+from lmetric.server.joined import NotJoinable, dumps
 from lmetric.server.openai import nobody_takes
 from lmetric.server.silent import Silent, usage_of
 
@@ -120,7 +119,7 @@ class Move:
         # What the source holds is all that may be fetched: one token more, and the target dies.
         if not fields or self._asks_source:
             self._sent_tokens = len(joined.prompt) + len(joined.made)
-        self._silent = self._chain.silent(self, orjson.dumps(joined.ahead(self._sent_tokens) | fields), now)
+        self._silent = self._chain.silent(self, dumps(joined.ahead(self._sent_tokens) | fields), now)
         self._silent.go(engine, now)
 
     @property

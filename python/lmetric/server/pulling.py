@@ -12,10 +12,10 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import structlog
 
 from lmetric.server.handed import Handed, blocks_differ
+from lmetric.server.joined import dumps
 from lmetric.server.silent import Silent
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Pull:
             return self._over("no_block")
         self._handed.begin(holder)
         fields: Any = connector.asks(None, goes_on=True, whole=True)
-        body = orjson.dumps(self._chain.joined.ahead(self._tokens) | fields)
+        body = dumps(self._chain.joined.ahead(self._tokens) | fields)
         self._silent = self._chain.silent(self, body, now)
         self._timer = asyncio.get_running_loop().call_later(self._patience(), self._late)
         self._silent.go(holder, now)

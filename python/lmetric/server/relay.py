@@ -84,7 +84,8 @@ class Relay(Underway, Leg):
         self._require_finish = require_finish
         self._on_end = on_end
         # Where it may be cut between equals, move, or fetch its prompt's front; then its tokenizer is known.
-        self._call = call
+        self._call = call  # until a chain has it
+        self._may_pull = pool.pulls and call is not None
         self._moves = moves  # it may be cut, or move
         self._encoder = pool.tokenizer.encoder if call is not None and pool.tokenizer is not None else None
 
@@ -125,7 +126,7 @@ class Relay(Underway, Leg):
     @property
     def _pulls(self) -> bool:
         """Whether the open segment is to fetch something first."""
-        return self._pool.pulls and self._call is not None and self._ticket.pull is not None
+        return self._may_pull and self._ticket.pull is not None
 
     def _cut_segment(self, engine: Engine, now: float) -> None:
         chain, self._legs = self._chain, None
@@ -137,6 +138,7 @@ class Relay(Underway, Leg):
             chain = self._chain = kind(
                 self, self._config, self._asked, self._pool, self._ticket, self._call, self._encoder, mover
             )
+            self._call = None
         if self._pulls and chain.fetches(engine, now):
             pass  # it goes on when that is over
         elif self._ticket.follows:
