@@ -9,8 +9,8 @@ import pytest
 
 from lmetric._core import TokenEncoder
 from lmetric.engines.emulated.text import TOKENIZER_PATH
-from lmetric.server.joined import Joined, NotJoinable
-from lmetric.server.uncut import CHAT, COMPLETIONS
+from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.server.joined import Joined, NotJoinable, dumps
 
 ENCODER = TokenEncoder(TOKENIZER_PATH.read_bytes())
 PROMPT = [74, 393, 81]
@@ -42,6 +42,11 @@ def answer(path: str, ids: list[int], text: str, finish: str = "length", **more:
     return {**frame, "choices": [choice | more], "usage": {"prompt_tokens": 3}}
 
 
+def sent(leg: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Path and body of a leg, as its engine reads them."""
+    return leg[0], orjson.loads(dumps(leg[1]))
+
+
 def text_of(ids: list[int]) -> str:
     return "".join(ENCODER.decode(ids).partition("\ufffd")[:1])
 
@@ -57,13 +62,13 @@ def events(raw: bytes) -> list[Any]:
 def test_what_legs_are_sent() -> None:
     more = {"temperature": 0.3, "stop_token_ids": [9], "min_tokens": 20, "cache_salt": "s", "stream": True}
     one = joined(stream_options={"include_usage": True}, **more)
-    path, leg = one.leg(2)
+    path, leg = sent(one.leg(2))
     same = {"model": "m", "temperature": 0.3, "stop_token_ids": [9], "cache_salt": "s"}
     assert path == COMPLETIONS
     assert leg == {**same, "prompt": PROMPT[:2], "max_tokens": 1, "min_tokens": 1, "stream": False}
-    path, leg = one.leg(3)
+    path, leg = sent(one.leg(3))
     assert leg == {**ASKED, **same, "max_tokens": 1, "min_tokens": 1, "stream": False}
-    path, leg = one.leg(13)
+    path, leg = sent(one.leg(13))
     assert leg == {
         **ASKED,
         **same,
@@ -74,7 +79,7 @@ def test_what_legs_are_sent() -> None:
     }
     assert one.leg(1000)[1]["max_tokens"] == 30
     one.take(answer(COMPLETIONS, IDS[:4], text_of(IDS[:4])), 4)
-    path, leg = one.leg(12)
+    path, leg = sent(one.leg(12))
     assert leg == {
         **same,
         "prompt": PROMPT + IDS[:3],
@@ -83,7 +88,7 @@ def test_what_legs_are_sent() -> None:
         "stream": False,
         "return_token_ids": True,
     }
-    path, leg = one.last()
+    path, leg = sent(one.last())
     assert (leg["max_tokens"], leg["min_tokens"], leg["stream"]) == (27, 17, True)
     assert leg["stream_options"] == {"include_usage": True}
     assert leg["prompt"] == PROMPT + IDS[:3]
@@ -91,7 +96,7 @@ def test_what_legs_are_sent() -> None:
 
 def test_a_chat_goes_on_as_a_completion() -> None:
     one = joined(CHAT, chat_template_kwargs={"a": 1}, top_p=0.5)
-    path, leg = one.leg(5)
+    path, leg = sent(one.leg(5))
     assert path == CHAT
     assert leg == {
         **CHATTED,
@@ -105,7 +110,7 @@ def test_a_chat_goes_on_as_a_completion() -> None:
     told = answer(CHAT, IDS[:3], text_of(IDS[:3])) | {"prompt_token_ids": [7, 8, 9, 10]}
     one.take(told, 3)
     # The engine's own tokens of the prompt are what counts.
-    path, leg = one.last()
+    path, leg = sent(one.last())
     assert (path, leg["prompt"]) == (COMPLETIONS, [7, 8, 9, 10, *IDS[:2]])
     assert leg == {
         "model": "m",

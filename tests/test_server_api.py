@@ -7,7 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from lmetric.server.openai import CHAT, COMPLETIONS, INTERNAL_FIELDS, ApiError, parse
+from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.server.openai import INTERNAL_FIELDS, ApiError, parse
 from server_world import FakeEngine, answer, decision_id, hang, plain, says, world
 
 CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

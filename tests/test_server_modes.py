@@ -10,8 +10,8 @@ import pytest
 
 from lmetric.config import KvEvents
 from lmetric.engines.adapter import Capabilities, EventSource
+from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.modes import Pooled, Subscription, choose
-from lmetric.server.openai import CHAT, COMPLETIONS
 from lmetric.server.refill import REFILL_REQUESTS, REFILL_SECONDS, Refill
 
 TOLD = Capabilities(

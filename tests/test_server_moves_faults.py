@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 from tokenizers.decoders import DecodeStream
 
@@ -19,7 +20,7 @@ from moves_world import LONG, at_token, move, mover, moving, place, plain
 from pd_world import Pd
 from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, decision_id, event, world
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, equal, heard
-from test_server_split_faults import FRAME, START, STORY, STORY_TEXT, TOKENIZER, Behaviour, tells
+from test_server_split_faults import FRAME, NIXL_PAGE, START, STORY, STORY_TEXT, TOKENIZER, Behaviour, tells
 
 PATHS = [CHAT, COMPLETIONS]
 SLOW = [plain(clock_speed=0.3) for _ in range(3)]
@@ -196,10 +197,10 @@ def tale(*, ids: bool = True, text: str | None = None, lingers: float = 0.0) -> 
 
 
 @contextlib.asynccontextmanager
-async def tellers(behave: Behaviour) -> AsyncIterator[World]:
+async def tellers(behave: Behaviour, metrics: bytes = b"", **config: Any) -> AsyncIterator[World]:
     given: dict[str, Any] = {"reschedule": "star", "reschedule_period_seconds": 3600.0, "model": "tiny"}
-    fakes = [FakeEngine(behave=behave) for _ in range(2)]
-    async with world(fakes, tokenizer=str(TOKENIZER_PATH.parent), **given) as w:
+    fakes = [FakeEngine(behave=behave, metrics=metrics) for _ in range(2)]
+    async with world(fakes, tokenizer=str(TOKENIZER_PATH.parent), **(given | config)) as w:
         yield w
         assert not w.server.fleet.pools[0].router.in_flight()
 
@@ -266,3 +267,109 @@ async def test_what_cannot_be_joined_stays(behave: Behaviour, why: str) -> None:
         assert why in receipt["uncut"]
         last = [fake.requests[-1].json for fake in w.engines if fake.requests]
         assert any("return_token_ids" not in asked for asked in last)
+
+
+@pytest.mark.parametrize("others", [1, 2])
+async def test_the_target_is_removed_and_then_the_source_dies(others: int) -> None:
+    """Server 7.3: the stream goes on at a third engine; if there is none, it ends with an error. It once
+    stayed open forever, with its requests counted as running."""
+    async with moving(*SLOW[: 1 + others], admin=True) as w:
+        expected, task, source, target = await on_its_way(w, COMPLETIONS)
+        async with w.client.delete(f"{w.url}/admin/engines/{target}") as response:
+            assert response.status == 200
+        await w.kill(source)
+        w.stopped.add(target)  # it is no longer the router's to look after
+        if others == 2:
+            equal(await task, expected)
+            assert mover(w).outcomes["target_gone"] == 1
+        else:
+            said = await task
+            assert said["error"]["code"] == "reset"
+            assert expected["text"].startswith(said["text"])
+        await w.until(lambda: w.in_flight() == 0)
+
+
+async def test_an_exception_while_an_engine_dies_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Server 7.3: a fault in the handling of a fault fails the request, and its client is told."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with moving(*SLOW) as w:
+        task = asyncio.create_task(raw(w, stream_of(COMPLETIONS)))
+        source = place(await at_token(w, 5))
+        monkeypatch.setattr("lmetric.server.chain.Chain.breaks", fails)
+        await w.kill(source)
+        await task  # the connection closes in the middle of the stream
+        await w.until(lambda: w.in_flight() == 0 and not w.server.front.relays)
+
+
+async def test_a_stream_that_no_engine_works_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Server 7.3: if a request is left without an engine, the next check ends it."""
+    async with moving(*SLOW) as w:
+        task = asyncio.create_task(raw(w, stream_of(COMPLETIONS)))
+        source = place(await at_token(w, 5))
+        monkeypatch.setattr("lmetric.server.chain.Chain.breaks", lambda *_: None)
+        await w.kill(source)
+        said = await task
+        assert b'"code":500' in said
+        assert said.endswith(b"data: [DONE]\n\n")
+        await w.until(lambda: w.in_flight() == 0)
+
+
+async def raw(w: Pd, body: dict[str, Any]) -> bytes:
+    """What a client gets, as far as it comes."""
+    got = b""
+    async with w.client.post(w.url + COMPLETIONS, json=body) as response:
+        with contextlib.suppress(aiohttp.ClientPayloadError):
+            async for data in response.content.iter_any():
+                got += data
+    return got
+
+
+async def test_a_move_does_not_send_a_kv_transfer_twice_on_a_stale_connection() -> None:
+    """Server 7.7: a request that runs in legs moves, and the target closes the kept connection on which it
+    was asked to fetch. The leg is sent again, without the transfer."""
+    used: dict[int, set[int]] = {}
+    fetches: list[bool] = []
+
+    async def closes_kept(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        connections = used.setdefault(id(engine), set())
+        kept = request.connection in connections
+        connections.add(request.connection)
+        if (request.json.get("kv_transfer_params") or {}).get("do_remote_prefill"):
+            fetches.append(kept)
+            if kept:
+                writer.transport.abort()
+                return False
+        await asyncio.sleep(0.005)
+        return await tells(engine, request, writer)
+
+    given: dict[str, Any] = {"reschedule_by": "legs", "reschedule_leg_tokens": 2}
+    async with tellers(closes_kept, metrics=NIXL_PAGE, **given) as w:
+        await w.until(lambda: all(e.connector for e in w.server.fleet.pools[0].engines.values()))
+        for _ in range(4):
+            began, said, _ = await told_in_two(w, 10)
+            assert (began, said["text"]) == (True, STORY_TEXT)
+        assert True in fetches
+        outcomes = w.server.fleet.pools[0].handovers
+        assert (outcomes["handed_over"], outcomes["spent"]) == (len(fetches), fetches.count(True))
+
+
+async def test_a_stream_that_may_move_keeps_four_bytes_a_token() -> None:
+    """Server 7.4: such streams once kept their prompt as a Python list (36 bytes a token), and the request's
+    body and JSON beside it, until they ended."""
+    async with tellers(tale(lingers=0.2)) as w:
+        moves = w.server.fleet.pools[0].mover
+        assert moves is not None
+        body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
+        task = asyncio.create_task(w.post(body))
+        await w.until(lambda: any(chain.joined.begun for chain in moves.running.values()))
+        (chain,) = moves.running.values()
+        (relay,) = w.server.front.relays
+        assert (chain.joined.prompt.nbytes, chain.joined.prompt.tolist()) == (4 * len(START), START)
+        assert "prompt" not in chain.joined.request
+        assert (relay.body, relay._call) == (b"", None)  # type: ignore[attr-defined]
+        held = [value for part in (relay, chain, chain.joined) for value in vars(part).values()]
+        assert not [value for value in held if isinstance(value, bytes) and b"prompt" in value]
+        await task

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -488,3 +489,75 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
         async with w.client.post(w.engines["b0"].url + CHAT, json=body) as response:
             raw = await response.read()
         assert said["text"] == (heard(raw) if stream else told(orjson.loads(raw)))["text"]
+
+
+@pytest.mark.parametrize("status", [499, 520, 529])
+async def test_an_engine_that_refuses_with_a_status_of_its_own(status: int) -> None:
+    """Server 7.2: a status without a reason phrase in HTTP reaches the client, which once waited forever."""
+    refusal = {"error": {"message": "overloaded", "type": "overloaded_error"}}
+    async with faulty(but(writes(plain(status, refusal)), first=True)) as w:
+        assert (await w.post(ASKED))[::2] == (status, refusal)
+        status, _, got = await w.post(ASKED)
+        assert (status, said_in(got)) == (200, STORY_TEXT)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_kv_transfer_is_not_sent_twice_on_a_stale_connection(stream: bool) -> None:
+    """Server 7.7: an engine that closes a kept connection may have fetched already. The leg is sent again,
+    without the transfer."""
+    used: dict[int, set[int]] = {}
+
+    async def closes_kept(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        connections = used.setdefault(id(engine), set())
+        kept = request.connection in connections
+        connections.add(request.connection)
+        if kept and (request.json.get("kv_transfer_params") or {}).get("do_remote_prefill"):
+            writer.transport.abort()
+            return False
+        return await tells(engine, request, writer)
+
+    async with faulty(closes_kept, number=2) as w:
+        outcomes = w.server.fleet.pools[0].handovers
+        for _ in range(4):
+            status, _, got = await w.post({**ASKED, "stream": stream})
+            assert (status, said_in(got)) == (200, STORY_TEXT)
+            await w.settled()
+        assert outcomes["spent"] > 0
+        fetches = [
+            request
+            for fake in w.engines
+            for request in legs_at(fake)
+            if (request.json.get("kv_transfer_params") or {}).get("do_remote_prefill")
+        ]
+        assert len(fetches) == outcomes["handed_over"]
+        assert w.server.fleet.pools[0].router.stats()["retries"] == 0
+
+
+async def test_requests_are_cut_again_after_an_odd_answer() -> None:
+    """Server 7.5: one answer that cannot be merged once kept its path's requests whole until a restart."""
+    async with faulty(but(changed(text="something else"), first=True)) as w:
+        router = w.server.fleet.pools[0].router
+        cuts = []
+        for _ in range(2):
+            _, headers, _ = await w.post(ASKED)
+            receipt = router.receipt(int(headers["x-lmetric-decision"])) or {}
+            cuts.append((receipt["cuts"], receipt["uncut"]))
+        assert cuts[0] == ([40], None)
+        assert "the engine's text is not that of its tokens" in cuts[1][1]
+        pool = w.server.fleet.pools[0]
+        (why, until) = pool._not_joinable[COMPLETIONS]
+        assert 200 < until - time.monotonic() <= 300
+        pool._not_joinable[COMPLETIONS] = (why, time.monotonic())
+        status, headers, got = await w.post(ASKED)
+        assert (status, said_in(got)) == (200, STORY_TEXT)
+        receipt = router.receipt(int(headers["x-lmetric-decision"])) or {}
+        assert (receipt["cuts"], receipt["uncut"]) == ([40], None)
+        # An engine that comes back as something else is a reason to try at once.
+        pool.not_joinable(COMPLETIONS, "as a test wants")
+        engine = pool.engines["e0"]
+        w.engines[0].metrics += b'vllm:cache_config_info{block_size="32"} 1.0\n'
+        engine.ask_anew()
+        await w.server._monitor.check([engine])
+        _, headers, _ = await w.post(ASKED)
+        receipt = router.receipt(int(headers["x-lmetric-decision"])) or {}
+        assert receipt["uncut"] is None

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lmetric.server.uncut import CHAT, COMPLETIONS, max_tokens, uncut_reason
+from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.server.uncut import max_tokens, uncut_reason
 
 CHATTED: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
 ASKED: dict[str, Any] = {"prompt": "a", "max_tokens": 9}

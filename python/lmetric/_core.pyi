@@ -207,6 +207,9 @@ class Router:
         self, tokens: _Buffer, offsets: _Buffer, *, now: float | None = None
     ) -> NDArray[np.float64]: ...
     def indicators(self, now: float | None = None) -> dict[str, NDArray[np.float64]]: ...
+    def prefill_rate(
+        self, instance: str
+    ) -> float | None: ...  # tokens/s, learned from first tokens; None: none seen
     def receipt(self, decision_id: int) -> dict[str, Any] | None: ...
     def survival(self, *, product_limit: bool = False) -> NDArray[np.float64] | None:
         """The learned curve of answer lengths (SIBYL, section 4.2): the chance that an answer is longer than 0, 64, 128, ...
@@ -318,9 +321,10 @@ class Ticket:
         now: float | None = None,
     ) -> None: ...  # the request ended inside the open segment, whatever was to follow
     def failed(self, kind: str, now: float | None = None, *, retry: bool = True) -> str | None: ...
-    # kind: "refused" | "reset" | "timeout" | "status" -> before the first token the ticket moves to the next of the
-    # ranking and its name is returned (call sent() again); None: the ranking is used up, or a token was seen: closed.
-    # kind: "cancelled" | "engine_error" -> always closed, None.
+    # kind: "refused" | "dns" | "tls" | "unreachable" | "reset" | "timeout" | "status" -> before the first token the
+    # ticket moves to the next of the ranking and its name is returned (call sent() again); None: the ranking is used
+    # up, or a token was seen: closed.
+    # kind: "cancelled" | "engine_error" | "resources" -> always closed, None.
     @property
     def open(self) -> bool: ...
     def __enter__(self) -> Ticket: ...
@@ -394,9 +398,17 @@ class RequestHead:
     def api_key(self) -> bytes | None: ...  # x-api-key
     @property
     def tenant(self) -> str | None: ...  # x-tenant
-    def for_engine(self, first: bytes, length: int, priority: int | None = None) -> bytes: ...
+    def for_engine(
+        self,
+        first: bytes,
+        length: int,
+        priority: int | None = None,
+        own_key: bool = False,
+        own_priority: bool = False,
+    ) -> bytes: ...
     # the whole head for an engine: `first` (request line and fields of the router's own), the client's fields but those
-    # of its connection, x-request-id, content-length
+    # of its connection, x-request-id, content-length; `own_key`: `first` has an authorization, so the client's is left
+    # out; `own_priority`: the client's x-vllm-priority is left out, whether or not there is a `priority`
 
 def json_excess(data: bytes) -> str | None:
     """Says which bound on depth, containers or values a JSON document exceeds; None: none of them."""

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from lmetric.cli.settings import command_with_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lmetric.config import ServerConfig
 
 
-def _run(config: ServerConfig) -> None:
+def _run(config: ServerConfig, _: Callable[[], ServerConfig]) -> None:
     from lmetric.config import render
     from lmetric.server import check_config
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,11 +108,14 @@ def _pair(flag: str, text: str) -> tuple[str, str]:
     return key.strip(), value.strip()
 
 
-def command_with_settings(run: "Callable[[ServerConfig], None]", doc: str) -> Callable[..., None]:
-    """A typer command with the options above that hands the checked configuration to `run`."""
+def command_with_settings(
+    run: "Callable[[ServerConfig, Callable[[], ServerConfig]], None]", doc: str
+) -> Callable[..., None]:
+    """A typer command with the options above that hands `run` the checked configuration, and a function that
+    reads it anew from the same sources."""
 
     def command(**given: Any) -> None:
-        run(_read(**given))
+        run(_read(**given), partial(_read, **given))
 
     parameters = list(inspect.signature(_read).parameters.values())
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

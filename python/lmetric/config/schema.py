@@ -366,6 +366,11 @@ class Timeouts(Strict):
     body: Seconds = Field(60.0, description="until a client's request body is whole")
     first_byte: Seconds = Field(300.0, description="until a stream's first token")
     answer: Seconds = Field(1800.0, description="until a plain answer, which comes after its last token")
+    request: Seconds | None = Field(
+        7200.0,
+        description="longest duration of a request, from its arrival to the end of its answer; then its "
+        "client gets a 504, or an error event if the stream has begun; null: no limit",
+    )
     between_chunks: Seconds = Field(120.0, description="between two chunks of an answer")
     slow_client: Seconds = Field(300.0, description="that a client may leave an answer unread")
     keep_alive: Seconds = Field(75.0, description="that a client's idle connection stays open")
@@ -380,8 +385,10 @@ class Retries(Strict):
     """When a request goes down the ranking. Only before its first byte went out, or where it may move."""
 
     attempts: Positive = Field(3, description="engines tried per request, the first included")
-    failures: list[Literal["refused", "reset", "timeout", "status"]] = Field(
-        ["refused", "reset", "timeout", "status"], description="failures after which the next engine is tried"
+    failures: list[Literal["refused", "dns", "tls", "unreachable", "reset", "timeout", "status"]] = Field(
+        ["refused", "dns", "tls", "unreachable", "reset", "timeout", "status"],
+        description="failures after which the next engine is tried: refused, dns, tls and unreachable (no "
+        "connection), reset (it broke), timeout, status (one of `statuses`)",
     )
     statuses: list[Annotated[int, Field(ge=400, le=599)]] = Field(
         [502, 503], description="statuses of an engine that count as a failure of kind status"

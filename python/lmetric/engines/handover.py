@@ -8,6 +8,7 @@ client's. A connector knows one protocol between engines. A further one is a cla
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -150,10 +151,14 @@ class Bootstrap(Connector):
 CONNECTORS: Mapping[str, Connector] = {connector.name: connector for connector in (Nixl(), Bootstrap())}
 
 
+_EMPTY = re.compile(rb"\s*\}")
+
+
 def with_fields(body: bytes, fields: JSON) -> bytes:
-    """A JSON object's bytes with more fields ahead of its own. It must have a field, and none of these."""
+    """A JSON object's bytes with more fields ahead of its own. It must have none of these."""
     start = body.index(b"{") + 1
-    return b"".join((body[:start], orjson.dumps(fields)[1:-1], b",", body[start:]))
+    comma = b"" if _EMPTY.match(body, start) else b","
+    return b"".join((body[:start], orjson.dumps(fields)[1:-1], comma, body[start:]))
 
 
 _ASK = {

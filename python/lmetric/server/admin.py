@@ -124,7 +124,7 @@ def _engines(engines: Iterable[Engine]) -> list[dict[str, Any]]:
                 "unfit": engine.unfit,
                 "healthy": engine.healthy,
                 "ready": engine.ready,
-                "draining": engine.draining,
+                "draining": engine.draining or engine.switches > 0,
                 "leaving": engine.leaving,
                 "running": engine.running,
                 "last_error": engine.last_error,
@@ -235,8 +235,8 @@ async def _switch(engine: Engine, body: dict[str, Any]) -> None:
         raise bad(f"role must be one of {', '.join(get_args(Role))}", "role")
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 86_400:
         raise bad("drain must be seconds, 0 to 86400", "drain")
-    before = engine.draining
-    engine.draining = True
+    # Drains are an administrator's, and switches may overlap: each undoes only its own hold.
+    engine.switches += 1
     engine.hold()
     try:
         with contextlib.suppress(TimeoutError):
@@ -251,7 +251,7 @@ async def _switch(engine: Engine, body: dict[str, Any]) -> None:
                 engine.pool.set_role(engine)
                 raise ApiError(409, f"{engine.name}: {unfit}", param="role", code="unfit")
     finally:
-        engine.draining = before
+        engine.switches -= 1
         engine.hold()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from lmetric._core import LmetricError
 from lmetric.config import ConfigError, EngineConfig, ServerConfig
 from lmetric.server.admin import pages
 from lmetric.server.auth import Keys
@@ -39,6 +40,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, sockets: list[socket.socket] | None = None) -> None:
         self.config = config
+        self._read = config  # what a reloaded configuration is compared with
         self.port = 0
         self._sockets = sockets
         self.fleet = Fleet(config)
@@ -99,6 +101,33 @@ class Server:
             healthy=sum(engine.healthy for engine in engines),
         )
 
+    def reload(self, config: ServerConfig) -> None:
+        """Takes over API keys, tenants and the engines' API keys from a configuration read anew; other
+        settings stay. Raises ConfigError, and then nothing has changed."""
+        front = self.front
+        keys = Keys.load(config.auth.keys_file)
+        added, removed = front.keys.changes(keys)
+        old, new = front.config.tenants, config.tenants
+        tenants = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        front.reload(keys, config)
+        engines = self._discovery.set_keys(config)
+        log.info(
+            "configuration reloaded",
+            keys_added=added,
+            keys_removed=removed,
+            keys_needed=keys.on,
+            tenants_changed=tenants,
+            engine_keys_changed=engines,
+        )
+        reloaded = {"auth", "tenants", "engines", "models", "discovery"}
+        others = [
+            name
+            for name in ServerConfig.model_fields
+            if name not in reloaded and getattr(config, name) != getattr(self._read, name)
+        ]
+        if others:
+            log.warning("these settings change only with a restart", settings=others)
+
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
         """Stops taking requests and lets the running ones end, up to the deadline or until ``hurry``."""
         front, timeouts = self.front, self.config.timeouts
@@ -139,17 +168,30 @@ class Server:
         log.info("stopped")
 
 
-async def serve(config: ServerConfig, started: Callable[[Server], None] | None = None) -> int:
+async def serve(
+    config: ServerConfig,
+    started: Callable[[Server], None] | None = None,
+    reread: Callable[[], ServerConfig] | None = None,
+) -> int:
     """Serves until SIGTERM (returns 0) or Ctrl-C (130), then drains; a second signal hurries it.
 
-    ``started`` is called once the server listens. Raises LmetricError, PortError, or EngineStartError.
+    SIGHUP reloads keys and tenants (`Server.reload`) from what ``reread`` returns; SIGUSR1 and SIGUSR2 are
+    ignored. ``started`` is called once the server listens. Raises LmetricError, PortError, or
+    EngineStartError.
     """
+    loop = asyncio.get_running_loop()
+    ignored = [signal.SIGUSR1, signal.SIGUSR2, *([signal.SIGHUP] if reread is None else [])]
+    for number in ignored:
+        loop.add_signal_handler(number, _ignored, number)
+    if reread is not None:
+        loop.add_signal_handler(signal.SIGHUP, _ignored, signal.SIGHUP)  # until the server listens
     # Before engines are started and examined, which takes seconds.
     sockets = await bind(config.host, config.port)
     async with _with_embedded(config) as config:
         server = Server(config, sockets)
         await server.start()
-        loop = asyncio.get_running_loop()
+        if reread is not None:
+            loop.add_signal_handler(signal.SIGHUP, _reload, server, reread)
         caught: list[int] = []
         first, second = asyncio.Event(), asyncio.Event()
 
@@ -166,7 +208,7 @@ async def serve(config: ServerConfig, started: Callable[[Server], None] | None =
             await server.drain(second)
         finally:
             await server.stop()
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
                 loop.remove_signal_handler(number)
         return EXIT_INTERRUPTED if caught[0] == signal.SIGINT else EXIT_DONE
 
@@ -180,8 +222,20 @@ def check_config(config: ServerConfig) -> None:
         pool.kv.close()
 
 
-def run_server(config: ServerConfig) -> int:
-    """`serve` with logs set up, under the fastest loop there is; returns the process's exit code."""
+def _ignored(number: signal.Signals) -> None:
+    log.info("signal ignored", signal=number.name)
+
+
+def _reload(server: Server, reread: Callable[[], ServerConfig]) -> None:
+    try:
+        server.reload(reread())
+    except LmetricError as error:
+        log.error("the configuration cannot be reloaded; the old one stays", reason=str(error))
+
+
+def run_server(config: ServerConfig, reread: Callable[[], ServerConfig] | None = None) -> int:
+    """`serve` with logs set up, under the fastest loop there is; returns the process's exit code. ``reread``
+    reads the configuration anew, for SIGHUP."""
     configure_logging(config.log)
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):
@@ -189,7 +243,7 @@ def run_server(config: ServerConfig) -> int:
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(serve(config))
+        return runner.run(serve(config, reread=reread))
 
 
 def _embedded_options(config: ServerConfig) -> "list[EngineOptions]":

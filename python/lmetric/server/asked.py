@@ -26,6 +26,7 @@ class Asked:
         "client",
         "cors",
         "done",
+        "drops_priority",
         "head",
         "http11",
         "keep_alive",
@@ -60,6 +61,7 @@ class Asked:
         self.tenant = ""
         self.pool: Pool | None = None
         self.priority: int | None = None  # the router's, lower first; None: requests are not ordered
+        self.drops_priority = False  # the client's own does not go on
         self.prompt_bytes = 0  # 0 where the prompt was given as tokens
 
 

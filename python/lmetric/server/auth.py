@@ -66,6 +66,12 @@ class Keys:
             raise ConfigError(f"{file}: no keys in it; leave out auth.keys_file to run without keys")
         return cls(tenants)
 
+    def changes(self, newer: "Keys") -> tuple[int, int]:
+        """How many keys another set of keys adds, and how many it takes away. A key with another tenant
+        counts as both."""
+        old, new = set((self._tenants or {}).items()), set((newer._tenants or {}).items())
+        return len(new - old), len(old - new)
+
     @property
     def on(self) -> bool:
         """Whether a key is needed."""

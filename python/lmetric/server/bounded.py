@@ -11,11 +11,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import orjson
-
 from lmetric.server.chain import Chain, object_of
 from lmetric.server.fleet import Engine
-from lmetric.server.joined import NotJoinable
+from lmetric.server.joined import NotJoinable, dumps
 from lmetric.server.silent import Silent
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ class Bounded(Chain):
             leg |= self._asks(engine, now, goes_on=False)
             self._from_token = 0
         self._mover.running[self.ticket.id] = self
-        silent = Silent(self, self._asked, orjson.dumps(leg), now, target.encode())
+        silent = Silent(self, self._asked, dumps(leg), now, target.encode())
         self._asked_tokens, self._silent = leg["max_tokens"], silent
         silent.go(engine, now)
         return True
@@ -67,6 +65,16 @@ class Bounded(Chain):
         return max(1, min(bound, 2 * self._tokens if self._tokens > 1 else FIRST_TOKENS))
 
     # What its legs call.
+
+    def resends(self, silent: Silent) -> bool:
+        """Sends a leg again without the KV transfer that its first try may have used."""
+        if self.ticket.follows:
+            return super().resends(silent)
+        if not self._handed.spend():
+            return False
+        self._silent = None
+        self._anew(silent.engine)
+        return True
 
     def answered(self, silent: Silent, status: int, body: bytes) -> None:
         """A leg answered."""
@@ -150,6 +158,11 @@ class Bounded(Chain):
             self._waits_at = engine
         elif engine is not None:
             self.goes_on_here(engine)
+
+    @property
+    def attempt_open(self) -> bool:
+        """Whether an engine works on the request, or it waits for its client between two legs."""
+        return self._waits_at is not None or super().attempt_open
 
     @property
     def instance(self) -> str:

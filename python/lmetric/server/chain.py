@@ -22,13 +22,13 @@ import structlog
 
 from lmetric._core import NoInstanceError, Ticket, TicketError, TokenEncoder
 from lmetric.config import ServerConfig
-from lmetric.engines.handover import HandoverError, with_fields
+from lmetric.engines.handover import CHAT, COMPLETIONS, HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.followed import Followed
 from lmetric.server.handed import Handed
-from lmetric.server.joined import Joined, Made, NotJoinable, other_tokens
+from lmetric.server.joined import Joined, Made, NotJoinable, dumps, other_tokens
 from lmetric.server.moving import Move
-from lmetric.server.openai import CHAT, COMPLETIONS, ApiError, Call
+from lmetric.server.openai import ApiError, Call
 from lmetric.server.pulling import Pull
 from lmetric.server.rest import Passed, Rest
 from lmetric.server.segments import Segments
@@ -61,7 +61,6 @@ class Chain(Segments):
     ) -> None:
         assert call.tokens is not None  # else it must not be cut
         super().__init__(relay, config, asked, pool, ticket)
-        self._body = relay.body  # as the client sent it
         self._stream = call.stream
         self.joined = Joined(asked.path, call.request, call.tokens, encoder)
         self._asked_tokens = 0  # of the silent leg that was sent last
@@ -96,7 +95,7 @@ class Chain(Segments):
             leg["return_token_ids"] = True
         elif fetches_front and not self.joined.begun and to_token >= len(self.joined.prompt):
             leg["prompt"] = self.joined.prompt  # the very tokens whose cache it fetches
-        silent = Silent(self, self._asked, orjson.dumps(leg | fields), now, target.encode())
+        silent = Silent(self, self._asked, dumps(leg | fields), now, target.encode())
         self._silent = silent
         silent.go(engine, now)
 
@@ -134,7 +133,7 @@ class Chain(Segments):
             return self._passed(engine, now)
         target, leg = self.joined.last()
         fields = self._asks(engine, now, goes_on=False) if self._from_token else {}
-        body = orjson.dumps(leg | fields)
+        body = dumps(leg | fields)
         self._send(Rest(self, self._asked, body, self._stream, target.encode(), now), engine, now)
         return True
 
@@ -156,7 +155,7 @@ class Chain(Segments):
         # What is handed over is of the very tokens that the first leg had.
         request = self.joined.whole() if inside or (follows and fields) else dict(self.joined.request)
         checks = chat and inside and bool(fields)
-        body = orjson.dumps(request | fields | ({"return_token_ids": True} if checks or follows else {}))
+        body = dumps(request | fields | ({"return_token_ids": True} if checks or follows else {}))
         self._passes = True
         kind = Followed if follows else Passed
         rest = kind(self, self._asked, body, self._stream, self._asked.path.encode(), now)
@@ -180,12 +179,12 @@ class Chain(Segments):
 
     def body(self, engine: Engine, now: float) -> bytes:
         """The last leg's body, where its bytes pass."""
+        body = self._relay.body  # as the client sent it
         if self._unjoined:
-            return self._body
+            return body
         fields = self._asks(engine, now, goes_on=False)
-        body = self._body
         if self._inside:
-            body = orjson.dumps(self.joined.whole())
+            body = dumps(self.joined.whole())
         return with_fields(body, fields) if fields else body
 
     @property
@@ -228,6 +227,12 @@ class Chain(Segments):
         self._drop_silent()
         self._drop_rest()
 
+    @property
+    def attempt_open(self) -> bool:
+        """Whether an engine works on the request, or is asked to prepare it."""
+        preparing = self._pull is not None or (self.move is not None and self.move.attempt_open)
+        return preparing or super().attempt_open
+
     def check(self, now: float) -> None:
         """Ends a leg that takes too long."""
         silent, limits = self._silent, self._config.timeouts
@@ -239,6 +244,14 @@ class Chain(Segments):
             self.move.check(now, limits.first_byte)
 
     # What the silent leg calls.
+
+    def resends(self, silent: Silent) -> bool:
+        """Sends a silent leg again without the KV transfer that its first try may have used."""
+        if not self._handed.spend():
+            return False
+        self._silent = None
+        self.begin(silent.engine, time.monotonic())
+        return True
 
     def sent(self, now: float) -> None:
         """A leg is on its way."""
@@ -378,14 +391,14 @@ class Chain(Segments):
     def breaks(self, engine: Engine, kind: str, reason: str) -> None:
         """An engine failed that had told some of the answer. Where its tokens are known and the request may
         move, another goes on: the target of a move that has begun, or whom the router chooses."""
-        may_move = self._mover is not None and self.ticket.id in self._mover.running
-        move = self.move
+        mover, move = self._mover, self.move
+        may_move = mover is not None and self.ticket.id in mover.running
         if self._relay.tries(engine, "reset" if kind == "engine_error" else kind, reason) and may_move:
-            name = self._elsewhere()
-            if move is None and name is not None:
-                assert self._mover is not None
-                move = Move(self._mover, self._pool, self, self._pool.engines[name])
+            assert mover is not None
+            other = self._pool.engines.get(self._elsewhere() or "")
             if move is not None and move.at_once():
+                return
+            if other is not None and Move(mover, self._pool, self, other).at_once():
                 return
         self._relay.gives_up(engine, kind, reason)
 

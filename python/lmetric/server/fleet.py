@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import orjson
 import structlog
+from pydantic import SecretStr
 
 from lmetric._core import NoInstanceError, Router
 from lmetric.config import ADMIN, CONFIGURED, EngineConfig, ModelConfig, PoolSettings, Role, ServerConfig
@@ -39,6 +40,7 @@ UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # as the router assumes, until an instanc
 # Over the core's own. vLLM holds what a request had that pulled for another lease behind its end: full of
 # that, an engine would serve nobody.
 PULL_SETTINGS = {"most_kv_usage": 0.8}
+NOT_JOINABLE_SECONDS = 300.0  # that requests of a path stay whole after an answer that could not be merged
 ASK_AGAIN_SECONDS = 30.0  # where a page of an engine did not answer
 
 NAMED_ENGINES = 5  # in one message, with the reason of each
@@ -91,6 +93,7 @@ class Engine:
         self.load_error: str | None = None
         self.healthy = False
         self.draining = False
+        self.switches = 0  # of its role, on their way: it gets no requests meanwhile
         self.leaving = False
         self.ready = True
         self.failures = 0
@@ -113,7 +116,7 @@ class Engine:
     @property
     def held(self) -> bool:
         """Whether it gets no new requests, however healthy."""
-        return self.draining or self.leaving or not self.ready
+        return self.draining or self.switches > 0 or self.leaving or not self.ready
 
     @property
     def unusable(self) -> str | None:
@@ -131,6 +134,11 @@ class Engine:
         """Requests of ours on their way to it and back."""
         return self.upstream.in_use
 
+    def set_key(self, key: SecretStr | None) -> None:
+        """Has it sent another API key from the next request on."""
+        self.config = self.config.model_copy(update={"api_key": key})
+        self.upstream.set_key(key)
+
     def hold(self) -> None:
         """Tells the router whether it is held; to be called when that changed."""
         if self.pool is not None:
@@ -145,7 +153,10 @@ class Engine:
                 self._turn(True, None)
 
     def failed(self, kind: str, reason: str) -> None:
-        """A failed check or request. A refusal takes the engine out at once, others when they repeat."""
+        """A failed check or request. A refusal takes the engine out at once, others when they repeat; a lack
+        of the router's own resources says nothing of the engine."""
+        if kind == "resources":
+            return
         self.successes = 0
         self.failures += 1
         self.last_error = reason
@@ -193,10 +204,19 @@ class BytesPerToken:
 
     bytes: float = 8_000.0
     tokens: float = 2_000.0
+    implausible: int = 0  # counts that were not learned from
     KEEP = 0.99
+    # Texts of any language and tokenizer lie between; a chat template adds some tokens to a short text.
+    MIN_BYTES_PER_TOKEN = 0.5
+    MAX_BYTES_PER_TOKEN = 16.0
+    TEMPLATE_TOKENS = 512
 
     def learn(self, prompt_bytes: int, prompt_tokens: int) -> None:
-        """Takes in one request's true count."""
+        """Takes in one request's true count, unless no engine can mean it."""
+        most = prompt_bytes / self.MIN_BYTES_PER_TOKEN + self.TEMPLATE_TOKENS
+        if not prompt_bytes / self.MAX_BYTES_PER_TOKEN <= prompt_tokens <= most:
+            self.implausible += 1
+            return
         self.bytes = self.bytes * self.KEEP + prompt_bytes
         self.tokens = self.tokens * self.KEEP + prompt_tokens
 
@@ -269,7 +289,8 @@ class Pool:
         if settings.reschedule != "none":
             self.router.set_rescheduling(settings.reschedule, **settings.reschedule_settings)
             self.mover = Mover(self, settings)
-        self._not_joinable: dict[str, str] = {}  # by path: why answers cannot be joined
+        # By path: why answers could not be merged lately, and until when that is believed.
+        self._not_joinable: dict[str, tuple[str, float]] = {}
         self.kv = KvFeed(self.router)
         self.cuts = False  # whether a plan may have several segments
         self._see_cuts()
@@ -355,9 +376,8 @@ class Pool:
 
     def prefill_seconds(self, engine: Engine, tokens: int) -> float:
         """Expected seconds for so many tokens of a prompt at an engine, by what it was seen to do."""
-        rates = self.router.indicators()["prefill_tokens_per_second"]
-        rate = dict(zip(self.router.instances(), rates, strict=True)).get(engine.name, math.nan)
-        return tokens / (float(rate) if rate > 0 else UNLEARNED_TOKENS_PER_SECOND)
+        rate = self.router.prefill_rate(engine.name) if engine.pool is self else None
+        return tokens / (rate or UNLEARNED_TOKENS_PER_SECOND)
 
     def unpulled(self, path: str, call: Call) -> str | None:
         """Why nothing must be fetched for a request before it begins; None: it may be."""
@@ -365,7 +385,7 @@ class Pool:
             return why
         if self.tokenizer is None:
             return "the model's tokenizer is not known"
-        return self._not_joinable.get(path)
+        return self._why_not_joinable(path)
 
     def uncut(self, path: str, call: Call) -> str | None:
         """Why a request must neither be cut between equals nor move; None: it may."""
@@ -376,13 +396,32 @@ class Pool:
             return why
         if self.tokenizer is None:
             return "its answer cannot be joined: the model's tokenizer is not known"
-        return self._not_joinable.get(path)
+        return self._why_not_joinable(path)
+
+    def _why_not_joinable(self, path: str) -> str | None:
+        why, until = self._not_joinable.get(path, (None, 0.0))
+        if why is not None and time.monotonic() >= until:
+            del self._not_joinable[path]  # it is tried again
+            return None
+        return why
 
     def not_joinable(self, path: str, why: str) -> None:
-        """Answers of this path cannot be joined: its requests stay whole from now on. Said once."""
-        if path not in self._not_joinable:
-            self._not_joinable[path] = f"its answer cannot be joined: {why}"
-            log.warning("requests stay whole from now on", model=self.name, path=path, reason=why)
+        """Answers of this path cannot be merged: its requests stay whole for a while, or until an engine
+        comes back as another version. Logged once a while."""
+        if self._why_not_joinable(path) is None:
+            until = time.monotonic() + NOT_JOINABLE_SECONDS
+            self._not_joinable[path] = (f"its answer cannot be joined: {why}", until)
+            log.warning(
+                "requests stay whole for a while",
+                model=self.name,
+                path=path,
+                reason=why,
+                seconds=NOT_JOINABLE_SECONDS,
+            )
+
+    def retry_joins(self) -> None:
+        """Tries to merge answers again: an engine is not what it was."""
+        self._not_joinable.clear()
 
     @property
     def knows_tokens(self) -> bool:
@@ -468,7 +507,10 @@ class Pool:
             self._use(tokenizer)
 
     async def compare_tokens(self, engine: Engine, seconds: float) -> None:
-        """Holds the tokenizer against what an engine itself makes of some prompts, once for each engine."""
+        """Holds the tokenizer against what an engine itself makes of some prompts, once for each engine.
+
+        Raises UpstreamError where there is no connection to it.
+        """
         tokenizer = self.tokenizer
         if tokenizer is None or engine.compared is tokenizer:
             return
@@ -479,6 +521,8 @@ class Pool:
         try:
             differences = await verify(tokenizer, post, self.name)
         except (NotVerifiable, UpstreamError) as error:
+            if isinstance(error, UpstreamError) and error.before_sending:
+                raise
             log.info("tokens not compared", model=self.name, engine=engine.name, reason=str(error))
             return
         engine.compared = tokenizer
@@ -635,7 +679,8 @@ class Fleet:
         """Asks an engine what it is, places it where its model was not known, and wires it.
 
         A page that does not answer counts as missing, and is asked for again later. Raises ValueError where
-        the engine's model was to be asked for and cannot be told.
+        the engine's model was to be asked for and cannot be told, and UpstreamError where there is no
+        connection to it.
         """
 
         unanswered = []
@@ -644,6 +689,8 @@ class Fleet:
             try:
                 return await engine.upstream.get(path, self.config.health.timeout)
             except UpstreamError as error:
+                if error.before_sending:
+                    raise
                 unanswered.append(path)
                 return 504, str(error).encode()
 
@@ -676,6 +723,7 @@ class Fleet:
         pool.set_role(engine)
         if told == before:
             return
+        pool.retry_joins()
         log.info(
             "engine identified",
             engine=engine.name,

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from secrets import token_hex
+from secrets import token_bytes, token_hex
 from typing import TypeGuard
 
 import structlog
@@ -12,6 +12,8 @@ from aiohttp import web
 
 from lmetric._core import NoInstanceError, RequestHead, RequestReader
 from lmetric.config import ServerConfig
+from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.server import priority
 from lmetric.server.asked import FAILED, STOPPING, Asked, Underway
 from lmetric.server.auth import Keys, PageAccess
 from lmetric.server.client import SMALL_BODY, ClientConnection, Relayed, in_short
@@ -21,16 +23,7 @@ from lmetric.server.discovery import Discovery
 from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.isolation import Isolation
 from lmetric.server.metrics import Metrics
-from lmetric.server.openai import (
-    CHAT,
-    COMPLETIONS,
-    PASSED_PATHS,
-    ApiError,
-    Call,
-    bad,
-    parse,
-    whole_answer,
-)
+from lmetric.server.openai import PASSED_PATHS, ApiError, Call, bad, parse, whole_answer
 from lmetric.server.priority import NOT_A_TENANT
 from lmetric.server.relay import Relay
 from lmetric.server.replicas import Replicas
@@ -56,7 +49,8 @@ class Front(web.Server):
         self.fleet = fleet
         self.keys = keys
         self.access = PageAccess(config, keys)
-        self.isolation = Isolation(config)
+        self._random_secret = token_bytes(32)
+        self.isolation = Isolation(config, self._random_secret)
         self.metrics = metrics
         self.discovery: Discovery  # set by the server
         self.replicas: Replicas  # likewise
@@ -80,6 +74,14 @@ class Front(web.Server):
     def __call__(self) -> ClientConnection:
         """A new client's protocol."""
         return ClientConnection(self, self, loop=self._loop, access_log=None, lingering_time=1.0)
+
+    def reload(self, keys: Keys, config: ServerConfig) -> None:
+        """Takes over API keys and tenants, for requests that come from now on."""
+        if keys.on != self.keys.on:
+            self.requests = RequestReader(keys.on, token_hex(6))
+        access, isolation = PageAccess(config, keys), Isolation(config, self._random_secret)
+        self.keys, self.access, self.isolation = keys, access, isolation
+        self.config = self.config.model_copy(update={"auth": config.auth, "tenants": config.tenants})
 
     async def idle_or(self, hurry: asyncio.Event) -> None:
         """Waits until no request is on its way, or for ``hurry``."""
@@ -390,6 +392,11 @@ class Front(web.Server):
     ) -> None:
         """Decides and relays. Raises ApiError."""
         relay: Relay | None = None
+        if self.keys.on or pool.settings.priority != "none":
+            # Else a client would decide how long others wait.
+            asked.drops_priority = True
+            if "priority" in call.request:
+                body = priority.without(call)
         asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
         head = asked.head
         uncut = pool.uncut(asked.path, call) if pool.joins else None

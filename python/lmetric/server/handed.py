@@ -97,6 +97,14 @@ class Handed:
             self.useless("broken", f"status {status}, error {error_code}")
         return broke
 
+    def spend(self) -> bool:
+        """Whether the request sent last carried the fields, so that its engine may have fetched already. The
+        fields are then counted as spent: the request may be sent again only without them."""
+        spent = self._sent
+        if spent:
+            self.useless("spent", "the engine may have fetched before its connection closed")
+        return spent
+
     def useless(self, outcome: str, reason: str) -> None:
         """What was sent with it cannot be used; it is to be sent once more, without."""
         self._sent = False

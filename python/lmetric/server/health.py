@@ -18,6 +18,30 @@ REMINDER_SECONDS = 30.0  # between two warnings that there is no usable engine
 log = structlog.get_logger("lmetric.health")
 
 
+class _Polls:
+    """Requests to engines of one kind: at most one to an engine at a time."""
+
+    def __init__(self, name: str, poll: Callable[[Engine], Awaitable[None]]) -> None:
+        self.running: dict[Engine, asyncio.Task[None]] = {}
+        self._name = name
+        self._poll = poll
+
+    def begin(self, engine: Engine) -> asyncio.Task[None]:
+        """Polls an engine; returns the poll on its way if there is one."""
+        task = self.running.get(engine)
+        if task is None:
+            task = self.running[engine] = asyncio.create_task(self._run(engine), name=self._name)
+        return task
+
+    async def _run(self, engine: Engine) -> None:
+        try:
+            await self._poll(engine)
+        except Exception:
+            log.exception("a poll failed", poll=self._name, engine=engine.name)
+        finally:
+            del self.running[engine]
+
+
 class Monitor:
     """The periodic tasks."""
 
@@ -27,11 +51,13 @@ class Monitor:
         self.metrics = metrics
         self.config = fleet.config
         self._tasks: list[asyncio.Task[None]] = []
+        self._checks = _Polls("check", self._check)
+        self._reads = _Polls("load", self._load_of)
+        self._warn_again_at = 0.0
         self._reminded: dict[str | None, float] = {}  # by model without a usable engine, when it was logged
 
     async def check_all(self) -> None:
-        """One round of checks, all engines at once."""
-        self.fleet.forget_unserved(time.monotonic())
+        """Checks all engines now, all at once, and waits for the results."""
         await self.check(list(self.fleet.engines()))
         self._remind(time.monotonic())
 
@@ -50,8 +76,10 @@ class Monitor:
             del self._reminded[model]
 
     async def check(self, engines: Iterable[Engine]) -> None:
-        """Checks these engines now, all at once."""
-        await asyncio.gather(*(self._check(engine) for engine in engines))
+        """Checks these engines now, all at once, and waits for the results."""
+        checks = [self._checks.begin(engine) for engine in engines]
+        if checks:
+            await asyncio.wait(checks)
 
     def start(self) -> None:
         """Starts the periodic tasks."""
@@ -59,9 +87,10 @@ class Monitor:
         shortest = min(
             *(timeouts.first_byte, timeouts.answer, timeouts.between_chunks),
             *(timeouts.slow_client, timeouts.body, timeouts.keep_alive),
+            *(() if timeouts.request is None else (timeouts.request,)),
         )
         sweep = min(max(shortest / 4, 0.02), 0.5)
-        self._spawn("checks", self.config.health.interval, self.check_all)
+        self._spawn("checks", self.config.health.interval, self._begin_checks)
         self._spawn("time limits", sweep, self._sweep)
         if self.config.load.interval is not None:
             self._spawn("load", self.config.load.interval, self._load)
@@ -72,9 +101,10 @@ class Monitor:
 
     async def stop(self) -> None:
         """Stops them."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._checks.running.values(), *self._reads.running.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _spawn(self, name: str, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         async def forever() -> None:
@@ -86,6 +116,14 @@ class Monitor:
                     log.exception("periodic task failed", task=name)
 
         self._tasks.append(asyncio.create_task(forever(), name=name))
+
+    async def _begin_checks(self) -> None:
+        """Begins a check of each engine whose last one is over: a slow engine delays no other."""
+        now = time.monotonic()
+        self.fleet.forget_unserved(now)
+        self._remind(now)
+        for engine in self.fleet.engines():
+            self._checks.begin(engine)
 
     async def _check(self, engine: Engine) -> None:
         health = self.config.health
@@ -100,6 +138,9 @@ class Monitor:
                 raise ValueError(engine.unfit)
         except (UpstreamError, ValueError) as error:
             reason = str(error)
+            if isinstance(error, UpstreamError) and error.kind == "resources":
+                self._lacks_resources(reason)
+                return
             if not engine.healthy and engine.last_error != reason:
                 log.warning("engine not usable", engine=engine.name, reason=reason)
             engine.failed(error.kind if isinstance(error, UpstreamError) else "status", reason)
@@ -107,9 +148,19 @@ class Monitor:
             engine.last_error = None
             engine.succeeded()
 
+    def _lacks_resources(self, reason: str) -> None:
+        """Logs, at most once a minute, that engines cannot be checked."""
+        now = time.monotonic()
+        if now >= self._warn_again_at:
+            self._warn_again_at = now + 60.0
+            log.error("the router lacks resources; engines keep their state", reason=reason)
+
     async def _load(self) -> None:
-        engines = [e for pool in self.fleet.pools for e in pool.engines.values() if e.healthy]
-        await asyncio.gather(*(self._load_of(engine) for engine in engines))
+        """Begins to read the load of each healthy engine whose last page came or failed."""
+        for pool in self.fleet.pools:
+            for engine in pool.engines.values():
+                if engine.healthy and engine.capabilities.load_path is not None:
+                    self._reads.begin(engine)
 
     async def _load_of(self, engine: Engine) -> None:
         path = engine.capabilities.load_path

@@ -10,14 +10,13 @@ lead to the salt of another tenant.
 from __future__ import annotations
 
 from hashlib import blake2b
-from secrets import token_bytes
 
 import orjson
 import structlog
 
 from lmetric.config import ServerConfig, read_secret
-from lmetric.engines.handover import with_fields
-from lmetric.server.openai import CHAT, COMPLETIONS, ApiError, Call
+from lmetric.engines.handover import CHAT, COMPLETIONS, with_fields
+from lmetric.server.openai import ApiError, Call
 
 # Paths whose bodies take `cache_salt` (vLLM 0.32; of these SGLang 0.5.23 reads it on the first three).
 _SALTED = frozenset(
@@ -34,9 +33,12 @@ log = structlog.get_logger("lmetric.isolation")
 
 
 class Isolation:
-    """The salts of isolated tenants. Raises ConfigError if their secret cannot be read."""
+    """The salts of isolated tenants. Raises ConfigError if their secret cannot be read.
 
-    def __init__(self, config: ServerConfig) -> None:
+    ``random_secret``: of this process, used if the configuration has no secret.
+    """
+
+    def __init__(self, config: ServerConfig, random_secret: bytes) -> None:
         names = [name for name, tenant in config.tenants.items() if tenant.isolate]
         self.tenants = frozenset(names)
         self._keys: dict[str, bytes] = {}
@@ -51,7 +53,7 @@ class Isolation:
             log.warning(
                 "without API keys, tenants are isolated only if a trusted proxy sets the header x-tenant"
             )
-        secret = token_bytes(32) if given is None else blake2b(given.encode(), digest_size=32).digest()
+        secret = random_secret if given is None else blake2b(given.encode(), digest_size=32).digest()
         self._keys = {name: blake2b(name.encode(), key=secret, digest_size=32).digest() for name in names}
 
     def salt(self, tenant: str, given: str | None) -> str:

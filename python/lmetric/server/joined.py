@@ -12,15 +12,18 @@ s - P: all of them count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import orjson
+from numpy.typing import ArrayLike
 
 from lmetric._core import TokenEncoder, TokenizeError
-from lmetric.server.uncut import CHAT, COMPLETIONS, max_tokens
-from lmetric.tokens import Detokeniser
+from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.server.uncut import max_tokens
+from lmetric.tokens import Detokeniser, Tokens
 
 JSON = Mapping[str, Any]
 
@@ -31,6 +34,9 @@ _KEPT = (
     *("skip_special_tokens", "spaces_between_special_tokens", "return_tokens_as_token_ids"),
     *("priority", "cache_salt", "user", "session_id"),
 )
+
+# What only the first leg of a request is sent as it came.
+_PROMPT_FIELDS = frozenset({"prompt", "messages", "documents"})
 
 # Tokens of an answer whose request says no length: it is neither cut nor moves, and no leg is sized by it.
 _UNBOUNDED = 1 << 31
@@ -59,11 +65,11 @@ class Made:
 class Joined:
     """One request's answer so far. `prompt`: its token ids; `encoder`: of the model's tokenizer."""
 
-    def __init__(self, path: str, request: JSON, prompt: Iterable[int], encoder: TokenEncoder) -> None:
+    def __init__(self, path: str, request: JSON, prompt: ArrayLike, encoder: TokenEncoder) -> None:
         most = max_tokens(path, request)
         self.path = path
         self.request = request
-        self.prompt: list[int] = list(map(int, prompt))
+        self.prompt: Tokens = np.asarray(prompt, dtype=np.uint32)
         self.made: list[int] = []
         self.over = False  # it has a finish_reason
         self.cached: JSON | None = None  # prompt_tokens_details of the leg that computed the prompt's end
@@ -117,7 +123,14 @@ class Joined:
         """A request to /v1/completions that has an engine compute so many tokens of what there is so far, or
         look them up in its cache, and say next to nothing."""
         leg = {name: self.request[name] for name in _KEPT if self.request.get(name) is not None}
-        return leg | {"prompt": (self.prompt + self.made)[:tokens], "max_tokens": 1, "stream": False}
+        return leg | {"prompt": self._tokens(tokens), "max_tokens": 1, "stream": False}
+
+    def _tokens(self, count: int) -> Tokens:
+        """The first tokens of prompt and answer so far. Those of the prompt are not copied."""
+        made = self.made[: max(count - len(self.prompt), 0)]
+        if not made:
+            return self.prompt[: max(count, 0)]
+        return np.concatenate([self.prompt, np.asarray(made, dtype=np.uint32)])
 
     def whole(self) -> dict[str, Any]:
         """The client's request, its prompt as the token ids that another engine has computed some of."""
@@ -128,7 +141,7 @@ class Joined:
         leg = {name: self.request[name] for name in _KEPT if self.request.get(name) is not None}
         if self.request.get("logprobs") is not None and not self._chat:
             leg["logprobs"] = self.request["logprobs"]
-        leg["prompt"] = (self.prompt + self.made)[: max(to_token, 0)]
+        leg["prompt"] = self._tokens(to_token)
         left = self._most - len(self.made)
         leg["max_tokens"] = max(1, min(to_token - count - len(self.made) + 1, left))
         leg["stream"] = False
@@ -172,8 +185,9 @@ class Joined:
         if not self.begun:
             prompt = (event if self._chat else choice).get("prompt_token_ids")
             if isinstance(prompt, list) and prompt:
-                self.prompt = prompt
+                self.prompt = _array(prompt)
             self._frame = {name: event.get(name) for name in ("id", "created", "model")}
+            self._forget_prompt()
         heard = (choice.get("delta") or {}).get("content") if self._chat else choice.get("text")
         if heard:
             self._heard.append(heard)
@@ -206,7 +220,7 @@ class Joined:
         frame = answer if self._chat else choice
         prompt = frame.get("prompt_token_ids")
         if isinstance(prompt, list) and prompt:
-            self.prompt = prompt
+            self.prompt = _array(prompt)
         message = choice.get("message") or {}
         if self._chat and any(message.get(name) for name in ("tool_calls", "reasoning", "reasoning_content")):
             raise NotJoinable("the engine parses its answers into more than a text")
@@ -225,6 +239,11 @@ class Joined:
         if "kv_transfer_params" in self._frame:
             self._frame["kv_transfer_params"] = None
         self._choice = dict(choice)
+        self._forget_prompt()
+
+    def _forget_prompt(self) -> None:
+        """Drops what only first legs are sent: later ones are sent token ids."""
+        self.request = {name: value for name, value in self.request.items() if name not in _PROMPT_FIELDS}
 
     def _add(self, ids: list[int], finish: Any, stop: Any, logprobs: Any) -> Made:
         assert self._text is not None
@@ -310,7 +329,7 @@ class Joined:
             # Null, as vLLM says it to who does not ask.
             choice["token_ids"] = None
             (frame if self._chat else choice)["prompt_token_ids"] = None
-        return orjson.dumps({**frame, "choices": [choice], "usage": self._usage(len(self.made), last=True)})
+        return dumps({**frame, "choices": [choice], "usage": self._usage(len(self.made), last=True)})
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
@@ -324,16 +343,21 @@ class Joined:
         return usage | {"prompt_tokens_details": self.cached} if last else usage
 
 
-def other_tokens(prompt: list[int], said: JSON) -> str | None:
+def dumps(leg: JSON) -> bytes:
+    """A leg's body; its prompt is an array of token ids."""
+    return orjson.dumps(leg, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def other_tokens(prompt: Tokens, said: JSON) -> str | None:
     """Why a chat is not the prompt whose cache its engine has fetched, going by what that tells of it."""
     told = said.get("prompt_token_ids")
-    if told == prompt:
+    if isinstance(told, list) and len(told) == len(prompt) and told == prompt.tolist():
         return None
     return "it makes other tokens of a chat" if told else "it does not tell a chat's token ids"
 
 
 def _event(value: JSON) -> bytes:
-    return b"data: %b\n\n" % orjson.dumps(value)
+    return b"data: %b\n\n" % dumps(value)
 
 
 def _choice(answer: JSON) -> JSON:
@@ -342,6 +366,13 @@ def _choice(answer: JSON) -> JSON:
         raise NotJoinable("the leg's answer has not one choice")
     choice: JSON = choices[0]
     return choice
+
+
+def _array(ids: list[Any]) -> Tokens:
+    try:
+        return np.asarray(ids, dtype=np.uint32)
+    except (TypeError, ValueError, OverflowError):
+        raise NotJoinable("the engine tells token ids that are none") from None
 
 
 def _ids(choice: JSON) -> list[int]:

@@ -51,9 +51,11 @@ class Leg:
                 connection.upstream.give(connection)
             return
         try:
-            self._ask(task.result(), time.monotonic())
-        except UpstreamError as error:
-            self.settle(error.kind, str(error))
+            error = task.exception()
+            if isinstance(error, UpstreamError):
+                self.settle(error.kind, str(error))
+            else:
+                self._ask(task.result(), time.monotonic())
         except Exception:
             self.fail()
 
@@ -63,7 +65,10 @@ class Leg:
         given = self._asked.priority
         if given is not None:
             body, given = priority.body(engine, given, body), priority.header(engine, given)
-        lines = head.for_engine(engine.upstream.head(target, stream), len(body), given)
+        upstream = engine.upstream
+        lines = head.for_engine(
+            upstream.head(target, stream), len(body), given, upstream.has_key, self._asked.drops_priority
+        )
         if len(body) <= JOIN_BYTES:
             connection.transport.write(lines + body)
         else:

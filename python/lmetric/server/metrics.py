@@ -182,6 +182,14 @@ class Metrics(Collector):
             for outcome, count in pool.mover.outcomes.items() if pool.mover else ():
                 moves.add_metric((pool.name, outcome), count)
         yield moves
+        implausible = CounterMetricFamily(
+            "lmetric_implausible_usage",
+            "Answers whose usage.prompt_tokens cannot be true of their prompt, and was not learned from",
+            labels=("model",),
+        )
+        for pool in self.fleet.pools:
+            implausible.add_metric((pool.name,), pool.ratio.implausible)
+        yield implausible
         gamma = GaugeMetricFamily(
             "lmetric_priority_gamma", "Rate of the tail that requests are boosted by, 1/s", labels=("model",)
         )

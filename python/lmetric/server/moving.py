@@ -19,12 +19,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import structlog
 
-from lmetric._core import NoInstanceError, TicketError
+from lmetric._core import NoInstanceError, TicketError, UnknownNameError
 from lmetric.server.handed import Handed
-from lmetric.server.joined import NotJoinable
+from lmetric.server.joined import NotJoinable, dumps
 from lmetric.server.silent import Silent, usage_of
 
 if TYPE_CHECKING:
@@ -119,8 +118,13 @@ class Move:
         # What the source holds is all that may be fetched: one token more, and the target dies.
         if not fields or self._asks_source:
             self._sent_tokens = len(joined.prompt) + len(joined.made)
-        self._silent = self._chain.silent(self, orjson.dumps(joined.ahead(self._sent_tokens) | fields), now)
+        self._silent = self._chain.silent(self, dumps(joined.ahead(self._sent_tokens) | fields), now)
         self._silent.go(engine, now)
+
+    @property
+    def attempt_open(self) -> bool:
+        """Whether an engine is at work for the move."""
+        return self._silent is not None and not self._silent.ended
 
     def check(self, now: float, limit: float) -> None:
         """Gives up a target that takes too long."""
@@ -138,6 +142,8 @@ class Move:
             chain.ticket.begin_move(self._target.name, recompute=True)
         except TicketError:
             return self._count("not_movable")
+        except UnknownNameError:  # removed since the move began
+            return self._count("target_gone")
         return self._change_over("source_failed")
 
     def drop(self) -> None:
@@ -159,6 +165,13 @@ class Move:
     def refilled(self, engine: Engine, body: bytes) -> bytes:
         """The leg's body."""
         return body
+
+    def resends(self, silent: Silent) -> bool:
+        """Asks the target again without the KV transfer that the first try may have used."""
+        if self._asks_source or not self._handed.spend():
+            return False
+        self._ask_target(time.monotonic())
+        return True
 
     def answered(self, silent: Silent, status: int, body: bytes) -> None:
         """An engine did what it was asked for, or refused."""

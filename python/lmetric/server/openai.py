@@ -16,6 +16,7 @@ import orjson
 from pydantic import ValidationError
 
 from lmetric._core import NoInstanceError, json_excess
+from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.tokens import Tokens
 
 JSON = Mapping[str, Any]
@@ -36,8 +37,6 @@ INTERNAL_FIELDS = frozenset(
     }
 )
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 # Further paths of which an engine may know one or the other; each takes a JSON object by POST.
 PASSED_PATHS = (
     "/v1/responses",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -13,6 +13,7 @@ from lmetric.engines.handover import with_fields
 if TYPE_CHECKING:
     from lmetric._core import Router
     from lmetric.server.fleet import Engine
+    from lmetric.server.openai import Call
 
 NOT_A_TENANT = TenantConfig()
 
@@ -45,15 +46,17 @@ def header(engine: Engine, priority: int | None) -> int | None:
     return told.field(-priority)
 
 
+def without(call: Call) -> bytes:
+    """The body of a call without the client's own `priority`, which is removed from the call, too."""
+    call.request = {name: value for name, value in call.request.items() if name != "priority"}
+    return orjson.dumps(call.request)
+
+
 def body(engine: Engine, priority: int | None, sent: bytes) -> bytes:
-    """The body with the field that an engine takes for it, where it takes no header."""
+    """The body with the field that an engine takes for it, where it takes no header. The body has no
+    `priority` of the client's (`without`)."""
     told = engine.capabilities.priority
     if priority is None or told is None or told.header:
         return sent
     value = told.field(-priority)
-    if value is None:
-        return sent
-    if b'"priority"' in sent:  # a client's own would come last, and win
-        fields: dict[str, Any] = orjson.loads(sent)
-        return orjson.dumps(fields | {"priority": value})
-    return with_fields(sent, {"priority": value})
+    return sent if value is None else with_fields(sent, {"priority": value})

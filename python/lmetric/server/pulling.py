@@ -12,10 +12,10 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import structlog
 
 from lmetric.server.handed import Handed, blocks_differ
+from lmetric.server.joined import dumps
 from lmetric.server.silent import Silent
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Pull:
             return self._over("no_block")
         self._handed.begin(holder)
         fields: Any = connector.asks(None, goes_on=True, whole=True)
-        body = orjson.dumps(self._chain.joined.ahead(self._tokens) | fields)
+        body = dumps(self._chain.joined.ahead(self._tokens) | fields)
         self._silent = self._chain.silent(self, body, now)
         self._timer = asyncio.get_running_loop().call_later(self._patience(), self._late)
         self._silent.go(holder, now)
@@ -89,6 +89,10 @@ class Pull:
     def refilled(self, engine: Engine, body: bytes) -> bytes:
         """The leg's body."""
         return body
+
+    def resends(self, silent: Silent) -> bool:
+        """Returns False: what the holder is asked has no KV transfer that could be used twice."""
+        return False
 
     def answered(self, silent: Silent, status: int, body: bytes) -> None:
         """The holder answered."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmetric.engines.handover import with_fields
-from lmetric.server.openai import CHAT, COMPLETIONS
+import orjson
+
+from lmetric.engines.handover import CHAT, COMPLETIONS, with_fields
 
 # Each request that asks for it costs its engine an event as long as its prompt, so there are bounds.
 REFILL_REQUESTS = 4096
@@ -16,11 +17,10 @@ REFILL_SECONDS = 600.0
 class Refill:
     """Adds an engine's field for a full report to its requests, until a time and a number are reached."""
 
-    __slots__ = ("_field", "_least", "_names", "left", "until")
+    __slots__ = ("_field", "_least", "left", "until")
 
     def __init__(self, field: Mapping[str, Any], block_size: int, now: float) -> None:
         self._field = field
-        self._names = [b'"%b"' % name.encode() for name in field]
         self._least = 2 * block_size
         self.until = now + REFILL_SECONDS
         self.left = REFILL_REQUESTS
@@ -34,7 +34,7 @@ class Refill:
         that there may be blocks among them. A client's own field of that name stays as it is."""
         if unknown_tokens < self._least or self.left <= 0 or path not in (CHAT, COMPLETIONS):
             return body
-        if any(name in body for name in self._names):
+        if not self._field.keys().isdisjoint(orjson.loads(body)):
             return body
         self.left -= 1
         return with_fields(body, self._field)

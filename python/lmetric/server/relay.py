@@ -24,7 +24,7 @@ from lmetric._core import (
     WireError,
 )
 from lmetric.config import ServerConfig
-from lmetric.server.asked import STOPPING, Asked, Underway
+from lmetric.server.asked import FAILED, STOPPING, Asked, Underway
 from lmetric.server.bounded import Bounded
 from lmetric.server.chain import Chain
 from lmetric.server.cors import with_lines
@@ -34,7 +34,12 @@ from lmetric.server.legs import Legs
 from lmetric.server.openai import ApiError, Call
 from lmetric.server.upstream import Connection
 
-_STATUS = {"refused": 502, "reset": 502, "timeout": 504, "status": 503}
+_STATUS = {
+    **dict.fromkeys(("refused", "dns", "tls", "unreachable", "reset"), 502),
+    "timeout": 504,
+    "status": 503,
+    "resources": 503,
+}
 
 log = structlog.get_logger("lmetric.relay")
 
@@ -80,7 +85,8 @@ class Relay(Underway, Leg):
         self._require_finish = require_finish
         self._on_end = on_end
         # Where it may be cut between equals, move, or fetch its prompt's front; then its tokenizer is known.
-        self._call = call
+        self._call = call  # until a chain has it
+        self._may_pull = pool.pulls and call is not None
         self._moves = moves  # it may be cut, or move
         self._encoder = pool.tokenizer.encoder if call is not None and pool.tokenizer is not None else None
 
@@ -122,7 +128,7 @@ class Relay(Underway, Leg):
     @property
     def _pulls(self) -> bool:
         """Whether the open segment is to fetch something first."""
-        return self._pool.pulls and self._call is not None and self._ticket.pull is not None
+        return self._may_pull and self._ticket.pull is not None
 
     def _cut_segment(self, engine: Engine, now: float) -> None:
         chain, self._legs = self._chain, None
@@ -134,6 +140,7 @@ class Relay(Underway, Leg):
             chain = self._chain = kind(
                 self, self._config, self._asked, self._pool, self._ticket, self._call, self._encoder, mover
             )
+            self._call = None
         if self._pulls and chain.fetches(engine, now):
             pass  # it goes on when that is over
         elif self._ticket.follows:
@@ -362,10 +369,12 @@ class Relay(Underway, Leg):
             return
         self._fail_ticket(kind)
         headers = {"x-lmetric-decision": self._label}
-        if kind == "status":
+        if _STATUS[kind] == 503:
             headers["retry-after"] = "1"
         tried = "; ".join(self._tried)
         message = "no engine could answer"
+        if kind == "resources":
+            message = "the router cannot open a connection to an engine"
         self._end(ApiError(_STATUS[kind], message, engines=tried, code=kind, headers=headers))
 
     def _following(self, engine: Engine, kind: str) -> str | None:
@@ -390,6 +399,16 @@ class Relay(Underway, Leg):
             error_for_client = error
         self._fail_ticket("engine_error")
         self._end(error_for_client)
+
+    def _expire(self, reason: str) -> None:
+        """Ends the request at its longest duration; no engine is to blame."""
+        self.reason = reason
+        error = ApiError(504, reason, code="timeout")
+        if self.committed:
+            self._cut(error)
+        self.drop()
+        self._fail_ticket("timeout")
+        self._end(None if self.committed else error)
 
     def drop(self) -> None:
         """Gives up what is on its way to engines."""
@@ -532,10 +551,21 @@ class Relay(Underway, Leg):
         legs = self._legs or self._chain
         if legs is not None:
             legs.check(now)
-        joined = self._speaker is not None
-        if self.ended or (self._connection is None and not joined):
+        if self.ended:
             return
         limits = self._config.timeouts
+        if limits.request is not None and now - self._asked.started > limits.request:
+            self._expire(f"the request took longer than {limits.request:g} s (timeouts.request)")
+            return
+        legs, waits = self._legs or self._chain, (self._connection or self._connecting) is not None
+        if not waits and (legs is None or not legs.attempt_open):
+            log.error("a request was left without an engine", decision=self._label)
+            self.reason = "no engine was at work on it"
+            self.end_with(ApiError(500, FAILED))
+            return
+        joined = self._speaker is not None
+        if self._connection is None and not joined:
+            return
         if self._stalled_at:
             if now - self._stalled_at > limits.slow_client:
                 self._leave("the client does not read")

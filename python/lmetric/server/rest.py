@@ -65,14 +65,17 @@ class Rest(Leg):
             return
         try:
             self._step(connection, flags, data)
-        except (WireError, NotJoinable) as error:
+        except Exception as error:
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """The answer is malformed or cannot be merged; any other exception fails the request."""
+        try:
+            if not isinstance(error, WireError | NotJoinable):
+                raise error
             self._fault("reset", str(error))
         except Exception:
             self.fail()
-
-    def failed(self, error: Exception) -> None:
-        """The answer is malformed."""
-        self._fault("reset", str(error))
 
     def lost(self) -> None:
         """The connection closed."""
@@ -81,15 +84,16 @@ class Rest(Leg):
             return
         try:
             self._step(connection, connection.eof(), b"")
-        except (WireError, NotJoinable) as error:
-            self._fault("reset", str(error))
-        except Exception:
-            self.fail()
+        except Exception as error:
+            self.failed(error)
 
     def _step(self, connection: Connection, flags: int, data: bytes) -> None:
         if not self._begun:
             if not flags & READY:
                 return
+            if connection.status == 200 and connection.event_stream != self._stream:
+                asked, came = ("an event stream", "none") if self._stream else ("no event stream", "one")
+                raise WireError(f"the engine was asked for {asked}, and its answer is {came}")
             if connection.event_stream and connection.status == 200 and self._refuses(connection, flags):
                 return
             self._begun = True
@@ -197,10 +201,14 @@ class Rest(Leg):
     def settle(self, kind: str, reason: str) -> None:
         """The attempt failed before anything came of it."""
         # An engine may close a kept connection just when the next request is on its way: no failure.
-        stale = kind == "reset" and not self._fresh and self._connection is not None
-        if stale and self._connection is not None and not self._connection.pieces:
-            self._drop()
-            self._connect()
+        connection = self._connection
+        if kind == "reset" and not self._fresh and connection is not None and not connection.pieces:
+            if self._chain.spends():  # the engine may have fetched what the leg carries
+                self.drop()
+                self._chain.again(self)
+            else:
+                self._drop()
+                self._connect()
             return
         self.drop()
         self._chain.moved(self, kind, reason)

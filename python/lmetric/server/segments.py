@@ -48,6 +48,10 @@ class Segments:
         be sent there once more."""
         return self._handed.broke(status, error_code)
 
+    def spends(self) -> bool:
+        """Whether the leg sent last carried a KV transfer, which must not be sent again."""
+        return self._handed.spend()
+
     def refused(self, engine: Engine, status: int, body: bytes) -> None:
         """An engine refused a leg."""
         if status in self._config.retries.statuses or self._relay.committed:
@@ -57,6 +61,15 @@ class Segments:
         if status >= 500:
             engine.failed("status", f"status {status}")
         self._relay.end_with(EngineRefusal(status, body))
+
+    @property
+    def attempt_open(self) -> bool:
+        """Whether an engine works on a segment that the relay itself does not look after."""
+        return any(leg is not None and not leg.ended for leg in (self._silent, self._rest))
+
+    def resends(self, silent: Silent) -> bool:
+        """Returns False: a first leg carries no KV transfer that could be used twice."""
+        return False
 
     @property
     def speaks(self) -> bool:

@@ -31,6 +31,7 @@ class Hearer(Protocol):
 
     def sent(self, now: float) -> None: ...
     def refilled(self, engine: Engine, body: bytes) -> bytes: ...
+    def resends(self, silent: "Silent") -> bool: ...
     def answered(self, silent: "Silent", status: int, body: bytes) -> None: ...
     def failed(self, silent: "Silent", kind: str, reason: str) -> None: ...
     def fail(self) -> None: ...
@@ -70,16 +71,14 @@ class Silent(Leg):
         if self.ended or connection is None or self._fetch is None or done is not self._fetch.done:
             return
         try:
+            error = done.exception()
+            if isinstance(error, UpstreamError):
+                if self._fresh or connection.pieces:
+                    self.settle(error.kind, str(error))
+                else:
+                    self._resend()
+                return
             status, body = done.result()
-        except UpstreamError as error:
-            if not self._fresh and not connection.pieces:
-                # An engine may close a kept connection just when the next request is on its way: no failure.
-                self._drop()
-                self._connect()
-            else:
-                self.settle(error.kind, str(error))
-            return
-        try:
             self.ended = True
             self._connection = None
             if (load := connection.load) is not None:
@@ -88,6 +87,15 @@ class Silent(Leg):
             self._legs.answered(self, status, body)
         except Exception:
             self.fail()
+
+    def _resend(self) -> None:
+        """Sends the leg again. An engine may close a kept connection just when the next request is on its
+        way: no failure. But it may have fetched what the leg carries, which is not sent twice."""
+        self._drop()
+        self.ended = True
+        if not self._legs.resends(self):
+            self.ended = False
+            self._connect()
 
     def settle(self, kind: str, reason: str) -> None:
         """It failed."""

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lmetric.engines.handover import whole_reason
+from lmetric.engines.handover import CHAT, COMPLETIONS, whole_reason
 
 JSON = Mapping[str, Any]
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 # What vLLM makes of a completion that asks for no length; a chat may get as long as the engine likes.
 COMPLETION_MAX_TOKENS = 16
 

@@ -1,11 +1,17 @@
 """Lean keep-alive connections to one engine: bytes in, bytes out, answers read in Rust."""
 
 import asyncio
+import errno
+import os
+import re
+import socket
 import ssl
 import time
 from collections import deque
 from typing import Protocol
 from urllib.parse import urlsplit
+
+from pydantic import SecretStr
 
 from lmetric._core import END, PASS, ResponseReader, WireError
 from lmetric.config import EngineConfig, ServerConfig
@@ -25,12 +31,63 @@ class Sink(Protocol):
         """The connection is gone before the answer's end."""
 
 
+# Errors of connecting that say nothing of the engine: the router lacks file descriptors, ports or memory.
+_OWN_ERRORS = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EADDRINUSE}
+)
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
+# Longest page that is read of an engine: /metrics of a large one has some hundred kB.
+PAGE_BYTES = 1 << 20
+
+
 class UpstreamError(Exception):
-    """No connection, or no answer; ``kind`` is one of a ticket's failures."""
+    """No connection, or no answer; ``kind`` is one of a ticket's failures.
+
+    Kinds without a connection: refused (nobody listens), dns, tls, unreachable, timeout, and resources (the
+    router's own trouble, which says nothing of the engine).
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+    @property
+    def before_sending(self) -> bool:
+        """Whether there was no connection, for a reason other than time."""
+        return self.kind in ("refused", "dns", "tls", "unreachable", "resources")
+
+
+def _no_connection(error: OSError) -> UpstreamError:
+    """Why a connection could not be made."""
+    reason = error.strerror or str(error)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return UpstreamError("tls", f"TLS: the certificate is not valid: {error.verify_message or reason}")
+    if isinstance(error, ssl.SSLError):
+        return UpstreamError("tls", f"TLS: no secure connection: {reason}")
+    if isinstance(error, socket.gaierror):
+        # Without a file descriptor, names cannot be resolved, either; the resolver does not say so.
+        own = _own_trouble()
+        return UpstreamError("resources", own) if own else UpstreamError("dns", f"DNS: {reason}")
+    # asyncio tells of several addresses of a host in words.
+    numbers = {error.errno} if error.errno else set(map(int, _ERRNO.findall(str(error))))
+    if errno.ECONNREFUSED in numbers:
+        kind = "refused"
+    elif numbers & _OWN_ERRORS:
+        kind = "resources"
+    elif isinstance(error, ConnectionResetError | ConnectionAbortedError | BrokenPipeError):
+        kind = "reset"
+    else:
+        kind = "unreachable"
+    return UpstreamError(kind, f"no connection: {reason}")
+
+
+def _own_trouble() -> str | None:
+    """Why the router cannot open a file now; None: it can."""
+    try:
+        socket.socket().close()
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else str(error)
+    return None
 
 
 class Connection(ResponseReader, asyncio.Protocol):
@@ -85,17 +142,23 @@ class Upstream:
         self._address = (parts.hostname or "", parts.port or (443 if self._tls else 80))
         self._allowed = allowed
         self._path = parts.path.rstrip("/")
-        key = config.api_key.get_secret_value() if config.api_key else None
-        self._fixed = f"host: {parts.netloc}\r\n" + (f"authorization: Bearer {key}\r\n" if key else "")
-        self.has_key = key is not None
+        self._host = parts.netloc
         self._ask_load = "endpoint-load-metrics-format: TEXT\r\n" if server.load.from_answers else ""
         self._heads: dict[bytes, tuple[bytes, bytes]] = {}
+        self.set_key(config.api_key)
         self._connect_seconds = server.timeouts.connect
         self._idle_seconds = server.limits.idle_seconds
         self._limit = server.limits.max_connections_per_engine
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
         self._closed = False
+
+    def set_key(self, key: SecretStr | None) -> None:
+        """Takes the key that requests carry from now on; None: clients' own go on."""
+        secret = key.get_secret_value() if key else ""
+        self.has_key = bool(secret)
+        self._fixed = f"host: {self._host}\r\n" + (f"authorization: Bearer {secret}\r\n" if secret else "")
+        self._heads.clear()
 
     @property
     def in_use(self) -> int:
@@ -135,7 +198,7 @@ class Upstream:
             self._idle.remove(connection)
 
     async def connect(self) -> Connection:
-        """A new connection. Raises UpstreamError: refused, timeout, or status where the bound is reached."""
+        """A new connection. Raises UpstreamError, of kind status if the bound is reached."""
         if len(self._open) >= self._limit:
             raise UpstreamError("status", f"all {self._limit} connections to it are in use")
         connection = Connection(self)
@@ -155,7 +218,7 @@ class Upstream:
         except TimeoutError:
             raise UpstreamError("timeout", f"no connection within {self._connect_seconds:g} s") from None
         except OSError as error:
-            raise UpstreamError("refused", f"no connection: {error.strerror or error}") from None
+            raise _no_connection(error) from None
         if self._allowed is not None:
             # A name may lead elsewhere than when the engine was added.
             address = connection.transport.get_extra_info("peername")[0]
@@ -179,7 +242,7 @@ class Upstream:
         await self._connect(connection)
         if connection.transport.is_closing():
             raise UpstreamError("reset", f"no answer to {method} {path}: connection closed at once")
-        fetch = Fetch(connection)
+        fetch = Fetch(connection, PAGE_BYTES)
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._fixed}{fields}connection: close\r\n\r\n"
         fetch.connection.transport.write(head.encode() + body)
         try:
@@ -208,12 +271,11 @@ class Upstream:
 
 
 class Fetch:
-    """A whole answer, for the router alone."""
+    """A whole answer of at most ``limit`` bytes, for the router alone."""
 
-    LIMIT = 16 << 20
-
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, limit: int = 16 << 20) -> None:
         self.connection = connection
+        self._limit = limit
         self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._body = bytearray()
         self._committed = False
@@ -227,8 +289,10 @@ class Fetch:
             self._body += held
         elif self._committed:
             self._body += data if flags & PASS else connection.take()
-        if len(self._body) > self.LIMIT:
-            self.failed(WireError(f"answer longer than {self.LIMIT} bytes"))
+        if len(self._body) > self._limit:
+            self._body.clear()
+            connection.transport.abort()
+            self.failed(WireError(f"answer longer than {self._limit} bytes"))
         elif flags & END and not self.done.done():
             self.done.set_result((connection.status, bytes(self._body)))
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from lmetric._core import TokenEncoder
 
 _CUT = "\ufffd"  # a character that is not whole yet
@@ -26,7 +29,11 @@ class Detokeniser:
     """
 
     def __init__(
-        self, encoder: TokenEncoder, prompt: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        encoder: TokenEncoder,
+        prompt: Sequence[int] | NDArray[np.uint32],
+        *,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._encoder = encoder
         self._skip = skip_special_tokens
@@ -56,7 +63,7 @@ class Detokeniser:
         self._read = rest
         return new
 
-    def _suffix(self, prompt: Sequence[int]) -> list[int]:
+    def _suffix(self, prompt: Sequence[int] | NDArray[np.uint32]) -> list[int]:
         """The shortest end of the prompt that is whole, or as much as will be looked at."""
         size = len(prompt)
         for count in range(_SUFFIX_LEAST, _SUFFIX_MOST):

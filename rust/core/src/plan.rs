@@ -136,8 +136,14 @@ pub struct Usage {
 /// Why a segment failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// No connection.
+    /// Nobody listens at the instance's address.
     Refused,
+    /// Its host name cannot be resolved.
+    Dns,
+    /// No secure connection: a certificate, or another error of TLS.
+    Tls,
+    /// No connection, for another reason (no route to its host).
+    Unreachable,
     /// The connection broke.
     Reset,
     /// A time limit passed.
@@ -148,22 +154,28 @@ pub enum Failure {
     Cancelled,
     /// The engine reported an error of its own.
     EngineError,
+    /// The router lacks a file descriptor, a port or memory for a connection; no instance is to blame.
+    Resources,
 }
 
 impl Failure {
     /// All of them, with the names used in receipts and metrics.
-    pub const NAMES: [(&'static str, Failure); 6] = [
+    pub const NAMES: [(&'static str, Failure); 10] = [
         ("refused", Failure::Refused),
+        ("dns", Failure::Dns),
+        ("tls", Failure::Tls),
+        ("unreachable", Failure::Unreachable),
         ("reset", Failure::Reset),
         ("timeout", Failure::Timeout),
         ("status", Failure::Status),
         ("cancelled", Failure::Cancelled),
         ("engine_error", Failure::EngineError),
+        ("resources", Failure::Resources),
     ];
 
     /// Whether another instance may take the request, as long as no token was seen.
     pub fn may_move(self) -> bool {
-        !matches!(self, Failure::Cancelled | Failure::EngineError)
+        !matches!(self, Failure::Cancelled | Failure::EngineError | Failure::Resources)
     }
 
     /// Its name.

@@ -7,7 +7,7 @@ use lmetric_core::CoreError;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
-use lmetric_core::indicators::{INDICATORS, Scope};
+use lmetric_core::indicators::{INDICATORS, Indicator, Scope};
 use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::plan::{Binding, Cuts};
@@ -406,11 +406,11 @@ impl Router {
         tokens: Option<Bound<'py, PyAny>>,
         text: Option<Bound<'py, PyAny>>,
         block_hashes: Option<Bound<'py, PyAny>>,
-        prompt_tokens: Option<u32>,
+        prompt_tokens: Option<u64>,
         expected_output_tokens: Option<u32>,
         think_tokens: Option<u32>,
         length_class: Option<&'py str>,
-        extra_tokens: u32,
+        extra_tokens: u64,
         session: Option<&'py str>,
         adapter: Option<&'py str>,
         salt: Option<&'py str>,
@@ -426,8 +426,9 @@ impl Router {
             tokens,
             text,
             block_hashes,
-            prompt_tokens,
-            extra_tokens,
+            // Estimates may be beyond all measure: they count as the most there is.
+            prompt_tokens: prompt_tokens.map(saturated),
+            extra_tokens: saturated(extra_tokens),
             expected_output_tokens,
             think_tokens,
             length_class,
@@ -727,6 +728,15 @@ impl Router {
         Ok(dict)
     }
 
+    /// Tokens of prompts that an instance computes in a second, learned from first tokens; None until the first prefill was seen. Derives no other
+    /// indicator. Raises `UnknownNameError`.
+    fn prefill_rate(&self, py: Python<'_>, instance: &str) -> Result<Option<f64>> {
+        let router = self.lock(py)?;
+        let id = router.fleet().find(instance)?;
+        let rate = router.columns().get(Indicator::PrefillTokensPerSecond)[id.index()];
+        Ok(Some(rate).filter(|rate| !rate.is_nan()))
+    }
+
     /// Why a decision was made and what came of it, as a dictionary; None where the receipt is gone (the ring is bounded in bytes).
     ///
     /// Keys: `scores` of all instances, `best` (up to 8, with the `terms` the policy read), `margin_to_runner_up`,
@@ -879,6 +889,11 @@ impl Router {
         router.derive_all(self.clock.now(None)?);
         Ok(crate::ticket::stats_dict(py, &router)?)
     }
+}
+
+/// A count of tokens as the core has them.
+fn saturated(tokens: u64) -> u32 {
+    u32::try_from(tokens).unwrap_or(u32::MAX)
 }
 
 /// Who feeds an index, by name.

@@ -319,9 +319,10 @@ impl Ticket {
         self.advance(py, Event::Ended(usage), now).map(drop)
     }
 
-    /// The request failed: `"refused"`, `"reset"`, `"timeout"`, `"status"`, `"cancelled"` or `"engine_error"`.
+    /// The request failed. At its instance: `"refused"`, `"dns"`, `"tls"`, `"unreachable"` (no connection), `"reset"`, `"timeout"`, `"status"`. For
+    /// good: `"cancelled"`, `"engine_error"`, `"resources"` (the router has none left for a connection).
     ///
-    /// Before its first token the first four move it to the next of its ranking, whose name is returned (then call `sent` again).
+    /// Before its first token, a failure at its instance moves it to the next of its ranking, whose name is returned (then call `sent` again).
     /// None: the ranking is used up, a token was seen, the failure allows no move, or `retry` is false; the ticket is closed.
     /// Raises `UnknownNameError`, `TicketError`.
     #[pyo3(signature = (kind, now=None, *, retry=true))]

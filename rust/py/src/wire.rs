@@ -291,16 +291,24 @@ impl RequestHead {
     }
 
     /// The head for an engine: `first` (request line and fields of the router's own), the client's fields, the end. `priority`: instead of the client's.
-    #[pyo3(signature = (first, length, priority=None))]
+    /// `own_key`: `first` has an `authorization`, so the client's is left out. `own_priority`: the client's priority is left out.
+    #[pyo3(signature = (first, length, priority=None, own_key=false, own_priority=false))]
     fn for_engine<'py>(
         &self,
         py: Python<'py>,
         first: &[u8],
         length: usize,
         priority: Option<i64>,
+        own_key: bool,
+        own_priority: bool,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let given = priority.map(|priority| priority.to_string().into_bytes());
-        let field = given.as_ref().or(self.fields.priority.as_ref());
+        let field = given.as_ref().or(self.fields.priority.as_ref().filter(|_| !own_priority));
+        let lines = if own_key && self.fields.authorization.is_some() {
+            Cow::Owned(lmetric_wire::without_authorization(&self.fields.lines))
+        } else {
+            Cow::Borrowed(&self.fields.lines)
+        };
         let priority: [&[u8]; 3] = match field {
             Some(value) => [b"x-vllm-priority: ", value, b"\r\n"],
             None => [b""; 3],
@@ -309,7 +317,7 @@ impl RequestHead {
         let length = length.to_string();
         let parts: [&[u8]; 10] = [
             first,
-            &self.fields.lines,
+            &lines,
             priority[0],
             priority[1],
             priority[2],

@@ -187,6 +187,14 @@ impl Request {
     }
 }
 
+/// Lines of header fields without any `authorization` among them.
+pub fn without_authorization(lines: &[u8]) -> Vec<u8> {
+    let named = |line: &&[u8]| {
+        line.split(|byte| *byte == b':').next().is_some_and(|n| n.eq_ignore_ascii_case(b"authorization"))
+    };
+    lines.split_inclusive(|byte| *byte == b'\n').filter(|line| !named(line)).collect::<Vec<_>>().concat()
+}
+
 /// The target without its query.
 pub fn path(target: &[u8]) -> &[u8] {
     &target[..memchr(b'?', target).unwrap_or(target.len())]
@@ -264,6 +272,13 @@ mod tests {
             (request.target.as_slice(), path(&request.target)),
             (b"/a?b".as_slice(), b"/a".as_slice())
         );
+    }
+
+    #[test]
+    fn lines_without_authorization() {
+        let lines = b"X-Own: authorization: 1\r\nAUTHORIZATION: Bearer a\r\nAuthorization-Info: b\r\nauthorization: c\r\n";
+        assert_eq!(without_authorization(lines), b"X-Own: authorization: 1\r\nAuthorization-Info: b\r\n");
+        assert_eq!(without_authorization(b""), b"");
     }
 
     /// The rules again, one at a time and without regard for speed.

@@ -30,7 +30,7 @@ class DnsNames:
 
     def __init__(self, config: DnsSource, defaults: DiscoverySource) -> None:
         self._config = config
-        self._defaults = defaults
+        self.defaults = defaults
         self._good_until = 0.0
 
     async def follow(self, sink: Sink) -> None:
@@ -85,8 +85,8 @@ class DnsNames:
     def _engine(self, address: str, port: int | None, name: str | None = None) -> Found:
         host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
         place = f"{host}:{port}"
-        config = EngineConfig(url=f"http://{place}", name=name or place, api_key=self._defaults.api_key)
-        return Found(config, self._defaults.model)
+        config = EngineConfig(url=f"http://{place}", name=name or place, api_key=self.defaults.api_key)
+        return Found(config, self.defaults.model)
 
 
 def _resolver(nameservers: list[str]) -> dns.asyncresolver.Resolver:

@@ -5,12 +5,14 @@ import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from pydantic import SecretStr
 
-from lmetric.config import DiscoverySource, ServerConfig
+from lmetric.config import CONFIGURED, DiscoverySource, ServerConfig
 from lmetric.server.discovery.members import Members
 from lmetric.server.discovery.source import Found, Source, SourceError
 from lmetric.server.fleet import Engine, Fleet
@@ -36,6 +38,10 @@ def make_source(config: DiscoverySource) -> Source:
 
     assert config.file is not None
     return WatchedFile(config.file, config)
+
+
+def _with_key(found: Found, key: SecretStr | None) -> Found:
+    return replace(found, config=found.config.model_copy(update={"api_key": key}))
 
 
 class _Followed:
@@ -129,6 +135,37 @@ class Discovery:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.members.stop()
+
+    def set_keys(self, config: ServerConfig) -> list[str]:
+        """Takes over the engines' API keys from a configuration read anew; names of engines with another key.
+
+        Other settings of engines stay, and so do engines that only one of the configurations has.
+        """
+        members = self.members
+        before = {engine.name: engine.config.api_key for engine in members.fleet.engines()}
+        configured = [*config.engines, *(engine for model in config.models for engine in model.engines)]
+        keys = {engine.label: engine.api_key for engine in configured}
+        members.update(
+            CONFIGURED,
+            [
+                _with_key(each, keys.get(each.config.label, each.config.api_key))
+                for each in members.of(CONFIGURED)
+            ],
+        )
+        sections = {section.label: section for section in config.discovery}
+        for source in self._sources:
+            old, new = source.source.defaults, sections.get(source.name)
+            if new is None or new.api_key == old.api_key:
+                continue
+            source.source.defaults = old.model_copy(update={"api_key": new.api_key})
+            members.update(
+                source.name,
+                [
+                    _with_key(each, new.api_key) if each.config.api_key == old.api_key else each
+                    for each in members.of(source.name)
+                ],
+            )
+        return [e.name for e in members.fleet.engines() if before.get(e.name) != e.config.api_key]
 
     def _came(self, engines: list[Engine]) -> None:
         task = asyncio.create_task(self._checked(engines), name="check of new engines")

@@ -51,7 +51,7 @@ class Pods:
 
     def __init__(self, config: KubernetesSource, defaults: DiscoverySource) -> None:
         self._config = config
-        self._defaults = defaults
+        self.defaults = defaults
         self._asked_at = float("-inf")
 
     async def follow(self, sink: Sink) -> None:
@@ -175,7 +175,7 @@ class Pods:
                 {
                     "url": f"http://{host}:{port}",
                     "name": f"{metadata['name']}.{metadata['namespace']}",
-                    "api_key": self._defaults.api_key,
+                    "api_key": self.defaults.api_key,
                     "role": said.get(self._config.role_key) or None,
                 }
             )
@@ -185,7 +185,7 @@ class Pods:
             condition["type"] == "Ready" and condition["status"] == "True"
             for condition in status.get("conditions") or ()
         )
-        return Found(config, said.get(self._config.model_key) or self._defaults.model, ready)
+        return Found(config, said.get(self._config.model_key) or self.defaults.model, ready)
 
     def _port(self, spec: dict[str, Any]) -> int | None:
         port = self._config.port

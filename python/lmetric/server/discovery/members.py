@@ -68,6 +68,8 @@ class Members:
         new = []
         for name, (owner, each) in wanted.items():
             old = here.get(name)
+            if old is not None and old.config.api_key != each.config.api_key:
+                old.set_key(each.config.api_key)
             if old is not None and (old.config, old.model) != (each.config, each.model or self._model):
                 # Another engine under the same name: the requests of the old one run on without it.
                 self._forget(old)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lmetric._core import LmetricError
-from lmetric.config import EngineConfig
+from lmetric.config import DiscoverySource, EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,10 @@ class Sink(Protocol):
 
 
 class Source(Protocol):
-    """A place that knows engines."""
+    """A place that knows engines. ``defaults``: its section of the configuration, with the API key of engines
+    that name none."""
+
+    defaults: DiscoverySource
 
     async def follow(self, sink: Sink) -> None:
         """Tells ``sink`` of the engines, at once and whenever they change, until cancelled.
