@@ -77,9 +77,9 @@ class Front(web.Server):
 
     def reload(self, keys: Keys, config: ServerConfig) -> None:
         """Takes over API keys and tenants, for requests that come from now on."""
+        access, isolation = PageAccess(config, keys), Isolation(config, self._random_secret)
         if keys.on != self.keys.on:
             self.requests = RequestReader(keys.on, token_hex(6))
-        access, isolation = PageAccess(config, keys), Isolation(config, self._random_secret)
         self.keys, self.access, self.isolation = keys, access, isolation
         self.config = self.config.model_copy(update={"auth": config.auth, "tenants": config.tenants})
 
