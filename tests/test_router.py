@@ -468,3 +468,39 @@ def test_step_times_are_learned_from_streams_and_predictions_say_what_they_rest_
         )
     )
     assert tpot.score(prompt_tokens=1000)[0] == pytest.approx(wanted)
+
+
+def test_the_length_curve_of_sibyl_has_settings() -> None:
+    """Fidelity gap 13: alpha and the width of its buckets are parameters of the policy."""
+    (sibyl,) = [row for row in lm.policy_table() if row["name"] == "sibyl"]
+    knobs = {knob["name"]: knob for knob in sibyl["knobs"]}
+    assert (knobs["alpha"]["default"], knobs["bucket_tokens"]["default"]) == (0.999, 64)
+    for width, points in ((None, 513), (16, 2049), (256, 129)):
+        chosen = {} if width is None else {"bucket_tokens": width}
+        curve = lm.Router(decode_policy="sibyl", decode_knobs=chosen).survival()
+        assert curve is not None
+        assert len(curve) == points  # up to 32,768 tokens
+    for wrong in ({"alpha": 1.5}, {"bucket_tokens": 4}, {"bucket_tokens": 64.5}):
+        with pytest.raises(lm.BadValueError, match=f"knob {next(iter(wrong))} of policy sibyl"):
+            lm.Router(decode_policy="sibyl", decode_knobs=wrong)
+    with pytest.raises(lm.BadValueError, match=r"bucket_tokens: 16 beside .* decode_pressure"):
+        lm.Router("sibyl_plus", decode_policy="sibyl", decode_knobs={"bucket_tokens": 16})
+
+
+def answers(router: _core.Router, lengths: list[int]) -> None:
+    for length in lengths:
+        _, ticket = router.route(prompt_tokens=100)
+        ticket.first_token()
+        ticket.tokens(length - 1)
+        ticket.finished(output_tokens=length)
+
+
+@pytest.mark.parametrize(("alpha", "left"), [(0.5, 0.5**10), (0.999, 0.5)])
+def test_alpha_is_what_the_curve_keeps_of_former_answers(alpha: float, left: float) -> None:
+    """Fidelity gap 13: long answers, then as many short ones."""
+    router = lm.Router(decode_policy="sibyl", decode_knobs={"alpha": alpha, "bucket_tokens": 32})
+    router.add_instance("a")
+    answers(router, [320] * 10 + [32] * 10)
+    curve = router.survival()
+    assert curve is not None
+    assert curve[:3] == pytest.approx([1.0, left, left])  # at 0, 32 and 64 tokens
