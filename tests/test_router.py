@@ -6,6 +6,8 @@ import inspect
 import random
 import threading
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,10 +253,45 @@ def test_the_papers_expressions_run_as_written() -> None:
         _ = lm.P_TOKN  # type: ignore[attr-defined]
 
 
-def test_a_division_by_zero_names_the_policy() -> None:
-    router = fleet("p_token / bs")
-    with pytest.raises(lm.NoInstanceError, match=r"p_token / bs.*divides by zero"):
+def nothing(columns: Mapping[str, Any]) -> np.ndarray:
+    return np.full(len(columns["bs"]), np.nan)
+
+
+@pytest.mark.parametrize("policy", ["p_token / bs", lm.policy_function(nothing, reads=[lm.BS])], ids=str)
+def test_a_policy_that_scores_nobody_falls_back_to_least_requests(policy: Any) -> None:
+    """UX scores absent: a request is placed by the fewest requests, counted, and shown in its record."""
+    router = fleet(policy)
+    decision, ticket = router.route(tokens=TOKENS)
+    receipt = router.receipt(decision.id)
+    assert receipt is not None
+    assert receipt["unscored"]
+    assert set(receipt["scores"].values()) == {0.0}
+    assert (router.unscored, router.stats()["unscored"], router.stats()["no_instance"]) == (1, 1, 0)
+    if policy != "p_token / bs":  # which takes the one that is not idle from now on
+        assert {router.route(tokens=TOKENS)[0].instance for _ in range(50)} == {*router.instances()}
+    ticket.failed("refused")
+    assert not np.isfinite(fleet(policy).score(tokens=TOKENS)).any()  # what the policy itself says
+    for name in router.instances():
+        router.set_health(name, False)
+    with pytest.raises(lm.NoInstanceError, match="healthy"):
         router.route(tokens=TOKENS)
+
+
+def test_a_policy_says_beforehand_what_it_cannot_score() -> None:
+    """UX scores absent: the policies are tried on an idle fleet, before the first request."""
+    assert lm.Router("p_token * (bs + 1)").policy_warnings() == []
+    assert lm.Router("kv_usage").policy_warnings() == []  # engines report it
+    (warning,) = lm.Router("p_token / bs").policy_warnings()
+    assert "p_token / bs) scores no instance of an idle fleet: its score is not a finite number" in warning
+    assert "fewest requests" in warning
+    (warning,) = lm.Router("step_seconds + kv_hit").policy_warnings()
+    assert "step_seconds is absent until some hundred steps" in warning
+    (warning,) = lm.Router(decode_policy="tokens / bs").policy_warnings()
+    assert "tokens / bs" in warning
+    (warning,) = lm.Router(lm.policy_function(nothing, reads=[lm.BS], name="mine")).policy_warnings()
+    assert warning.startswith("policy mine ")
+    for row in lm.policy_table():
+        assert lm.Router(row["name"], decode_policy=row["name"]).policy_warnings() == [], row["name"]
 
 
 def test_a_policy_function_may_not_call_its_router() -> None:
@@ -431,3 +468,39 @@ def test_step_times_are_learned_from_streams_and_predictions_say_what_they_rest_
         )
     )
     assert tpot.score(prompt_tokens=1000)[0] == pytest.approx(wanted)
+
+
+def test_the_length_curve_of_sibyl_has_settings() -> None:
+    """Fidelity gap 13: alpha and the width of its buckets are parameters of the policy."""
+    (sibyl,) = [row for row in lm.policy_table() if row["name"] == "sibyl"]
+    knobs = {knob["name"]: knob for knob in sibyl["knobs"]}
+    assert (knobs["alpha"]["default"], knobs["bucket_tokens"]["default"]) == (0.999, 64)
+    for width, points in ((None, 513), (16, 2049), (256, 129)):
+        chosen = {} if width is None else {"bucket_tokens": width}
+        curve = lm.Router(decode_policy="sibyl", decode_knobs=chosen).survival()
+        assert curve is not None
+        assert len(curve) == points  # up to 32,768 tokens
+    for wrong in ({"alpha": 1.5}, {"bucket_tokens": 4}, {"bucket_tokens": 64.5}):
+        with pytest.raises(lm.BadValueError, match=f"knob {next(iter(wrong))} of policy sibyl"):
+            lm.Router(decode_policy="sibyl", decode_knobs=wrong)
+    with pytest.raises(lm.BadValueError, match=r"bucket_tokens: 16 beside .* decode_pressure"):
+        lm.Router("sibyl_plus", decode_policy="sibyl", decode_knobs={"bucket_tokens": 16})
+
+
+def answers(router: _core.Router, lengths: list[int]) -> None:
+    for length in lengths:
+        _, ticket = router.route(prompt_tokens=100)
+        ticket.first_token()
+        ticket.tokens(length - 1)
+        ticket.finished(output_tokens=length)
+
+
+@pytest.mark.parametrize(("alpha", "left"), [(0.5, 0.5**10), (0.999, 0.5)])
+def test_alpha_is_what_the_curve_keeps_of_former_answers(alpha: float, left: float) -> None:
+    """Fidelity gap 13: long answers, then as many short ones."""
+    router = lm.Router(decode_policy="sibyl", decode_knobs={"alpha": alpha, "bucket_tokens": 32})
+    router.add_instance("a")
+    answers(router, [320] * 10 + [32] * 10)
+    curve = router.survival()
+    assert curve is not None
+    assert curve[:3] == pytest.approx([1.0, left, left])  # at 0, 32 and 64 tokens

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from lmetric import Router
 from lmetric.config import ConfigError, KvEvents, ServerConfig, load_config, render
 from lmetric.server.auth import Keys
 
@@ -179,3 +180,38 @@ def test_documented_yaml_keys_are_not_words_that_yaml_reads_otherwise() -> None:
 
     for key in keys(ServerConfig().model_dump(mode="json", by_alias=True)):
         assert yaml.safe_load(key) == key
+
+
+FORECASTS = ("given", "bins_2", "bins_4", "bins_6", "llm_native", "pia", "mu_serve", "tetri_infer")
+
+
+@pytest.mark.parametrize("place", ["", "models: [{name: m, "], ids=["top level", "model"])
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("split_settings", "{parts: 3}", "parts: 3 is for simulations only .* expected 2"),
+        *(
+            ("reschedule_settings", f"{{forecast: {name}}}", f"forecast: '{name}' is for simulations only")
+            for name in FORECASTS
+        ),
+        ("reschedule_settings", "{forecast_seed: 1}", "forecast_seed is for simulations only"),
+        ("reschedule", "star_oracle", "star_oracle is for simulations only .* use star"),
+    ],
+)
+def test_what_only_a_simulation_knows_is_refused(
+    key: str, value: str, says: str, place: str, tmp_path: Path
+) -> None:
+    """Fidelity gap 5: the server refuses what it cannot do, and the simulator keeps it."""
+    with pytest.raises(ConfigError, match=says) as caught:
+        load(f"{place}{key}: {value}{'}]' if place else ''}", tmp_path)
+    assert f"router.yaml: {'models[0].' if place else ''}{key} = " in str(caught.value)
+    kept = load("split_settings: {parts: 2}\nreschedule_settings: {forecast: curve}", tmp_path)
+    assert kept.split_settings == {"parts": 2}
+
+
+def test_the_simulator_keeps_what_only_it_knows() -> None:
+    """Fidelity gap 5: simulated forecasts and three parts stay there."""
+    for forecast in ("curve", *FORECASTS):
+        Router().set_rescheduling("star", forecast=forecast)
+    Router().set_rescheduling("star_oracle")
+    Router().set_split("libra", parts=3.0)

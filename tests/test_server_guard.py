@@ -1,10 +1,20 @@
 """The hot-spot guard in the server: alarms in logs and metrics, effect on placement, on and off."""
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import pytest
 import structlog
 
 from server_world import World, world
+
+SCORED_NO_ENGINE = "policy scored no engine; the fewest requests decided"
+
+
+def logged(logs: Iterable[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
+    return [entry for entry in logs if entry["event"] == event]
+
 
 HOT = {"model": "tiny", "prompt": "the same long prefix of everybody " * 200}
 
@@ -46,3 +56,71 @@ async def test_off_it_lets_the_cache_draw_everything() -> None:
             assert (status, answer) == (200, {"guard": True})
             assert pool.router.stats()["guard_on"]
     assert not any(entry.get("event") == "hot-spot guard" for entry in logs)
+
+
+async def test_an_expression_is_guarded_as_the_policy_of_that_score_is() -> None:
+    """Rust B4: LMETRIC's score as an expression has the guard, and the log says so."""
+    with structlog.testing.capture_logs() as logs:
+        async with world(4, policy="p_token * (bs + 1)") as it:
+            assert max((await send_hot(it, 40)).values()) == 40
+            await it.until(lambda: any(entry.get("what") == "suspected" for entry in logs))
+            assert len(await send_hot(it, 40)) > 1, "the guard takes the holder out of the choice"
+
+
+@pytest.mark.parametrize(
+    ("config", "guard", "why"),
+    [
+        ({"policy": "lmetric"}, "on", "policy lmetric declares guard: on"),
+        ({"policy": "planner"}, "on", "policy planner declares guard: on"),
+        ({"policy": "p_token * (bs + 1)"}, "on", "policy expression reads prefix hits (p_token)"),
+        ({"policy": {"score": "p_token", "guard": False}}, "off", "policy expression declares guard: off"),
+        ({"policy": "least_requests"}, "off", "policy least_requests declares guard: off"),
+        ({"policy": "lmetric", "guard": False}, "off", "the setting `guard` is off"),
+    ],
+)
+async def test_the_log_says_at_the_start_whether_the_guard_is_on(
+    config: dict[str, Any], guard: str, why: str
+) -> None:
+    """Rust B4: with the reason, once."""
+    with structlog.testing.capture_logs() as logs:
+        async with world(1, **config):
+            pass
+    told = [entry for entry in logs if entry["event"] == "hot-spot guard setting"]
+    assert [(entry["guard"], entry["why"], entry["log_level"]) for entry in told] == [(guard, why, "info")]
+
+
+async def test_settings_of_the_guard_come_from_the_configuration() -> None:
+    """Fidelity gap 12: with more requests asked for than there are, nothing is suspected."""
+    settings = {"guard_min_requests": 1000, "guard_period_seconds": 0.01}
+    with structlog.testing.capture_logs() as logs:
+        async with world(4, policy="lmetric", **settings) as it:
+            await send_hot(it, 40)
+            assert it.server.fleet.pools[0].router.tick()[0] == []
+            _, metrics = await it.get("/metrics")
+    assert b'lmetric_guard_suspected{model="tiny"} 0.0' in metrics
+    assert not any(entry["event"] == "hot-spot guard" for entry in logs)
+
+
+async def test_a_policy_that_scores_nobody_serves_and_says_so() -> None:
+    """UX scores absent: 200 by the fewest requests, counted, logged once a minute, told at the start."""
+    with structlog.testing.capture_logs() as logs:
+        async with world(2, policy="p_token / bs", guard_period_seconds=0.05) as it:
+            for _ in range(3):  # one at a time: the fleet is idle each time
+                status, _, answer = await it.post()
+                assert status == 200, answer
+            assert logged(logs, "policy scores no engine")
+            await it.until(lambda: logged(logs, SCORED_NO_ENGINE))
+            await it.post()
+            pool = it.server.fleet.pools[0]
+            seen = pool.unscored_logged
+            it.server._monitor._log_unscored(pool, seen[1] + 59.0)
+            assert len(logged(logs, SCORED_NO_ENGINE)) == 1
+            it.server._monitor._log_unscored(pool, seen[1] + 60.0)
+            _, metrics = await it.get("/metrics")
+    (warning,) = logged(logs, "policy scores no engine")
+    assert "p_token / bs) scores no instance of an idle fleet" in warning["reason"]
+    assert warning["log_level"] == "warning"
+    first, second = logged(logs, SCORED_NO_ENGINE)
+    assert (first["choices"] + second["choices"], second["total"]) == (4, 4)
+    assert b'lmetric_unscored_total{model="tiny"} 4.0' in metrics
+    assert b'lmetric_no_instance_total{model="tiny"} 0.0' in metrics

@@ -35,6 +35,15 @@ def test_a_quick_figure(tmp_path: Path) -> None:
     assert max(row["batch"][0] for row in light) < 1
 
 
+def test_the_settings_of_the_length_curve_are_swept(tmp_path: Path) -> None:
+    """Fidelity gap 13: each alpha with each width of the buckets, beside least requests."""
+    rows = STUDY.made(tmp_path, "--quick", "--figure", "curve")["curve"]["rows"]
+    (stage,) = {row["stage"] for row in rows if "step time" in row["stage"]}
+    p99 = {row["policy"]: row["p99"][0] for row in rows if row["stage"] == stage}
+    assert len(p99) == 10
+    assert len(set(p99.values())) > 5  # the settings reach the router
+
+
 @pytest.mark.usefixtures("study")
 def test_limits_and_lives_by_hand() -> None:
     from world import life, life_tokens, limit, profile_of, sample

@@ -250,3 +250,30 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
     (shipped,) = told("--policy", "lmetric")["runs"]
     assert own["tpot_seconds"]["p50"] >= 0.02
     assert own["ttft_seconds"]["mean"] > shipped["ttft_seconds"]["mean"]
+
+
+def test_every_setting_of_the_guard_is_an_option() -> None:
+    """Fidelity gap 12: each one reaches the simulator, which checks it."""
+    given = {
+        "--guard-window": ("guard_window_seconds", 15.0),
+        "--guard-period": ("guard_period_seconds", 0.5),
+        "--guard-classes": ("guard_classes", 8),
+        "--guard-min-requests": ("guard_min_requests", 4),
+        "--guard-phase2-factor": ("guard_phase2_factor", 1.0),
+        "--guard-release-factor": ("guard_release_factor", 0.5),
+    }
+    options = [text for name, (_, value) in given.items() for text in (name, str(value))]
+    settings = told("--policy", "lmetric", "--guard", *options)["setting"]["settings"]
+    assert settings.items() >= {"guard": True, **dict(given.values())}.items()
+    for name, wrong in (("window", 0), ("classes", 0), ("min-requests", -1), ("release-factor", 2)):
+        done = simulate(*BASE, "--policy", "lmetric", f"--guard-{name}={wrong}")
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert f"hot-spot guard: {name.replace('-', '_')}" in done.stderr
+
+
+def test_a_policy_that_scores_nobody_is_told() -> None:
+    """UX scores absent: the run goes on by the fewest requests, and stderr says how often."""
+    done = simulate(*BASE, "--policy", "0 / bs,lmetric", "--json", "-")
+    assert done.returncode == 0
+    (warning,) = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert re.fullmatch(r"warning: 0 / bs scored no instance in [1-9]\d* choices; .* decided", warning)

@@ -235,7 +235,13 @@ class World:
 
     def play(self, stage: Stage, part: Part, choice: Choice, seed: int, fraction: float, **more: Any) -> Run:
         """One run, not kept. Later ones of `choice.settings` and `more` win."""
-        settings = {"profile": stage.profile, "instances": INSTANCES, **choice.settings, **more}
+        settings = {
+            "profile": stage.profile,
+            "instances": INSTANCES,
+            "guard": choice.policy == "lmetric",  # expressions are compared as scores alone
+            **choice.settings,
+            **more,
+        }
         return simulate(
             part.workload.faster(part.max_speed * fraction),
             policy=choice.policy,

@@ -71,6 +71,7 @@ def figure_9(world: World) -> Row:
     return rows(world, stages, [*MAIN, *BEYOND])
 
 
+CURVE_DECODES = 16  # nine settings, several seeds: a small pool
 LIVES_OF_MANY = 4.1  # pools of hundreds are slow to play, and have more requests to count
 
 
@@ -92,6 +93,21 @@ def figure_8(world: World) -> Row:
         for engine in ("Eq. 15, held", "step time")
     ]
     return rows(world, stages, ABLATIONS)
+
+
+@figure("curve", "SIBYL's length curve: its memory (alpha) and the width of its buckets")
+def curve(world: World) -> Row:
+    stages = [
+        Stage("sharegpt-like", engine, decodes, 0.4)
+        for decodes in world.sizes(CURVE_DECODES)
+        for engine in ("Eq. 15, held", "step time")
+    ]
+    rivals = [
+        Rival(f"SIBYL, alpha {alpha:g}, {tokens} tokens", f"sibyl(alpha={alpha:g}, bucket_tokens={tokens})")
+        for alpha in (0.99, 0.999, 0.9999)
+        for tokens in (16, 64, 256)
+    ]
+    return rows(world, stages, [LEAST_REQUESTS, *rivals])
 
 
 @figure("printed", "Eq. (15) as printed: engines past 105 requests stand still")

@@ -80,9 +80,13 @@ class Router:
         index: str = "approximate",  # or "exact"
         index_bytes: int = 512 * 1024 * 1024,
         receipt_bytes: int = 16 * 1024 * 1024,
-        guard: bool | None = None,  # None: on where the policy is lmetric
+        guard: bool | None = None,  # None: as the policy declares
         guard_window_seconds: float = 60.0,
         guard_period_seconds: float = 1.0,
+        guard_classes: int = 64,
+        guard_min_requests: int = 16,
+        guard_phase2_factor: float = 2.0,
+        guard_release_factor: float = 0.8,
         step_time: Mapping[str, float] | None = None,  # a profile's constants
         drain: bool = True,
         seed: int = 0,
@@ -180,6 +184,11 @@ class Router:
     ) -> None: ...  # None: all ranks, and guesses
     def tick(self, now: float | None = None) -> tuple[list[dict[str, Any]], float]: ...
     def set_guard(self, on: bool) -> None: ...
+    @property
+    def guard_reason(self) -> str: ...  # why the guard was on or off at the start
+    @property
+    def unscored(self) -> int: ...  # choices in which a policy scored no candidate
+    def policy_warnings(self) -> list[str]: ...
     def hit_tokens(
         self,
         *,
@@ -617,6 +626,10 @@ def simulate(
     guard: bool | None = None,
     guard_window_seconds: float = 60.0,
     guard_period_seconds: float = 1.0,
+    guard_classes: int = 64,
+    guard_min_requests: int = 16,
+    guard_phase2_factor: float = 2.0,
+    guard_release_factor: float = 0.8,
     event_delay_seconds: float = 0.02,
     report_period_seconds: float = 1.0,
     token_stride: int = 1,

@@ -14,7 +14,7 @@ End: TypeAlias = Literal["min", "max"]
 TieBreak: TypeAlias = "Expr | str | tuple[Expr | str, End]"
 Columns: TypeAlias = Mapping[str, NDArray[np.float64] | float]
 
-_KEYS = ("name", "score", "filter", "prefer", "then", "knobs")
+_KEYS = ("name", "score", "filter", "prefer", "then", "knobs", "guard")
 
 
 @final
@@ -25,10 +25,11 @@ class Policy:
     truth value an instance; only those where it holds are scored, and where it holds for none of the
     eligible it is waived for that decision. ``then``: tie-breaks in order, each an expression (the lowest
     wins) or a pair with its end, ``(lm.KV_HIT, "max")``; what is still equal is drawn at random.
-    ``knobs``: values of the names in the texts. ``name``: in logs, metrics and receipts.
+    ``knobs``: values of the names in the texts. ``name``: in logs, metrics and receipts. ``guard``: whether
+    the hot-spot guard filters the candidates (docs/guard.md); None: if the policy reads prefix hits.
 
     An instance whose score is NaN or infinite (an indicator is absent, a division by zero) is left out of
-    the decision.
+    the decision. If no instance has a score, the one with the fewest requests is chosen.
 
     Raises `lmetric.ExpressionError` with the place (and ``part``: ``score``, ``filter``, ``then[0]``),
     `lmetric.BadValueError` where something else does not fit.
@@ -37,7 +38,7 @@ class Policy:
     Policy('p_token * (bs + 1)', filter='bs - min(bs) <= 8', then=[('bs', 'min')])
     """
 
-    __slots__ = ("filter", "knobs", "name", "prefer", "reads", "score", "then")
+    __slots__ = ("filter", "guard", "knobs", "name", "prefer", "reads", "score", "then")
 
     name: str | None
     score: str
@@ -45,6 +46,7 @@ class Policy:
     prefer: End
     then: list[tuple[str, End]]
     knobs: dict[str, float]
+    guard: bool | None
     reads: list[str]
     """Names of the indicators that it reads, in the table's order."""
 
@@ -57,10 +59,12 @@ class Policy:
         then: Sequence[TieBreak] | Expr | str = (),
         knobs: Mapping[str, float] | None = None,
         name: str | None = None,
+        guard: bool | None = None,
     ) -> None:
         if name is not None and not (isinstance(name, str) and name.strip()):
             raise _bad("name of a policy", name, "a text that is not empty")
         self.name = name
+        self.guard = _guard(guard)
         self.knobs = _knobs(knobs)
         self.score = _source("score", score)
         self.filter = None if filter is None else _source("filter", filter)
@@ -91,6 +95,7 @@ class Policy:
         shown += [f"then={self.then!r}"] if self.then else []
         shown += [f"knobs={self.knobs!r}"] if self.knobs else []
         shown += [f"name={self.name!r}"] if self.name is not None else []
+        shown += [f"guard={self.guard}"] if self.guard is not None else []
         return f"Policy({', '.join(shown)})"
 
     @classmethod
@@ -103,7 +108,8 @@ class Policy:
     ) -> "Policy | str":
         """What a configuration or ``--policy`` says: the name of a registered policy (returned as it is), the
         text of a score expression, or a mapping with ``score`` and, where wanted, ``filter``, ``prefer``,
-        ``then``, ``knobs``, ``name``. In a mapping, an entry of ``then`` is a text or ``{max: text}``.
+        ``then``, ``knobs``, ``name``, ``guard``. In a mapping, an entry of ``then`` is a text or
+        ``{max: text}``.
 
         ``knobs``: values given beside it, below those of the mapping; a registered policy takes its own.
         ``policies``: the registered names, those of `lmetric.policy_table` where not given. Raises as
@@ -128,6 +134,7 @@ class Policy:
             then=then,
             knobs={**_knobs(knobs), **_knobs(value.get("knobs"))},
             name=value.get("name"),
+            guard=value.get("guard"),
         )
 
     @classmethod
@@ -156,21 +163,28 @@ class Policy:
 class PolicyFunction:
     """A Python function as a policy. Made by `policy_function`; the router calls ``fn``."""
 
-    __slots__ = ("fn", "name", "reads")
+    __slots__ = ("fn", "guard", "name", "reads")
 
     fn: Callable[[Columns], ArrayLike]
     reads: list[str]
     name: str
+    guard: bool | None
 
-    def __init__(self, fn: Callable[[Columns], ArrayLike], reads: list[str], name: str) -> None:
-        self.fn, self.reads, self.name = fn, reads, name
+    def __init__(
+        self, fn: Callable[[Columns], ArrayLike], reads: list[str], name: str, guard: bool | None = None
+    ) -> None:
+        self.fn, self.reads, self.name, self.guard = fn, reads, name, guard
 
     def __repr__(self) -> str:
         return f"policy_function({self.name}, reads={self.reads!r})"
 
 
 def policy_function(
-    fn: Callable[[Columns], ArrayLike], reads: Iterable[Expr | str], *, name: str | None = None
+    fn: Callable[[Columns], ArrayLike],
+    reads: Iterable[Expr | str],
+    *,
+    name: str | None = None,
+    guard: bool | None = None,
 ) -> PolicyFunction:
     """A policy that asks ``fn``: for what expressions cannot say, at the price of the interpreter in each
     decision.
@@ -178,7 +192,8 @@ def policy_function(
     ``reads``: the indicators that it needs (``[lm.P_TOKEN, lm.BS]`` or their names). ``fn`` gets them by
     name, in small letters: a float64 array with one entry an eligible instance (NaN where absent), or a
     float for an indicator of the request. It returns one score for each, the lowest wins; NaN or infinity
-    leaves an instance out. It must not keep the arrays.
+    leaves an instance out. It must not keep the arrays. ``guard``: whether the hot-spot guard filters the
+    candidates (docs/guard.md); None: if ``reads`` names an indicator that depends on prefix hits.
 
     Raises `TypeError` where ``fn`` cannot be called, `lmetric.UnknownNameError` for a name that is no
     indicator.
@@ -193,11 +208,20 @@ def policy_function(
     for one in names:
         if one not in known:
             raise _core.UnknownNameError(f"unknown indicator {one!r}{_hint(one, known)}")
-    return PolicyFunction(fn, names, name or str(getattr(fn, "__name__", type(fn).__name__)))
+    name = name or str(getattr(fn, "__name__", type(fn).__name__))
+    return PolicyFunction(fn, names, name, _guard(guard))
 
 
 def _bad(what: str, got: object, expected: str) -> Exception:
     return _core.BadValueError(f"{what}: {got!r} is not valid; expected {expected}")
+
+
+def _guard(value: object) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if value == "on" or value == "off":
+        return value == "on"
+    raise _bad("guard", value, "on or off (True or False)")
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -51,7 +51,7 @@ def _read(
     reschedule: Annotated[
         str | None,
         typer.Option(
-            metavar="none|star|star_current|star_oracle|llumnix",
+            metavar="none|star|star_current|llumnix",
             help="Whether streams move to another engine while they run.",
         ),
     ] = None,

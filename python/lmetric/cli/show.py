@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,3 +100,14 @@ def progress(what: str) -> Progress:
 def note(text: str) -> None:
     """One line on stderr."""
     print(text, file=sys.stderr)
+
+
+def warn_unscored(results: Iterable[Result]) -> None:
+    """A line on stderr for each policy that scored no instance in some choices."""
+    counts: Counter[str] = Counter()
+    for result in results:
+        policies = (result.setup.policy, result.setup.decode_policy)
+        label = " and ".join(each.label for each in policies if each is not None)
+        counts[label] += result.unscored
+    for label, count in (+counts).items():
+        note(f"warning: {label} scored no instance in {count} choices; the fewest requests decided")

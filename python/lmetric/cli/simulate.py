@@ -155,7 +155,28 @@ def command(
         Index, typer.Option(help="KV index: fed by the engines' events, or by what was sent.")
     ] = Index.exact,
     guard: Annotated[
-        bool | None, typer.Option("--guard/--no-guard", help="Hot-spot guard [default: on for lmetric].")
+        bool | None,
+        typer.Option("--guard/--no-guard", help="Hot-spot guard [default: as the policy declares]."),
+    ] = None,
+    guard_window: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Guard: window that it takes shares over [default: 60]."),
+    ] = None,
+    guard_period: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Guard: time between two looks [default: 1].")
+    ] = None,
+    guard_classes: Annotated[
+        int | None, typer.Option(metavar="N", help="Guard: prefixes counted at a time [default: 64].")
+    ] = None,
+    guard_min_requests: Annotated[
+        int | None, typer.Option(metavar="N", help="Guard: fewest requests of a suspect [default: 16].")
+    ] = None,
+    guard_phase2_factor: Annotated[
+        float | None,
+        typer.Option(metavar="F", help="Guard: requests a holder before it filters [default: 2]."),
+    ] = None,
+    guard_release_factor: Annotated[
+        float | None, typer.Option(metavar="F", help="Guard: fraction at which alarms end [default: 0.8].")
     ] = None,
     report_period: Annotated[
         float | None, typer.Option(help="With delayed signals: seconds between load reports.")
@@ -208,7 +229,7 @@ def command(
     The router and its policies are those of the server; time is simulated, so an hour takes a second. The
     same command gives the same figures. Ctrl-C ends without any, with exit code 130.
     """
-    from lmetric.cli.show import note
+    from lmetric.cli.show import note, warn_unscored
     from lmetric.queueing import Swap
     from lmetric.sim.pools import Roles, Transfer
     from lmetric.sim.pulls import Pull
@@ -258,7 +279,10 @@ def command(
     seconds = _choices(decode_policy or ["least_requests"])
     settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
     optional = {
-        "guard": guard, "report_period_seconds": report_period, "event_delay_seconds": event_delay,
+        "guard": guard, "guard_window_seconds": guard_window, "guard_period_seconds": guard_period,
+        "guard_classes": guard_classes, "guard_min_requests": guard_min_requests,
+        "guard_phase2_factor": guard_phase2_factor, "guard_release_factor": guard_release_factor,
+        "report_period_seconds": report_period, "event_delay_seconds": event_delay,
         "token_stride": token_stride, "order_slo": order_slo, "routers": routers, "sharing_seconds": sharing,
         "order_think_slo": order_think_slo, "think_slo_seconds": think_slo,
         "preempt": preempt, "priority": priority,
@@ -290,6 +314,7 @@ def command(
         for seed in range(seeds)
     ]  # fmt: skip
     results = _run(setups, jobs)
+    warn_unscored(results)
     if to_stdout or json_ is not None:
         _write_json(results, None if to_stdout else json_)
     if not to_stdout:

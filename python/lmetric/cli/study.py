@@ -43,7 +43,7 @@ def command(
     Results go to DIR: runs.jsonl (a line a run, as it ends), summary.json, runs.csv, report.html. Run again,
     it takes up what is missing: after Ctrl-C (exit code 130), a crash, or a change of the file.
     """
-    from lmetric.cli.show import note, print_json, write_json, write_report
+    from lmetric.cli.show import note, print_json, warn_unscored, write_json, write_report
     from lmetric.sim.store import Store, write_csv
     from lmetric.sim.study import summary
     from lmetric.sim.study_file import load_study
@@ -64,6 +64,7 @@ def command(
             raise
         finally:
             where.close()
+        warn_unscored(outcome.results)
         told = summary(outcome)
         write_json(directory / "summary.json", told)
         write_csv(directory / "runs.csv", outcome.results)

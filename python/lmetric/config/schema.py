@@ -4,7 +4,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, SecretStr, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SecretStr,
+    Tag,
+    model_validator,
+)
 
 from lmetric.config.kinds import (
     OFF_IS_A_WORD,
@@ -67,6 +76,41 @@ KvEventsSetting = Annotated[
     Annotated[Literal["auto", "off"], OFF_IS_A_WORD, Tag("[word]")] | Annotated[KvEvents, Tag("[mapping]")],
     Discriminator(lambda value: "[mapping]" if isinstance(value, dict | KvEvents) else "[word]"),
 ]
+
+
+def _two_parts(settings: dict[str, float]) -> dict[str, float]:
+    """Refuses a third part: it begins where the reasoning ends, which no request tells."""
+    parts = settings.get("parts", 2)
+    if parts != 2:
+        raise ValueError(
+            f"parts: {parts:g} is for simulations only (requests do not say how long their reasoning is); "
+            "expected 2"
+        )
+    return settings
+
+
+def _learned_forecast(settings: dict[str, float | str]) -> dict[str, float | str]:
+    """Refuses forecasts that are made from the true length of each answer."""
+    forecast = settings.get("forecast", "curve")
+    if forecast != "curve":
+        raise ValueError(
+            f"forecast: {forecast!r} is for simulations only (it needs the true length of each answer); "
+            "expected curve"
+        )
+    if "forecast_seed" in settings:
+        raise ValueError("forecast_seed is for simulations only; remove it")
+    return settings
+
+
+def _no_oracle(rule: object) -> object:
+    if rule == "star_oracle":
+        raise ValueError(
+            "star_oracle is for simulations only (it needs the true length of each answer); use star"
+        )
+    return rule
+
+
+LiveReschedule = Annotated[Literal["none", "star", "star_current", "llumnix"], BeforeValidator(_no_oracle)]
 
 
 class EngineConfig(Strict):
@@ -134,9 +178,9 @@ class PoolSettings(Strict):
         "any of its tokens, where it pays; apart, behind its prompt, where all requests together lose less "
         "time then; its client sees one answer; default: apart where the policy is planner, else none",
     )
-    split_settings: dict[str, float] = Field(
+    split_settings: Annotated[dict[str, float], AfterValidator(_two_parts)] = Field(
         default_factory=dict,
-        description="of libra, by name: parts, probes, epsilon, least_gain, least_tokens, "
+        description="of libra, by name: probes, epsilon, least_gain, least_tokens, "
         "transfer_seconds_per_token, transfer_fixed_seconds, quantile, margin_tokens, lengths_given; of "
         "apart: recent_seconds, least_gain_seconds, transfer_seconds_per_token, transfer_fixed_seconds, "
         "most_stall_seconds, prior_tokens, lengths_given",
@@ -170,15 +214,14 @@ class PoolSettings(Strict):
         description="a holder that has not answered by then is given up, and the tokens are computed; "
         "default: as long as computing them is expected to take, 0.02 at least",
     )
-    reschedule: Literal["none", "star", "star_current", "star_oracle", "llumnix"] = Field(
+    reschedule: LiveReschedule = Field(
         "none",
-        description="whether streams move to another engine while they run, before one overloads: none; star "
-        "(by expected lengths); star_current (by present loads alone); star_oracle (max_tokens taken for the "
-        "length); llumnix",
+        description="whether streams move to another engine while they run, before one overloads: none; "
+        "star (by expected lengths); star_current (by present loads alone); llumnix",
     )
-    reschedule_settings: dict[str, float | str] = Field(
+    reschedule_settings: Annotated[dict[str, float | str], AfterValidator(_learned_forecast)] = Field(
         default_factory=dict,
-        description="of the rule, by name: forecast, repredict_tokens, most_moves; of star horizon_steps, "
+        description="of the rule, by name: repredict_tokens, most_moves; of star horizon_steps, "
         "points, half_life_steps, threshold, migration_seconds, migration_seconds_per_token, caution; of "
         "llumnix source_below_steps, target_above_steps",
     )
@@ -241,9 +284,31 @@ class PoolSettings(Strict):
     )
     index_bytes: int = Field(512 << 20, ge=1 << 20, description="bound on the KV index, bytes")
     receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="bound on kept receipts, bytes")
-    guard: bool | None = Field(None, description="hot-spot guard; default: on where the policy is lmetric")
-    guard_window_seconds: Seconds = Field(60.0, description="window of the hot-spot guard")
-    guard_period_seconds: Seconds = Field(1.0, description="how often the hot-spot guard looks")
+    guard: bool | None = Field(
+        None,
+        description="hot-spot guard, on or off (docs/guard.md); default: as the policy declares, and on for "
+        "an expression that reads prefix hits",
+    )
+    guard_window_seconds: Seconds = Field(
+        60.0, description="hot-spot guard: sliding window over which it takes shares of the requests, seconds"
+    )
+    guard_period_seconds: Annotated[Seconds, Field(ge=0.01)] = Field(
+        1.0, description="hot-spot guard: time between two looks at these shares, seconds"
+    )
+    guard_classes: Annotated[Positive, Field(le=65_535)] = Field(
+        64, description="hot-spot guard: prefixes that it counts at a time"
+    )
+    guard_min_requests: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
+        16, description="hot-spot guard: it suspects no prefix with fewer requests in the window"
+    )
+    guard_phase2_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        2.0,
+        description="hot-spot guard: it filters after more than this many consecutive requests for each "
+        "holder of the prefix",
+    )
+    guard_release_factor: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.8, description="hot-spot guard: an alarm ends at this fraction of the ratio that raised it"
+    )
     profile: str | None = Field(
         None,
         description="engine profile (shipped name or file) for predicted times; default: what is learned",

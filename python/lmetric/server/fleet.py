@@ -252,6 +252,7 @@ class Pool:
         self.block_size_from = "default" if settings.block_size is None else "the configuration"
         policy = Policy.from_config(settings.policy, knobs=settings.knobs)
         decode_policy = Policy.from_config(settings.decode_policy, knobs=settings.decode_knobs)
+        self.unscored_logged = (0, -math.inf)  # choices without a score that are logged, and when
         self.router = Router(
             policy,
             knobs=settings.knobs if isinstance(policy, str) else None,
@@ -263,6 +264,10 @@ class Pool:
             guard=settings.guard,
             guard_window_seconds=settings.guard_window_seconds,
             guard_period_seconds=settings.guard_period_seconds,
+            guard_classes=settings.guard_classes,
+            guard_min_requests=settings.guard_min_requests,
+            guard_phase2_factor=settings.guard_phase2_factor,
+            guard_release_factor=settings.guard_release_factor,
             step_time=_step_time(settings.profile),
             seed=settings.seed,
             decode_policy=decode_policy,
@@ -297,6 +302,16 @@ class Pool:
         self.handovers: Counter[str] = Counter()  # from prefill to decode engines, by what came of them
         self._pooled: Pooled | None = None
         self.asking = asyncio.Lock()  # for a tokenizer: the others wait until it is known
+
+    def report_policy(self) -> None:
+        """Logs whether the hot-spot guard is on, and what the policies cannot score on an idle fleet."""
+        model = self.name or "any"
+        on = bool(self.router.stats()["guard_on"])
+        log.info(
+            "hot-spot guard setting", model=model, guard="on" if on else "off", why=self.router.guard_reason
+        )
+        for warning in self.router.policy_warnings():
+            log.warning("policy scores no engine", model=model, reason=warning)
 
     def add(self, engine: Engine) -> None:
         """Takes in an engine."""
@@ -593,9 +608,12 @@ class Fleet:
             self.pool(config.model)
         for engine in config.engines:
             self.add(engine)
+        pools = list(self.pools)
         if not self.pools or self.unplaced or config.discovery:
             # A policy that cannot be built should be told now, not when the first engine answers.
-            Pool(0, "", [], config.pool_settings())
+            pools.append(Pool(0, "", [], config.pool_settings()))
+        for pool in pools:  # those made later have the settings of one of them
+            pool.report_policy()
 
     def add(self, config: EngineConfig, source: str = CONFIGURED, model: str | None = None) -> Engine:
         """Takes in an engine; one whose model is not known is asked for it. Raises LmetricError."""

@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
-from lmetric.server.fleet import Engine, Fleet, unusable
+from lmetric.server.fleet import Engine, Fleet, Pool, unusable
 from lmetric.server.front import Front
 from lmetric.server.metrics import Metrics
 from lmetric.server.upstream import UpstreamError
 
 LAG_PERIOD_SECONDS = 0.1
 REMINDER_SECONDS = 30.0  # between two warnings that there is no usable engine
+UNSCORED_LOG_SECONDS = 60.0
 
 log = structlog.get_logger("lmetric.health")
 
@@ -207,12 +208,25 @@ class Monitor:
                     log.exception("the guard failed", model=pool.name)
                     continue
                 following = min(following, deadline)
+                self._log_unscored(pool, now)
                 for event in events:
                     kind = str(event["event"])
                     self.metrics.events[pool.name, kind] += 1
                     details = {k: v for k, v in event.items() if k != "event"}
                     log.warning("hot-spot guard", model=pool.name, what=kind, **details)
             await asyncio.sleep(min(max(following - time.monotonic(), 0.05), 5.0))
+
+    def _log_unscored(self, pool: Pool, now: float) -> None:
+        """Logs, at most once a minute, choices in which the policy scored no engine."""
+        count, (logged, at) = pool.router.unscored, pool.unscored_logged
+        if count > logged and now >= at + UNSCORED_LOG_SECONDS:
+            pool.unscored_logged = (count, now)
+            log.warning(
+                "policy scored no engine; the fewest requests decided",
+                model=pool.name,
+                choices=count - logged,
+                total=count,
+            )
 
     async def _reschedule(self) -> None:
         """Rounds of rescheduling, each pool's in its own time."""

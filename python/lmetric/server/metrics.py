@@ -22,6 +22,7 @@ _TOTALS = {
     "no_instance": "requests for which no instance was left",
     "retries": "moves to the next of the ranking",
     "left_out": "instances left out of a decision: an indicator was absent, or the score no number",
+    "unscored": "choices in which a policy scored no engine, so that the fewest requests decided",
     "filter_waived": "decisions in which the policy's filter left nobody and was waived",
     "split_requests": "requests cut at one of their tokens, to go on elsewhere",
     "moved_requests": "moves of running requests to another engine",

@@ -110,6 +110,7 @@ class Run:
     timeline: Timeline
     guard_alarms: int  # prefixes that the hot-spot guard suspected
     guard_filters: int  # and for which it then took instances out
+    unscored: int  # choices in which a policy scored no candidate, so that the fewest requests decided
     steps: int  # of all engines
     step_variance: float  # of decode steps' seconds over the instances that decode, mean over the run, in s^2
     gamma: float | None  # of the router's priorities at the end, 1/s; None: it boosts nobody
@@ -230,6 +231,10 @@ def simulate(
     guard: bool | None = None,
     guard_window_seconds: float = 60.0,
     guard_period_seconds: float = 1.0,
+    guard_classes: int = 64,
+    guard_min_requests: int = 16,
+    guard_phase2_factor: float = 2.0,
+    guard_release_factor: float = 0.8,
     event_delay_seconds: float = 0.02,
     report_period_seconds: float = 1.0,
     token_stride: int = 1,
@@ -277,7 +282,8 @@ def simulate(
         admission: ``"reserve"``, a request enters where all that run and its prompt fit, and is never put
             back; ``"vllm"``, blocks are taken as tokens come, and where none is left the last goes back.
         index: ``"exact"``, fed by the engines' cache events; ``"approximate"``, by what was placed where.
-        guard: the hot-spot guard; None: on where the policy is lmetric.
+        guard: the hot-spot guard; None: as the policy declares, see docs/guard.md, which explains the other
+            ``guard_`` settings, too.
         predictor: the profile that `predicted_ttft_seconds` is computed from (None: the engines' own).
         output_known: whether the router knows how long each answer will be.
         timeline_seconds: length of the timeline's buckets.
@@ -366,6 +372,10 @@ def simulate(
         guard=guard,
         guard_window_seconds=guard_window_seconds,
         guard_period_seconds=guard_period_seconds,
+        guard_classes=guard_classes,
+        guard_min_requests=guard_min_requests,
+        guard_phase2_factor=guard_phase2_factor,
+        guard_release_factor=guard_release_factor,
         event_delay_seconds=event_delay_seconds,
         report_period_seconds=report_period_seconds,
         token_stride=token_stride,

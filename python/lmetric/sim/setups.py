@@ -271,6 +271,7 @@ class Result:
     guard_alarms: int
     curves: Curves
     unevenness: Unevenness | None  # of the first seed only
+    unscored: int = 0  # choices in which a policy scored no candidate, so that the fewest requests decided
 
 
 def run(setup: Setup, trace: Trace | Workload, key: str = "") -> Result:
@@ -317,6 +318,7 @@ def keep(setup: Setup, run: Run, key: str = "") -> Result:
             _quantiles(run.e2e_seconds[kept]),
         ),
         unevenness=_unevenness(run, kept) if setup.seed == 0 else None,
+        unscored=run.unscored,
     )
 
 

@@ -113,4 +113,5 @@ def _row(result: Result) -> dict[str, Any]:
         else:
             row[name] = value
     row["guard_alarms"] = result.guard_alarms
+    row["unscored"] = result.unscored
     return row

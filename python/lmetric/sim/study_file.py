@@ -199,11 +199,23 @@ class SettingsEntry(Strict):
         None, description="the router's KV index: fed by engines' events, or by what it sent"
     )
     guard: Annotated[list[bool], Listed] | None = Field(
-        None, description="the hot-spot guard; default: on where the policy is lmetric"
+        None, description="the hot-spot guard, see docs/guard.md; default: as the policy declares"
     )
     guard_window_seconds: Annotated[list[Positive], Listed] | None = Field(None, description="of the guard")
     guard_period_seconds: Annotated[list[Positive], Listed] | None = Field(
         None, description="how often the guard looks"
+    )
+    guard_classes: Annotated[list[Count], Listed] | None = Field(
+        None, description="prefixes that the guard counts at a time"
+    )
+    guard_min_requests: Annotated[list[Annotated[int, Field(ge=0)]], Listed] | None = Field(
+        None, description="the guard suspects no prefix with fewer requests in its window"
+    )
+    guard_phase2_factor: Annotated[list[NotNegative], Listed] | None = Field(
+        None, description="the guard filters after more than this many requests for each holder"
+    )
+    guard_release_factor: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Listed] | None = Field(
+        None, description="an alarm of the guard ends at this fraction of the ratio that raised it"
     )
     report_period_seconds: Annotated[list[Positive], Listed] | None = Field(
         None, description="with delayed signals: between two load reports of an engine"

@@ -11,7 +11,9 @@ pub fn policy_markdown() -> String {
          Made from the declarations by `cargo run -p lmetric-core --example docs -- policies`; change those.\n\n\
          A policy gives each instance a score; the end named wins, and what is still equal is drawn at random. Names in the rules \
          are [indicators](indicators.md) and knobs. An instance whose score needs an absent indicator is left out of that \
-         decision. Set knobs in the configuration, or write a rule of your own as an expression.\n",
+         decision; if a policy scores no instance at all, the one with the fewest requests gets the request, and \
+         `lmetric_unscored_total` counts it. Set knobs in the configuration, or write a rule of your own as an expression. The \
+         [hot-spot guard](guard.md) is on for an expression that reads prefix hits, unless its `guard` says otherwise.\n",
     );
     for spec in registry::specs() {
         policy(&mut page, spec);
@@ -30,6 +32,9 @@ fn policy(page: &mut String, spec: &PolicySpec) {
     }
     if !spec.symmetric {
         page.push_str(" Goes by name or turn, not by indicators alone.");
+    }
+    if spec.guard == Some(true) {
+        page.push_str(" The [hot-spot guard](guard.md) is on by default.");
     }
     page.push('\n');
     if !spec.knobs.is_empty() {

@@ -160,6 +160,8 @@ pub struct Receipt {
     pub left_out: u32,
     /// The policy's filter left nothing and was waived.
     pub filter_waived: bool,
+    /// The policy scored no candidate, so the fewest requests decided.
+    pub unscored: bool,
     /// Slots that the hot-spot guard kept the request from.
     pub guard_excluded: u32,
     /// The hot-spot guard would have left nobody, so the least loaded was taken.

@@ -27,6 +27,7 @@ impl LeastRequests {
             knobs: &[],
             symmetric: true,
             random: false,
+            guard: Some(false),
         }))
     }
 }

@@ -7,6 +7,7 @@ mod engine;
 mod errors;
 mod expr;
 mod feed;
+mod guard;
 mod policies;
 mod priorities;
 mod pull;

@@ -75,7 +75,8 @@ pub fn build(
         prefer: prefer(&policy.getattr("prefer")?.extract::<String>()?)?,
         then: then.into_iter().map(|(text, end)| Ok((text, prefer(&end)?))).collect::<Result<_>>()?,
     };
-    Ok(Box::new(ExpressionPolicy::custom(name.as_deref(), source, &given)?))
+    let guard: Option<bool> = policy.getattr("guard")?.extract()?;
+    Ok(Box::new(ExpressionPolicy::custom(name.as_deref(), source, &given)?.with_guard(guard)))
 }
 
 /// A registered name, or the text of a score expression.
@@ -143,6 +144,7 @@ impl Callable {
             knobs: &[],
             symmetric: false,
             random: false,
+            guard: policy.getattr("guard")?.extract()?,
         };
         Ok(Callable { spec, function, reads })
     }
@@ -205,8 +207,8 @@ impl Policy for Callable {
     }
 }
 
-/// What the registered policies declare of themselves: dictionaries of `name`, `formula`, `source`, `knobs` (name, type, min, max,
-/// default, about) and `reads` (indicators).
+/// What the registered policies declare of themselves: dictionaries of `name`, `formula`, `source`, `guard` (whether the hot-spot
+/// guard filters their candidates), `knobs` (name, type, min, max, default, about) and `reads` (indicators).
 #[pyfunction]
 pub fn policy_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let table = PyList::empty(py);
@@ -215,6 +217,7 @@ pub fn policy_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
         row.set_item("name", &*spec.name)?;
         row.set_item("formula", &*spec.formula)?;
         row.set_item("source", &*spec.source)?;
+        row.set_item("guard", spec.guard == Some(true))?;
         let knobs = PyList::empty(py);
         for knob in spec.knobs {
             let entry = PyDict::new(py);

@@ -1,12 +1,12 @@
 //! `Router`: the core's router in Python.
 use crate::buffers::Ints;
 use crate::errors::Result;
+use crate::guard::GuardSettings;
 use crate::policies;
 use crate::ticket::{Decision, Ticket};
 use lmetric_core::CoreError;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
-use lmetric_core::guard::GuardConfig;
 use lmetric_core::indicators::{INDICATORS, Indicator, Scope};
 use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::kv::keys::Keys;
@@ -74,8 +74,10 @@ impl Clock {
 /// `"lmetric"`. `knobs`: its settings. `block_size`: tokens a block. `text_block_bytes`: bytes a block where prompts are text.
 /// `domain`: whatever prompts must share to match (model, tokenizer). `index`: `"approximate"` (what was placed somewhere is
 /// believed to be cached there) or `"exact"` (`blocks_stored`, `blocks_removed`, `blocks_cleared` tell). `index_bytes`,
-/// `receipt_bytes`: hard bounds. `guard`: the hot-spot guard; None: on where the policy is `lmetric`; it looks at shares over
-/// `guard_window_seconds` every `guard_period_seconds`. `step_time`: a profile's constants (`fixed_seconds`, ...,
+/// `receipt_bytes`: hard bounds. `guard`: the hot-spot guard; None: as the policy declares (`guard_reason` says which). It takes
+/// shares over `guard_window_seconds`, looks at them every `guard_period_seconds`, counts `guard_classes` prefixes, suspects those
+/// with at least `guard_min_requests`, filters after `guard_phase2_factor` times as many requests as there are holders, and ends at
+/// `guard_release_factor` of the alarm; see docs/guard.md. `step_time`: a profile's constants (`fixed_seconds`, ...,
 /// `max_batch_tokens`), from which `predicted_ttft_seconds` is made instead of from the learned prefill rate. `drain`: whether queued
 /// prefill tokens drain between events at the learned rate. `seed`: of every random choice.
 ///
@@ -90,6 +92,8 @@ pub struct Router {
     clock: Clock,
     /// What all prompts share: the key scheme is made anew where the block size changes.
     parts: Vec<Option<String>>,
+    /// Why the hot-spot guard was on or off at the start.
+    guard_reason: String,
     /// Scratch of the prompt's chain.
     chain: Mutex<Vec<u64>>,
     /// The key scheme, and the engines' own names of their blocks.
@@ -234,7 +238,8 @@ impl Router {
     #[new]
     #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None,
         index="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, guard_window_seconds=60.0,
-        guard_period_seconds=1.0, step_time=None, drain=true, seed=0, decode_policy=None, decode_knobs=None,
+        guard_period_seconds=1.0, guard_classes=64, guard_min_requests=16, guard_phase2_factor=2.0,
+        guard_release_factor=0.8, step_time=None, drain=true, seed=0, decode_policy=None, decode_knobs=None,
         binding="early", colocate=true))]
     fn new(
         py: Python<'_>,
@@ -249,6 +254,10 @@ impl Router {
         guard: Option<bool>,
         guard_window_seconds: f64,
         guard_period_seconds: f64,
+        guard_classes: i64,
+        guard_min_requests: i64,
+        guard_phase2_factor: f64,
+        guard_release_factor: f64,
         step_time: Option<&Bound<'_, PyDict>>,
         drain: bool,
         seed: u64,
@@ -261,19 +270,23 @@ impl Router {
         let parts = domain.unwrap_or_default();
         let keys = Keys::new(&parts, block_size, text_block_bytes)?;
         let policy = policies::build(policy, knobs)?;
-        let guard_on = guard.unwrap_or(policy.spec().name == "lmetric");
+        let (guard, guard_reason) = GuardSettings {
+            on: guard,
+            window_seconds: guard_window_seconds,
+            period_seconds: guard_period_seconds,
+            classes: guard_classes,
+            min_requests: guard_min_requests,
+            phase2_factor: guard_phase2_factor,
+            release_factor: guard_release_factor,
+        }
+        .under(&*policy)?;
         let config = RouterConfig {
             index_feed,
             index_bytes,
             receipt_bytes,
             seed,
             drain,
-            guard: GuardConfig {
-                on: guard_on,
-                window_seconds: guard_window_seconds,
-                period_seconds: guard_period_seconds,
-                ..GuardConfig::default()
-            },
+            guard,
             step_time: step_time.map(step_time_of).transpose()?,
             binding: binding_of(binding)?,
             colocate,
@@ -291,6 +304,7 @@ impl Router {
             shared,
             clock: Clock::new(py)?,
             parts,
+            guard_reason,
             chain: Mutex::default(),
         })
     }
@@ -860,14 +874,32 @@ impl Router {
         Ok(())
     }
 
+    /// Why the hot-spot guard was on or off when the router was made. `stats()["guard_on"]` says whether it is on now.
+    #[getter]
+    fn guard_reason(&self) -> &str {
+        &self.guard_reason
+    }
+
+    /// Choices in which a policy scored no candidate, since the start. The instance with the fewest requests was chosen.
+    #[getter]
+    fn unscored(&self, py: Python<'_>) -> Result<u64> {
+        Ok(self.lock(py)?.totals().unscored)
+    }
+
+    /// Returns one sentence for each policy that scores no instance of an idle fleet, with the reason. Raises `PolicyError` if a
+    /// policy function fails.
+    fn policy_warnings(&self, py: Python<'_>) -> Result<Vec<String>> {
+        Ok(self.lock(py)?.policy_warnings()?)
+    }
+
     /// Switches the hot-spot guard on or off. Off, it forgets what it saw.
     fn set_guard(&self, py: Python<'_>, on: bool) -> Result<()> {
         self.lock(py)?.set_guard(on);
         Ok(())
     }
 
-    /// The learned curve of answer lengths (SIBYL, section 4.2): the chance that an answer is longer than 0, 64, 128, ... tokens; None
-    /// where no policy asks for it. `product_limit`: by the Kaplan-Meier estimator, which counts answers that still run (`sibyl_plus`),
+    /// The learned curve of answer lengths (SIBYL, section 4.2): the chance that an answer is longer than 0, 64, 128, ... tokens
+    /// (multiples of the `bucket_tokens` of `sibyl`); None where no policy asks for it. `product_limit`: by the Kaplan-Meier estimator, which counts answers that still run (`sibyl_plus`),
     /// else as SIBYL's Eq. 4 updates it.
     #[pyo3(signature = (*, product_limit=false))]
     fn survival<'py>(
@@ -964,7 +996,7 @@ fn scores_of(
         .score
         .iter()
         .zip(eligible)
-        .map(|(s, e)| if *e { *s } else { f64::NAN })
+        .map(|(s, e)| if *e && !router.last_scores().unscored { *s } else { f64::NAN })
         .collect();
     out.extend(live(router, &scores));
     Ok(())

@@ -1,11 +1,11 @@
 //! The Python face of the simulator: columns in, columns out, the interpreter lock let go in between.
 use crate::engine::{preempt, profile, unknown};
 use crate::errors::Result;
+use crate::guard::GuardSettings;
 use crate::{policies, router};
 use lmetric_core::CoreError;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
-use lmetric_core::guard::GuardConfig;
 use lmetric_core::router::{IndexFeed, RouterConfig};
 use lmetric_sim::{
     Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Policies, Profile, Pulling, Quantity,
@@ -92,6 +92,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
 #[pyfunction]
 #[pyo3(signature = (workload, *, policy=None, knobs=None, profiles, seed=0, signals="exact", admission="reserve",
     index="exact", index_bytes=512 << 20, guard=None, guard_window_seconds=60.0, guard_period_seconds=1.0,
+    guard_classes=64, guard_min_requests=16, guard_phase2_factor=2.0, guard_release_factor=0.8,
     event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_times=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
@@ -113,6 +114,10 @@ fn simulate<'py>(
     guard: Option<bool>,
     guard_window_seconds: f64,
     guard_period_seconds: f64,
+    guard_classes: i64,
+    guard_min_requests: i64,
+    guard_phase2_factor: f64,
+    guard_release_factor: f64,
     event_delay_seconds: f64,
     report_period_seconds: f64,
     token_stride: u32,
@@ -165,6 +170,15 @@ fn simulate<'py>(
         "delayed" => Signals::delayed(event_delay_seconds, report_period_seconds),
         other => return Err(unknown("signals", other, "exact, step_end or delayed").into()),
     };
+    let guard = GuardSettings {
+        on: guard,
+        window_seconds: guard_window_seconds,
+        period_seconds: guard_period_seconds,
+        classes: guard_classes,
+        min_requests: guard_min_requests,
+        phase2_factor: guard_phase2_factor,
+        release_factor: guard_release_factor,
+    };
     let config = ClusterConfig {
         profiles: profiles.iter().map(profile).collect::<PyResult<Vec<Profile>>>()?,
         step_times: step_times
@@ -211,14 +225,9 @@ fn simulate<'py>(
             index_bytes,
             receipt_bytes: RECEIPT_BYTES,
             seed,
-            guard: GuardConfig {
-                on: guard.unwrap_or(each.iter().any(|each| each.place.spec().name == "lmetric")),
-                window_seconds: guard_window_seconds,
-                period_seconds: guard_period_seconds,
-                ..GuardConfig::default()
-            },
+            guard: guard.under(&*each[0].place)?.0, // all routers have one policy
             binding: router::binding_of(binding)?,
-            // No instance ever goes, so a request that nobody decodes is a decode policy that cannot score: an error.
+            // No instance ever goes, so a request that nobody decodes is a defect: an error.
             colocate: false,
             unlimited_prefill,
             split: crate::split::split_of(split, split_settings)?,
@@ -295,6 +304,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
     dict.set_item("gap_counts", outcome.gaps.counts().to_vec().into_pyarray(py))?;
     dict.set_item("guard_alarms", outcome.guard_alarms)?;
     dict.set_item("guard_filters", outcome.guard_filters)?;
+    dict.set_item("unscored", outcome.unscored)?;
     dict.set_item("steps", outcome.steps)?;
     dict.set_item("step_variance", outcome.step_variance)?;
     dict.set_item("oom", outcome.out_of_memory)?;

@@ -389,6 +389,7 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("load_report_age_seconds", receipt.report_age_seconds)?;
     dict.set_item("left_out", receipt.left_out)?;
     dict.set_item("filter_waived", receipt.filter_waived)?;
+    dict.set_item("unscored", receipt.unscored)?;
     dict.set_item("guard_excluded", receipt.guard_excluded)?;
     dict.set_item("guard_balance_only", receipt.balance_only)?;
     let next = receipt.next.first();
@@ -483,6 +484,7 @@ pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, 
         ("no_instance", totals.no_instance),
         ("retries", totals.retries),
         ("left_out", totals.left_out),
+        ("unscored", totals.unscored),
         ("filter_waived", totals.filter_waived),
         ("split", totals.split),
         ("moved", totals.moved),

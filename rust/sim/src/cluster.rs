@@ -84,6 +84,8 @@ pub struct Outcome {
     pub guard_alarms: u64,
     /// See above.
     pub guard_filters: u64,
+    /// Choices in which a policy scored no candidate, so that the fewest requests decided.
+    pub unscored: u64,
     /// Steps that all engines ran.
     pub steps: u64,
     /// Times that an engine ran out of memory, so that a request went back into its queue.
@@ -225,6 +227,7 @@ pub fn simulate<E: From<CoreError>>(
         timeline: cluster.timeline,
         guard_alarms: cluster.guard_alarms,
         guard_filters: cluster.guard_filters,
+        unscored: cluster.routers.each().map(|observer| observer.router.totals().unscored).sum(),
         step_variance: cluster.variances.0 / cluster.variances.1.max(1.0),
         gaps: {
             let mut gaps = cluster.seams.histogram().clone();

@@ -1,9 +1,8 @@
 //! What decodes on one instance and what is bound there, kept so that a decision costs buckets of generated tokens, not requests.
 //!
 //! SIBYL (section 4.3) projects each request's load to the moment at which a new one will start to decode. Its three types are sums over requests;
-//! requests that have generated about as many tokens are projected together here, as if they stood in the middle of their bucket of
-//! [`BUCKET_TOKENS`]. A request's decode rate is its instance's: continuous batching gives each running request one token a step.
-use super::survival::{BUCKET_TOKENS, BUCKETS, Survival};
+//! requests that have generated about as many tokens are projected together here, as if they stood in the middle of their bucket. A request's decode rate is its instance's: continuous batching gives each running request one token a step.
+use super::survival::{BUCKET_TOKENS, Survival, buckets_of};
 use crate::ids::Seconds;
 use crate::wide::wide_fn;
 
@@ -11,18 +10,34 @@ use crate::wide::wide_fn;
 const LEAST: usize = 16;
 
 /// Requests and their context tokens (prompt and generated) by buckets of a count of tokens.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Histogram {
+    bucket_tokens: f64,
     requests: Vec<f64>,
     context: Vec<f64>,
 }
 
+impl Default for Histogram {
+    fn default() -> Histogram {
+        Histogram::new(BUCKET_TOKENS)
+    }
+}
+
 impl Histogram {
+    /// Nothing, in buckets of so many tokens.
+    pub fn new(bucket_tokens: f64) -> Histogram {
+        Histogram { bucket_tokens, requests: Vec::new(), context: Vec::new() }
+    }
+
+    fn bucket(&self, tokens: f64) -> usize {
+        ((tokens / self.bucket_tokens) as usize).min(buckets_of(self.bucket_tokens) - 1)
+    }
+
     /// A request comes into the bucket of `tokens`.
     pub fn put(&mut self, tokens: f64, context: f64) {
-        let bucket = bucket(tokens);
+        let bucket = self.bucket(tokens);
         if bucket >= self.requests.len() {
-            let room = (bucket + 1).next_power_of_two().clamp(LEAST, BUCKETS);
+            let room = (bucket + 1).next_power_of_two().clamp(LEAST, buckets_of(self.bucket_tokens));
             self.requests.resize(room, 0.0);
             self.context.resize(room, 0.0);
         }
@@ -32,7 +47,7 @@ impl Histogram {
 
     /// It goes.
     pub fn take(&mut self, tokens: f64, context: f64) {
-        let bucket = bucket(tokens);
+        let bucket = self.bucket(tokens);
         self.requests[bucket] -= 1.0;
         self.context[bucket] -= context;
         while self.requests.len() > LEAST && self.requests.last() == Some(&0.0) {
@@ -43,8 +58,8 @@ impl Histogram {
 
     /// It goes on from `tokens` to `then`, and its context grows by `more`.
     pub fn move_on(&mut self, tokens: f64, then: f64, context: f64, more: f64) {
-        let at = bucket(tokens);
-        if at == bucket(then) {
+        let at = self.bucket(tokens);
+        if at == self.bucket(then) {
             self.context[at] += more;
         } else {
             self.put(then, context + more);
@@ -90,11 +105,12 @@ pub struct Projection {
     pub coming: f64,
 }
 
-fn bucket(generated: f64) -> usize {
-    ((generated / BUCKET_TOKENS) as usize).min(BUCKETS - 1)
-}
-
 impl DecodeLoad {
+    /// Nothing, in buckets of so many generated tokens.
+    pub fn new(bucket_tokens: f64) -> DecodeLoad {
+        DecodeLoad { decoding: Histogram::new(bucket_tokens), pending: Vec::new() }
+    }
+
     /// A request's segment, of a name of the caller's, is bound here and expected to start at `start`; `length`: of its answer, infinite where nobody knows.
     pub fn bind(&mut self, key: (u32, u32), prompt_tokens: f64, length: f64, start: Seconds) {
         self.pending.push(Pending { key, prompt_tokens, length, start });
@@ -162,19 +178,20 @@ impl DecodeLoad {
         load
     }
 
-    /// Type 1 with every running request `further` tokens on.
+    /// Type 1, in buckets of the curve's width, with every running request `further` tokens on.
     fn running(&self, survival: &Survival, further: f64) -> f64 {
-        let place = 0.5 + (further / BUCKET_TOKENS).min(BUCKETS as f64);
+        let buckets = survival.buckets();
+        let place = 0.5 + (further / survival.bucket_tokens()).min(buckets as f64);
         let (shift, part) = (place as usize, place - place.floor());
         let (curve, inverse) = (survival.boundaries(), survival.inverse_middles());
         // Beyond the curve's end it stays what it is there.
         let (requests, context) = self.decoding.buckets();
-        let within = requests.len().min(BUCKETS.saturating_sub(shift));
-        let ends = curve[BUCKETS];
+        let within = requests.len().min(buckets.saturating_sub(shift));
+        let ends = curve[buckets];
         let sum = project(
             &requests[..within],
             &context[..within],
-            &curve[shift.min(BUCKETS)..],
+            &curve[shift.min(buckets)..],
             &inverse[..within],
             part,
             further,
@@ -219,6 +236,7 @@ wide_fn! {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::estimate::survival::CurveSettings;
     use proptest::prelude::*;
 
     fn half_at_640() -> Survival {
@@ -253,10 +271,11 @@ mod tests {
             lengths in prop::collection::vec(1u32..9000, 0..60),
             running in prop::collection::vec((1u32..5000, 1u32..40_000, 0u32..700), 0..40),
             further in 0.0..3000.0f64,
+            width in prop::sample::select(vec![16.0, 64.0, 100.0, 256.0]),
         ) {
-            let mut survival = Survival::default();
+            let mut survival = Survival::new(CurveSettings { bucket_tokens: width, ..CurveSettings::default() });
             lengths.iter().for_each(|&l| survival.observe(l));
-            let mut load = DecodeLoad::default();
+            let mut load = DecodeLoad::new(width);
             let (mut exact, mut bound, mut total) = (0.0, 0.0, 0.0);
             for &(prompt, generated, more) in &running {
                 let (prompt, mut generated, more) = (f64::from(prompt), f64::from(generated), f64::from(more));
@@ -266,8 +285,8 @@ mod tests {
                 total += prompt + generated;
                 let context = prompt + generated + further;
                 exact += context * survival.at(generated + further) / survival.at(generated);
-                let low = bucket(generated) as f64 * BUCKET_TOKENS;
-                let high = low + BUCKET_TOKENS;
+                let low = load.decoding.bucket(generated) as f64 * width;
+                let high = low + width;
                 if generated < high {
                     bound += context
                         * (survival.at(low + further) / survival.at(high) - survival.at(high + further) / survival.at(low));

@@ -320,11 +320,12 @@ fn inner(response: &[f64]) -> Vec<f64> {
 mod tests {
     use super::*;
     use crate::estimate::DecodeLoad;
+    use crate::estimate::survival::CurveSettings;
 
     const COST: DecodeCost = DecodeCost { sequence_seconds: 7e-5, context_token_seconds: 8.2e-8 };
 
     fn lengths(lengths: impl Iterator<Item = u32>) -> Survival {
-        let mut survival = Survival::new(0.9999);
+        let mut survival = Survival::new(CurveSettings { alpha: 0.9999, ..CurveSettings::default() });
         lengths.for_each(|l| survival.observe(l));
         survival
     }

@@ -3,7 +3,7 @@
 //! With S the chance that an answer is longer, one of g tokens has `integral of S from g on / S(g)` to come on average, and the mean of the square of what is to
 //! come is `2 x integral of (u - g) S(u) from g on / S(g)`. Straight lines run between the curve's points, so both integrals are exact sums, kept from
 //! each point on: a prediction costs O(1).
-use super::survival::{BUCKET_TOKENS, BUCKETS, FLOOR, PRIOR_TOKENS, Survival};
+use super::survival::{FLOOR, PRIOR_TOKENS, Survival};
 
 /// A prediction of output tokens still to come.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -24,7 +24,8 @@ impl Remaining {
 /// Remaining tokens by length so far.
 #[derive(Clone, Debug)]
 pub struct RemainingCurve {
-    /// S at `i * BUCKET_TOKENS`; what is at the floor is 0.
+    bucket_tokens: f64,
+    /// S at `i * bucket_tokens`; what is at the floor is 0.
     curve: Vec<f64>,
     /// Integrals from each point on of S(u), and of S(u) times the way there.
     area: Vec<f64>,
@@ -36,11 +37,12 @@ impl RemainingCurve {
     pub fn new(survival: &Survival) -> RemainingCurve {
         let curve: Vec<f64> =
             survival.boundaries().iter().map(|s| if *s > FLOOR { *s } else { 0.0 }).collect();
-        let (mut area, mut moment) = (vec![0.0; BUCKETS + 1], vec![0.0; BUCKETS + 1]);
-        for i in (0..BUCKETS).rev() {
-            (area[i], moment[i]) = onward(BUCKET_TOKENS, curve[i], curve[i + 1], area[i + 1], moment[i + 1]);
+        let (bucket_tokens, buckets) = (survival.bucket_tokens(), survival.buckets());
+        let (mut area, mut moment) = (vec![0.0; buckets + 1], vec![0.0; buckets + 1]);
+        for i in (0..buckets).rev() {
+            (area[i], moment[i]) = onward(bucket_tokens, curve[i], curve[i + 1], area[i + 1], moment[i + 1]);
         }
-        RemainingCurve { curve, area, moment }
+        RemainingCurve { bucket_tokens, curve, area, moment }
     }
 
     /// What an answer that has `generated` tokens still has to come, at most until it has `limit` (its `max_tokens`; infinite where it has none).
@@ -67,15 +69,15 @@ impl RemainingCurve {
 
     /// S at a length, and both integrals from there on.
     fn from(&self, tokens: f64) -> (f64, f64, f64) {
-        let place = tokens / BUCKET_TOKENS;
-        if place >= BUCKETS as f64 {
+        let place = tokens / self.bucket_tokens;
+        if place >= (self.curve.len() - 1) as f64 {
             return (0.0, 0.0, 0.0);
         }
         let bucket = place as usize;
         let part = place - bucket as f64;
         let s = self.curve[bucket] * (1.0 - part) + self.curve[bucket + 1] * part;
         let next = bucket + 1;
-        let width = BUCKET_TOKENS * (1.0 - part);
+        let width = self.bucket_tokens * (1.0 - part);
         let (area, moment) = onward(width, s, self.curve[next], self.area[next], self.moment[next]);
         (s, area, moment)
     }
@@ -91,6 +93,7 @@ fn onward(width: f64, s: f64, end: f64, area: f64, moment: f64) -> (f64, f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::estimate::survival::BUCKET_TOKENS;
     use proptest::prelude::*;
 
     fn curve(lengths: impl IntoIterator<Item = u32>) -> RemainingCurve {

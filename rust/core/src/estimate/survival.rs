@@ -4,9 +4,11 @@
 //! S would stay 1 for ever: here every boundary is updated. And S is P(L > l), so the indicator is `L > l`; the printed `>=` is off by one.
 use crate::wide::{greater, wide_fn};
 
-/// Tokens between two boundaries at which the curve is kept; straight lines run between them.
+/// Tokens between two boundaries at which the curve is kept, by default; straight lines run between them.
 pub const BUCKET_TOKENS: f64 = 64.0;
-/// Boundaries: what is beyond 32,768 tokens counts as there.
+/// The longest answers: what is beyond counts as there.
+const LONGEST_TOKENS: f64 = 32_768.0;
+/// Boundaries, by default.
 pub const BUCKETS: usize = 512;
 /// Weight that the curve keeps at each finished answer, once a thousand were seen; until then all count alike.
 pub const ALPHA: f64 = 0.999;
@@ -20,16 +22,36 @@ const PRIOR: f64 = 2.0;
 /// Their mean length in tokens.
 pub const PRIOR_TOKENS: f64 = 2000.0;
 
+/// Buckets of so many tokens up to the longest answers.
+pub fn buckets_of(bucket_tokens: f64) -> usize {
+    (LONGEST_TOKENS / bucket_tokens).ceil() as usize
+}
+
+/// How the curve is kept.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CurveSettings {
+    /// Weight that the curve keeps at each finished answer (Eq. 4), 0 to 1.
+    pub alpha: f64,
+    /// Tokens between two boundaries.
+    pub bucket_tokens: f64,
+}
+
+impl Default for CurveSettings {
+    fn default() -> CurveSettings {
+        CurveSettings { alpha: ALPHA, bucket_tokens: BUCKET_TOKENS }
+    }
+}
+
 /// S(l) = P(L > l): non-increasing, S(0) = 1. Until an answer was seen S is 1 everywhere.
 #[derive(Clone, Debug)]
 pub struct Survival {
-    alpha: f64,
+    settings: CurveSettings,
     seen: u64,
     /// Answers that came to each bucket, and that ended there, those of long ago for less; `weight` is what one counts for now.
     entries: Vec<f64>,
     exits: Vec<f64>,
     weight: f64,
-    /// S at `i * BUCKET_TOKENS`.
+    /// S at `i * bucket_tokens`.
     curve: Vec<f64>,
     /// The same, at least [`FLOOR`], and 1 over its value in the middle of each bucket.
     floored: Vec<f64>,
@@ -38,36 +60,49 @@ pub struct Survival {
 
 impl Default for Survival {
     fn default() -> Survival {
-        Survival::new(ALPHA)
+        Survival::new(CurveSettings::default())
     }
 }
 
 impl Survival {
-    /// A curve of which nothing is known. `alpha`: the weight it keeps at each update (Eq. 4), 0 to 1.
-    pub fn new(alpha: f64) -> Survival {
+    /// A curve of which nothing is known.
+    pub fn new(settings: CurveSettings) -> Survival {
+        let buckets = buckets_of(settings.bucket_tokens);
         Survival {
-            alpha,
+            settings,
             seen: 0,
-            entries: vec![0.0; BUCKETS],
-            exits: vec![0.0; BUCKETS],
+            entries: vec![0.0; buckets],
+            exits: vec![0.0; buckets],
             weight: 1.0,
-            curve: vec![1.0; BUCKETS + 1],
-            floored: vec![1.0; BUCKETS + 1],
-            inverse: vec![1.0; BUCKETS],
+            curve: vec![1.0; buckets + 1],
+            floored: vec![1.0; buckets + 1],
+            inverse: vec![1.0; buckets],
         }
+    }
+
+    /// Tokens between two boundaries.
+    pub fn bucket_tokens(&self) -> f64 {
+        self.settings.bucket_tokens
+    }
+
+    /// Number of buckets: one less than boundaries.
+    pub fn buckets(&self) -> usize {
+        self.inverse.len()
     }
 
     /// An answer ended after `tokens` tokens.
     pub fn observe(&mut self, tokens: u32) {
         self.seen += 1;
-        let keep = self.alpha.min(1.0 - 1.0 / self.seen as f64);
-        let passed = (f64::from(tokens.max(1)) / BUCKET_TOKENS).ceil().min(BUCKETS as f64 + 1.0) as usize;
+        let keep = self.settings.alpha.min(1.0 - 1.0 / self.seen as f64);
+        let buckets = self.buckets();
+        let passed = f64::from(tokens.max(1)) / self.bucket_tokens();
+        let passed = passed.ceil().min(buckets as f64 + 1.0) as usize;
         let (longer, shorter) = self.curve.split_at_mut(passed);
         longer.iter_mut().for_each(|s| *s = *s * keep + (1.0 - keep));
         shorter.iter_mut().for_each(|s| *s *= keep);
         refine(&self.curve, &mut self.floored, &mut self.inverse);
         self.weight /= KEEP;
-        self.exits[(passed - 1).min(BUCKETS - 1)] += self.weight;
+        self.exits[(passed - 1).min(buckets - 1)] += self.weight;
         if self.weight > 1e100 {
             let scale = 1.0 / self.weight;
             self.exits.iter_mut().chain(&mut self.entries).for_each(|e| *e *= scale);
@@ -77,7 +112,8 @@ impl Survival {
 
     /// A running answer went on from `before` tokens to `after` (from 0: it began).
     pub fn passed(&mut self, before: f64, after: f64) {
-        let bucket = |tokens: f64| (tokens / BUCKET_TOKENS).ceil().min(BUCKETS as f64) as usize;
+        let (width, buckets) = (self.bucket_tokens(), self.buckets() as f64);
+        let bucket = |tokens: f64| (tokens / width).ceil().min(buckets) as usize;
         for entries in &mut self.entries[bucket(before)..bucket(after)] {
             *entries += self.weight;
         }
@@ -86,10 +122,10 @@ impl Survival {
     /// The same curve by the product-limit estimator (Kaplan and Meier): in each bucket, those that ended of those that came to it, wherever the others are by
     /// now. A mean over ended answers alone sees the short ones first, and is too short for as long as a life takes.
     pub fn product_limit(&self) -> Survival {
-        let mut limit = Survival { seen: self.seen, ..Survival::new(self.alpha) };
+        let mut limit = Survival { seen: self.seen, ..Survival::new(self.settings) };
         let mut s = 1.0;
         for (i, (ended, came)) in self.exits.iter().zip(&self.entries).enumerate() {
-            let ended = ended / self.weight + PRIOR * BUCKET_TOKENS / PRIOR_TOKENS;
+            let ended = ended / self.weight + PRIOR * self.bucket_tokens() / PRIOR_TOKENS;
             s *= 1.0 - (ended / (came / self.weight + PRIOR)).min(1.0);
             limit.curve[i + 1] = s;
         }
@@ -104,13 +140,14 @@ impl Survival {
 
     /// S at `tokens`, at least [`FLOOR`].
     pub fn at(&self, tokens: f64) -> f64 {
-        let place = (tokens / BUCKET_TOKENS).clamp(0.0, BUCKETS as f64);
-        let bucket = (place as usize).min(BUCKETS - 1);
+        let buckets = self.buckets();
+        let place = (tokens / self.bucket_tokens()).clamp(0.0, buckets as f64);
+        let bucket = (place as usize).min(buckets - 1);
         let part = place - bucket as f64;
         self.floored[bucket] * (1.0 - part) + self.floored[bucket + 1] * part
     }
 
-    /// S at the boundaries `0, BUCKET_TOKENS, ...`, at least [`FLOOR`].
+    /// S at the boundaries `0, bucket_tokens, ...`, at least [`FLOOR`].
     pub fn boundaries(&self) -> &[f64] {
         &self.floored
     }
@@ -151,7 +188,7 @@ mod tests {
 
     #[test]
     fn the_mean_then_moves_by_alpha() {
-        let mut s = Survival::new(0.5);
+        let mut s = Survival::new(CurveSettings { alpha: 0.5, ..CurveSettings::default() });
         // The first sets S to 1 at 64, the second halves it (one half is both the mean's weight and alpha), the third halves it again.
         for (tokens, expected) in [(100, 1.0), (10, 0.5), (10, 0.25), (100, 0.625)] {
             s.observe(tokens);
@@ -181,13 +218,26 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_never_rises_and_begins_at_one(lengths in prop::collection::vec(0u32..40_000, 0..200), alpha in 0.0..1.0f64) {
-            let mut s = Survival::new(alpha);
+        fn it_never_rises_and_begins_at_one(
+            lengths in prop::collection::vec(0u32..40_000, 0..200),
+            alpha in prop_oneof![0.0..1.0f64, Just(0.9999)],
+            bucket_tokens in 8u32..1025,
+        ) {
+            let bucket_tokens = f64::from(bucket_tokens);
+            let mut s = Survival::new(CurveSettings { alpha, bucket_tokens });
             lengths.iter().for_each(|&l| s.observe(l));
             let b = s.boundaries();
             prop_assert!((b[0] - 1.0).abs() < 1e-9);
             prop_assert!(b.windows(2).all(|w| w[0] >= w[1] - 1e-12) && b.iter().all(|s| *s >= FLOOR));
             prop_assert!(s.inverse_middles().iter().all(|i| i.is_finite()));
+            // It starts as the share of longer answers, at each boundary.
+            if alpha > 0.995 {
+                for i in [1, 7, s.buckets()] {
+                    let longer = lengths.iter().filter(|&&l| f64::from(l) > i as f64 * bucket_tokens).count();
+                    let share = if lengths.is_empty() { 1.0 } else { longer as f64 / lengths.len() as f64 };
+                    prop_assert!((b[i] - share.max(FLOOR)).abs() < 1e-9, "{} {share}", b[i]);
+                }
+            }
         }
     }
 }

@@ -29,7 +29,8 @@ pub use slots::SlotSet;
 use crate::InstanceId;
 use crate::error::CoreError;
 use crate::ids::Seconds;
-use crate::policy::{Prefer, Scores};
+use crate::indicators::IndicatorSet;
+use crate::policy::{Policy, Prefer, Scores};
 use heavy::HeavyClasses;
 
 /// Settings of the guard.
@@ -62,6 +63,25 @@ impl Default for GuardConfig {
             phase2_factor: 2.0,
             release_factor: 0.8,
         }
+    }
+}
+
+/// Whether the guard is on, and why: `chosen` if given, else what the policy declares, else on if
+/// the policy reads prefix hits.
+pub fn applies(policy: &dyn Policy, chosen: Option<bool>) -> (bool, String) {
+    let spec = policy.spec();
+    let word = |on| if on { "on" } else { "off" };
+    if let Some(on) = chosen {
+        return (on, format!("the setting `guard` is {}", word(on)));
+    }
+    if let Some(on) = spec.guard {
+        return (on, format!("policy {} declares guard: {}", spec.name, word(on)));
+    }
+    let hits = policy.reads().intersection(IndicatorSet::PREFIX_HITS);
+    let names: Vec<_> = hits.iter().map(|id| id.decl().name).collect();
+    match names.is_empty() {
+        true => (false, format!("policy {} reads no prefix hits", spec.name)),
+        false => (true, format!("policy {} reads prefix hits ({})", spec.name, names.join(", "))),
     }
 }
 

@@ -172,6 +172,17 @@ impl IndicatorSet {
     /// The empty set.
     pub const EMPTY: IndicatorSet = IndicatorSet(0);
 
+    /// Indicators that depend on how much of the prompt an instance holds.
+    pub const PREFIX_HITS: IndicatorSet = IndicatorSet::of(&[
+        Indicator::HitTokens,
+        Indicator::KvHit,
+        Indicator::NewTokens,
+        Indicator::PToken,
+        Indicator::PullTokens,
+        Indicator::PullCostTokens,
+        Indicator::PredictedTtftSeconds,
+    ]);
+
     /// The set of these.
     pub const fn of(ids: &[Indicator]) -> IndicatorSet {
         let (mut bits, mut i) = (0, 0);
@@ -197,6 +208,11 @@ impl IndicatorSet {
     #[inline]
     pub fn intersects(self, other: IndicatorSet) -> bool {
         self.0 & other.0 != 0
+    }
+
+    /// Those in both.
+    pub fn intersection(self, other: IndicatorSet) -> IndicatorSet {
+        IndicatorSet(self.0 & other.0)
     }
 
     /// Both together.

@@ -1,6 +1,7 @@
 //! A policy written as expressions: `filter`, `score`, tie-breaks `then`. Most rules of the field are one line here.
 use super::{Knobs, Policy, PolicyRng, PolicySpec, Prefer, Scores};
 use crate::error::CoreError;
+use crate::estimate::survival::CurveSettings;
 use crate::expr::{Program, Type, nan_unless};
 use crate::indicators::{IndicatorSet, Snapshot};
 use std::borrow::Cow;
@@ -43,6 +44,7 @@ pub struct ExpressionPolicy {
     prefer: Prefer,
     then: Vec<(Program, Prefer)>,
     reads: IndicatorSet,
+    length_curve: CurveSettings,
 }
 
 impl ExpressionPolicy {
@@ -75,9 +77,22 @@ impl ExpressionPolicy {
             knobs: &[],
             symmetric: true,
             random: false,
+            guard: None,
         };
         let constants: Vec<_> = constants.iter().map(|(name, value)| (name.as_str(), *value)).collect();
         Self::compile(spec, source, &constants)
+    }
+
+    /// Sets whether the hot-spot guard filters its candidates; `None`: if it reads prefix hits.
+    pub fn with_guard(mut self, guard: Option<bool>) -> ExpressionPolicy {
+        self.spec.guard = guard;
+        self
+    }
+
+    /// Sets how the curve of answer lengths is kept for it.
+    pub fn with_length_curve(mut self, length_curve: CurveSettings) -> ExpressionPolicy {
+        self.length_curve = length_curve;
+        self
     }
 
     fn compile(
@@ -99,7 +114,8 @@ impl ExpressionPolicy {
             .chain([&score])
             .chain(then.iter().map(|(program, _)| program))
             .fold(IndicatorSet::EMPTY, |set, program| set.union(program.reads()));
-        Ok(ExpressionPolicy { spec, filter, score, prefer: source.prefer, then, reads })
+        let length_curve = CurveSettings::default();
+        Ok(ExpressionPolicy { spec, filter, score, prefer: source.prefer, then, reads, length_curve })
     }
 }
 
@@ -110,6 +126,10 @@ impl Policy for ExpressionPolicy {
 
     fn reads(&self) -> IndicatorSet {
         self.reads
+    }
+
+    fn length_curve(&self) -> CurveSettings {
+        self.length_curve
     }
 
     fn score(
@@ -264,6 +284,7 @@ mod tests {
             }],
             symmetric: true,
             random: false,
+            guard: None,
         };
         let knobs = Knobs::resolve(&SPEC, &[]).unwrap();
         assert!(ExpressionPolicy::new(SPEC, source(None, &SPEC.formula, &[]), &knobs).is_ok());

@@ -22,7 +22,8 @@ pub static SPEC: PolicySpec = PolicySpec::new(
             "share of a pull's cost that counts once for each request of the batch, as tokens to compute do; 0: the one that pulls pays",
         ),
     ],
-);
+)
+.guarded();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     // What is pulled is part of what is uncached, and never the last token: at least 1 stays.

@@ -49,6 +49,7 @@ pub use select::{best, ranking};
 pub use spec::{Knob, KnobKind, Knobs, PolicySpec};
 
 use crate::error::CoreError;
+use crate::estimate::survival::CurveSettings;
 use crate::indicators::Snapshot;
 use rand_pcg::Pcg64Mcg;
 
@@ -81,6 +82,8 @@ pub struct Scores {
     pub then_count: usize,
     /// Whether a filter left no eligible slot and was waived, so that all of them were scored.
     pub filter_waived: bool,
+    /// Whether the policy scored no eligible slot, so that `score` holds the requests on each (`bs`).
+    pub unscored: bool,
     /// Registers of expressions, kept from one decision to the next.
     pub scratch: crate::expr::Scratch,
 }
@@ -95,6 +98,7 @@ impl Scores {
         self.prefer = Prefer::Min;
         self.then_count = 0;
         self.filter_waived = false;
+        self.unscored = false;
     }
 
     /// A tie-break column of `slots` entries to fill, lower is better.
@@ -118,6 +122,11 @@ pub trait Policy: Send + Sync {
     /// Indicators it reads with its present knobs; no others are computed for it.
     fn reads(&self) -> crate::indicators::IndicatorSet;
 
+    /// How the curve of answer lengths behind the `handoff_` indicators is kept for it.
+    fn length_curve(&self) -> CurveSettings {
+        CurveSettings::default()
+    }
+
     /// Scores every eligible slot of the snapshot into `scores`, which was reset to the snapshot's slots.
     ///
     /// # Errors
@@ -137,7 +146,7 @@ fn lowest(
     score: &str,
     then: &[&str],
 ) -> Result<Box<dyn Policy>, CoreError> {
-    expression(spec, knobs, score, Prefer::Min, then)
+    Ok(Box::new(expression(spec, knobs, score, Prefer::Min, then)?))
 }
 
 /// The same where the highest `score` wins.
@@ -147,7 +156,7 @@ fn highest(
     score: &str,
     then: &[&str],
 ) -> Result<Box<dyn Policy>, CoreError> {
-    expression(spec, knobs, score, Prefer::Max, then)
+    Ok(Box::new(expression(spec, knobs, score, Prefer::Max, then)?))
 }
 
 fn expression(
@@ -156,8 +165,8 @@ fn expression(
     score: &str,
     prefer: Prefer,
     then: &[&str],
-) -> Result<Box<dyn Policy>, CoreError> {
+) -> Result<ExpressionPolicy, CoreError> {
     let then = then.iter().map(|text| (text.to_string(), Prefer::Min)).collect();
     let source = ExpressionSource { filter: None, score: score.into(), prefer, then };
-    Ok(Box::new(ExpressionPolicy::new(spec.clone(), source, knobs)?))
+    ExpressionPolicy::new(spec.clone(), source, knobs)
 }

@@ -13,7 +13,8 @@ pub static SPEC: PolicySpec = PolicySpec::new(
         "of a request of the batch. 1 is LMETRIC's bs + 1: twice the batch weighs as twice the prompt, so that prefills flee \
          decodes. Where decodes flee prefills, prefills need not",
     )],
-);
+)
+.guarded();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     // What is pulled is part of what is uncached, and never the last token: at least 1 stays.

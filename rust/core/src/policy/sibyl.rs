@@ -3,11 +3,26 @@
 //!
 //! The paper's ablations (Appendix J) are its knobs. What it calls REQLEVEL is `least_requests`.
 use super::*;
+use crate::estimate::survival::{ALPHA, BUCKET_TOKENS};
 
 const KNOBS: &[Knob] = &[
     Knob::flag("type1", true, "count the requests that decode now"),
     Knob::flag("type2", true, "count those bound to the instance that will decode by then"),
     Knob::flag("type3", true, "count those bound to it that will decode later"),
+    Knob::float(
+        "alpha",
+        0.0,
+        1.0,
+        ALPHA,
+        "weight that the learned curve of answer lengths keeps at each answer (Eq. 4): 0.999 remembers about the last 1,000",
+    ),
+    Knob::int(
+        "bucket_tokens",
+        8,
+        1024,
+        BUCKET_TOKENS as i64,
+        "tokens between two points of that curve, and by which running requests are grouped; a decision costs more with fewer",
+    ),
     Knob::flag("survival", true, "weight each by the chance that it lasts; false: prob @ 1"),
 ];
 
@@ -29,7 +44,9 @@ pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
              type2 * handoff_arrived_tokens_for_certain + type3 * handoff_coming_tokens"
         }
     };
-    lowest(&SPEC, knobs, score, &[])
+    let (alpha, bucket_tokens) = (knobs.get("alpha"), knobs.get("bucket_tokens"));
+    let policy = expression(&SPEC, knobs, score, Prefer::Min, &[])?;
+    Ok(Box::new(policy.with_length_curve(CurveSettings { alpha, bucket_tokens })))
 }
 
 #[cfg(test)]

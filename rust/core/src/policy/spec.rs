@@ -71,6 +71,8 @@ pub struct PolicySpec {
     pub symmetric: bool,
     /// Whether it uses randomness beyond breaking ties.
     pub random: bool,
+    /// Whether the hot-spot guard filters its candidates. `None`: if it reads prefix hits.
+    pub guard: Option<bool>,
 }
 
 impl PolicySpec {
@@ -88,7 +90,15 @@ impl PolicySpec {
             knobs,
             symmetric: true,
             random: false,
+            guard: Some(false),
         }
+    }
+
+    /// A declaration of a policy whose candidates the hot-spot guard filters. Policies of other
+    /// routers run as published, without it.
+    pub const fn guarded(mut self) -> PolicySpec {
+        self.guard = Some(true);
+        self
     }
 
     /// The same, of a policy that draws.

@@ -3,6 +3,7 @@
 //! Fed by the same events as the books: who is bound where and when it is expected to start, who decodes and how far it is, how fast
 //! decodes go, and how long answers were.
 use super::books::{Entry, Stage};
+use crate::estimate::survival::CurveSettings;
 use crate::estimate::{DecodeCost, DecodeLoad, Histogram, Outlook, Pressure, Survival};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
@@ -19,7 +20,7 @@ pub const AHEAD: IndicatorSet = IndicatorSet::of(&[
 ]);
 
 /// SIBYL's.
-const PROJECTED: IndicatorSet = IndicatorSet::of(&[
+pub const PROJECTED: IndicatorSet = IndicatorSet::of(&[
     Indicator::HandoffRunningTokens,
     Indicator::HandoffArrivedTokens,
     Indicator::HandoffArrivedTokensForCertain,
@@ -27,7 +28,8 @@ const PROJECTED: IndicatorSet = IndicatorSet::of(&[
 ]);
 
 /// Those by what requests weigh.
-const WEIGHED: IndicatorSet = IndicatorSet::of(&[Indicator::DecodePressure, Indicator::DecodePressureKnown]);
+pub const WEIGHED: IndicatorSet =
+    IndicatorSet::of(&[Indicator::DecodePressure, Indicator::DecodePressureKnown]);
 
 /// Time constant of the learned decode rates, in seconds.
 const PACE_SECONDS: f64 = 10.0;
@@ -88,25 +90,28 @@ pub struct Ahead {
 
 impl Ahead {
     /// Nothing yet, of as many slots; of what only some policies ask for, what `reads` names.
-    pub fn new(reads: IndicatorSet, slots: usize) -> Ahead {
+    pub fn new(reads: IndicatorSet, slots: usize, curve: CurveSettings) -> Ahead {
         let left = reads.contains(Indicator::DecodePressureKnown).then(Vec::new);
-        let mut ahead = Ahead { left, weighs: reads.intersects(WEIGHED), ..Ahead::default() };
+        let survival = Survival::new(curve);
+        let mut ahead = Ahead { left, weighs: reads.intersects(WEIGHED), survival, ..Ahead::default() };
         ahead.resize(slots);
         ahead
     }
 
     /// Makes room for `slots` slots.
     pub fn resize(&mut self, slots: usize) {
-        self.loads.resize_with(slots, DecodeLoad::default);
+        let width = self.survival.bucket_tokens();
+        self.loads.resize_with(slots, || DecodeLoad::new(width));
         self.paces.resize_with(slots, Pace::default);
-        self.left.iter_mut().for_each(|left| left.resize_with(slots, Histogram::default));
+        self.left.iter_mut().for_each(|left| left.resize_with(slots, || Histogram::new(width)));
     }
 
     /// Forgets a slot's instance.
     pub fn clear(&mut self, slot: usize) {
         self.pace.requests -= self.paces[slot].requests;
-        (self.loads[slot], self.paces[slot]) = (DecodeLoad::default(), Pace::default());
-        self.left.iter_mut().for_each(|left| left[slot] = Histogram::default());
+        let width = self.survival.bucket_tokens();
+        (self.loads[slot], self.paces[slot]) = (DecodeLoad::new(width), Pace::default());
+        self.left.iter_mut().for_each(|left| left[slot] = Histogram::new(width));
     }
 
     /// The length curve learned so far.

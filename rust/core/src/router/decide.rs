@@ -37,7 +37,7 @@ impl Router {
     /// Decides where `request` goes, books it there and opens its ticket.
     ///
     /// # Errors
-    /// `NoInstance` where none is eligible or none can be scored; nothing is booked then.
+    /// `NoInstance` if none is eligible; nothing is booked then.
     pub fn route(&mut self, request: &Request<'_>, now: Seconds) -> Result<Decision, CoreError> {
         self.route_labelled(request, None, now)
     }
@@ -168,23 +168,18 @@ impl Router {
         } else {
             chooser.policy.score(&snapshot, &mut self.rng, &mut chooser.scores)?;
         }
-        if snapshot.eligible_count < slots {
-            // From here on a score that is a number belongs to an instance that may take the request.
-            for (score, _) in chooser.scores.score.iter_mut().zip(&chooser.eligible).filter(|(_, e)| !**e) {
-                *score = f64::NAN;
-            }
+        leave_ineligible(&mut chooser.scores, &snapshot);
+        if let Some(best) = select::best(&chooser.scores, snapshot.eligible, &mut self.rng) {
+            return Ok(InstanceId(best as u32));
         }
-        let best = select::best(&chooser.scores, snapshot.eligible, &mut self.rng).ok_or_else(|| {
-            CoreError::NoInstance(format!(
-                "policy {} (`{}`) scores none of the {} eligible instances: an indicator it reads ({}) is absent, or it divides \
-                 by zero",
-                chooser.policy.spec().name,
-                chooser.policy.spec().formula,
-                snapshot.eligible_count,
-                chooser.reads.iter().map(|i| i.decl().name).collect::<Vec<_>>().join(", "),
-            ))
-        })?;
-        Ok(InstanceId(best as u32))
+        // An instance that takes requests exists, so the request must not fail: fewest requests wins.
+        self.totals.unscored += 1;
+        chooser.scores.reset(slots);
+        chooser.scores.unscored = true;
+        chooser.scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
+        leave_ineligible(&mut chooser.scores, &snapshot);
+        let best = select::best(&chooser.scores, snapshot.eligible, &mut self.rng);
+        best.map(|best| InstanceId(best as u32)).ok_or_else(|| self.nobody(turn))
     }
 
     /// Marks who may take a segment; returns how many. Where nobody takes prompts, instances that decode only take whole requests, if
@@ -317,6 +312,15 @@ impl Router {
                 format!("none of the {live} instances takes over from others, healthy and not draining")
             }
         })
+    }
+}
+
+/// From here on a score that is a number belongs to an instance that may take the request.
+fn leave_ineligible(scores: &mut Scores, snapshot: &Snapshot<'_>) {
+    if snapshot.eligible_count < snapshot.eligible.len() {
+        for (score, _) in scores.score.iter_mut().zip(snapshot.eligible).filter(|(_, e)| !**e) {
+            *score = f64::NAN;
+        }
     }
 }
 

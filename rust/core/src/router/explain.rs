@@ -26,6 +26,7 @@ impl Router {
         receipt.predicted_hit_tokens = predicted_hit_tokens;
         receipt.report_age_seconds = self.books.reported_at(chosen.index()).map(|at| now - at);
         receipt.filter_waived = self.first.scores.filter_waived;
+        receipt.unscored = self.first.scores.unscored;
         receipt.reads = self.first.reads;
         receipt.chosen = chosen.0;
 

@@ -13,6 +13,7 @@ mod derive;
 mod explain;
 pub mod feed;
 mod follow;
+mod idle;
 mod legs;
 mod moves;
 pub mod priorities;
@@ -34,6 +35,7 @@ pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;
 
 use crate::error::CoreError;
+use crate::estimate::survival::BUCKET_TOKENS;
 use crate::estimate::{OutputLength, StepTime};
 use crate::fleet::{Fleet, Role};
 use crate::guard::{Guard, GuardConfig, GuardEvent, Restriction};
@@ -45,7 +47,7 @@ use crate::policy::{Policy, PolicyRng, Scores, registry};
 use crate::priority::Priority;
 use crate::receipt::{Balance, Receipt, ReceiptRing};
 use crate::request::Request;
-use ahead::{AHEAD, Ahead};
+use ahead::{AHEAD, Ahead, PROJECTED, WEIGHED};
 use books::{Books, Report};
 use priorities::Ordering;
 use pull::Pulls;
@@ -150,6 +152,8 @@ pub struct Totals {
     pub retries: u64,
     /// Instances left out of a decision because an indicator was absent or the score was not a number.
     pub left_out: u64,
+    /// Choices in which the policy scored no candidate, so that the fewest requests decided.
+    pub unscored: u64,
     /// Decisions whose filter left nothing and was waived.
     pub filter_waived: u64,
     /// Requests cut at other places than where roles cut them.
@@ -280,14 +284,15 @@ impl Router {
             config,
         };
         router.set_split(router.config.split)?;
-        router.look_ahead();
+        router.look_ahead()?;
         Ok(router)
     }
 
     /// Sets the policy that chooses the instances of segments which follow others: where a request decodes whose prompt is prefilled elsewhere.
     ///
     /// # Errors
-    /// `BadValue` while requests are in flight, of which nothing was kept for it.
+    /// `BadValue` while requests are in flight, of which nothing was kept for it, or if its curve of answer lengths does not
+    /// suit the other policy.
     pub fn set_decode_policy(&mut self, policy: Box<dyn Policy>) -> Result<(), CoreError> {
         if self.in_flight() > 0 {
             return Err(CoreError::BadValue {
@@ -297,8 +302,7 @@ impl Router {
             });
         }
         self.later = Chooser::new(policy);
-        self.look_ahead();
-        Ok(())
+        self.look_ahead()
     }
 
     /// When the instance of a second segment is chosen; what is bound already stays so.
@@ -307,10 +311,20 @@ impl Router {
     }
 
     /// Keeps what the load will be, where a policy asks for it.
-    fn look_ahead(&mut self) {
+    fn look_ahead(&mut self) -> Result<(), CoreError> {
         let reads = self.reads();
+        let projects = [&self.later, &self.first].into_iter().find(|each| each.reads.intersects(PROJECTED));
+        let curve = projects.map(|each| each.policy.length_curve()).unwrap_or_default();
+        if reads.intersects(WEIGHED) && curve.bucket_tokens != BUCKET_TOKENS {
+            return Err(CoreError::BadValue {
+                what: "bucket_tokens".into(),
+                got: format!("{} beside a policy that reads decode_pressure", curve.bucket_tokens),
+                expected: BUCKET_TOKENS.to_string(),
+            });
+        }
         let wanted = reads.intersects(AHEAD) || self.forecasts();
-        self.ahead = wanted.then(|| Ahead::new(reads, self.fleet.slots()));
+        self.ahead = wanted.then(|| Ahead::new(reads, self.fleet.slots(), curve));
+        Ok(())
     }
 
     /// Indicators that its policies read.

@@ -185,7 +185,7 @@ impl Router {
         }
         self.rescheduling = rescheduling;
         if curve && self.ahead.is_none() {
-            self.look_ahead();
+            self.look_ahead()?;
         }
         Ok(())
     }

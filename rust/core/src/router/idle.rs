@@ -1,0 +1,107 @@
+//! What the policies cannot score on an idle fleet, so that an operator learns it at startup.
+use super::ahead::{AHEAD, Ahead};
+use super::books::Report;
+use super::{Chooser, Router, RouterConfig};
+use crate::error::CoreError;
+use crate::fleet::Role;
+use crate::guard::GuardConfig;
+use crate::ids::Seconds;
+use crate::indicators::{Indicator, Scope, Snapshot};
+use crate::policy::{PolicyRng, Scores, registry};
+use crate::request::Request;
+use rand::SeedableRng;
+
+/// Cache blocks of an instance of the idle fleet.
+const CACHE_BLOCKS: u32 = 10_000;
+/// The request that is scored.
+const REQUEST: Request<'static> = Request {
+    chain: &[],
+    prompt_tokens: 1_000,
+    tokens_per_block: 16.0,
+    expected_output_tokens: Some(200),
+    think_tokens: None,
+    length_class: None,
+    session: None,
+    uncut: None,
+    unpulled: None,
+    tenant: crate::request::Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 },
+};
+
+impl Router {
+    /// One sentence for each policy that scores no instance of an idle fleet: two instances that
+    /// have reported no load and have served nothing. The router itself is left as it is.
+    ///
+    /// # Errors
+    /// `Policy` if a policy function fails.
+    pub fn policy_warnings(&self) -> Result<Vec<String>, CoreError> {
+        let first = self.warning(&self.first, Role::Both, None)?;
+        let later = self.warning(&self.later, Role::Decode, Some(0.1))?;
+        Ok(first.into_iter().chain(later).collect())
+    }
+
+    fn warning(
+        &self,
+        chooser: &Chooser,
+        role: Role,
+        handoff: Option<Seconds>,
+    ) -> Result<Option<String>, CoreError> {
+        let idle = self.idle_fleet(chooser, role, handoff)?;
+        let slots = idle.fleet.slots();
+        let snapshot = Snapshot {
+            columns: &idle.columns,
+            eligible: &vec![true; slots],
+            eligible_count: slots,
+            name_hashes: idle.fleet.name_hashes(),
+            ordinal: 0,
+            session: REQUEST.session,
+        };
+        let mut scores = Scores::default();
+        scores.reset(slots);
+        chooser.policy.score(&snapshot, &mut PolicyRng::seed_from_u64(0), &mut scores)?;
+        if scores.score.iter().any(|score| score.is_finite()) {
+            return Ok(None);
+        }
+        let absent = |id: &Indicator| {
+            let slot = if id.decl().scope == Scope::Request { 0 } else { slots - 1 };
+            idle.columns.get(*id)[slot].is_nan()
+        };
+        let absent = chooser.reads.iter().filter(absent).map(|id| id.decl());
+        let absent: Vec<_> = absent.map(|decl| format!("{} is absent {}", decl.name, decl.absent)).collect();
+        let why = match absent.is_empty() {
+            true => "its score is not a finite number there (a division by 0?)".to_string(),
+            false => absent.join("; "),
+        };
+        let spec = chooser.policy.spec();
+        Ok(Some(format!(
+            "policy {} ({}) scores no instance of an idle fleet: {why}; such requests go to the instance with the fewest requests",
+            spec.name, spec.formula
+        )))
+    }
+
+    /// A router with two idle instances, its indicators filled in for [`REQUEST`].
+    fn idle_fleet(
+        &self,
+        chooser: &Chooser,
+        role: Role,
+        handoff: Option<Seconds>,
+    ) -> Result<Router, CoreError> {
+        let config = RouterConfig {
+            index_bytes: 1 << 20,
+            receipt_bytes: 1 << 10,
+            guard: GuardConfig { on: false, ..GuardConfig::default() },
+            ..self.config.clone()
+        };
+        let mut idle = Router::new(registry::build("least_requests", &[])?, config)?;
+        for name in ["a", "b"] {
+            idle.add_instance(name, role, Some(CACHE_BLOCKS))?;
+            let report = Report { at: 0.0, waiting: Some(0.0), running: Some(0.0), kv_usage: Some(0.0) };
+            idle.engine_report(name, report)?;
+        }
+        if chooser.reads.intersects(AHEAD) {
+            idle.ahead = Some(Ahead::new(chooser.reads, idle.fleet.slots(), chooser.policy.length_curve()));
+        }
+        idle.match_prefix(REQUEST.chain);
+        idle.derive(&REQUEST, chooser.reads, handoff, 0.0);
+        Ok(idle)
+    }
+}

@@ -1,0 +1,143 @@
+"""Which policies the hot-spot guard filters, and its settings, wherever a router is made."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+import lmetric as lm
+from lmetric.config import PoolSettings
+from lmetric.sim.run import simulate
+from lmetric.sim.study_file import load_study
+from lmetric.sim.synthetic import check_synthetic
+from lmetric.sim.traces import Trace
+
+SETTINGS: dict[str, Any] = {
+    "guard_window_seconds": 60.0,
+    "guard_period_seconds": 1.0,
+    "guard_classes": 64,
+    "guard_min_requests": 16,
+    "guard_phase2_factor": 2.0,
+    "guard_release_factor": 0.8,
+}
+OUT_OF_RANGE = {
+    "guard_window_seconds": 0.0,
+    "guard_period_seconds": 0.001,
+    "guard_classes": 0,
+    "guard_min_requests": -1,
+    "guard_phase2_factor": -0.5,
+    "guard_release_factor": 1.5,
+}
+
+
+def by_hits(columns: Any) -> np.ndarray:
+    return np.asarray(columns["new_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "on", "why"),
+    [
+        ("lmetric", True, "policy lmetric declares guard: on"),
+        ("lmetric_pull", True, "policy lmetric_pull declares guard: on"),
+        ("planner", True, "policy planner declares guard: on"),
+        ("linear", False, "policy linear declares guard: off"),  # as published, without one
+        ("p_token * (bs + 1)", True, r"policy expression reads prefix hits \(p_token\)"),
+        (lm.P_TOKEN * (lm.BS + 1), True, "prefix hits"),
+        (lm.Policy("bs", filter="kv_hit > 0", name="mine"), True, r"policy mine .*prefix hits \(kv_hit\)"),
+        ("predicted_ttft_seconds", True, "predicted_ttft_seconds"),
+        ("4 * q_bs + r_bs", False, "policy expression reads no prefix hits"),
+        (lm.Policy("p_token", guard=False), False, "policy expression declares guard: off"),
+        (lm.Policy("bs", guard=True), True, "policy expression declares guard: on"),
+        (lm.Policy.from_config({"score": "p_token", "guard": False}), False, "declares guard: off"),
+        (lm.Policy.from_config({"score": "bs", "guard": "on"}), True, "declares guard: on"),
+        (lm.policy_function(by_hits, reads=[lm.NEW_TOKENS]), True, r"prefix hits \(new_tokens\)"),
+        (lm.policy_function(by_hits, reads=[lm.NEW_TOKENS], guard=False), False, "declares guard: off"),
+        (lm.policy_function(lambda c: c["bs"], reads=[lm.BS]), False, "no prefix hits"),
+    ],
+    ids=str,
+)
+def test_the_policy_says_whether_the_guard_applies(policy: Any, on: bool, why: str) -> None:
+    """Rust B4: not its name decides."""
+    router = lm.Router(policy)
+    assert router.stats()["guard_on"] is on
+    assert re.search(why, router.guard_reason), router.guard_reason
+    for chosen in (True, False):
+        router = lm.Router(policy, guard=chosen)
+        assert router.stats()["guard_on"] is chosen
+        assert router.guard_reason == f"the setting `guard` is {'on' if chosen else 'off'}"
+
+
+def test_a_policy_refuses_another_word_for_its_guard() -> None:
+    """Rust B4: the error names the value and what was expected."""
+    with pytest.raises(lm.BadValueError, match="guard: 'maybe' is not valid; expected on or off"):
+        lm.Policy.from_config({"score": "bs", "guard": "maybe"})
+
+
+def hot_spot() -> Trace:
+    """One prefix in half of the requests, of answers so long that its holder fills up."""
+    return check_synthetic(
+        {
+            "synthetic": "requests", "seed": 3, "rate": 30, "duration_seconds": 60,
+            "input_tokens": {"p50": 100, "max": 200}, "output_tokens": {"p50": 100, "max": 200},
+            "prefixes": {"count": 2, "zipf": 0.5, "tokens": {"p50": 8000, "max": 9000}}, "block_tokens": 16,
+        },
+        "hot",
+    ).make()  # fmt: skip
+
+
+def alarms(policy: Any = "p_token * (bs + 1)", **settings: Any) -> int:
+    return simulate(
+        hot_spot(), policy=policy, instances=8, profile="independent-sim", **settings
+    ).guard_alarms
+
+
+def test_an_expression_is_guarded_in_simulations_too() -> None:
+    """Rust B4: the same score by name and as an expression does the same."""
+    assert alarms() == alarms("lmetric") > 0
+    assert alarms(guard=False) == alarms(lm.Policy("p_token * (bs + 1)", guard=False)) == 0
+
+
+def test_every_setting_of_the_guard_is_there_with_one_default() -> None:
+    """Fidelity gap 12: the configuration has the defaults of the router, and all of its settings."""
+    fields = PoolSettings.model_fields
+    assert {name: fields[name].default for name in fields if name.startswith("guard_")} == SETTINGS
+    with_defaults = lm.Router("lmetric", **SETTINGS)
+    assert with_defaults.stats()["guard_on"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_of_the_guard_is_checked(name: str, tmp_path: Path) -> None:
+    """Fidelity gap 12: out of range, each is refused by the router, the simulator, the server and studies."""
+    wrong: dict[str, Any] = {name: OUT_OF_RANGE[name]}
+    setting = name.removeprefix("guard_")
+    with pytest.raises(lm.BadValueError, match=f"hot-spot guard: {setting}"):
+        lm.Router("lmetric", **wrong)
+    with pytest.raises(lm.BadValueError, match=f"hot-spot guard: {setting}"):
+        simulate(hot_spot(), instances=1, **wrong)
+    with pytest.raises(ValidationError, match=name):
+        PoolSettings.model_validate(wrong)
+    study = tmp_path / "study.yaml"
+    study.write_text(f"traces: t.jsonl\npolicies: lmetric\nsettings: {{{name}: {SETTINGS[name]}}}\n")
+    (setup,) = load_study(study).setups
+    assert setup.settings == {name: SETTINGS[name]}
+
+
+@pytest.mark.parametrize(
+    ("quiet", "value"),
+    [("guard_min_requests", 10**6), ("guard_window_seconds", 0.01), ("guard_period_seconds", 1e6)],
+)
+def test_settings_of_the_guard_have_their_effect(quiet: str, value: float) -> None:
+    """Fidelity gap 12: these leave no prefix to suspect."""
+    assert alarms(**{quiet: value}) == 0
+
+
+def test_the_guard_filters_sooner_with_a_lower_factor() -> None:
+    """Fidelity gap 12: `guard_phase2_factor` is what phase 2 counts to."""
+
+    def filters(factor: float) -> int:
+        return simulate(hot_spot(), instances=8, guard_phase2_factor=factor).guard_filters
+
+    assert filters(0.0) > filters(1e9) == 0
