@@ -126,7 +126,9 @@ class EngineConfig(Strict):
     kv_events: KvEventsSetting | None = Field(
         None, description="its KV events; default: the model's kv_events"
     )
-    api_key: SecretStr | None = Field(None, description="sent to it as a bearer token")
+    api_key: SecretStr | None = Field(
+        None, description="sent to it as a bearer token; a client's own Authorization is then not sent"
+    )
     role: Role | None = Field(
         None,
         description="both: whole requests; prefill: their prompts, and engines of role decode the rest; "
@@ -245,8 +247,8 @@ class PoolSettings(Strict):
     priority: Priority = Field(
         "none",
         description="what the engines' queues are ordered by, a number that each request is sent with: "
-        "none (a client's own is passed on); uniboost, arrival less a boost that is larger the less of the "
-        "prompt has to be computed; vtc, fair shares between tenants",
+        "none (a client's own is passed on, unless there are API keys); uniboost, arrival less a boost that "
+        "is larger the less of the prompt has to be computed; vtc, fair shares between tenants",
     )
     priority_settings: dict[str, float] = Field(
         default_factory=dict,
