@@ -77,7 +77,9 @@ class Server(Protocol):
     def ask(self, client: "ClientConnection", head: RequestHead, body: bytes) -> None:
         """Has a request answered, then calls ``client.answered``."""
 
-    def refuse(self, client: "ClientConnection", malformed: str | None) -> web.StreamResponse:
+    def refuse(
+        self, client: "ClientConnection", malformed: HttpProcessingError | None
+    ) -> web.StreamResponse:
         """Answers a request that aiohttp could not read, or (None) one at which the router failed."""
 
 
@@ -199,8 +201,7 @@ class ClientConnection(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Called by aiohttp for what is no HTTP, or for an exception that nobody foresaw."""
-        malformed = in_short(exc) if isinstance(exc, HttpProcessingError) else None
-        return self._front.refuse(self, malformed)
+        return self._front.refuse(self, exc if isinstance(exc, HttpProcessingError) else None)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Called by aiohttp; what clients do wrong is no fault of the router."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from secrets import token_hex
@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from lmetric._core import NoInstanceError, RequestHead, RequestReader
 from lmetric.config import ServerConfig
@@ -21,6 +22,7 @@ from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.metrics import Metrics
 from lmetric.server.openai import CHAT, COMPLETIONS, PASSED_PATHS, ApiError, Call, bad, nobody_takes, parse
 from lmetric.server.priority import NOT_A_TENANT
+from lmetric.server.protocol import origin_form, unreadable, violation
 from lmetric.server.relay import Relay
 from lmetric.server.replicas import Replicas
 from lmetric.server.tokenise import Tokenisers, Tokenising, as_text, prompt_text
@@ -106,7 +108,10 @@ class Front(web.Server):
         if not isinstance(client, ClientConnection) or request.transport is None:
             return self._ends
         client.answering = True
-        path, _, query = request.raw_path.partition("?")
+        target = origin_form(request.raw_path)
+        if (error := violation(request, target)) is not None:
+            return self._reject(client, request.raw_headers, error)
+        path, _, query = target.partition("?")
         try:
             if path not in self.paths:
                 return await self.pages(self, request, unquote(path), query)
@@ -120,11 +125,10 @@ class Front(web.Server):
             log.exception("a request could not be handled", path=path)
             return self._refuse(request, ApiError(500, FAILED))
         ended: asyncio.Future[bool] = self._loop.create_future()
-        target = request.raw_path.encode("utf-8", "surrogateescape")
         asked = Asked(
             client,
             request.transport,
-            self.requests.sort(target, request.raw_headers),
+            self.requests.sort(target.encode(), request.raw_headers),
             request.version >= (1, 1),
             request.keep_alive,
             lambda goes_on: None if ended.done() else ended.set_result(goes_on),
@@ -144,15 +148,21 @@ class Front(web.Server):
                 client.relay.client_gone()
             raise
 
-    def refuse(self, client: ClientConnection, malformed: str | None) -> web.StreamResponse:
+    def refuse(self, client: ClientConnection, malformed: HttpProcessingError | None) -> web.StreamResponse:
         """Answers a request that aiohttp could not read, or (None) one at which the router failed."""
         if malformed is None:
             log.exception("a request could not be handled")
             error = ApiError(500, FAILED)
         else:
-            error = bad(f"the request is not valid HTTP/1.1: {malformed}")
+            error = unreadable(malformed)
+        return self._reject(client, [], error)
+
+    def _reject(
+        self, client: ClientConnection, fields: Sequence[tuple[bytes, bytes]], error: ApiError
+    ) -> web.StreamResponse:
+        """Answers a request with which the connection ends."""
         if client.transport is not None:
-            head = self.requests.sort(b"", [])
+            head = self.requests.sort(b"", fields)
             self._ended(Asked(client, client.transport, head, True, False, lambda _: None), None, error)
         return self._ends
 

@@ -6,12 +6,16 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
+from lmetric.server import priority
 from lmetric.server.fleet import Engine, Fleet
 from lmetric.server.front import Front
 from lmetric.server.metrics import Metrics
 from lmetric.server.upstream import UpstreamError
 
 log = structlog.get_logger("lmetric.health")
+
+# How often the wall clock is read for priorities, which routers must agree on.
+CLOCK_SECONDS = 10.0
 
 
 class Monitor:
@@ -46,6 +50,7 @@ class Monitor:
         if self.config.load.interval is not None:
             self._spawn("load", self.config.load.interval, self._load)
         self._spawn("KV events", 1.0, self._kv)
+        self._spawn("wall clock", CLOCK_SECONDS, self._clocks)
         self._tasks.append(asyncio.create_task(self._tick(), name="guard"))
         self._tasks.append(asyncio.create_task(self._reschedule(), name="rescheduling"))
 
@@ -109,6 +114,10 @@ class Monitor:
         for pool in self.fleet.pools:
             pool.wire()
             pool.kv.watch(pool.engines.values())
+
+    async def _clocks(self) -> None:
+        for pool in self.fleet.pools:
+            priority.follow_clock(pool.router, pool.settings)
 
     async def _sweep(self) -> None:
         now = time.monotonic()
