@@ -13,6 +13,7 @@ import pytest
 import lmetric as lm
 from lmetric import _core
 from lmetric.engines.emulated import EngineOptions
+from lmetric.server import health, priority
 from pd_world import BODY, Pd, pd
 
 SHORT, LONG = "a river " * 4, "the history of the quiet river and of all who lived by it " * 60
@@ -171,6 +172,37 @@ async def test_short_prompts_pass_long_ones_and_are_passed_by_nobody_for_ever() 
         told = await (await w.client.get(f"{w.url}/debug/decisions/{headers['x-lmetric-decision']}")).json()
         assert abs(told["priority"] / 1e3 + told["boost_seconds"] - time.time()) < 60
         assert told["priority_sent"] == page[0]["priority"]
+
+
+async def test_priorities_follow_a_wall_clock_that_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reliability L: routers whose clocks are set right agree again on uniboost's priorities."""
+
+    async def priority_of_a_request(w: Pd) -> float:
+        _, headers, _ = await w.post()
+        told = await (await w.client.get(f"{w.url}/debug/decisions/{headers['x-lmetric-decision']}")).json()
+        return told["priority"] / 1e3 + told["boost_seconds"]
+
+    step, looks, read, follow = 0.0, 0, time.time, priority.follow_clock
+
+    def counted(*args: Any) -> None:
+        nonlocal looks
+        follow(*args)
+        looks += 1
+
+    monkeypatch.setattr(health, "CLOCK_SECONDS", 0.02)
+    monkeypatch.setattr(time, "time", lambda: read() + step)
+    monkeypatch.setattr(priority, "follow_clock", counted)
+    fixed = {"clock_offset_seconds": 1e6}
+    for settings, follows in (({}, True), (fixed, False)):
+        step = 0.0
+        async with pd(one_at_a_time(), priority="uniboost", priority_settings=settings) as w:
+            await w.until(lambda: all(e.identified for e in w.server.fleet.engines()))
+            before = await priority_of_a_request(w)
+            assert (abs(before - time.time()) < 60) == follows
+            step, seen = 5e5, looks
+            await w.until(lambda seen=seen: looks > seen)  # type: ignore[misc]
+            later = await priority_of_a_request(w)
+            assert (later - before > 4e5) == follows
 
 
 async def test_without_priorities_arrival_counts_or_what_clients_say() -> None:

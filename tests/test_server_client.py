@@ -13,6 +13,8 @@ from lmetric.server import front as front_module
 from lmetric.server.client import HOLD_BYTES
 from lmetric.server.upstream import Connection, Upstream
 from server_world import (
+    HEAD,
+    JSON,
     STREAM_HEAD,
     STREAM_TAIL,
     FakeEngine,
@@ -21,6 +23,8 @@ from server_world import (
     answer,
     chunk,
     hang,
+    plain,
+    says,
     token,
     world,
 )
@@ -235,6 +239,153 @@ async def test_malformed_http_gets_an_error_object_and_the_connection_closes(
         assert [request.headers["x-request-id"] for request in w.engines[0].requests] == ["before"]
         await w.until(lambda: not w.server.front.connections)
     assert not caplog.records
+
+
+def head(first: str, *fields: str, body: bytes = BODY) -> bytes:
+    lines = (first, *fields, f"content-length: {len(body)}")
+    return "\r\n".join((*lines, "", "")).encode("latin-1") + body
+
+
+POST = "POST /v1/completions HTTP/1.1"
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "expected", "says_so"),
+    [
+        pytest.param(head(POST), 400, "Missing 'Host' header", id="POST without host"),
+        pytest.param(head(POST, "host: x", "host: y"), 400, "Host", id="POST with two hosts"),
+        pytest.param(head(POST, "host: x/y"), 400, "'x/y' is not a host", id="POST with a bad host"),
+        pytest.param(
+            head("GET /health HTTP/1.1", "host: x", "host: x"), 400, "Host", id="GET with two hosts"
+        ),
+        pytest.param(head("GET /health HTTP/1.1", "host: u@x"), 400, "'u@x'", id="GET with a bad host"),
+        pytest.param(
+            head("POST /v1/completions?a=<b> HTTP/1.1", "host: x"), 400, "percent-encode", id="POST query"
+        ),
+        pytest.param(head("GET /health?a=\xff HTTP/1.1", "host: x"), 400, "percent-encode", id="GET query"),
+        pytest.param(head("GET /health#a HTTP/1.1", "host: x"), 400, "percent-encode", id="fragment"),
+        pytest.param(b"GET /health\r\n\r\n", 400, "HTTP/0.9; send HTTP/1.1", id="HTTP/0.9"),
+        pytest.param(head("GET /health HTTP/0.9", "host: x"), 400, "HTTP/0.9", id="HTTP/0.9 in the line"),
+        pytest.param(
+            head("GET /health HTTP/2.0", "host: x"), 505, "HTTP/2.0 is not supported", id="HTTP/2.0"
+        ),
+        pytest.param(
+            ENCODED.replace(b"chunked", b"gzip, chunked") + chunk(BODY) + b"0\r\n\r\n",
+            501,
+            'transfer-encoding "gzip, chunked" is not supported',
+            id="transfer-encoding gzip, chunked",
+        ),
+        pytest.param(
+            ENCODED.replace(b"HTTP/1.1", b"HTTP/1.0") + chunk(BODY) + b"0\r\n\r\n",
+            400,
+            "transfer-encoding needs HTTP/1.1",
+            id="transfer-encoding over HTTP/1.0",
+        ),
+        *(
+            pytest.param(head(POST, "host: x", *fields), 415, says_so, id=f"content-encoding {says_so}")
+            for fields, says_so in (
+                (["content-encoding: xyz"], '"xyz"'),
+                (["content-encoding: gzip, gzip"], '"gzip, gzip"'),
+                (["content-encoding: gzip", "content-encoding: identity, gzip"], '"gzip, gzip"'),
+            )
+        ),
+    ],
+)
+async def test_requests_that_break_http_are_refused_whoever_reads_them(
+    bytes_: bytes, expected: int, says_so: str
+) -> None:
+    """Reliability L: host, targets, versions, transfer-encoding and content-encoding, by either parser."""
+    async with world(1) as w, client(w) as c:
+        await c.send(bytes_)
+        status, fields, got = await c.answer()
+        error = orjson.loads(got)["error"]
+        assert (status, fields["connection"]) == (expected, "close")
+        assert says_so in error["message"]
+        assert (fields.get("accept-encoding") == "gzip, deflate") == (expected == 415)
+        assert await c.closed() == b""
+        assert not w.engines[0].requests
+
+
+async def test_a_compression_without_its_library_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reliability L: content-encoding that the router cannot read."""
+    monkeypatch.setattr("aiohttp.http_parser.HAS_BROTLI", False)
+    async with world(1) as w, client(w) as c:
+        await c.send(head(POST, "host: x", "content-encoding: br"))
+        status, _, got = await c.answer()
+        assert (status, orjson.loads(got)["error"]["code"]) == (415, "unsupported_content_encoding")
+
+
+async def test_targets_with_a_scheme_and_a_host_are_taken() -> None:
+    """Reliability L: absolute-form targets, which a server must accept (RFC 9112, 3.2.2)."""
+    async with world(1) as w, client(w) as c:
+        for first, path in (
+            ("POST http://router:80/v1/completions?a=1 HTTP/1.1", "/v1/completions?a=1"),
+            ("POST HTTPS://[::1]/v1/completions HTTP/1.1", "/v1/completions"),
+        ):
+            await c.send(head(first, "host: x"))
+            assert (await c.answer())[0] == 200
+            assert w.engines[0].requests[-1].path == path
+        for first, expected in (
+            ("GET http://router/health HTTP/1.1", 200),
+            ("GET http://router HTTP/1.1", 404),
+            ("GET http://router?/health HTTP/1.1", 404),
+            ("GET ftp://router/health HTTP/1.1", 404),
+        ):
+            await c.send(head(first, "host: x", body=b""))
+            assert (await c.answer())[0] == expected, first
+
+
+async def test_connection_names_no_field_that_is_for_the_engine_or_the_client() -> None:
+    """Reliability L: Connection removes no end-to-end fields, in either direction."""
+    names = b"connection: content-type, retry-after, x-hop\r\nx-hop: 1\r\nretry-after: 7\r\n"
+    engine = FakeEngine(behave=says(plain(200, {"id": "a"}, names), then="keep"))
+    async with world([engine]) as w, client(w) as c:
+        for more in ("", "expect: 100-continue\r\n"):
+            fields = f"{more}Connection: authorization, content-type, x-hop\r\nx-hop: 1\r\n"
+            await c.send(post(fields=fields + "authorization: Bearer a\r\ncontent-type: text/plain\r\n"))
+            answer = await c.answer()
+            if answer[0] == 100:
+                answer = await c.answer()
+            assert (answer[0], answer[1]["content-type"], answer[1]["retry-after"]) == (
+                200,
+                "application/json",
+                "7",
+            )
+            assert "x-hop" not in answer[1]
+            sent = engine.requests[-1].headers
+            assert (sent["authorization"], sent["content-type"]) == ("Bearer a", "text/plain")
+            assert "x-hop" not in sent
+
+
+async def test_a_client_that_closes_its_half_has_left() -> None:
+    """Reliability L: half-close cannot be told from leaving: the engine stops at once (docs/engines.md)."""
+    async with world([FakeEngine(behave=hang)]) as w, client(w) as c:
+        await c.send(post())
+        await w.engines[0].asked(1)
+        c.writer.write_eof()
+        assert await c.closed() == b""
+        await w.until(lambda: w.engines[0].left == 1)
+        assert list(w.server.metrics.requests) == [("tiny", "", 499)]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "extra"),
+    [
+        pytest.param(302, b"text/html", b"location: http://elsewhere/\r\n", id="redirect"),
+        pytest.param(200, b"text/html; charset=utf-8", b"set-cookie: a=1\r\n", id="page and cookie"),
+        pytest.param(200, JSON, b"access-control-allow-origin: *\r\n", id="CORS"),
+    ],
+)
+async def test_an_engines_answer_passes_whatever_it_is(status: int, kind: bytes, extra: bytes) -> None:
+    """Reliability L: redirects, cookies, CORS fields and pages pass, as docs/engines.md says."""
+    body = b"<p>hello</p>"
+    sent = HEAD % (status, kind) + extra + b"content-length: %d\r\n\r\n" % len(body) + body
+    async with world([FakeEngine(behave=says(sent, then="keep"))]) as w, client(w) as c:
+        await c.send(post())
+        got_status, fields, got = await c.answer()
+        name, _, value = extra.decode().strip().partition(": ")
+        assert (got_status, fields["content-type"], fields[name]) == (status, kind.decode(), value)
+        assert got == body
 
 
 @pytest.mark.parametrize("first", [b"", ENCODED + chunk(BODY) + b"0\r\n\r\n"])

@@ -133,6 +133,40 @@ async def test_faults_before_the_first_byte_go_down_the_ranking(fault: object) -
         assert w.engines[0].requests[0].body == w.engines[1].requests[-1].body
 
 
+async def pings(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
+    """Sends comments, and nothing else, until the client leaves."""
+    writer.write(STREAM_HEAD)
+    leaves = asyncio.create_task(engine.until_left(writer))
+    while not leaves.done():
+        writer.write(chunk(b": ping\n\n"))
+        await asyncio.wait([leaves], timeout=0.02)
+    return False
+
+
+async def test_an_engine_that_sends_only_comments_loses_the_request() -> None:
+    """Reliability M7: comments neither commit an answer nor extend the limit on the first token."""
+    async with world(2, **FAST) as w:
+        w.engines[0].behave = pings
+        status, headers, got = await w.post(STREAM)
+        assert (status, headers["x-lmetric-instance"]) == (200, "e1")
+        assert got.startswith(token("a"))
+        w.engines[1].behave = pings
+        status, _, got = await w.post(STREAM)
+        assert (status, got["error"]["code"]) == (504, "timeout")
+        assert [engine.left for engine in w.engines] == [2, 1]
+
+
+async def test_comments_before_the_first_token_are_dropped_and_later_comments_pass() -> None:
+    """Reliability M7: a slow engine that sends comments meanwhile is not lost."""
+    ping, role = b": ping\n\n", event({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
+    pieces = (ping, role + ping, ping + token("a"), ping, token("b", "stop"))
+    behave = says(STREAM_HEAD, *(chunk(piece) for piece in pieces), STREAM_TAIL, then="keep")
+    async with world([FakeEngine(behave=behave)]) as w:
+        status, _, got = await w.post(STREAM)
+        assert status == 200
+        assert got.startswith(role + token("a") + ping + token("b", "stop"))
+
+
 @pytest.mark.parametrize(
     "pieces",
     [

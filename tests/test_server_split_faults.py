@@ -472,6 +472,23 @@ async def test_a_last_leg_that_says_nothing() -> None:
             await w.until(lambda w=w: sum(fake.left for fake in w.engines) == 1)
 
 
+async def test_a_last_leg_that_sends_only_comments() -> None:
+    """Reliability M7: comments do not extend the limit on the first token."""
+
+    async def pings(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(STREAM_HEAD)
+        leaves = asyncio.create_task(engine.until_left(writer))
+        while not leaves.done():
+            writer.write(chunk(b": ping\n\n"))
+            await asyncio.wait([leaves], timeout=0.02)
+        return False
+
+    async with faulty(but(pings), timeouts={"first_byte": 0.2}) as w:
+        status, _, got = await w.post({**ASKED, "stream": True})
+        assert (status, said_in(got)) == (200, STORY_TEXT)
+        await w.until(lambda: sum(fake.left for fake in w.engines) == 1)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
     """It fetches the cache of other tokens than it makes of the chat; only it can tell."""

@@ -104,6 +104,7 @@ class Router:
         self, kind: str, **settings: float
     ) -> None: ...  # "none", "libra", "apart"; "force": each at the fraction `at`
     def set_priorities(self, kind: str, **settings: float) -> None: ...  # none, uniboost, vtc
+    def set_clock_offset(self, seconds: float) -> None: ...  # of uniboost: wall clock minus router's clock
     def gamma(self) -> tuple[float, int] | None: ...  # 1/s, and how often it was estimated
     def set_pull(
         self, on: bool = True, **settings: float

@@ -101,7 +101,7 @@ class Server(Protocol):
     def no_room(self, client: "ClientConnection", asked: Asked | None) -> None:
         """Refuses a request because of the bytes that clients hold, then calls ``client.answered``."""
 
-    def refuse(self, client: "ClientConnection", malformed: str | None) -> web.StreamResponse:
+    def refuse(self, client: "ClientConnection", malformed: HttpProcessingError | None) -> web.StreamResponse:
         """Answers a request that aiohttp could not read, or (None) one at which the router failed."""
 
 
@@ -251,8 +251,7 @@ class ClientConnection(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Called by aiohttp for what is no HTTP, or for an exception that nobody foresaw."""
-        malformed = in_short(exc) if isinstance(exc, HttpProcessingError) else None
-        return self._front.refuse(self, malformed)
+        return self._front.refuse(self, exc if isinstance(exc, HttpProcessingError) else None)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Called by aiohttp; what clients do wrong is no fault of the router."""

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from secrets import token_bytes, token_hex
 from typing import TypeGuard
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from lmetric._core import NoInstanceError, RequestHead, RequestReader
 from lmetric.config import ServerConfig
@@ -25,6 +26,7 @@ from lmetric.server.isolation import Isolation
 from lmetric.server.metrics import Metrics
 from lmetric.server.openai import PASSED_PATHS, ApiError, Call, bad, parse, whole_answer
 from lmetric.server.priority import NOT_A_TENANT
+from lmetric.server.protocol import origin_form, unreadable, violation
 from lmetric.server.relay import Relay
 from lmetric.server.replicas import Replicas
 from lmetric.server.tokenise import LARGE_BODY, Tokenisers, Tokenising, as_text, prompt_text, read_prompt
@@ -124,7 +126,11 @@ class Front(web.Server):
         if not isinstance(client, ClientConnection) or request.transport is None:
             return self._ends
         client.answering = True
-        path, _, query = request.raw_path.partition("?")
+        target = origin_form(request.raw_path)
+        broken = violation(request, target)
+        if broken is not None:
+            return self._reject(client, request.raw_headers, broken)
+        path, _, query = target.partition("?")
         cors = self._cors if path in self.paths or path.startswith("/v1/models") else None
         try:
             if cors is not None and request.method == "OPTIONS":
@@ -146,11 +152,10 @@ class Front(web.Server):
             log.exception("a request could not be handled", path=path)
             return self._refuse(request, ApiError(500, FAILED), cors)
         ended: asyncio.Future[bool] = self._loop.create_future()
-        target = request.raw_path.encode("utf-8", "surrogateescape")
         asked = Asked(
             client,
             request.transport,
-            self.requests.sort(target, request.raw_headers),
+            self.requests.sort(target.encode(), request.raw_headers),
             request.version >= (1, 1),
             request.keep_alive,
             lambda goes_on: None if ended.done() else ended.set_result(goes_on),
@@ -170,15 +175,21 @@ class Front(web.Server):
                 client.relay.client_gone()
             raise
 
-    def refuse(self, client: ClientConnection, malformed: str | None) -> web.StreamResponse:
+    def refuse(self, client: ClientConnection, malformed: HttpProcessingError | None) -> web.StreamResponse:
         """Answers a request that aiohttp could not read, or (None) one at which the router failed."""
         if malformed is None:
             log.exception("a request could not be handled")
             error = ApiError(500, FAILED)
         else:
-            error = bad(f"the request is not valid HTTP/1.1: {malformed}")
+            error = unreadable(malformed)
+        return self._reject(client, [], error)
+
+    def _reject(
+        self, client: ClientConnection, fields: Sequence[tuple[bytes, bytes]], error: ApiError
+    ) -> web.StreamResponse:
+        """Answers a request with which the connection ends."""
         if client.transport is not None:
-            head = self.requests.sort(b"", [])
+            head = self.requests.sort(b"", fields)
             self._ended(Asked(client, client.transport, head, True, False, lambda _: None), None, error)
         return self._ends
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
+from lmetric.server import priority
 from lmetric.server.fleet import Engine, Fleet, Pool, unusable
 from lmetric.server.front import Front
 from lmetric.server.metrics import Metrics
@@ -17,6 +18,9 @@ REMINDER_SECONDS = 30.0  # between two warnings that there is no usable engine
 UNSCORED_LOG_SECONDS = 60.0
 
 log = structlog.get_logger("lmetric.health")
+
+# How often the wall clock is read for priorities, which routers must agree on.
+CLOCK_SECONDS = 10.0
 
 
 class _Polls:
@@ -97,6 +101,7 @@ class Monitor:
             self._spawn("load", self.config.load.interval, self._load)
         self._spawn("KV events", 1.0, self._kv)
         self._tasks.append(asyncio.create_task(self._measure_lag(), name="event loop lag"))
+        self._spawn("wall clock", CLOCK_SECONDS, self._clocks)
         self._tasks.append(asyncio.create_task(self._tick(), name="guard"))
         self._tasks.append(asyncio.create_task(self._reschedule(), name="rescheduling"))
 
@@ -182,6 +187,10 @@ class Monitor:
         for pool in self.fleet.pools:
             pool.wire()
             pool.kv.watch(pool.engines.values())
+
+    async def _clocks(self) -> None:
+        for pool in self.fleet.pools:
+            priority.follow_clock(pool.router, pool.settings)
 
     async def _sweep(self) -> None:
         now = time.monotonic()

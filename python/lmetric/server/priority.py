@@ -20,11 +20,18 @@ NOT_A_TENANT = TenantConfig()
 
 def set_up(router: Router, settings: PoolSettings) -> None:
     """Has the router order requests as the settings say. Raises LmetricError for settings that are none."""
-    given = dict(settings.priority_settings)
-    if settings.priority == "uniboost":
-        # The router's clock counts from anywhere; several routers before one engine must agree.
-        given.setdefault("clock_offset_seconds", time.time() - time.monotonic())
-    router.set_priorities(settings.priority, **given)
+    router.set_priorities(settings.priority, **settings.priority_settings)
+    follow_clock(router, settings)
+
+
+def follow_clock(router: Router, settings: PoolSettings) -> None:
+    """Sets the offset from the router's clock to the wall clock, unless the settings name one.
+
+    The router's clock counts from anywhere, and several routers before one engine must agree. Call this
+    repeatedly: the wall clock may be stepped.
+    """
+    if settings.priority == "uniboost" and "clock_offset_seconds" not in settings.priority_settings:
+        router.set_clock_offset(time.time() - time.monotonic())
 
 
 def how(engine: Engine) -> str:

@@ -237,7 +237,8 @@ class Rest(Leg):
         connection = self._connection
         if self.ended or self._paused or connection is None:
             return
-        if connection.pieces != self._pieces:
+        # Before the first token, bytes are no sign of life: they may be comments.
+        if self._told and connection.pieces != self._pieces:
             self._pieces = connection.pieces
             self._since = now
         limit = limits.between_chunks if self._told else limits.first_byte if self._stream else limits.answer

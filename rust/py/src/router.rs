@@ -788,6 +788,12 @@ impl Router {
         Ok(self.lock(py)?.set_priorities(priorities)?)
     }
 
+    /// Replaces `clock_offset_seconds` of the order `"uniboost"` and keeps what was learned. Other orders have no clock. Raises
+    /// `BadValueError`.
+    fn set_clock_offset(&self, py: Python<'_>, seconds: f64) -> Result<()> {
+        Ok(self.lock(py)?.set_clock_offset(seconds)?)
+    }
+
     /// UniBoost's gamma as it is now, 1/s, and how often it was estimated; None where nobody is boosted.
     fn gamma(&self, py: Python<'_>) -> Result<Option<(f64, u64)>> {
         Ok(self.lock(py)?.gamma())

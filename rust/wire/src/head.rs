@@ -18,6 +18,38 @@ const DROPPED: [&str; 12] = [
     "x-request-id",
 ];
 
+/// Header fields that are for the far end, so that `connection` cannot name them (RFC 9110, 7.6.1): without them a body
+/// means something else, or the request is somebody else's.
+const END_TO_END: [&[u8]; 22] = [
+    b"accept",
+    b"accept-language",
+    b"authorization",
+    b"cache-control",
+    b"content-disposition",
+    b"content-encoding",
+    b"content-language",
+    b"content-range",
+    b"content-type",
+    b"cookie",
+    b"date",
+    b"location",
+    b"retry-after",
+    b"server",
+    b"set-cookie",
+    b"traceparent",
+    b"tracestate",
+    b"user-agent",
+    b"vary",
+    b"www-authenticate",
+    b"x-session-id",
+    b"x-vllm-priority",
+];
+
+/// Whether `connection` cannot name this field.
+pub(crate) fn end_to_end(name: &[u8]) -> bool {
+    END_TO_END.iter().any(|other| other.eq_ignore_ascii_case(name))
+}
+
 const MAX_HEADERS: usize = 128;
 
 /// What a response head says.
@@ -69,7 +101,7 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
                         head.keep_alive = false;
                     } else if token.eq_ignore_ascii_case(b"keep-alive") {
                         head.keep_alive = true;
-                    } else {
+                    } else if !end_to_end(token) {
                         named.push(token);
                     }
                 }
@@ -146,7 +178,7 @@ mod tests {
     #[test]
     fn reads_what_matters_and_drops_what_is_the_connections() {
         let head = head(
-            "Content-Type: application/json; charset=utf-8\r\nContent-Length: 12\r\nConnection: keep-alive, X-Hop\r\n\
+            "Content-Type: application/json; charset=utf-8\r\nContent-Length: 12\r\nConnection: keep-alive, X-Hop, content-type\r\n\
              X-Hop: 1\r\nX-Request-ID: engine\r\nServer: uvicorn\r\nendpoint-load-metrics: TEXT a=1\r\n",
         )
         .unwrap();

@@ -1,5 +1,6 @@
 //! Request heads of clients: what they say, and what of them goes to an engine.
 use crate::WireError;
+use crate::head::end_to_end;
 use memchr::{memchr, memchr_iter};
 
 /// Longest head that is read here; aiohttp refuses longer lines, and judges longer heads.
@@ -61,7 +62,7 @@ impl Fields {
                 8 if name.eq_ignore_ascii_case(b"x-tenant") => &mut found.tenant,
                 9 if name.eq_ignore_ascii_case(b"x-api-key") => &mut found.api_key,
                 10 if name.eq_ignore_ascii_case(b"connection") => {
-                    named.extend(tokens(value).filter(|token| !plain(token)));
+                    named.extend(tokens(value).filter(|token| !plain(token) && !end_to_end(token)));
                     continue;
                 }
                 12 if name.eq_ignore_ascii_case(b"x-request-id") => &mut found.request_id,
@@ -92,7 +93,8 @@ impl Fields {
 /// How a request's end is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A POST over HTTP/1.1 with one `content-length`, and nothing that asks for more than an answer.
+    /// A POST over HTTP/1.1 of a path, with one `host` and one `content-length`, and nothing that asks for more than an
+    /// answer.
     Plain,
     /// Another request over HTTP/1.1 whose length is known.
     Framed,
@@ -139,15 +141,21 @@ impl Request {
             return Err(WireError::malformed("head: a line feed without carriage return"));
         }
         let method = request.method.unwrap_or("");
-        let (mut kind, mut length, mut keep_alive) = (Kind::Framed, None, true);
+        let target = request.path.unwrap_or("").as_bytes();
+        let (mut kind, mut length, mut keep_alive, mut hosts) = (Kind::Framed, None, true, 0);
         if request.version != Some(1) || method == "CONNECT" {
             kind = Kind::Other;
-        } else if method == "POST" {
+        } else if method == "POST" && target.first() == Some(&b'/') && target.iter().all(|byte| in_uri(*byte)) {
             kind = Kind::Plain;
         }
         for field in request.headers.iter() {
             let (name, value) = (field.name, field.value.trim_ascii());
             match name.len() {
+                4 if name.eq_ignore_ascii_case("host") => {
+                    hosts += 1;
+                    let sound = value.iter().all(|byte| in_host(*byte));
+                    kind = if kind == Kind::Plain && !sound { Kind::Framed } else { kind };
+                }
                 6 | 16
                     if name.eq_ignore_ascii_case("expect")
                         || name.eq_ignore_ascii_case("content-encoding") =>
@@ -172,7 +180,7 @@ impl Request {
                 _ => {}
             }
         }
-        if kind == Kind::Plain && length.is_none() {
+        if kind == Kind::Plain && (length.is_none() || hosts != 1) {
             kind = Kind::Framed;
         }
         let pairs = request.headers.iter().map(|field| (field.name.as_bytes(), field.value.trim_ascii()));
@@ -180,7 +188,7 @@ impl Request {
             kind,
             start,
             length: if kind == Kind::Other { 0 } else { length.unwrap_or(0) },
-            target: request.path.unwrap_or("").as_bytes().to_vec(),
+            target: target.to_vec(),
             keep_alive,
             fields: Fields::sort(pairs, own_keys),
         }))
@@ -198,6 +206,16 @@ pub fn without_authorization(lines: &[u8]) -> Vec<u8> {
 /// The target without its query.
 pub fn path(target: &[u8]) -> &[u8] {
     &target[..memchr(b'?', target).unwrap_or(target.len())]
+}
+
+/// What a path or query may hold (RFC 3986, 3.3 and 3.4).
+const fn in_uri(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || matches!(byte, b'!' | b'$'..=b'/' | b':' | b';' | b'=' | b'?' | b'@' | b'_' | b'~')
+}
+
+/// What `host` may hold (RFC 3986, 3.2.2 and 3.2.3).
+const fn in_host(byte: u8) -> bool {
+    (in_uri(byte) && !matches!(byte, b'/' | b'?' | b'@')) || matches!(byte, b'[' | b']')
 }
 
 fn tokens(value: &[u8]) -> impl Iterator<Item = &[u8]> {
@@ -232,6 +250,15 @@ mod tests {
         assert_eq!(kind(post, "content-length: 12\r\ncontent-encoding: gzip\r\n"), (Kind::Framed, 12));
         assert_eq!(kind("PUT / HTTP/1.1", "content-length: 12\r\n"), (Kind::Framed, 12));
         assert_eq!(kind("GET / HTTP/1.1", ""), (Kind::Framed, 0));
+        for first in ["POST http://x/a HTTP/1.1", "POST a HTTP/1.1", "POST /a?\"b\" HTTP/1.1", "POST /\u{e9} HTTP/1.1"] {
+            assert_eq!(kind(first, "content-length: 12\r\n"), (Kind::Framed, 12), "{first}");
+        }
+        for hosts in ["", "host: x\r\nhost: x\r\n", "host: a/b\r\n", "host: u@a\r\n", "host: a b\r\n"] {
+            let request = read(&format!("{post}\r\n{hosts}content-length: 12\r\n\r\n"));
+            assert_eq!((request.kind, request.length), (Kind::Framed, 12), "{hosts:?}");
+        }
+        let literal = read("POST / HTTP/1.1\r\ncontent-length: 1\r\nHost: [::1]:80\r\n\r\n");
+        assert_eq!(literal.kind, Kind::Plain);
         for (first, fields) in [
             (post, "content-length: 12\r\ncontent-length: 12\r\n"),
             (post, "content-length: +1\r\n"),
@@ -265,9 +292,9 @@ mod tests {
     #[test]
     fn closing_is_heard_and_named_fields_are_the_connections() {
         let request =
-            read("POST /a?b HTTP/1.1\r\nConnection: Close, X-Hop\r\nx-hop: 1\r\nX-Own:  2 \r\n\r\nbody");
+            read("POST /a?b HTTP/1.1\r\nConnection: Close, X-Hop, accept\r\nx-hop: 1\r\nX-Own:  2 \r\nAccept: a\r\n\r\nbody");
         assert!(!request.keep_alive);
-        assert_eq!(request.fields.lines, b"X-Own: 2\r\n");
+        assert_eq!(request.fields.lines, b"X-Own: 2\r\nAccept: a\r\n");
         assert_eq!(
             (request.target.as_slice(), path(&request.target)),
             (b"/a?b".as_slice(), b"/a".as_slice())
@@ -293,7 +320,7 @@ mod tests {
             .flat_map(|(_, v)| {
                 v.split(',').map(|token| token.trim().to_ascii_lowercase()).collect::<Vec<_>>()
             })
-            .filter(|token| token != "close" && token != "keep-alive")
+            .filter(|token| token != "close" && token != "keep-alive" && token != "content-type")
             .collect();
         let mut lines = String::new();
         for ((name, _), (low, value)) in fields.iter().zip(&lower) {
@@ -331,7 +358,7 @@ mod tests {
             (known, any::<bool>()).prop_map(|(name, up)| if up { name.to_ascii_uppercase() } else { name });
         let value = prop_oneof![
             "[ -~]{0,20}",
-            "(close|keep-alive|x-own|X-Own|te)(, ?(x-own|Close|a)){0,2}",
+            "(close|keep-alive|x-own|X-Own|te)(, ?(x-own|Close|a|Content-Type)){0,2}",
             "a{250,260}"
         ];
         (prop_oneof![cased, "[a-zA-Z-]{1,12}"], value)

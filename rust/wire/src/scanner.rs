@@ -1,7 +1,8 @@
 //! One response, from the engine's bytes to the client's.
 //!
 //! The scanner holds a response back until it is worth committing to (a plain JSON answer: when it is whole; an event
-//! stream: at its first token, error or comment; others: at the head), so that until then another engine can be tried.
+//! stream: at its first token or error; others: at the head), so that until then another engine can be tried. Comments
+//! that come before that are no sign of life: they are dropped, and later comments pass.
 //! After [`Scanner::commit`] bytes pass as they come: the very same bytes where a piece starts and ends between chunks and
 //! events, else framed anew. So a client has only ever seen whole events, and a broken stream can be ended cleanly.
 use crate::WireError;
@@ -9,6 +10,7 @@ use crate::body::{Body, Framing};
 use crate::head::{self, Head};
 use crate::json::{Finish, Found, Probe, Usage};
 use crate::sse::{Event, Events};
+use std::ops::Range;
 
 /// Longest response head, bytes.
 pub const HEAD_LIMIT: usize = 64 * 1024;
@@ -99,6 +101,8 @@ pub struct Scanner {
     out: Out,
     events: Events,
     probe: Probe,
+    /// Where the piece that is read has comments that are to be dropped.
+    fillers: Vec<Range<usize>>,
     /// Payload after the last whole event.
     pending: Vec<u8>,
     /// Payload that may go to the client.
@@ -124,6 +128,7 @@ impl Default for Scanner {
             out: Out::Close,
             events: Events::default(),
             probe: Probe::default(),
+            fillers: Vec::new(),
             pending: Vec::new(),
             released: Vec::new(),
             written: Vec::new(),
@@ -354,6 +359,7 @@ impl Scanner {
                 _ if self.http11 => Out::Chunked,
                 _ => Out::Close,
             };
+            self.said.ready = head.event_stream && head.status != 200;
             self.head = Some(head);
             return Ok(Some(input));
         }
@@ -382,19 +388,52 @@ impl Scanner {
 
     /// Reads payload of an event stream.
     fn read_events(&mut self, piece: &[u8], step: &mut Step) -> Ends {
-        let (said, require_finish) = (&mut self.said, self.require_finish);
+        let (said, require_finish, committed) = (&mut self.said, self.require_finish, self.committed);
+        let fillers = &mut self.fillers;
         let mut halt = None;
         let last = self.events.feed(piece, |event, start| match event {
             _ if halt.is_some() => {}
             Event::Done if require_finish && said.finish == Finish::Open && !said.error => halt = Some(start),
-            Event::Comment | Event::Done => said.ready = true,
+            Event::Done => said.ready = true,
             Event::Data(found) => said.event(&found, step),
+            Event::Filler { .. } if said.ready || committed => {}
+            Event::Filler { end } => match fillers.last_mut() {
+                Some(before) if before.end == start => before.end = end,
+                _ => fillers.push(start..end),
+            },
         });
         Ends { last, halt }
     }
 
+    /// Drops the comments found in a piece: what is left of it, and where its events end in that.
+    fn without_fillers(&mut self, piece: &[u8], ends: &Ends) -> (Vec<u8>, Ends) {
+        let fillers = std::mem::take(&mut self.fillers);
+        let moved = |at: usize| {
+            let dropped = fillers.iter().map(|filler| filler.end.min(at).saturating_sub(filler.start));
+            at - dropped.sum::<usize>()
+        };
+        let mut kept = Vec::with_capacity(moved(piece.len()));
+        let mut at = 0;
+        for filler in &fillers {
+            kept.extend_from_slice(&piece[at..filler.start]);
+            at = filler.end;
+        }
+        kept.extend_from_slice(&piece[at..]);
+        if let Out::Length(n) = &mut self.out {
+            *n -= (piece.len() - kept.len()) as u64;
+        }
+        (kept, Ends { last: ends.last.map(moved), halt: ends.halt.map(moved) })
+    }
+
     /// Keeps payload of an event stream: what of it is whole may go to the client.
     fn keep_events(&mut self, piece: &[u8], ends: &Ends, step: &mut Step) {
+        let kept;
+        let (piece, ends) = if self.fillers.is_empty() {
+            (piece, ends)
+        } else {
+            kept = self.without_fillers(piece, ends);
+            (kept.0.as_slice(), &kept.1)
+        };
         if let Some(start) = ends.halt {
             // All before the `[DONE]` that comes too early still goes out; a part of it may lie in `pending`.
             if start > 0 {
@@ -454,7 +493,10 @@ impl Scanner {
             && !self.said.ready
         {
             self.said.ready = match (head.event_stream, head.json) {
-                (true, _) => head.status != 200 || self.released.len() + self.pending.len() > HOLD_LIMIT,
+                // A comment that began before this is dropped to its end.
+                (true, _) => {
+                    self.released.len() + self.pending.len() > HOLD_LIMIT && !self.events.inside_filler()
+                }
                 (false, true) => self.released.len() > HOLD_LIMIT,
                 (false, false) => true,
             };

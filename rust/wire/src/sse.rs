@@ -4,8 +4,9 @@ use crate::json::{Found, Probe};
 /// What ended in a piece of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// A comment line, sent to keep the connection alive.
-    Comment,
+    /// Bytes that carry nothing, up to `end` in the input: a piece of a comment line, or of the blank line after
+    /// comments alone. Engines send comments to keep the connection alive.
+    Filler { end: usize },
     /// An event with data; what its JSON says.
     Data(Found),
     /// The event `[DONE]`.
@@ -18,6 +19,7 @@ enum Line {
     Prefix(usize),
     AfterColon,
     Data,
+    Comment,
     Skip,
 }
 
@@ -30,8 +32,12 @@ pub(crate) struct Events {
     line: Line,
     /// A line feed after this carriage return belongs to it.
     after_cr: bool,
+    /// The line before `after_cr` was filler.
+    after_filler: bool,
     /// Nothing of a next event was read.
     idle: bool,
+    /// The event has no line yet, except comments.
+    bare: bool,
     has_data: bool,
     /// Bytes of the event's data, as far as they equal `[DONE]`; `None`: they do not.
     done: Option<usize>,
@@ -41,13 +47,23 @@ pub(crate) struct Events {
 impl Default for Events {
     fn default() -> Self {
         let probe = Probe::default();
-        Self { line: Line::Prefix(0), after_cr: false, idle: true, has_data: false, done: Some(0), probe }
+        Self {
+            line: Line::Prefix(0),
+            after_cr: false,
+            after_filler: false,
+            idle: true,
+            bare: true,
+            has_data: false,
+            done: Some(0),
+            probe,
+        }
     }
 }
 
 impl Events {
-    /// Reads `input`, calls `on(event, start)` at the end of each event, and returns the end of the last whole event (or
-    /// blank line) in `input`, where there is one. `start`: where in `input` the event starts, 0 where before it.
+    /// Reads `input`, calls `on(event, start)` at the end of each event and for all filler, and returns the end of the last
+    /// whole event (or blank line) in `input`, if there is one. `start`: where in `input` the event or filler starts, 0 if
+    /// before it.
     pub(crate) fn feed(&mut self, input: &[u8], mut on: impl FnMut(Event, usize)) -> Option<usize> {
         let (mut at, mut boundary) = (0, None);
         while at < input.len() {
@@ -55,6 +71,9 @@ impl Events {
             if self.after_cr {
                 self.after_cr = false;
                 if byte == b'\n' {
+                    if self.after_filler {
+                        on(Event::Filler { end: at + 1 }, at);
+                    }
                     at += 1;
                     if self.idle {
                         boundary = Some(at);
@@ -65,16 +84,17 @@ impl Events {
             match self.line {
                 Line::Prefix(n) if byte != b'\n' && byte != b'\r' => {
                     self.idle = false;
+                    if (n, byte) == (0, b':') {
+                        self.line = Line::Comment;
+                        continue;
+                    }
+                    self.bare = false;
                     if n == 0 && input[at..].starts_with(DATA) {
                         self.line = Line::AfterColon;
                         at += DATA.len();
                         continue;
                     }
                     self.line = match (n, byte) {
-                        (0, b':') => {
-                            on(Event::Comment, boundary.unwrap_or(0));
-                            Line::Skip
-                        }
                         (4, b':') => Line::AfterColon,
                         _ if byte == DATA[n] => Line::Prefix(n + 1),
                         _ => Line::Skip,
@@ -100,14 +120,19 @@ impl Events {
             if self.line == Line::Data {
                 self.data(&rest[..n]);
             }
+            let filler = self.line == Line::Comment || (self.line == Line::Prefix(0) && self.bare);
+            if filler {
+                on(Event::Filler { end: at + n + usize::from(end.is_some()) }, at);
+            }
             at += n;
             let Some(n) = end else { break };
             at += 1;
             self.after_cr = rest[n] == b'\r';
+            self.after_filler = filler;
             if self.line == Line::Prefix(0) {
                 // A blank line: the event ends here.
                 let start = boundary.replace(at).unwrap_or(0);
-                self.idle = true;
+                (self.idle, self.bare) = (true, true);
                 if std::mem::take(&mut self.has_data) {
                     let found = self.probe.take();
                     let done = self.done == Some(DONE.len());
@@ -118,6 +143,11 @@ impl Events {
             self.line = Line::Prefix(0);
         }
         boundary
+    }
+
+    /// Whether the next byte may belong to a comment that has begun.
+    pub(crate) fn inside_filler(&self) -> bool {
+        self.line == Line::Comment || (self.after_cr && self.after_filler)
     }
 
     fn data(&mut self, bytes: &[u8]) {
@@ -135,7 +165,7 @@ mod tests {
         for piece in pieces {
             events.feed(piece, |event, _| {
                 seen.push(match event {
-                    Event::Comment => "comment".into(),
+                    Event::Filler { .. } => return,
                     Event::Done => "done".into(),
                     Event::Data(found) => format!("{}", found.tokens()),
                 });
@@ -151,7 +181,7 @@ mod tests {
         let text = format!(
             ": keep-alive\n\ndata:{TOKEN}\n\ndata: {TOKEN}\r\n\r\nid: 4\revent: x\rdata: {TOKEN}\r\rdatax: 1\n\n\ndata\n\ndata: [DONE]\n\n"
         );
-        let expected = ["comment", "1", "1", "1", "done"];
+        let expected = ["1", "1", "1", "done"];
         assert_eq!(read(&[text.as_bytes()]), expected);
         assert_eq!(read(&text.as_bytes().chunks(1).collect::<Vec<_>>()), expected);
     }
@@ -161,6 +191,25 @@ mod tests {
         assert_eq!(read(&[b"data: {\"choices\":[\ndata: {\"text\":\"a\"}]}\n\ndata: {\"ch"]), ["1"]);
         assert_eq!(read(&[b"data: [DO\ndata: NE]\n\n"]), ["0"]);
         assert_eq!(read(&[b"data: [DONE]x\n\n"]), ["0"]);
+    }
+
+    #[test]
+    fn filler_is_comments_and_the_blank_lines_after_comments_alone() {
+        let text = b"\n: a\r\n\r\n:\rdata: 1\n: b\n\n\r: c";
+        for size in [1, 2, 3, text.len()] {
+            let (mut events, mut kept) = (Events::default(), Vec::new());
+            for piece in text.chunks(size) {
+                let mut at = 0;
+                events.feed(piece, |event, start| {
+                    if let Event::Filler { end } = event {
+                        kept.extend_from_slice(&piece[at..start]);
+                        at = end;
+                    }
+                });
+                kept.extend_from_slice(&piece[at..]);
+            }
+            assert_eq!(kept, b"data: 1\n\n", "in pieces of {size}");
+        }
     }
 
     #[test]

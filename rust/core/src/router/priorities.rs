@@ -85,6 +85,22 @@ impl Router {
         Ok(())
     }
 
+    /// Replaces `clock_offset_seconds` of [`Priorities::UniBoost`] and keeps what was learned: the wall clock was stepped, or
+    /// drifted. Other orders have no clock.
+    ///
+    /// # Errors
+    /// `BadValue` for an offset out of its range.
+    pub fn set_clock_offset(&mut self, seconds: Seconds) -> Result<(), CoreError> {
+        if let Some(Ordering { of: Priorities::UniBoost { settings, most_seconds, .. }, .. }) = self.ordering {
+            let of = Priorities::UniBoost { settings, most_seconds, clock_offset_seconds: seconds };
+            of.check()?;
+            if let Some(ordering) = &mut self.ordering {
+                ordering.of = of;
+            }
+        }
+        Ok(())
+    }
+
     /// Gamma as it is now, 1/s, and how often it was estimated; `None` where nobody is boosted.
     pub fn gamma(&self) -> Option<(f64, u64)> {
         let ordering = self.ordering.as_ref()?;
