@@ -198,7 +198,7 @@ async def test_no_request_under_one_megabyte_holds_the_loop(
 ) -> None:
     """Reliability C1, H3: no callback takes more than 50 ms of CPU time for a body of less than 1 MB.
 
-    The best of three tries counts: the bound is on the work, and the machine may do other work meanwhile.
+    One of three tries has to: the bound is on the work, and the machine may do other work meanwhile.
     """
     settings: dict[str, Any] = {"tokenizer": str(write_folder(tmp_path, byte_level()))} if tokenizer else {}
     path, body = HOSTILE[kind]
@@ -212,11 +212,14 @@ async def test_no_request_under_one_megabyte_holds_the_loop(
                 assert status in (200, 400, 404)
                 return longest()
 
-    def best() -> float:
+    def seconds() -> list[float]:
+        tries: list[float] = []
         with asyncio.Runner(loop_factory=loop) as runner:
-            return min(runner.run(tried()) for _ in range(3))
+            while len(tries) < 3 and min(tries, default=1.0) >= 0.05:
+                tries.append(runner.run(tried()))
+        return tries
 
-    assert await asyncio.to_thread(best) < 0.05
+    assert min(await asyncio.to_thread(seconds)) < 0.05
 
 
 async def test_the_lag_of_the_loop_is_measured() -> None:
