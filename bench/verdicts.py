@@ -6,9 +6,10 @@
 Each study has two sources. `bench/STUDY/verdicts.md` holds the text; a field such as `{linear_ttft:+.0%}`
 is Python's format syntax. `bench/STUDY/quoted.py` holds `figures(raw)`, which reads the raw files and returns
 the value of each field. Its `WRITTEN` lists the numbers that a person may write: settings and figures of the
-paper. Any other number in an outcome is an error. The first column of a table is a claim and is not checked.
+paper. Any other number is an error, except in backquotes and in a table's first column, which is a claim.
 
-The text stands in the page between `<!-- verdicts STUDY -->` and `<!-- /verdicts -->`.
+The text stands in the page between `<!-- verdicts STUDY -->` and `<!-- /verdicts -->`. What follows a line
+`<!-- part NAME -->` in `verdicts.md` stands between `<!-- verdicts STUDY NAME -->` and `<!-- /verdicts -->`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ sys.modules.setdefault("verdicts", sys.modules[__name__])  # `quoted.py` imports
 
 PAGE = ROOT / "docs" / "reproduction.md"
 STUDIES = ("reproduce", "sibyl", "libra", "star", "uniboost")
-PART = re.compile(r"(<!-- verdicts (\w+) -->\n).*?(\n<!-- /verdicts -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- verdicts (\w+)(?: (\w+))? -->\n).*?(\n<!-- /verdicts -->)", re.DOTALL)
+PART = re.compile(r"^<!-- part (\w+) -->\n", re.MULTILINE)
 Row = dict[str, Any]
 
 
@@ -157,18 +159,21 @@ def results_of(study: str) -> Path:
     return ROOT / "bench" / study / "results"
 
 
-def rendered(study: str, results: Callable[[str], Path] = results_of) -> str:
-    """A study's verdicts with every field filled from the raw files."""
+def rendered(study: str, results: Callable[[str], Path] = results_of) -> dict[str | None, str]:
+    """The parts of a study's verdicts, by name, with every field filled from the raw files."""
     quoted = module(study)
     source = ROOT / "bench" / study / "verdicts.md"
-    template = source.read_text().strip()
+    template = source.read_text()
     figures: dict[str, object] = quoted.figures(Raw(results(study)))
-    refuse_written_numbers(template, quoted.WRITTEN, source)
+    refuse_written_numbers(PART.sub("", template), quoted.WRITTEN, source)
     fields = {re.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(template) if name}
     if wrong := fields ^ set(figures):
         where = "verdicts.md and quoted.py do not name the same figures"
         sys.exit(f"verdicts.py: {study}: {where}: {', '.join(sorted(wrong))}")
-    return template.format_map(figures)
+    first, *others = PART.split(template.format_map(figures))
+    return {None: first.strip()} | {
+        name: text.strip() for name, text in zip(others[::2], others[1::2], strict=True)
+    }
 
 
 def refuse_written_numbers(template: str, written: Sequence[str], source: Path) -> None:
@@ -177,7 +182,7 @@ def refuse_written_numbers(template: str, written: Sequence[str], source: Path) 
     for line in template.splitlines():
         text = line.split(" | ", 1)[-1] if line.startswith("| ") else line
         literal = "".join(f"{before}\0" for before, *_ in Formatter().parse(text))
-        literal = re.sub(r"\]\([^)]*\)", "]", literal)  # addresses of links
+        literal = re.sub(r"\]\([^)]*\)|`[^`]*`", "", literal)  # addresses of links, names in code
         for allowed in sorted(written, key=len, reverse=True):
             literal, count = re.subn(rf"(?<![\d.,]){re.escape(allowed)}(?!\d|[.,]\d)", "", literal)
             unused -= {allowed} if count else set()
@@ -202,15 +207,14 @@ def ages(results: Callable[[str], Path]) -> str:
 
 def page(text: str, results: Callable[[str], Path] = results_of) -> str:
     """The page with all verdicts rendered anew."""
-
-    def filled(match: re.Match[str]) -> str:
-        made = ages(results) if match[2] == "ages" else rendered(match[2], results)
-        return f"{match[1]}\n{made}\n{match[3]}"
-
-    found = sorted(match[2] for match in PART.finditer(text))
-    if found != (wanted := sorted([*STUDIES, "ages"])):
-        sys.exit(f"verdicts.py: {PAGE.relative_to(ROOT)} has marks for {found}, needs {wanted}")
-    return PART.sub(filled, text)
+    made: dict[tuple[str, str | None], str] = {("ages", None): ages(results)}
+    for study in STUDIES:
+        made |= {(study, name): part for name, part in rendered(study, results).items()}
+    found = Counter((match[2], match[3]) for match in MARKED.finditer(text))
+    if wrong := {part for part in found.keys() | made.keys() if found[part] != 1 or part not in made}:
+        names = sorted(" ".join(filter(None, part)) for part in wrong)
+        sys.exit(f"verdicts.py: the page and the sources must each have once: {', '.join(names)}")
+    return MARKED.sub(lambda match: f"{match[1]}\n{made[match[2], match[3]]}\n{match[4]}", text)
 
 
 def main() -> None:
