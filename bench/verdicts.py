@@ -4,10 +4,9 @@
     python bench/verdicts.py --check    # fails if the page differs from the raw files
 
 Each study has two sources. `bench/STUDY/verdicts.md` holds the text; a field such as `{linear_ttft:+.0%}`
-is Python's format syntax. `bench/STUDY/verdict_figures.py` holds `figures(raw)`, which reads the raw files and
-returns the value of each field. Its `WRITTEN` lists the numbers that a person may write: settings and figures
-of the paper. Any other number is an error, except in backquotes and in a table's first column, which is a
-claim.
+is Python's format syntax. In `bench/STUDY/verdict_figures.py`, `figures(raw)` reads the raw files and returns
+the value of each field, and `WRITTEN` lists the numbers that a person may write: settings and figures of the
+paper. Any other number is an error, except in backquotes and in the first column of a table (a claim).
 
 The text stands in the page between `<!-- verdicts STUDY -->` and `<!-- /verdicts -->`. What follows a line
 `<!-- part NAME -->` in `verdicts.md` stands between `<!-- verdicts STUDY NAME -->` and `<!-- /verdicts -->`.
