@@ -225,16 +225,6 @@ def plans(result: Figures) -> str:
     )
 
 
-def decode(result: Figures) -> str:
-    """Decisions that choose a decode instance: a line for each policy, a column for each size."""
-    policies: dict[str, list[str]] = {}
-    for each in result["decisions"]:
-        cell = f"{each['p50_us']:.1f} / {each['p99_us']:.1f}"
-        policies.setdefault(each["policy"], []).append(cell)
-    sizes = dict.fromkeys(f"{each['instances']} x {each['requests']}" for each in result["decisions"])
-    return table(["decode policy", *sizes], [[policy, *cells] for policy, cells in policies.items()])
-
-
 def http(result: Figures) -> str:
     """Routers side by side."""
 
@@ -319,14 +309,13 @@ def tokens(result: Figures) -> str:
 
 def main() -> None:
     """Renders the page, or checks it."""
-    kinds = ("core", "plans", "decode", "memory", "decision", "http", "simulator", "tokens")
+    kinds = ("core", "plans", "memory", "decision", "http", "simulator", "tokens")
     results = {what: newest(what) for what in kinds}
     parts = {
         "machine": machine(results),
         "budgets": table(["what", "budget", "measured", ""], list(budgets(results))),
         "core": core(results["core"][1], results["memory"][1]),
         "plans": plans(results["plans"][1]),
-        "decode": decode(results["decode"][1]),
         "decision": decision(results["decision"][1]),
         "http": http(results["http"][1]),
         "simulator": simulator(results["simulator"][1]),

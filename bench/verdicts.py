@@ -4,11 +4,12 @@
     python bench/verdicts.py --check    # fails if the page differs from the raw files
 
 Each study has two sources. `bench/STUDY/verdicts.md` holds the text; a field such as `{linear_ttft:+.0%}`
-is Python's format syntax. `bench/STUDY/quoted.py` holds `figures(raw)`, which reads the raw files and returns
-the value of each field. Its `WRITTEN` lists the numbers that a person may write: settings and figures of the
-paper. Any other number in an outcome is an error. The first column of a table is a claim and is not checked.
+is Python's format syntax. In `bench/STUDY/verdict_figures.py`, `figures(raw)` reads the raw files and returns
+the value of each field, and `WRITTEN` lists the numbers that a person may write: settings and figures of the
+paper. Any other number is an error, except in backquotes and in the first column of a table (a claim).
 
-The text stands in the page between `<!-- verdicts STUDY -->` and `<!-- /verdicts -->`.
+The text stands in the page between `<!-- verdicts STUDY -->` and `<!-- /verdicts -->`. What follows a line
+`<!-- part NAME -->` in `verdicts.md` stands between `<!-- verdicts STUDY NAME -->` and `<!-- /verdicts -->`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ import numpy as np
 from common import ROOT
 from rerun import bounds
 
-sys.modules.setdefault("verdicts", sys.modules[__name__])  # `quoted.py` imports it by this name
+sys.modules.setdefault("verdicts", sys.modules[__name__])  # `verdict_figures.py` imports it by this name
 
 PAGE = ROOT / "docs" / "reproduction.md"
 STUDIES = ("reproduce", "sibyl", "libra", "star", "uniboost")
-PART = re.compile(r"(<!-- verdicts (\w+) -->\n).*?(\n<!-- /verdicts -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- verdicts (\w+)(?: (\w+))? -->\n).*?(\n<!-- /verdicts -->)", re.DOTALL)
+PART = re.compile(r"^<!-- part (\w+) -->\n", re.MULTILINE)
 Row = dict[str, Any]
 
 
@@ -61,8 +63,8 @@ def mean(values: Sequence[float]) -> float:
     return float(np.mean(values))
 
 
-class Stages:
-    """Rows of a figure, by stage and by rival."""
+class Scenarios:
+    """Rows of a figure, by scenario and by rival."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows: dict[str, dict[str, Row]] = {}
@@ -74,42 +76,55 @@ class Stages:
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows)
 
-    def of(self, *parts: str) -> Stages:
-        """The stages whose name contains all parts."""
-        chosen = Stages([])
-        chosen.rows = {name: rows for name, rows in self.rows.items() if all(p in name for p in parts)}
+    def of(self, *parts: str) -> Scenarios:
+        """The scenarios whose name contains all parts."""
+        return self._where(lambda name: all(part in name for part in parts), f"with {parts}")
+
+    def without(self, *parts: str) -> Scenarios:
+        """The scenarios whose name contains none of the parts."""
+        return self._where(lambda name: not any(part in name for part in parts), f"without {parts}")
+
+    def __or__(self, other: Scenarios) -> Scenarios:
+        """The scenarios of both."""
+        both = Scenarios([])
+        both.rows = self.rows | other.rows
+        return both
+
+    def _where(self, keeps: Callable[[str], bool], what: str) -> Scenarios:
+        chosen = Scenarios([])
+        chosen.rows = {name: rows for name, rows in self.rows.items() if keeps(name)}
         if not chosen.rows:
-            raise KeyError(f"no stage has {parts}; there are {list(self.rows)}")
+            raise KeyError(f"no scenario {what}; there are {list(self.rows)}")
         return chosen
 
     def row(self, rival: str) -> Row:
-        """The row of a rival, on the only stage."""
+        """The row of a rival, in the only scenario."""
         (rows,) = self.rows.values()
-        return rows[named(rival, rows)]
+        return rows[full_name(rival, rows)]
 
     def mean(self, rival: str, name: str) -> float:
-        """A figure of a rival on the only stage."""
+        """A figure of a rival in the only scenario."""
         return mean(self.row(rival)[name])
 
     def each(self, rival: str, name: str) -> list[float]:
-        """A figure of a rival on each stage."""
-        return [mean(rows[named(rival, rows)][name]) for rows in self.rows.values()]
+        """A figure of a rival in each scenario."""
+        return [mean(rows[full_name(rival, rows)][name]) for rows in self.rows.values()]
 
     def ratios(self, rival: str, base: str, name: str) -> list[float]:
-        """A figure of a rival over that of another on each stage: mean ratio of the seeds that both have."""
+        """A figure of a rival over another's in each scenario: mean ratio of the seeds that both have."""
         found = []
         for rows in self.rows.values():
-            ours, theirs = (rows[named(each, rows)][name] for each in (rival, base))
+            ours, theirs = (rows[full_name(each, rows)][name] for each in (rival, base))
             found.append(bounds(ours, theirs)[0])
         return found
 
     def ratio(self, rival: str, base: str, name: str) -> float:
-        """A figure of a rival over that of another, on the only stage."""
+        """A figure of a rival over that of another, in the only scenario."""
         (one,) = self.ratios(rival, base, name)
         return one
 
 
-def named(rival: str, rows: Mapping[str, Row]) -> str:
+def full_name(rival: str, rows: Mapping[str, Row]) -> str:
     """A rival by its name, or by the beginning of its name if that is unique."""
     found = [rival] if rival in rows else [name for name in rows if name.startswith(rival)]
     if len(found) != 1:
@@ -128,9 +143,9 @@ class Raw:
         """A figure's file."""
         return self._load(self.folder / f"{figure}.json")
 
-    def stages(self, *figures: str) -> Stages:
+    def scenarios(self, *figures: str) -> Scenarios:
         """Rows of one or more figures."""
-        return Stages(row for figure in figures for row in self(figure)["rows"])
+        return Scenarios(row for figure in figures for row in self(figure)["rows"])
 
     def bench(self, kind: str) -> dict[str, Any]:
         """The newest raw file of a kind in `bench/results`."""
@@ -143,8 +158,8 @@ class Raw:
 
 
 def module(study: str) -> ModuleType:
-    """`quoted.py` of a study."""
-    spec = spec_from_file_location(f"quoted_{study}", ROOT / "bench" / study / "quoted.py")
+    """`verdict_figures.py` of a study."""
+    spec = spec_from_file_location(f"verdict_figures_{study}", ROOT / "bench" / study / "verdict_figures.py")
     if spec is None or spec.loader is None:
         raise ImportError(study)
     loaded = module_from_spec(spec)
@@ -157,18 +172,21 @@ def results_of(study: str) -> Path:
     return ROOT / "bench" / study / "results"
 
 
-def rendered(study: str, results: Callable[[str], Path] = results_of) -> str:
-    """A study's verdicts with every field filled from the raw files."""
-    quoted = module(study)
+def render(study: str, results: Callable[[str], Path] = results_of) -> dict[str | None, str]:
+    """The parts of a study's verdicts, by name, with every field filled from the raw files."""
+    source_module = module(study)
     source = ROOT / "bench" / study / "verdicts.md"
-    template = source.read_text().strip()
-    figures: dict[str, object] = quoted.figures(Raw(results(study)))
-    refuse_written_numbers(template, quoted.WRITTEN, source)
+    template = source.read_text()
+    figures: dict[str, object] = source_module.figures(Raw(results(study)))
+    refuse_written_numbers(PART.sub("", template), source_module.WRITTEN, source)
     fields = {re.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(template) if name}
     if wrong := fields ^ set(figures):
-        where = "verdicts.md and quoted.py do not name the same figures"
+        where = "verdicts.md and verdict_figures.py do not name the same figures"
         sys.exit(f"verdicts.py: {study}: {where}: {', '.join(sorted(wrong))}")
-    return template.format_map(figures)
+    first, *others = PART.split(template.format_map(figures))
+    return {None: first.strip()} | {
+        name: text.strip() for name, text in zip(others[::2], others[1::2], strict=True)
+    }
 
 
 def refuse_written_numbers(template: str, written: Sequence[str], source: Path) -> None:
@@ -177,12 +195,14 @@ def refuse_written_numbers(template: str, written: Sequence[str], source: Path) 
     for line in template.splitlines():
         text = line.split(" | ", 1)[-1] if line.startswith("| ") else line
         literal = "".join(f"{before}\0" for before, *_ in Formatter().parse(text))
-        literal = re.sub(r"\]\([^)]*\)", "]", literal)  # addresses of links
+        literal = re.sub(r"\]\([^)]*\)|`[^`]*`", "", literal)  # addresses of links, names in code
         for allowed in sorted(written, key=len, reverse=True):
             literal, count = re.subn(rf"(?<![\d.,]){re.escape(allowed)}(?!\d|[.,]\d)", "", literal)
             unused -= {allowed} if count else set()
         if found := re.findall(r"[\d.,]*\d", literal):
-            told = "a number of a run belongs into figures() of quoted.py, a setting into its WRITTEN"
+            told = (
+                "a number of a run belongs into figures() of verdict_figures.py, a setting into its WRITTEN"
+            )
             sys.exit(f"verdicts.py: {source}: {', '.join(found)} in {line[:60]!r}...: {told}")
     if unused:
         sys.exit(
@@ -200,17 +220,16 @@ def ages(results: Callable[[str], Path]) -> str:
     return "\n".join(lines)
 
 
-def page(text: str, results: Callable[[str], Path] = results_of) -> str:
+def render_page(text: str, results: Callable[[str], Path] = results_of) -> str:
     """The page with all verdicts rendered anew."""
-
-    def filled(match: re.Match[str]) -> str:
-        made = ages(results) if match[2] == "ages" else rendered(match[2], results)
-        return f"{match[1]}\n{made}\n{match[3]}"
-
-    found = sorted(match[2] for match in PART.finditer(text))
-    if found != (wanted := sorted([*STUDIES, "ages"])):
-        sys.exit(f"verdicts.py: {PAGE.relative_to(ROOT)} has marks for {found}, needs {wanted}")
-    return PART.sub(filled, text)
+    made: dict[tuple[str, str | None], str] = {("ages", None): ages(results)}
+    for study in STUDIES:
+        made |= {(study, name): part for name, part in render(study, results).items()}
+    found = Counter((match[2], match[3]) for match in MARKED.finditer(text))
+    if wrong := {part for part in found.keys() | made.keys() if found[part] != 1 or part not in made}:
+        names = sorted(" ".join(filter(None, part)) for part in wrong)
+        sys.exit(f"verdicts.py: the page and the sources must each have once: {', '.join(names)}")
+    return MARKED.sub(lambda match: f"{match[1]}\n{made[match[2], match[3]]}\n{match[4]}", text)
 
 
 def main() -> None:
@@ -223,7 +242,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, metavar="DIR", help="raw files of each study in DIR/STUDY")
     options = parser.parse_args()
     old = options.page.read_text()
-    new = page(old, results_of if options.results is None else lambda study: options.results / study)
+    new = render_page(old, results_of if options.results is None else lambda study: options.results / study)
     if not options.check:
         options.page.write_text(new)
     elif old != new:

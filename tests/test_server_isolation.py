@@ -266,7 +266,7 @@ async def test_the_time_to_the_first_token_gives_no_guess_away(keys: Path, isola
     flags += ["--set", f"tenants.alice.isolate={str(isolated).lower()}"]
     times: dict[bool, list[float]] = {True: [], False: []}
     async with router(*flags) as r, aiohttp.ClientSession() as http:
-        await r.listening()
+        await r.listening(120)
         for turn in range(100):
             words = [f"{dice.randrange(10_000)}" for _ in range(400)]
             own = f"The secret is {' '.join(words)}"

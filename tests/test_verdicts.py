@@ -135,6 +135,19 @@ def test_timings_are_those_of_the_newest_raw_file() -> None:
     assert told in row("star", "a round takes")
 
 
+def test_the_performance_page_is_what_the_raw_files_make() -> None:
+    """Fidelity 8: timings are rendered, too."""
+    command = [sys.executable, ROOT / "bench" / "report.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_lengths_page_says_that_the_predictor_decides_nothing() -> None:
+    """Fidelity 1: nobody takes the trained predictor for what decides moves."""
+    text = (ROOT / "docs" / "lengths.md").read_text()
+    assert "decides nothing yet" in text.partition("```python")[0]
+
+
 def test_the_page_names_five_papers_and_what_was_not_attempted() -> None:
     """Fidelity 7 and 15: figures without a run are listed; only the paper's simulations are called that."""
     text = PAGE.read_text()

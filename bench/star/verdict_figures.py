@@ -28,11 +28,11 @@ STILL, BLIND, PAPER, ORACLE = "no moves", "STAR w/o prediction", "STAR, the pape
 
 def figures(raw: Raw) -> dict[str, Any]:
     """Every field of verdicts.md."""
-    rates = raw.stages("10")
+    rates = raw.scenarios("10")
     small = rates.of("sharegpt, small", "0.17")
     large = rates.of("sharegpt, large", "0.2 ")
-    bins, steps, placed = raw.stages("t3"), raw.stages("t4"), raw.stages("3")
-    sizes, worth = raw.stages("13"), raw.stages("worth")
+    bins, steps, placed = raw.scenarios("t3"), raw.scenarios("t4"), raw.scenarios("3")
+    sizes, worth = raw.scenarios("13"), raw.scenarios("worth")
     ratio, low, high = bounds(small.row(BLIND)["p99"], small.row(STILL)["p99"])
     dear = worth.of("all alike", "0.5 GB/s")
     pools = {name: sizes.of(f"{name} 25 Gbit/s") for name in ("2P8D,", "16P64D,", "32P128D,", "64P256D,")}

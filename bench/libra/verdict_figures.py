@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verdicts import Raw, Span, Stages
+from verdicts import Raw, Span
 
 # Settings, systems, and figures of the paper.
 WRITTEN = (
@@ -26,24 +26,25 @@ def listed(values: list[float], spec: str) -> str:
 
 def figures(raw: Raw) -> dict[str, Any]:
     """Every field of verdicts.md."""
-    cuts = raw.stages("5").of("4.0/s")
-    shapes, capacity, goodput = raw.stages("table_1"), raw.stages("9"), raw.stages("8")
-    within, spread, ttft = raw.stages("10"), raw.stages("table_5"), raw.stages("table_2")
-    paper = Stages([])  # the paper's workloads
-    paper.rows = {stage: rows for stage, rows in capacity.rows.items() if stage != "8192/32"}
+    cuts = raw.scenarios("5").of("4.0/s")
+    shapes, capacity, goodput = raw.scenarios("table_1"), raw.scenarios("9"), raw.scenarios("8")
+    within, spread, ttft = raw.scenarios("10"), raw.scenarios("table_5"), raw.scenarios("table_2")
+    paper = capacity.without("8192/32")  # the paper's workloads
     long, hybrid = capacity.of("8192/32"), capacity.of("hybrid")
     code, mini = goodput.of("azure-code"), goodput.of("mini-reasoning")
-    large, h100 = raw.stages("larger"), raw.stages("table_8").of("azure-code", "50 ms")
-    thinking, mixed = raw.stages("table_7").of("200 ms for thoughts"), raw.stages("parallel").of("3 GPUs")
-    chats = Stages([])
-    chats.rows = ttft.of("burstgpt").rows | ttft.of("arxiv").rows
+    large, h100 = raw.scenarios("larger"), raw.scenarios("table_8").of("azure-code", "50 ms")
+    thinking, mixed = (
+        raw.scenarios("table_7").of("200 ms for thoughts"),
+        raw.scenarios("parallel").of("3 GPUs"),
+    )
+    chats = ttft.of("burstgpt") | ttft.of("arxiv")
     exact, off = spread.of("deviation 0 tokens"), spread.of("deviation 100 tokens")
     wide, estimated = spread.of("deviation 1 of the logarithm"), f"{BY_LOAD}, lengths estimated"
     decisions = raw.bench("plans")["cuts"]
 
     def wait(speed: str, how: str) -> float:
         """The mean wait at the seam, ms."""
-        return 1e3 * raw.stages("transfer").of(f"{speed} GB/s").mean(how, "wait")
+        return 1e3 * raw.scenarios("transfer").of(f"{speed} GB/s").mean(how, "wait")
 
     def lost(rival: str) -> float:
         """What of the highest goodput is lost at the highest rate."""
@@ -61,7 +62,7 @@ def figures(raw: Raw) -> dict[str, Any]:
         "cut_1358": cuts.mean("cut at 1,358", "requests"),
         "cut_best": max(cuts.mean(each, "requests") for each in CUTS),
         "long_cut_at": long.mean(LIBRA, "cut_at"),
-        "below_cut_at": raw.stages("5").of("2.3/s").mean(LIBRA, "cut_at"),
+        "below_cut_at": raw.scenarios("5").of("2.3/s").mean(LIBRA, "cut_at"),
         "longest_gap": within.mean(LIBRA, "worst"),
         "cut_none": cuts.mean("colocated", "requests"),
         "cut_libra_at": cuts.mean(LIBRA, "cut_at"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from verdicts import Raw, Span, Stages
+from verdicts import Raw, Scenarios, Span
 
 # Settings, and figures of the paper.
 WRITTEN = (
@@ -35,35 +35,36 @@ LIGHT = "load 0.005", "load 0.02"  # most instances are idle
 
 def figures(raw: Raw) -> dict[str, Any]:
     """Every field of verdicts.md."""
-    paper, ablations, light = raw.stages("9"), raw.stages("8"), raw.stages("light")
-    seen, unseen = raw.stages("seen", "traces"), raw.stages("fresh", "fresh_128", "fresh_256")
-    pools = raw.stages("9", "15").of("sharegpt-like, Eq. 15, held", "load 0.4")
+    paper, ablations, light = raw.scenarios("9"), raw.scenarios("8"), raw.scenarios("light")
+    seen, unseen = raw.scenarios("seen", "traces"), raw.scenarios("fresh", "fresh_128", "fresh_256")
+    pools = raw.scenarios("9", "15").of("sharegpt-like, Eq. 15, held", "load 0.4")
     sharegpt = {
         size: pools.of(f" {size} decode").ratio("SIBYL", "round robin", "p99")
         for size in ("64", "128", "256")
     }
 
-    def over(stages: Stages, rival: str, base: str, name: str = "p99") -> Span:
-        return Span(stages.ratios(rival, base, name))
+    def over(scenarios: Scenarios, rival: str, base: str, name: str = "p99") -> Span:
+        return Span(scenarios.ratios(rival, base, name))
 
-    def change(stages: Stages, name: str) -> Span:
+    def change(scenarios: Scenarios, name: str) -> Span:
         """Of SIBYL's figure against round robin's."""
-        return Span(ratio - 1 for ratio in stages.ratios("SIBYL", "round robin", name))
+        return Span(ratio - 1 for ratio in scenarios.ratios("SIBYL", "round robin", name))
 
     rivals = [rival for rival in next(iter(unseen.rows.values())) if not rival.startswith("sibyl_plus")]
-    recorded = raw.stages("traces")
-    long_prompts = Stages([])
-    for stages in (unseen.of("completion"), seen.of("summaries"), seen.of("agents"), recorded.of("mooncake")):
-        long_prompts.rows |= stages.rows
-    idle = [stages for load in LIGHT for stages in by_stage(light.of(load))]
-    h20, a100 = raw.stages("6"), raw.stages("12")
-    independent, printed = raw.stages("independent"), raw.stages("printed").of("load 0.8")
-    dear = Stages([])
-    dear.rows = long_prompts.rows | seen.of("heavy-tails").rows
+    long_prompts = (
+        unseen.of("completion")
+        | seen.of("summaries")
+        | seen.of("agents")
+        | raw.scenarios("traces").of("mooncake")
+    )
+    idle = [scenarios for load in LIGHT for scenarios in by_stage(light.of(load))]
+    h20, a100 = raw.scenarios("6"), raw.scenarios("12")
+    independent, printed = raw.scenarios("independent"), raw.scenarios("printed").of("load 0.8")
+    unequal = long_prompts | seen.of("heavy-tails")
     return {
         "mean_zeta": change(paper.of("step time", "zeta"), "mean"),
         "mean_eq15": change(paper.of("Eq. 15, held"), "mean"),
-        "long_over_reqlevel": Span(ratio - 1 for ratio in dear.ratios("SIBYL", REQLEVEL, "p99")),
+        "long_over_reqlevel": Span(ratio - 1 for ratio in unequal.ratios("SIBYL", REQLEVEL, "p99")),
         "late_ils": independent.mean("ILS, tokens, late", "least_loaded"),
         "late_ils_p99": independent.mean("ILS, tokens, late", "p99"),
         "early_ils_p99": independent.mean("ILS, tokens", "p99"),
@@ -87,7 +88,7 @@ def figures(raw: Raw) -> dict[str, Any]:
         "pool_128": sharegpt["128"],
         "pool_256": sharegpt["256"],
         "optimal": Span(paper.each("round robin", "least_loaded")),
-        "optimal_light": Span(stages.mean("round robin", "least_loaded") for stages in idle),
+        "optimal_light": Span(scenarios.mean("round robin", "least_loaded") for scenarios in idle),
         "optimal_sibyl": Span(paper.each("SIBYL", "least_loaded")),
         "survival": Span(errors(raw, 4096, "eq4")),
         "survival_few": Span(errors(raw, 256, "eq4")),
@@ -96,9 +97,9 @@ def figures(raw: Raw) -> dict[str, Any]:
     }
 
 
-def by_stage(stages: Stages) -> list[Stages]:
+def by_stage(scenarios: Scenarios) -> list[Scenarios]:
     """Each stage by itself."""
-    return [stages.of(stage) for stage in stages]
+    return [scenarios.of(stage) for stage in scenarios]
 
 
 def errors(raw: Raw, answers: int, curve: str) -> list[float]:

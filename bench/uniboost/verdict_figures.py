@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from rerun import bounds, spread
-from verdicts import Raw, Row, Span, Stages
+from verdicts import Raw, Row, Scenarios, Span
 
 # Settings, and figures of the paper.
 WRITTEN = (
     "99th", "8%", "-37%", "40%", "gamma of 0.1", "a fixed 0.1", "Algorithm 1", "Eq. 9", "72B",
-    "mix-2", "rho 0.99",
+    "rho 0.99",
     "Tables 2 and 8", "10% more",
-    "P99", "P95", "MLFQ+", "`mix-1`", "0.01, 0.1 and 1", "against 0.1", "with 128", "512 to 2,048",
+    "P99", "P95", "MLFQ+", "0.01, 0.1 and 1", "against 0.1", "with 128", "512 to 2,048",
     "256 to 1,024", "1,024", "64th", "0 to 0.5", "95%",
 )  # fmt: skip
 FCFS, UNIBOOST, SUBMITTED, SRPT = "Sarathi", "UniBoost", "submit-time UniBoost", "TRAIL+"
 OTHERS = ("random", "round_robin", "least_requests")
-
-
-def whole(stages: Stages) -> Stages:
-    """The stages with all places."""
-    kept = Stages([])
-    kept.rows = {stage: rows for stage, rows in stages.rows.items() if "places" not in stage}
-    return kept
 
 
 def less(row: Row, base: Row, name: str) -> str:
@@ -34,13 +29,12 @@ def less(row: Row, base: Row, name: str) -> str:
 
 def figures(raw: Raw) -> dict[str, Any]:
     """Every field of verdicts.md."""
-    mix, reasoning, ladder = whole(raw.stages("t2")), raw.stages("6"), raw.stages("7")
-    fair, bins, stubborn = whole(raw.stages("t3")), raw.stages("t6"), raw.stages("t7")
-    chunks, fleet, sizes = raw.stages("t8"), raw.stages("t9"), raw.stages("t10")
-    gammas, plans = raw.stages("gammas"), raw.bench("plans")["priorities"]
+    mix, reasoning, ladder = raw.scenarios("t2").without("places"), raw.scenarios("6"), raw.scenarios("7")
+    fair, bins, stubborn = raw.scenarios("t3").without("places"), raw.scenarios("t6"), raw.scenarios("t7")
+    chunks, fleet, sizes = raw.scenarios("t8"), raw.scenarios("t9"), raw.scenarios("t10")
+    gammas, plans = raw.scenarios("gammas"), raw.bench("plans")["priorities"]
     small = chunks.of("128 tokens a step")
-    large = Stages([])
-    large.rows = {stage: rows for stage, rows in chunks.rows.items() if "128 places" not in stage}
+    large = chunks.without("128 places")
     middle, low, high = bounds(reasoning.row(FCFS)["e2e p99"], reasoning.row(UNIBOOST)["e2e p99"])
     slo = {(stage.split(", ")[2], order): row for stage, order, *row in raw("8")["lines"]}
 
@@ -48,20 +42,19 @@ def figures(raw: Raw) -> dict[str, Any]:
         """How strict an SLO an order keeps, by workload."""
         return Span(float(slo[each, order][column].split()[0]) for each in of for column in columns)
 
-    def change(stages: Stages, ours: str, base: str, name: str) -> Span:
-        return Span(ratio - 1 for ratio in stages.ratios(ours, base, name))
+    def change(scenarios: Scenarios, ours: str, base: str, name: str) -> Span:
+        return Span(ratio - 1 for ratio in scenarios.ratios(ours, base, name))
 
-    def behind(*routers: str) -> Stages:
+    def behind(*routers: str) -> Scenarios:
         """Azure's lengths behind some routers."""
-        azure = fleet.of("azure")
-        azure.rows = {s: r for s, r in azure.rows.items() if any(s.endswith(f"under {x}") for x in routers)}
-        return azure
+        found = [fleet.of("azure", f"under {router}") for router in routers]
+        return reduce(or_, found)
 
     ends = [int(line[2].replace(",", "")) for line in raw("gamma")["lines"]]
     routed = behind("lmetric").mean(FCFS, "ttft mean")
     azure_gammas, mix_gammas = gammas.of("azure"), gammas.of("mix-2")
     prompts = "fixed at 0.1, prompts only"
-    flood = raw.stages("tenants").of("rho 1.1")
+    flood = raw.scenarios("tenants").of("rho 1.1")
     return {
         "azure_p99": azure_gammas.ratio(UNIBOOST, FCFS, "e2e p99") - 1,
         "azure_mean": azure_gammas.ratio(UNIBOOST, FCFS, "e2e mean") - 1,
@@ -72,8 +65,8 @@ def figures(raw: Raw) -> dict[str, Any]:
         "exchange": 1 - mix.ratio(UNIBOOST, FCFS, "tokens a second"),
         "submitted_worst": max(
             ratio - 1
-            for stages in (raw.stages("t2"), chunks)
-            for ratio in stages.ratios(SUBMITTED, FCFS, "e2e p99")
+            for scenarios in (raw.scenarios("t2"), chunks)
+            for ratio in scenarios.ratios(SUBMITTED, FCFS, "e2e p99")
         ),
         "fleet_tail": change(behind(*OTHERS), UNIBOOST, FCFS, "ttft p99"),
         "fleet_tail_lmetric": behind("lmetric").ratio(UNIBOOST, FCFS, "ttft p99") - 1,

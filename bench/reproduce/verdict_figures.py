@@ -1,0 +1,153 @@
+"""Figures that the verdicts of the LMETRIC study quote, from its raw files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verdicts import Raw, Span, mean
+
+# Settings, and figures of the paper.
+WRITTEN = (
+    "-92%", "84%", "-52%", "-44%", "-42.8%", "-20%", "+71%", "3%", "10% more", "13%", "20%", "30%", "95%",
+    "0.7", "0.9", "8,000", "16,000", "BS + 1", "the + 1", "P50", "P95", "P99", "Equation 2", "Dynamo 1.6",
+    "Qwen2-7B", "(5.1)", "gives an idle instance 0", "scores 0", "15 s", "60 s", "10% of the maximum", "85%",
+)  # fmt: skip
+LONG = ("conversation", "conversation-7b", "conversation-ref")  # prompts of 11,000 tokens in the mean
+HITS = ("chat", "agent", "coder")
+SAME = 0.05  # maximum loads closer than this are alike: the search for them stops at 1 to 3%
+
+
+def figures(raw: Raw) -> dict[str, Any]:
+    """Every field of verdicts.md."""
+
+    def seeds(figure: str, text: str) -> dict[str, list[float]]:
+        """A claim's values for each seed, by stage."""
+        (claim,) = [each for each in raw(figure)["claims"] if each["text"].startswith(text)]
+        return {one["stage"]: one["values"] for one in claim["ours"]}
+
+    def claim(figure: str, text: str) -> dict[str, float]:
+        return {stage: mean(values) for stage, values in seeds(figure, text).items()}
+
+    def apart(figure: str, text: str) -> dict[str, float]:
+        """A claim's means on the stages where all seeds have the same sign and the mean is 1% or more."""
+        kept = {s: v for s, v in seeds(figure, text).items() if min(v) > 0 or max(v) < 0}
+        return {stage: mean(values) for stage, values in kept.items() if abs(mean(values)) >= 0.01}
+
+    vllm = claim("21", "LMETRIC against vLLM, mean TTFT")
+    queueing = ("agent", "coder")  # vLLM's balancer queues there, at half of LMETRIC's maximum
+    linear_tpot = list(claim("21", "LMETRIC against BAILIAN (tuned linear), TPOT").values())
+    near_ttft = claim("25", "LMETRIC against tuned linear at 95%, mean TTFT")
+    near_tpot = claim("25", "LMETRIC against tuned linear at 95%, mean TPOT")
+    more = [value for value in near_tpot.values() if value > 0]
+    sustained = [value for value in claim("25", "the tuned linear combination's").values() if value > SAME]
+    llm_d = list(claim("21", "with a similar mean TTFT").values())
+    llm_d_tail = apart("21", "LMETRIC against llm-d (least predicted TTFT), P99 TPOT")
+    p95 = sorted(claim("18", "P95 TTFT").values())
+    strong = [value for value in p95 if value < -0.4]
+    heavy = claim("20", "the same, of classes with 16 requests or more")
+    guard = claim("guard", "the guard mends it: their TPOT, on against off")
+
+    def on(figure: str, text: str, *stages: str) -> Span:
+        """A claim's means on some stages."""
+        return Span(claim(figure, text)[stage] for stage in stages)
+
+    def off(figure: str, text: str, *stages: str) -> Span:
+        """A claim's means on all other stages."""
+        return Span(value for stage, value in claim(figure, text).items() if stage not in stages)
+
+    def fewer(figure: str, text: str, *stages: str) -> Span:
+        """As `on`, of what is less."""
+        return Span(-claim(figure, text)[stage] for stage in stages)
+
+    own_tpot = "LMETRIC against BAILIAN (tuned linear), TPOT"
+    dynamo_tpot = "LMETRIC against the paper's Dynamo (tuned), mean TPOT"
+    dynamo_ttft = claim("21", "LMETRIC against the paper's Dynamo (tuned), mean TTFT")
+    vllm_maximum = claim("25", "vLLM's maximum load against LMETRIC's")
+    (played,) = raw("stages")["tables"]
+    endless = {
+        row[0].strip("`"): row[played["head"].index("hits in an endless cache")] for row in played["rows"]
+    }
+    return {
+        "conversation_hits": endless["conversation"],
+        "half_of_vllm": Span(0.5 / (1 + vllm_maximum[stage]) for stage in HITS),
+        "awareness_chat": claim("7", "KV-awareness lowers the mean TTFT")["chat"],
+        "weights_long": on("11", "the best weight for the mean TTFT", *LONG),
+        "weights_short": on("11", "the best weight for the mean TTFT", *HITS),
+        "wrong_weight": off("11", "so it must be tuned", "coder"),
+        "wrong_weight_coder": claim("11", "so it must be tuned")["coder"],
+        "range_coder": claim("12", "range 16 against 4: P50 TTFT")["coder"],
+        "ranges": Span(claim("12", "the best range depends on the workload").values()),
+        "filter_agent": claim("12", "tuned filter against tuned linear")["agent"],
+        "filter_coder": claim("12", "tuned filter against tuned linear")["coder"],
+        "filter_linear": off("12", "tuned filter against tuned linear", "agent", "coder"),
+        "aibrix_long": on("12", "AIBrix's own", *LONG),
+        "aibrix_hits": on("12", "AIBrix's own", *HITS),
+        "linear_tpot_7b": claim("21", own_tpot)["conversation-7b"],
+        "linear_tpot_coder": claim("21", own_tpot)["coder"],
+        "linear_tpot_rest": off("21", own_tpot, "conversation-7b", "coder"),
+        "dynamo_coder": 1 - 1 / (1 + dynamo_ttft["coder"]),
+        "dynamo_pays": Span(1 / (1 + value) - 1 for value in claim("21", dynamo_tpot).values()),
+        "hits_linear": Span(claim("21", "and against the tuned linear combination's").values()),
+        "vllm_maximum": Span(-value for stage, value in vllm_maximum.items() if stage != "azure"),
+        "vllm_own_half": Span(claim("25", "LMETRIC against vLLM at half of vLLM's own maximum").values()),
+        "computes_half": fewer("25", "prompt tokens that it computes, against LMETRIC, at 50%", *HITS),
+        "computes_limit": fewer("25", "prompt tokens that it computes, against LMETRIC, at 95%", *HITS),
+        "llm_d_limit": on("25", "LMETRIC against llm-d at 95%, mean TTFT", "chat", "coder"),
+        "llm_d_limit_tpot": claim("25", "LMETRIC against llm-d at 95%, mean TPOT")["coder"],
+        "wrong_misses": Span(claim("15", "the same, another model's simulator").values()),
+        "right_misses": Span(claim("15", "requests whose TTFT the right simulator misses").values()),
+        "wrong_tpot": Span(claim("15", "P99 TPOT, right against another model's").values()),
+        "simulated_tail": claim("15", "P99 TPOT, right simulator against tuned linear")["coder"],
+        "queued": Span(claim("18", "prefill tokens queued where a request goes").values()),
+        "hits_long": fewer("18", "hits, both alike", *LONG),
+        "hits_short": fewer("18", "hits, both alike", *HITS),
+        "tokens_joined_ttft": max(
+            map(abs, claim("19", "against #Tokens once this request has joined, mean TTFT").values())
+        ),
+        "hot_times": Span(
+            1 + value
+            for stage, value in claim("guard", "a hot spot breaks the score").items()
+            if stage.startswith("known")
+        ),
+        "guard_context": Span(claim("guard", "and guard on against vLLM's, on those engines").values()),
+        "offset_long": on("offset", "BS alone against BS + 1, hits at 10%", *LONG),
+        "offset_half": claim("offset", "hits at half of the maximum")["conversation"],
+        "offset_half_7b": claim("offset", "hits at half of the maximum")["conversation-7b"],
+        "vllm_ttft": Span(value for stage, value in vllm.items() if stage not in queueing),
+        "vllm_ttft_queueing": Span(vllm[stage] for stage in queueing),
+        "linear_ttft": Span(claim("21", "LMETRIC against BAILIAN (tuned linear), TTFT").values()),
+        "linear_tpot": max(map(abs, linear_tpot)),
+        "linear_tpot_near": sum(abs(value) <= 0.03 for value in linear_tpot),
+        "traces": len(linear_tpot),
+        "near_limit_tpot": Span(more),
+        "near_limit_count": len(more),
+        "near_limit_agent_ttft": near_ttft["agent"],
+        "near_limit_other_ttft": Span(v for stage, v in near_ttft.items() if stage != "agent"),
+        "sustained": Span(sustained),
+        "sustained_count": len(sustained),
+        "dynamo_ttft": Span(claim("21", "LMETRIC against the paper's Dynamo (tuned), mean TTFT").values()),
+        "dynamo_tpot": Span(claim("21", "LMETRIC against the paper's Dynamo (tuned), mean TPOT").values()),
+        "llm_d_ttft": max(abs(value) for value in llm_d if value > -0.1),
+        "llm_d_ttft_less": min(llm_d),
+        "llm_d_tail_coder": llm_d_tail["coder"],
+        "llm_d_tail_azure": llm_d_tail["azure"],
+        "llm_d_tail_count": len(llm_d_tail),
+        "knee_chat": max(seeds("11", "beyond a knee the TTFT rises")["chat"]),
+        "wrong_ttft": Span(claim("15", "P99 TTFT, right against another model's").values()),
+        "p95": Span(strong),
+        "p95_count": len(strong),
+        "p95_of": len(p95),
+        "p95_rest": Span(value for value in p95 if value >= -0.4),
+        "tokens_tpot": Span(claim("19", "BS + 1 against #Tokens, mean TPOT").values()),
+        "tokens_joined_tpot": Span(
+            claim("19", "against #Tokens once this request has joined, mean TPOT").values()
+        ),
+        "decode_ttft": max(claim("19", "the decode batch size in place of BS, mean TTFT").values()),
+        "decode_tpot": max(claim("19", "the decode batch size in place of BS, mean TPOT").values()),
+        "hot_share": heavy["coder"],
+        "guard_ttft": Span(claim("guard", "their TTFT, on against off").values()),
+        "guard_8k": Span(value for stage, value in guard.items() if "8,000" in stage),
+        "guard_16k": Span(value for stage, value in guard.items() if "16,000" in stage),
+        "offset_hits": min(claim("offset", "BS alone against BS + 1, hits at 10%").values()),
+        "live": Span(claim("signals", "LMETRIC as live").values()),
+    }
