@@ -202,7 +202,7 @@ class Api:
         priority = self._priority(request, body.priority)
         stops = frozenset(body.stop_token_ids or ())
         stop_text = (
-            StopText(body.stop, shown=body.include_stop_str_in_output, min_tokens=body.min_tokens)
+            StopText(body.stop, shown=body.include_stop_str_in_output, min_tokens=body.min_tokens or 0)
             if body.stop or stops
             else None
         )

@@ -60,7 +60,7 @@ class _Body(BaseModel):
     stop: Annotated[list[str], PlainValidator(_stop_strings)] = []
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
-    min_tokens: int = Field(default=0, ge=0)
+    min_tokens: int | None = Field(default=None, ge=0)
     vllm_xargs: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     bootstrap_host: str | None = None
