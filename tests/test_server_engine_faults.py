@@ -67,18 +67,25 @@ async def test_a_name_that_does_not_resolve_is_an_error_of_dns() -> None:
 
 
 async def test_an_engine_without_tls_is_an_error_of_tls() -> None:
-    """Reliability M1, Server 7.1: the other engine takes the request, and nothing is forgotten."""
-    async with world(2, policy="lmetric", health={"interval": 60}) as it:
-        engine, other = engine_of(it), engine_of(it, "e1")
-        other.draining = True
-        other.hold()
-        status, error = await moved_to(it, f"https://127.0.0.1:{it.engines[0].port}")
-        assert (status, error["code"]) == (502, "tls")
-        assert "TLS: " in error["message"]
-        assert engine.healthy
-        assert hits(it, "e0") > 500
-        stats = it.server.fleet.pools[0].router.stats()
-        assert stats["failed"]["tls"] == 1
+    """Reliability M1, Server 7.1: the engine stays, and nothing is forgotten."""
+
+    async def speaks_plainly(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    plain_server = await asyncio.start_server(speaks_plainly, "127.0.0.1", 0)
+    try:
+        async with world(1, policy="lmetric", health={"interval": 60}) as it:
+            port = plain_server.sockets[0].getsockname()[1]
+            status, error = await moved_to(it, f"https://127.0.0.1:{port}")
+            assert (status, error["code"]) == (502, "tls")
+            assert "TLS: " in error["message"]
+            assert engine_of(it).healthy
+            assert hits(it, "e0") > 500
+            stats = it.server.fleet.pools[0].router.stats()
+            assert stats["failed"]["tls"] == 1
+    finally:
+        plain_server.close()
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")

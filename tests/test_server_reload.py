@@ -105,7 +105,7 @@ async def test_without_file_descriptors_no_engine_is_taken_for_dead() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         try:
-            await r.listening()
+            await r.listening(60)
             port = int(r.url.rsplit(":", 1)[1])
             asker = await asyncio.open_connection("127.0.0.1", port)
             assert (await post(asker))[0] == 200
