@@ -214,8 +214,12 @@ async def serve(
 
 
 def check_config(config: ServerConfig) -> None:
-    """Makes the checks that `serve` makes before it contacts engines. Raises LmetricError."""
-    configure_logging(config.log)
+    """Makes the checks that `serve` makes before it contacts engines. Raises LmetricError.
+
+    Logs warnings alone: what is in order is no news here.
+    """
+    level = config.log.level if config.log.level == "error" else "warning"
+    configure_logging(config.log.model_copy(update={"level": level}))
     server = Server(config)
     server.build()
     for pool in server.fleet.pools:
