@@ -77,9 +77,7 @@ class Server(Protocol):
     def ask(self, client: "ClientConnection", head: RequestHead, body: bytes) -> None:
         """Has a request answered, then calls ``client.answered``."""
 
-    def refuse(
-        self, client: "ClientConnection", malformed: HttpProcessingError | None
-    ) -> web.StreamResponse:
+    def refuse(self, client: "ClientConnection", malformed: HttpProcessingError | None) -> web.StreamResponse:
         """Answers a request that aiohttp could not read, or (None) one at which the router failed."""
 
 
