@@ -109,8 +109,8 @@ class Front(web.Server):
             return self._ends
         client.answering = True
         target = origin_form(request.raw_path)
-        if (error := violation(request, target)) is not None:
-            return self._reject(client, request.raw_headers, error)
+        if (broken := violation(request, target)) is not None:
+            return self._reject(client, request.raw_headers, broken)
         path, _, query = target.partition("?")
         try:
             if path not in self.paths:
