@@ -431,7 +431,7 @@ class Timeouts(Strict):
 
     connect: Seconds = Field(3.0, description="until an engine accepts the connection")
     body: Seconds = Field(60.0, description="until a client's request body is whole")
-    first_byte: Seconds = Field(300.0, description="until a stream's first token")
+    first_byte: Seconds = Field(300.0, description="until a stream's first token; comments do not count")
     answer: Seconds = Field(1800.0, description="until a plain answer, which comes after its last token")
     request: Seconds | None = Field(
         7200.0,

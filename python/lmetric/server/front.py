@@ -127,8 +127,7 @@ class Front(web.Server):
             return self._ends
         client.answering = True
         target = origin_form(request.raw_path)
-        broken = violation(request, target)
-        if broken is not None:
+        if (broken := violation(request, target)) is not None:
             return self._reject(client, request.raw_headers, broken)
         path, _, query = target.partition("?")
         cors = self._cors if path in self.paths or path.startswith("/v1/models") else None

@@ -112,10 +112,11 @@ impl<'a> Reader<'a> {
     /// The next value, if it is of the kind that `of` takes; else nothing was read.
     fn expect<T>(&mut self, what: &'static str, of: impl FnOnce(Head) -> Option<T>) -> Decoded<T> {
         let before = *self;
-        of(self.head()?).ok_or_else(|| {
+        let value = self.head().and_then(|head| of(head).ok_or(DecodeError::Unexpected(what)));
+        if value.is_err() {
             *self = before;
-            DecodeError::Unexpected(what)
-        })
+        }
+        value
     }
 
     /// Skips a value, whatever it holds.
@@ -159,8 +160,12 @@ impl<'a> Reader<'a> {
 
     /// A text.
     pub fn text(&mut self) -> Decoded<&'a str> {
+        let before = *self;
         let n = self.expect("a text", |head| if let Head::Text(n) = head { Some(n) } else { None })?;
-        std::str::from_utf8(self.take(n)?).map_err(|_| DecodeError::Unexpected("a text"))
+        std::str::from_utf8(self.take(n)?).map_err(|_| {
+            *self = before;
+            DecodeError::Unexpected("a text")
+        })
     }
 
     /// A text, or nothing.

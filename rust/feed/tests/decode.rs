@@ -28,6 +28,15 @@ fn events(message: &[u8]) -> (Option<Batch>, Vec<String>) {
     (batch.ok(), all)
 }
 
+#[test]
+fn a_value_that_is_refused_is_not_skipped() {
+    let batch = bytes("93 cb3ff8000000000000 90 00");
+    assert_eq!(events(&batch).0, Some(Batch { rank: Some(0), events: 0, malformed: 0 }));
+    // A marker that MessagePack does not define, and as the first value a text that is no UTF-8.
+    assert_eq!(events(&[b"\xc1".as_slice(), &batch].concat()).0, None);
+    assert_eq!(events(&[b"\x94\xa1\xff".as_slice(), &batch[1..]].concat()).0, None);
+}
+
 /// As vLLM 0.32.0 sent it: a map with a type.
 #[test]
 fn vllm_maps() {

@@ -142,18 +142,25 @@ impl Request {
         }
         let method = request.method.unwrap_or("");
         let target = request.path.unwrap_or("").as_bytes();
-        let (mut kind, mut length, mut keep_alive, mut hosts) = (Kind::Framed, None, true, 0);
+        let (mut kind, mut length, mut keep_alive) = (Kind::Framed, None, true);
+        let (mut hosts, mut seen, mut twice) = (0, 0, 0);
         if request.version != Some(1) || method == "CONNECT" {
             kind = Kind::Other;
-        } else if method == "POST" && target.first() == Some(&b'/') && target.iter().all(|byte| in_uri(*byte)) {
+        } else if method == "POST"
+            && target.first() == Some(&b'/')
+            && target.iter().all(|byte| IN_URI[usize::from(*byte)])
+        {
             kind = Kind::Plain;
         }
         for field in request.headers.iter() {
             let (name, value) = (field.name, field.value.trim_ascii());
+            let single = single(name);
+            twice |= seen & single;
+            seen |= single;
             match name.len() {
                 4 if name.eq_ignore_ascii_case("host") => {
                     hosts += 1;
-                    let sound = value.iter().all(|byte| in_host(*byte));
+                    let sound = value.iter().all(|byte| IN_HOST[usize::from(*byte)]);
                     kind = if kind == Kind::Plain && !sound { Kind::Framed } else { kind };
                 }
                 6 | 16
@@ -180,7 +187,7 @@ impl Request {
                 _ => {}
             }
         }
-        if kind == Kind::Plain && (length.is_none() || hosts != 1) {
+        if kind == Kind::Plain && (length.is_none() || hosts != 1 || twice != 0) {
             kind = Kind::Framed;
         }
         let pairs = request.headers.iter().map(|field| (field.name.as_bytes(), field.value.trim_ascii()));
@@ -208,14 +215,41 @@ pub fn path(target: &[u8]) -> &[u8] {
     &target[..memchr(b'?', target).unwrap_or(target.len())]
 }
 
-/// What a path or query may hold (RFC 3986, 3.3 and 3.4).
-const fn in_uri(byte: u8) -> bool {
-    byte.is_ascii_alphanumeric() || matches!(byte, b'!' | b'$'..=b'/' | b':' | b';' | b'=' | b'?' | b'@' | b'_' | b'~')
+/// Bytes that a path or query may hold (RFC 3986, 3.3 and 3.4).
+static IN_URI: [bool; 256] = of_bytes(b"!$%&'()*+,-./:;=?@_~");
+/// Bytes that `host` may hold (RFC 3986, 3.2.2 and 3.2.3).
+static IN_HOST: [bool; 256] = of_bytes(b"!$%&'()*+,-.:;=[]_~");
+
+/// A table of letters, digits and these bytes.
+const fn of_bytes(more: &[u8]) -> [bool; 256] {
+    let mut table = [false; 256];
+    let mut at = 0;
+    while at < 256 {
+        table[at] = (at as u8).is_ascii_alphanumeric();
+        at += 1;
+    }
+    at = 0;
+    while at < more.len() {
+        table[more[at] as usize] = true;
+        at += 1;
+    }
+    table
 }
 
-/// What `host` may hold (RFC 3986, 3.2.2 and 3.2.3).
-const fn in_host(byte: u8) -> bool {
-    (in_uri(byte) && !matches!(byte, b'/' | b'?' | b'@')) || matches!(byte, b'[' | b']')
+/// A bit for each field that must not come twice, and that has no other meaning here; 0 for other fields. aiohttp refuses
+/// requests with two of them.
+fn single(name: &str) -> u8 {
+    let (other, bit) = match name.len() {
+        4 => ("etag", 1),
+        6 => ("server", 2),
+        10 => ("user-agent", 4),
+        12 if name.as_bytes()[0] | 0x20 == b'c' => ("content-type", 8),
+        12 => ("max-forwards", 16),
+        13 => ("content-range", 32),
+        16 => ("content-location", 64),
+        _ => return 0,
+    };
+    if name.eq_ignore_ascii_case(other) { bit } else { 0 }
 }
 
 fn tokens(value: &[u8]) -> impl Iterator<Item = &[u8]> {
@@ -250,8 +284,24 @@ mod tests {
         assert_eq!(kind(post, "content-length: 12\r\ncontent-encoding: gzip\r\n"), (Kind::Framed, 12));
         assert_eq!(kind("PUT / HTTP/1.1", "content-length: 12\r\n"), (Kind::Framed, 12));
         assert_eq!(kind("GET / HTTP/1.1", ""), (Kind::Framed, 0));
-        for first in ["POST http://x/a HTTP/1.1", "POST a HTTP/1.1", "POST /a?\"b\" HTTP/1.1", "POST /\u{e9} HTTP/1.1"] {
+        for first in
+            ["POST http://x/a HTTP/1.1", "POST a HTTP/1.1", "POST /a?\"b\" HTTP/1.1", "POST /\u{e9} HTTP/1.1"]
+        {
             assert_eq!(kind(first, "content-length: 12\r\n"), (Kind::Framed, 12), "{first}");
+        }
+        for twice in [
+            "Content-Type",
+            "user-agent",
+            "server",
+            "etag",
+            "max-forwards",
+            "content-range",
+            "content-location",
+        ] {
+            let field = format!("{twice}: a\r\n");
+            assert_eq!(kind(post, &format!("content-length: 1\r\n{field}")), (Kind::Plain, 1), "{field}");
+            let fields = format!("content-length: 1\r\n{field}{}", field.to_ascii_lowercase());
+            assert_eq!(kind(post, &fields), (Kind::Framed, 1), "{fields}");
         }
         for hosts in ["", "host: x\r\nhost: x\r\n", "host: a/b\r\n", "host: u@a\r\n", "host: a b\r\n"] {
             let request = read(&format!("{post}\r\n{hosts}content-length: 12\r\n\r\n"));
@@ -291,8 +341,9 @@ mod tests {
 
     #[test]
     fn closing_is_heard_and_named_fields_are_the_connections() {
-        let request =
-            read("POST /a?b HTTP/1.1\r\nConnection: Close, X-Hop, accept\r\nx-hop: 1\r\nX-Own:  2 \r\nAccept: a\r\n\r\nbody");
+        let request = read(
+            "POST /a?b HTTP/1.1\r\nConnection: Close, X-Hop, accept\r\nx-hop: 1\r\nX-Own:  2 \r\nAccept: a\r\n\r\nbody",
+        );
         assert!(!request.keep_alive);
         assert_eq!(request.fields.lines, b"X-Own: 2\r\nAccept: a\r\n");
         assert_eq!(

@@ -275,7 +275,8 @@ fn comments_before_the_first_token_do_not_commit_and_are_dropped() {
         scanner.begin(false, false, false);
         assert_eq!(scanner.feed(head.as_bytes()).unwrap(), Step::default());
         // More than is ever held back, in one comment and in many lines.
-        let endless = [b":".as_slice(), &vec![b'a'; HOLD_LIMIT - 2], b"\n", &vec![b'\n'; HOLD_LIMIT]].concat();
+        let endless =
+            [b":".as_slice(), &vec![b'a'; HOLD_LIMIT - 2], b"\n", &vec![b'\n'; HOLD_LIMIT]].concat();
         for piece in [ping, &endless, role, ping, b": pi", b"ng\n\n"] {
             assert_eq!(scanner.feed(piece).unwrap(), Step::default());
         }

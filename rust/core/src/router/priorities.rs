@@ -91,7 +91,8 @@ impl Router {
     /// # Errors
     /// `BadValue` for an offset out of its range.
     pub fn set_clock_offset(&mut self, seconds: Seconds) -> Result<(), CoreError> {
-        if let Some(Ordering { of: Priorities::UniBoost { settings, most_seconds, .. }, .. }) = self.ordering {
+        if let Some(Ordering { of: Priorities::UniBoost { settings, most_seconds, .. }, .. }) = self.ordering
+        {
             let of = Priorities::UniBoost { settings, most_seconds, clock_offset_seconds: seconds };
             of.check()?;
             if let Some(ordering) = &mut self.ordering {

@@ -1,0 +1,47 @@
+//! KV events of engines: every batch that is read is MessagePack to a second reader, too, with as many events.
+#![no_main]
+// The modules as they are: the crate they belong to brings a messaging library that fuzzing has no use for.
+#[allow(dead_code)]
+#[path = "../../rust/feed/src/decode.rs"]
+mod decode;
+#[allow(dead_code)]
+#[path = "../../rust/feed/src/event.rs"]
+mod event;
+
+use event::{Event, Scratch, moment_of, read_batch, read_load};
+use libfuzzer_sys::fuzz_target;
+use rmpv::Value;
+
+/// The events of a batch: a member, or the second value (the third behind a name).
+fn events_of(batch: &Value) -> Option<usize> {
+    let all = |value: &Value| value.as_array().map(Vec::len);
+    match batch {
+        Value::Map(members) => members
+            .iter()
+            .filter(|(name, _)| name.as_str() == Some("events"))
+            .map(|(_, value)| all(value))
+            .sum(),
+        Value::Array(values) => all(values.get(if values[0].is_str() { 2 } else { 1 })?),
+        _ => None,
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    let (mut scratch, mut handed) = (Scratch::default(), 0);
+    let _ = (moment_of(data), read_load(data));
+    let batch = read_batch(data, &mut scratch, |event| {
+        handed += 1;
+        if let Event::Stored(stored) = event {
+            for at in 0..stored.hashes.len() {
+                let keys = stored.extra_keys(at).unwrap_or_default();
+                assert!(keys.is_empty() || rmpv::decode::read_value(&mut &keys[..]).is_ok());
+            }
+        }
+    });
+    let Ok(batch) = batch else { return };
+    assert_eq!(batch.events, handed + batch.malformed);
+    // Its depth is bounded, and it refuses one marker that nobody uses.
+    if let Ok(value) = rmpv::decode::read_value_with_max_depth(&mut &data[..], 60_000) {
+        assert_eq!(events_of(&value), Some(batch.events as usize));
+    }
+});
