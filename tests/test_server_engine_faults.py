@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import lmetric as lm
+from lmetric import _core
 from server_world import (
     STREAM_HEAD,
     FakeEngine,
@@ -271,3 +273,20 @@ async def test_overlapping_role_switches_leave_an_engine_in_service() -> None:
             assert (await request)[0] == 200
             await asyncio.gather(*switches)
             assert (await it.post())[0] == (503 if drains else 200)
+
+
+def test_one_engines_rate_is_read_alone() -> None:
+    """Server 7.9: a pull or a move once derived every indicator of every engine to read one rate."""
+    router = _core.Router("lmetric")
+    for name in ("a", "b"):
+        router.add_instance(name)
+    assert router.prefill_rate("a") is None
+    decision, ticket = router.route(prompt_tokens=4000, now=1.0)
+    ticket.sent(1.0)
+    ticket.first_token(1.5)
+    rates = dict(zip(router.instances(), router.indicators(2.0)["prefill_tokens_per_second"], strict=True))
+    assert router.prefill_rate(decision.instance) == rates[decision.instance] > 0
+    assert router.prefill_rate("b" if decision.instance == "a" else "a") is None
+    with pytest.raises(lm.UnknownNameError):
+        router.prefill_rate("c")
+    ticket.failed("cancelled")

@@ -373,3 +373,16 @@ async def test_a_stream_that_may_move_keeps_four_bytes_a_token() -> None:
         held = [value for part in (relay, chain, chain.joined) for value in vars(part).values()]
         assert not [value for value in held if isinstance(value, bytes) and b"prompt" in value]
         await task
+
+
+async def test_a_stream_that_may_move_ends_at_its_longest_duration() -> None:
+    """Reliability M7: the longest duration holds where the router writes the answer itself, too."""
+    async with tellers(tale(lingers=60.0), timeouts={"request": 1.0}) as w:
+        status, _, got = await w.post(
+            {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
+        )
+        said = heard(got)
+        assert (status, said["error"]["code"]) == (200, "timeout")
+        assert STORY_TEXT.startswith(said["text"])
+        await w.settled()
+        assert w.server.fleet.pools[0].router.stats()["failed"]["timeout"] == 1
