@@ -14,6 +14,7 @@ import pytest
 
 import lmetric as lm
 from lmetric import _core
+from server_world import world
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = np.arange(4096, dtype=np.uint32)
@@ -326,39 +327,63 @@ def test_the_longest_prompt_leaves_room_for_its_answer() -> None:
     assert ticket.from_token == decision.prompt_tokens + 6
 
 
+BREAK = """
+import lmetric as lm
+
+panic = []
+
+def scores(columns):
+    if panic:
+        raise panic[0]("as an extension's panic arrives in Python")
+    return columns["bs"]
+
+def broken():
+    router = lm.Router(lm.policy_function(scores, reads=["bs"]))
+    router.add_instance("e")
+    decision, ticket = router.route(prompt_tokens=10)
+    try:
+        lm.Router("bs +")  # the class is made with the first error that passes from Python to Rust
+    except lm.LmetricError:
+        pass
+    panic.extend(kind for kind in BaseException.__subclasses__() if kind.__name__ == "PanicException")
+    try:
+        router.route(prompt_tokens=10)
+    except BaseException as error:
+        assert type(error).__name__ == "PanicException", error
+    return router, ticket
+"""
+
+
 def test_a_router_whose_state_is_half_changed_says_so() -> None:
     """Rust section 6: after a panic inside a decision, calls raise instead of working with wrong counts."""
-    printed = run("""
-        import lmetric as lm
-        panic = []
-        def scores(columns):
-            if panic:
-                raise panic[0]("as an extension's panic arrives in Python")
-            return columns["bs"]
-        router, other = lm.Router(lm.policy_function(scores, reads=["bs"])), lm.Router()
-        for each in (router, other):
-            each.add_instance("e")
-        decision, ticket = router.route(prompt_tokens=10)
-        panic += [kind for kind in BaseException.__subclasses__() if kind.__name__ == "PanicException"]
-        if not panic:  # made with the first error that reaches Rust
-            try:
-                lm.Router("bs +")
-            except lm.LmetricError:
-                pass
-            panic += [kind for kind in BaseException.__subclasses__() if kind.__name__ == "PanicException"]
-        try:
-            router.route(prompt_tokens=10)
-        except BaseException as error:
-            print(type(error).__name__)
-        for call in (router.in_flight, router.stats, ticket.first_token, lambda: router.blocks_cleared("e")):
-            try:
-                call()
-            except lm.LmetricError as error:
-                print(error)
-        del ticket
-        print(other.in_flight())
-    """).splitlines()
-    assert printed[0] == "PanicException"
-    assert len(printed) == 6
-    assert all(line.startswith("the router is broken: ") for line in printed[1:5])
-    assert printed[5] == "0"
+    printed = run(
+        BREAK
+        + """
+other = lm.Router()
+router, ticket = broken()
+for call in (router.in_flight, router.stats, ticket.first_token, lambda: router.blocks_cleared("e")):
+    try:
+        call()
+    except lm.LmetricError as error:
+        print(error)
+del ticket
+print(other.in_flight())
+"""
+    ).splitlines()
+    assert len(printed) == 5
+    assert all(line.startswith("the router is broken: ") for line in printed[:4])
+    assert printed[4] == "0"
+
+
+async def test_a_server_with_a_broken_router_is_not_alive() -> None:
+    """Rust section 6: `/health` fails once a model's router is broken, so that it is restarted."""
+    async with world(1) as w:
+        assert (await w.get("/health"))[0] == 200
+        made: dict[str, Any] = {}
+        exec(BREAK, made)
+        pool = w.server.fleet.pools[0]
+        sound, (pool.router, _) = pool.router, made["broken"]()
+        status, body = await w.get("/health")
+        assert status == 500
+        assert b"the router is broken" in body
+        pool.router = sound

@@ -32,6 +32,8 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(policies::policy_table, module)?)
 }
 
+/// Longer prompts count as this long, so that token positions behind the prompt fit into 32 bits.
+const MOST_PROMPT_TOKENS: u32 = i32::MAX as u32;
 /// Seconds by which times that a program gives may be off.
 const DAY: f64 = 86_400.0;
 /// How long a policy function may wait for another router, whose holder may wait for the function's own.
@@ -169,7 +171,7 @@ impl Router {
         let (prompt_tokens, tokens_per_block) = self.hash(py, prompt, chain)?;
         let request = Request {
             chain: &[],
-            prompt_tokens: prompt_tokens.saturating_add(prompt.extra_tokens),
+            prompt_tokens: prompt_tokens.saturating_add(prompt.extra_tokens).min(MOST_PROMPT_TOKENS),
             tokens_per_block,
             expected_output_tokens: prompt.expected_output_tokens,
             think_tokens: prompt.think_tokens,
