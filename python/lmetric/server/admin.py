@@ -15,6 +15,7 @@ import orjson
 from aiohttp import web
 from pydantic import ValidationError
 
+from lmetric._core import LmetricError
 from lmetric.config import ADMIN, CONFIGURED, EngineConfig, KvEvents, Role
 from lmetric.server import priority, replicas
 from lmetric.server.allowed import AllowedEngines
@@ -41,6 +42,8 @@ async def pages(front: Front, request: web.BaseRequest, path: str, query: str) -
     access, headers = front.access, request.headers
     if path == "/health":
         _only(request, path, "GET", "HEAD")
+        for pool in front.fleet.pools:
+            _check(pool)
         return web.Response()
     if path == "/ready":
         _only(request, path, "GET", "HEAD")
@@ -299,6 +302,14 @@ async def _add(front: Front, request: web.BaseRequest) -> dict[str, Any]:
         members.update(ADMIN, [each for each in members.of(ADMIN) if each.config.label != config.label])
         raise bad(f"the engine cannot be taken in for model {model!r}; the log says why")
     return _engines([engine])[0]
+
+
+def _check(pool: Pool) -> None:
+    """Raises ApiError if the pool's router is broken: nothing but a new process repairs it."""
+    try:
+        pool.router.in_flight()
+    except LmetricError as error:
+        raise ApiError(500, f"model {pool.name}: {error}", code="router_broken") from None
 
 
 async def _check_addresses(front: Front, config: EngineConfig) -> None:

@@ -72,7 +72,7 @@ fn main() {
             let matched = Instant::now();
             let chosen = router.score(&whole, now).expect("somebody");
             let scored = Instant::now();
-            let decision = router.commit(&whole, None, chosen, now);
+            let decision = router.commit(&whole, None, chosen, now).expect("a slot");
             let committed = Instant::now();
             router.advance(decision.ticket, Event::Failed(Failure::Cancelled), now).expect("open");
 

@@ -46,6 +46,11 @@ pub enum CoreError {
         /// What does not fit.
         problem: String,
     },
+    /// A panic has left the router's counts half changed.
+    #[error(
+        "the router is broken: an internal error stopped one of its operations halfway; build a new Router and report the error"
+    )]
+    Broken,
 }
 
 /// A setting that is a whole number; `what` names it.

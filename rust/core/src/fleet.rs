@@ -91,16 +91,18 @@ impl Fleet {
             Slot { name: name.clone(), generation, live: true, healthy: true, draining: false, role };
         self.name_hashes[slot] = xxh3_64(name.as_bytes());
         self.by_name.insert(name, slot as u32);
+        self.rename();
         self.refresh();
         Ok(InstanceId(slot as u32))
     }
 
     /// Frees the slot of an instance.
-    pub fn remove(&mut self, id: InstanceId) {
+    pub(crate) fn remove(&mut self, id: InstanceId) {
         let slot = &mut self.slots[id.index()];
         slot.live = false;
         let name = slot.name.clone();
         self.by_name.remove(&name);
+        self.rename();
         self.refresh();
     }
 
@@ -116,36 +118,70 @@ impl Fleet {
         })
     }
 
+    /// # Errors
+    /// `BadValue` if the fleet has no such slot.
+    pub fn check(&self, id: InstanceId) -> Result<(), CoreError> {
+        if id.index() < self.slots.len() {
+            return Ok(());
+        }
+        Err(CoreError::BadValue {
+            what: "instance".into(),
+            got: format!("slot {}", id.0),
+            expected: format!("one of the router's {} slots", self.slots.len()),
+        })
+    }
+
     /// Says whether an instance answers.
-    pub fn set_healthy(&mut self, id: InstanceId, healthy: bool) {
+    ///
+    /// # Errors
+    /// `BadValue` if the fleet has no such slot.
+    pub fn set_healthy(&mut self, id: InstanceId, healthy: bool) -> Result<(), CoreError> {
+        self.check(id)?;
         self.slots[id.index()].healthy = healthy;
         self.refresh();
+        Ok(())
     }
 
     /// Says whether an instance takes new requests.
-    pub fn set_draining(&mut self, id: InstanceId, draining: bool) {
+    ///
+    /// # Errors
+    /// `BadValue` if the fleet has no such slot.
+    pub fn set_draining(&mut self, id: InstanceId, draining: bool) -> Result<(), CoreError> {
+        self.check(id)?;
         self.slots[id.index()].draining = draining;
         self.refresh();
+        Ok(())
     }
 
     /// Changes what an instance may be asked to do. What runs there runs on.
-    pub fn set_role(&mut self, id: InstanceId, role: Role) {
+    ///
+    /// # Errors
+    /// `BadValue` if the fleet has no such slot.
+    pub fn set_role(&mut self, id: InstanceId, role: Role) -> Result<(), CoreError> {
+        self.check(id)?;
         self.slots[id.index()].role = role;
         self.refresh();
+        Ok(())
     }
 
     /// What an instance may be asked to do.
+    ///
+    /// # Panics
+    /// If the fleet has no such slot.
     #[inline]
     pub fn role(&self, id: InstanceId) -> Role {
         self.slots[id.index()].role
     }
 
     /// Name of a slot (of its last instance, where it is free).
+    ///
+    /// # Panics
+    /// If the fleet has no such slot.
     pub fn name(&self, id: InstanceId) -> &Arc<str> {
         &self.slots[id.index()].name
     }
 
-    /// Names of all slots, shared: receipts keep the names of their time.
+    /// Names of all slots, empty for free ones; shared: receipts keep the names of their time.
     pub fn names(&self) -> &Arc<[Arc<str>]> {
         &self.names
     }
@@ -155,17 +191,16 @@ impl Fleet {
         self.slots.iter().filter(|s| s.live).map(|s| &*s.name)
     }
 
-    /// Generation of a slot: counts its instances.
+    /// Generation of a slot: counts its instances. 0 for a slot that the fleet does not have.
     #[inline]
     pub fn generation(&self, id: InstanceId) -> u32 {
-        self.slots[id.index()].generation
+        self.slots.get(id.index()).map_or(0, |slot| slot.generation)
     }
 
     /// Whether the slot still holds the instance of that generation.
     #[inline]
     pub fn is_current(&self, id: InstanceId, generation: u32) -> bool {
-        let slot = &self.slots[id.index()];
-        slot.live && slot.generation == generation
+        self.slots.get(id.index()).is_some_and(|slot| slot.live && slot.generation == generation)
     }
 
     /// Whether the slot holds an instance.
@@ -173,7 +208,10 @@ impl Fleet {
         self.slots.get(id.index()).is_some_and(|s| s.live)
     }
 
-    /// Whether the instance answers and takes requests.
+    /// Whether the instance answers, whether it is draining, and its role.
+    ///
+    /// # Panics
+    /// If the fleet has no such slot.
     pub fn state(&self, id: InstanceId) -> (bool, bool, Role) {
         let slot = &self.slots[id.index()];
         (slot.healthy, slot.draining, slot.role)
@@ -227,7 +265,12 @@ impl Fleet {
         }
         self.eligible_count = self.eligible.iter().filter(|e| **e).count();
         self.decoder_count = self.decoders.iter().filter(|e| **e).count();
-        self.names = self.slots.iter().map(|s| s.name.clone()).collect();
+    }
+
+    /// Makes the shared names anew. Only when instances come and go: each receipt keeps the copy of its time.
+    fn rename(&mut self) {
+        let free: Arc<str> = "".into();
+        self.names = self.slots.iter().map(|s| if s.live { s.name.clone() } else { free.clone() }).collect();
     }
 }
 
@@ -247,8 +290,26 @@ mod tests {
         assert_eq!(c, a);
         assert!(fleet.is_current(c, old + 1) && !fleet.is_current(c, old));
         assert_eq!(fleet.eligible_count(), 2);
-        fleet.set_draining(b, true);
+        fleet.set_draining(b, true).unwrap();
         assert_eq!(fleet.eligible(), [true, false]);
+    }
+
+    /// Rust B9, B3: health leaves the shared names alone, and a free slot has no name.
+    #[test]
+    fn names_change_only_with_the_members() {
+        let mut fleet = Fleet::default();
+        let a = fleet.add("a", Role::Both).unwrap();
+        fleet.add("b", Role::Both).unwrap();
+        let names = fleet.names().clone();
+        fleet.set_healthy(a, false).unwrap();
+        fleet.set_draining(a, true).unwrap();
+        fleet.set_role(a, Role::Prefill).unwrap();
+        assert!(Arc::ptr_eq(&names, fleet.names()));
+        fleet.remove(a);
+        let now: Vec<&str> = fleet.names().iter().map(|name| &**name).collect();
+        assert_eq!(now, ["", "b"]);
+        assert_eq!(&**fleet.name(a), "a"); // of a request that is still there
+        assert!(fleet.check(InstanceId(1)).is_ok() && fleet.set_healthy(InstanceId(2), true).is_err());
     }
 
     #[test]

@@ -211,6 +211,12 @@ impl Receipt {
     }
 }
 
+/// Bytes of the names that consecutive receipts share; counted once, with the oldest of them.
+fn names_bytes(names: &[Arc<str>]) -> usize {
+    let own = |name: &Arc<str>| size_of::<Arc<str>>() + name.len();
+    names.iter().map(own).sum()
+}
+
 /// The latest receipts, bounded in bytes. Ids are consecutive, so a look-up is an index.
 #[derive(Debug)]
 pub struct ReceiptRing {
@@ -228,24 +234,37 @@ impl ReceiptRing {
         ReceiptRing { receipts: VecDeque::new(), spare: None, bytes: 0, byte_bound, next_id: 1 }
     }
 
-    /// A cleared receipt to fill in, with its id; its buffers are those of one that fell out.
+    /// A cleared receipt to fill in; its buffers are those of one that fell out.
     pub fn take(&mut self) -> Box<Receipt> {
         let mut receipt = self.spare.take().unwrap_or_default();
         receipt.clear();
-        receipt.id = self.next_id;
-        self.next_id += 1;
         receipt
     }
 
-    /// Keeps a receipt from [`ReceiptRing::take`].
-    pub fn push(&mut self, receipt: Box<Receipt>) {
+    /// Takes a receipt back that is not kept, for its buffers.
+    pub fn put_back(&mut self, receipt: Box<Receipt>) {
+        self.spare = Some(receipt);
+    }
+
+    /// Keeps a receipt from [`ReceiptRing::take`]; returns its id.
+    pub fn push(&mut self, mut receipt: Box<Receipt>) -> u64 {
+        let id = self.next_id;
+        receipt.id = id;
+        self.next_id += 1;
         self.bytes += receipt.bytes();
+        if self.receipts.back().is_none_or(|last| !Arc::ptr_eq(&last.names, &receipt.names)) {
+            self.bytes += names_bytes(&receipt.names);
+        }
         self.receipts.push_back(receipt);
         while self.bytes > self.byte_bound && self.receipts.len() > 1 {
             let old = self.receipts.pop_front().expect("more than one");
             self.bytes -= old.bytes();
+            if self.receipts.front().is_none_or(|next| !Arc::ptr_eq(&next.names, &old.names)) {
+                self.bytes -= names_bytes(&old.names);
+            }
             self.spare = Some(old);
         }
+        id
     }
 
     /// The receipt of that id, while it is kept.
@@ -300,5 +319,29 @@ mod tests {
         ring.update(1000, |r| r.request_id = Some("x".repeat(100).into()));
         let counted: usize = ring.receipts.iter().map(|r| r.bytes()).sum();
         assert_eq!(ring.bytes(), counted);
+    }
+
+    /// Rust B9: names that receipts keep of a fleet that has changed since count as theirs.
+    #[test]
+    fn kept_names_count() {
+        let names = || -> Arc<[Arc<str>]> { (0..64).map(|i| format!("engine-{i:04}").into()).collect() };
+        let one = names_bytes(&names());
+        let bound = 20 * one;
+        let mut ring = ReceiptRing::new(bound);
+        let mut shared = names();
+        for i in 0..1000 {
+            if i % 3 == 0 {
+                shared = names();
+            }
+            let mut receipt = ring.take();
+            receipt.names = shared.clone();
+            ring.push(receipt);
+            let mut kept: Vec<_> = ring.receipts.iter().map(|r| r.names.as_ptr()).collect();
+            kept.dedup();
+            let own: usize = ring.receipts.iter().map(|r| r.bytes()).sum();
+            assert_eq!(ring.bytes(), own + kept.len() * one);
+            assert!(ring.bytes() <= bound);
+        }
+        assert!(ring.len() > 5);
     }
 }

@@ -1,4 +1,5 @@
 //! What the router knows of a request when it decides.
+use crate::error::CoreError;
 
 /// A request to be placed. Borrowed: nothing is copied on the way to the decision.
 #[derive(Clone, Debug, Default)]
@@ -24,6 +25,21 @@ pub struct Request<'a> {
     pub unpulled: Option<&'a str>,
     /// Whose it is, where requests are ordered.
     pub tenant: Tenant,
+}
+
+impl Request<'_> {
+    /// # Errors
+    /// `BadValue` for tokens per block that are no number.
+    pub(crate) fn check(&self) -> Result<(), CoreError> {
+        if self.tokens_per_block.is_finite() && self.tokens_per_block >= 0.0 {
+            return Ok(());
+        }
+        Err(CoreError::BadValue {
+            what: "tokens_per_block".into(),
+            got: self.tokens_per_block.to_string(),
+            expected: "a finite number, at least 0".into(),
+        })
+    }
 }
 
 /// Whose a request is, and what it is entitled to.

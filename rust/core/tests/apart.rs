@@ -103,7 +103,7 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
     // Engine 2 alone is open, and takes five prompts.
     for name in ["engine-0", "engine-1"] {
         let id = router.fleet_mut().find(name).unwrap();
-        router.fleet_mut().set_draining(id, true);
+        router.fleet_mut().set_draining(id, true).unwrap();
     }
     let stays: Vec<_> = (0..5).map(|_| router.route(&ASKED, 1.0).unwrap()).collect();
     for d in &stays {
@@ -111,7 +111,7 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
         assert_eq!(router.receipt(d.id).unwrap().uncut.as_deref(), Some("no second instance takes over"));
     }
     let id = router.fleet_mut().find("engine-1").unwrap();
-    router.fleet_mut().set_draining(id, false);
+    router.fleet_mut().set_draining(id, false).unwrap();
     // A sixth with nobody else to prefill it: 1 has five more in the books by others.
     busy_with_others(&mut router, id, 1.0);
     let d = router.route(&ASKED, 1.0).unwrap();
@@ -152,11 +152,11 @@ fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
         let settings = Settings { most_stall_seconds, ..SETTINGS };
         let mut router = fleet(Split::Apart(Apart { settings, lengths: Mean::Given }), 2);
         let ids = ["engine-0", "engine-1"].map(|name| router.fleet().find(name).unwrap());
-        ids.iter().zip(cuts).for_each(|(id, cuts)| router.set_cuts(*id, cuts));
+        ids.iter().zip(cuts).for_each(|(id, cuts)| router.set_cuts(*id, cuts).unwrap());
         // Engine 0 has five prompts and engine 1 what others gave it.
-        router.fleet_mut().set_draining(ids[1], true);
+        router.fleet_mut().set_draining(ids[1], true).unwrap();
         let stays: Vec<_> = (0..5).map(|_| router.route(&ASKED, 1.0).unwrap()).collect();
-        router.fleet_mut().set_draining(ids[1], false);
+        router.fleet_mut().set_draining(ids[1], false).unwrap();
         let report = Report { at: 1.0, waiting: Some(0.0), running: Some(9.0), kv_usage };
         router.engine_report("engine-1", report).unwrap();
         let d = router.route(&ASKED, 1.0).unwrap();
@@ -196,10 +196,10 @@ fn what_is_there_need_not_move_and_pulls_say_what_moving_takes() {
     router.advance(first.ticket, Event::FirstToken, 0.1).unwrap();
     router.advance(first.ticket, Event::Finished(Usage::default()), 0.1).unwrap();
     let home = first.segment.instance;
-    router.fleet_mut().set_draining(home, true);
+    router.fleet_mut().set_draining(home, true).unwrap();
     let elsewhere = router.route(&ASKED, 1e4).unwrap().segment.instance;
     assert_ne!(elsewhere, home);
-    router.fleet_mut().set_draining(home, false);
+    router.fleet_mut().set_draining(home, false).unwrap();
     busy_with_others(&mut router, home, 1e4);
     // Long after: the share of prefills is gone. Home holds 992 of the 1,000 tokens.
     let d = router.route(&held, 1e4).unwrap();
@@ -234,10 +234,10 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
     assert_eq!(&*why(&mut two(), &said), "it carries a picture");
     assert_eq!(&*why(&mut fleet(apart(Mean::Given), 1), &ASKED), "no second instance takes over");
     let mut router = two();
-    (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Nowhere));
+    (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Nowhere).unwrap());
     assert_eq!(&*why(&mut router, &ASKED), "its instance cannot hand over");
     // One that hands over at the prompt's end alone is enough.
-    (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd));
+    (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd).unwrap());
     let d = router.route(&ASKED, 0.0).unwrap();
     assert!(router.receipt(d.id).unwrap().balance.is_some());
     let config = RouterConfig { split: apart(Mean::Given), ..RouterConfig::default() };
@@ -246,7 +246,7 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
         router.add_instance(name, Role::Both, None).unwrap();
     }
     assert_eq!(&*why(&mut router, &ASKED), "nothing is known of the instances' speed");
-    router.set_step_time(InstanceId(0), Some(STEP));
+    router.set_step_time(InstanceId(0), Some(STEP)).unwrap();
     // One that is known stands for the other.
     let d = router.route(&Request { prompt_tokens: 999, ..ASKED }, 0.0).unwrap();
     let (stay, away) = costs(&router, d.id);

@@ -243,7 +243,7 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
         }
         Op::Role(i, role) if config_instance(i, model) => {
             let id = router.fleet().find(&name(i)).unwrap();
-            router.fleet_mut().set_role(id, role);
+            router.fleet_mut().set_role(id, role).unwrap();
         }
         Op::Remove(i) if config_instance(i, model) => {
             router.remove_instance(&name(i)).unwrap();
@@ -251,15 +251,15 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
         }
         Op::Health(i, on) if config_instance(i, model) => {
             let id = router.fleet().find(&name(i)).unwrap();
-            router.fleet_mut().set_healthy(id, on);
+            router.fleet_mut().set_healthy(id, on).unwrap();
         }
         Op::Drain(i, on) if config_instance(i, model) => {
             let id = router.fleet().find(&name(i)).unwrap();
-            router.fleet_mut().set_draining(id, on);
+            router.fleet_mut().set_draining(id, on).unwrap();
         }
         Op::Cuts(i, cuts) if config_instance(i, model) => {
             let id = router.fleet().find(&name(i)).unwrap();
-            router.set_cuts(id, cuts);
+            router.set_cuts(id, cuts).unwrap();
         }
         Op::Report(i, waiting, running) if config_instance(i, model) => {
             let report = Report {

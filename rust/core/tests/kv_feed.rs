@@ -235,7 +235,7 @@ fn each_instance_learns_in_its_own_way() {
         let mut router = bed.feed.router().lock();
         for other in ["a", "b"] {
             let id = router.fleet().find(other).unwrap();
-            router.fleet_mut().set_healthy(id, other == name);
+            router.fleet_mut().set_healthy(id, other == name).unwrap();
         }
         let request =
             Request { chain: &chain, prompt_tokens: 64, tokens_per_block: 16.0, ..Request::default() };

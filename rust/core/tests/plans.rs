@@ -87,7 +87,7 @@ fn an_instance_gone_meanwhile_is_replaced() {
     let mut router = fleet(RouterConfig::default(), &[Prefill, Decode, Decode]);
     let d = route(&mut router, 0.0);
     let bound = d.next.unwrap().instance;
-    router.fleet_mut().set_healthy(bound, false);
+    router.fleet_mut().set_healthy(bound, false).unwrap();
     let next = router.advance(d.ticket, DONE, 0.5).unwrap().unwrap();
     assert_ne!(next.instance, bound);
     assert_eq!(router.columns().get(Bs)[bound.index()], 0.0);
@@ -103,7 +103,7 @@ fn nobody_who_decodes_is_an_error_where_instances_keep_to_their_roles() {
     let config = RouterConfig { colocate: false, ..RouterConfig::default() };
     let mut router = fleet(config, &[Prefill, Decode]);
     let d = route(&mut router, 0.0);
-    router.fleet_mut().set_healthy(d.next.unwrap().instance, false);
+    router.fleet_mut().set_healthy(d.next.unwrap().instance, false).unwrap();
     let error = router.advance(d.ticket, DONE, 0.5).unwrap_err();
     assert!(matches!(&error, CoreError::NoInstance(why) if why.contains("decode")), "{error}");
     assert_eq!((router.in_flight(), router.totals().failed.iter().sum::<u64>()), (0, 1));
@@ -260,15 +260,15 @@ fn what_engines_cannot_do_moves_the_cut_or_leaves_the_request_whole_and_the_rece
     };
     for (cuts, token) in [(Cuts::Output, 1000), (Cuts::PromptEnd, 1000), (Cuts::Anywhere, 600)] {
         let mut router = cutting(0.5, 2);
-        router.set_cuts(lmetric_core::InstanceId(1), cuts);
+        router.set_cuts(lmetric_core::InstanceId(1), cuts).unwrap();
         assert_eq!(route_expecting(&mut router, Some(200), None).segment.to_token, Some(token));
     }
     let mut router = cutting(0.875, 2);
-    router.set_cuts(lmetric_core::InstanceId(0), Cuts::PromptEnd);
+    router.set_cuts(lmetric_core::InstanceId(0), Cuts::PromptEnd).unwrap();
     assert_eq!(route_expecting(&mut router, Some(200), None).segment.to_token, Some(1000));
     let d = route_expecting(&mut router, Some(200), Some("it has a seed"));
     assert_eq!(whole(&mut router, &d), "it has a seed");
-    router.set_cuts(lmetric_core::InstanceId(0), Cuts::Nowhere);
+    router.set_cuts(lmetric_core::InstanceId(0), Cuts::Nowhere).unwrap();
     for _ in 0..4 {
         let d = route_expecting(&mut router, Some(200), None);
         let why = whole(&mut router, &d);
@@ -297,9 +297,9 @@ fn a_running_request_moves_and_its_books_with_it() {
     router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
     refused(begin(&mut router, source).unwrap_err(), "runs there already");
     refused(begin(&mut router, lmetric_core::InstanceId(7)).unwrap_err(), "gone");
-    router.set_cuts(target, Cuts::PromptEnd);
+    router.set_cuts(target, Cuts::PromptEnd).unwrap();
     refused(begin(&mut router, target).unwrap_err(), "hand over behind an output token");
-    router.set_cuts(target, Cuts::Anywhere);
+    router.set_cuts(target, Cuts::Anywhere).unwrap();
     let bound = begin(&mut router, target).unwrap();
     assert_eq!((bound.instance, bound.from_token, bound.to_token), (target, 1001, None));
     refused(begin(&mut router, target).unwrap_err(), "another segment");
@@ -337,7 +337,7 @@ fn an_instance_that_failed_a_running_request_is_not_asked_for_it_again() {
     assert!(!lost.contains(&third));
     router.advance(d.ticket, Event::FirstToken, 2.5).unwrap();
     assert_eq!(router.elsewhere(d.ticket, 3.0).unwrap(), target);
-    router.fleet_mut().set_healthy(target, false);
+    router.fleet_mut().set_healthy(target, false).unwrap();
     assert!(matches!(router.elsewhere(d.ticket, 3.0), Err(CoreError::NoInstance(_))));
     router.advance(d.ticket, Event::GaveUp(Failure::Reset), 4.0).unwrap();
     is(&mut router, Indicator::Tokens, &[0.0; 3]);
@@ -362,8 +362,8 @@ fn a_move_ends_with_its_request_and_a_target_that_is_gone_is_replaced() {
     assert!(router.advance(given_up.ticket, Event::Moved, 2.0).is_err());
     router.drop_ticket(given_up.ticket);
     let (d, target) = start(&mut router);
-    router.fleet_mut().set_healthy(target, false);
-    router.fleet_mut().set_healthy(d.segment.instance, false);
+    router.fleet_mut().set_healthy(target, false).unwrap();
+    router.fleet_mut().set_healthy(d.segment.instance, false).unwrap();
     let other = router.advance(d.ticket, Event::Moved, 2.0).unwrap().unwrap();
     assert!(other.instance != target && other.instance != d.segment.instance);
     assert_eq!(other.from_token, 1001);
@@ -377,7 +377,7 @@ fn a_request_on_its_way_is_load_of_its_target() {
     // Three requests run on one instance, none on the other. Once one was sent there, two and one are as even as can be, long before its KV has come.
     let mut router = fleet(RouterConfig::default(), &[Both, Both]);
     router.set_rescheduling(Some(RescheduleConfig::named("star_current").unwrap().build().unwrap())).unwrap();
-    (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Output));
+    (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Output).unwrap());
     let placed: Vec<Decision> = (0..6).map(|_| route(&mut router, 0.0)).collect();
     for decision in &placed {
         router.advance(decision.ticket, Event::FirstToken, 0.1).unwrap();

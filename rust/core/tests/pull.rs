@@ -47,7 +47,7 @@ fn held_by_one(policy: &str, pull: PullConfig, instances: usize) -> (Router, Ins
     router.advance(first.ticket, Event::FirstToken, 0.1601).unwrap();
     router.advance(first.ticket, Event::Finished(Usage::default()), 0.2).unwrap();
     let home = first.segment.instance;
-    router.fleet_mut().set_draining(home, true);
+    router.fleet_mut().set_draining(home, true).unwrap();
     (router, home, prompt)
 }
 
@@ -88,7 +88,7 @@ fn whoever_is_chosen_pulls_what_another_holds() {
 #[test]
 fn lmetric_pull_weighs_a_pulled_token_at_its_cost() {
     let (mut router, home, prompt) = held_by_one("lmetric_pull", PULL, 2);
-    router.fleet_mut().set_draining(home, false);
+    router.fleet_mut().set_draining(home, false).unwrap();
     let name = router.fleet().name(home).to_string();
     let route = |router: &mut Router, running: f64| {
         // Twice: what ended since the last report may still be in the first.
@@ -139,7 +139,7 @@ fn of_equal_holders_the_one_that_serves_least_is_asked() {
     let second = router.route(&request(&prompt), 1.0).unwrap();
     router.advance(second.ticket, Event::Sent, 1.0).unwrap();
     let also = second.segment.instance;
-    router.fleet_mut().set_draining(also, true);
+    router.fleet_mut().set_draining(also, true).unwrap();
     // The one still serves that pull, so the other is asked, although it has a request more.
     let third = router.route(&request(&prompt), 1.0).unwrap();
     assert_eq!(third.pull.unwrap().holder, also);
@@ -182,7 +182,7 @@ fn a_step_time_model_says_what_computing_takes() {
         max_batch_tokens: 512.0,
     };
     let (mut router, _, prompt) = held_by_one("lmetric_pull", PULL, 2);
-    router.set_step_time(InstanceId(1), Some(step));
+    router.set_step_time(InstanceId(1), Some(step)).unwrap();
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     let score = f64::from(router.receipt(decision.id).unwrap().scores[1]);
     assert!((score - (1.0 + 0.018 * 1600.0 / 0.1728)).abs() < 1e-4, "{score}");
@@ -305,20 +305,20 @@ fn a_retry_pulls_anew() {
 fn engines_must_be_able_to() {
     for (slot, cuts) in [(0, Cuts::Output), (1, Cuts::Output), (1, Cuts::Nowhere)] {
         let (mut router, _, prompt) = held_by_one("lmetric_pull", PULL, 2);
-        router.set_cuts(InstanceId(slot), cuts);
+        router.set_cuts(InstanceId(slot), cuts).unwrap();
         let decision = router.route(&request(&prompt), 1.0).unwrap();
         assert_eq!(decision.pull, None);
         assert_eq!(router.receipt(decision.id).unwrap().scores[1], 1601.0);
     }
     let (mut router, home, prompt) = held_by_one("lmetric_pull", PULL, 2);
-    router.fleet_mut().set_healthy(home, false);
+    router.fleet_mut().set_healthy(home, false).unwrap();
     assert_eq!(router.route(&request(&prompt), 1.0).unwrap().pull, None);
 }
 
 #[test]
 fn a_prefill_instance_pulls_too_and_a_part_of_a_prompt_does_not() {
     let (mut router, home, prompt) = held_by_one("least_requests", PULL, 2);
-    router.fleet_mut().set_role(InstanceId(1), Role::Prefill);
+    router.fleet_mut().set_role(InstanceId(1), Role::Prefill).unwrap();
     router.add_instance("decode", Role::Decode, None).unwrap();
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     assert_eq!(decision.segment.to_token, Some(1601));
@@ -410,7 +410,7 @@ proptest! {
                             if which % 2 == 0 {
                                 router.remove_instance(&name).unwrap();
                             } else {
-                                router.fleet_mut().set_draining(slot, which % 4 == 1);
+                                router.fleet_mut().set_draining(slot, which % 4 == 1).unwrap();
                             }
                         } else {
                             router.add_instance(&name, Role::Both, None).unwrap();

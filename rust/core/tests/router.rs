@@ -227,7 +227,7 @@ fn nobody_to_take_it_is_an_error_that_books_nothing() {
     assert!(empty.route(&request(&[]), 0.0).unwrap_err().to_string().contains("no instances"));
     let mut drained = router("lmetric", 1);
     let id = drained.fleet().find("e0").unwrap();
-    drained.fleet_mut().set_draining(id, true);
+    drained.fleet_mut().set_draining(id, true).unwrap();
     let error = drained.route(&request(&[]), 0.0).unwrap_err().to_string();
     assert!(error.contains("draining"), "{error}");
     assert_eq!((drained.in_flight(), drained.totals().no_instance), (0, 1));

@@ -148,7 +148,7 @@ fn bound_instances_that_are_gone_are_replaced_each_by_itself() {
     let mut router = fleet(libra(3), 4);
     let d = router.route(&THINKS, 0.0).unwrap();
     let plan = segments(&mut router, &d);
-    router.fleet_mut().set_healthy(plan[1].instance, false);
+    router.fleet_mut().set_healthy(plan[1].instance, false).unwrap();
     let next = router.advance(d.ticket, DONE, 1.0).unwrap().unwrap();
     assert!(next.instance != plan[1].instance);
     assert_eq!((next.from_token, next.to_token), (plan[1].from_token, plan[1].to_token));
@@ -156,7 +156,7 @@ fn bound_instances_that_are_gone_are_replaced_each_by_itself() {
     let named =
         |router: &Router| router.receipt(d.id).unwrap().next.iter().map(|n| n.slot).collect::<Vec<_>>();
     assert_eq!(named(&router), [next.instance.0, plan[2].instance.0]);
-    router.fleet_mut().set_healthy(plan[2].instance, false);
+    router.fleet_mut().set_healthy(plan[2].instance, false).unwrap();
     let last = router.advance(d.ticket, DONE, 2.0).unwrap().unwrap();
     assert!(last.instance != plan[2].instance && last.from_token == plan[2].from_token);
     assert_eq!(named(&router), [next.instance.0, last.instance.0]);
@@ -170,8 +170,8 @@ fn who_takes_the_request_whole_leaves_nothing_to_those_bound_behind() {
     let d = router.route(&THINKS, 0.0).unwrap();
     let plan = segments(&mut router, &d);
     // Nobody takes over where the thoughts were to be; the third may take requests, but hands none over.
-    (0..3).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Nowhere));
-    router.fleet_mut().set_healthy(plan[1].instance, false);
+    (0..3).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Nowhere).unwrap());
+    router.fleet_mut().set_healthy(plan[1].instance, false).unwrap();
     let next = router.advance(d.ticket, DONE, 1.0).unwrap().unwrap();
     assert_eq!((next.from_token, next.to_token, router.bound(d.ticket).count()), (0, None, 0));
     assert_eq!(router.receipt(d.id).unwrap().next.len(), 1);
@@ -200,7 +200,7 @@ fn what_cannot_be_cut_in_three_is_cut_in_two_and_the_receipt_says_why() {
     let unknown = Request { expected_output_tokens: None, ..THINKS };
     let (pieces, why) = parts(&mut router, &unknown);
     assert_eq!((pieces, why.as_deref()), (1, Some("nothing is known of the length of answers")));
-    (0..3).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd));
+    (0..3).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd).unwrap());
     let cannot = "in three parts: its instances cannot hand over".to_string();
     assert_eq!(parts(&mut router, &THINKS), (2, Some(cannot)));
     assert_eq!(parts(&mut fleet(libra(2), 3), &THINKS), (2, None));

@@ -4,6 +4,7 @@
 //! What is waited for are the sockets' file descriptors: asking hundreds of sockets in turn, as `zmq_poll` does, costs more than
 //! what they bring. A descriptor signals once, so a socket is read until it is empty, or is looked at again without waiting.
 use crate::apply::Applier;
+use crate::heartbeat::Heartbeat;
 use crate::source::{Blocks, Kind, Line, RUN, Source, prepare, receive};
 use crate::status::Status;
 use crate::stream::{Counts, Standing};
@@ -56,6 +57,7 @@ enum Command {
 pub struct EventFeed {
     door: Mutex<Option<Door>>,
     shown: Shown,
+    heartbeat: Heartbeat,
 }
 
 struct Door {
@@ -91,7 +93,9 @@ impl EventFeed {
         let (registry, poll) = poll.map_err(|error| refused(&error))?;
         let (commands, received) = channel();
         let shown = Shown::default();
+        let heartbeat = Heartbeat::start();
         let worker = Worker {
+            heartbeat: heartbeat.clone(),
             epoch: feed.epoch(),
             feed,
             clock: Box::new(clock),
@@ -106,9 +110,11 @@ impl EventFeed {
             shown: shown.clone(),
             looked_at: 0.0,
         };
-        let thread = std::thread::Builder::new().name("lmetric-feed".into()).spawn(move || worker.run());
+        let watched = heartbeat.clone();
+        let work = move || watched.watch(|| worker.run());
+        let thread = std::thread::Builder::new().name("lmetric-feed".into()).spawn(work);
         let thread = thread.map_err(|error| refused(&error))?;
-        Ok(EventFeed { door: Mutex::new(Some(Door { commands, wake, thread })), shown })
+        Ok(EventFeed { door: Mutex::new(Some(Door { commands, wake, thread })), shown, heartbeat })
     }
 
     /// Listens to a rank of an instance.
@@ -118,7 +124,7 @@ impl EventFeed {
     pub fn subscribe(&self, instance: &str, subscription: Subscription) -> Result<(), CoreError> {
         let (reply, answer) = sync_channel(1);
         self.send(Command::Subscribe(instance.to_string(), subscription, reply))?;
-        answer.recv().unwrap_or_else(|_| Err(closed()))
+        answer.recv().unwrap_or_else(|_| Err(self.gone()))
     }
 
     /// Stops listening to an instance, and forgets what its events told. Whether there was a subscription.
@@ -128,14 +134,20 @@ impl EventFeed {
     pub fn unsubscribe(&self, instance: &str) -> Result<bool, CoreError> {
         let (reply, answer) = sync_channel(1);
         self.send(Command::Unsubscribe(instance.to_string(), reply))?;
-        answer.recv().map_err(|_| closed())
+        answer.recv().map_err(|_| self.gone())
     }
 
-    /// What its sources have come to, by rank; load reports last.
+    /// What its sources have come to, by rank; load reports last. Nothing is known any more of those of a thread that stopped or hangs.
     pub fn status(&self, instance: &str) -> Vec<Status> {
         let sources = self.shown.lock().get(instance).cloned().unwrap_or_default();
         let mut all: Vec<Status> = sources.iter().map(|status| status.lock().clone()).collect();
         all.sort_by_key(|status| (status.load, status.rank));
+        if let Some(problem) = self.heartbeat.problem() {
+            for status in &mut all {
+                (status.standing, status.connected) = (Standing::Incomplete, false);
+                status.tally.last_error = Some(problem.clone());
+            }
+        }
         all
     }
 
@@ -157,10 +169,20 @@ impl EventFeed {
     fn send(&self, command: Command) -> Result<(), CoreError> {
         let door = self.door.lock();
         let door = door.as_ref().ok_or_else(closed)?;
-        door.commands.send(command).map_err(|_| closed())?;
+        door.commands.send(command).map_err(|_| self.gone())?;
         // A full pipe wakes the thread as well.
         let _ = door.wake.send(&b""[..], DONTWAIT);
         Ok(())
+    }
+}
+
+impl EventFeed {
+    /// Why the thread does not answer.
+    fn gone(&self) -> CoreError {
+        match self.heartbeat.problem() {
+            Some(problem) => bad("event feed", problem, "one whose thread runs"),
+            None => closed(),
+        }
     }
 }
 
@@ -193,6 +215,7 @@ struct Link {
 }
 
 struct Worker {
+    heartbeat: Heartbeat,
     feed: Arc<KvFeed>,
     epoch: u64,
     clock: Box<dyn Fn() -> f64 + Send>,
@@ -215,6 +238,7 @@ impl Worker {
         let (mut events, mut signalled) = (Events::with_capacity(256), HashSet::new());
         loop {
             self.wait(&mut events);
+            self.heartbeat.beat();
             signalled.clear();
             signalled.extend(events.iter().map(|event| event.token().0));
             while signalled.contains(&WAKE) && self.wake.recv_msg(DONTWAIT).is_ok() {}

@@ -107,7 +107,7 @@ fn measure(
         let matched = Instant::now();
         let chosen = router.score(&request, now)?;
         let scored = Instant::now();
-        let decision = router.commit(&request, None, chosen, now);
+        let decision = router.commit(&request, None, chosen, now)?;
         let committed = Instant::now();
         let ends =
             [hashed - start, matched - hashed, scored - matched, committed - scored, committed - start];

@@ -64,6 +64,7 @@ pub fn to_python(error: CoreError) -> PyErr {
         CoreError::NoInstance(_) => NoInstanceError::new_err(message),
         CoreError::Policy { .. } => PolicyError::new_err(message),
         CoreError::Ticket { .. } => TicketError::new_err(message),
+        CoreError::Broken => LmetricError::new_err(message),
         CoreError::Expression(place) => Python::attach(|py| {
             let chars = |bytes: usize| place.text.get(..bytes).map_or(0, |t| t.chars().count());
             let error = ExpressionError::new_err(message);

@@ -19,7 +19,8 @@ mod ticket;
 mod tokens;
 mod wire;
 
-#[pymodule]
+// Free-threaded interpreters must take their lock for it: buffers are read in place (see `buffers`), which only that lock makes sound.
+#[pymodule(gil_used = true)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::register(module)?;
     router::register(module)?;

@@ -9,25 +9,6 @@ use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 use std::borrow::Cow;
-use std::cell::Cell;
-
-thread_local! {
-    /// Whether this thread is inside a policy function.
-    static DECIDING: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Refuses to wait for a router inside a policy function: it would wait for itself.
-pub fn refuse_reentry() -> Result<()> {
-    if DECIDING.get() {
-        return Err(CoreError::Policy {
-            policy: "function".into(),
-            problem: "it called its own router, which waits for it; take what it needs from its columns"
-                .into(),
-        }
-        .into());
-    }
-    Ok(())
-}
 
 /// Builds the policy that `policy` describes: `None` (lmetric), a name, the text of a score expression, an `lmetric.Expr`, an `lmetric.Policy` (texts),
 /// or an `lmetric.policy_function` (a callable).
@@ -196,10 +177,7 @@ impl Policy for Callable {
         scores: &mut Scores,
     ) -> std::result::Result<(), CoreError> {
         Python::attach(|py| {
-            DECIDING.set(true);
-            let called = self.call(py, snapshot, scores);
-            DECIDING.set(false);
-            called.map_err(|error| CoreError::Policy {
+            self.call(py, snapshot, scores).map_err(|error| CoreError::Policy {
                 policy: self.spec.name.to_string(),
                 problem: error.to_string(),
             })

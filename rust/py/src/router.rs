@@ -3,24 +3,24 @@ use crate::buffers::Ints;
 use crate::errors::Result;
 use crate::guard::GuardSettings;
 use crate::policies;
-use crate::ticket::{Decision, Ticket};
-use lmetric_core::CoreError;
+use crate::ticket::{Decision, Stats, Ticket};
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
-use lmetric_core::indicators::{INDICATORS, Indicator, Scope};
+use lmetric_core::indicators::{INDICATORS, Indicator, IndicatorDecl, Scope};
 use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::plan::{Binding, Cuts};
 use lmetric_core::request::{Request, Tenant};
 use lmetric_core::router::books::Report;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
-use lmetric_core::router::{IndexFeed, Router as CoreRouter, RouterConfig, Share, SharedRouter};
+use lmetric_core::router::{IndexFeed, NamedMove, Router as CoreRouter, RouterConfig, Share, SharedRouter};
+use lmetric_core::{CoreError, InstanceId};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Adds the classes to the module.
@@ -31,6 +31,13 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Ticket>()?;
     module.add_function(wrap_pyfunction!(policies::policy_table, module)?)
 }
+
+/// Longer prompts count as this long, so that token positions behind the prompt fit into 32 bits.
+const MOST_PROMPT_TOKENS: u32 = i32::MAX as u32;
+/// Seconds by which times that a program gives may be off.
+const DAY: f64 = 86_400.0;
+/// How long a policy function may wait for another router, whose holder may wait for the function's own.
+const MOST_NESTED_WAIT: Duration = Duration::from_secs(1);
 
 /// Seconds on Python's monotonic clock, without asking Python.
 #[derive(Clone, Copy)]
@@ -53,18 +60,23 @@ impl Clock {
     /// `now` where given, else the clock's.
     ///
     /// # Errors
-    /// `BadValue` where it is not finite.
-    pub fn now(&self, now: Option<f64>) -> Result<f64> {
-        match now {
-            None => Ok(self.read()),
-            Some(now) if now.is_finite() => Ok(now),
-            Some(now) => Err(CoreError::BadValue {
-                what: "now".into(),
-                got: now.to_string(),
-                expected: "seconds on a monotonic clock".into(),
-            }
-            .into()),
+    /// `BadValue` if it is more than a day off both this clock and the latest time that the router was told of. (A program may have a clock of its own.)
+    pub fn now(&self, now: Option<f64>, router: &CoreRouter) -> Result<f64> {
+        let Some(now) = now else { return Ok(self.read()) };
+        let near = |time: f64| (now - time).abs() <= DAY;
+        if near(router.latest()) || near(self.read()) {
+            return Ok(now);
         }
+        Err(CoreError::BadValue {
+            what: "now".into(),
+            got: now.to_string(),
+            expected: format!(
+                "seconds on the monotonic clock, within a day of time.monotonic() ({:.0}); time.time() is another clock; \
+                 without now= the router reads the clock itself",
+                self.read()
+            ),
+        }
+        .into())
     }
 }
 
@@ -135,13 +147,18 @@ impl Router {
         py: Python<'_>,
         with: impl FnOnce(&KvFeed) -> std::result::Result<T, CoreError> + Send,
     ) -> Result<T> {
-        policies::refuse_reentry()?;
+        refuse_in_policy("fed a router's index")?;
+        self.shared.check()?;
         Ok(py.detach(|| with(&self.feed))?)
     }
 
-    /// The router, taken without holding the interpreter lock while waiting.
-    fn lock(&self, py: Python<'_>) -> Result<MutexGuard<'_, CoreRouter>> {
-        lock(&self.shared, py)
+    /// Calls `with` with the router taken; see [`with_router`].
+    fn with_core<T: Send>(
+        &self,
+        py: Python<'_>,
+        with: impl FnOnce(&mut CoreRouter) -> Result<T> + Send,
+    ) -> Result<T> {
+        with_router(&self.shared, py, with)
     }
 
     /// Calls `with` with the request that the prompt makes, and its chain apart from it.
@@ -158,7 +175,7 @@ impl Router {
         let (prompt_tokens, tokens_per_block) = self.hash(py, prompt, chain)?;
         let request = Request {
             chain: &[],
-            prompt_tokens: prompt_tokens.saturating_add(prompt.extra_tokens),
+            prompt_tokens: prompt_tokens.saturating_add(prompt.extra_tokens).min(MOST_PROMPT_TOKENS),
             tokens_per_block,
             expected_output_tokens: prompt.expected_output_tokens,
             think_tokens: prompt.think_tokens,
@@ -216,21 +233,47 @@ impl Router {
     }
 }
 
-/// Takes a shared router; lets the interpreter lock go while it has to wait, since the holder may need it.
+/// Calls `with` with a shared router taken. If the router is not free within microseconds, all of that runs without the interpreter lock, which the
+/// router's holder may need: `with` has its turn when the router is free, whoever else wants either lock.
 ///
 /// # Errors
-/// `Policy` inside a policy function, which runs while its router is taken.
-pub fn lock<'a>(shared: &'a SharedRouter, py: Python<'_>) -> Result<MutexGuard<'a, CoreRouter>> {
-    if let Some(router) = shared.try_lock() {
-        return Ok(router);
+/// `Policy` inside a policy function for its own router, which is taken while the function runs, and for one that stays busy. `Broken`.
+pub fn with_router<T: Send>(
+    shared: &SharedRouter,
+    py: Python<'_>,
+    with: impl FnOnce(&mut CoreRouter) -> Result<T> + Send,
+) -> Result<T> {
+    if let Some(mut router) = shared.try_lock() {
+        shared.check()?;
+        return with(&mut router);
     }
-    policies::refuse_reentry()?;
-    loop {
-        if let Some(router) = shared.lock_soon() {
-            return Ok(router);
-        }
-        py.detach(|| drop(shared.lock()));
+    let problem = |problem: &str| CoreError::Policy { policy: "function".into(), problem: problem.into() };
+    if shared.is_held_here() {
+        let own = "it called its own router, which waits for it; take what it needs from its columns";
+        return Err(problem(own).into());
     }
+    if let Some(mut router) = shared.lock_soon() {
+        shared.check()?;
+        return with(&mut router);
+    }
+    let nested = SharedRouter::any_is_held_here();
+    py.detach(|| {
+        let router = if nested { shared.lock_within(MOST_NESTED_WAIT) } else { Some(shared.lock_next()) };
+        let busy = "it waited for another router that stays busy: its holder may wait for the function's own";
+        let mut router = router.ok_or_else(|| problem(busy))?;
+        shared.check()?;
+        with(&mut router)
+    })
+}
+
+/// # Errors
+/// `Policy` inside a policy function, whose router is taken while it runs.
+fn refuse_in_policy(what: &str) -> Result<()> {
+    if !SharedRouter::any_is_held_here() {
+        return Ok(());
+    }
+    let problem = format!("it {what}, which may have to wait for its own router; do that outside of it");
+    Err(CoreError::Policy { policy: "function".into(), problem }.into())
 }
 
 #[pymethods]
@@ -322,17 +365,17 @@ impl Router {
         role: &str,
     ) -> Result<usize> {
         let role = named(&format!("role of {name}"), role, &Role::NAMES)?;
-        Ok(self.lock(py)?.add_instance(name, role, cache_blocks)?.index())
+        self.with_core(py, |router| Ok(router.add_instance(name, role, cache_blocks)?.index()))
     }
 
     /// Changes what an instance may be asked to do: `"both"`, `"prefill"` or `"decode"`. What runs there runs on; drain it first where that matters.
     /// Raises `UnknownNameError`, `BadValueError`.
     fn set_role(&self, py: Python<'_>, name: &str, role: &str) -> Result<()> {
         let role = named(&format!("role of {name}"), role, &Role::NAMES)?;
-        let mut router = self.lock(py)?;
-        let id = router.fleet().find(name)?;
-        router.fleet_mut().set_role(id, role);
-        Ok(())
+        self.with_core(py, |router| {
+            let id = router.fleet().find(name)?;
+            Ok(router.fleet_mut().set_role(id, role)?)
+        })
     }
 
     /// Removes an instance. Tickets open on it stay valid and touch no books any more. Raises `UnknownNameError`.
@@ -372,29 +415,29 @@ impl Router {
 
     /// Says whether an instance answers; one that does not gets no requests. Raises `UnknownNameError`.
     fn set_health(&self, py: Python<'_>, name: &str, healthy: bool) -> Result<()> {
-        let mut router = self.lock(py)?;
-        let id = router.fleet().find(name)?;
-        router.fleet_mut().set_healthy(id, healthy);
-        Ok(())
+        self.with_core(py, |router| {
+            let id = router.fleet().find(name)?;
+            Ok(router.fleet_mut().set_healthy(id, healthy)?)
+        })
     }
 
     /// Stops (or resumes) placing requests on an instance; what runs there runs on. Raises `UnknownNameError`.
     #[pyo3(signature = (name, draining=true))]
     fn drain(&self, py: Python<'_>, name: &str, draining: bool) -> Result<()> {
-        let mut router = self.lock(py)?;
-        let id = router.fleet().find(name)?;
-        router.fleet_mut().set_draining(id, draining);
-        Ok(())
+        self.with_core(py, |router| {
+            let id = router.fleet().find(name)?;
+            Ok(router.fleet_mut().set_draining(id, draining)?)
+        })
     }
 
     /// Names of the instances, in slot order.
     fn instances(&self, py: Python<'_>) -> Result<Vec<String>> {
-        Ok(self.lock(py)?.fleet().live_names().map(str::to_string).collect())
+        self.with_core(py, |router| Ok(router.fleet().live_names().map(str::to_string).collect()))
     }
 
     /// Requests in flight: tickets that are open.
     fn in_flight(&self, py: Python<'_>) -> Result<usize> {
-        Ok(self.lock(py)?.in_flight())
+        self.with_core(py, |router| Ok(router.in_flight()))
     }
 
     /// Decides where a request goes, books it there at once, and opens its ticket.
@@ -457,14 +500,15 @@ impl Router {
                 handicap_seconds,
             },
         };
-        let now = self.clock.now(now)?;
         self.with_request(py, &prompt, |request, chain| {
-            let mut router = self.lock(py)?;
-            let decision = router.route_taking(&request, chain, request_id, now)?;
-            let name = router.fleet().name(decision.segment.instance).clone();
-            let next = decision.next.map(|next| router.fleet().name(next.instance).clone());
-            let pull = decision.pull.map(|pull| crate::ticket::pull_told(&router, pull));
-            drop(router);
+            let (decision, name, next, pull) = self.with_core(py, |router| {
+                let now = self.clock.now(now, router)?;
+                let decision = router.route_taking(&request, chain, request_id, now)?;
+                let name = router.fleet().name(decision.segment.instance).clone();
+                let next = decision.next.map(|next| router.fleet().name(next.instance).clone());
+                let pull = decision.pull.map(|pull| crate::ticket::pull_told(router, pull));
+                Ok((decision, name, next, pull))
+            })?;
             let ticket = self.shared.ticket(&decision);
             Ok((
                 Decision::new(
@@ -512,7 +556,8 @@ impl Router {
             tenant: Tenant::default(),
         };
         let hits = self.with_request(py, &prompt, |request, chain| {
-            Ok(self.lock(py)?.hit_tokens(&Request { chain, ..request }))
+            let request = Request { chain, ..request };
+            self.with_core(py, |router| Ok(router.hit_tokens(&request)))
         })?;
         Ok(PyArray1::from_slice(py, &hits))
     }
@@ -549,15 +594,20 @@ impl Router {
             unpulled: None,
             tenant: Tenant::default(),
         };
-        let now = self.clock.now(now)?;
-        let mut out = Vec::new();
-        self.with_request(py, &prompt, |request, chain| {
-            Ok(scores_of(&mut *self.lock(py)?, &Request { chain, ..request }, now, &mut out)?)
+        let out = self.with_request(py, &prompt, |request, chain| {
+            let request = Request { chain, ..request };
+            self.with_core(py, |router| {
+                let now = self.clock.now(now, router)?;
+                let (members, mut out) = (members(router), Vec::new());
+                scores_of(router, &request, now, &members, &mut out)?;
+                Ok(out)
+            })
         })?;
         Ok(PyArray1::from_vec(py, out))
     }
 
-    /// Scores of many prompts at once: `tokens` holds them back to back, prompt `i` at `offsets[i]:offsets[i + 1]`.
+    /// Scores of many prompts at once: `tokens` holds them back to back, prompt `i` at `offsets[i]:offsets[i + 1]`. A row for each prompt, a column for each of
+    /// the instances that were there at the call; NaN once an instance has gone. Other calls of the router run between two prompts.
     #[pyo3(signature = (tokens, offsets, *, now=None))]
     fn score_batch<'py>(
         &self,
@@ -581,12 +631,16 @@ impl Router {
             }
             .into());
         }
-        let now = self.clock.now(now)?;
+        refuse_in_policy("scored a batch")?;
         let (values, columns) = py.detach(|| {
-            let mut out = Vec::new();
-            let mut chain = Vec::new();
+            self.shared.check()?;
             let keys = self.feed.keys();
-            let mut router = self.shared.lock();
+            let (now, members) = {
+                let router = self.shared.lock();
+                (self.clock.now(now, &router)?, members(&router))
+            };
+            let mut out = Vec::with_capacity(members.len() * (offsets.len() - 1));
+            let mut chain = Vec::new();
             for bounds in offsets.windows(2) {
                 let tokens = &tokens[bounds[0] as usize..bounds[1] as usize];
                 chain.clear();
@@ -597,9 +651,12 @@ impl Router {
                     tokens_per_block: keys.block_size as f64,
                     ..Request::default()
                 };
-                scores_of(&mut router, &request, now, &mut out)?;
+                // Taken for one prompt at a time: decisions go between.
+                let mut router = self.shared.lock_behind();
+                self.shared.check()?;
+                scores_of(&mut router, &request, now, &members, &mut out)?;
             }
-            Ok::<_, CoreError>((out, router.fleet().live_count()))
+            Ok::<_, crate::errors::Error>((out, members.len()))
         })?;
         Ok(PyArray1::from_vec(py, values).reshape([offsets.len() - 1, columns])?)
     }
@@ -617,15 +674,16 @@ impl Router {
         kv_usage: Option<f64>,
         now: Option<f64>,
     ) -> Result<()> {
-        let report = Report { at: self.clock.now(now)?, waiting, running, kv_usage };
-        Ok(self.lock(py)?.engine_report(name, report)?)
+        self.with_core(py, |router| {
+            let report = Report { at: self.clock.now(now, router)?, waiting, running, kv_usage };
+            Ok(router.engine_report(name, report)?)
+        })
     }
 
     /// What this router has on each instance, for those beside it: names, and the numbers that `SHARE_NAMES` names.
     #[pyo3(signature = (*, now=None))]
     fn share(&self, py: Python<'_>, now: Option<f64>) -> Result<Vec<(String, Vec<f64>)>> {
-        let now = self.clock.now(now)?;
-        let told = self.lock(py)?.share(now);
+        let told = self.with_core(py, |router| Ok(router.share(self.clock.now(now, router)?)))?;
         Ok(told.iter().map(|(name, share)| (name.to_string(), share.numbers().to_vec())).collect())
     }
 
@@ -650,15 +708,19 @@ impl Router {
             }),
         };
         let shares = shares.iter().map(of).collect::<std::result::Result<Vec<_>, CoreError>>()?;
-        let now = self.clock.now(now)?;
-        Ok(self.lock(py)?.hear(replica, shares.iter().map(|(name, share)| (&**name, *share)), now)?)
+        self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            Ok(router.hear(replica, shares.iter().map(|(name, share)| (&**name, *share)), now)?)
+        })
     }
 
     /// Forgets what routers told that have told nothing for `seconds`; their names.
     #[pyo3(signature = (seconds, *, now=None))]
     fn forget_silent(&self, py: Python<'_>, seconds: f64, now: Option<f64>) -> Result<Vec<String>> {
-        let now = self.clock.now(now)?;
-        Ok(self.lock(py)?.forget_silent(seconds, now).into_iter().map(String::from).collect())
+        self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            Ok(router.forget_silent(seconds, now).into_iter().map(String::from).collect())
+        })
     }
 
     /// The engine stored consecutive blocks: one physical copy more of each. `block_hashes`: its own 64-bit hashes (a buffer);
@@ -732,12 +794,18 @@ impl Router {
     /// Indicator columns of the live instances, in the order of `instances()`.
     #[pyo3(signature = (now=None))]
     fn indicators<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<Bound<'py, PyDict>> {
-        let mut router = self.lock(py)?;
-        router.derive_all(self.clock.now(now)?);
+        let columns = self.with_core(py, |router| {
+            router.derive_all(self.clock.now(now, router)?);
+            let (members, of_instances) = (members(router), |d: &&IndicatorDecl| d.scope == Scope::Instance);
+            let column = |decl: &IndicatorDecl| {
+                let column = router.columns().get(decl.id);
+                (decl.name, members.iter().map(|(id, _)| column[id.index()]).collect::<Vec<_>>())
+            };
+            Ok(INDICATORS.iter().filter(of_instances).map(column).collect::<Vec<_>>())
+        })?;
         let dict = PyDict::new(py);
-        for decl in INDICATORS.iter().filter(|d| d.scope == Scope::Instance) {
-            let column = live(&router, router.columns().get(decl.id)).collect::<Vec<_>>();
-            dict.set_item(decl.name, PyArray1::from_vec(py, column))?;
+        for (name, column) in columns {
+            dict.set_item(name, PyArray1::from_vec(py, column))?;
         }
         Ok(dict)
     }
@@ -745,10 +813,11 @@ impl Router {
     /// Tokens of prompts that an instance computes in a second, learned from first tokens; None until the first prefill was seen. Derives no other
     /// indicator. Raises `UnknownNameError`.
     fn prefill_rate(&self, py: Python<'_>, instance: &str) -> Result<Option<f64>> {
-        let router = self.lock(py)?;
-        let id = router.fleet().find(instance)?;
-        let rate = router.columns().get(Indicator::PrefillTokensPerSecond)[id.index()];
-        Ok(Some(rate).filter(|rate| !rate.is_nan()))
+        self.with_core(py, |router| {
+            let id = router.fleet().find(instance)?;
+            let rate = router.columns().get(Indicator::PrefillTokensPerSecond)[id.index()];
+            Ok(Some(rate).filter(|rate| !rate.is_nan()))
+        })
     }
 
     /// Why a decision was made and what came of it, as a dictionary; None where the receipt is gone (the ring is bounded in bytes).
@@ -756,16 +825,18 @@ impl Router {
     /// Keys: `scores` of all instances, `best` (up to 8, with the `terms` the policy read), `margin_to_runner_up`,
     /// `load_report_age_seconds`, `predicted_cached_tokens` and later `cached_tokens`, `ttft_seconds`, `outcome`, and more.
     fn receipt<'py>(&self, py: Python<'py>, decision_id: u64) -> Result<Option<Bound<'py, PyDict>>> {
-        let receipt = self.lock(py)?.receipt(decision_id).cloned();
-        let policy = self.lock(py)?.policy().spec().name.to_string();
-        receipt.map(|r| crate::ticket::receipt_dict(py, &r, &policy)).transpose()
+        let kept = self.with_core(py, |router| {
+            let policy = router.policy().spec().name.clone();
+            Ok(router.receipt(decision_id).map(|receipt| (receipt.clone(), policy)))
+        })?;
+        kept.map(|(receipt, policy)| crate::ticket::receipt_dict(py, &receipt, &policy)).transpose()
     }
 
     /// Everything periodic: call it about once a second. Returns what the hot-spot guard did since the last call (dictionaries:
     /// `event` is `"suspected"`, `"filtering"` or `"released"`) and when to call again. Source: LMETRIC, section 5.2.
     #[pyo3(signature = (now=None))]
     fn tick<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<(Vec<Bound<'py, PyDict>>, f64)> {
-        let (events, next) = self.lock(py)?.tick(self.clock.now(now)?);
+        let (events, next) = self.with_core(py, |router| Ok(router.tick(self.clock.now(now, router)?)))?;
         let events =
             events.iter().map(|e| crate::ticket::guard_event_dict(py, e)).collect::<PyResult<_>>()?;
         Ok((events, next))
@@ -774,8 +845,10 @@ impl Router {
     /// When the instance of a second segment is chosen from now on: `"early"`, at the decision, or `"late"`, when the first has ended.
     fn set_binding(&self, py: Python<'_>, binding: &str) -> Result<()> {
         let binding = binding_of(binding)?;
-        self.lock(py)?.set_binding(binding);
-        Ok(())
+        self.with_core(py, |router| {
+            router.set_binding(binding);
+            Ok(())
+        })
     }
 
     /// What requests are ordered by in their engines' queues from now on: `"none"`; `"uniboost"`, boosted arrivals in milliseconds, with the settings `gamma` (1/s),
@@ -785,18 +858,18 @@ impl Router {
     #[pyo3(signature = (kind, **settings))]
     fn set_priorities(&self, py: Python<'_>, kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {
         let priorities = crate::priorities::priorities_of(kind, settings)?;
-        Ok(self.lock(py)?.set_priorities(priorities)?)
+        self.with_core(py, |router| Ok(router.set_priorities(priorities)?))
     }
 
     /// Replaces `clock_offset_seconds` of the order `"uniboost"` and keeps what was learned. Other orders have no clock. Raises
     /// `BadValueError`.
     fn set_clock_offset(&self, py: Python<'_>, seconds: f64) -> Result<()> {
-        Ok(self.lock(py)?.set_clock_offset(seconds)?)
+        self.with_core(py, |router| Ok(router.set_clock_offset(seconds)?))
     }
 
     /// UniBoost's gamma as it is now, 1/s, and how often it was estimated; None where nobody is boosted.
     fn gamma(&self, py: Python<'_>) -> Result<Option<(f64, u64)>> {
-        Ok(self.lock(py)?.gamma())
+        self.with_core(py, |router| Ok(router.gamma()))
     }
 
     /// How requests are cut from now on that no roles cut: `"none"`; `"libra"`, where that balances two instances and pays, with the settings `parts` (3: one that says
@@ -811,7 +884,7 @@ impl Router {
     #[pyo3(signature = (kind, **settings))]
     fn set_split(&self, py: Python<'_>, kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {
         let split = crate::split::split_of(kind, settings)?;
-        Ok(self.lock(py)?.set_split(split)?)
+        self.with_core(py, |router| Ok(router.set_split(split)?))
     }
 
     /// Whether an instance, before a request begins there, fetches the part of the prompt's KV from now on that another instance holds and it does not, where that takes
@@ -822,12 +895,12 @@ impl Router {
     #[pyo3(signature = (on=true, **settings))]
     fn set_pull(&self, py: Python<'_>, on: bool, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {
         let pull = crate::pull::pull_of(settings)?;
-        Ok(self.lock(py)?.set_pull(on.then_some(pull))?)
+        self.with_core(py, |router| Ok(router.set_pull(on.then_some(pull))?))
     }
 
     /// Seconds that a pulled token takes, and that a pull takes besides, as learned, and from how many pulls; None where nothing is pulled.
     fn pull_cost(&self, py: Python<'_>) -> Result<Option<(f64, f64, u64)>> {
-        Ok(self.lock(py)?.pull_cost())
+        self.with_core(py, |router| Ok(router.pull_cost()))
     }
 
     /// How running requests are moved from now on: `"none"`, `"star"`, `"star_current"`, `"star_oracle"` or `"llumnix"`, with the settings of `lmetric.simulate`'s
@@ -841,7 +914,7 @@ impl Router {
     ) -> Result<()> {
         let config = crate::reschedule::reschedule_of(name, settings)?;
         let built = config.map(|config| config.build()).transpose()?;
-        Ok(self.lock(py)?.set_rescheduling(built)?)
+        self.with_core(py, |router| Ok(router.set_rescheduling(built)?))
     }
 
     /// One round of rescheduling: the moves that are worth making, and why there are no more. Each is a dictionary of `ticket` (a `Ticket.id`), `source`, `target`,
@@ -852,10 +925,14 @@ impl Router {
         py: Python<'py>,
         now: Option<f64>,
     ) -> Result<(Vec<Bound<'py, PyDict>>, &'static str)> {
-        let now = self.clock.now(now)?;
-        let mut router = self.lock(py)?;
-        let (moves, stop) = router.reschedule(now)?;
-        let told = moves.iter().map(|named| crate::ticket::move_dict(py, named, router.fleet()));
+        let (moves, stop) = self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            let (moves, stop) = router.reschedule(now)?;
+            let name = |id| router.fleet().name(id).clone();
+            let named = |named: NamedMove| (named, [named.why.source, named.why.target].map(name));
+            Ok((moves.into_iter().map(named).collect::<Vec<_>>(), stop))
+        })?;
+        let told = moves.iter().map(|(named, names)| crate::ticket::move_dict(py, named, names));
         Ok((told.collect::<PyResult<_>>()?, stop.reason()))
     }
 
@@ -863,10 +940,10 @@ impl Router {
     /// token) or `"anywhere"` (inside the prompt, too; a new instance's). Raises `UnknownNameError`, `BadValueError`.
     fn set_cuts(&self, py: Python<'_>, name: &str, cuts: &str) -> Result<()> {
         let cuts = named(&format!("cuts of {name}"), cuts, &Cuts::NAMES)?;
-        let mut router = self.lock(py)?;
-        let id = router.fleet().find(name)?;
-        router.set_cuts(id, cuts);
-        Ok(())
+        self.with_core(py, |router| {
+            let id = router.fleet().find(name)?;
+            Ok(router.set_cuts(id, cuts)?)
+        })
     }
 
     /// What an instance's steps cost where its engine is not like the others (another GPU, more of them): a profile's constants, or None: as the router was
@@ -874,10 +951,10 @@ impl Router {
     #[pyo3(signature = (name, step_time))]
     fn set_step_time(&self, py: Python<'_>, name: &str, step_time: Option<&Bound<'_, PyDict>>) -> Result<()> {
         let step_time = step_time.map(step_time_of).transpose()?;
-        let mut router = self.lock(py)?;
-        let id = router.fleet().find(name)?;
-        router.set_step_time(id, step_time);
-        Ok(())
+        self.with_core(py, |router| {
+            let id = router.fleet().find(name)?;
+            Ok(router.set_step_time(id, step_time)?)
+        })
     }
 
     /// Why the hot-spot guard was on or off when the router was made. `stats()["guard_on"]` says whether it is on now.
@@ -889,19 +966,21 @@ impl Router {
     /// Choices in which a policy scored no candidate, since the start. The instance with the fewest requests was chosen.
     #[getter]
     fn unscored(&self, py: Python<'_>) -> Result<u64> {
-        Ok(self.lock(py)?.totals().unscored)
+        self.with_core(py, |router| Ok(router.totals().unscored))
     }
 
     /// Returns one sentence for each policy that scores no instance of an idle fleet, with the reason. Raises `PolicyError` if a
     /// policy function fails.
     fn policy_warnings(&self, py: Python<'_>) -> Result<Vec<String>> {
-        Ok(self.lock(py)?.policy_warnings()?)
+        self.with_core(py, |router| Ok(router.policy_warnings()?))
     }
 
     /// Switches the hot-spot guard on or off. Off, it forgets what it saw.
     fn set_guard(&self, py: Python<'_>, on: bool) -> Result<()> {
-        self.lock(py)?.set_guard(on);
-        Ok(())
+        self.with_core(py, |router| {
+            router.set_guard(on);
+            Ok(())
+        })
     }
 
     /// The learned curve of answer lengths (SIBYL, section 4.2): the chance that an answer is longer than 0, 64, 128, ... tokens
@@ -913,19 +992,22 @@ impl Router {
         py: Python<'py>,
         product_limit: bool,
     ) -> Result<Option<Bound<'py, PyArray1<f64>>>> {
-        let router = self.lock(py)?;
-        let curve = router.ahead().map(|ahead| match product_limit {
-            true => ahead.survival().product_limit().boundaries().to_vec(),
-            false => ahead.survival().boundaries().to_vec(),
-        });
+        let curve = self.with_core(py, |router| {
+            Ok(router.ahead().map(|ahead| match product_limit {
+                true => ahead.survival().product_limit().boundaries().to_vec(),
+                false => ahead.survival().boundaries().to_vec(),
+            }))
+        })?;
         Ok(curve.map(|curve| PyArray1::from_vec(py, curve)))
     }
 
     /// Counters since the start, gauges, and for each instance its state and indicators.
     fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
-        let mut router = self.lock(py)?;
-        router.derive_all(self.clock.now(None)?);
-        Ok(crate::ticket::stats_dict(py, &router)?)
+        let stats = self.with_core(py, |router| {
+            router.derive_all(self.clock.read());
+            Ok(Stats::of(router))
+        })?;
+        Ok(stats.dict(py)?)
     }
 }
 
@@ -980,30 +1062,27 @@ pub fn step_time_of(constants: &Bound<'_, PyDict>) -> Result<StepTime> {
     })
 }
 
-/// The values of a column's live slots.
-fn live<'a>(router: &'a CoreRouter, column: &'a [f64]) -> impl Iterator<Item = f64> + 'a {
+/// The live instances in slot order, and their generations.
+fn members(router: &CoreRouter) -> Vec<(InstanceId, u32)> {
     let fleet = router.fleet();
-    (0..fleet.slots())
-        .filter(|&slot| fleet.is_live(lmetric_core::InstanceId(slot as u32)))
-        .map(move |slot| column[slot])
+    let ids = (0..fleet.slots()).map(|slot| InstanceId(slot as u32));
+    ids.filter(|id| fleet.is_live(*id)).map(|id| (id, fleet.generation(id))).collect()
 }
 
+/// Appends the scores of these instances; NaN for those that have gone or may not take the request.
 fn scores_of(
     router: &mut CoreRouter,
     request: &Request<'_>,
     now: f64,
+    members: &[(InstanceId, u32)],
     out: &mut Vec<f64>,
 ) -> std::result::Result<(), CoreError> {
     router.match_prefix(request.chain);
     router.score(request, now)?;
-    let eligible = router.fleet().eligible();
-    let scores: Vec<f64> = router
-        .last_scores()
-        .score
-        .iter()
-        .zip(eligible)
-        .map(|(s, e)| if *e && !router.last_scores().unscored { *s } else { f64::NAN })
-        .collect();
-    out.extend(live(router, &scores));
+    let (fleet, last) = (router.fleet(), router.last_scores());
+    out.extend(members.iter().map(|&(id, generation)| {
+        let able = fleet.is_current(id, generation) && fleet.eligible()[id.index()];
+        if able && !last.unscored { last.score[id.index()] } else { f64::NAN }
+    }));
     Ok(())
 }

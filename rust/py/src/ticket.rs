@@ -1,15 +1,16 @@
 //! `Decision` and `Ticket`, and the core's records as dictionaries.
 use crate::errors::Result;
-use crate::router::{Clock, lock};
-use lmetric_core::CoreError;
-use lmetric_core::fleet::Fleet;
+use crate::router::{Clock, with_router};
+use lmetric_core::fleet::Role;
 use lmetric_core::guard::{GuardEvent, Phase};
+use lmetric_core::indicators::{INDICATORS, IndicatorDecl, Scope};
 use lmetric_core::plan::{Event, Failure, Pull, Segment, Usage};
 use lmetric_core::policy::Prefer;
 use lmetric_core::receipt::{Balance, Receipt};
 use lmetric_core::router::{
-    Carry, Decision as CoreDecision, NamedMove, Router, SharedRouter, Ticket as CoreTicket,
+    Carry, Decision as CoreDecision, NamedMove, Router, SharedRouter, Ticket as CoreTicket, Totals,
 };
+use lmetric_core::{CoreError, InstanceId};
 use numpy::PyArray1;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -73,13 +74,15 @@ impl Decision {
         }
     }
 
-    fn receipt<T>(&self, py: Python<'_>, read: impl FnOnce(&Receipt) -> T) -> Result<T> {
-        let router = lock(&self.shared, py)?;
-        let receipt = router.receipt(self.id).ok_or_else(|| CoreError::Ticket {
-            ticket: self.id,
-            problem: "its receipt is gone; a larger receipt_bytes= keeps receipts longer".into(),
-        })?;
-        Ok(read(receipt))
+    fn receipt<T: Send>(&self, py: Python<'_>, read: impl FnOnce(&Receipt) -> T + Send) -> Result<T> {
+        let id = self.id;
+        with_router(&self.shared, py, |router| match router.receipt(id) {
+            Some(receipt) => Ok(read(receipt)),
+            None => {
+                let problem = "its receipt is gone; a larger receipt_bytes= keeps receipts longer".into();
+                Err(CoreError::Ticket { ticket: id, problem }.into())
+            }
+        })
     }
 }
 
@@ -106,21 +109,20 @@ impl Decision {
 
     /// One score a slot, float32; NaN where the slot was left out. Raises `TicketError` where the receipt is gone.
     fn scores<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyArray1<f32>>> {
-        self.receipt(py, |r| PyArray1::from_slice(py, &r.scores))
+        Ok(PyArray1::from_vec(py, self.receipt(py, |r| r.scores.clone())?))
     }
 
     /// Names, best first; the chosen one leads its equals. Raises `TicketError` where the receipt is gone.
     fn ranking(&self, py: Python<'_>) -> Result<Vec<String>> {
-        self.receipt(py, |r| {
-            let sign = if r.prefer == Prefer::Max { -1.0 } else { 1.0 };
-            let mut order: Vec<usize> = (0..r.scores.len()).filter(|&i| !r.scores[i].is_nan()).collect();
-            let first = self.index as usize;
-            // The chosen one leads its equals.
-            order.sort_by(|&a, &b| {
-                (sign * r.scores[a]).total_cmp(&(sign * r.scores[b])).then((a != first).cmp(&(b != first)))
-            });
-            order.into_iter().map(|i| r.names[i].to_string()).collect()
-        })
+        let (scores, names, prefer) = self.receipt(py, |r| (r.scores.clone(), r.names.clone(), r.prefer))?;
+        let sign = if prefer == Prefer::Max { -1.0 } else { 1.0 };
+        let mut order: Vec<usize> = (0..scores.len()).filter(|&i| !scores[i].is_nan()).collect();
+        let first = self.index as usize;
+        // The chosen one leads its equals.
+        order.sort_by(|&a, &b| {
+            (sign * scores[a]).total_cmp(&(sign * scores[b])).then((a != first).cmp(&(b != first)))
+        });
+        Ok(order.into_iter().map(|i| names[i].to_string()).collect())
     }
 
     fn __repr__(&self) -> String {
@@ -153,12 +155,21 @@ impl Ticket {
 
     /// Tells the router of an event; the name of the instance that the request goes on at, where that changed.
     pub fn advance(&self, py: Python<'_>, event: Event, now: Option<f64>) -> Result<Option<Arc<str>>> {
-        let now = self.clock.now(now)?;
-        let mut router = lock(self.ticket.router(), py)?;
-        let Some(segment) = router.advance(self.ticket.id(), event, now)? else { return Ok(None) };
-        let name = router.fleet().name(segment.instance).clone();
-        *self.place.lock() = (segment, name.clone());
-        Ok(Some(name))
+        self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            let Some(segment) = router.advance(self.ticket.id(), event, now)? else { return Ok(None) };
+            let name = router.fleet().name(segment.instance).clone();
+            *self.place.lock() = (segment, name.clone());
+            Ok(Some(name))
+        })
+    }
+
+    fn with_core<T: Send>(
+        &self,
+        py: Python<'_>,
+        with: impl FnOnce(&mut Router) -> Result<T> + Send,
+    ) -> Result<T> {
+        with_router(self.ticket.router(), py, with)
     }
 }
 
@@ -191,17 +202,19 @@ impl Ticket {
     /// Name of the instance that is bound for the segment behind the open one; None where there is none yet.
     #[getter]
     fn next_instance(&self, py: Python<'_>) -> Result<Option<String>> {
-        let mut router = lock(self.ticket.router(), py)?;
-        let next = router.bound(self.ticket.id()).next();
-        Ok(next.map(|segment| router.fleet().name(segment.instance).to_string()))
+        self.with_core(py, |router| {
+            let next = router.bound(self.ticket.id()).next();
+            Ok(next.map(|segment| router.fleet().name(segment.instance).to_string()))
+        })
     }
 
     /// What its instance still has to fetch before it begins, as `Decision.pull`: after a retry it may be another pull. None: nothing, or that is over.
     #[getter]
     fn pull(&self, py: Python<'_>) -> Result<Option<(String, u32, u32)>> {
-        let mut router = lock(self.ticket.router(), py)?;
-        let pull = router.pull_of(self.ticket.id());
-        Ok(pull.map(|pull| pull_told(&router, pull)).map(|(holder, from, to)| (holder.to_string(), from, to)))
+        self.with_core(py, |router| {
+            let pull = router.pull_of(self.ticket.id()).map(|pull| pull_told(router, pull));
+            Ok(pull.map(|(holder, from, to)| (holder.to_string(), from, to)))
+        })
     }
 
     /// Its pull is over: so many leading tokens came (0: none did), so many seconds after they were asked for. The instance computes the rest, and begins now. Raises
@@ -221,29 +234,33 @@ impl Ticket {
     /// Raises `UnknownNameError`, and `TicketError` where it cannot move: closed, without a token, another segment bound, `target` not able.
     #[pyo3(signature = (target, *, recompute=true, now=None))]
     fn begin_move(&self, py: Python<'_>, target: &str, recompute: bool, now: Option<f64>) -> Result<()> {
-        let now = self.clock.now(now)?;
-        let mut router = lock(self.ticket.router(), py)?;
-        let target = router.fleet().find(target)?;
-        let carry = if recompute { Carry::Recompute } else { Carry::Kv };
-        router.begin_move(self.ticket.id(), target, carry, now)?;
-        Ok(())
+        self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            let target = router.fleet().find(target)?;
+            let carry = if recompute { Carry::Recompute } else { Carry::Kv };
+            router.begin_move(self.ticket.id(), target, carry, now)?;
+            Ok(())
+        })
     }
 
     /// The instance of the running request has failed it, and is not asked for it again: the name of the one where it would best go on. Books nothing. Raises
     /// `NoInstanceError`, and `TicketError` where it is closed or has no token yet.
     #[pyo3(signature = (now=None))]
     fn elsewhere(&self, py: Python<'_>, now: Option<f64>) -> Result<String> {
-        let now = self.clock.now(now)?;
-        let mut router = lock(self.ticket.router(), py)?;
-        let next = router.elsewhere(self.ticket.id(), now)?;
-        Ok(router.fleet().name(next).to_string())
+        self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            let next = router.elsewhere(self.ticket.id(), now)?;
+            Ok(router.fleet().name(next).to_string())
+        })
     }
 
     /// Gives up a move that has begun; does nothing where none has. Raises `TicketError` on a closed ticket.
     #[pyo3(signature = (now=None))]
     fn cancel_move(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
-        let now = self.clock.now(now)?;
-        Ok(lock(self.ticket.router(), py)?.cancel_move(self.ticket.id(), now)?)
+        self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            Ok(router.cancel_move(self.ticket.id(), now)?)
+        })
     }
 
     /// The open segment is closed with the output tokens told of so far, and the one that a move bound is open: the name of its instance (another one, where that has
@@ -256,7 +273,7 @@ impl Ticket {
     /// Whether the ticket is open.
     #[getter]
     fn open(&self, py: Python<'_>) -> Result<bool> {
-        Ok(lock(self.ticket.router(), py)?.is_open(self.ticket.id()))
+        self.with_core(py, |router| Ok(router.is_open(self.ticket.id())))
     }
 
     /// The request was written to its instance; an approximate index learns of it now (or at the next event). Raises `TicketError` on a closed ticket, as all events do.
@@ -344,8 +361,10 @@ impl Ticket {
 
     #[pyo3(signature = (*_args))]
     fn __exit__(&self, py: Python<'_>, _args: &Bound<'_, pyo3::types::PyTuple>) -> Result<()> {
-        lock(self.ticket.router(), py)?.drop_ticket(self.ticket.id());
-        Ok(())
+        self.with_core(py, |router| {
+            router.drop_ticket(self.ticket.id());
+            Ok(())
+        })
     }
 
     fn __repr__(&self) -> String {
@@ -368,7 +387,8 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("tried", tried)?;
     dict.set_item("prefer", if receipt.prefer == Prefer::Max { "max" } else { "min" })?;
     let scores = PyDict::new(py);
-    for (name, score) in receipt.names.iter().zip(&receipt.scores) {
+    // Free slots have no name.
+    for (name, score) in receipt.names.iter().zip(&receipt.scores).filter(|(name, _)| !name.is_empty()) {
         scores.set_item(&**name, number(f64::from(*score)))?;
     }
     dict.set_item("scores", scores)?;
@@ -436,12 +456,16 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     Ok(dict)
 }
 
-/// A move that a round names, as a dictionary.
-pub fn move_dict<'py>(py: Python<'py>, named: &NamedMove, fleet: &Fleet) -> PyResult<Bound<'py, PyDict>> {
+/// A move that a round names, with the names of its source and target, as a dictionary.
+pub fn move_dict<'py>(
+    py: Python<'py>,
+    named: &NamedMove,
+    [source, target]: &[Arc<str>; 2],
+) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("ticket", named.ticket.0)?;
-    dict.set_item("source", &**fleet.name(named.why.source))?;
-    dict.set_item("target", &**fleet.name(named.why.target))?;
+    dict.set_item("source", &**source)?;
+    dict.set_item("target", &**target)?;
     for (name, value) in [
         ("source_load", named.why.source_load),
         ("target_load", named.why.target_load),
@@ -473,64 +497,127 @@ pub fn guard_event_dict<'py>(py: Python<'py>, event: &GuardEvent) -> PyResult<Bo
     Ok(dict)
 }
 
-/// Counters and gauges of a router.
-pub fn stats_dict<'py>(py: Python<'py>, router: &Router) -> PyResult<Bound<'py, PyDict>> {
-    let totals = router.totals();
-    let dict = PyDict::new(py);
-    dict.set_item("policy", &*router.policy().spec().name)?;
-    dict.set_item("decode_policy", &*router.decode_policy().spec().name)?;
-    for (name, value) in [
-        ("decisions", totals.decisions),
-        ("no_instance", totals.no_instance),
-        ("retries", totals.retries),
-        ("left_out", totals.left_out),
-        ("unscored", totals.unscored),
-        ("filter_waived", totals.filter_waived),
-        ("split", totals.split),
-        ("moved", totals.moved),
-        ("pulls", totals.pulls),
-        ("pulled_tokens", totals.pulled_tokens),
-        ("finished", totals.finished),
-        ("dropped", totals.dropped),
-        ("prompt_tokens", totals.prompt_tokens),
-        ("predicted_cached_tokens", totals.predicted_cached_tokens),
-        ("cached_tokens", totals.cached_tokens),
-        ("output_tokens", totals.output_tokens),
-        ("index_bytes", router.index().bytes() as u64),
-        ("index_evicted_blocks", router.index().evicted_blocks()),
-        ("in_flight", router.in_flight() as u64),
-    ] {
-        dict.set_item(name, value)?;
-    }
-    let failed = PyDict::new(py);
-    for ((name, _), count) in Failure::NAMES.iter().zip(totals.failed) {
-        failed.set_item(*name, count)?;
-    }
-    dict.set_item("failed", failed)?;
-    let alarms = |phase| router.guard().alarms().iter().filter(|a| a.phase == phase).count();
-    dict.set_item("guard_on", router.guard().config().on)?;
-    dict.set_item("guard_suspected", alarms(Phase::Suspected))?;
-    dict.set_item("guard_filtering", alarms(Phase::Filtering))?;
-    let instances = PyDict::new(py);
-    let fleet = router.fleet();
-    for name in fleet.live_names() {
-        let id = fleet.find(name).expect("a live name");
-        let (healthy, draining, role) = fleet.state(id);
-        let row = PyDict::new(py);
-        row.set_item("healthy", healthy)?;
-        row.set_item("draining", draining)?;
-        row.set_item("role", role.name())?;
-        row.set_item("in_flight", router.in_flight_on(id))?;
-        row.set_item("decisions", router.decisions_on(id))?;
-        for indicator in lmetric_core::indicators::INDICATORS {
-            if indicator.scope == lmetric_core::indicators::Scope::Instance {
-                let value = router.columns().get(indicator.id)[id.index()];
-                row.set_item(indicator.name, (!value.is_nan()).then_some(value))?;
+/// Counters and gauges of a router: copied while it is taken, made into dictionaries of Python behind that.
+pub struct Stats {
+    policy: String,
+    decode_policy: String,
+    totals: Totals,
+    index_bytes: usize,
+    index_evicted_blocks: u64,
+    in_flight: usize,
+    guard_on: bool,
+    guard_suspected: usize,
+    guard_filtering: usize,
+    instances: Vec<InstanceStats>,
+    /// Indicators of all instances, an instance's beside each other.
+    values: Vec<f64>,
+}
+
+struct InstanceStats {
+    name: Arc<str>,
+    healthy: bool,
+    draining: bool,
+    role: Role,
+    in_flight: usize,
+    decisions: u64,
+    predicted_ttft_source: &'static str,
+}
+
+impl Stats {
+    /// Copies them, after [`Router::derive_all`].
+    pub fn of(router: &Router) -> Stats {
+        let (fleet, index) = (router.fleet(), router.index());
+        let alarms = |phase| router.guard().alarms().iter().filter(|a| a.phase == phase).count();
+        let ids = || (0..fleet.slots()).map(|slot| InstanceId(slot as u32)).filter(|id| fleet.is_live(*id));
+        let pool_rate = router.knows_a_rate();
+        let instances = ids().map(|id| {
+            let (healthy, draining, role) = fleet.state(id);
+            InstanceStats {
+                name: fleet.name(id).clone(),
+                healthy,
+                draining,
+                role,
+                in_flight: router.in_flight_on(id),
+                decisions: router.decisions_on(id),
+                predicted_ttft_source: router.ttft_source(id, pool_rate).name(),
             }
+        });
+        let columns: Vec<&[f64]> =
+            of_instances().map(|indicator| router.columns().get(indicator.id)).collect();
+        let values = ids().flat_map(|id| columns.iter().map(move |column| column[id.index()]));
+        Stats {
+            policy: router.policy().spec().name.to_string(),
+            decode_policy: router.decode_policy().spec().name.to_string(),
+            totals: router.totals().clone(),
+            index_bytes: index.bytes(),
+            index_evicted_blocks: index.evicted_blocks(),
+            in_flight: router.in_flight(),
+            guard_on: router.guard().config().on,
+            guard_suspected: alarms(Phase::Suspected),
+            guard_filtering: alarms(Phase::Filtering),
+            instances: instances.collect(),
+            values: values.collect(),
         }
-        row.set_item("predicted_ttft_source", router.ttft_source(id).name())?;
-        instances.set_item(name, row)?;
     }
-    dict.set_item("instances", instances)?;
-    Ok(dict)
+
+    /// As a dictionary.
+    pub fn dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let totals = &self.totals;
+        let dict = PyDict::new(py);
+        dict.set_item("policy", &self.policy)?;
+        dict.set_item("decode_policy", &self.decode_policy)?;
+        for (name, value) in [
+            ("decisions", totals.decisions),
+            ("no_instance", totals.no_instance),
+            ("retries", totals.retries),
+            ("left_out", totals.left_out),
+            ("unscored", totals.unscored),
+            ("filter_waived", totals.filter_waived),
+            ("split", totals.split),
+            ("moved", totals.moved),
+            ("pulls", totals.pulls),
+            ("pulled_tokens", totals.pulled_tokens),
+            ("finished", totals.finished),
+            ("dropped", totals.dropped),
+            ("prompt_tokens", totals.prompt_tokens),
+            ("predicted_cached_tokens", totals.predicted_cached_tokens),
+            ("cached_tokens", totals.cached_tokens),
+            ("output_tokens", totals.output_tokens),
+            ("index_bytes", self.index_bytes as u64),
+            ("index_evicted_blocks", self.index_evicted_blocks),
+            ("in_flight", self.in_flight as u64),
+        ] {
+            dict.set_item(name, value)?;
+        }
+        let failed = PyDict::new(py);
+        for ((name, _), count) in Failure::NAMES.iter().zip(totals.failed) {
+            failed.set_item(*name, count)?;
+        }
+        dict.set_item("failed", failed)?;
+        dict.set_item("guard_on", self.guard_on)?;
+        dict.set_item("guard_suspected", self.guard_suspected)?;
+        dict.set_item("guard_filtering", self.guard_filtering)?;
+        let instances = PyDict::new(py);
+        let width = of_instances().count();
+        for (instance, values) in self.instances.iter().zip(self.values.chunks(width)) {
+            let row = PyDict::new(py);
+            row.set_item("healthy", instance.healthy)?;
+            row.set_item("draining", instance.draining)?;
+            row.set_item("role", instance.role.name())?;
+            row.set_item("in_flight", instance.in_flight)?;
+            row.set_item("decisions", instance.decisions)?;
+            for (indicator, value) in of_instances().zip(values) {
+                row.set_item(indicator.name, (!value.is_nan()).then_some(*value))?;
+            }
+            row.set_item("predicted_ttft_source", instance.predicted_ttft_source)?;
+            instances.set_item(&*instance.name, row)?;
+        }
+        dict.set_item("instances", instances)?;
+        Ok(dict)
+    }
+}
+
+/// The indicators that each instance has.
+fn of_instances() -> impl Iterator<Item = &'static IndicatorDecl> {
+    INDICATORS.iter().filter(|decl| decl.scope == Scope::Instance)
 }

@@ -3,6 +3,7 @@
 //!
 //! [`Engine`] is one instance, without a clock: the caller says what time it is, so that the simulator's event loop and
 //! the emulated engine's real time play the same model. [`Generator`] gives the text of the emulated engines.
+#![forbid(unsafe_code)]
 
 pub mod cache;
 pub mod cluster;

@@ -103,7 +103,7 @@ fn play(profile: &Profile, asks: &[Ask], jitter: f64) -> Router {
 
 fn learned(router: &mut Router, decoding: f64, context: f64) -> f64 {
     let id = InstanceId(0);
-    assert_eq!(router.ttft_source(id), TtftSource::LearnedStepTime);
+    assert_eq!(router.ttft_source(id, router.knows_a_rate()), TtftSource::LearnedStepTime);
     router.step_time(id).unwrap().step(decoding, context)
 }
 
@@ -187,5 +187,5 @@ fn without_streams_step_times_stay_absent() {
     ] {
         assert!(router.columns().get(id)[0].is_nan(), "{id:?}");
     }
-    assert_eq!(router.ttft_source(InstanceId(0)), TtftSource::Prior);
+    assert_eq!(router.ttft_source(InstanceId(0), false), TtftSource::Prior);
 }

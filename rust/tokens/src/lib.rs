@@ -1,5 +1,6 @@
 //! Prompts to token ids. A text is cut at special tokens into segments whose ids do not depend on what stands around them
 //! (checked when a tokenizer is loaded); a segment seen before costs a hash and a copy. No I/O, no Python.
+#![forbid(unsafe_code)]
 mod cache;
 mod cuts;
 mod encoder;

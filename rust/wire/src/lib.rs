@@ -1,6 +1,7 @@
 //! Reads HTTP/1.1 bytes as they come: heads of requests; of responses heads, body framing, SSE events, and of the JSON
 //! inside only what a router needs (errors, tokens, usage). No I/O; memory is bounded whatever arrives; every result is independent of how
 //! the bytes were cut into pieces.
+#![forbid(unsafe_code)]
 mod body;
 mod head;
 mod json;

@@ -101,6 +101,24 @@ impl Scores {
         self.unscored = false;
     }
 
+    /// Checks what a policy made of the scores: one for each of `slots` slots, in all columns.
+    ///
+    /// # Errors
+    /// `Policy` if a column was resized.
+    pub(crate) fn check(&self, slots: usize, policy: &str) -> Result<(), CoreError> {
+        let then = self.then.get(..self.then_count);
+        let sound = |columns: &[Vec<f64>]| columns.iter().all(|column| column.len() == slots);
+        if self.score.len() == slots && then.is_some_and(sound) {
+            return Ok(());
+        }
+        Err(CoreError::Policy {
+            policy: policy.into(),
+            problem: format!(
+                "it must leave one score and one of each tie-break for each of the {slots} slots"
+            ),
+        })
+    }
+
     /// A tie-break column of `slots` entries to fill, lower is better.
     pub fn push_then(&mut self, slots: usize) -> &mut Vec<f64> {
         if self.then.len() == self.then_count {

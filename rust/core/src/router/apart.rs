@@ -124,7 +124,7 @@ impl Router {
         }
         let start_seconds = self.expected_handoff(request, first, now);
         let instance = Some(InstanceId(best as u32));
-        let from_token = request.prompt_tokens + u32::from(self.tells_early(&asked, best));
+        let from_token = request.prompt_tokens.saturating_add(u32::from(self.tells_early(&asked, best)));
         Rest::from_iter([Follow { from_token, instance, start_seconds, score: apart_seconds }])
     }
 

@@ -170,8 +170,8 @@ impl Router {
 
     /// The request with the length that its answer is expected to get, where that is estimated: what it may get at most tells little.
     pub(super) fn estimated<'r>(&self, request: &'r Request<'r>) -> Cow<'r, Request<'r>> {
-        let (of_length, of_class) = classes(request.prompt_tokens, request.length_class);
         let expected = self.lengths.as_ref().and_then(|lengths| {
+            let (of_length, of_class) = classes(request.prompt_tokens, request.length_class);
             let of_class = of_class.and_then(|class| lengths.expected(class, LEAST_OF_CLASS));
             let prior = lengths.prior_tokens();
             // One answer says what a median may be; of a mean, it says little.
@@ -208,8 +208,13 @@ impl Router {
     }
 
     /// Says where an instance's engine can hand requests over and take them; a new one can anywhere.
-    pub fn set_cuts(&mut self, id: InstanceId, cuts: Cuts) {
+    ///
+    /// # Errors
+    /// `BadValue` if the router has no such slot.
+    pub fn set_cuts(&mut self, id: InstanceId, cuts: Cuts) -> Result<(), CoreError> {
+        self.fleet.check(id)?;
         self.cuts[id.index()] = cuts;
+        Ok(())
     }
 
     /// What follows a first segment on `first`; `failed`: slots that are not asked.

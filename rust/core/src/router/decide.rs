@@ -11,6 +11,7 @@ use crate::indicators::{Indicator, Snapshot};
 use crate::plan::Cuts;
 use crate::policy::{Scores, select};
 use crate::priority::vtc::check_weight;
+use crate::receipt::{Balance, Receipt};
 use crate::request::Request;
 
 /// Which of a plan's segments is placed.
@@ -31,6 +32,17 @@ pub(super) struct Chosen {
     pub rest: Rest,
     /// What the first fetches before it begins.
     pub pull: Option<Pulling>,
+    /// Why the request stays in one piece, if others are cut.
+    pub uncut: Option<Box<str>>,
+    /// Expected times of its instances, if a cut was looked for.
+    pub balance: Option<Balance>,
+}
+
+impl Chosen {
+    /// All of a request on one instance.
+    fn whole(first: InstanceId, pull: Option<Pulling>) -> Chosen {
+        Chosen { first, rest: Rest::default(), pull, uncut: None, balance: None }
+    }
 }
 
 impl Router {
@@ -54,8 +66,8 @@ impl Router {
     ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
         let request = &*self.estimated(request);
-        let chosen = self.decide(request, now)?;
-        Ok(self.commit_plan(request, request_id, chosen, now))
+        let (chosen, receipt) = self.decide(request, request_id, now)?;
+        Ok(self.commit_plan(request, chosen, receipt, now))
     }
 
     /// [`Router::route_labelled`] for a request whose chain is `chain`, which the ticket takes over instead of a copy; a buffer
@@ -73,19 +85,34 @@ impl Router {
         let now = self.clock(now);
         let whole = Request { chain, ..*request };
         let whole = self.estimated(&whole);
-        let chosen = self.decide(&whole, now)?;
-        let decision = self.book(&whole, request_id, chosen, now);
+        let (chosen, receipt) = self.decide(&whole, request_id, now)?;
+        let decision = self.book(&whole, chosen, receipt, now);
         let spare = self.tickets.spare_chain();
         self.tickets.get(decision.ticket)?.chain = std::mem::replace(chain, spare);
         Ok(decision)
     }
 
-    fn decide(&mut self, request: &Request<'_>, now: Seconds) -> Result<Chosen, CoreError> {
+    /// The plan of a request, and its receipt as far as the first choice explains it.
+    fn decide(
+        &mut self,
+        request: &Request<'_>,
+        request_id: Option<&str>,
+        now: Seconds,
+    ) -> Result<(Chosen, Box<Receipt>), CoreError> {
         check_weight(request.tenant.weight)?;
+        request.check()?;
         self.match_prefix(request.chain);
-        let first = self.score(request, now);
-        let chosen = first.and_then(|first| self.plan(request, first, &[], now));
-        chosen.inspect_err(|_| self.totals.no_instance += 1)
+        let first = self.score(request, now).inspect_err(|_| self.totals.no_instance += 1)?;
+        // Before the rest is planned: choosing a second instance derives the same columns anew.
+        let receipt = self.explain(request, request_id, first, now);
+        match self.plan(request, first, &[], now) {
+            Ok(chosen) => Ok((chosen, receipt)),
+            Err(error) => {
+                self.receipts.put_back(receipt);
+                self.totals.no_instance += 1;
+                Err(error)
+            }
+        }
     }
 
     /// What follows a first segment on `first`, and what is pulled before it; `failed`: slots that are not asked.
@@ -98,7 +125,7 @@ impl Router {
     ) -> Result<Chosen, CoreError> {
         let rest = self.rest(request, first, failed, now)?;
         let pull = self.pull_for(request, first, &rest);
-        Ok(Chosen { first, rest, pull })
+        Ok(Chosen { first, rest, pull, uncut: self.uncut.take(), balance: self.balance.take() })
     }
 
     /// First stage of a decision: how much of the prompt each instance holds.
@@ -140,11 +167,11 @@ impl Router {
             Turn::First => self.first.reads,
             Turn::Later | Turn::Peer(_) => self.later.reads,
         };
-        self.derive(request, reads, handoff, now);
         let eligible_count = self.admit(turn, failed);
         if eligible_count == 0 {
             return Err(self.nobody(turn));
         }
+        self.derive(request, reads, eligible_count, handoff, now);
         let (chooser, restriction) = match turn {
             Turn::First => {
                 self.restriction = self.guard.restrict(request.chain, &mut self.first.eligible);
@@ -167,6 +194,7 @@ impl Router {
             chooser.scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
         } else {
             chooser.policy.score(&snapshot, &mut self.rng, &mut chooser.scores)?;
+            chooser.scores.check(slots, &chooser.policy.spec().name)?;
         }
         leave_ineligible(&mut chooser.scores, &snapshot);
         if let Some(best) = select::best(&chooser.scores, snapshot.eligible, &mut self.rng) {
@@ -218,26 +246,38 @@ impl Router {
     }
 
     /// Third stage: books the request, all of it on `chosen`, writes the receipt, opens the ticket.
+    ///
+    /// # Errors
+    /// `BadValue` if `chosen` is no slot that the last [`Router::score`] scored, or the request cannot be.
     pub fn commit(
         &mut self,
         request: &Request<'_>,
         request_id: Option<&str>,
         chosen: InstanceId,
         now: Seconds,
-    ) -> Decision {
-        let rest = Rest::default();
-        let pull = self.pull_for(request, chosen, &rest);
-        self.commit_plan(request, request_id, Chosen { first: chosen, rest, pull }, now)
+    ) -> Result<Decision, CoreError> {
+        self.fleet.check(chosen)?;
+        request.check()?;
+        if self.first.scores.score.len() != self.fleet.slots() {
+            return Err(CoreError::BadValue {
+                what: "commit".into(),
+                got: "a fleet that has changed since the last score".into(),
+                expected: "a request that was scored just before".into(),
+            });
+        }
+        let receipt = self.explain(request, request_id, chosen, now);
+        let pull = self.pull_for(request, chosen, &Rest::default());
+        Ok(self.commit_plan(request, Chosen::whole(chosen, pull), receipt, now))
     }
 
     fn commit_plan(
         &mut self,
         request: &Request<'_>,
-        request_id: Option<&str>,
         chosen: Chosen,
+        receipt: Box<Receipt>,
         now: Seconds,
     ) -> Decision {
-        let decision = self.book(request, request_id, chosen, now);
+        let decision = self.book(request, chosen, receipt, now);
         let mut chain = self.tickets.spare_chain();
         chain.extend_from_slice(request.chain);
         if let Ok(state) = self.tickets.get(decision.ticket) {
@@ -250,26 +290,26 @@ impl Router {
     fn book(
         &mut self,
         request: &Request<'_>,
-        request_id: Option<&str>,
         chosen: Chosen,
+        mut receipt: Box<Receipt>,
         now: Seconds,
     ) -> Decision {
         let first = chosen.first;
         let hit = self.saved_tokens(request, self.hit_blocks[first.index()]);
         let matched = self.hit_blocks.iter().copied().max().unwrap_or(0);
         self.guard.observe(now, request.chain, matched, &self.first.scores, &self.first.eligible, first);
-        let mut receipt = self.explain(request, request_id, first, hit as u32, now);
-        let id = receipt.id;
+        self.totals.left_out += u64::from(receipt.left_out);
+        self.totals.filter_waived += u64::from(receipt.filter_waived);
         let (leg, later) = self.legs_of(request, &chosen, now);
         receipt.next = self.next_in(&chosen.rest);
         receipt.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
-        receipt.uncut = self.uncut.take();
+        receipt.uncut = chosen.uncut;
         receipt.unpulled = request.unpulled.filter(|_| self.pulls.is_some()).map(Into::into);
         receipt.pull = chosen.pull.as_ref().map(|pulling| self.pull_told(pulling));
         let (priority, place) = self.prioritise(&request.tenant, request.prompt_tokens, hit as u32, now);
         receipt.priority = priority;
-        receipt.balance = self.balance.take();
-        self.receipts.push(receipt);
+        receipt.balance = chosen.balance;
+        let id = self.receipts.push(receipt);
         let (segment, next) = (leg.segment, later.first().map(|leg| leg.segment));
         let ticket = self.tickets.open(TicketState {
             leg,

@@ -2,6 +2,7 @@
 use super::Router;
 use super::ahead::AHEAD;
 use super::pull::PULL;
+use crate::error::CoreError;
 use crate::estimate::{DecodeCost, StepTime};
 use crate::fleet::Role;
 use crate::ids::Seconds;
@@ -70,11 +71,12 @@ impl TtftSource {
 
 impl Router {
     /// Fills in what `reads` names, for `request` at `now`. Per-instance indicators owned by the books are there already.
-    /// `handoff`: seconds until it is expected to start to decode, where that is another segment than its first.
+    /// `able`: instances that may take the segment. `handoff`: seconds until it is expected to start to decode, where that is another segment than its first.
     pub(super) fn derive(
         &mut self,
         request: &Request<'_>,
         reads: IndicatorSet,
+        able: usize,
         handoff: Option<Seconds>,
         now: Seconds,
     ) {
@@ -86,10 +88,7 @@ impl Router {
         columns.get_mut(Indicator::PromptTokens)[0] = prompt;
         columns.get_mut(Indicator::ExpectedOutputTokens)[0] =
             request.expected_output_tokens.map_or(f64::NAN, f64::from);
-        columns.get_mut(Indicator::Instances)[0] = match handoff {
-            None => self.fleet.eligible_count() as f64,
-            Some(_) => self.fleet.decoder_count() as f64,
-        };
+        columns.get_mut(Indicator::Instances)[0] = able as f64;
         columns.get_mut(Indicator::HandoffSeconds)[0] = handoff.unwrap_or(f64::NAN);
         if let Some(ahead) = self.ahead.as_ref().filter(|_| reads.intersects(AHEAD)) {
             ahead.derive(reads, now, now + handoff.unwrap_or(0.0), columns);
@@ -161,19 +160,30 @@ impl Router {
         blocks_to_tokens(blocks, request.tokens_per_block, most);
     }
 
-    /// What a prediction of the time to first token on a slot rests on.
-    pub fn ttft_source(&self, id: crate::InstanceId) -> TtftSource {
+    /// Whether a prefill rate was learned on any instance.
+    pub fn knows_a_rate(&self) -> bool {
+        self.columns.get(Indicator::PrefillTokensPerSecond).iter().any(|rate| !rate.is_nan())
+    }
+
+    /// What a prediction of the time to first token on a slot rests on. `pool_rate`: whether a rate [is known](Router::knows_a_rate) of any.
+    ///
+    /// # Panics
+    /// If the router has no such slot.
+    pub fn ttft_source(&self, id: crate::InstanceId, pool_rate: bool) -> TtftSource {
         let rates = self.columns.get(Indicator::PrefillTokensPerSecond);
         match () {
             () if self.profiled(id.index()).is_some() => TtftSource::Profile,
             () if self.learned(id.index()).is_some() => TtftSource::LearnedStepTime,
             () if !rates[id.index()].is_nan() => TtftSource::LearnedRate,
-            () if rates.iter().any(|rate| !rate.is_nan()) => TtftSource::PoolRate,
+            () if pool_rate => TtftSource::PoolRate,
             () => TtftSource::Prior,
         }
     }
 
     /// The step-time model learned from our own streams on an instance; None until there were enough of them.
+    ///
+    /// # Panics
+    /// If the router has no such slot.
     pub fn step_time(&self, id: crate::InstanceId) -> Option<StepTime> {
         self.books.step_fit(id.index()).step_time()
     }
@@ -216,8 +226,17 @@ impl Router {
 
     /// Says what an instance's steps cost where its engine is not like the others (another GPU, more of them); `None`: as the configuration says. A new
     /// instance has none.
-    pub fn set_step_time(&mut self, id: crate::InstanceId, step_time: Option<StepTime>) {
+    ///
+    /// # Errors
+    /// `BadValue` if the router has no such slot.
+    pub fn set_step_time(
+        &mut self,
+        id: crate::InstanceId,
+        step_time: Option<StepTime>,
+    ) -> Result<(), CoreError> {
+        self.fleet.check(id)?;
         self.step_times[id.index()] = step_time;
+        Ok(())
     }
 
     fn predict_ttft(&mut self) {

@@ -9,12 +9,12 @@ use crate::request::Request;
 use crate::wide::{lesser, wide_fn};
 
 impl Router {
+    /// The receipt of the last choice of a first segment. The columns must still be those that its policy read.
     pub(super) fn explain(
         &mut self,
         request: &Request<'_>,
         request_id: Option<&str>,
         chosen: InstanceId,
-        predicted_hit_tokens: u32,
         now: Seconds,
     ) -> Box<Receipt> {
         let mut receipt = self.receipts.take();
@@ -23,7 +23,7 @@ impl Router {
         receipt.prompt_tokens = request.prompt_tokens;
         receipt.prefer = self.first.scores.prefer;
         receipt.names = self.fleet.names().clone();
-        receipt.predicted_hit_tokens = predicted_hit_tokens;
+        receipt.predicted_hit_tokens = self.saved_tokens(request, self.hit_blocks[chosen.index()]) as u32;
         receipt.report_age_seconds = self.books.reported_at(chosen.index()).map(|at| now - at);
         receipt.filter_waived = self.first.scores.filter_waived;
         receipt.unscored = self.first.scores.unscored;
@@ -53,8 +53,6 @@ impl Router {
         receipt.balance_only = self.restriction == Restriction::BalanceOnly;
         let could = eligible.iter().filter(|e| **e).count();
         receipt.left_out = (could - scored) as u32;
-        self.totals.left_out += u64::from(receipt.left_out);
-        self.totals.filter_waived += u64::from(receipt.filter_waived);
 
         let chosen_key = scores[chosen.index()] * sign;
         receipt.margin = best

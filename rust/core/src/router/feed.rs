@@ -3,7 +3,7 @@
 //! Whoever feeds (a subscriber's thread, an embedding program) calls the methods of a [`KvFeed`]. It hashes and keeps the engines' names of their blocks
 //! under a lock of its own, and takes the router only to change the index: a few dozen blocks at a time, so that no decision
 //! waits for more than that, whatever comes in one event.
-use super::shared::{Behind, SharedRouter};
+use super::shared::{Held, SharedRouter};
 use super::{IndexFeed, Router};
 use crate::error::CoreError;
 use crate::ids::InstanceId;
@@ -197,7 +197,7 @@ impl KvFeed {
             if router.index_feed(id) == feed {
                 return Ok(());
             }
-            router.set_index_feed(id, feed);
+            router.set_index_feed(id, feed)?;
             id
         };
         state.begin_anew(id, &self.epoch);
@@ -215,7 +215,7 @@ impl KvFeed {
         let id = {
             let mut router = self.router.lock_behind();
             let id = router.fleet().find(instance)?;
-            router.set_cache_blocks(id, blocks);
+            router.set_cache_blocks(id, blocks)?;
             id
         };
         while self.router.lock_behind().index_mut().trim(id, PIECE as u32) > 0 {}
@@ -405,9 +405,10 @@ impl KvFeed {
     }
 
     /// The router, if the source's instance is still there and learns by events.
-    fn take(&self, source: Source) -> Result<Behind<'_>, Refused> {
+    fn take(&self, source: Source) -> Result<Held<'_>, Refused> {
         let router = self.router.lock_behind();
-        if !router.fleet().is_current(source.instance, source.generation) {
+        let broken = self.router.check().is_err();
+        if broken || !router.fleet().is_current(source.instance, source.generation) {
             return Err(Refused::Gone);
         }
         match router.index_feed(source.instance) {

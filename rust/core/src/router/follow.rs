@@ -6,9 +6,12 @@ use super::{IndexFeed, Router, TicketId};
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Event, Failure, Segment, Usage};
-use crate::receipt::Nexts;
+use crate::receipt::{Balance, Nexts};
 use crate::request::Request;
 use smallvec::smallvec;
+
+/// The segments of a request that was placed anew, what follows the first of them, and what the new plan says of its cut.
+type Replaced = (Leg, Vec<Leg>, Nexts, Option<(Option<Box<str>>, Option<Balance>)>);
 
 impl Router {
     /// Tells what happened to a ticket's open segment. Returns the segment that is open now where that changed: the next of the plan, or, for a
@@ -231,10 +234,10 @@ impl Router {
                 true => router.place_first(request, failed, now),
                 false => router
                     .place_later(request, turn, (from_token, to_token), failed, now)
-                    .map(|(leg, next)| (leg, Vec::new(), smallvec![next])),
+                    .map(|(leg, next)| (leg, Vec::new(), smallvec![next], None)),
             })
             .ok()?;
-        let (mut leg, bound, next) = placed.ok()?;
+        let (mut leg, bound, next, notes) = placed.ok()?;
         let pulled = leg.pull.map_or(0, |pulling| pulling.pull.tokens());
         let hit = leg.entry.prompt_tokens - leg.entry.new_tokens - f64::from(pulled);
         let pull = leg.pull.as_ref().map(|pulling| self.pull_told(pulling));
@@ -261,6 +264,9 @@ impl Router {
                 r.cuts = cuts;
                 r.next = next;
                 r.pull = pull;
+                if let Some((uncut, balance)) = notes {
+                    (r.uncut, r.balance) = (uncut, balance);
+                }
                 return;
             }
             r.cuts.retain(|cut| *cut <= from_token);
@@ -275,11 +281,13 @@ impl Router {
         request: &Request<'_>,
         failed: &[u32],
         now: Seconds,
-    ) -> Result<(Leg, Vec<Leg>, Nexts), CoreError> {
+    ) -> Result<Replaced, CoreError> {
         self.match_prefix(request.chain);
         let first = self.choose(request, Turn::First, failed, None, now)?;
         let chosen = self.plan(request, first, failed, now)?;
         let (leg, later) = self.legs_of(request, &chosen, now);
-        Ok((leg, later, self.next_in(&chosen.rest)))
+        // A reason that the caller gave stands in the receipt already, in the caller's words.
+        let notes = request.uncut.is_none().then_some((chosen.uncut, chosen.balance));
+        Ok((leg, later, self.next_in(&chosen.rest), notes))
     }
 }

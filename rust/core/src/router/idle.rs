@@ -101,7 +101,8 @@ impl Router {
             idle.ahead = Some(Ahead::new(chooser.reads, idle.fleet.slots(), chooser.policy.length_curve()));
         }
         idle.match_prefix(REQUEST.chain);
-        idle.derive(&REQUEST, chooser.reads, handoff, 0.0);
+        let able = idle.fleet.eligible_count();
+        idle.derive(&REQUEST, chooser.reads, able, handoff, 0.0);
         Ok(idle)
     }
 }

@@ -229,11 +229,12 @@ pub struct Router {
     step_times: Vec<Option<StepTime>>,
     split: Split,
     pulls: Option<Pulls>,
-    /// Why the request at hand stays in one piece, where others are cut.
+    /// Why the request being planned stays in one piece, where others are cut: set and taken by [`Router::plan`].
     uncut: Option<Box<str>>,
-    /// What the two instances of the request at hand are expected to take, and the lengths of answers by class, where requests are cut by them.
+    /// Expected times of the instances of the request being planned: set and taken by [`Router::plan`].
     balance: Option<Balance>,
     rescheduling: Option<Rescheduling>,
+    /// Lengths of answers by class, where requests are cut by them.
     lengths: Option<OutputLength>,
     /// Scratch of predicted times.
     scratch: Vec<f64>,
@@ -390,23 +391,33 @@ impl Router {
 
     /// Who feeds the index of an instance.
     pub fn index_feed(&self, id: InstanceId) -> IndexFeed {
-        self.feeds[id.index()]
+        self.feeds.get(id.index()).copied().unwrap_or(self.config.index_feed)
     }
 
     /// Changes who feeds the index of an instance; what the index holds of it stays.
-    pub fn set_index_feed(&mut self, id: InstanceId, feed: IndexFeed) {
+    ///
+    /// # Errors
+    /// `BadValue` if the router has no such slot.
+    pub fn set_index_feed(&mut self, id: InstanceId, feed: IndexFeed) -> Result<(), CoreError> {
+        self.fleet.check(id)?;
         self.feeds[id.index()] = feed;
+        Ok(())
     }
 
     /// Blocks that an instance's cache holds, where known.
     pub fn cache_blocks(&self, id: InstanceId) -> Option<u32> {
-        self.cache_blocks[id.index()]
+        self.cache_blocks.get(id.index()).copied().flatten()
     }
 
     /// Says what an instance's cache holds, all ranks together. What is beyond it leaves the index with [`KvIndex::trim`].
-    pub fn set_cache_blocks(&mut self, id: InstanceId, cache_blocks: Option<u32>) {
+    ///
+    /// # Errors
+    /// `BadValue` if the router has no such slot.
+    pub fn set_cache_blocks(&mut self, id: InstanceId, cache_blocks: Option<u32>) -> Result<(), CoreError> {
+        self.fleet.check(id)?;
         self.cache_blocks[id.index()] = cache_blocks;
         self.index.set_capacity(id, cache_blocks);
+        Ok(())
     }
 
     /// Puts an empty index in the place of the present one, which is returned: dropping it takes a while.
@@ -462,7 +473,7 @@ impl Router {
 
     /// Requests in flight on an instance.
     pub fn in_flight_on(&self, id: InstanceId) -> usize {
-        self.books.in_flight(id.index()) as usize
+        if self.fleet.check(id).is_ok() { self.books.in_flight(id.index()) as usize } else { 0 }
     }
 
     /// The receipt of a decision, while it is kept.
@@ -543,11 +554,16 @@ impl Router {
     pub fn derive_all(&mut self, now: Seconds) {
         let all: Vec<Indicator> = crate::indicators::INDICATORS.iter().map(|d| d.id).collect();
         self.hit_blocks.fill(0);
-        self.derive(&Request::default(), IndicatorSet::of(&all), None, now);
+        self.derive(&Request::default(), IndicatorSet::of(&all), self.fleet.eligible_count(), None, now);
     }
 
     /// Requests placed on an instance since it was added.
     pub fn decisions_on(&self, id: InstanceId) -> u64 {
-        self.placed[id.index()]
+        self.placed.get(id.index()).copied().unwrap_or(0)
+    }
+
+    /// The latest time that the router was told of, on its caller's clock.
+    pub fn latest(&self) -> Seconds {
+        self.latest
     }
 }

@@ -24,7 +24,7 @@ impl Router {
     ///
     /// # Errors
     /// `Ticket` where it is closed, without a token so far, has a segment bound behind the open one already, or could not go there: `target` is where it is, gone,
-    /// not healthy, draining, prefills only, or one of both engines cannot hand over behind an output token.
+    /// not healthy, draining, prefills only, or one of both engines cannot hand over behind an output token. `BadValue` if the router has no slot `target`.
     pub fn begin_move(
         &mut self,
         ticket: TicketId,
@@ -32,12 +32,13 @@ impl Router {
         carry: Carry,
         now: Seconds,
     ) -> Result<Segment, CoreError> {
+        self.fleet.check(target)?;
         let now = self.clock(now);
         let state = self.tickets.get(ticket)?;
         let (source, made) = (state.leg.segment.instance, state.leg.entry.output_tokens);
         let runs = state.leg.entry.stage == Stage::Decoding;
         let bound = !state.later.is_empty() || state.leg.segment.to_token.is_some();
-        let from = state.prompt_tokens + made as u32;
+        let from = state.prompt_tokens.saturating_add(made as u32);
         let able = |id: InstanceId| self.cuts[id.index()] >= Cuts::Output;
         let problem = match () {
             () if !runs => "it has no token yet",
@@ -117,7 +118,7 @@ impl Router {
             return Err(CoreError::Ticket { ticket: ticket.0, problem });
         }
         let (made, decision) = (state.leg.entry.output_tokens, state.decision);
-        let from = state.prompt_tokens + made as u32;
+        let from = state.prompt_tokens.saturating_add(made as u32);
         state.leg.segment.to_token = Some(from);
         let mut bound = state.later.remove(0);
         // It has made some more since it was bound.

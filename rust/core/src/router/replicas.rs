@@ -85,6 +85,12 @@ impl Share {
         *self = Share::of(numbers);
     }
 
+    fn subtract(&mut self, other: &Share) {
+        let mut numbers = self.numbers();
+        numbers.iter_mut().zip(other.numbers()).for_each(|(sum, less)| *sum = (*sum - less).max(0.0));
+        *self = Share::of(numbers);
+    }
+
     fn is_nothing(&self) -> bool {
         *self == Share::default()
     }
@@ -94,6 +100,8 @@ impl Share {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Replicas {
     by_name: BTreeMap<Box<str>, Replica>,
+    /// Sums over all of them, by slot.
+    sums: Vec<Share>,
 }
 
 #[derive(Clone, Debug)]
@@ -111,8 +119,26 @@ impl Replicas {
         all
     }
 
+    /// Replaces `old` by `new` in the sum of a slot, whoever has it. The sum is worked out anew when a router has nothing left there, so that rounding errors
+    /// never outlive the load that made them.
+    fn replace(&mut self, slot: usize, old: &Share, new: &Share) -> Share {
+        if self.sums.len() <= slot {
+            self.sums.resize(slot + 1, Share::default());
+        }
+        if old != new {
+            if new.is_nothing() {
+                self.sums[slot] = self.on(slot);
+            } else {
+                self.sums[slot].subtract(old);
+                self.sums[slot].add(new);
+            }
+        }
+        self.sums[slot]
+    }
+
     /// The instance of a slot is gone.
     pub fn clear(&mut self, slot: usize) {
+        self.sums.get_mut(slot).into_iter().for_each(|sum| *sum = Share::default());
         self.by_name
             .values_mut()
             .filter_map(|replica| replica.shares.get_mut(slot))
@@ -166,9 +192,9 @@ impl Router {
             });
         }
         let heard = self.clock(now);
-        let before = self.replicas.by_name.insert(replica.into(), Replica { heard, shares: by_slot });
-        let slots = self.replicas.by_name[replica].shares.len();
-        self.count_replicas(slots.max(before.map_or(0, |before| before.shares.len())), heard);
+        let said = Replica { heard, shares: by_slot.clone() };
+        let before = self.replicas.by_name.insert(replica.into(), said);
+        self.count_replica(&before.map_or_else(Vec::new, |before| before.shares), &by_slot, heard);
         Ok(())
     }
 
@@ -180,7 +206,7 @@ impl Router {
         let gone: Vec<Box<str>> = gone.map(|(name, _)| name.clone()).collect();
         for name in &gone {
             if let Some(replica) = self.replicas.by_name.remove(name) {
-                self.count_replicas(replica.shares.len(), now);
+                self.count_replica(&replica.shares, &[], now);
             }
         }
         gone
@@ -191,9 +217,13 @@ impl Router {
         self.replicas.by_name.iter().map(|(name, replica)| (&**name, replica.heard))
     }
 
-    fn count_replicas(&mut self, slots: usize, now: Seconds) {
-        for slot in 0..slots {
-            self.books.set_replicas(slot, self.replicas.on(slot), now, &mut self.columns);
+    /// A router that had `before` on the slots has `shares` now.
+    fn count_replica(&mut self, before: &[Share], shares: &[Share], now: Seconds) {
+        let nothing = Share::default();
+        for slot in 0..before.len().max(shares.len()) {
+            let [old, new] = [before, shares].map(|all| all.get(slot).unwrap_or(&nothing));
+            let sum = self.replicas.replace(slot, old, new);
+            self.books.set_replicas(slot, sum, now, &mut self.columns);
         }
     }
 }

@@ -89,7 +89,7 @@ impl<'a> Cluster<'a> {
             let role = config.roles.get(i).copied().unwrap_or_default();
             for router in &mut routers {
                 let id = router.add_instance(&format!("engine-{i}"), role, Some(profile.cache_blocks))?;
-                router.set_step_time(id, config.step_times.get(i).copied());
+                router.set_step_time(id, config.step_times.get(i).copied())?;
             }
             let mut engine = Engine::new(profile.clone(), settings, None)?;
             engine.set_token_slo(config.token_slo);

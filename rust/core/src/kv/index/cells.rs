@@ -8,7 +8,7 @@
 //! | --- | --- | --- | --- |
 //! | 0, 1 | hash | first pair | bits of up to 64 holders |
 //! | 2, 3 | parent, child nodes | second pair | - |
-//! | 4 | holder or summary of holders | pairs in use | number of the group: instances 64 n .. 64 n + 63 |
+//! | 4 | holder or summary of holders | pairs in use; in a queue, the upper half of its stamps | number of the group: instances 64 n .. 64 n + 63 |
 //! | 5, 6 | its other half; depth | third pair | first cell of entries; - |
 //! | 7 | start of its run | next cell | next cell |
 /// Number of a cell; 0 is none.
@@ -24,6 +24,8 @@ pub(super) const DEPTH: usize = 6;
 pub(super) const BORN: usize = 7;
 /// Pairs in use in a cell of entries; number of a group.
 pub(super) const COUNT: usize = 4;
+/// Upper half of the stamps in a cell of a queue.
+pub(super) const EPOCH: usize = 4;
 /// First cell of a group's entries.
 pub(super) const ENTRIES: usize = 5;
 pub(super) const NEXT: usize = 7;

@@ -1,12 +1,14 @@
 //! Recency: each instance has a queue of its chain ends, oldest first.
 //!
-//! Only the last block that an instance holds of a chain stands in its queue, with a stamp that the holder's entry repeats;
-//! where they differ the queue's entry is stale and skipped. Touching a chain thus costs one stamp and one entry, whatever its
-//! length. Eviction takes the oldest end and goes on towards the root while no other chain of the instance passes, so
+//! Only the last block that an instance holds of a chain stands in its queue, with a stamp. The holder's entry repeats the stamp's
+//! low half; where they differ the queue's entry is stale and skipped. Touching a chain thus costs one stamp and one entry, whatever
+//! its length. The oldest queue is found in a heap of the queues' first stamps; a stamp there may be older than the queue's
+//! first entry is by now, never newer, so only the top of the heap is brought up to date. Eviction takes the oldest end and goes on towards the root while no other chain of the instance passes, so
 //! leaves always go first. A queue holds at most twice as many entries as there are ends (plus a few).
-use super::cells::{CHILDREN, CHUNK, Cell, Cells, Id, NEXT, PAIRS};
+use super::cells::{CHILDREN, CHUNK, Cell, Cells, EPOCH, Id, NEXT, PAIRS};
 use super::{AHEAD, KvIndex};
 use crate::ids::MAX_INSTANCES;
+use std::cmp::Reverse;
 
 /// Cells that must be available before a block is placed: more than one block can take.
 const RESERVE: usize = 80;
@@ -17,7 +19,10 @@ const TABLE_BYTES_PER_CELL: usize = 12;
 /// Cells are named by 28 bits in the table.
 const MOST_CELLS: usize = (1 << 28) - CHUNK;
 
-/// A queue of (node, stamp), three to a cell.
+/// The first stamp of an instance's queue, oldest first; of equal ones the instance of the highest number.
+pub(super) type Front = Reverse<(u64, Reverse<u32>)>;
+
+/// A queue of (node, stamp), three to a cell. A cell's entries share the upper half of their stamps.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Queue {
     first: Id,
@@ -30,7 +35,15 @@ pub(super) struct Queue {
 }
 
 impl Queue {
-    pub(super) fn push_back(&mut self, cells: &mut Cells, node: Id, stamp: u32) {
+    pub(super) fn push_back(&mut self, cells: &mut Cells, node: Id, stamp: u64) {
+        if self.last != 0 && cells[self.last].0[EPOCH] != epoch(stamp) {
+            // Once in 2^32 stamps: what is left of the cell is filled with entries of no node.
+            let last = cells[self.last].0[PAIRS[self.filled as usize - 1] + 1];
+            while (self.filled as usize) < PAIRS.len() {
+                self.write(cells, self.last, self.filled, 0, last);
+                self.filled += 1;
+            }
+        }
         if self.last == 0 || self.filled as usize == PAIRS.len() {
             let cell = cells.take();
             if self.last == 0 {
@@ -38,15 +51,18 @@ impl Queue {
             } else {
                 cells[self.last].0[NEXT] = cell;
             }
+            cells[cell].0[EPOCH] = epoch(stamp);
             (self.last, self.filled) = (cell, 0);
         }
-        self.write(cells, self.last, self.filled, node, stamp);
+        self.write(cells, self.last, self.filled, node, stamp as u32);
         self.filled += 1;
     }
 
-    pub(super) fn push_front(&mut self, cells: &mut Cells, node: Id, stamp: u32) {
+    /// `stamp`: that of the first entry, if there is one.
+    pub(super) fn push_front(&mut self, cells: &mut Cells, node: Id, stamp: u64) {
         if self.first == 0 || self.skip == 0 {
             let cell = cells.take();
+            cells[cell].0[EPOCH] = epoch(stamp);
             cells[cell].0[NEXT] = self.first;
             if self.first == 0 {
                 (self.last, self.filled) = (cell, PAIRS.len() as u8);
@@ -54,7 +70,7 @@ impl Queue {
             (self.first, self.skip) = (cell, PAIRS.len() as u8);
         }
         self.skip -= 1;
-        self.write(cells, self.first, self.skip, node, stamp);
+        self.write(cells, self.first, self.skip, node, stamp as u32);
     }
 
     fn write(&mut self, cells: &mut Cells, cell: Id, at: u8, node: Id, stamp: u32) {
@@ -64,13 +80,13 @@ impl Queue {
         self.len += 1;
     }
 
-    pub(super) fn front(&self, cells: &Cells) -> Option<(Id, u32)> {
+    pub(super) fn front(&self, cells: &Cells) -> Option<(Id, u64)> {
         let Cell(words) = cells[(self.first != 0).then_some(self.first)?];
         let word = PAIRS[self.skip as usize];
-        Some((words[word], words[word + 1]))
+        Some((words[word], u64::from(words[EPOCH]) << 32 | u64::from(words[word + 1])))
     }
 
-    pub(super) fn pop_front(&mut self, cells: &mut Cells) -> Option<(Id, u32)> {
+    pub(super) fn pop_front(&mut self, cells: &mut Cells) -> Option<(Id, u64)> {
         let front = self.front(cells)?;
         self.skip += 1;
         self.len -= 1;
@@ -87,15 +103,23 @@ impl Queue {
     }
 }
 
+/// The upper half of a stamp. (Its two high bits stay 0 for as long as anything runs: they would mark a node.)
+fn epoch(stamp: u64) -> u32 {
+    (stamp >> 32) as u32
+}
+
 impl KvIndex {
     /// Marks the node as just used on the instance.
     pub(super) fn touch_node(&mut self, node: Id, instance: u32) {
         let Some((at, holder)) = self.cells.entry(node, instance) else { return };
         if holder.is_end() {
-            self.clock = self.clock.wrapping_add(1);
-            self.cells.set_entry(node, at, holder.stamped(self.clock));
+            self.clock += 1;
+            self.cells.set_entry(node, at, holder.stamped(self.clock as u32));
             let book = &mut self.books[instance as usize];
             book.queue.push_back(&mut self.cells, node, self.clock);
+            if !std::mem::replace(&mut book.in_fronts, true) {
+                self.fronts.push(Reverse((self.clock, Reverse(instance))));
+            }
             if book.queue.len > 2 * book.ends + 16 {
                 self.tidy(instance);
             }
@@ -107,18 +131,22 @@ impl KvIndex {
     /// Puts an end first in line for eviction.
     pub(super) fn queue_first(&mut self, node: Id, instance: u32) {
         let Some((at, holder)) = self.cells.entry(node, instance).filter(|(_, h)| h.is_end()) else { return };
-        let queue = &mut self.books[instance as usize].queue;
+        let book = &mut self.books[instance as usize];
+        let queue = &mut book.queue;
         // As old as what is now the oldest: an age of its own would make the instance look idle or busy.
         let stamp = queue.front(&self.cells).map_or(self.clock, |(_, stamp)| stamp);
-        self.cells.set_entry(node, at, holder.stamped(stamp));
+        self.cells.set_entry(node, at, holder.stamped(stamp as u32));
         queue.push_front(&mut self.cells, node, stamp);
-        if queue.len > 2 * self.books[instance as usize].ends + 16 {
+        if !std::mem::replace(&mut book.in_fronts, true) {
+            self.fronts.push(Reverse((stamp, Reverse(instance))));
+        }
+        if book.queue.len > 2 * book.ends + 16 {
             self.tidy(instance);
         }
     }
 
-    fn is_current(&self, instance: u32, (node, stamp): (Id, u32)) -> bool {
-        self.cells.entry(node, instance).is_some_and(|(_, h)| h.stamp() == Some(stamp))
+    fn is_current(&self, instance: u32, (node, stamp): (Id, u64)) -> bool {
+        node != 0 && self.cells.entry(node, instance).is_some_and(|(_, h)| h.stamp() == Some(stamp as u32))
     }
 
     /// Drops what is stale in the queue.
@@ -232,18 +260,24 @@ impl KvIndex {
 
     /// The instance whose oldest chain end is the oldest of all.
     fn oldest(&mut self) -> Option<u32> {
-        let mut oldest = None;
-        for instance in 0..self.books.len() as u32 {
-            let age = loop {
+        loop {
+            let Reverse((stamp, Reverse(instance))) = *self.fronts.peek()?;
+            let front = loop {
                 let Some(front) = self.books[instance as usize].queue.front(&self.cells) else { break None };
                 if self.is_current(instance, front) {
-                    break Some(self.clock.wrapping_sub(front.1));
+                    break Some(front.1);
                 }
                 self.books[instance as usize].queue.pop_front(&mut self.cells);
             };
-            oldest = oldest.max(age.map(|age| (age, instance)));
+            if front == Some(stamp) {
+                return Some(instance);
+            }
+            self.fronts.pop();
+            match front {
+                Some(stamp) => self.fronts.push(Reverse((stamp, Reverse(instance)))),
+                None => self.books[instance as usize].in_fronts = false,
+            }
         }
-        oldest.map(|(_, instance)| instance)
     }
 }
 
@@ -252,6 +286,7 @@ const _: () = assert!(MAX_INSTANCES <= 1 << 12, "entries name instances by 12 bi
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ids::InstanceId;
     use std::collections::VecDeque;
 
     #[test]
@@ -262,25 +297,101 @@ mod tests {
         let empty = cells.available();
         let (mut queue, mut model) = (Queue::default(), VecDeque::new());
         for step in 0..1000u32 {
-            let entry = (step + 1, step ^ 0xff);
+            // The stamps cross 2^32 on their way.
+            let stamp = u64::from(u32::MAX) - 300 + u64::from(step);
+            let entry = (step + 1, stamp);
             match step * 7 % 11 {
                 0..4 => {
                     queue.push_back(&mut cells, entry.0, entry.1);
                     model.push_back(entry);
                 }
                 4..6 => {
+                    let entry = (entry.0, model.front().map_or(stamp, |front| front.1));
                     queue.push_front(&mut cells, entry.0, entry.1);
                     model.push_front(entry);
                 }
-                _ => assert_eq!(queue.pop_front(&mut cells), model.pop_front()),
+                _ => assert_eq!(next(&mut queue, &mut cells), model.pop_front()),
             }
-            assert_eq!(queue.front(&cells), model.front().copied());
-            assert_eq!(queue.len as usize, model.len());
+            assert!(queue.len as usize <= model.len() + 2);
         }
-        while let Some(entry) = queue.pop_front(&mut cells) {
+        while let Some(entry) = next(&mut queue, &mut cells) {
             assert_eq!(Some(entry), model.pop_front());
         }
         assert!(model.is_empty());
         assert_eq!(cells.available(), empty);
+    }
+
+    /// The next entry of a node.
+    fn next(queue: &mut Queue, cells: &mut Cells) -> Option<(Id, u64)> {
+        std::iter::from_fn(|| queue.pop_front(cells)).find(|entry| entry.0 != 0)
+    }
+
+    fn index(instances: u32) -> KvIndex {
+        let mut index = KvIndex::new(KvIndex::MIN_BYTES);
+        (0..instances).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+        index
+    }
+
+    /// Rust section 6: a chain that was idle for 2^32 touches is the oldest, not as fresh as new.
+    #[test]
+    fn stamps_do_not_wrap() {
+        let mut index = index(3);
+        index.clock = 10;
+        index.record(InstanceId(0), &[1, 2, 3]);
+        index.clock = (1 << 32) + 5;
+        index.record(InstanceId(1), &[4, 5, 6]);
+        index.clock = (1 << 32) + 12;
+        index.record(InstanceId(2), &[7, 8, 9]);
+        for idle in 0..3 {
+            assert_eq!(index.oldest(), Some(idle));
+            index.evict(idle, u32::MAX, true);
+        }
+        assert_eq!(index.oldest(), None);
+    }
+
+    /// Rust B12: the heap finds the queue that a look at all of them finds.
+    #[test]
+    fn the_oldest_queue_is_found_without_looking_at_all() {
+        use proptest::prelude::*;
+        let step = (0u32..8, 0u64..12, 1usize..6, 0u32..10);
+        proptest!(|(steps in prop::collection::vec(step, 1..120))| {
+            let mut index = index(8);
+            for (instance, chain, blocks, what) in steps {
+                let hashes: Vec<u64> = (1..=blocks as u64).map(|b| chain * 100 + b).collect();
+                match what {
+                    0 => drop(index.removed(InstanceId(instance), hashes[blocks - 1])),
+                    1 => drop(index.evict(instance, blocks as u32, false)),
+                    2 => {
+                        index.remove_instance(InstanceId(instance));
+                        index.add_instance(InstanceId(instance), None);
+                    }
+                    3..6 => index.touch(InstanceId(instance), &hashes, blocks as u32),
+                    _ => index.record(InstanceId(instance), &hashes),
+                }
+                let linear = (0..8u32)
+                    .filter_map(|i| {
+                        let mut queue = index.books[i as usize].queue;
+                        // A look: the cells are not given back.
+                        loop {
+                            let front = queue.front(&index.cells)?;
+                            if index.is_current(i, front) {
+                                break Some((front.1, Reverse(i)));
+                            }
+                            let only = queue.first == queue.last;
+                            queue.skip += 1;
+                            if only && queue.skip == queue.filled {
+                                break None;
+                            }
+                            if queue.skip as usize == PAIRS.len() {
+                                (queue.first, queue.skip) = (index.cells[queue.first].0[NEXT], 0);
+                            }
+                        }
+                    })
+                    .min()
+                    .map(|(_, Reverse(i))| i);
+                prop_assert_eq!(index.oldest(), linear);
+                prop_assert!(index.fronts.len() <= 8);
+            }
+        });
     }
 }

@@ -22,7 +22,8 @@ use crate::ids::{InstanceId, MAX_INSTANCES};
 use crate::kv::table::{Key, Slot, Table};
 use cells::{CHUNK, Cell, Cells, Id};
 use holes::Holes;
-use lru::Queue;
+use lru::{Front, Queue};
+use std::collections::BinaryHeap;
 use std::fmt;
 
 /// Blocks whose table lines are asked for ahead of placing or evicting them.
@@ -37,7 +38,10 @@ pub struct KvIndex {
     books: Vec<Book>,
     holes: Option<Holes>,
     byte_bound: usize,
-    clock: u32,
+    /// The last stamp given.
+    clock: u64,
+    /// Where to look for the oldest chain end.
+    fronts: BinaryHeap<Front>,
     pairs: usize,
     evicted: u64,
     dropped: u64,
@@ -55,6 +59,8 @@ struct Book {
     /// Blocks not held although a child is.
     holes: u32,
     queue: Queue,
+    /// Whether the instance stands in `fronts`.
+    in_fronts: bool,
 }
 
 /// 32 bits of the hash, the number of holders (14: that many or more; 15: the place is not the node's alone, so nothing is
@@ -116,8 +122,9 @@ impl fmt::Debug for KvIndex {
 impl KvIndex {
     /// The least byte bound; smaller ones are raised to it.
     pub const MIN_BYTES: usize = 1 << 20;
-    /// Kept free of cells and table: books of all instances, tables of holes, the struct itself.
-    const FIXED_BYTES: usize = MAX_INSTANCES * size_of::<Book>() + Holes::BYTES + size_of::<KvIndex>();
+    /// Kept free of cells and table: books and fronts of all instances, tables of holes, the struct itself.
+    const FIXED_BYTES: usize =
+        MAX_INSTANCES * (size_of::<Book>() + size_of::<Front>()) + Holes::BYTES + size_of::<KvIndex>();
 
     /// An empty index that never takes more than `byte_bound` bytes (the least recently used leaves go first).
     pub fn new(byte_bound: usize) -> KvIndex {
@@ -134,6 +141,7 @@ impl KvIndex {
             holes: None,
             byte_bound,
             clock: 0,
+            fronts: BinaryHeap::new(),
             pairs: 0,
             evicted: 0,
             dropped: 0,
@@ -185,7 +193,7 @@ impl KvIndex {
     pub fn remove_instance(&mut self, instance: InstanceId) {
         self.cleared(instance);
         if let Some(book) = self.books.get_mut(instance.index()) {
-            *book = Book::default();
+            *book = Book { in_fronts: book.in_fronts, ..Book::default() };
         }
     }
 
@@ -370,7 +378,7 @@ impl KvIndex {
     /// Bytes taken now, allocations included.
     pub fn bytes(&self) -> usize {
         let holes = if self.holes.is_some() { Holes::BYTES } else { 0 };
-        let books = self.books.capacity() * size_of::<Book>();
+        let books = self.books.capacity() * size_of::<Book>() + self.fronts.capacity() * size_of::<Front>();
         size_of::<KvIndex>() + self.cells.bytes() + self.table.bytes() + books + holes
     }
 
