@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 import lmetric as lm
 from lmetric.config import PoolSettings
-from lmetric.sim.run import simulate
+from lmetric.sim.run import Run, simulate
 from lmetric.sim.study_file import load_study
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import Trace
@@ -79,29 +79,33 @@ def test_a_policy_refuses_another_word_for_its_guard() -> None:
 
 @cache
 def hot_spot() -> Trace:
-    """One prefix in half of the requests, of answers so long that its holder fills up."""
+    """For 50 seconds, half of the requests begin with one long prefix."""
     return check_synthetic(
         {
-            "synthetic": "requests", "seed": 3, "rate": 30, "duration_seconds": 60,
-            "input_tokens": {"p50": 100, "mean": 120, "max": 200},
-            "output_tokens": {"p50": 100, "mean": 120, "max": 200},
-            "prefixes": {"count": 2, "zipf": 0.5, "tokens": {"p50": 8000, "mean": 8200, "max": 9000}},
-            "block_tokens": 16,
+            "synthetic": "requests", "seed": 3, "rate": 20, "duration_seconds": 60,
+            "input_tokens": {"p50": 60, "mean": 80, "max": 1000},
+            "output_tokens": {"p50": 200, "mean": 250, "max": 1000},
+            "hot_spot": {"start_seconds": 10, "seconds": 50, "share": 0.5, "tokens": 8192},
+            "block_tokens": 64,
         },
         "hot",
     ).make()  # fmt: skip
 
 
-def alarms(policy: Any = "p_token * (bs + 1)", **settings: Any) -> int:
+def played(policy: Any = "p_token * (bs + 1)", **settings: Any) -> Run:
     return simulate(
-        hot_spot(), policy=policy, instances=8, profile="independent-sim", **settings
-    ).guard_alarms
+        hot_spot(), policy=policy, instances=16, profile="qwen3-30b-a3b-h20", admission="vllm", **settings
+    )
 
 
 def test_an_expression_is_guarded_in_simulations_too() -> None:
     """Rust B4: the same score by name and as an expression does the same."""
-    assert alarms() == alarms("lmetric") > 0
-    assert alarms(guard=False) == alarms(lm.Policy("p_token * (bs + 1)", guard=False)) == 0
+    named, written = played("lmetric"), played()
+    assert named.guard_alarms == written.guard_alarms > 0
+    assert named.guard_filters == written.guard_filters > 0
+    assert np.array_equal(named.instance, written.instance)
+    assert played(guard=False).guard_alarms == 0
+    assert played(lm.Policy("p_token * (bs + 1)", guard=False)).guard_alarms == 0
 
 
 def test_every_setting_of_the_guard_is_there_with_one_default() -> None:
@@ -135,13 +139,10 @@ def test_every_setting_of_the_guard_is_checked(name: str, tmp_path: Path) -> Non
 )
 def test_settings_of_the_guard_have_their_effect(quiet: str, value: float) -> None:
     """Fidelity gap 12: these leave no prefix to suspect."""
-    assert alarms(**{quiet: value}) == 0
+    assert played(**{quiet: value}).guard_alarms == 0
 
 
 def test_the_guard_filters_sooner_with_a_lower_factor() -> None:
     """Fidelity gap 12: `guard_phase2_factor` is what phase 2 counts to."""
-
-    def filters(factor: float) -> int:
-        return simulate(hot_spot(), instances=8, guard_phase2_factor=factor).guard_filters
-
-    assert filters(0.0) > filters(1e9) == 0
+    assert played(guard_phase2_factor=0.0).guard_filters > 0
+    assert played(guard_phase2_factor=1e9).guard_filters == 0

@@ -209,12 +209,22 @@ def test_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_says_which(tmp_path: Path) -> None:
-    text = STUDY.replace("[lmetric,", "[lmetric, log(0 - 1 - bs),")  # no number, so no instance is left
+    text = STUDY + "settings: {guard_period_seconds: 0.001}\n"  # below the router's least
     with (
         Store(tmp_path / "runs.jsonl") as store,
-        pytest.raises(LmetricError, match=r"log\(0 - 1 - bs\), slice, 4 in"),
+        pytest.raises(LmetricError, match=r"lmetric, slice, 4 in.*period_seconds"),
     ):
         run_study(load_study(write(tmp_path / "s.yaml", text)), store, Threads(1))
+
+
+def test_a_run_whose_policy_scores_nobody_is_counted(tmp_path: Path) -> None:
+    """UX scores absent: in a study the fewest requests decide, and the result says how often."""
+    text = STUDY.replace("[lmetric,", "[lmetric, log(0 - 1 - bs),")  # no number
+    with Store(tmp_path / "runs.jsonl") as store:
+        outcome = run_study(load_study(write(tmp_path / "s.yaml", text)), store, Threads(1))
+    for result in outcome.results:
+        scored = result.setup.policy.label != "log(0 - 1 - bs)"
+        assert (result.unscored == 0) is scored
 
 
 def test_the_summary_is_over_seeds(tmp_path: Path) -> None:
