@@ -345,11 +345,12 @@ def broken():
         lm.Router("bs +")  # the class is made with the first error that passes from Python to Rust
     except lm.LmetricError:
         pass
-    panic.extend(kind for kind in BaseException.__subclasses__() if kind.__name__ == "PanicException")
-    try:
-        router.route(prompt_tokens=10)
-    except BaseException as error:
-        assert type(error).__name__ == "PanicException", error
+    for kind in [kind for kind in BaseException.__subclasses__() if kind.__name__ == "PanicException"]:
+        panic[:] = [kind]  # each extension has a class of its own
+        try:
+            router.route(prompt_tokens=10)
+        except BaseException:
+            pass
     return router, ticket
 """
 
