@@ -309,7 +309,7 @@ def tokens(result: Figures) -> str:
 
 def main() -> None:
     """Renders the page, or checks it."""
-    kinds = ("core", "plans", "memory", "decision", "http", "simulator", "tokens")
+    kinds = ("core", "plans", "memory", "decision", "http", "simulator", "tokens", "tokens-fast")
     results = {what: newest(what) for what in kinds}
     parts = {
         "machine": machine(results),
@@ -320,6 +320,7 @@ def main() -> None:
         "http": http(results["http"][1]),
         "simulator": simulator(results["simulator"][1]),
         "tokens": tokens(results["tokens"][1]),
+        "tokens-fast": tokens(results["tokens-fast"][1]),
     }
     old = page = PAGE.read_text()
     for name, text in parts.items():

@@ -9,6 +9,8 @@ Ours: body of the HTTP request to booked decision over 16 instances, in one thre
 with transformers, whose `apply_chat_template` (rendering and tokenising) is timed on the same conversations,
 without decision.
 
+An extension built with the cargo feature fast-tokenizer has a raw file of its own, DATE-tokens-fast.json.
+
 Milliseconds of that thread's processor time (what else runs on the machine does not count), median, least and
 greatest.
 """
@@ -31,7 +33,7 @@ import orjson
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from common import ROOT, about, median_range, write_result
-from lmetric._core import Router
+from lmetric._core import FAST_TOKENIZER, Router
 from lmetric.server.openai import CHAT, parse
 from lmetric.tokens import PromptTokenizer
 
@@ -215,7 +217,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder, load = model_folder(), os.getloadavg()
     ours, conversations = measure(folder, arguments.sizes, arguments.turns)
-    result = {**about(None, ["rustc"]), "ours": ours}
+    result = {**about(None, ["rustc"]), "fast_tokenizer": FAST_TOKENIZER, "ours": ours}
     if arguments.peer is not None:
         told = subprocess.run(
             [str(arguments.peer / "bin" / "python"), "-c", PEER, str(folder)],
@@ -239,7 +241,8 @@ def main() -> None:
             if "transformers" in result:
                 line += f"; transformers {result['transformers'][name][0]:.1f} ms"
             print(line)
-    print("raw file:", write_result(result, "tokens", arguments.out), file=sys.stderr)
+    what = "tokens-fast" if FAST_TOKENIZER else "tokens"
+    print("raw file:", write_result(result, what, arguments.out), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,10 @@ def test_without_rust_one_line_says_what_to_install(script: str, tmp_path: Path)
 def test_every_dependency_is_locked_with_hashes_and_names_no_registry() -> None:
     lock = (ROOT / "requirements.lock").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted = project["project"]["dependencies"] + project["dependency-groups"]["dev"]
-    names = {re.split(r"[<>=!~;\[ ]", name)[0].lower().replace("_", "-") for name in wanted}
+    groups = project["dependency-groups"]
+    wanted = [*project["project"]["dependencies"], *groups["build"], *groups["dev"]]
+    texts = [text for text in wanted if isinstance(text, str)]
+    names = {re.split(r"[<>=!~;\[ ]", text)[0].lower().replace("_", "-") for text in texts}
     locked = dict(re.findall(r"^([a-z0-9.-]+)==[^\n]*\\\n((?:    --hash[^\n]*\n?)+)", lock, re.MULTILINE))
     assert names <= set(locked), f"run scripts/lock: {names - set(locked)}"
     assert "://" not in lock

@@ -341,6 +341,7 @@ class Ticket:
     def __exit__(self, *args: object) -> None: ...  # closes as an abort where still open
 
 SHARE_NAMES: list[str]  # of the numbers of Router.share
+FAST_TOKENIZER: bool  # built with the cargo feature fast-tokenizer
 MAX_EXPRESSION_LENGTH: int
 
 @final

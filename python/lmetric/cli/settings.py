@@ -73,7 +73,12 @@ def _read(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any key, e.g. timeouts.connect=1; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any key, e.g. timeouts.connect=1; repeatable. Other users of the machine see flags: set "
+            "secrets in the file or the environment, e.g. LMETRIC_REPLICAS__TOKEN.",
+        ),
     ] = None,
 ) -> "ServerConfig":
     from lmetric.config import load_config

@@ -1,6 +1,6 @@
 //! The Python face of `tokens`.
 use crate::errors::{BadValueError, LmetricError};
-use lmetric_tokens::{Encoder, TokensError};
+use lmetric_tokens::{Encoder, FAST_TOKENIZER, TokensError};
 use numpy::PyArray1;
 use pyo3::create_exception;
 use pyo3::prelude::*;
@@ -16,6 +16,7 @@ create_exception!(
 /// Adds the class to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("TokenizeError", module.py().get_type::<TokenizeError>())?;
+    module.add("FAST_TOKENIZER", FAST_TOKENIZER)?;
     module.add_class::<TokenEncoder>()
 }
 
@@ -83,7 +84,8 @@ impl TokenEncoder {
         self.encoder.whole_because()
     }
 
-    /// Whether the faster of the two libraries is used: it made the same ids as the engines' library of all that was tried.
+    /// Whether the faster library is used: it is compiled in (`FAST_TOKENIZER`) and made the same ids as the engines' library of
+    /// everything that was tried.
     #[getter]
     fn fast(&self) -> bool {
         self.encoder.is_fast()

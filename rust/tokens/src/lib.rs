@@ -4,10 +4,14 @@
 mod cache;
 mod cuts;
 mod encoder;
+mod fast;
 mod libraries;
 
 pub use cache::CacheStats;
 pub use encoder::Encoder;
+
+/// Whether the feature `fast-tokenizer` is compiled in.
+pub const FAST_TOKENIZER: bool = cfg!(feature = "fast-tokenizer");
 
 /// What keeps a tokenizer from being loaded, or a text from being tokenised.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]

@@ -1,0 +1,229 @@
+"""The deployment files: what the unit, the manifest and the image promise, and what they do not install."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lmetric.config import load_config
+from lmetric.config.schema import ServerConfig
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+# Of the interpreter, its libraries and what answers and connections hold.
+PROCESS_BYTES = 512 << 20
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+RUNTIME_EXTRA = "kubernetes"
+
+
+def manifest() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+
+
+def of_kind(kind: str) -> dict[str, Any]:
+    (found,) = (document for document in manifest() if document["kind"] == kind)
+    return found
+
+
+def pod() -> dict[str, Any]:
+    spec: dict[str, Any] = of_kind("Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+def container() -> dict[str, Any]:
+    (only,) = pod()["containers"]
+    found: dict[str, Any] = only
+    return found
+
+
+def unit() -> dict[str, list[str]]:
+    """The settings of the unit's [Service] section; one that stands there twice has two values."""
+    section = (DEPLOY / "lmetric-router.service").read_text().split("[Service]")[1].split("[Install]")[0]
+    settings: dict[str, list[str]] = {}
+    for line in section.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            settings.setdefault(name, []).append(value)
+    return settings
+
+
+def size(text: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)([A-Za-z]+)", text).groups()  # type: ignore[union-attr]
+    return int(number) * UNITS[unit]
+
+
+def bounded_bytes() -> int:
+    """What one pool holds at most by the default bounds, its process included."""
+    config = ServerConfig()
+    engine_block_map = config.index_bytes  # bounded like the index, beside it
+    bodies = getattr(config.limits, "max_total_body_bytes", 0)
+    parts = (config.index_bytes, engine_block_map, config.token_cache_bytes, config.receipt_bytes, bodies)
+    return sum(parts) + PROCESS_BYTES
+
+
+def test_the_pod_keeps_the_restricted_profile() -> None:
+    """Reliability M8: seccomp, no root, no capabilities, a read-only root."""
+    security = pod()["securityContext"]
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert security["runAsNonRoot"] is True
+    assert container()["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def test_the_image_is_one_version() -> None:
+    """Reliability M8: the manifest names the release's image, never a tag that moves."""
+    version = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+    assert container()["image"] == f"lmetric-router:{version}"
+
+
+def test_a_drained_or_lost_node_takes_one_router() -> None:
+    """Reliability M8: a disruption budget and a spread over nodes and zones, of these very pods."""
+    labels = of_kind("Deployment")["spec"]["template"]["metadata"]["labels"]
+    budget = of_kind("PodDisruptionBudget")["spec"]
+    assert (budget["maxUnavailable"], budget["selector"]["matchLabels"]) == (1, labels)
+    spread = pod()["topologySpreadConstraints"]
+    assert [each["topologyKey"] for each in spread] == [
+        "kubernetes.io/hostname",
+        "topology.kubernetes.io/zone",
+    ]
+    assert all(each["labelSelector"]["matchLabels"] == labels for each in spread)
+
+
+def test_the_network_policy_covers_the_router_in_both_directions() -> None:
+    """Reliability M8: clients reach the HTTP port, and the router engines, DNS and the API; no more."""
+    policy = of_kind("NetworkPolicy")["spec"]
+    assert policy["podSelector"]["matchLabels"] == of_kind("Deployment")["spec"]["selector"]["matchLabels"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    (ingress,) = policy["ingress"]
+    (port,) = container()["ports"]
+    assert ingress["ports"] == [{"protocol": "TCP", "port": port["name"]}]
+    assert {"namespaceSelector": {}} not in ingress["from"]
+    engines, routers, dns, api = policy["egress"]
+    (to,) = engines["to"]
+    selector = to["podSelector"]["matchLabels"]
+    (source,) = yaml.safe_load(of_kind("ConfigMap")["data"]["router.yaml"])["discovery"]
+    assert source["kubernetes"]["selector"] == ",".join(f"{key}={value}" for key, value in selector.items())
+    assert [port["port"] for rule in (routers, dns, api) for port in rule["ports"]] == [
+        "http", 53, 53, 443, 6443,
+    ]  # fmt: skip
+
+
+def test_whoever_listens_on_all_addresses_asks_for_keys(tmp_path: Path) -> None:
+    """Reliability M8, H4: API keys and the replica token come from the Secret, on 0.0.0.0 by default."""
+    assert container()["args"][:3] == ["serve", "--host", "0.0.0.0"]
+    (tmp_path / "router.yaml").write_text(of_kind("ConfigMap")["data"]["router.yaml"])
+    (token,) = container()["env"]
+    reference = token["valueFrom"]["secretKeyRef"]
+    config = load_config(tmp_path / "router.yaml", environ={token["name"]: "from the Secret"})
+    assert config.replicas.token is not None
+    assert config.replicas.token.get_secret_value() == "from the Secret"
+    assert config.auth.keys_file is not None
+    (mount,) = (each for each in container()["volumeMounts"] if each["name"] == "secrets")
+    (volume,) = (each["secret"] for each in pod()["volumes"] if each["name"] == "secrets")
+    (item,) = volume["items"]
+    assert str(config.auth.keys_file) == f"{mount['mountPath']}/{item['path']}"
+    assert volume["secretName"] == reference["name"]
+    # Neither may be missing, and the manifest brings no secret of its own.
+    assert not reference.get("optional")
+    assert not volume.get("optional")
+    assert "Secret" not in [document["kind"] for document in manifest()]
+    head = (DEPLOY / "kubernetes.yaml").read_text().split("apiVersion")[0]
+    assert f"--from-literal={reference['key']}=" in head
+    assert f"--from-file={item['key']}" in head
+
+
+def test_memory_limits_hold_what_the_default_bounds_add_up_to() -> None:
+    """Reliability M8: the pod and the unit are not killed for reaching the router's own bounds."""
+    assert size(container()["resources"]["limits"]["memory"]) >= bounded_bytes()
+    (most,) = unit()["MemoryMax"]
+    assert size(most) >= bounded_bytes()
+
+
+def test_the_unit_is_confined() -> None:
+    """Reliability M8: system calls, capabilities, address families, files and memory of the unit."""
+    settings = unit()
+    assert settings["CapabilityBoundingSet"] == [""]
+    assert settings["AmbientCapabilities"] == [""]
+    assert settings["SystemCallFilter"] == ["@system-service", "~@privileged"]
+    assert settings["RestrictAddressFamilies"] == ["AF_INET AF_INET6 AF_UNIX AF_NETLINK"]
+    for name in ("DynamicUser", "NoNewPrivileges", "RestrictNamespaces", "ProtectHome", "PrivateDevices"):
+        assert settings[name] == ["yes"], name
+    assert settings["ProtectSystem"] == ["strict"]
+    assert "WatchdogSec" not in settings, "the router sends no watchdog notifications"
+
+
+def test_the_unit_gives_the_service_its_own_copy_of_the_keys() -> None:
+    """Reliability M8: no file with secrets needs to be readable by everybody."""
+    settings = unit()
+    assert settings["LoadCredential"] == [
+        "router.yaml:/etc/lmetric/router.yaml",
+        "keys.yaml:/etc/lmetric/keys.yaml",
+    ]
+    assert settings["Environment"] == ["LMETRIC_AUTH__KEYS_FILE=%d/keys.yaml"]
+    (command,) = settings["ExecStart"]
+    assert command.endswith("serve --config %d/router.yaml")
+    name, _, path = settings["Environment"][0].partition("=")
+    assert str(load_config(environ={name: path}).auth.keys_file) == path
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_systemd_takes_the_unit() -> None:
+    """Reliability M8: systemd knows every setting, and rates the exposure below 2 of 10."""
+    service = str(DEPLOY / "lmetric-router.service")
+    done = subprocess.run(["systemd-analyze", "verify", service], capture_output=True, text=True, check=False)
+    said = [line for line in done.stderr.splitlines() if "is not executable" not in line]
+    assert [line for line in said if "lmetric" in line] == []
+    review = ["systemd-analyze", "security", "--offline=true", "--threshold=20", service]
+    done = subprocess.run(review, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr
+
+
+def locked(file: str) -> set[tuple[str, str]]:
+    return set(re.findall(r"^([a-z0-9.-]+)==(\S+)", (ROOT / file).read_text(), re.MULTILINE))
+
+
+def test_the_image_installs_what_runs_and_nothing_for_tests() -> None:
+    """Reliability M8: the runtime lock has what is declared, with hashes, and no developers' tools."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    optional = project["project"]["optional-dependencies"]
+    wanted = {
+        re.split(r"[<>=!~;\[ ]", text)[0].lower().replace("_", "-")
+        for text in [*project["project"]["dependencies"], *optional[RUNTIME_EXTRA]]
+    }
+    developers = {
+        re.split(r"[<>=!~;\[ ]", text)[0].lower()
+        for text in project["dependency-groups"]["dev"]
+        if isinstance(text, str)
+    } - wanted
+    runtime = {name for name, _ in locked("requirements-runtime.lock")}
+    assert wanted <= runtime
+    assert runtime & developers == set()
+    assert {"pytest", "mypy", "onnxruntime"} <= developers
+    for file in ("requirements-runtime.lock", "requirements-build.lock"):
+        assert locked(file) <= locked("requirements.lock"), f"run scripts/lock: {file} has other versions"
+        text = (ROOT / file).read_text()
+        assert text.count("==") <= text.count("--hash=sha256:")
+        assert "://" not in text
+
+
+def test_the_image_is_built_from_the_locks_on_named_bases() -> None:
+    """Reliability M8: base images can be given by digest, and only locked packages are installed."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["${RUST_IMAGE}", "${BASE_IMAGE}"]
+    assert set(re.findall(r"-r (\S+\.lock)", text)) == {
+        "requirements-build.lock",
+        "requirements-runtime.lock",
+    }
+    steps = [step for step in re.split(r"&&|\n", text) if "pip install" in step]
+    assert all("--require-hashes" in step or "--no-deps" in step for step in steps)
+    assert int(re.findall(r"^USER (\d+)", text, re.MULTILINE)[0]) == pod()["securityContext"]["runAsUser"]
