@@ -63,7 +63,7 @@ def bounded_bytes() -> int:
     """What one pool holds at most by the default bounds, its process included."""
     config = ServerConfig()
     engine_block_map = config.index_bytes  # bounded like the index, beside it
-    bodies = getattr(config.limits, "max_total_body_bytes", 0)
+    bodies = config.limits.max_body_bytes_total
     parts = (config.index_bytes, engine_block_map, config.token_cache_bytes, config.receipt_bytes, bodies)
     return sum(parts) + PROCESS_BYTES
 

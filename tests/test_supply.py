@@ -19,9 +19,11 @@ TARGETS = ("x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu")
 
 
 def locked_crates() -> dict[str, list[dict[str, Any]]]:
+    """By name, the crates of the registry that Cargo.lock holds."""
     crates: dict[str, list[dict[str, Any]]] = {}
     for crate in tomllib.loads((ROOT / "Cargo.lock").read_text())["package"]:
-        crates.setdefault(crate["name"], []).append(crate)
+        if "source" in crate:
+            crates.setdefault(crate["name"], []).append(crate)
     return crates
 
 
@@ -34,7 +36,7 @@ def linked_crates() -> set[str]:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         for line in done.stdout.splitlines():
             name, version = line.split()[:2]
-            if not name.startswith("lmetric-"):
+            if "(/" not in line:  # a crate of this repository
                 linked.add(f"{name} {version.removeprefix('v')}")
     return linked
 

@@ -296,7 +296,7 @@ fn a_running_request_moves_and_its_books_with_it() {
     refused(router.elsewhere(d.ticket, now).unwrap_err(), "no token yet");
     router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
     refused(begin(&mut router, source).unwrap_err(), "runs there already");
-    refused(begin(&mut router, lmetric_core::InstanceId(7)).unwrap_err(), "gone");
+    refused(begin(&mut router, lmetric_core::InstanceId(7)).unwrap_err(), "slot 7 is not valid");
     router.set_cuts(target, Cuts::PromptEnd).unwrap();
     refused(begin(&mut router, target).unwrap_err(), "hand over behind an output token");
     router.set_cuts(target, Cuts::Anywhere).unwrap();
