@@ -124,9 +124,9 @@ def test_whoever_listens_on_all_addresses_asks_for_keys(tmp_path: Path) -> None:
     (tmp_path / "router.yaml").write_text(of_kind("ConfigMap")["data"]["router.yaml"])
     (token,) = container()["env"]
     reference = token["valueFrom"]["secretKeyRef"]
-    config = load_config(tmp_path / "router.yaml", environ={token["name"]: "from the Secret"})
+    config = load_config(tmp_path / "router.yaml", environ={token["name"]: "from-the-Secret"})
     assert config.replicas.token is not None
-    assert config.replicas.token.get_secret_value() == "from the Secret"
+    assert config.replicas.token.get_secret_value() == "from-the-Secret"
     assert config.auth.keys_file is not None
     (mount,) = (each for each in container()["volumeMounts"] if each["name"] == "secrets")
     (volume,) = (each["secret"] for each in pod()["volumes"] if each["name"] == "secrets")

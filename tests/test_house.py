@@ -48,3 +48,10 @@ def test_the_oldest_rust_is_the_same_everywhere() -> None:
     oldest = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["rust-version"]
     assert f"Rust {oldest}" in (ROOT / "README.md").read_text()
     assert f"Rust {oldest} or newer" in (ROOT / "scripts" / "setup").read_text()
+
+
+def test_paths_of_the_api_have_one_definition() -> None:
+    """Server 7.10 f: `CHAT` and `COMPLETIONS` were defined three times."""
+    sources = "\n".join(path.read_text() for path in (ROOT / "python").rglob("*.py"))
+    for name in ("CHAT", "COMPLETIONS"):
+        assert len(re.findall(rf"^{name} = ", sources, re.MULTILINE)) == 1, name

@@ -95,44 +95,35 @@ async def test_other_signals_are_ignored(number: signal.Signals) -> None:
 async def test_without_file_descriptors_no_engine_is_taken_for_dead() -> None:
     """Reliability M1, Server 7.1: the router lacks file descriptors. It answers 503, keeps the engines and
     what it knows of their caches, and serves as soon as it can."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     flags = ("--set", "health.interval=0.1", "--set", "limits.idle_seconds=0.05", "--policy", "lmetric")
-    async with engine() as fake:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))  # what the router inherits
-        try:
-            starting = router("--engine", fake.url, *flags)
-            r = await starting.__aenter__()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        try:
-            await r.listening(60)
-            port = int(r.url.rsplit(":", 1)[1])
-            asker = await asyncio.open_connection("127.0.0.1", port)
-            assert (await post(asker))[0] == 200
-            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(80)]
-            assert "Too many open files" in await logged(r, "the router lacks resources")
-            async with asyncio.timeout(20):
-                while (got := await post(asker))[0] == 200:  # noqa: ASYNC110 - nobody tells
-                    await asyncio.sleep(0.2)  # the connection of the request before is still open
-            assert (got[0], got[1]["error"]["code"]) == (503, "resources")
-            for _, writer in idle:
-                writer.close()
-            async with asyncio.timeout(20):
-                while (got := await post(asker))[0] != 200:
-                    assert got[0] == 503
-                    await asyncio.sleep(0.1)
-            metrics = (await get(asker, "/metrics")).decode()
-            (line,) = [
-                x for x in metrics.splitlines() if x.startswith("lmetric_predicted_cached_tokens_total")
-            ]
-            assert float(line.rpartition(" ")[2]) > 500
-            r.process.send_signal(signal.SIGTERM)
-            assert await r.ended() == 0
-            assert "engine down" not in "".join(r.log)
-            assert "kind=unknown" not in "".join(r.log)
-        finally:
-            await starting.__aexit__(None, None, None)
+    async with engine() as fake, router("--engine", fake.url, *flags) as r:
+        await r.listening(60)
+        asker = await asyncio.open_connection("127.0.0.1", int(r.url.rsplit(":", 1)[1]))
+        assert (await post(asker))[0] == 200
+        process = r.process.pid
+        before = resource.prlimit(process, resource.RLIMIT_NOFILE)
+        resource.prlimit(process, resource.RLIMIT_NOFILE, (FEW_FILES, before[1]))
+        assert "Too many open files" in await logged(r, "the router lacks resources")
+        async with asyncio.timeout(20):
+            while (got := await post(asker))[0] == 200:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.2)  # the connection of the request before is still open
+        assert (got[0], got[1]["error"]["code"]) == (503, "resources")
+        resource.prlimit(process, resource.RLIMIT_NOFILE, before)
+        async with asyncio.timeout(20):
+            while (got := await post(asker))[0] != 200:
+                assert got[0] == 503
+                await asyncio.sleep(0.1)
+        metrics = (await get(asker, "/metrics")).decode()
+        (line,) = [x for x in metrics.splitlines() if x.startswith("lmetric_predicted_cached_tokens_total")]
+        assert float(line.rpartition(" ")[2]) > 500
+        r.process.send_signal(signal.SIGTERM)
+        assert await r.ended() == 0
+        assert "engine down" not in "".join(r.log)
+        assert "kind=unknown" not in "".join(r.log)
 
+
+# As a limit of open files: descriptors above it stay open, those below are taken, so no file can be opened.
+FEW_FILES = 6
 
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -557,7 +557,7 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         cuts = []
         for _ in range(2):
             _, headers, _ = await w.post(ASKED)
-            receipt = router.receipt(int(headers["x-lmetric-decision"])) or {}
+            receipt = router.receipt(decision_id(headers)) or {}
             cuts.append((receipt["cuts"], receipt["uncut"]))
         assert cuts[0] == ([40], None)
         assert "the engine's text is not that of its tokens" in cuts[1][1]
@@ -567,7 +567,7 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         pool._not_joinable[COMPLETIONS] = (why, time.monotonic())
         status, headers, got = await w.post(ASKED)
         assert (status, said_in(got)) == (200, STORY_TEXT)
-        receipt = router.receipt(int(headers["x-lmetric-decision"])) or {}
+        receipt = router.receipt(decision_id(headers)) or {}
         assert (receipt["cuts"], receipt["uncut"]) == ([40], None)
         # An engine that comes back as something else is a reason to try at once.
         pool.not_joinable(COMPLETIONS, "as a test wants")
@@ -576,5 +576,5 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         engine.ask_anew()
         await w.server._monitor.check([engine])
         _, headers, _ = await w.post(ASKED)
-        receipt = router.receipt(int(headers["x-lmetric-decision"])) or {}
+        receipt = router.receipt(decision_id(headers)) or {}
         assert receipt["uncut"] is None

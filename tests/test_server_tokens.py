@@ -201,11 +201,12 @@ async def test_requests_that_wait_count_and_end_with_the_server(folder: Path, he
 
 
 async def test_a_failing_tokenizer_fails_no_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def fail() -> None:
         raise RuntimeError("broken")
 
+    begin = server_tokenise.Tokenisers.begin
     async with world(1, tokenizer=str(folder)) as w:
-        monkeypatch.setattr(server_tokenise, "partial", lambda *_: fail)
+        monkeypatch.setattr(server_tokenise.Tokenisers, "begin", lambda threads, _: begin(threads, fail))
         status, _, _ = await w.post(chat(LONG), CHAT)
         assert status == 200
         assert w.server.fleet.pools[0].text_prompts == {"tokenizer": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -25,7 +26,7 @@ BASE = ["--trace", str(SLICE), "--requests", "120", "--instances", "8"]
 def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "lmetric.cli", "simulate", *map(str, arguments)],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "COLUMNS": "200"},
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def row(study: str, claim: str) -> str:
 
 
 def test_rendering_again_changes_nothing() -> None:
-    """Fidelity 8: all numbers of the verdicts are those of the raw files."""
+    """Fidelity gap 8: all numbers of the verdicts are those of the raw files."""
     done = render("--check")
     assert done.returncode == 0, done.stderr
 
@@ -159,7 +159,7 @@ def test_the_lengths_page_says_that_the_predictor_decides_nothing() -> None:
 
 
 def test_the_page_names_five_papers_and_what_was_not_attempted() -> None:
-    """Fidelity 7 and 15: figures without a run are listed; only the paper's simulations are called that."""
+    """Fidelity gaps 7 and 15: figures without a run are listed; simulations alone are called that."""
     text = PAGE.read_text()
     assert text.startswith("# Five papers")
     listed = text.partition("## What was not attempted")[2].partition("\n## ")[0]
