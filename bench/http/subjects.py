@@ -46,6 +46,18 @@ def _ours(policy: str) -> Command:
     return command
 
 
+def checkout(root: Path) -> Command:
+    """The router of a checkout of this repository, with policy lmetric."""
+
+    def command(python: Path, port: int, engines: list[str], scratch: Path) -> list[str]:
+        flags = [flag for engine in engines for flag in ("--engine", engine)]
+        program = "from lmetric.cli import main; main()"
+        place = f"PYTHONPATH={root / 'python'}"
+        return ["env", place, sys.executable, "-c", program, "serve", "--port", str(port), *flags]
+
+    return command
+
+
 SUBJECTS: dict[str, Command | None] = {
     "direct": None,
     "nginx": _nginx,
