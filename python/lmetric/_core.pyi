@@ -42,6 +42,7 @@ __all__ = [
     "bench_decision",
     "check_expression",
     "check_local_order",
+    "decision_tag",
     "generate",
     "indicator_table",
     "json_excess",
@@ -420,6 +421,9 @@ class RequestHead:
     # the whole head for an engine: `first` (request line and fields of the router's own), the client's fields but those
     # of its connection, x-request-id, content-length; `own_key`: `first` has an authorization, so the client's is left
     # out; `own_priority`: the client's x-vllm-priority is left out, whether or not there is a `priority`
+
+def decision_tag(key: bytes, id: int, tenant: str) -> str:
+    """The part of a decision's label that nobody can guess: SipHash-2-4 under a key of 16 bytes, as 16 hex digits."""
 
 def json_excess(data: bytes) -> str | None:
     """Says which bound on depth, containers or values a JSON document exceeds; None: none of them."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import difflib
-import hashlib
 import math
 import os
 import secrets
@@ -17,7 +16,7 @@ import orjson
 import structlog
 from pydantic import SecretStr
 
-from lmetric._core import NoInstanceError, Router
+from lmetric._core import NoInstanceError, Router, decision_tag
 from lmetric.config import ADMIN, CONFIGURED, EngineConfig, ModelConfig, PoolSettings, Role, ServerConfig
 from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load
 from lmetric.engines.handover import CONNECTORS, Connector
@@ -246,7 +245,7 @@ class Pool:
         self.engines: dict[str, Engine] = {}
         self.created = int(time.time())
         self._label_prefix = f"{index}-" if index else ""
-        self._label_tag = hashlib.blake2b(key=secrets.token_bytes(32), digest_size=8)
+        self._label_key = secrets.token_bytes(16)
         self.unserved_since: float | None = time.monotonic()  # None: it has engines
         self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
         self.block_size_from = "default" if settings.block_size is None else "the configuration"
@@ -565,9 +564,7 @@ class Pool:
         The tag depends on the tenant and on a random key: nobody can guess a label, and a tenant's label
         is valid for that tenant alone.
         """
-        tag = self._label_tag.copy()
-        tag.update(b"%d %b" % (decision_id, tenant.encode("utf-8", "surrogateescape")))
-        return f"{self._label_prefix}{decision_id}-{tag.hexdigest()}"
+        return f"{self._label_prefix}{decision_id}-{decision_tag(self._label_key, decision_id, tenant)}"
 
 
 def unusable(engines: Iterable[Engine]) -> str | None:

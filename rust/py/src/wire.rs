@@ -7,10 +7,12 @@ use lmetric_wire::{
     WireError as CoreWireError, excess,
 };
 use pyo3::create_exception;
+use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 use std::borrow::Cow;
+use std::hash::Hasher;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 create_exception!(
@@ -401,7 +403,24 @@ fn json_excess(data: &[u8]) -> Option<String> {
     Some(format!("more than {bound} {what}"))
 }
 
+/// The part of a decision's label that nobody can guess: SipHash-2-4 of its id and tenant under a key of 16 bytes.
+#[pyfunction]
+fn decision_tag(key: &[u8], id: u64, tenant: &str) -> PyResult<String> {
+    let Ok(key) = <[u8; 16]>::try_from(key) else {
+        return Err(PyValueError::new_err(format!("key has {} bytes; expected 16", key.len())));
+    };
+    let (first, second) = key.split_at(8);
+    let word = |half: &[u8]| u64::from_le_bytes(half.try_into().expect("half of 16 bytes"));
+    // Deprecated in favor of `DefaultHasher`, which takes no key.
+    #[allow(deprecated)]
+    let mut hasher = std::hash::SipHasher::new_with_keys(word(first), word(second));
+    hasher.write_u64(id);
+    hasher.write(tenant.as_bytes());
+    Ok(format!("{:016x}", hasher.finish()))
+}
+
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(decision_tag, module)?)?;
     module.add_function(wrap_pyfunction!(json_excess, module)?)?;
     module.add("WireError", module.py().get_type::<WireError>())?;
     for (name, bit) in FLAGS {
