@@ -13,6 +13,7 @@ from lmetric.policies import Policy, PolicyFunction
 __all__ = [
     "END",
     "ENGINE_ERROR",
+    "FAST_TOKENIZER",
     "INCOMPLETE",
     "MAX_EXPRESSION_LENGTH",
     "OUT",
