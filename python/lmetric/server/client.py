@@ -110,7 +110,6 @@ class ClientConnection(RequestHandler):
 
     __slots__ = (
         "_asked",
-        "_body_size",
         "_client",
         "_front",
         "_held",
@@ -119,6 +118,7 @@ class ClientConnection(RequestHandler):
         "_size",
         "_state",
         "answering",
+        "body_size",
         "idle_since",
         "relay",
     )
@@ -134,7 +134,7 @@ class ClientConnection(RequestHandler):
         self._asked: Asked | None = None  # the request that is collected, once its head is known
         self._held: list[bytes] = []
         self._size = 0  # bytes held
-        self._body_size = 0  # bytes that count for a body that is held elsewhere
+        self.body_size = 0  # bytes that count for a body that is held elsewhere
         self._need = 0  # bytes held that are worth another look
         self._left = 0  # bytes still to come of a request that aiohttp has
 
@@ -298,14 +298,14 @@ class ClientConnection(RequestHandler):
         """Counts a body that is held elsewhere, or more of it; False if clients hold too many bytes."""
         if self._client is None or not self._client.hold(size):
             return False
-        self._body_size += size
+        self.body_size += size
         return True
 
     def release_body(self) -> None:
         """The body that is held elsewhere is no longer kept."""
         if self._client is not None:
-            self._client.release(self._body_size)
-        self._body_size = 0
+            self._client.release(self.body_size)
+        self.body_size = 0
 
     def _take_held(self) -> bytes:
         data = b"".join(self._held)
@@ -333,7 +333,7 @@ class ClientConnection(RequestHandler):
     def _rest(self) -> None:
         self.answering = False
         self.idle_since = clock.monotonic()
-        if self._body_size:
+        if self.body_size:
             self.release_body()
 
     def _go_on(self) -> None:

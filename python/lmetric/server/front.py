@@ -413,6 +413,9 @@ class Front(web.Server):
         unpulled = pool.unpulled(asked.path, call) if pool.pulls else None
         moves = pool.joins and uncut is None
         tenant = self.config.tenants.get(asked.tenant, NOT_A_TENANT)
+        session = head.session or call.session
+        if asked.tenant and session is not None:
+            session = _session(asked.tenant, session)
         try:
             decision, ticket = pool.router.route(
                 tokens=call.tokens,
@@ -422,7 +425,7 @@ class Front(web.Server):
                 # Chats and completions answer apart, and so do tenants.
                 length_class=f"{asked.path} {asked.tenant}" if pool.splits else None,
                 extra_tokens=extra_tokens,
-                session=_session(asked.tenant, head.session or call.session),
+                session=session,
                 adapter=adapter,
                 salt=call.salt,
                 request_id=head.request_id,
@@ -548,9 +551,9 @@ def _writable(transport: asyncio.Transport | None) -> TypeGuard[asyncio.Transpor
     return transport is not None and not transport.is_closing()
 
 
-def _session(tenant: str, session: str | None) -> str | None:
+def _session(tenant: str, session: str) -> str:
     """The key of session affinity: sessions of different tenants never share one."""
-    return f"{len(tenant)}:{tenant}{session}" if tenant and session is not None else session
+    return f"{len(tenant)}:{tenant}{session}"
 
 
 def _too_long(limit: int) -> ApiError:

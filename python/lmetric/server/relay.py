@@ -237,8 +237,9 @@ class Relay(Underway, Leg):
         self.committed = True
         self.status = status
         self.body = b""
-        if self._chain is None:  # which keeps the body to the end
-            self._asked.client.release_body()
+        client = self._asked.client
+        if client.body_size and self._chain is None:  # which keeps the body to the end
+            client.release_body()
         write = self._transport.write
         head = reader.commit(self._extra(self._engine.name), not self._asked.keep_alive, write)
         cors = self._asked.cors
