@@ -319,7 +319,8 @@ class Front(web.Server):
                 asked.tenant = self.keys.tenant(_text(authorization), _text(key))
             elif self.config.tenants and (named := asked.head.tenant) in self.config.tenants:
                 asked.tenant = named or ""  # without keys, clients are believed
-            self._check_room()
+            if self.refusing or len(self.relays) >= self._request_limit:
+                self._check_room()
         except ApiError as error:
             self._ended(asked, None, error)
             return False
