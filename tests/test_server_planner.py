@@ -23,8 +23,8 @@ def bodies(count: int, path: str = COMPLETIONS) -> list[dict[str, Any]]:
 
 
 async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
-    # The clock runs twice as fast: hand-overs seem to take twice as long, gains are half as large. A faster clock
-    # outruns a busy machine, and then the engines' speed is not known.
+    # The clock runs twice as fast: hand-overs seem to take twice as long, gains are half as large. A busy
+    # machine cannot keep up with a faster clock, and then the engines' speed is not known.
     settings = {"transfer_fixed_seconds": 0, "transfer_seconds_per_token": 0, "least_gain_seconds": 0}
     engines = [both(clock_speed=2.0)] * 3
     async with split(*engines, at=None, policy="planner", split_settings=settings) as w:
