@@ -198,7 +198,7 @@ async def test_no_request_under_one_megabyte_holds_the_loop(
 ) -> None:
     """Reliability C1, H3: no callback takes more than 50 ms of CPU time for a body of less than 1 MB.
 
-    One of three tries has to: the bound is on the work, and the machine may do other work meanwhile.
+    One of six tries has to: the bound is on the work, and the machine may do other work meanwhile.
     """
     settings: dict[str, Any] = {"tokenizer": str(write_folder(tmp_path, byte_level()))} if tokenizer else {}
     path, body = HOSTILE[kind]
@@ -215,7 +215,7 @@ async def test_no_request_under_one_megabyte_holds_the_loop(
     def seconds() -> list[float]:
         tries: list[float] = []
         with asyncio.Runner(loop_factory=loop) as runner:
-            while len(tries) < 3 and min(tries, default=1.0) >= 0.05:
+            while len(tries) < 6 and min(tries, default=1.0) >= 0.05:
                 tries.append(runner.run(tried()))
         return tries
 
