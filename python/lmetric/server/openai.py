@@ -21,6 +21,9 @@ from lmetric.tokens import Tokens
 
 JSON = Mapping[str, Any]
 
+# Texts in one completion request: more would hold the event loop while they are looked at.
+MAX_PROMPTS = 10_000
+
 # Fields that only a router or another engine may send (vLLM, SGLang, Dynamo).
 INTERNAL_FIELDS = frozenset(
     {
@@ -285,6 +288,8 @@ def _prompt(call: Call, prompt: Any) -> None:
         call.tokens = _tokens(prompt, "prompt")
     elif type(first) is str:
         call.text = first
+        if len(prompt) > MAX_PROMPTS:
+            raise bad(f"prompt has {len(prompt)} texts; at most {MAX_PROMPTS} are accepted", "prompt")
         if set(map(type, prompt)) != {str}:
             index = next(index for index, text in enumerate(prompt) if type(text) is not str)
             raise bad(
