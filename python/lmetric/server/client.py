@@ -384,7 +384,7 @@ class ClientConnection(RequestHandler):
         self._take_held()
         self.release_body()
         if self._client is not None:
-            self._client.close()
+            self._front.clients.close(self._client)
             self._client = None
         if self.relay is not None:
             self.relay.client_gone()

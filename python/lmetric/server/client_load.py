@@ -48,10 +48,6 @@ class Client:
         self._load.body_bytes -= size
         self.body_bytes -= size
 
-    def close(self) -> None:
-        """One of the address's connections closed."""
-        self._load.close(self)
-
 
 class ClientLoad:
     """The connections and body bytes of all clients, and what was refused for them."""
