@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmetric._core import RequestHead
+from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.openai import ApiError
 
 if TYPE_CHECKING:
@@ -16,6 +18,30 @@ if TYPE_CHECKING:
 
 FAILED = "the router failed; its log says why"
 STOPPING = "the router is shutting down"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the configuration says of answering. Each request reads it, and reading a model of pydantic takes
+    several times as long."""
+
+    attempts: int
+    failures: frozenset[str]
+    statuses: frozenset[int]
+    show_engines: bool
+    timeouts: Timeouts
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Rules:
+        """The rules of a configuration."""
+        retries = config.retries
+        return cls(
+            retries.attempts,
+            frozenset(retries.failures),
+            frozenset(retries.statuses),
+            config.errors.show_engines,
+            config.timeouts,
+        )
 
 
 class Asked:

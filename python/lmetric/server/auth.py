@@ -43,6 +43,7 @@ class Keys:
 
     def __init__(self, tenants: dict[bytes, str] | None) -> None:
         self._tenants = tenants
+        self.on = tenants is not None  # whether a key is needed
 
     @classmethod
     def load(cls, file: Path | None) -> "Keys":
@@ -71,11 +72,6 @@ class Keys:
         counts as both."""
         old, new = set((self._tenants or {}).items()), set((newer._tenants or {}).items())
         return len(new - old), len(old - new)
-
-    @property
-    def on(self) -> bool:
-        """Whether a key is needed."""
-        return self._tenants is not None
 
     def tenant(self, authorization: str | None, api_key: str | None = None) -> str:
         """The tenant of a request with these headers. Raises ApiError (401)."""

@@ -21,7 +21,6 @@ import orjson
 import structlog
 
 from lmetric._core import NoInstanceError, Ticket, TicketError, TokenEncoder
-from lmetric.config import ServerConfig
 from lmetric.engines.handover import CHAT, COMPLETIONS, HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.followed import Followed
@@ -35,7 +34,7 @@ from lmetric.server.segments import Segments
 from lmetric.server.silent import Hearer, Silent, usage_of
 
 if TYPE_CHECKING:
-    from lmetric.server.asked import Asked
+    from lmetric.server.asked import Asked, Rules
     from lmetric.server.mover import Mover
     from lmetric.server.relay import Relay
 
@@ -51,7 +50,7 @@ class Chain(Segments):
     def __init__(
         self,
         relay: Relay,
-        config: ServerConfig,
+        rules: Rules,
         asked: Asked,
         pool: Pool,
         ticket: Ticket,
@@ -60,7 +59,7 @@ class Chain(Segments):
         mover: Mover | None,
     ) -> None:
         assert call.tokens is not None  # else it must not be cut
-        super().__init__(relay, config, asked, pool, ticket)
+        super().__init__(relay, rules, asked, pool, ticket)
         self._stream = call.stream
         self.joined = Joined(asked.path, call.request, call.tokens, encoder)
         self._asked_tokens = 0  # of the silent leg that was sent last
@@ -235,7 +234,7 @@ class Chain(Segments):
 
     def check(self, now: float) -> None:
         """Ends a leg that takes too long."""
-        silent, limits = self._silent, self._config.timeouts
+        silent, limits = self._silent, self._rules.timeouts
         if silent is not None and not silent.ended and now - silent.started > limits.answer:
             silent.settle("timeout", f"no answer within {limits.answer:g} s")
         elif self._rest is not None:

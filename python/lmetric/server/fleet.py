@@ -197,6 +197,14 @@ class Engine:
                 log.warning("engine down", model=self.pool.name, engine=self.name, reason=reason)
 
 
+# Of BytesPerToken: what one more request leaves of the earlier ones; between which bounds texts of any
+# language and tokenizer lie; and what a chat template may add to a short text.
+LEARNED_KEEP = 0.99
+MIN_BYTES_PER_TOKEN = 0.5
+MAX_BYTES_PER_TOKEN = 16.0
+TEMPLATE_TOKENS = 512
+
+
 @dataclass(slots=True)
 class BytesPerToken:
     """Bytes of prompt text a token, learned from the engines' usage reports with a fading memory."""
@@ -204,20 +212,16 @@ class BytesPerToken:
     bytes: float = 8_000.0
     tokens: float = 2_000.0
     implausible: int = 0  # counts that were not learned from
-    KEEP = 0.99
-    # Texts of any language and tokenizer lie between; a chat template adds some tokens to a short text.
-    MIN_BYTES_PER_TOKEN = 0.5
-    MAX_BYTES_PER_TOKEN = 16.0
-    TEMPLATE_TOKENS = 512
 
     def learn(self, prompt_bytes: int, prompt_tokens: int) -> None:
         """Takes in one request's true count, unless no engine can mean it."""
-        most = prompt_bytes / self.MIN_BYTES_PER_TOKEN + self.TEMPLATE_TOKENS
-        if not prompt_bytes / self.MAX_BYTES_PER_TOKEN <= prompt_tokens <= most:
+        if prompt_bytes <= prompt_tokens * MAX_BYTES_PER_TOKEN and (
+            prompt_bytes >= (prompt_tokens - TEMPLATE_TOKENS) * MIN_BYTES_PER_TOKEN
+        ):
+            self.bytes = self.bytes * LEARNED_KEEP + prompt_bytes
+            self.tokens = self.tokens * LEARNED_KEEP + prompt_tokens
+        else:
             self.implausible += 1
-            return
-        self.bytes = self.bytes * self.KEEP + prompt_bytes
-        self.tokens = self.tokens * self.KEEP + prompt_tokens
 
     def tokens_of(self, prompt_bytes: int) -> int:
         """Estimated tokens of a text."""
@@ -293,6 +297,9 @@ class Pool:
         if settings.reschedule != "none":
             self.router.set_rescheduling(settings.reschedule, **settings.reschedule_settings)
             self.mover = Mover(self, settings)
+        # Whether one answer may come from several engines of role both.
+        self.joins = self.splits or self.mover is not None
+        self.orders = settings.priority != "none"  # whether requests get a priority from the router
         # By path: why answers could not be merged lately, and until when that is believed.
         self._not_joinable: dict[str, tuple[str, float]] = {}
         self.kv = KvFeed(self.router)
@@ -377,11 +384,6 @@ class Pool:
         # Inside the prompt its tokens have to be known beforehand, and to be the engine's.
         known = engine.tokens_differ is None
         return "anywhere" if known and handover is not None and handover.bidirectional else "output"
-
-    @property
-    def joins(self) -> bool:
-        """Whether one answer may come from several engines of role both."""
-        return self.splits or self.mover is not None
 
     def _see_cuts(self) -> None:
         """Has the engines' roles, and what is configured, say whether a plan may have several segments."""

@@ -15,7 +15,7 @@ from lmetric._core import NoInstanceError, RequestHead, RequestReader
 from lmetric.config import ServerConfig
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server import priority
-from lmetric.server.asked import FAILED, STOPPING, Asked, Underway
+from lmetric.server.asked import FAILED, STOPPING, Asked, Rules, Underway
 from lmetric.server.auth import Keys, PageAccess
 from lmetric.server.client import SMALL_BODY, ClientConnection, Relayed, in_short
 from lmetric.server.client_load import ClientLoad
@@ -25,7 +25,6 @@ from lmetric.server.fleet import Fleet, Pool
 from lmetric.server.isolation import Isolation
 from lmetric.server.metrics import Metrics
 from lmetric.server.openai import PASSED_PATHS, ApiError, Call, bad, parse, whole_answer
-from lmetric.server.priority import NOT_A_TENANT
 from lmetric.server.protocol import origin_form, unreadable, violation
 from lmetric.server.relay import Relay
 from lmetric.server.replicas import Replicas
@@ -33,6 +32,8 @@ from lmetric.server.tokenise import LARGE_BODY, Tokenisers, Tokenising, as_text,
 from lmetric.tokens import NotPredictable, Tokens
 
 log = structlog.get_logger("lmetric.access")
+
+NO_SHARE = (1.0, 0.0)  # of a client without a tenant
 
 
 class Front(web.Server):
@@ -72,6 +73,8 @@ class Front(web.Server):
         self._cors = Cors(config.cors.origins) if config.cors.origins else None
         self._body_limit = config.limits.max_body_bytes
         self._request_limit = config.limits.max_concurrent_requests
+        self._rules = Rules.of(config)
+        self._shares = _shares(config)
 
     def __call__(self) -> ClientConnection:
         """A new client's protocol."""
@@ -83,6 +86,7 @@ class Front(web.Server):
         if keys.on != self.keys.on:
             self.requests = RequestReader(keys.on, token_hex(6))
         self.keys, self.access, self.isolation = keys, access, isolation
+        self._shares = _shares(config)
         self.config = self.config.model_copy(update={"auth": config.auth, "tenants": config.tenants})
 
     async def idle_or(self, hurry: asyncio.Event) -> None:
@@ -317,7 +321,7 @@ class Front(web.Server):
             if self.keys.on:
                 authorization, key = asked.head.authorization, asked.head.api_key
                 asked.tenant = self.keys.tenant(_text(authorization), _text(key))
-            elif self.config.tenants and (named := asked.head.tenant) in self.config.tenants:
+            elif self._shares and (named := asked.head.tenant) in self._shares:
                 asked.tenant = named or ""  # without keys, clients are believed
             if self.refusing or len(self.relays) >= self._request_limit:
                 self._check_room()
@@ -337,36 +341,41 @@ class Front(web.Server):
         """Sends the request on its way; when its answer ended, `_ended` is called."""
         try:
             call = parse(asked.path, body)
-            if asked.tenant in self.isolation.tenants:
+            if asked.tenant and asked.tenant in self.isolation.tenants:
                 body = self.isolation.apply(asked.tenant, asked.path, call, body)
             pool, adapter = self.fleet.find(call.model)
             asked.pool = pool
-            tokenizer = pool.tokenizer
-            if call.tokens is not None or not (call.chat or asked.path == COMPLETIONS):
-                tokenizer = None
-            place = partial(self._place, asked, body, call, pool, adapter)
-            unread = call.tokens is None and (tokenizer is not None or call.text is None)
-            if unread and len(body) > LARGE_BODY:
-                self._read_in_thread(asked, partial(read_prompt, tokenizer, call), call, pool, place)
-                return
-            if tokenizer is not None:
-                try:
-                    text = prompt_text(tokenizer, call)
-                    call.tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
-                except NotPredictable as error:
-                    as_text(pool, call, error)
-                else:
-                    if call.tokens is None:
-                        self._read_in_thread(asked, partial(tokenizer.encode, text), call, pool, place)
-                        return
+            in_thread = self._read_prompt(asked.path, body, call, pool)
+            if in_thread is None:
+                self._place(asked, body, call, pool, adapter, asked.started)
             else:
-                call.as_text()
-            place(asked.started)
+                place = partial(self._place, asked, body, call, pool, adapter)
+                self._read_in_thread(asked, in_thread, call, pool, place)
         except ApiError as error:
             self._ended(asked, None, error)
         except Exception:
             log.exception("a request could not be handled", path=asked.path)
             self._ended(asked, None, ApiError(500, FAILED))
+
+    def _read_prompt(
+        self, path: str, body: bytes, call: Call, pool: Pool
+    ) -> Callable[[], Tokens | None] | None:
+        """Makes the prompt a text or tokens, as its pool matches it; else returns the work, for a thread."""
+        if call.tokens is not None:
+            return None
+        tokenizer = pool.tokenizer if call.chat or path == COMPLETIONS else None
+        if len(body) > LARGE_BODY and (tokenizer is not None or call.text is None):
+            return partial(read_prompt, tokenizer, call)
+        if tokenizer is None:
+            call.as_text()
+            return None
+        try:
+            text = prompt_text(tokenizer, call)
+            call.tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
+        except NotPredictable as error:
+            as_text(pool, call, error)
+            return None
+        return partial(tokenizer.encode, text) if call.tokens is None else None
 
     def _read_in_thread(
         self,
@@ -403,17 +412,18 @@ class Front(web.Server):
     ) -> None:
         """Decides and relays. Raises ApiError."""
         relay: Relay | None = None
-        if self.keys.on or pool.settings.priority != "none":
+        if pool.orders or self.keys.on:
             # Else a client would decide how long others wait.
             asked.drops_priority = True
             if "priority" in call.request:
                 body = priority.without(call)
         asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
         head = asked.head
-        uncut = pool.uncut(asked.path, call) if pool.joins else None
+        joins = pool.joins
+        uncut = pool.uncut(asked.path, call) if joins else None
         unpulled = pool.unpulled(asked.path, call) if pool.pulls else None
-        moves = pool.joins and uncut is None
-        tenant = self.config.tenants.get(asked.tenant, NOT_A_TENANT)
+        moves = joins and uncut is None
+        weight, handicap_seconds = self._shares.get(asked.tenant, NO_SHARE)
         session = head.session or call.session
         if asked.tenant and session is not None:
             session = _session(asked.tenant, session)
@@ -433,8 +443,8 @@ class Front(web.Server):
                 uncut=uncut,
                 unpulled=unpulled,
                 tenant=asked.tenant,
-                tenant_weight=tenant.weight,
-                handicap_seconds=tenant.handicap_seconds,
+                tenant_weight=weight,
+                handicap_seconds=handicap_seconds,
                 now=now,
             )
         except NoInstanceError as error:
@@ -444,7 +454,7 @@ class Front(web.Server):
             asked.keep_alive &= not self.draining
             require_finish = asked.path in (CHAT, COMPLETIONS)
             relay = Relay(
-                self.config,
+                self._rules,
                 asked,
                 pool,
                 decision,
@@ -501,6 +511,11 @@ class Front(web.Server):
         if self._access:
             _log_access(asked, model, status, now, relay)
         asked.done(goes_on)
+
+
+def _shares(config: ServerConfig) -> dict[str, tuple[float, float]]:
+    """Weight and handicap in seconds of each tenant."""
+    return {name: (tenant.weight, tenant.handicap_seconds) for name, tenant in config.tenants.items()}
 
 
 def _text(field: bytes | None) -> str | None:

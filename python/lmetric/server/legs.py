@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 import orjson
 
 from lmetric._core import Ticket
-from lmetric.config import ServerConfig
 from lmetric.engines.handover import HandoverError, with_fields
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.openai import ApiError, bad
@@ -22,7 +21,7 @@ from lmetric.server.silent import Silent, usage_of
 from lmetric.server.upstream import Connection
 
 if TYPE_CHECKING:
-    from lmetric.server.asked import Asked
+    from lmetric.server.asked import Asked, Rules
     from lmetric.server.chain import Chain
     from lmetric.server.relay import Relay
 
@@ -30,10 +29,8 @@ if TYPE_CHECKING:
 class Legs(Segments):
     """What a relay keeps of a plan with two segments."""
 
-    def __init__(
-        self, relay: "Relay", config: ServerConfig, asked: "Asked", pool: Pool, ticket: Ticket
-    ) -> None:
-        super().__init__(relay, config, asked, pool, ticket)
+    def __init__(self, relay: "Relay", rules: "Rules", asked: "Asked", pool: Pool, ticket: Ticket) -> None:
+        super().__init__(relay, rules, asked, pool, ticket)
         self._first: Engine | None = None  # that computed the prompt, or does
         self._joined: bytes | None = None  # the body of both legs that run at once
         self._prompt_tokens: int | None = None
@@ -136,11 +133,11 @@ class Legs(Segments):
 
     def check(self, now: float) -> None:
         """Ends a leg that takes too long."""
-        silent, limit = self._silent, self._config.timeouts.first_byte
+        silent, limit = self._silent, self._rules.timeouts.first_byte
         if silent is not None and not silent.ended and now - silent.started > limit:
             silent.settle("timeout", f"no answer within {limit:g} s")
         elif self._rest is not None:
-            self._rest.check(now, self._config.timeouts)
+            self._rest.check(now, self._rules.timeouts)
 
     @property
     def header(self) -> bytes:

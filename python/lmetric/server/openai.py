@@ -8,7 +8,6 @@ from a client they could stop one.
 import array
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -143,27 +142,43 @@ def not_valid(error: ValidationError) -> ApiError:
     return bad(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
 
 
-@dataclass(slots=True)
 class Call:
     """What a request's body asks for, as far as routing goes."""
 
-    model: str | None
-    stream: bool
-    request: JSON
-    # A chat, which becomes a text or tokens when it is known whose it is.
-    chat: bool = False
-    # What stands before the messages of another API's conversation, which becomes a text; None: no such.
-    preamble: str | None = None
-    text: str | bytes | None = None
-    tokens: "array.array[int] | Tokens | None" = None
-    # Further prompts of the same request, which count as load and are not matched.
-    more_bytes: int = 0
-    more_tokens: int = 0
-    max_tokens: int | None = None
-    session: str | None = None
-    salt: str | None = None
-    # The part of the tokenizer's cache that its prompt may share; 0: all that have no part of their own.
-    scope: int = 0
+    __slots__ = (
+        "chat",
+        "max_tokens",
+        "model",
+        "more_bytes",
+        "more_tokens",
+        "preamble",
+        "request",
+        "salt",
+        "scope",
+        "session",
+        "stream",
+        "text",
+        "tokens",
+    )
+
+    def __init__(self, model: str | None, stream: bool, request: JSON) -> None:
+        self.model = model
+        self.stream = stream
+        self.request = request
+        # A chat, which becomes a text or tokens when it is known whose it is.
+        self.chat = False
+        # What stands before the messages of another API's conversation, which becomes a text; None: no such.
+        self.preamble: str | None = None
+        self.text: str | bytes | None = None
+        self.tokens: array.array[int] | Tokens | None = None
+        # Further prompts of the same request, which count as load and are not matched.
+        self.more_bytes = 0
+        self.more_tokens = 0
+        self.max_tokens: int | None = None
+        self.session: str | None = None
+        self.salt: str | None = None
+        # The part of the tokenizer's cache that its prompt may share; 0: all that have no part of their own.
+        self.scope = 0
 
     def as_text(self) -> str | bytes | None:
         """The prompt as text, where it is not given as tokens. Raises ApiError (400) for a malformed chat."""
@@ -175,8 +190,7 @@ class Call:
 
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a client's body. Raises ApiError (400), which names the place."""
-    excess = json_excess(body)
-    if excess is not None:
+    if (excess := json_excess(body)) is not None:
         raise bad(f"the body has {excess}")
     try:
         request = orjson.loads(body)

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from lmetric.config import PoolSettings, TenantConfig
+from lmetric.config import PoolSettings
 from lmetric.engines.handover import with_fields
 
 if TYPE_CHECKING:
     from lmetric._core import Router
     from lmetric.server.fleet import Engine
     from lmetric.server.openai import Call
-
-NOT_A_TENANT = TenantConfig()
 
 
 def set_up(router: Router, settings: PoolSettings) -> None:

@@ -23,8 +23,7 @@ from lmetric._core import (
     Ticket,
     WireError,
 )
-from lmetric.config import ServerConfig
-from lmetric.server.asked import FAILED, STOPPING, Asked, Underway
+from lmetric.server.asked import FAILED, STOPPING, Asked, Rules, Underway
 from lmetric.server.bounded import Bounded
 from lmetric.server.chain import Chain
 from lmetric.server.cors import with_lines
@@ -51,18 +50,52 @@ class Relay(Underway, Leg):
     ticket is closed.
     """
 
-    error = False  # the engine reported an error inside its answer
-    _pieces = 0  # of the answer, at the last check
-    _deadline_from = 0.0
-    _legs: Legs | None = None  # where its plan has two segments, of prefill and decode
-    _chain: Chain | None = None  # where it was cut between equals
-    _chunked = False  # what is joined of it goes out in chunks
-    _tried: tuple[str, ...] = ()
-    _stalled_at = 0.0
+    __slots__ = (
+        "_asked",
+        "_call",
+        "_chain",
+        "_chunked",
+        "_connecting",
+        "_connection",
+        "_deadline_from",
+        "_decision",
+        "_encoder",
+        "_engine",
+        "_fresh",
+        "_legs",
+        "_may_pull",
+        "_moves",
+        "_on_end",
+        "_pieces",
+        "_pool",
+        "_reader",
+        "_require_finish",
+        "_rules",
+        "_stalled_at",
+        "_stream",
+        "_target",
+        "_ticket",
+        "_transport",
+        "_tried",
+        "body",
+        "cached_tokens",
+        "close_client",
+        "committed",
+        "ended",
+        "error",
+        "first_token_at",
+        "output_tokens",
+        "prompt_tokens",
+        "reason",
+        "status",
+    )
+
+    _engine: Engine  # the last that was asked
+    _reader: Connection
 
     def __init__(
         self,
-        config: ServerConfig,
+        rules: Rules,
         asked: Asked,
         pool: Pool,
         decision: Decision,
@@ -74,7 +107,7 @@ class Relay(Underway, Leg):
         call: Call | None = None,
         moves: bool = False,
     ) -> None:
-        self._config = config
+        self._rules = rules
         self._asked = asked
         self._transport = asked.transport
         self._pool = pool
@@ -89,6 +122,20 @@ class Relay(Underway, Leg):
         self._may_pull = pool.pulls and call is not None
         self._moves = moves  # it may be cut, or move
         self._encoder = pool.tokenizer.encoder if call is not None and pool.tokenizer is not None else None
+        # Of Underway and Leg, in slots: a class's attributes take longer to find.
+        self.committed = self.close_client = self.ended = self._fresh = False
+        self.status = self.output_tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.first_token_at = None
+        self.reason = ""
+        self._connection = self._connecting = self._target = None
+        self.error = False  # the engine reported an error inside its answer
+        self._pieces = 0  # of the answer, at the last check
+        self._deadline_from = 0.0
+        self._chunked = False  # what is joined of it goes out in chunks
+        self._tried: tuple[str, ...] = ()
+        self._legs: Legs | None = None  # where its plan has two segments, of prefill and decode
+        self._chain: Chain | None = None  # where it was cut between equals
+        self._stalled_at = 0.0
 
     def start(self, now: float) -> None:
         """Sends the request to the engine of the decision, which was made at ``now``."""
@@ -104,7 +151,7 @@ class Relay(Underway, Leg):
             self._cut_segment(engine, now)
         elif ticket.follows:
             if legs is None:
-                legs = self._legs = Legs(self, self._config, self._asked, self._pool, ticket)
+                legs = self._legs = Legs(self, self._rules, self._asked, self._pool, ticket)
             legs.begin(engine, self.body, now)
         elif legs is not None and ticket.from_token:
             legs.second(engine, now)
@@ -138,7 +185,14 @@ class Relay(Underway, Leg):
             mover = self._pool.mover if self._moves else None
             kind = Bounded if mover is not None and mover.by == "legs" else Chain
             chain = self._chain = kind(
-                self, self._config, self._asked, self._pool, self._ticket, self._call, self._encoder, mover
+                self,
+                self._rules,
+                self._asked,
+                self._pool,
+                self._ticket,
+                self._call,
+                self._encoder,
+                mover,
             )
             self._call = None
         if self._pulls and chain.fetches(engine, now):
@@ -216,14 +270,13 @@ class Relay(Underway, Leg):
             self._ending(flags, reader)
 
     def _commit(self, flags: int, reader: ResponseReader) -> bool:
-        status = reader.status
-        retries = self._config.retries
-        if status in retries.statuses:
+        status, statuses = reader.status, self._rules.statuses
+        if status in statuses:
             self.settle("status", f"status {status}{self._words(reader)}")
             return False
         if reader.event_stream and status == 200:
             code = reader.error_code
-            if flags & ENGINE_ERROR and code in retries.statuses:
+            if flags & ENGINE_ERROR and code in statuses:
                 self.settle("status", f"error {code} as the first event")
                 return False
             if flags & INCOMPLETE and not reader.tokens:
@@ -248,15 +301,14 @@ class Relay(Underway, Leg):
 
     def _extra(self, instance: str) -> bytes:
         """Lines of the answer's head that are the router's."""
-        extra = b"x-lmetric-decision: %s\r\nx-request-id: %s\r\n" % (
-            self._label.encode(),
-            self._asked.head.request_id.encode("latin-1"),
-        )
-        if not self._config.errors.show_engines:
-            return extra
+        asked = self._asked
+        label = self._pool.decision_label(self._decision.id, asked.tenant)
+        lines = f"x-lmetric-decision: {label}\r\nx-request-id: {asked.head.request_id}\r\n".encode("latin-1")
+        if not self._rules.show_engines:
+            return lines
+        lines = b"x-lmetric-instance: %b\r\n%b" % (instance.encode(), lines)
         legs = self._legs or self._chain
-        header = legs.header if legs is not None else b""
-        return b"x-lmetric-instance: %s\r\n%s%s" % (instance.encode(), extra, header)
+        return lines if legs is None else lines + legs.header
 
     def _words(self, reader: ResponseReader) -> str:
         """What the engine says of its refusal, behind a colon."""
@@ -318,7 +370,7 @@ class Relay(Underway, Leg):
 
     def _cut(self, error: ApiError) -> None:
         self.error = True
-        body = error.body(self._config.errors.show_engines)
+        body = error.body(self._rules.show_engines)
         if self._speaker is not None:
             self.say(b"data: %b\n\ndata: [DONE]\n\n" % body, last=True)
             self.drop()
@@ -359,8 +411,7 @@ class Relay(Underway, Leg):
         if kind != "status":
             engine.failed(kind, reason)
         self._tried += (f"{engine.name}: {reason}",)
-        retries = self._config.retries
-        return kind in retries.failures and len(self._tried) < retries.attempts
+        return kind in self._rules.failures and len(self._tried) < self._rules.attempts
 
     def gives_up(self, engine: Engine, kind: str, reason: str) -> None:
         """Nobody answers, or goes on."""
@@ -554,7 +605,7 @@ class Relay(Underway, Leg):
             legs.check(now)
         if self.ended:
             return
-        limits = self._config.timeouts
+        limits = self._rules.timeouts
         if limits.request is not None and now - self._asked.started > limits.request:
             self._expire(f"the request took longer than {limits.request:g} s (timeouts.request)")
             return

@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING
 
 from lmetric._core import NoInstanceError, Ticket
-from lmetric.config import ServerConfig
 from lmetric.server.fleet import Engine, Pool
 from lmetric.server.handed import Handed
 from lmetric.server.rest import Rest
@@ -14,16 +13,16 @@ from lmetric.server.silent import EngineRefusal, Silent
 from lmetric.server.upstream import Connection
 
 if TYPE_CHECKING:
-    from lmetric.server.asked import Asked
+    from lmetric.server.asked import Asked, Rules
     from lmetric.server.relay import Relay
 
 
 class Segments:
     """What a relay keeps of a request whose plan has several segments."""
 
-    def __init__(self, relay: Relay, config: ServerConfig, asked: Asked, pool: Pool, ticket: Ticket) -> None:
+    def __init__(self, relay: Relay, rules: Rules, asked: Asked, pool: Pool, ticket: Ticket) -> None:
         self._relay = relay
-        self._config = config
+        self._rules = rules
         self._asked = asked
         self._pool = pool
         self.ticket = ticket
@@ -54,7 +53,7 @@ class Segments:
 
     def refused(self, engine: Engine, status: int, body: bytes) -> None:
         """An engine refused a leg."""
-        if status in self._config.retries.statuses or self._relay.committed:
+        if status in self._rules.statuses or self._relay.committed:
             said = engine.adapter.error(body)
             self._relay.move(engine, "status", f"status {status}" + (f": {said}" if said else ""))
             return
@@ -97,7 +96,7 @@ class Segments:
 
     def busy(self, status: int | None) -> bool:
         """Whether another engine is to be asked where one answers so."""
-        return status in self._config.retries.statuses
+        return status in self._rules.statuses
 
     def moved(self, rest: Rest, kind: str, reason: str) -> None:
         """It failed before anything came of it."""

@@ -2,7 +2,7 @@
 //! Python's global lock and some of its users recurse, so a small document with an absurd shape
 //! can block every other request.
 
-use memchr::memchr2;
+use memchr::{memchr_iter, memchr2, memchr2_iter};
 
 /// Levels of lists and objects inside each other.
 pub const MAX_DEPTH: usize = 200;
@@ -30,17 +30,13 @@ pub enum Excess {
 /// outside of strings; parsing it fails afterwards.
 #[must_use]
 pub fn excess(data: &[u8]) -> Option<Excess> {
-    // Upper bounds that the vector units count: almost every document is done here.
-    let openings = count(data, |byte| byte & 0xDF == b'[');
-    let few = |byte: u8, max: usize| data.len() <= max || count(data, |one| one == byte) <= max;
+    // Upper bounds, found by vector instructions: almost every document is done here.
+    let openings = memchr2_iter(b'[', b'{', data).take(MAX_DEPTH + 1).count();
+    let few = |byte: u8, max: usize| data.len() <= max || memchr_iter(byte, data).count() <= max;
     if openings <= MAX_DEPTH && few(b':', MAX_MEMBERS) && few(b',', MAX_VALUES - MAX_DEPTH) {
         return None;
     }
     exact(data)
-}
-
-fn count(data: &[u8], matches: impl Fn(u8) -> bool) -> usize {
-    data.chunks(255).map(|chunk| chunk.iter().map(|&byte| u8::from(matches(byte))).sum::<u8>() as usize).sum()
 }
 
 fn exact(data: &[u8]) -> Option<Excess> {
