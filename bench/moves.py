@@ -29,7 +29,7 @@ from common import about, median_range, percentile, write_result
 from lmetric.config import Log, ServerConfig
 from lmetric.engines.emulated import EngineOptions, EngineServer
 from lmetric.server import Server
-from lmetric.server.logs import configure_logging
+from lmetric.server.observe.logs import configure_logging
 
 ENGINES = 4
 MAX_GAP_SECONDS = 0.5  # of a move, and of a leg whose length is chosen

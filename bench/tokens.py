@@ -34,7 +34,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, tra
 
 from common import ROOT, about, median_range, write_result
 from lmetric._core import FAST_TOKENIZER, Router
-from lmetric.server.openai import CHAT, parse
+from lmetric.engines.handover import CHAT
+from lmetric.server.api.request import parse
 from lmetric.tokens import PromptTokenizer
 
 VOCABULARY = 32_000

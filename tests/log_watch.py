@@ -10,9 +10,9 @@ import orjson
 import structlog
 
 from lmetric.config import Log
-from lmetric.server import openai
-from lmetric.server.auth import Keys
-from lmetric.server.logs import processors
+from lmetric.server.api import request as client_request
+from lmetric.server.api.auth import Keys
+from lmetric.server.observe.logs import processors
 
 # The default key and prompt of the tests' clients.
 MARKED_KEY = "sk-MARKED-KEY-0001"
@@ -69,7 +69,7 @@ class Secrets:
 def watched_log() -> Iterator[Secrets]:
     """Logs of every level go through the renderers that `serve` uses; afterwards no secret may be in them."""
     secrets = Secrets()
-    read, tenant = openai.read_object, Keys.tenant
+    read, tenant = client_request.read_object, Keys.tenant
 
     def read_object(body: bytes) -> dict[str, Any]:
         request = read(body)
@@ -90,11 +90,11 @@ def watched_log() -> Iterator[Secrets]:
         cache_logger_on_first_use=False,
     )
     logging.getLogger().addHandler(handler)
-    openai.read_object, Keys.tenant = read_object, tenant_of  # type: ignore[method-assign]
+    client_request.read_object, Keys.tenant = read_object, tenant_of  # type: ignore[method-assign]
     try:
         yield secrets
     finally:
-        openai.read_object, Keys.tenant = read, tenant  # type: ignore[method-assign]
+        client_request.read_object, Keys.tenant = read, tenant  # type: ignore[method-assign]
         logging.getLogger().removeHandler(handler)
         structlog.configure(**before)
     assert not secrets.found(), "keys or prompts in the log"

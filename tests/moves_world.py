@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from lmetric.engines.emulated import EngineOptions
-from lmetric.server.chain import Chain
-from lmetric.server.mover import Mover
+from lmetric.server.execution.chain import Chain
+from lmetric.server.fleet.rebalancer import Rebalancer
 from pd_world import Pd, pd
 from split_world import alone, asked, equal
 
@@ -44,7 +44,7 @@ async def moving(*options: EngineOptions, cache: bool = True, **config: Any) -> 
         assert not mover(world).moves
 
 
-def mover(w: Pd) -> Mover:
+def mover(w: Pd) -> Rebalancer:
     """Who begins moves."""
     found = w.server.fleet.pools[0].mover
     assert found is not None

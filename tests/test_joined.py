@@ -10,7 +10,7 @@ import pytest
 from lmetric._core import TokenEncoder
 from lmetric.engines.emulated.text import TOKENIZER_PATH
 from lmetric.engines.handover import CHAT, COMPLETIONS
-from lmetric.server.joined import Joined, NotJoinable, dumps
+from lmetric.server.execution.transcript import MergeError, Transcript, dumps
 
 ENCODER = TokenEncoder(TOKENIZER_PATH.read_bytes())
 PROMPT = [74, 393, 81]
@@ -20,8 +20,8 @@ CHATTED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content"
 ASKED: dict[str, Any] = {"model": "m", "prompt": "hello", "max_tokens": 30}
 
 
-def joined(path: str = COMPLETIONS, **fields: Any) -> Joined:
-    return Joined(path, (CHATTED if path == CHAT else ASKED) | fields, PROMPT, ENCODER)
+def joined(path: str = COMPLETIONS, **fields: Any) -> Transcript:
+    return Transcript(path, (CHATTED if path == CHAT else ASKED) | fields, PROMPT, ENCODER)
 
 
 def answer(path: str, ids: list[int], text: str, finish: str = "length", **more: Any) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def test_log_probabilities_are_joined(text: str) -> None:
 )
 def test_what_cannot_be_joined(path: str, told: dict[str, Any], why: str, failed: bool) -> None:
     one = joined(path)
-    with pytest.raises(NotJoinable, match=why) as raised:
+    with pytest.raises(MergeError, match=why) as raised:
         one.take(told, 3)
     assert raised.value.failed == failed
     assert not one.begun

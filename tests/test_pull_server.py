@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from lmetric import BadValueError
 from lmetric.config import ServerConfig
 from lmetric.engines.emulated import EngineOptions
-from lmetric.server.fleet import Fleet
+from lmetric.server.fleet.fleet import Fleet
 from moves_world import move, plain
 from pd_world import Pd, nixl
 from server_world import decision_id

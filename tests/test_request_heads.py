@@ -14,7 +14,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
 
 from lmetric._core import RequestHead, RequestReader, WireError
-from lmetric.server.protocol import violation
+from lmetric.server.http.protocol import violation
 
 CORPUS = Path(__file__).parent.parent / "fuzz" / "corpus" / "request_head"
 PIECES = [

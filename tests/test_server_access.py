@@ -13,7 +13,7 @@ import pytest
 
 from lmetric._core import SHARE_NAMES
 from lmetric.config import ConfigError, load_config
-from lmetric.server.replicas import PATH as REPLICAS
+from lmetric.server.background.replicas import PATH as REPLICAS
 from server_world import FakeEngine, World, world
 
 ADMIN = {"authorization": "Bearer root-token"}
@@ -384,7 +384,7 @@ async def test_an_engines_address_is_checked_again_when_it_is_connected_to(
     async def lies(*_: Any) -> None:
         """As a look-up that answers with an address that is allowed."""
 
-    monkeypatch.setattr("lmetric.server.allowed.AllowedEngines.check", lies)
+    monkeypatch.setattr("lmetric.server.upstream.allowed.AllowedEngines.check", lies)
     admin = {"enabled": True, "allowed_engines": ["10.0.0.0/8"]}
     async with world(1, admin=admin, health={"interval": 0.02}) as it:
         assert (await it.post({"url": engine.url, "name": "new", "model": "m"}, "/admin/engines"))[0] == 200

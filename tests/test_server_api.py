@@ -8,7 +8,8 @@ import orjson
 import pytest
 
 from lmetric.engines.handover import CHAT, COMPLETIONS
-from lmetric.server.openai import INTERNAL_FIELDS, ApiError, parse
+from lmetric.server.api.errors import ApiError
+from lmetric.server.api.request import INTERNAL_FIELDS, parse
 from server_world import FakeEngine, answer, decision_id, hang, plain, says, world
 
 CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

@@ -18,8 +18,8 @@ import structlog
 
 from lmetric._core import json_excess
 from lmetric.config import Log
-from lmetric.server import front as front_module
-from lmetric.server.logs import configure_logging
+from lmetric.server.http import frontend as front_module
+from lmetric.server.observe.logs import configure_logging
 from server_world import FakeEngine, World, answer, hang, world
 from test_server_client import BODY, Client, client, post
 from test_server_process import engine, router

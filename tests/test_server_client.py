@@ -9,9 +9,10 @@ from typing import Any
 import orjson
 import pytest
 
-from lmetric.server import front as front_module
-from lmetric.server.client import HOLD_BYTES
-from lmetric.server.upstream import Connection, Upstream
+from lmetric.server.http import frontend as front_module
+from lmetric.server.http.connection import HOLD_BYTES
+from lmetric.server.upstream.connection import Connection
+from lmetric.server.upstream.pool import Upstream
 from server_world import (
     HEAD,
     JSON,

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from lmetric import Router
 from lmetric.config import ConfigError, KvEvents, ServerConfig, load_config, render
-from lmetric.server.auth import Keys
+from lmetric.server.api.auth import Keys
 
 
 def load(text: str, tmp_path: Path, overrides: Any = None, environ: Any = None) -> ServerConfig:

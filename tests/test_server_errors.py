@@ -8,7 +8,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from lmetric.server import health
+from lmetric.server.background import monitor as health
 from server_world import STREAM_HEAD, FakeEngine, World, chunk, plain, reset, says, token, world
 
 QUICK: dict[str, Any] = {"health": {"interval": 0.02, "timeout": 1.0}}

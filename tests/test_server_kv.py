@@ -14,8 +14,8 @@ import pytest
 import zmq
 
 from lmetric.engines.emulated import EngineOptions, EngineServer
-from lmetric.server import kv_feed
-from lmetric.server.fleet import Engine
+from lmetric.server.fleet import kv_feed
+from lmetric.server.fleet.engine import Engine
 from server_world import FakeEngine, World, decision_id, world
 
 # Clients here send token ids.

@@ -132,7 +132,7 @@ async def test_one_slow_fetch_stops_no_move_for_ever(monkeypatch: pytest.MonkeyP
     async with moving(*engines(), **BY_LEGS) as w:
         body = request(COMPLETIONS, stream=True)
         for remembered, outcome in ((60.0, "long_gap"), (0.0, "moved")):
-            monkeypatch.setattr("lmetric.server.mover.REMEMBERED_SECONDS", remembered)
+            monkeypatch.setattr("lmetric.server.fleet.rebalancer.REMEMBERED_SECONDS", remembered)
             mover(w).fetched(1, 30.0)
             task = asyncio.create_task(asked(w, COMPLETIONS, body))
             assert await move(w, 10) is (outcome == "moved")

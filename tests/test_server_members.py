@@ -9,7 +9,8 @@ import pytest
 
 from lmetric.config import ServerConfig
 from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.server import Server, fleet
+from lmetric.server import Server
+from lmetric.server.fleet import fleet
 from server_world import FakeEngine, World, answer, hang, world
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from lmetric.config import ADMIN, CONFIGURED, EngineConfig, ServerConfig
 from lmetric.server.discovery import Found, Members
-from lmetric.server.fleet import Engine, Fleet
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.fleet import Fleet
 
 SOURCES = (CONFIGURED, ADMIN, "a", "b")
 CONFIG = ServerConfig.model_validate(

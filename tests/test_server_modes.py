@@ -11,8 +11,8 @@ import pytest
 from lmetric.config import KvEvents
 from lmetric.engines.adapter import Capabilities, EventSource
 from lmetric.engines.handover import CHAT, COMPLETIONS
-from lmetric.server.modes import Pooled, Subscription, choose
-from lmetric.server.refill import REFILL_REQUESTS, REFILL_SECONDS, Refill
+from lmetric.server.fleet.kv_backfill import REFILL_REQUESTS, REFILL_SECONDS, KvBackfill
+from lmetric.server.fleet.kv_mode import PoolFacts, Subscription, choose
 
 TOLD = Capabilities(
     "vllm",
@@ -23,7 +23,7 @@ TOLD = Capabilities(
         EventSource(1, "tcp://*:5558", "kv", "tcp://*:6558"),
     ),
 )
-POOL = Pooled(16, "e0", knows_tokens=True)
+POOL = PoolFacts(16, "e0", knows_tokens=True)
 HOST = "10.0.0.4"
 
 
@@ -60,7 +60,7 @@ def test_exact_where_all_fits() -> None:
         ),
     ],
 )
-def test_why_not_exact(change: dict[str, Any], setting: Any, pool: Pooled, name: str, why: str) -> None:
+def test_why_not_exact(change: dict[str, Any], setting: Any, pool: PoolFacts, name: str, why: str) -> None:
     mode, heard = choose(replace(TOLD, **change), HOST, setting, pool)
     assert (mode.name, heard) == (name, ())
     assert why in mode.reason
@@ -88,7 +88,7 @@ def test_the_configuration_has_the_last_word_on_where_events_are() -> None:
 
 def test_a_refill_asks_where_something_may_be_hidden_and_is_bounded() -> None:
     field = {"vllm_xargs": {"kv_cache_report_mode": "full"}}
-    refill = Refill(field, 16, now=100.0)
+    refill = KvBackfill(field, 16, now=100.0)
     body = b' {"prompt": [1, 2], "model": "m"}'
     assert json.loads(refill.body(COMPLETIONS, body, 32)) == {**json.loads(body), **field}
     assert json.loads(refill.body(CHAT, body, 9999)) == {**json.loads(body), **field}

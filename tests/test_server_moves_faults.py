@@ -298,7 +298,7 @@ async def test_an_exception_while_an_engine_dies_ends_the_stream(monkeypatch: py
     async with moving(*SLOW) as w:
         task = asyncio.create_task(raw(w, stream_of(COMPLETIONS)))
         source = place(await at_token(w, 5))
-        monkeypatch.setattr("lmetric.server.chain.Chain.breaks", fails)
+        monkeypatch.setattr("lmetric.server.execution.chain.Chain.breaks", fails)
         await w.kill(source)
         await task  # the connection closes in the middle of the stream
         await w.until(lambda: w.in_flight() == 0 and not w.server.front.relays)
@@ -309,7 +309,7 @@ async def test_a_stream_that_no_engine_works_on_ends(monkeypatch: pytest.MonkeyP
     async with moving(*SLOW) as w:
         task = asyncio.create_task(raw(w, stream_of(COMPLETIONS)))
         source = place(await at_token(w, 5))
-        monkeypatch.setattr("lmetric.server.chain.Chain.breaks", lambda *_: None)
+        monkeypatch.setattr("lmetric.server.execution.chain.Chain.breaks", lambda *_: None)
         await w.kill(source)
         said = await task
         assert b"the router failed; its log says why" in said

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from lmetric.config import ConfigError, load_config
-from lmetric.server.replicas import PATH
+from lmetric.server.background.replicas import PATH
 from server_world import FakeEngine, World, hang, world
 from waiting import until
 
@@ -182,7 +182,7 @@ async def test_alone_it_neither_tells_nor_hears() -> None:
 async def test_a_name_without_addresses_is_told_of_and_looked_up_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lmetric.server.replicas.RESOLVE_SECONDS", 0.05)
+    monkeypatch.setattr("lmetric.server.background.replicas.RESOLVE_SECONDS", 0.05)
     async with world(
         1, replicas={"urls": ["http://routers.invalid:8080"], "interval": 0.02, "token": "t"}
     ) as a:

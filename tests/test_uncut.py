@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmetric.engines.handover import CHAT, COMPLETIONS
-from lmetric.server.uncut import max_tokens, uncut_reason
+from lmetric.server.api.eligibility import max_tokens, split_ineligibility
 
 CHATTED: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
 ASKED: dict[str, Any] = {"prompt": "a", "max_tokens": 9}
@@ -30,7 +30,7 @@ ASKED: dict[str, Any] = {"prompt": "a", "max_tokens": 9}
 )
 def test_what_may_be_cut(fields: dict[str, Any]) -> None:
     for path, body in ((CHAT, CHATTED), (COMPLETIONS, ASKED)):
-        assert uncut_reason(path, body | fields, tokens=True) is None
+        assert split_ineligibility(path, body | fields, tokens=True) is None
 
 
 @pytest.mark.parametrize(
@@ -72,22 +72,24 @@ def test_what_may_be_cut(fields: dict[str, Any]) -> None:
 )
 def test_what_may_not(fields: dict[str, Any], why: str) -> None:
     for path, body in ((CHAT, CHATTED), (COMPLETIONS, ASKED)):
-        reason = uncut_reason(path, body | fields, tokens=True)
+        reason = split_ineligibility(path, body | fields, tokens=True)
         assert reason is not None
         assert why in reason
 
 
 def test_what_depends_on_the_kind_of_request() -> None:
-    assert uncut_reason("/v1/responses", {"input": "a"}, tokens=True) == (
+    assert split_ineligibility("/v1/responses", {"input": "a"}, tokens=True) == (
         "/v1/responses has no answer that could be joined"
     )
-    assert uncut_reason(COMPLETIONS, {"prompt": "a"}, tokens=True) is None
-    assert "how long" in str(uncut_reason(CHAT, {"messages": CHATTED["messages"]}, tokens=True))
-    assert uncut_reason(COMPLETIONS, ASKED | {"logprobs": 3}, tokens=True) is None
-    assert "(logprobs)" in str(uncut_reason(CHAT, CHATTED | {"logprobs": True}, tokens=True))
-    assert "several prompts" in str(uncut_reason(COMPLETIONS, ASKED | {"prompt": ["a", "b"]}, tokens=True))
-    assert uncut_reason(COMPLETIONS, ASKED | {"prompt": [["a"]]}, tokens=True) is None
-    assert "token ids" in str(uncut_reason(COMPLETIONS, ASKED, tokens=False))
+    assert split_ineligibility(COMPLETIONS, {"prompt": "a"}, tokens=True) is None
+    assert "how long" in str(split_ineligibility(CHAT, {"messages": CHATTED["messages"]}, tokens=True))
+    assert split_ineligibility(COMPLETIONS, ASKED | {"logprobs": 3}, tokens=True) is None
+    assert "(logprobs)" in str(split_ineligibility(CHAT, CHATTED | {"logprobs": True}, tokens=True))
+    assert "several prompts" in str(
+        split_ineligibility(COMPLETIONS, ASKED | {"prompt": ["a", "b"]}, tokens=True)
+    )
+    assert split_ineligibility(COMPLETIONS, ASKED | {"prompt": [["a"]]}, tokens=True) is None
+    assert "token ids" in str(split_ineligibility(COMPLETIONS, ASKED, tokens=False))
 
 
 def test_the_longest_answer() -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from lmetric.config import ServerConfig
 from lmetric.server import Server
-from lmetric.server.chain import Chain
-from lmetric.server.mover import Mover
+from lmetric.server.execution.chain import Chain
+from lmetric.server.fleet.rebalancer import Rebalancer
 from server_world import decision_id
 from split_world import CHAT, COMPLETIONS, equal, heard, told
 from test_real_pd import counted
@@ -63,7 +63,7 @@ class Here:
         return f"http://127.0.0.1:{self.server.port}"
 
     @property
-    def mover(self) -> Mover:
+    def mover(self) -> Rebalancer:
         found = self.server.fleet.pools[0].mover
         assert found is not None
         return found

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from lmetric._core import EventFeed, LmetricError, Router
 from lmetric.config import KvEvents
 from lmetric.doctor.subject import Subject
-from lmetric.server.modes import Pooled, Subscription, choose, mismatch
+from lmetric.server.fleet.kv_mode import PoolFacts, Subscription, choose, mismatch
 
 BLOCK_SIZE = 16  # where neither configuration nor engine tells
 
@@ -20,7 +20,7 @@ class Ear:
     """The index of one model's engines, and the feed that fills it."""
 
     def __init__(self, model: str, block_size: int, block_size_from: str) -> None:
-        self.pool = Pooled(block_size, block_size_from, knows_tokens=True)
+        self.pool = PoolFacts(block_size, block_size_from, knows_tokens=True)
         self._router = Router(block_size=block_size, domain=[model], index="exact", drain=False)
         self._feed = EventFeed(self._router)
 
@@ -106,7 +106,7 @@ class Ears:
         setting = settings.kv_events if own is None else own
         host = urlsplit(subject.client.url).hostname or ""
         # Block size and tokenizer have verdicts of their own.
-        pool = Pooled(capabilities.block_size or BLOCK_SIZE, "the engine", knows_tokens=True)
+        pool = PoolFacts(capabilities.block_size or BLOCK_SIZE, "the engine", knows_tokens=True)
         mode, subscriptions = choose(capabilities, host, setting, pool)
         if not subscriptions:
             told = capabilities.event_sources or (isinstance(setting, KvEvents) and setting.endpoint)

@@ -11,16 +11,16 @@ import structlog
 
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, EngineConfig, ServerConfig
-from lmetric.server.admin import pages
-from lmetric.server.auth import Keys
+from lmetric.server.api.auth import Keys
+from lmetric.server.background.monitor import Monitor
+from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
-from lmetric.server.fleet import Fleet
-from lmetric.server.front import Front
-from lmetric.server.health import Monitor
-from lmetric.server.logs import configure_logging
-from lmetric.server.metrics import Metrics
-from lmetric.server.port import bind, port_error
-from lmetric.server.replicas import Replicas
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.pages import pages
+from lmetric.server.http.port import bind, port_error
+from lmetric.server.observe.logs import configure_logging
+from lmetric.server.observe.metrics import Metrics
 
 if TYPE_CHECKING:
     from lmetric.engines.emulated import EngineOptions
@@ -45,7 +45,7 @@ class Server:
         self._sockets = sockets
         self.fleet = Fleet(config)
         self.metrics = Metrics(self.fleet)
-        self.front: Front
+        self.front: Frontend
         self._monitor: Monitor
         self._discovery: Discovery
         self._replicas: Replicas
@@ -74,7 +74,7 @@ class Server:
                 "no engines: give --engine URL, --embedded N, or engines or discovery in the configuration"
             )
         sockets = self._sockets or await bind(config.host, config.port)
-        self.front = Front(config, self.fleet, keys, self.metrics, pages)
+        self.front = Frontend(config, self.fleet, keys, self.metrics, pages)
         self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
         self._monitor = Monitor(self.fleet, self.front, self.metrics)
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)

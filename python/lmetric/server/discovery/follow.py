@@ -15,7 +15,8 @@ from pydantic import SecretStr
 from lmetric.config import CONFIGURED, DiscoverySource, ServerConfig
 from lmetric.server.discovery.members import Members
 from lmetric.server.discovery.source import Found, Source, SourceError
-from lmetric.server.fleet import Engine, Fleet
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.fleet import Fleet
 
 log = structlog.get_logger("lmetric.discovery")
 

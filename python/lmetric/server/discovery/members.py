@@ -17,7 +17,8 @@ import structlog
 from lmetric._core import LmetricError
 from lmetric.config import ADMIN, CONFIGURED, ServerConfig
 from lmetric.server.discovery.source import Found
-from lmetric.server.fleet import Engine, Fleet
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.fleet import Fleet
 
 log = structlog.get_logger("lmetric.discovery")
 

@@ -1,0 +1,144 @@
+"""API keys and their tenants, the admin token, and who may use which of the router's own pages."""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from lmetric.config import ConfigError, ServerConfig, read_secret, read_yaml_mapping
+from lmetric.server.api.errors import ApiError
+
+NO_TENANT = ""
+_SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
+
+
+def bearer(authorization: str | None) -> str | None:
+    """The token of an `authorization` header; None: it is of another scheme."""
+    scheme, _, token = (authorization or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+class BearerToken:
+    """A secret token that requests carry as `Authorization: Bearer TOKEN`.
+
+    Digests are compared in constant time, so timing reveals neither the token nor its length.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._digest = _digest(token)
+
+    def matches(self, authorization: str | None) -> bool:
+        """Whether an `authorization` header carries the token."""
+        given = bearer(authorization)
+        return given is not None and hmac.compare_digest(_digest(given), self._digest)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+class Keys:
+    """Known keys. Only digests are kept, and only digests are compared: timing tells nothing of a key."""
+
+    def __init__(self, tenants: dict[bytes, str] | None) -> None:
+        self._tenants = tenants
+        self.on = tenants is not None  # whether a key is needed
+
+    @classmethod
+    def load(cls, file: Path | None) -> "Keys":
+        """Reads a YAML mapping of key, or ``sha256:HEX``, to tenant. Without a file everybody may ask.
+
+        Raises ConfigError.
+        """
+        if file is None:
+            return cls(None)
+        tenants: dict[bytes, str] = {}
+        for place, (key, tenant) in enumerate(read_yaml_mapping(file).items(), 1):
+            # Keys are secrets: an error names the entry by its place.
+            if not isinstance(key, str) or not isinstance(tenant, str) or not key or not tenant:
+                raise ConfigError(f"{file}: entry {place}: expected a key and a tenant's name, both strings")
+            hashed = _SHA256.fullmatch(key)
+            if key.startswith("sha256:") and not hashed:
+                raise ConfigError(f"{file}: entry {place}: sha256: takes 64 hexadecimal digits")
+            digest = bytes.fromhex(hashed[1]) if hashed else _digest(key)
+            tenants[digest] = tenant
+        if not tenants:
+            raise ConfigError(f"{file}: no keys in it; leave out auth.keys_file to run without keys")
+        return cls(tenants)
+
+    def changes(self, newer: "Keys") -> tuple[int, int]:
+        """How many keys another set of keys adds, and how many it takes away. A key with another tenant
+        counts as both."""
+        old, new = set((self._tenants or {}).items()), set((newer._tenants or {}).items())
+        return len(new - old), len(old - new)
+
+    def tenant(self, authorization: str | None, api_key: str | None = None) -> str:
+        """The tenant of a request with these headers. Raises ApiError (401)."""
+        if self._tenants is None:
+            return NO_TENANT
+        token = bearer(authorization)
+        key = (api_key or "") if token is None else token
+        if not key:
+            raise ApiError(
+                401,
+                "no API key; send it as Authorization: Bearer KEY",
+                headers={"www-authenticate": "Bearer"},
+            )
+        tenant = self._tenants.get(_digest(key))
+        if tenant is None:
+            raise ApiError(
+                401, "unknown API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+            )
+        return tenant
+
+
+class PageAccess:
+    """Decides who may use the router's own pages; docs/access.md has the table. Raises ConfigError."""
+
+    def __init__(self, config: ServerConfig, keys: Keys) -> None:
+        self._keys = keys
+        self._tenants = config.tenants
+        self._open = config.debug_is_open
+        self._protects_metrics = config.admin.protect_metrics
+        token = read_secret(config.admin.token, config.admin.token_file)
+        self._token = BearerToken(token) if token is not None else None
+
+    def is_admin(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request may use /admin and /debug."""
+        if self._open:
+            # A web page can make a browser send requests to loopback; its POSTs carry its origin.
+            return "origin" not in headers
+        return self._token is not None and self._token.matches(headers.get("authorization"))
+
+    def require_admin(self, headers: Mapping[str, str], path: str) -> None:
+        """Raises ApiError (401, 403) unless a request may use /admin and /debug."""
+        if self.is_admin(headers):
+            return
+        if self._open:
+            raise ApiError(403, f"{path} refuses requests from web pages unless admin.token is set")
+        if self._token is None:
+            raise ApiError(403, f"{path} is closed; set admin.token to open it", code="no_admin_token")
+        if self._keys.on:
+            self._tenant_of_key(headers)  # 401 for a key that is unknown
+            raise ApiError(403, f"an API key does not open {path}; send the admin token", code="not_admin")
+        raise ApiError(
+            401,
+            f"{path} needs the admin token; send it as Authorization: Bearer TOKEN",
+            headers={"www-authenticate": "Bearer"},
+        )
+
+    def require_metrics(self, headers: Mapping[str, str], path: str) -> None:
+        """Raises ApiError (401, 403) unless a request may read /metrics."""
+        if self._protects_metrics:
+            self.require_admin(headers, path)
+
+    def tenant(self, headers: Mapping[str, str]) -> str:
+        """The tenant that a request for one of the router's own pages belongs to. Raises ApiError (401)."""
+        if self._keys.on:
+            return self._tenant_of_key(headers)
+        named = headers.get("x-tenant", "")
+        return named if named in self._tenants else NO_TENANT  # without keys, clients are believed
+
+    def _tenant_of_key(self, headers: Mapping[str, str]) -> str:
+        return self._keys.tenant(headers.get("authorization"), headers.get("x-api-key"))

@@ -1,0 +1,94 @@
+"""Errors for clients, in the shape that OpenAI's API gives them."""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+
+import orjson
+from pydantic import ValidationError
+
+from lmetric._core import NoInstanceError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
+
+
+class ApiError(Exception):
+    """An error for the client: an HTTP status and an OpenAI error object.
+
+    ``engines``: what engines did, with their names; it follows the message unless clients are not to see it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        engines: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.engines = engines
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self, show_engines: bool = True) -> bytes:
+        """The error object, as JSON."""
+        kind = _TYPES.get(self.status, "server_error")
+        shown = f" ({self.engines})" if self.engines and show_engines else ""
+        error = {"message": self.message + shown, "type": kind, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
+
+
+def whole_answer(
+    error: ApiError,
+    request_id: str | None,
+    keep_alive: bool = False,
+    *,
+    show_engines: bool = True,
+    more_fields: bytes = b"",
+) -> bytes:
+    """An error as the bytes of an HTTP answer, with its head; `more_fields`: further lines of the head."""
+    body = error.body(show_engines)
+    fields = {"content-type": "application/json", "content-length": str(len(body))}
+    if request_id is not None:
+        fields["x-request-id"] = request_id
+    fields |= error.headers
+    if not keep_alive:
+        fields["connection"] = "close"
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    phrase = _PHRASES.get(error.status, "")  # engines send statuses that no standard names
+    head = f"HTTP/1.1 {error.status} {phrase}\r\n{lines}".encode("latin-1")
+    return b"%b%b\r\n%b" % (head, more_fields, body)
+
+
+def no_engine_error(model: str, error: NoInstanceError, unusable: str | None) -> ApiError:
+    """No engine of a model can take a request now. ``unusable``: why, if none of them is usable."""
+    why = "no usable engine" if unusable else str(error)
+    return ApiError(503, f"{model}: {why}", engines=unusable, code="no_engine", headers={"retry-after": "2"})
+
+
+def bad(message: str, param: str | None = None) -> ApiError:
+    """A 400 for what the client sent."""
+    return ApiError(400, message, param=param)
+
+
+def not_valid(error: ValidationError) -> ApiError:
+    """What is wrong with a body that a model describes: the first thing of it."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return bad(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")

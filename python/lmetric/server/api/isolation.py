@@ -1,0 +1,88 @@
+"""Tenant isolation: cache salts that keep a tenant's prompts apart from those of all other tenants.
+
+Engines reuse the KV cache of an equal prompt, so a tenant can guess another tenant's prompt and read from
+`cached_tokens`, or from the time to the first token, whether the guess was right. The prompts of an isolated
+tenant get a salt that nobody else has: a hash of the tenant's name under a secret, which routers side by
+side share. A `cache_salt` of the client goes into the hash: it separates the tenant's own users and cannot
+lead to the salt of another tenant.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import orjson
+import structlog
+
+from lmetric.config import ServerConfig, read_secret
+from lmetric.engines.handover import CHAT, COMPLETIONS, with_fields
+from lmetric.server.api.errors import ApiError
+from lmetric.server.api.request import ParsedRequest
+
+# Paths whose bodies take `cache_salt` (vLLM 0.32; of these SGLang 0.5.23 reads it on the first three).
+_SALTED = frozenset(
+    {
+        *(CHAT, COMPLETIONS, "/v1/responses"),
+        *("/v1/embeddings", "/pooling", "/classify", "/v1/score", "/score"),
+        *("/v1/rerank", "/v2/rerank", "/rerank"),
+    }
+)
+# Paths that compute no prompt, so that they leave nothing in a cache.
+_WITHOUT_CACHE = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+
+log = structlog.get_logger("lmetric.isolation")
+
+
+class Isolation:
+    """The salts of isolated tenants. Raises ConfigError if their secret cannot be read.
+
+    ``random_secret``: of this process, used if the configuration has no secret.
+    """
+
+    def __init__(self, config: ServerConfig, random_secret: bytes) -> None:
+        names = [name for name, tenant in config.tenants.items() if tenant.isolate]
+        self.tenants = frozenset(names)
+        self._keys: dict[str, bytes] = {}
+        if not names:
+            return
+        given = read_secret(config.auth.salt_secret, config.auth.salt_secret_file)
+        if given is None:
+            log.warning(
+                "isolated tenants lose their prefix caches when the router restarts; set auth.salt_secret"
+            )
+        if config.auth.keys_file is None:
+            log.warning(
+                "without API keys, tenants are isolated only if a trusted proxy sets the header x-tenant"
+            )
+        secret = random_secret if given is None else blake2b(given.encode(), digest_size=32).digest()
+        self._keys = {name: blake2b(name.encode(), key=secret, digest_size=32).digest() for name in names}
+
+    def salt(self, tenant: str, given: str | None) -> str:
+        """The cache salt of an isolated tenant's prompt; ``given``: the client's own."""
+        data = b"" if given is None else b"+" + given.encode()
+        return blake2b(data, key=self._keys[tenant], digest_size=16).hexdigest()
+
+    def scope(self, tenant: str) -> int:
+        """The part of the tokenizer's cache that an isolated tenant's prompts have to themselves."""
+        return int.from_bytes(blake2b(b"tokens", key=self._keys[tenant], digest_size=8).digest())
+
+    def apply(self, tenant: str, path: str, call: ParsedRequest, body: bytes) -> bytes:
+        """Salts an isolated tenant's request for the index; returns the body to send to the engine.
+
+        Raises ApiError (403) for a path on which engines would ignore the salt.
+        """
+        if path not in _SALTED and path not in _WITHOUT_CACHE:
+            raise ApiError(
+                403,
+                f"tenant {tenant!r} is isolated and {path} takes no cache_salt; use {CHAT}",
+                code="not_isolated",
+            )
+        call.salt = self.salt(tenant, call.salt)
+        call.scope = self.scope(tenant)
+        if path in _WITHOUT_CACHE:
+            return body
+        request = call.request
+        call.request = {**request, "cache_salt": call.salt}
+        if "cache_salt" in request or not request:
+            return orjson.dumps(call.request)
+        return with_fields(body, {"cache_salt": call.salt})

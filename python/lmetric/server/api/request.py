@@ -1,0 +1,288 @@
+"""The OpenAI API as far as a router needs it: what a request asks for, and error objects.
+
+Bodies are parsed once and passed on as they came. Only what routing needs is checked; the rest is the
+engine's to judge. Fields with which engines talk among themselves are refused:
+from a client they could stop one.
+"""
+
+import array
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from lmetric._core import json_excess
+from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.server.api.errors import bad
+from lmetric.tokens import Tokens
+
+JSON = Mapping[str, Any]
+
+# Texts in one completion request: more would hold the event loop while they are looked at.
+MAX_PROMPTS = 10_000
+
+# Fields that only a router or another engine may send (vLLM, SGLang, Dynamo).
+INTERNAL_FIELDS = frozenset(
+    {
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "data_parallel_rank",
+        "routed_dp_rank",
+        "disagg_prefill_dp_rank",
+        "kv_cache_report_mode",
+        "nvext",
+    }
+)
+
+# Further paths of which an engine may know one or the other; each takes a JSON object by POST.
+PASSED_PATHS = (
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/v1/score",
+    "/rerank",
+    "/score",
+    "/pooling",
+    "/classify",
+    "/tokenize",
+    "/detokenize",
+)
+
+
+class ParsedRequest:
+    """What a request's body asks for, as far as routing goes."""
+
+    __slots__ = (
+        "chat",
+        "max_tokens",
+        "model",
+        "more_bytes",
+        "more_tokens",
+        "preamble",
+        "request",
+        "salt",
+        "scope",
+        "session",
+        "stream",
+        "text",
+        "tokens",
+    )
+
+    def __init__(self, model: str | None, stream: bool, request: JSON) -> None:
+        self.model = model
+        self.stream = stream
+        self.request = request
+        # A chat, which becomes a text or tokens when it is known whose it is.
+        self.chat = False
+        # What stands before the messages of another API's conversation, which becomes a text; None: no such.
+        self.preamble: str | None = None
+        self.text: str | bytes | None = None
+        self.tokens: array.array[int] | Tokens | None = None
+        # Further prompts of the same request, which count as load and are not matched.
+        self.more_bytes = 0
+        self.more_tokens = 0
+        self.max_tokens: int | None = None
+        self.session: str | None = None
+        self.salt: str | None = None
+        # The part of the tokenizer's cache that its prompt may share; 0: all that have no part of their own.
+        self.scope = 0
+
+    def as_text(self) -> str | bytes | None:
+        """The prompt as text, where it is not given as tokens. Raises ApiError (400) for a malformed chat."""
+        if self.text is None and (self.chat or self.preamble is not None):
+            rendered = render(self.request["messages"], self.request.get("tools"))
+            self.text = (self.preamble or "") + rendered
+        return self.text
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a client's body. Raises ApiError (400), which names the place."""
+    if (excess := json_excess(body)) is not None:
+        raise bad(f"the body has {excess}")
+    try:
+        request = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise bad(
+            f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    if type(request) is not dict:
+        raise bad(f"the body must be a JSON object, not {_kind(request)}")
+    return request
+
+
+def parse(path: str, body: bytes) -> ParsedRequest:
+    """Reads a body. Raises ApiError (400), which names the place."""
+    request = read_object(body)
+    if not INTERNAL_FIELDS.isdisjoint(request):
+        name = next(name for name in request if name in INTERNAL_FIELDS)
+        raise bad(f"{name} is internal to the engines and not accepted from clients", name)
+    get = request.get
+    extra = get("vllm_xargs")
+    if extra is not None:
+        if type(extra) is not dict:
+            raise bad(f"vllm_xargs must be an object, not {_kind(extra)}", "vllm_xargs")
+        for name in extra:
+            if name in INTERNAL_FIELDS:
+                param = f"vllm_xargs.{name}"
+                raise bad(f"{param} is internal to the engines and not accepted from clients", param)
+    model = get("model")
+    if model is not None and type(model) is not str:
+        raise bad(f"model must be a string, not {_kind(model)}", "model")
+    stream = get("stream")
+    if stream is not None and type(stream) is not bool:
+        raise bad(f"stream must be true or false, not {_kind(stream)}", "stream")
+    call = ParsedRequest(model, stream is True, request)
+    if path == CHAT:
+        messages = get("messages")
+        if type(messages) is not list or not messages:
+            raise bad(f"messages must be a list of at least one message, not {_kind(messages)}", "messages")
+        call.chat = True
+    elif path == COMPLETIONS:
+        _prompt(call, get("prompt"))
+    else:
+        _loose_prompt(call, request)
+    call.max_tokens = _max_tokens(request)
+    session = get("user")
+    call.session = session if type(session) is str else None
+    salt = get("cache_salt")
+    if salt is not None and type(salt) is not str:
+        raise bad(f"cache_salt must be a string, not {_kind(salt)}", "cache_salt")
+    call.salt = salt
+    return call
+
+
+def render(messages: list[Any], tools: Any = None) -> str:
+    """A conversation as one text, in the order a chat template writes it: equal prefixes stay equal.
+
+    Raises ApiError (400) where a message is not of the API's shape.
+    """
+    parts = ["\x1e", orjson.dumps(tools).decode()] if tools else []
+    for index, message in enumerate(messages):
+        if type(message) is not dict:
+            raise bad(f"messages[{index}] must be an object, not {_kind(message)}", f"messages[{index}]")
+        role = message.get("role")
+        if type(role) is not str:
+            raise bad(
+                f"messages[{index}].role must be a string, not {_kind(role)}", f"messages[{index}].role"
+            )
+        content = message.get("content")
+        if type(content) is str:
+            parts += ("\x1e", role, "\n", content)
+        else:
+            parts += ("\x1e", role, "\n")
+            _content(parts, content, f"messages[{index}].content")
+        if len(message) > 2:
+            for name in ("name", "reasoning_content", "tool_calls", "tool_call_id"):
+                value = message.get(name)
+                if value:
+                    parts.append("\x1f")
+                    parts.append(value if type(value) is str else orjson.dumps(value).decode())
+    return "".join(parts)
+
+
+def _content(parts: list[str], content: Any, place: str) -> None:
+    if content is None:
+        return
+    if type(content) is not list:
+        raise bad(f"{place} must be a string or a list of parts, not {_kind(content)}", place)
+    for index, part in enumerate(content):
+        text = part.get("text") if type(part) is dict else part
+        if type(text) is str:
+            parts.append(text)
+        elif type(part) is dict:
+            # An image or sound counts by its identity, not its bytes.
+            digest = hashlib.blake2b(orjson.dumps(part, option=orjson.OPT_SORT_KEYS), digest_size=16)
+            parts.append(f"\x1f{digest.hexdigest()}")
+        else:
+            raise bad(f"{place}[{index}] must be an object, not {_kind(part)}", f"{place}[{index}]")
+
+
+def _prompt(call: ParsedRequest, prompt: Any) -> None:
+    """A completion's prompt: a text, token ids, or a list of either."""
+    if type(prompt) is str:
+        call.text = prompt
+        return
+    if type(prompt) is not list or not prompt:
+        raise bad(f"prompt must be a string or a list of token ids, not {_kind(prompt)}", "prompt")
+    first = prompt[0]
+    if type(first) is int:
+        call.tokens = _tokens(prompt, "prompt")
+    elif type(first) is str:
+        call.text = first
+        if len(prompt) > MAX_PROMPTS:
+            raise bad(f"prompt has {len(prompt)} texts; at most {MAX_PROMPTS} are accepted", "prompt")
+        if set(map(type, prompt)) != {str}:
+            index = next(index for index, text in enumerate(prompt) if type(text) is not str)
+            raise bad(
+                f"prompt[{index}] must be a string like prompt[0], not {_kind(prompt[index])}", "prompt"
+            )
+        call.more_bytes = sum(map(len, prompt)) - len(first)
+    elif type(first) is list:
+        call.tokens = _tokens(first, "prompt[0]")
+        call.more_tokens = sum(len(_tokens(ids, f"prompt[{i + 1}]")) for i, ids in enumerate(prompt[1:]))
+    else:
+        raise bad(
+            f"prompt[0] must be a token id, a string or a list of token ids, not {_kind(first)}", "prompt"
+        )
+
+
+def _tokens(ids: Any, place: str) -> "array.array[int]":
+    if type(ids) is not list:
+        raise bad(f"{place} must be a list of token ids, not {_kind(ids)}", "prompt")
+    try:
+        return array.array("I", ids)
+    except (TypeError, OverflowError):
+        wrong = next(i for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < 2**32)
+        raise bad(
+            f"{place}[{wrong}] must be a token id from 0 to 4294967295, not {ids[wrong]!r:.60}", "prompt"
+        ) from None
+
+
+def _loose_prompt(call: ParsedRequest, request: JSON) -> None:
+    """The key of other APIs' requests, as far as there is one; their shape is the engine's to judge."""
+    messages = request.get("messages")
+    if type(messages) is list:
+        system = request.get("system")
+        call.preamble = system if type(system) is str else ""
+        return
+    prompt = request.get("prompt", request.get("input"))
+    if type(prompt) is list and prompt and type(prompt[0]) is str:
+        call.more_bytes = sum(len(text) for text in prompt[1:] if type(text) is str)
+        prompt = prompt[0]
+    if type(prompt) is str:
+        instructions = request.get("instructions")
+        call.text = f"{instructions}\x1e{prompt}" if type(instructions) is str else prompt
+    elif prompt is not None:
+        call.text = orjson.dumps(prompt)
+
+
+def _max_tokens(request: JSON) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        value = request.get(name)
+        if value is not None:
+            if type(value) is not int or not 0 <= value < 2**31:
+                raise bad(f"{name} must be a whole number from 0, not {_kind(value)}", name)
+            return value
+    return None
+
+
+def _kind(value: Any) -> str:
+    """A value's kind, in JSON's words."""
+    if value is None:
+        return "null or absent"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, int | float):
+        return f"the number {value}"
+    if isinstance(value, str):
+        return "a string"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    return "an object"

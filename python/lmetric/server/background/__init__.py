@@ -1,0 +1,1 @@
+"""What runs beside requests: checks of health and load, other replicas."""

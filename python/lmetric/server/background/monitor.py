@@ -1,0 +1,257 @@
+"""What runs beside the requests: checks of the engines, their load, time limits, the guard."""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
+import structlog
+
+from lmetric.server.fleet import priority
+from lmetric.server.fleet.engine import Engine, unusable
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.http.frontend import Frontend
+from lmetric.server.observe.metrics import Metrics
+from lmetric.server.upstream.connection import UpstreamError
+
+LAG_PERIOD_SECONDS = 0.1
+REMINDER_SECONDS = 30.0  # between two warnings that there is no usable engine
+UNSCORED_LOG_SECONDS = 60.0
+
+log = structlog.get_logger("lmetric.health")
+
+# How often the wall clock is read for priorities, which routers must agree on.
+CLOCK_SECONDS = 10.0
+
+
+class _Polls:
+    """Requests to engines of one kind: at most one to an engine at a time."""
+
+    def __init__(self, name: str, poll: Callable[[Engine], Awaitable[None]]) -> None:
+        self.running: dict[Engine, asyncio.Task[None]] = {}
+        self._name = name
+        self._poll = poll
+
+    def begin(self, engine: Engine) -> asyncio.Task[None]:
+        """Polls an engine; returns the poll on its way if there is one."""
+        task = self.running.get(engine)
+        if task is None:
+            task = self.running[engine] = asyncio.create_task(self._run(engine), name=self._name)
+        return task
+
+    async def _run(self, engine: Engine) -> None:
+        try:
+            await self._poll(engine)
+        except Exception:
+            log.exception("a poll failed", poll=self._name, engine=engine.name)
+        finally:
+            del self.running[engine]
+
+
+class Monitor:
+    """The periodic tasks."""
+
+    def __init__(self, fleet: Fleet, front: Frontend, metrics: Metrics) -> None:
+        self.fleet = fleet
+        self.front = front
+        self.metrics = metrics
+        self.config = fleet.config
+        self._tasks: list[asyncio.Task[None]] = []
+        self._checks = _Polls("check", self._check)
+        self._reads = _Polls("load", self._load_of)
+        self._warn_again_at = 0.0
+        self._reminded: dict[str | None, float] = {}  # by model without a usable engine, when it was logged
+
+    async def check_all(self) -> None:
+        """Checks all engines now, all at once, and waits for the results."""
+        await self.check(list(self.fleet.engines()))
+        self._remind(time.monotonic())
+
+    def _remind(self, now: float) -> None:
+        """Logs why models have no usable engine: at once, then every `REMINDER_SECONDS` while that lasts."""
+        reasons: dict[str | None, str | None] = {pool.name: pool.unusable for pool in self.fleet.pools}
+        if not reasons:
+            reasons[None] = unusable(self.fleet.engines())
+        for model, reason in reasons.items():
+            if reason is None:
+                self._reminded.pop(model, None)
+            elif now - self._reminded.get(model, -math.inf) >= REMINDER_SECONDS:
+                self._reminded[model] = now
+                log.warning("no usable engine", model=model, reason=reason)
+        for model in self._reminded.keys() - reasons.keys():
+            del self._reminded[model]
+
+    async def check(self, engines: Iterable[Engine]) -> None:
+        """Checks these engines now, all at once, and waits for the results."""
+        checks = [self._checks.begin(engine) for engine in engines]
+        if checks:
+            await asyncio.wait(checks)
+
+    def start(self) -> None:
+        """Starts the periodic tasks."""
+        timeouts = self.config.timeouts
+        shortest = min(
+            *(timeouts.first_byte, timeouts.answer, timeouts.between_chunks),
+            *(timeouts.slow_client, timeouts.body, timeouts.keep_alive),
+            *(() if timeouts.request is None else (timeouts.request,)),
+        )
+        sweep = min(max(shortest / 4, 0.02), 0.5)
+        self._spawn("checks", self.config.health.interval, self._begin_checks)
+        self._spawn("time limits", sweep, self._sweep)
+        if self.config.load.interval is not None:
+            self._spawn("load", self.config.load.interval, self._load)
+        self._spawn("KV events", 1.0, self._kv)
+        self._tasks.append(asyncio.create_task(self._measure_lag(), name="event loop lag"))
+        self._spawn("wall clock", CLOCK_SECONDS, self._clocks)
+        self._tasks.append(asyncio.create_task(self._tick(), name="guard"))
+        self._tasks.append(asyncio.create_task(self._reschedule(), name="rescheduling"))
+
+    async def stop(self) -> None:
+        """Stops them."""
+        tasks = [*self._tasks, *self._checks.running.values(), *self._reads.running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _spawn(self, name: str, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+        async def forever() -> None:
+            while True:
+                await asyncio.sleep(seconds)
+                try:
+                    await work()
+                except Exception:
+                    log.exception("periodic task failed", task=name)
+
+        self._tasks.append(asyncio.create_task(forever(), name=name))
+
+    async def _begin_checks(self) -> None:
+        """Begins a check of each engine whose last one is over: a slow engine delays no other."""
+        now = time.monotonic()
+        self.fleet.forget_unserved(now)
+        self._remind(now)
+        for engine in self.fleet.engines():
+            self._checks.begin(engine)
+
+    async def _check(self, engine: Engine) -> None:
+        health = self.config.health
+        try:
+            status, _ = await engine.upstream.get(health.path, health.timeout)
+            if status >= 500:
+                raise UpstreamError("status", f"GET {health.path}: status {status}")
+            if not engine.identified or time.monotonic() >= engine.ask_again_at:
+                await self.fleet.identify(engine)
+            if engine.unfit is not None:
+                engine.ask_anew()  # it may be started again with what it needs
+                raise ValueError(engine.unfit)
+        except (UpstreamError, ValueError) as error:
+            reason = str(error)
+            if isinstance(error, UpstreamError) and error.kind == "resources":
+                self._lacks_resources(reason)
+                return
+            if not engine.healthy and engine.last_error != reason:
+                log.warning("engine not usable", engine=engine.name, reason=reason)
+            engine.failed(error.kind if isinstance(error, UpstreamError) else "status", reason)
+        else:
+            engine.last_error = None
+            engine.succeeded()
+
+    def _lacks_resources(self, reason: str) -> None:
+        """Logs, at most once a minute, that engines cannot be checked."""
+        now = time.monotonic()
+        if now >= self._warn_again_at:
+            self._warn_again_at = now + 60.0
+            log.error("the router lacks resources; engines keep their state", reason=reason)
+
+    async def _load(self) -> None:
+        """Begins to read the load of each healthy engine whose last page came or failed."""
+        for pool in self.fleet.pools:
+            for engine in pool.engines.values():
+                if engine.healthy and engine.capabilities.load_path is not None:
+                    self._reads.begin(engine)
+
+    async def _load_of(self, engine: Engine) -> None:
+        path = engine.capabilities.load_path
+        if path is None:
+            return
+        try:
+            status, body = await engine.upstream.get(path, self.config.health.timeout)
+            if status != 200:
+                raise UpstreamError("status", f"GET {path}: status {status}")
+        except UpstreamError as error:
+            engine.load_error = str(error)
+            return
+        load = engine.adapter.load(body)
+        engine.load_error = None if load else f"GET {path}: no load under a known name"
+        engine.report(load, path.partition("?")[0])
+
+    async def _kv(self) -> None:
+        for pool in self.fleet.pools:
+            pool.wire()
+            pool.kv.watch(pool.engines.values())
+
+    async def _clocks(self) -> None:
+        for pool in self.fleet.pools:
+            priority.follow_clock(pool.router, pool.settings)
+
+    async def _sweep(self) -> None:
+        now = time.monotonic()
+        self.front.check(now)
+        for engine in self.fleet.engines():
+            engine.upstream.expire(now)
+
+    async def _measure_lag(self) -> None:
+        """Measures how late the loop is, all the time."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + LAG_PERIOD_SECONDS
+            await asyncio.sleep(LAG_PERIOD_SECONDS)
+            self.metrics.loop_lag.observe(max(clock() - due, 0.0))
+
+    async def _tick(self) -> None:
+        while True:
+            now = time.monotonic()
+            following = now + 5.0
+            for pool in self.fleet.pools:
+                try:
+                    events, deadline = pool.router.tick(now)
+                except Exception:
+                    log.exception("the guard failed", model=pool.name)
+                    continue
+                following = min(following, deadline)
+                self._log_unscored(pool, now)
+                for event in events:
+                    kind = str(event["event"])
+                    self.metrics.events[pool.name, kind] += 1
+                    details = {k: v for k, v in event.items() if k != "event"}
+                    log.warning("hot-spot guard", model=pool.name, what=kind, **details)
+            await asyncio.sleep(min(max(following - time.monotonic(), 0.05), 5.0))
+
+    def _log_unscored(self, pool: Pool, now: float) -> None:
+        """Logs, at most once a minute, choices in which the policy scored no engine."""
+        count, (logged, at) = pool.router.unscored, pool.unscored_logged
+        if count > logged and now >= at + UNSCORED_LOG_SECONDS:
+            pool.unscored_logged = (count, now)
+            log.warning(
+                "policy scored no engine; the fewest requests decided",
+                model=pool.name,
+                choices=count - logged,
+                total=count,
+            )
+
+    async def _reschedule(self) -> None:
+        """Rounds of rescheduling, each pool's in its own time."""
+        while True:
+            now = time.monotonic()
+            following = now + 1.0
+            for pool in self.fleet.pools:
+                mover = pool.mover
+                if mover is None:
+                    continue
+                if now >= mover.due:
+                    try:
+                        mover.round(now)
+                    except Exception:
+                        log.exception("rescheduling failed", model=pool.name)
+                following = min(following, mover.due)
+            await asyncio.sleep(max(following - time.monotonic(), 0.001))

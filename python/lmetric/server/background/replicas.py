@@ -1,0 +1,250 @@
+"""Routers side by side: each tells the others what it has on each engine, and counts what they tell.
+
+Without it two routers see of each other what engines report, once a second, and send the next requests to the
+same idle engine. Told directly, over HTTP: there is no store between them that could fail.
+"""
+
+import asyncio
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from secrets import token_hex
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+import structlog
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lmetric._core import SHARE_NAMES, BadValueError
+from lmetric.config import ReplicasConfig, read_secret
+from lmetric.server.api.auth import BearerToken
+from lmetric.server.api.errors import ApiError, bad, not_valid
+from lmetric.server.fleet.fleet import Fleet
+
+log = structlog.get_logger("lmetric.replicas")
+
+PATH = "/replicas"
+RESOLVE_SECONDS = 5.0
+# Most addresses that are told; the core listens to as many.
+MOST_ADDRESSES = 64
+
+Name = Annotated[str, Field(max_length=200)]
+
+
+class Told(BaseModel):
+    """What one router tells another."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    router: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
+    names: list[str]  # of the numbers
+    models: dict[str, list[tuple[Name, list[float]]]]  # by model: engines and their numbers
+
+
+class Address:
+    """Where another router, or this one, listens."""
+
+    def __init__(self, url: str, ip: str, port: int) -> None:
+        parts = urlsplit(url)
+        self.host = parts.netloc
+        self.server_hostname = parts.hostname if parts.scheme == "https" else None
+        self.place = f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+        self.url = f"{parts.scheme}://{self.place}{parts.path.rstrip('/')}{PATH}"
+        self.own = False
+        self.reached: bool | None = None  # None: not tried yet
+        self.error: str | None = None
+        self.telling: asyncio.Task[None] | None = None
+
+
+class Replicas:
+    """The routers beside this one: told and heard."""
+
+    def __init__(self, config: ReplicasConfig, fleet: Fleet) -> None:
+        self.config = config
+        self.fleet = fleet
+        self.id = token_hex(8)
+        self.addresses: dict[tuple[str, str], Address] = {}
+        self.heard: dict[str, float] = {}  # router: when, on the monotonic clock
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._token = read_secret(config.token, config.token_file)
+        self._expected = BearerToken(self._token) if self._token is not None else None
+        self._problems: dict[str, str] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether there are others."""
+        return bool(self.config.urls)
+
+    async def start(self) -> None:
+        """Begins to tell. Called once the router listens."""
+        if not self.on:
+            return
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=self.config.silent_after),
+            headers={"authorization": f"Bearer {self._token}"} if self._token else None,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+        )
+        await self._resolve()
+        self._tasks = [
+            asyncio.create_task(self._forever(RESOLVE_SECONDS, self._resolve), name="replicas' addresses"),
+            asyncio.create_task(self._forever(self.config.interval, self._round), name="replicas"),
+        ]
+
+    async def stop(self) -> None:
+        """Ends it."""
+        telling = [address.telling for address in self.addresses.values() if address.telling is not None]
+        for task in [*self._tasks, *telling]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *telling, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    def authorize(self, authorization: str | None) -> None:
+        """Raises ApiError (401) unless the header carries the replicas' token, or there is none."""
+        if self._expected is not None and not self._expected.matches(authorization):
+            raise ApiError(401, "not the token of these replicas", headers={"www-authenticate": "Bearer"})
+
+    def hear(self, body: bytes) -> dict[str, str]:
+        """Takes in what another router tells; the answer to it. Raises ApiError."""
+        try:
+            told = Told.model_validate_json(body)
+        except ValidationError as error:
+            raise not_valid(error) from None
+        if told.router != self.id:
+            self._take_in(told)
+        return {"router": self.id}
+
+    def _take_in(self, told: Told) -> None:
+        if told.names != SHARE_NAMES:
+            self._counts["heard", "other_version"] += 1
+            raise ApiError(409, f"this version tells {', '.join(SHARE_NAMES)}", code="other_version")
+        if told.router not in self.heard and len(self.heard) >= MOST_ADDRESSES:
+            self._counts["heard", "refused"] += 1
+            raise ApiError(409, f"{MOST_ADDRESSES} routers are heard already", code="too_many")
+        try:
+            for pool in self.fleet.pools:
+                pool.router.hear(told.router, told.models.get(pool.name, []))
+        except BadValueError as error:
+            self._counts["heard", "refused"] += 1
+            raise bad(str(error)) from None
+        if told.router not in self.heard:
+            log.info("a router beside this one", router=told.router)
+        self.heard[told.router] = time.monotonic()
+        self._counts["heard", "taken_in"] += 1
+
+    async def _forever(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await work()
+            except Exception:
+                log.exception("periodic task failed", task="replicas")
+
+    async def _round(self) -> None:
+        """Tells all once, and forgets who is silent."""
+        for pool in self.fleet.pools:
+            pool.router.forget_silent(self.config.silent_after)
+        now = time.monotonic()
+        for router, at in list(self.heard.items()):
+            if now - at > self.config.silent_after:
+                del self.heard[router]
+                log.warning("a router beside this one is silent", router=router)
+        message: bytes | None = None
+        for address in self.addresses.values():
+            if address.own:
+                continue
+            if address.telling is not None and not address.telling.done():
+                self._counts["told", "busy"] += 1  # it has not answered the last time yet
+                continue
+            if message is None:
+                message = self._message()
+            address.telling = asyncio.create_task(self._tell(address, message))
+
+    def _message(self) -> bytes:
+        models = {pool.name: pool.router.share() for pool in self.fleet.pools}
+        return orjson.dumps({"router": self.id, "names": SHARE_NAMES, "models": models})
+
+    async def _tell(self, address: Address, message: bytes) -> None:
+        assert self._session is not None
+        headers = {"host": address.host, "content-type": "application/json"}
+        try:
+            async with self._session.post(
+                address.url, data=message, headers=headers, server_hostname=address.server_hostname
+            ) as answer:
+                body = await answer.read()
+            if answer.status != 200:
+                raise ValueError(f"status {answer.status}: {body[:200].decode(errors='replace')}")
+            address.own = orjson.loads(body)["router"] == self.id
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            reason = str(error) or type(error).__name__
+            self._counts["told", "failed"] += 1
+            if address.reached is not False:
+                log.warning("a router beside this one is not reached", address=address.place, reason=reason)
+            address.reached, address.error = False, reason
+        else:
+            if address.own:
+                return
+            self._counts["told", "taken_in"] += 1
+            if address.reached is False:
+                log.info("a router beside this one is reached again", address=address.place)
+            address.reached, address.error = True, None
+
+    async def _resolve(self) -> None:
+        """Finds the addresses; those of a name that cannot be looked up now stay."""
+        loop = asyncio.get_running_loop()
+        found: dict[tuple[str, str], Address] = {}
+        for url in self.config.urls:
+            parts = urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            try:
+                infos = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                if self._problems.get(url) != str(error):
+                    self._problems[url] = str(error)
+                    log.warning("replicas cannot be looked up", url=url, reason=str(error))
+                found |= {key: known for key, known in self.addresses.items() if key[0] == url}
+                continue
+            self._problems.pop(url, None)
+            for *_, sockaddr in infos:
+                key = (url, str(sockaddr[0]))
+                found[key] = self.addresses.get(key) or Address(url, key[1], port)
+        if len(found) > MOST_ADDRESSES:
+            log.warning("more replicas than one listens to", found=len(found), most=MOST_ADDRESSES)
+            found = dict(sorted(found.items())[:MOST_ADDRESSES])
+        for key, gone in self.addresses.items():
+            if key not in found and gone.telling is not None:
+                gone.telling.cancel()
+        self.addresses = found
+
+    def state(self) -> dict[str, Any]:
+        """For /debug/replicas."""
+        now = time.monotonic()
+        return {
+            "router": self.id,
+            "tells": [
+                {"address": a.place, "itself": a.own, "reached": a.reached, "error": a.error}
+                for a in self.addresses.values()
+            ],
+            "hears": [{"router": router, "age_seconds": now - at} for router, at in self.heard.items()],
+            "not_looked_up": self._problems,
+        }
+
+    def metrics(self) -> Iterator[Metric]:
+        """For /metrics."""
+        heard = GaugeMetricFamily("lmetric_replicas", "Routers beside this one whose requests count here")
+        heard.add_metric((), len(self.heard))
+        yield heard
+        messages = CounterMetricFamily(
+            "lmetric_replica_messages",
+            "Messages between routers: told and heard, by what came of them",
+            labels=("direction", "outcome"),
+        )
+        for (direction, outcome), count in self._counts.items():
+            messages.add_metric((direction, outcome), count)
+        yield messages

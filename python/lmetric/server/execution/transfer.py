@@ -1,0 +1,125 @@
+"""What one engine hands over to the next: used once and in time, or the tokens are computed again.
+
+vLLM holds what a leg computed for its lease. What is fetched later, or twice, is the cache of some other
+prompt: the answer is wrong, with status 200.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import structlog
+
+from lmetric.engines.handover import HandoverError
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.pool import Pool
+
+log = structlog.get_logger("lmetric.handed")
+
+
+class KvTransfer:
+    """The fields for one request's next leg, and what came of them (`Pool.handovers` counts it)."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.source: Engine | None = None  # that computed what is held
+        self._fields: Any = None  # until they were sent
+        self._deadline = 0.0
+        self._sent = False  # what was sent last carried them
+
+    @property
+    def there(self) -> bool:
+        """Whether something is held, and not fetched yet."""
+        return self._fields is not None
+
+    @property
+    def used(self) -> bool:
+        """Whether what was sent last carried the fields."""
+        return self._sent
+
+    def begin(self, engine: Engine) -> None:
+        """A leg starts here whose end is to be handed over."""
+        self.source, self._fields, self._sent = engine, None, False
+
+    def accept(self, engine: Engine, answer: bytes, tokens: int | None = None) -> None:
+        """Takes what a leg's answer hands over; `tokens`: of how many tokens it must be the cache."""
+        connector, told = engine.connector, engine.handover
+        try:
+            if connector is None or told is None:
+                raise HandoverError(f"{engine.name} is another engine by now")
+            fields = connector.fields(answer)
+            if tokens is not None:
+                connector.check_count(fields, tokens)
+        except HandoverError as error:
+            self.recompute("missing", str(error))
+            return
+        self._fields = fields
+        self._deadline = time.monotonic() + (
+            self._pool.settings.handover_seconds or connector.deadline_seconds(told)
+        )
+
+    def fields(self, engine: Engine, now: float) -> Any:
+        """What the next leg is sent at this engine, where it is to be sent anything. Not twice."""
+        again, self._sent = self._sent, False
+        fields, self._fields = self._fields, None
+        if fields is None:
+            if again:
+                self.recompute("spent", "what was handed over was sent to an engine that failed")
+            return None
+        source = self.source
+        if engine is source:
+            self.recompute("same_engine", "it has the tokens in its own cache")
+        elif source is None or engine.connector is not source.connector:
+            why = f"{engine.name} cannot take over from {source and source.name}"
+            self.recompute("other_connector", why)
+        elif differ := blocks_differ(source, engine):
+            self.recompute("other_blocks", differ)
+        elif now > self._deadline:
+            self.recompute("late", "the engine that computed the tokens may have let go of them")
+        else:
+            # Sent once: what was fetched is gone, and whoever fetches it again decodes something else.
+            self._sent = True
+            self._pool.handovers["handed_over"] += 1
+            return fields
+        return None
+
+    def forget(self, outcome: str, reason: str) -> None:
+        """What was handed over cannot be used."""
+        if self._fields is not None:
+            self._fields = None
+            self.recompute(outcome, reason)
+
+    def broke(self, status: int, error_code: int | None) -> bool:
+        """Whether an answer means that its engine could not fetch what was handed over; then the leg is to be
+        sent there once more."""
+        broke = self._sent and (status >= 500 or (error_code or 0) >= 500)
+        if broke:
+            self.useless("broken", f"status {status}, error {error_code}")
+        return broke
+
+    def spend(self) -> bool:
+        """Whether the request sent last carried the fields, so that its engine may have fetched already. The
+        fields are then counted as spent: the request may be sent again only without them."""
+        spent = self._sent
+        if spent:
+            self.useless("spent", "the engine may have fetched before its connection closed")
+        return spent
+
+    def useless(self, outcome: str, reason: str) -> None:
+        """What was sent with it cannot be used; it is to be sent once more, without."""
+        self._sent = False
+        self.recompute(outcome, reason)
+
+    def recompute(self, outcome: str, reason: str) -> None:
+        """Counts that tokens are computed again."""
+        self._pool.handovers[outcome] += 1
+        log.debug("tokens are computed again", model=self._pool.name, why=outcome, reason=reason)
+
+
+def blocks_differ(source: Engine, engine: Engine) -> str | None:
+    """Why whole blocks of one are none of the other's, where both tell and it is so."""
+    theirs, own = source.capabilities.block_size, engine.capabilities.block_size
+    if theirs is None or own is None or theirs == own:
+        return None
+    return f"blocks of {source.name} have {theirs} tokens, those of {engine.name} {own}"

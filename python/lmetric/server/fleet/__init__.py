@@ -1,0 +1,1 @@
+"""Models, their engines, and what the router knows of each."""

@@ -1,0 +1,190 @@
+"""One engine: its connections, its health, what it is and can do."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import structlog
+from pydantic import SecretStr
+
+from lmetric._core import Router
+from lmetric.config import ADMIN, CONFIGURED, EngineConfig, PoolSettings, Role, ServerConfig
+from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load
+from lmetric.engines.handover import Connector
+from lmetric.engines.identify import UNKNOWN
+from lmetric.server.fleet.kv_backfill import KvBackfill
+from lmetric.server.fleet.kv_mode import UNASKED
+from lmetric.server.upstream.allowed import AllowedEngines
+from lmetric.server.upstream.pool import Upstream
+from lmetric.tokens import PromptTokenizer
+
+NAMED_ENGINES = 5  # in one message, with the reason of each
+
+
+log = structlog.get_logger("lmetric.fleet")
+
+
+class ServedModel(Protocol):
+    """What an engine needs of the model that it serves."""
+
+    name: str
+    settings: PoolSettings
+    router: Router
+    block_size: int
+
+
+class Engine:
+    """One engine of a pool: its connections, its health, what it is and can do.
+
+    ``source`` names who told of it, ``model`` is the model it was told to serve (None: it is asked). It gets
+    no requests while it is ``draining`` (an administrator said so), ``leaving`` (its source names it no
+    more), or not ``ready`` (its source says so).
+    """
+
+    def __init__(
+        self, config: EngineConfig, server: ServerConfig, source: str = CONFIGURED, model: str | None = None
+    ) -> None:
+        self.config = config
+        self.source = source
+        self.model = model
+        self.name = config.label
+        self.host = urlsplit(config.url).hostname or ""
+        allowed = AllowedEngines(server.admin.allowed_engines) if source == ADMIN else None
+        self.upstream = Upstream(config, server, allowed)
+        self.health = server.health
+        self.pool: ServedModel | None = None
+        # What it told when it was last asked; it is asked again when it comes back.
+        self.identified = False
+        self.ask_again_at = math.inf
+        self.adapter: Adapter = UNKNOWN
+        self.capabilities = Capabilities("unknown")
+        self.mode = UNASKED
+        self.refill: KvBackfill | None = None
+        self.role_set: Role | None = None  # by an administrator
+        self.connector: Connector | None = None  # where it serves halves of requests
+        self.unfit: str | None = None  # why it cannot do what its role asks for
+        # Of which prompt it makes other tokens than the tokenizer that it was last held against.
+        self.tokens_differ: str | None = None
+        self.compared: PromptTokenizer | None = None
+        self.lost_blocks = False  # taken for gone, so its blocks were forgotten
+        self.load_reports: Counter[str] = Counter()  # by where they came from
+        self.load_error: str | None = None
+        self.healthy = False
+        self.draining = False
+        self.switches = 0  # of its role, on their way: it gets no requests meanwhile
+        self.leaving = False
+        self.ready = True
+        self.failures = 0
+        self.successes = 0
+        self.last_error: str | None = None
+
+    @property
+    def role(self) -> Role:
+        """What it is asked to do: as an administrator or the configuration says, else as it tells."""
+        return self.role_set or self.config.role or self.capabilities.role or "both"
+
+    @property
+    def handover(self) -> Handover | None:
+        """How it hands KV caches over: as it tells, else as the configuration says."""
+        told, asked = self.capabilities.handover, self.pool.settings.handover if self.pool else "auto"
+        if asked == "auto" or (told is not None and told.connector == asked):
+            return told
+        return Handover(asked)
+
+    @property
+    def held(self) -> bool:
+        """Whether it gets no new requests, however healthy."""
+        return self.draining or self.switches > 0 or self.leaving or not self.ready
+
+    @property
+    def unusable(self) -> str | None:
+        """Why it gets no new requests; None: it gets them."""
+        if self.draining:
+            return "draining"
+        if self.leaving:
+            return f"no longer listed by {self.source}"
+        if not self.ready:
+            return f"not ready, according to {self.source}"
+        return None if self.healthy else self.last_error or "not checked yet"
+
+    @property
+    def running(self) -> int:
+        """Requests of ours on their way to it and back."""
+        return self.upstream.in_use
+
+    def set_key(self, key: SecretStr | None) -> None:
+        """Has it sent another API key from the next request on."""
+        self.config = self.config.model_copy(update={"api_key": key})
+        self.upstream.set_key(key)
+
+    def hold(self) -> None:
+        """Tells the router whether it is held; to be called when that changed."""
+        if self.pool is not None:
+            self.pool.router.drain(self.name, self.held)
+
+    def succeeded(self) -> None:
+        """A good check or answer."""
+        self.failures = 0
+        if not self.healthy:
+            self.successes += 1
+            if self.successes >= self.health.up_after:
+                self._turn(True, None)
+
+    def failed(self, kind: str, reason: str) -> None:
+        """A failed check or request. A refusal takes the engine out at once, others when they repeat; a lack
+        of the router's own resources says nothing of the engine."""
+        if kind == "resources":
+            return
+        self.successes = 0
+        self.failures += 1
+        self.last_error = reason
+        if self.healthy and (kind == "refused" or self.failures >= self.health.down_after):
+            self._turn(False, reason)
+        if kind == "refused" and not self.lost_blocks:
+            self._forget()
+
+    def report(self, load: Load, source: str) -> None:
+        """Takes in what it says of its load; ``source`` is where."""
+        if load and self.pool is not None:
+            self.load_reports[source] += 1
+            self.pool.router.engine_report(
+                self.name, waiting=load.waiting, running=load.running, kv_usage=load.kv_usage
+            )
+
+    def ask_anew(self) -> None:
+        """To be called where it may be another process: with other blocks, another version, other tokens."""
+        self.identified = False
+        self.compared = None
+
+    def _forget(self) -> None:
+        """Nobody listens there: the process is gone, and with it its cache and what others asked of it."""
+        if self.pool is not None:
+            self.pool.router.blocks_cleared(self.name)
+            self.pool.router.engine_report(self.name, waiting=0, running=0)
+            self.lost_blocks = True
+
+    def _turn(self, healthy: bool, reason: str | None) -> None:
+        self.healthy = healthy
+        self.successes = 0
+        if not healthy:
+            self.ask_anew()
+        if self.pool is not None:
+            self.pool.router.set_health(self.name, healthy)
+            if healthy:
+                log.info("engine up", model=self.pool.name, engine=self.name)
+            else:
+                log.warning("engine down", model=self.pool.name, engine=self.name, reason=reason)
+
+
+def unusable(engines: Iterable[Engine]) -> str | None:
+    """Why none of these engines gets new requests, engine by engine; None: one does."""
+    reasons = []
+    for engine in engines:
+        reason = engine.unusable
+        if reason is None:
+            return None
+        reasons.append(f"{engine.name}: {reason}")
+    more = [f"and {len(reasons) - NAMED_ENGINES} more"] if len(reasons) > NAMED_ENGINES else []
+    return "; ".join(reasons[:NAMED_ENGINES] + more) or "there are no engines"

@@ -1,0 +1,252 @@
+"""Models and their engines: one router per model, the engines' health, and who serves what."""
+
+import asyncio
+import difflib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import orjson
+import structlog
+
+from lmetric.config import CONFIGURED, EngineConfig, ModelConfig, ServerConfig
+from lmetric.engines.adapter import Capabilities
+from lmetric.engines.identify import UNKNOWN, identify
+from lmetric.server.api.errors import ApiError
+from lmetric.server.fleet.engine import Engine, unusable
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.upstream.connection import UpstreamError
+
+ASK_AGAIN_SECONDS = 30.0  # where a page of an engine did not answer
+
+log = structlog.get_logger("lmetric.fleet")
+
+# A near name is looked for if the unknown one is at most this long, among at most so many.
+HINT_NAME_LENGTH = 200
+HINT_NAMES = 500
+
+# That a model is answered for with 503 when no engine serves it: longer than engines take to load one.
+UNSERVED_SECONDS = 3600.0
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All pools, and the engines whose model is not known yet."""
+
+    config: ServerConfig
+    pools: list[Pool] = field(default_factory=list)
+    names: dict[str, tuple[Pool, str | None]] = field(default_factory=dict)
+    unplaced: list[Engine] = field(default_factory=list)
+    pools_made: int = 0
+
+    def build(self) -> None:
+        """Sets up what the configuration names. Raises LmetricError for an unknown policy or knob."""
+        config = self.config
+        for model in config.models:
+            pool = self.pool(model.name, model)
+            for engine in model.engines:
+                pool.add(Engine(engine, config, model=model.name))
+        if config.model is not None:
+            self.pool(config.model)
+        for engine in config.engines:
+            self.add(engine)
+        pools = list(self.pools)
+        if not self.pools or self.unplaced or config.discovery:
+            # A policy that cannot be built should be told now, not when the first engine answers.
+            pools.append(Pool(0, "", [], config.pool_settings()))
+        for pool in pools:  # those made later have the settings of one of them
+            pool.report_policy()
+
+    def add(self, config: EngineConfig, source: str = CONFIGURED, model: str | None = None) -> Engine:
+        """Takes in an engine; one whose model is not known is asked for it. Raises LmetricError."""
+        model = model or self.config.model
+        engine = Engine(config, self.config, source, model)
+        if model is None:
+            self.unplaced.append(engine)
+        else:
+            self.pool(model).add(engine)
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        """Forgets an engine; its running requests end as they end."""
+        pool = self.pool_of(engine)
+        if pool is not None:
+            pool.remove(engine.name)
+        elif engine in self.unplaced:
+            self.unplaced.remove(engine)
+            engine.upstream.close()
+
+    def pool_of(self, engine: Engine) -> Pool | None:
+        """The pool that an engine is in; None: its model is not known, or it was removed."""
+        return next((pool for pool in self.pools if pool.engines.get(engine.name) is engine), None)
+
+    def pool(self, name: str, model: ModelConfig | None = None) -> Pool:
+        """The pool of a model, made where it is new."""
+        if name in self.names:
+            return self.names[name][0]
+        adapters = model.adapters if model else []
+        pool = Pool(self.pools_made, name, adapters, self.config.pool_settings(model))
+        self.pools_made += 1
+        self.pools.append(pool)
+        self.names[name] = (pool, None)
+        for adapter in adapters:
+            self.names[adapter] = (pool, adapter)
+        return pool
+
+    def forget_unserved(self, now: float) -> None:
+        """Drops models that had no engine for long and that the configuration does not name."""
+        named = {self.config.model, *(model.name for model in self.config.models)}
+        for pool in list(self.pools):
+            since = pool.unserved_since
+            if since is None or now - since < UNSERVED_SECONDS or pool.name in named:
+                continue
+            if not pool.router.in_flight():
+                self.pools.remove(pool)
+                pool.kv.close()
+                self.names = {name: known for name, known in self.names.items() if known[0] is not pool}
+                log.info("model forgotten", model=pool.name, unserved_seconds=round(now - since))
+
+    def engines(self) -> Iterator[Engine]:
+        """All engines, placed or not."""
+        for pool in self.pools:
+            yield from pool.engines.values()
+        yield from self.unplaced
+
+    def find(self, model: str | None) -> tuple[Pool, str | None]:
+        """The pool of a model, and the adapter where the name means one. Raises ApiError (400, 404, 503)."""
+        known = self.names.get(model) if model is not None else None
+        if known is not None:
+            return known
+        if not self.pools:
+            raise ApiError(
+                503,
+                "no usable engine",
+                engines=unusable(self.engines()),
+                code="no_engine",
+                headers={"retry-after": "2"},
+            )
+        if model is None:
+            if len(self.pools) == 1:
+                return self.pools[0], None
+            raise ApiError(400, f"model is missing; served here: {self._list()}", param="model")
+        # difflib takes time in proportion to both: a client chooses the one, and adapters may be many.
+        comparable = len(model) <= HINT_NAME_LENGTH and len(self.names) <= HINT_NAMES
+        near = difflib.get_close_matches(model, self.names, n=1) if comparable else []
+        hint = f"did you mean {near[0]!r}?" if near else f"served here: {self._list()}"
+        shown = repr(model if len(model) <= HINT_NAME_LENGTH else model[:HINT_NAME_LENGTH] + "…")
+        raise ApiError(404, f"model {shown} is unknown; {hint}", param="model", code="model_not_found")
+
+    def _list(self) -> str:
+        names = sorted(self.names)
+        return ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
+
+    async def identify(self, engine: Engine) -> None:
+        """Asks an engine what it is, places it where its model was not known, and wires it.
+
+        A page that does not answer counts as missing, and is asked for again later. Raises ValueError where
+        the engine's model was to be asked for and cannot be told, and UpstreamError where there is no
+        connection to it.
+        """
+
+        unanswered = []
+
+        async def ask(path: str) -> tuple[int, bytes]:
+            try:
+                return await engine.upstream.get(path, self.config.health.timeout)
+            except UpstreamError as error:
+                if error.before_sending:
+                    raise
+                unanswered.append(path)
+                return 504, str(error).encode()
+
+        before = engine.capabilities
+        try:
+            async with asyncio.timeout(3 * self.config.health.timeout):
+                engine.adapter, engine.capabilities = await identify(ask)
+        except (ValueError, TimeoutError) as error:
+            reason = str(error) or f"its pages took longer than {3 * self.config.health.timeout:g} s"
+            if engine.pool is None:
+                raise ValueError(reason) from None
+            unanswered.append(reason)
+            engine.adapter, engine.capabilities = UNKNOWN, Capabilities("unknown", no_events=reason)
+        told = engine.capabilities
+        if engine.pool is None:
+            self._place(engine)
+        pool = self.pool_of(engine)
+        if pool is None:
+            return  # removed meanwhile
+        base = told.base(pool.name)
+        if base is not None and base.root is not None:
+            async with pool.asking:
+                await pool.set_tokenizer(base.root)
+        await pool.compare_tokens(engine, self.config.health.timeout)
+        if self.pool_of(engine) is not pool:
+            return  # removed meanwhile
+        engine.identified = True
+        engine.ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS if unanswered else math.inf
+        pool.wire(engine)
+        pool.set_role(engine)
+        if told == before:
+            return
+        pool.retry_joins()
+        log.info(
+            "engine identified",
+            engine=engine.name,
+            model=pool.name,
+            kind=told.engine,
+            version=told.version,
+            block_size=told.block_size,
+            cache_blocks=told.cache_blocks,
+            load=", ".join(told.load_names) or "none",
+            mode=engine.mode.name,
+            reason=engine.mode.reason,
+            role=engine.role,
+        )
+        if engine.handover is not None and (fault := engine.handover.fault) is not None:
+            log.warning("engine hands over at a risk", engine=engine.name, model=pool.name, why=fault)
+        if not engine.adapter.cache_salt and any(each.isolate for each in self.config.tenants.values()):
+            log.warning(
+                "the engine is not known to take cache_salt: isolated tenants may share its prefix cache",
+                engine=engine.name,
+                model=pool.name,
+                kind=told.engine,
+            )
+        names = [model.name for model in told.models]
+        if names and pool.name not in names:
+            log.warning(
+                "the engine does not serve its model", engine=engine.name, model=pool.name, serves=names
+            )
+
+    def _place(self, engine: Engine) -> None:
+        """Puts an engine into the pool of the model that it told."""
+        if engine not in self.unplaced:
+            return  # removed meanwhile
+        base = engine.capabilities.base()
+        assert base is not None  # else it would not have been identified
+        pool = self.pool(base.name)
+        for model in engine.capabilities.models:
+            if model.parent is not None and model.name not in self.names:
+                self.names[model.name] = (pool, model.name)
+                pool.adapters.append(model.name)
+        self.unplaced.remove(engine)
+        pool.add(engine)
+
+    def ready(self) -> bool:
+        """At least one engine can take requests."""
+        return any(engine.healthy and not engine.held for p in self.pools for engine in p.engines.values())
+
+    def models(self) -> bytes:
+        """The answer to GET /v1/models."""
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "created": pool.created,
+                "owned_by": "lmetric-router",
+                "root": pool.name,
+                "parent": pool.name if adapter else None,
+            }
+            for name, (pool, adapter) in self.names.items()
+        ]
+        return orjson.dumps({"object": "list", "data": data})

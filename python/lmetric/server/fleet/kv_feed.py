@@ -1,0 +1,260 @@
+"""Who feeds a pool's KV index: its engines' events, or what the router sent them; watched, with reasons."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from lmetric._core import EventFeed, LmetricError, Router
+from lmetric.engines.endpoints import EndpointError, reachable
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.kv_backfill import KvBackfill
+from lmetric.server.fleet.kv_mode import UNASKED, Mode, PoolFacts, Subscription, choose, mismatch
+
+# An engine is silent that computed so many blocks of prompts without a word, for so long.
+SILENT_BLOCKS = 16
+SILENT_SECONDS = 5.0
+_WINDOW_SECONDS = 180.0  # time constant of the indicator window_prefill_tokens
+
+log = structlog.get_logger("lmetric.kv")
+
+
+@dataclass(slots=True)
+class _Heard:
+    """An engine whose events are subscribed to, and what was last seen of them."""
+
+    subscriptions: tuple[Subscription, ...]
+    exact: Mode
+    pooled: PoolFacts
+    connected_at: float
+    batches: int = 0
+    restarts: int = 0
+    refilled: tuple[int, int] | None = None  # the loss for which a refill was begun
+    # Of the last look; since the last batch, the prompt tokens placed there as not cached.
+    looked_at: float = 0.0
+    window: float = 0.0
+    decisions: int = 0
+    untold_tokens: float = 0.0
+    untold_since: float = 0.0
+
+    @property
+    def where(self) -> str:
+        """The endpoints."""
+        return ", ".join(one.endpoint for one in self.subscriptions)
+
+    def is_silent(self, came: bool, row: dict[str, Any], now: float) -> bool:
+        """Whether blocks must have been stored of which nothing was heard. (An idle engine says nothing.)"""
+        window, decisions, size = row["window_prefill_tokens"], row["decisions"], self.pooled.block_size
+        faded = self.window * math.exp((self.looked_at - now) / _WINDOW_SECONDS)
+        # A request leaves up to a block of tokens that never becomes a block, however much of it is cached.
+        placed = window - faded - size * (decisions - self.decisions)
+        first = self.looked_at == 0.0
+        self.looked_at, self.window, self.decisions = now, window, decisions
+        self.untold_tokens = 0.0 if came or first else self.untold_tokens + max(0.0, placed)
+        if self.untold_tokens < SILENT_BLOCKS * size:
+            self.untold_since = now
+        return now - self.untold_since >= SILENT_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """A feed's status over an engine's ranks."""
+
+    connected: bool
+    other_topic: str | None  # under which something came instead
+    incomplete: bool
+    batches: int
+    restarts: int
+    losses: tuple[int, int]  # changes when blocks were forgotten that the engine still holds
+    block_size: int | None
+
+    @staticmethod
+    def of(status: dict[int, dict[str, Any]]) -> _Tally:
+        ranks = list(status.values())
+        sizes = {rank["block_size"] for rank in ranks} - {None}
+        restarts, resyncs = (sum(rank[name] for rank in ranks) for name in ("restarts", "resyncs"))
+        return _Tally(
+            connected=all(rank["connected"] for rank in ranks),
+            other_topic=next(
+                (rank["other_topic"] for rank in ranks if rank["other_topic"] is not None), None
+            ),
+            incomplete=any(rank["state"] == "incomplete" for rank in ranks),
+            batches=sum(rank["batches"] for rank in ranks),
+            restarts=restarts,
+            losses=(restarts, resyncs),
+            block_size=min(sizes) if sizes else None,
+        )
+
+
+class KvFeed:
+    """The KV events of one pool's engines."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._feed: EventFeed | None = None  # made, with its thread, at the first subscription
+        self._heard: dict[str, _Heard] = {}
+        self._pushed: dict[str, tuple[str, str] | None] = {}  # where they push their load
+
+    def wire(self, engine: Engine, pooled: PoolFacts) -> None:
+        """Chooses the engine's mode by what it told, and subscribes to what that needs."""
+        assert engine.pool is not None
+        setting = engine.config.kv_events
+        if setting is None:
+            setting = engine.pool.settings.kv_events
+        mode, subscriptions = choose(engine.capabilities, engine.host, setting, pooled, engine.tokens_differ)
+        heard, pushed = self._heard.get(engine.name), _pushed_load(engine)
+        same = heard is not None and (heard.subscriptions, heard.pooled) == (subscriptions, pooled)
+        if not same or self._pushed.get(engine.name) != pushed:
+            self.unwire(engine.name)
+            self._pushed[engine.name] = pushed
+            self._hear_load(engine.name, pushed)
+            try:
+                if subscriptions:
+                    self._subscribe(engine, subscriptions, mode, pooled)
+            except LmetricError as error:
+                self.unwire(engine.name)
+                mode = Mode("approximate", f"its KV events cannot be heard: {error}")
+        else:
+            if engine.mode.name != "exact":
+                mode = engine.mode  # as the watch has it
+            if engine.lost_blocks:
+                # Taken for gone, its blocks were forgotten. If it is the same process, it still has them.
+                self._refill(engine)
+        engine.lost_blocks = False
+        self._turn(engine, mode)
+
+    def unwire(self, name: str) -> None:
+        """Hears no more of an engine."""
+        self._heard.pop(name, None)
+        self._pushed.pop(name, None)
+        if self._feed is not None:
+            self._feed.unsubscribe(name)
+
+    def status(self, name: str) -> dict[str, Any] | None:
+        """What the feed knows of an engine's ranks and of its pushed load; None: it is not listened to."""
+        if self._feed is None:
+            return None
+        ranks = {str(rank): status for rank, status in self._feed.status(name).items()}
+        return {"ranks": ranks, "load": self._feed.load_status(name)}
+
+    def counts(self, name: str) -> Counter[str]:
+        """What the feed counts of an engine, over its ranks."""
+        counts: Counter[str] = Counter()
+        if self._feed is not None:
+            for rank in self._feed.status(name).values():
+                counts.update({what: rank[what] for what in COUNTS})
+        return counts
+
+    def close(self) -> None:
+        """Ends the feed's thread."""
+        if self._feed is not None:
+            self._feed.close()
+
+    def watch(self, engines: Iterable[Engine]) -> None:
+        """To be called about once a second: looks at what came, or did not."""
+        if not self._heard:
+            return
+        assert self._feed is not None
+        instances, now = self._router.stats()["instances"], time.monotonic()
+        for engine in engines:
+            heard = self._heard.get(engine.name)
+            if heard is None:
+                continue
+            tally = _Tally.of(self._feed.status(engine.name))
+            problem = self._problem(engine, heard, tally, instances[engine.name], now)
+            self._turn(engine, heard.exact if problem is None else Mode("approximate", problem))
+            if tally.incomplete and heard.refilled != tally.losses:
+                heard.refilled = tally.losses
+                self._refill(engine)
+            elif engine.refill is not None and (engine.refill.over(now) or not tally.incomplete):
+                engine.refill = None
+
+    def _problem(
+        self, engine: Engine, heard: _Heard, tally: _Tally, row: dict[str, Any], now: float
+    ) -> str | None:
+        """Why an engine's events cannot be relied on now."""
+        if tally.restarts > heard.restarts:
+            engine.ask_anew()
+        came = tally.batches > heard.batches
+        heard.batches, heard.restarts = tally.batches, tally.restarts
+        if tally.connected or not engine.healthy:
+            heard.connected_at = now
+        silent = heard.is_silent(came, row, now)
+        if tally.block_size not in (None, heard.pooled.block_size):
+            return mismatch(tally.block_size, heard.pooled)
+        if now - heard.connected_at >= SILENT_SECONDS:
+            return f"no connection to its KV events at {heard.where}"
+        if silent:
+            topic = "" if tally.other_topic is None else f", but some of topic {tally.other_topic!r}"
+            return f"prompts were sent to it and no KV event of its came from {heard.where}{topic}"
+        return None
+
+    def _subscribe(
+        self, engine: Engine, subscriptions: tuple[Subscription, ...], mode: Mode, pooled: PoolFacts
+    ) -> None:
+        feed, name = self._opened(), engine.name
+        self._heard[name] = _Heard(subscriptions, mode, pooled, connected_at=time.monotonic())
+        self._router.set_index_feed(name, "exact")
+        for one in subscriptions:
+            one.open(feed, name, pooled.block_size)
+
+    def _opened(self) -> EventFeed:
+        """The feed; its thread starts with the first engine that is heard."""
+        if self._feed is None:
+            self._feed = EventFeed(self._router)
+        return self._feed
+
+    def _hear_load(self, name: str, pushed: tuple[str, str] | None) -> None:
+        """Has the engine push its load."""
+        if pushed is None:
+            return
+        feed = self._opened()
+        try:
+            feed.subscribe_load(name, pushed[0], topic=pushed[1])
+        except LmetricError as error:
+            log.warning("pushed load cannot be heard", engine=name, reason=str(error))
+
+    def _turn(self, engine: Engine, mode: Mode) -> None:
+        if mode == engine.mode:
+            return
+        before, engine.mode = engine.mode, mode
+        if mode.name != before.name:
+            # An engine that caches nothing learns by events that never come.
+            feed = "approximate" if mode.name == "approximate" else "exact"
+            self._router.set_index_feed(engine.name, feed)
+        if mode.name != "exact":
+            engine.refill = None
+        if before is not UNASKED:  # else it is told with what the engine is
+            told = log.warning if before.name == "exact" else log.info
+            told("cache knowledge", engine=engine.name, mode=mode.name, reason=mode.reason)
+
+    def _refill(self, engine: Engine) -> None:
+        field = engine.capabilities.full_report
+        if field is None:
+            what = "what it cached before becomes known as it is stored anew"
+        else:
+            assert engine.pool is not None
+            what = "what it cached before is asked for"
+            engine.refill = KvBackfill(field, engine.pool.block_size, time.monotonic())
+        log.info("the index of an engine has holes", engine=engine.name, note=what)
+
+
+def _pushed_load(engine: Engine) -> tuple[str, str] | None:
+    """Where an engine pushes its load, and the topic. (One of several ranks would pass for the whole.)"""
+    feeds = engine.capabilities.load_feeds
+    with contextlib.suppress(EndpointError):
+        return (reachable(feeds[0], engine.host), engine.capabilities.load_topic) if len(feeds) == 1 else None
+    return None
+
+
+COUNTS = (
+    *("batches", "events", "blocks_stored", "blocks_removed", "cleared"),
+    *("gaps", "replayed", "resyncs", "restarts", "unanswered", "unknown_parent"),
+)

@@ -1,0 +1,1 @@
+"""Clients' connections, and the pages that the router answers itself."""

@@ -1,0 +1,613 @@
+"""Requests, whichever way they came: checked, routed, handed to a relay, and counted when they end."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from secrets import token_bytes, token_hex
+from typing import TypeGuard
+
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from lmetric._core import NoInstanceError, RequestHead, RequestReader
+from lmetric.config import ServerConfig
+from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.server.api.auth import Keys, PageAccess
+from lmetric.server.api.errors import ApiError, bad, whole_answer
+from lmetric.server.api.isolation import Isolation
+from lmetric.server.api.request import PASSED_PATHS, ParsedRequest, parse
+from lmetric.server.background.replicas import Replicas
+from lmetric.server.discovery import Discovery
+from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, InFlightRequest, Rules
+from lmetric.server.execution.relay import Relay
+from lmetric.server.fleet import priority
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.http.client_load import ClientLoad
+from lmetric.server.http.connection import SMALL_BODY, AlreadySentResponse, ClientConnection, in_short
+from lmetric.server.http.cors import Cors
+from lmetric.server.http.protocol import origin_form, unreadable, violation
+from lmetric.server.http.tokenizing import (
+    LARGE_BODY,
+    PendingTokenization,
+    TokenizerThreads,
+    as_text,
+    prompt_text,
+    read_prompt,
+)
+from lmetric.server.observe.metrics import Metrics
+from lmetric.tokens import NotPredictable, Tokens
+
+log = structlog.get_logger("lmetric.access")
+
+NO_SHARE = (1.0, 0.0)  # of a client without a tenant
+
+
+class Frontend(web.Server):
+    """Dispatches requests: to the engines, or to the router's own pages."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        fleet: Fleet,
+        keys: Keys,
+        metrics: Metrics,
+        pages: Callable[["Frontend", web.BaseRequest, str, str], Awaitable[web.StreamResponse]],
+    ) -> None:
+        super().__init__(self.handle)
+        self.config = config
+        self.fleet = fleet
+        self.keys = keys
+        self.access = PageAccess(config, keys)
+        self._random_secret = token_bytes(32)
+        self.isolation = Isolation(config, self._random_secret)
+        self.metrics = metrics
+        self.discovery: Discovery  # set by the server
+        self.replicas: Replicas  # likewise
+        self.pages = pages
+        self.relays: set[InFlightRequest] = set()
+        self.clients = ClientLoad(config.limits)
+        self._tokenisers = TokenizerThreads()
+        self._idle = asyncio.Event()
+        self.draining = False
+        self.refusing = False
+        self._goes_on = AlreadySentResponse(True)
+        self._ends = AlreadySentResponse(False)
+        self.paths = frozenset((CHAT, COMPLETIONS, *PASSED_PATHS, *config.paths))
+        self.requests = RequestReader(keys.on, token_hex(6))
+        self._access = config.log.access
+        self._show_engines = config.errors.show_engines
+        self._cors = Cors(config.cors.origins) if config.cors.origins else None
+        self._body_limit = config.limits.max_body_bytes
+        self._request_limit = config.limits.max_concurrent_requests
+        self._rules = Rules.of(config)
+        self._shares = _shares(config)
+
+    def __call__(self) -> ClientConnection:
+        """A new client's protocol."""
+        return ClientConnection(self, self, loop=self._loop, access_log=None, lingering_time=1.0)
+
+    def reload(self, keys: Keys, config: ServerConfig) -> None:
+        """Takes over API keys and tenants, for requests that come from now on."""
+        access, isolation = PageAccess(config, keys), Isolation(config, self._random_secret)
+        if keys.on != self.keys.on:
+            self.requests = RequestReader(keys.on, token_hex(6))
+        self.keys, self.access, self.isolation = keys, access, isolation
+        self._shares = _shares(config)
+        self.config = self.config.model_copy(update={"auth": config.auth, "tenants": config.tenants})
+
+    async def idle_or(self, hurry: asyncio.Event) -> None:
+        """Waits until no request is on its way, or for ``hurry``."""
+        self._idle.clear()
+        if self.relays:
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._idle, hurry)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """Closes the connections and ends the threads."""
+        self._tokenisers.close()
+        await super().shutdown(timeout)
+
+    def check(self, now: float) -> None:
+        """Called now and then: ends what takes too long; ``now`` on the monotonic clock."""
+        for relay in list(self.relays):
+            try:
+                relay.check(now)
+            except Exception:
+                relay.fail()
+        for client in self.connections:
+            if isinstance(client, ClientConnection):
+                client.check(now, self.config.timeouts.keep_alive)
+
+    def close_idle(self) -> None:
+        """Closes the connections on which no request is on its way."""
+        for client in self.connections:
+            if isinstance(client, ClientConnection) and not client.answering:
+                client.force_close()
+
+    # The way through aiohttp.
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answers one request that aiohttp has read."""
+        client = request.protocol
+        if not isinstance(client, ClientConnection) or request.transport is None:
+            return self._ends
+        client.answering = True
+        target = origin_form(request.raw_path)
+        if (broken := violation(request, target)) is not None:
+            return self._reject(client, request.raw_headers, broken)
+        path, _, query = target.partition("?")
+        cors = self._cors if path in self.paths or path.startswith("/v1/models") else None
+        try:
+            if cors is not None and request.method == "OPTIONS":
+                answer = cors.preflight(request, "POST" if path in self.paths else "GET")
+                if answer is not None:
+                    return answer
+            if path not in self.paths:
+                page = await self.pages(self, request, path, query)
+                if cors is not None:
+                    page.headers.update(cors.fields(request.headers.get("origin")))
+                return page
+            if request.method != "POST":
+                raise ApiError(
+                    405, f"{request.method} is not allowed on {path}; use POST", headers={"allow": "POST"}
+                )
+        except ApiError as error:
+            return self._refuse(request, error, cors)
+        except Exception:
+            log.exception("a request could not be handled", path=path)
+            return self._refuse(request, ApiError(500, FAILED), cors)
+        ended: asyncio.Future[bool] = self._loop.create_future()
+        asked = ClientRequest(
+            client,
+            request.transport,
+            self.requests.sort(target.encode(), request.raw_headers),
+            request.version >= (1, 1),
+            request.keep_alive,
+            lambda goes_on: None if ended.done() else ended.set_result(goes_on),
+        )
+        if self._admits(asked):
+            try:
+                body = await self.read_body(request, self._body_limit)
+            except ApiError as error:
+                asked.keep_alive = False  # for what follows of the body
+                self._ended(asked, None, error)
+            else:
+                self._serve(asked, body)
+        try:
+            return self._goes_on if await ended else self._ends
+        except asyncio.CancelledError:
+            if client.relay is not None:
+                client.relay.client_gone()
+            raise
+
+    def refuse(self, client: ClientConnection, malformed: HttpProcessingError | None) -> web.StreamResponse:
+        """Answers a request that aiohttp could not read, or (None) one at which the router failed."""
+        if malformed is None:
+            log.exception("a request could not be handled")
+            error = ApiError(500, FAILED)
+        else:
+            error = unreadable(malformed)
+        return self._reject(client, [], error)
+
+    def _reject(
+        self, client: ClientConnection, fields: Sequence[tuple[bytes, bytes]], error: ApiError
+    ) -> web.StreamResponse:
+        """Answers a request with which the connection ends."""
+        if client.transport is not None:
+            head = self.requests.sort(b"", fields)
+            self._ended(
+                ClientRequest(client, client.transport, head, True, False, lambda _: None), None, error
+            )
+        return self._ends
+
+    def _refuse(self, request: web.BaseRequest, error: ApiError, cors: Cors | None) -> web.Response:
+        request_id = request.headers.get("x-request-id")
+        if request_id:
+            error.headers.setdefault("x-request-id", request_id[:256])
+        if cors is not None:
+            error.headers.update(cors.fields(request.headers.get("origin")))
+        response = web.Response(
+            status=error.status,
+            body=error.body(self._show_engines),
+            content_type="application/json",
+            headers=error.headers,
+        )
+        if self.draining:
+            response.force_close()
+        return response
+
+    async def read_body(self, request: web.BaseRequest, limit: int) -> bytes:
+        """The body of a request that aiohttp has read the head of.
+
+        Raises ApiError: 400 if it is malformed, 408 if it takes longer than timeouts.body, 413 above
+        ``limit`` bytes, 503 if clients hold too many bytes.
+        """
+        client = request.protocol
+        assert isinstance(client, ClientConnection)  # as `handle` made sure
+        content = request.content
+        if content.is_eof() and content.exception() is None:
+            body = content.read_nowait()
+            if len(body) > limit:
+                raise _too_long(limit)
+            if len(body) > SMALL_BODY and not client.hold_body(len(body)):
+                raise _no_room()
+            return body
+        headers = request.headers
+        try:
+            length = int(headers.get("content-length", 0))
+        except ValueError:
+            length = 0
+        if length > limit:
+            raise _too_long(limit)
+        transport = request.transport
+        if headers.get("expect", "").lower() == "100-continue" and _writable(transport):
+            transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        parts = []
+        size = 0
+        try:
+            async with asyncio.timeout(self.config.timeouts.body):
+                while not content.at_eof():
+                    part = await content.readany()
+                    size += len(part)
+                    if size > limit:
+                        raise _too_long(limit)
+                    if not client.hold_body(len(part)):
+                        raise _no_room()
+                    parts.append(part)
+        except TimeoutError:
+            seconds = self.config.timeouts.body
+            of = f" of {length}" if length else ""
+            raise ApiError(
+                408, f"the body was not whole within {seconds:g} s: {content.total_raw_bytes}{of} bytes came"
+            ) from None
+        except ApiError:
+            raise
+        except Exception as error:
+            # aiohttp tells of a broken body (bad chunk, bad compression, client gone) in many ways.
+            raise bad(f"the body could not be read: {in_short(error)}") from None
+        if size <= SMALL_BODY:
+            client.release_body()
+        return b"".join(parts)
+
+    # The short way.
+
+    def takes(self, head: RequestHead) -> bool:
+        """Whether a plain request is for an engine, and within the limit."""
+        return head.path in self.paths and head.length <= self._body_limit
+
+    def ask(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+        """Has a plain request answered, then calls ``client.answered``."""
+        transport = client.transport
+        if transport is not None:
+            asked = ClientRequest(client, transport, head, True, head.keep_alive, client.answered)
+            if self._admits(asked):
+                self._serve(asked, body)
+
+    def admit(self, client: ClientConnection, head: RequestHead) -> ClientRequest | None:
+        """A request whose body is still to come; None: it was refused, and ``client.answered`` was called."""
+        transport = client.transport
+        if transport is None:
+            return None
+        asked = ClientRequest(
+            client, transport, head, True, False, client.answered
+        )  # a refusal leaves a body behind
+        if not self._admits(asked):
+            return None
+        asked.keep_alive = head.keep_alive
+        return asked
+
+    def serve(self, asked: ClientRequest, body: bytes) -> None:
+        """Has an admitted request answered, then calls ``client.answered``."""
+        asked.started = time.monotonic()
+        try:
+            self._check_room()
+        except ApiError as error:
+            self._ended(asked, None, error)
+        else:
+            self._serve(asked, body)
+
+    def no_room(self, client: ClientConnection, asked: ClientRequest | None) -> None:
+        """Refuses a request because of the bytes that clients hold, then calls ``client.answered``."""
+        if client.transport is not None:
+            if asked is None:
+                head = self.requests.sort(b"", [])
+                asked = ClientRequest(client, client.transport, head, True, False, client.answered)
+            asked.keep_alive = False
+            self._ended(asked, None, _no_room())
+
+    # Both ways.
+
+    def _admits(self, asked: ClientRequest) -> bool:
+        """Whether the request may be served; else it is answered."""
+        if self._access:
+            asked.address = _address(asked.transport)
+        if self._cors is not None:
+            asked.cors = self._cors.lines(asked.head)
+        try:
+            if self.keys.on:
+                authorization, key = asked.head.authorization, asked.head.api_key
+                asked.tenant = self.keys.tenant(_text(authorization), _text(key))
+            elif self._shares and (named := asked.head.tenant) in self._shares:
+                asked.tenant = named or ""  # without keys, clients are believed
+            if self.refusing or len(self.relays) >= self._request_limit:
+                self._check_room()
+        except ApiError as error:
+            self._ended(asked, None, error)
+            return False
+        return True
+
+    def _check_room(self) -> None:
+        """Raises ApiError (503) if no further request may begin."""
+        if self.refusing:
+            raise ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
+        if len(self.relays) >= self._request_limit:
+            raise ApiError(503, "too many requests at once", code="too_many", headers={"retry-after": "1"})
+
+    def _serve(self, asked: ClientRequest, body: bytes) -> None:
+        """Sends the request on its way; when its answer ended, `_ended` is called."""
+        try:
+            call = parse(asked.path, body)
+            if asked.tenant and asked.tenant in self.isolation.tenants:
+                body = self.isolation.apply(asked.tenant, asked.path, call, body)
+            pool, adapter = self.fleet.find(call.model)
+            asked.pool = pool
+            in_thread = self._read_prompt(asked.path, body, call, pool)
+            if in_thread is None:
+                self._place(asked, body, call, pool, adapter, asked.started)
+            else:
+                place = partial(self._place, asked, body, call, pool, adapter)
+                self._read_in_thread(asked, in_thread, call, pool, place)
+        except ApiError as error:
+            self._ended(asked, None, error)
+        except Exception:
+            log.exception("a request could not be handled", path=asked.path)
+            self._ended(asked, None, ApiError(500, FAILED))
+
+    def _read_prompt(
+        self, path: str, body: bytes, call: ParsedRequest, pool: Pool
+    ) -> Callable[[], Tokens | None] | None:
+        """Makes the prompt a text or tokens, as its pool matches it; else returns the work, for a thread."""
+        if call.tokens is not None:
+            return None
+        tokenizer = pool.tokenizer if call.chat or path == COMPLETIONS else None
+        if len(body) > LARGE_BODY and (tokenizer is not None or call.text is None):
+            return partial(read_prompt, tokenizer, call)
+        if tokenizer is None:
+            call.as_text()
+            return None
+        try:
+            text = prompt_text(tokenizer, call)
+            call.tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
+        except NotPredictable as error:
+            as_text(pool, call, error)
+            return None
+        return partial(tokenizer.encode, text) if call.tokens is None else None
+
+    def _read_in_thread(
+        self,
+        asked: ClientRequest,
+        work: Callable[[], Tokens | None],
+        call: ParsedRequest,
+        pool: Pool,
+        place: Callable[[float], None],
+    ) -> None:
+        """Has the prompt rendered or tokenised in a thread; then the request is placed, unless it is over by
+        then."""
+
+        def then(tokens: Tokens | NotPredictable | None) -> None:
+            try:
+                if isinstance(tokens, NotPredictable):
+                    as_text(pool, call, tokens)
+                else:
+                    call.tokens = tokens
+                place(time.monotonic())
+            except ApiError as error:
+                self._ended(asked, waiting, error)
+            except Exception:
+                log.exception("a request could not be handled", path=asked.path)
+                self._ended(asked, waiting, ApiError(500, FAILED))
+            else:
+                self.relays.discard(waiting)
+
+        waiting = PendingTokenization(asked, self._tokenisers.begin(work), then, self._ended)
+        asked.client.relay = waiting
+        self.relays.add(waiting)
+
+    def _place(
+        self,
+        asked: ClientRequest,
+        body: bytes,
+        call: ParsedRequest,
+        pool: Pool,
+        adapter: str | None,
+        now: float,
+    ) -> None:
+        """Decides and relays. Raises ApiError."""
+        relay: Relay | None = None
+        if pool.orders or self.keys.on:
+            # Else a client would decide how long others wait.
+            asked.drops_priority = True
+            if "priority" in call.request:
+                body = priority.without(call)
+        asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
+        head = asked.head
+        joins = pool.joins
+        uncut = pool.uncut(asked.path, call) if joins else None
+        unpulled = pool.unpulled(asked.path, call) if pool.pulls else None
+        moves = joins and uncut is None
+        weight, handicap_seconds = self._shares.get(asked.tenant, NO_SHARE)
+        session = head.session or call.session
+        if asked.tenant and session is not None:
+            session = _session(asked.tenant, session)
+        try:
+            decision, ticket = pool.router.route(
+                tokens=call.tokens,
+                text=call.text if call.tokens is None else None,
+                prompt_tokens=prompt_tokens,
+                expected_output_tokens=call.max_tokens,
+                # Chats and completions answer apart, and so do tenants.
+                length_class=f"{asked.path} {asked.tenant}" if pool.splits else None,
+                extra_tokens=extra_tokens,
+                session=session,
+                adapter=adapter,
+                salt=call.salt,
+                request_id=head.request_id,
+                uncut=uncut,
+                unpulled=unpulled,
+                tenant=asked.tenant,
+                tenant_weight=weight,
+                handicap_seconds=handicap_seconds,
+                now=now,
+            )
+        except NoInstanceError as error:
+            raise pool.no_engine_error(error) from None
+        asked.priority = decision.priority
+        try:
+            asked.keep_alive &= not self.draining
+            require_finish = asked.path in (CHAT, COMPLETIONS)
+            relay = Relay(
+                self._rules,
+                asked,
+                pool,
+                decision,
+                ticket,
+                body,
+                call.stream,
+                require_finish,
+                self._ended,
+                call if moves or (pool.pulls and unpulled is None) else None,
+                moves,
+            )
+            asked.client.relay = relay
+            self.relays.add(relay)
+            if asked.client.writing_paused:
+                relay.client_slow()
+            relay.start(now)
+        except Exception:
+            if relay is None:
+                raise
+            relay.fail()
+
+    def _ended(self, asked: ClientRequest, relay: InFlightRequest | None, error: ApiError | None) -> None:
+        """The request is over; an error is what its client has still to get."""
+        goes_on = asked.keep_alive and not self.draining
+        status = 499
+        if relay is not None:
+            asked.client.relay = None
+            self.relays.discard(relay)
+            if self.refusing and not self.relays:
+                self._idle.set()
+            goes_on = goes_on and not relay.close_client
+            if relay.committed:
+                status = relay.status
+            if relay.prompt_tokens and asked.prompt_bytes and asked.pool is not None:
+                asked.pool.ratio.learn(asked.prompt_bytes, relay.prompt_tokens)
+        if error is not None:
+            status = error.status
+            goes_on = goes_on and asked.http11
+            if asked.transport.is_closing():
+                status = 499  # the client left before the router refused its request
+            else:
+                asked.transport.write(
+                    whole_answer(
+                        error,
+                        asked.head.request_id,
+                        goes_on,
+                        show_engines=self._show_engines,
+                        more_fields=asked.cors,
+                    )
+                )
+        now = time.monotonic()
+        model = asked.pool.name if asked.pool is not None else ""
+        self.metrics.request(model, asked.tenant, status, asked.started, now, relay)
+        if self._access:
+            _log_access(asked, model, status, now, relay)
+        asked.done(goes_on)
+
+
+def _shares(config: ServerConfig) -> dict[str, tuple[float, float]]:
+    """Weight and handicap in seconds of each tenant."""
+    return {name: (tenant.weight, tenant.handicap_seconds) for name, tenant in config.tenants.items()}
+
+
+def _text(field: bytes | None) -> str | None:
+    return None if field is None else field.decode("utf-8", "surrogateescape")
+
+
+def _no_room() -> ApiError:
+    return ApiError(
+        503,
+        "clients are sending more bytes of requests than the router may hold; try again",
+        code="too_many_bytes",
+        headers={"retry-after": "1"},
+    )
+
+
+def _address(transport: asyncio.Transport) -> str | None:
+    """HOST:PORT of a client; None: it has left."""
+    peer = transport.get_extra_info("peername")
+    if not peer:
+        return None
+    host, port = peer[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _log_access(
+    asked: ClientRequest, model: str, status: int, now: float, relay: InFlightRequest | None
+) -> None:
+    """Logs a request that is over."""
+    done = relay or InFlightRequest()
+    ttft = None if done.first_token_at is None else round(done.first_token_at - asked.started, 6)
+    log.info(
+        "request",
+        request_id=asked.head.request_id,
+        client=asked.address,
+        tenant=asked.tenant or None,
+        path=asked.path,
+        model=model or None,
+        status=status,
+        decision=done.decision,
+        instance=done.instance,
+        duration_seconds=round(now - asked.started, 6),
+        ttft_seconds=ttft,
+        prompt_tokens=done.prompt_tokens,
+        cached_tokens=done.cached_tokens,
+        output_tokens=done.output_tokens,
+        note=done.reason or None,
+    )
+
+
+def _writable(transport: asyncio.Transport | None) -> TypeGuard[asyncio.Transport]:
+    return transport is not None and not transport.is_closing()
+
+
+def _session(tenant: str, session: str) -> str:
+    """The key of session affinity: sessions of different tenants never share one."""
+    return f"{len(tenant)}:{tenant}{session}"
+
+
+def _too_long(limit: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
+
+
+def _size(pool: Pool, call: ParsedRequest) -> tuple[int, int, int]:
+    """The prompt's bytes to learn their tokens from (0: nothing to learn), its tokens (estimated where it is
+    text), and those of the request's further prompts."""
+    if call.tokens is not None:
+        more = pool.ratio.tokens_of(call.more_bytes) if call.more_bytes else call.more_tokens
+        return 0, len(call.tokens), more
+    text = call.text
+    if text is None:
+        return 0, 1, 0
+    if isinstance(text, str) and not text.isascii():
+        text = call.text = text.encode()
+    if call.more_bytes:
+        return 0, pool.ratio.tokens_of(len(text)), pool.ratio.tokens_of(call.more_bytes)
+    return len(text), pool.ratio.tokens_of(len(text)), 0

@@ -1,0 +1,336 @@
+"""The router's own pages: health, models, metrics, debugging, administration."""
+
+import asyncio
+import contextlib
+import hmac
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any, get_args
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import numpy as np
+import orjson
+from aiohttp import web
+from pydantic import ValidationError
+
+from lmetric._core import LmetricError
+from lmetric.config import ADMIN, CONFIGURED, EngineConfig, KvEvents, Role
+from lmetric.server.api.errors import ApiError, bad, not_valid
+from lmetric.server.api.request import read_object
+from lmetric.server.background import replicas
+from lmetric.server.discovery import Found
+from lmetric.server.fleet import priority
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.http.frontend import Frontend
+from lmetric.server.observe.metrics import CONTENT_TYPE
+from lmetric.server.upstream.allowed import AllowedEngines
+
+_DEBUG_PAGES = ("/debug/engines", "/debug/indicators", "/debug/discovery", "/debug/replicas")
+_DECISIONS = "/debug/decisions/"
+_LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
+# Longest body of a request for one of the pages.
+PAGE_BODY_BYTES = 1 << 20
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
+
+
+async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
+    """Answers what is not for an engine. Raises ApiError.
+
+    ``path`` is as the client wrote it: proxies in front of the router filter by that spelling, too. No body
+    is read before the request's credential is checked.
+    """
+    access, headers = front.access, request.headers
+    if path == "/health":
+        _only(request, path, "GET", "HEAD")
+        for pool in front.fleet.pools:
+            _check(pool)
+        return web.Response()
+    if path == "/ready":
+        _only(request, path, "GET", "HEAD")
+        if front.draining or not front.fleet.ready():
+            why = "shutting down" if front.draining else "no engine can take requests"
+            raise ApiError(503, f"not ready: {why}", code="not_ready", headers={"retry-after": "2"})
+        return web.Response()
+    if path == "/metrics":
+        _only(request, path, "GET", "HEAD")
+        access.require_metrics(headers, path)
+        return web.Response(body=front.metrics.render(), headers={"content-type": CONTENT_TYPE})
+    if path == replicas.PATH and front.replicas.on:
+        _only(request, path, "POST")
+        front.replicas.authorize(headers.get("authorization"))
+        return _json(front.replicas.hear(await front.read_body(request, PAGE_BODY_BYTES)))
+    if path.startswith("/admin/"):
+        return await _admin(front, request, path, query)
+    if path.startswith(_DECISIONS):
+        _only(request, path, "GET", "HEAD")
+        return _json(_record(front, request, path.removeprefix(_DECISIONS)))
+    if path in _DEBUG_PAGES:
+        access.require_admin(headers, path)
+    elif path == "/v1/models" or path.startswith("/v1/models/"):
+        access.tenant(headers)
+    else:
+        raise _unknown(front, path)
+    _only(request, path, "GET", "HEAD")
+    if path == "/v1/models":
+        return _json(front.fleet.models())
+    if path.startswith("/v1/models/"):
+        name = unquote(path.removeprefix("/v1/models/"))
+        front.fleet.find(name)
+        cards = orjson.loads(front.fleet.models())["data"]
+        return _json(next(card for card in cards if card["id"] == name))
+    if path == "/debug/engines":
+        return _json(_engines(front.fleet, front.fleet.engines()))
+    if path == "/debug/discovery":
+        return _json(front.discovery.state())
+    if path == "/debug/replicas":
+        return _json(front.replicas.state())
+    return _json({pool.name: _indicators(pool) for pool in front.fleet.pools})
+
+
+def _only(request: web.BaseRequest, path: str, *methods: str) -> None:
+    if request.method not in methods:
+        allowed = ", ".join(methods)
+        raise ApiError(
+            405, f"{request.method} is not allowed on {path}; use {methods[0]}", headers={"allow": allowed}
+        )
+
+
+def _unknown(front: Frontend, path: str) -> ApiError:
+    hint = "; leave out the second /v1" if path.startswith("/v1/v1/") else ""
+    for known in sorted(front.paths):
+        if known.endswith(path) or path.rstrip("/") == known:
+            hint = f"; did you mean {known}?"
+    return ApiError(404, f"unknown path {path}{hint}", code="unknown_path")
+
+
+def _json(value: Any) -> web.Response:
+    body = value if isinstance(value, bytes) else orjson.dumps(value, option=_OPTIONS)
+    return web.Response(body=body, content_type="application/json")
+
+
+def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
+    ages: dict[str, float] = {}
+    shown = []
+    for engine in engines:
+        pool, told = fleet.pool_of(engine), engine.capabilities
+        if pool is not None and engine.name not in ages:
+            column = pool.router.indicators()["report_age_seconds"]
+            ages |= dict(zip(pool.router.instances(), column.tolist(), strict=True))
+        age = ages.get(engine.name, math.nan)
+        shown.append(
+            {
+                "name": engine.name,
+                "url": engine.config.url,
+                "model": pool.name if pool else None,
+                "source": engine.source,
+                "role": engine.role,
+                "unfit": engine.unfit,
+                "healthy": engine.healthy,
+                "ready": engine.ready,
+                "draining": engine.draining or engine.switches > 0,
+                "leaving": engine.leaving,
+                "running": engine.running,
+                "last_error": engine.last_error,
+                "mode": engine.mode.name,
+                "mode_reason": engine.mode.reason,
+                "capabilities": {**asdict(told), "full_report": told.full_report is not None},
+                "load": {
+                    "reports": engine.load_reports,
+                    "age_seconds": age if math.isfinite(age) else None,
+                    "error": engine.load_error,
+                },
+                "kv_events": pool.kv.status(engine.name) if pool else None,
+                "refilling": engine.refill is not None,
+                "priority": priority.how(engine) if pool and pool.settings.priority != "none" else None,
+                "tokenizer": _tokenizer(pool, engine) if pool else None,
+            }
+        )
+    return shown
+
+
+def _tokenizer(pool: Pool, engine: Engine) -> dict[str, Any]:
+    known = pool.tokenizer
+    return {
+        "folder": str(known.folder) if known is not None else None,
+        "note": pool.tokenizer_note,
+        "compared": known is not None and engine.compared is known,
+        "differs": engine.tokens_differ,
+    }
+
+
+def _indicators(pool: Pool) -> dict[str, dict[str, float | None]]:
+    columns = pool.router.indicators()
+    return {
+        instance: {
+            name: float(column[i]) if np.isfinite(column[i]) else None for name, column in columns.items()
+        }
+        for i, instance in enumerate(pool.router.instances())
+    }
+
+
+def _record(front: Frontend, request: web.BaseRequest, label: str) -> dict[str, Any]:
+    """A decision record, for an administrator or for the tenant whose request it is about."""
+    admin = front.access.is_admin(request.headers)
+    tenant = "" if admin else front.access.tenant(request.headers)
+    parts = _LABEL.fullmatch(label)
+    if parts is None:
+        raise bad(f"{label!r} is not the id of a decision; the header x-lmetric-decision has it")
+    index, number = int(parts[1] or 0), int(parts[2])
+    pool = next((pool for pool in front.fleet.pools if pool.index == index), None)
+    if pool is not None and number < 2**64:
+        own = hmac.compare_digest(pool.decision_label(number, tenant), label)
+        record = pool.router.receipt(number) if own or admin else None
+        if record is not None:
+            shown = {"model": pool.name, **record, "id": label}
+            engine = pool.engines.get(record["instance"])
+            if record["priority"] is not None and engine is not None:
+                shown["priority_sent"] = priority.how(engine)
+            return shown
+    # One answer for unknown records and for those of other tenants.
+    raise ApiError(
+        404, f"no record of decision {label}: it is unknown, or too old (receipt_bytes bounds the records)"
+    )
+
+
+async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: str) -> web.Response:
+    front.access.require_admin(request.headers, path)
+    if not front.config.admin.enabled:
+        raise ApiError(403, "administration is off; set admin.enabled: true")
+    if path == "/admin/engines":
+        _only(request, path, "POST")
+        return _json(await _add(front, request))
+    if path == "/admin/guard":
+        _only(request, path, "POST")
+        body = await _object(front, request, {"on"})
+        if not isinstance(body.get("on"), bool):
+            raise bad("on must be true or false", "on")
+        for pool in front.fleet.pools:
+            pool.router.set_guard(body["on"])
+        return _json({"guard": body["on"]})
+    named = {engine.name: engine for engine in front.fleet.engines()}
+    name, verb = path.removeprefix("/admin/engines/"), ""
+    if unquote(name) not in named:  # a name may have slashes itself
+        name, _, verb = name.rpartition("/") if "/" in name else (name, "", "")
+    name = unquote(name)
+    engine = named.get(name)
+    if engine is None:
+        raise ApiError(404, f"no engine {name!r}; /debug/engines lists them")
+    if not verb:
+        _only(request, path, "DELETE")
+        await _remove(front, engine, query)
+        removed = all(other is not engine for other in front.fleet.engines())
+        return _json({**_engines(front.fleet, [engine])[0], "removed": removed})
+    if verb not in ("drain", "undrain", "role"):
+        raise _unknown(front, path)
+    _only(request, path, "POST")
+    if verb == "role":
+        await _switch(front.fleet, engine, await _object(front, request, {"role", "drain"}))
+        return _json(*_engines(front.fleet, [engine]))
+    engine.draining = verb == "drain"
+    engine.hold()
+    return _json(*_engines(front.fleet, [engine]))
+
+
+async def _switch(fleet: Fleet, engine: Engine, body: dict[str, Any]) -> None:
+    """Gives an engine another role when it is idle, or ``drain`` seconds are over (default: 0)."""
+    role, seconds = body.get("role"), body.get("drain", 0)
+    if role not in get_args(Role):
+        raise bad(f"role must be one of {', '.join(get_args(Role))}", "role")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 86_400:
+        raise bad("drain must be seconds, 0 to 86400", "drain")
+    # Drains are an administrator's, and switches may overlap: each undoes only its own hold.
+    engine.switches += 1
+    engine.hold()
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while engine.running:  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(0.05)
+        engine.role_set = role
+        pool = fleet.pool_of(engine)
+        if pool is not None:
+            pool.set_role(engine)
+            if engine.unfit is not None:
+                unfit, engine.role_set = engine.unfit, None
+                pool.set_role(engine)
+                raise ApiError(409, f"{engine.name}: {unfit}", param="role", code="unfit")
+    finally:
+        engine.switches -= 1
+        engine.hold()
+
+
+async def _remove(front: Frontend, engine: Engine, query: str) -> None:
+    """Removes an engine; with ``drain=SECONDS`` when it is idle, or the time is up."""
+    given = parse_qs(query, keep_blank_values=True)
+    try:
+        (text,) = given.pop("drain", ["0"])
+        seconds = float(text)
+        if given or not 0 <= seconds <= 86_400:
+            raise ValueError
+    except ValueError:
+        raise bad("the query of a removal is empty, or drain=SECONDS (0 to 86400)", "drain") from None
+    members = front.discovery.members
+    if engine.source not in (CONFIGURED, ADMIN):
+        raise ApiError(
+            409,
+            f"{engine.name} comes from {engine.source}, which would bring it back: remove it there, or drain",
+            code="discovered",
+        )
+    others = [each for each in members.of(engine.source) if each.config.label != engine.name]
+    members.update(engine.source, others, seconds)
+    await members.settled(engine)
+
+
+async def _add(front: Frontend, request: web.BaseRequest) -> dict[str, Any]:
+    body = await _object(front, request, {"model", *EngineConfig.model_fields})
+    model = body.pop("model", None)
+    if model is not None and (not isinstance(model, str) or not model):
+        raise bad("model must be a name", "model")
+    try:
+        config = EngineConfig.model_validate(body)
+    except ValidationError as error:
+        raise not_valid(error) from None
+    await _check_addresses(front, config)
+    fleet, members = front.fleet, front.discovery.members
+    added = Found(config, model)
+    for other in fleet.engines():
+        known = Found(other.config, other.model)
+        if not other.leaving and (other.name == config.label or added.is_also(known)):
+            raise ApiError(409, f"there is an engine {other.name!r} at {other.config.url} already")
+    members.update(ADMIN, [*members.of(ADMIN), added])
+    engine = next((engine for engine in fleet.engines() if engine.name == config.label), None)
+    if engine is None:
+        members.update(ADMIN, [each for each in members.of(ADMIN) if each.config.label != config.label])
+        raise bad(f"the engine cannot be taken in for model {model!r}; the log says why")
+    return _engines(front.fleet, [engine])[0]
+
+
+def _check(pool: Pool) -> None:
+    """Raises ApiError if the pool's router is broken: nothing but a new process repairs it."""
+    try:
+        pool.router.in_flight()
+    except LmetricError as error:
+        raise ApiError(500, f"model {pool.name}: {error}", code="router_broken") from None
+
+
+async def _check_addresses(front: Frontend, config: EngineConfig) -> None:
+    """Raises ApiError (400, 403) unless the router may connect to all addresses of an engine."""
+    urls = [config.url]
+    if isinstance(config.kv_events, KvEvents):
+        urls += filter(None, (config.kv_events.endpoint, config.kv_events.replay_endpoint))
+    allowed = AllowedEngines(front.config.admin.allowed_engines)
+    for host in {urlsplit(url).hostname for url in urls if not url.startswith("ipc:")}:
+        if host and host != "*":  # the engine's own host, or every address of this machine
+            await allowed.check(host)
+
+
+async def _object(front: Frontend, request: web.BaseRequest, known: set[str]) -> dict[str, Any]:
+    body = read_object(await front.read_body(request, PAGE_BODY_BYTES))
+    for name in body:
+        if name not in known:
+            raise bad(f"unknown field {name!r}; known: {', '.join(sorted(known))}", name)
+    return body

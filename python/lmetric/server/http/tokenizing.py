@@ -1,0 +1,116 @@
+"""Prompts to text and tokens before the decision: at once if that is little work, else in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+
+from lmetric.server.api.errors import ApiError
+from lmetric.server.api.request import ParsedRequest
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.fleet.pool import Pool
+from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
+
+# Tokenising keeps a core busy, and the loop needs one.
+THREADS = 2
+# Requests with larger bodies are rendered in a thread: a template may take microseconds for each message.
+LARGE_BODY = 64 << 10
+
+log = structlog.get_logger("lmetric.tokens")
+
+
+def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
+    """The text that the engine will tokenise. Raises NotPredictable."""
+    if call.chat:
+        text = tokenizer.chat_text(call.request)
+    else:
+        assert isinstance(call.text, str)
+        text = tokenizer.completion_text(call.request, call.text)
+    return text._replace(scope=call.scope) if call.scope else text
+
+
+def as_text(pool: Pool, call: ParsedRequest, why: NotPredictable) -> None:
+    """Counts a prompt that is matched as text. Raises ApiError (400) for a malformed chat."""
+    pool.text_prompts[why.reason] += 1
+    log.debug("a prompt is matched as text", model=pool.name, reason=why.reason, why=str(why))
+    call.as_text()
+
+
+def read_prompt(tokenizer: PromptTokenizer | None, call: ParsedRequest) -> Tokens | None:
+    """A prompt's tokens; None without a tokenizer. Renders the text if there are no tokens.
+
+    Raises NotPredictable, and ApiError (400) for a malformed chat.
+    """
+    if tokenizer is None:
+        call.as_text()
+        return None
+    try:
+        return tokenizer.encode(prompt_text(tokenizer, call))
+    except NotPredictable:
+        call.as_text()
+        raise
+
+
+class PendingTokenization(InFlightRequest):
+    """A request whose prompt is read in a thread; in its relay's place until there is a decision.
+
+    ``then`` is called once with the tokens (None without a tokenizer), or with why there are none; ``ended``
+    instead, once, with the client's error if the request is over.
+    """
+
+    def __init__(
+        self,
+        asked: ClientRequest,
+        work: asyncio.Future[Tokens | None],
+        then: Callable[[Tokens | NotPredictable | None], None],
+        ended: Callable[[ClientRequest, InFlightRequest, ApiError | None], None],
+    ) -> None:
+        self._asked = asked
+        self._work = work
+        self._then = then
+        self._ended = ended
+        self._over = False
+        work.add_done_callback(self._done)
+
+    def _done(self, work: asyncio.Future[Tokens | None]) -> None:
+        if self._over or work.cancelled():
+            return
+        self._over = True
+        error = work.exception()
+        if error is None:
+            self._then(work.result())
+        elif isinstance(error, NotPredictable):
+            self._then(error)
+        elif isinstance(error, ApiError):
+            self._ended(self._asked, self, error)
+        else:
+            log.error("a prompt could not be tokenised", exc_info=error)
+            self._then(NotPredictable("tokenizer", str(error)))
+
+    def _leave(self, reason: str, error: ApiError | None = None) -> None:
+        """Ends the request. What a thread is in the midst of ends unheard."""
+        if self._over:
+            return
+        self._over = True
+        self._work.cancel()
+        self.reason = reason
+        self.close_client = error is None
+        self._ended(self._asked, self, error)
+
+
+class TokenizerThreads:
+    """The threads."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, "tokenise")
+
+    def begin(self, work: Callable[[], Tokens | None]) -> asyncio.Future[Tokens | None]:
+        """Runs `work` in a thread; if it is cancelled while it waits, it never begins."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        """Ends the threads, without waiting for what they are in the midst of."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

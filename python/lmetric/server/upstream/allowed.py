@@ -1,0 +1,76 @@
+"""Which addresses engines may have that an administrator adds over /admin."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+from lmetric.server.api.errors import ApiError, bad
+
+RESOLVE_SECONDS = 5.0
+
+# Link-local addresses and those at which clouds serve a machine's credentials and settings.
+FORBIDDEN = tuple(
+    map(
+        ip_network,
+        (
+            *("169.254.0.0/16", "fe80::/10"),  # AWS, Google Cloud, Azure, and most others
+            *("fd00:ec2::254/128", "fd20:ce::254/128"),  # AWS and Google Cloud by IPv6
+            "100.100.100.200/32",  # Alibaba Cloud
+            "168.63.129.16/32",  # Azure's host
+            "192.0.0.192/32",  # Oracle Cloud
+        ),
+    )
+)
+_NAT64 = ip_network("64:ff9b::/96")
+
+
+class AllowedEngines:
+    """The rules of `admin.allowed_engines`; None: any address that is not in `FORBIDDEN`."""
+
+    def __init__(self, rules: Sequence[str] | None) -> None:
+        self._networks: list[IPv4Network | IPv6Network] = []
+        self._names: list[str] = [] if rules is not None else ["*"]
+        for rule in rules or ():
+            try:
+                self._networks.append(ip_network(rule, strict=False))
+            except ValueError:
+                self._names.append(rule.lower())
+
+    def permits(self, host: str, address: str) -> bool:
+        """Whether an engine with this host in its URL may be reached at this IP address."""
+        ip = _plain(ip_address(address))
+        if any(ip in network for network in self._networks):
+            return True
+        named = any(fnmatchcase(host.lower(), name) for name in self._names)
+        return named and not any(ip in network for network in FORBIDDEN)
+
+    async def check(self, host: str) -> None:
+        """Resolves a host. Raises ApiError: 403 if an address of it is not allowed, 400 if it has none."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(RESOLVE_SECONDS):
+                found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError, TimeoutError) as error:
+            reason = str(error) or f"no answer within {RESOLVE_SECONDS:g} s"
+            raise bad(f"the address of {host!r} cannot be looked up: {reason}", "url") from None
+        for *_, place in found:
+            if not self.permits(host, str(place[0])):
+                raise ApiError(
+                    403,
+                    f"admin.allowed_engines does not allow engines at {host!r} ({place[0]})",
+                    param="url",
+                    code="engine_not_allowed",
+                )
+
+
+def _plain(ip: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    """The IPv4 address inside an IPv6 address that leads to it."""
+    if isinstance(ip, IPv4Address):
+        return ip
+    if ip in _NAT64:
+        return IPv4Address(int(ip) & 0xFFFF_FFFF)
+    return ip.ipv4_mapped or ip.sixtofour or ip

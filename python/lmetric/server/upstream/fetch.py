@@ -1,0 +1,43 @@
+"""Whole answers of engines, for the router alone."""
+
+import asyncio
+
+from lmetric._core import END, PASS, WireError
+from lmetric.server.upstream.connection import Connection, UpstreamError
+
+
+class Fetch:
+    """A whole answer of at most ``limit`` bytes, for the router alone."""
+
+    def __init__(self, connection: Connection, limit: int = 16 << 20) -> None:
+        self.connection = connection
+        self._limit = limit
+        self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self._body = bytearray()
+        self._committed = False
+        connection.begin(self, http11=False)
+
+    def received(self, flags: int, data: bytes) -> None:
+        connection = self.connection
+        if not self._committed and connection.status:
+            self._committed = True
+            _, _, held = connection.commit(b"", True).partition(b"\r\n\r\n")
+            self._body += held
+        elif self._committed:
+            self._body += data if flags & PASS else connection.take()
+        if len(self._body) > self._limit:
+            self._body.clear()
+            connection.transport.abort()
+            self.failed(WireError(f"answer longer than {self._limit} bytes"))
+        elif flags & END and not self.done.done():
+            self.done.set_result((connection.status, bytes(self._body)))
+
+    def failed(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(UpstreamError("reset", str(error)))
+
+    def lost(self) -> None:
+        try:
+            self.received(self.connection.eof(), b"")
+        except WireError as error:
+            self.failed(error)
