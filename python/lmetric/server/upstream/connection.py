@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import ssl
+import time
 from typing import Protocol
 
 from lmetric._core import ResponseReader
@@ -94,13 +95,13 @@ class Owner(Protocol):
 class Connection(ResponseReader, asyncio.Protocol):
     """One connection. It serves one sink at a time; without one it waits in the engine's pool."""
 
-    __slots__ = ("idle_since", "transport", "upstream")
+    __slots__ = ("idle_since", "made_at", "transport", "upstream")
 
     transport: asyncio.Transport
 
     def __init__(self, upstream: Owner) -> None:
         self.upstream = upstream
-        self.idle_since = 0.0
+        self.made_at = self.idle_since = time.monotonic()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""

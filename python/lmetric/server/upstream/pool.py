@@ -1,6 +1,7 @@
 """Lean keep-alive connections to one engine: bytes in, bytes out, answers read in Rust."""
 
 import asyncio
+import math
 import ssl
 import time
 from collections import deque
@@ -15,14 +16,78 @@ from lmetric.server.upstream.fetch import Fetch
 
 # Longest page that is read of an engine: /metrics of a large one has some hundred kB.
 PAGE_BYTES = 1 << 20
+# Connections to an engine that wait for the next page: a check and a read of its load may be on their way.
+PAGE_CONNECTIONS = 2
+# That such a connection is used at most: then its name is looked up again, which may lead elsewhere.
+PAGE_CONNECTION_SECONDS = 30.0
 
 
-class Upstream:
-    """All connections to one engine, bounded in number. ``allowed``: the addresses that it may have."""
+class Kept:
+    """Connections to one engine. At most ``keep`` wait for their next use, none that is older than
+    ``age_seconds``."""
+
+    def __init__(self, keep: int, idle_seconds: float, age_seconds: float = math.inf) -> None:
+        self._keep = keep
+        self._idle_seconds = idle_seconds
+        self._age_seconds = age_seconds
+        self._idle: deque[Connection] = deque()
+        self._open: set[Connection] = set()
+        self._closed = False
+
+    def take(self) -> Connection | None:
+        """The connection used last, where one waits."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.transport.is_closing():
+                return connection
+        return None
+
+    def give(self, connection: Connection) -> None:
+        """Keeps a connection for its next use."""
+        now = time.monotonic()
+        if self._closed or len(self._idle) >= self._keep or now - connection.made_at > self._age_seconds:
+            connection.transport.close()
+            return
+        connection.idle_since = now
+        self._idle.append(connection)
+
+    def gone(self, connection: Connection, waiting: bool) -> None:
+        """Forgets a closed connection."""
+        self._open.discard(connection)
+        if waiting and connection in self._idle:
+            self._idle.remove(connection)
+
+    def expire(self, now: float) -> None:
+        """Closes connections that waited too long."""
+        while self._idle and now - self._idle[0].idle_since > self._idle_seconds:
+            self._close_oldest()
+
+    def clear(self) -> None:
+        """Closes the waiting connections."""
+        while self._idle:
+            self._close_oldest()
+
+    def close(self) -> None:
+        """Closes the waiting connections; those in use close when they are given back."""
+        self._closed = True
+        self.clear()
+
+    def _close_oldest(self) -> None:
+        connection = self._idle.popleft()
+        self._open.discard(connection)
+        connection.transport.close()
+
+
+class Upstream(Kept):
+    """All connections to one engine, those for requests bounded in number; a few more are for the router's
+    own pages. ``allowed``: the addresses that it may have."""
 
     def __init__(
         self, config: EngineConfig, server: ServerConfig, allowed: AllowedEngines | None = None
     ) -> None:
+        limits = server.limits
+        super().__init__(limits.max_connections_per_engine, limits.idle_seconds)
+        self._pages = Kept(PAGE_CONNECTIONS, limits.idle_seconds, PAGE_CONNECTION_SECONDS)
         parts = urlsplit(config.url)
         self.url = config.url
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -34,11 +99,6 @@ class Upstream:
         self._heads: dict[bytes, tuple[bytes, bytes]] = {}
         self.set_key(config.api_key)
         self._connect_seconds = server.timeouts.connect
-        self._idle_seconds = server.limits.idle_seconds
-        self._limit = server.limits.max_connections_per_engine
-        self._idle: deque[Connection] = deque()
-        self._open: set[Connection] = set()
-        self._closed = False
 
     def set_key(self, key: SecretStr | None) -> None:
         """Takes the key that requests carry from now on; None: clients' own go on."""
@@ -62,42 +122,26 @@ class Upstream:
                 self._heads[target] = heads
         return heads[stream]
 
-    def take(self) -> Connection | None:
-        """The connection used last, where one waits."""
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.transport.is_closing():
-                return connection
-        return None
-
-    def give(self, connection: Connection) -> None:
-        """Keeps a connection for the next request."""
-        if self._closed:
-            connection.transport.close()
-            return
-        connection.idle_since = time.monotonic()
-        self._idle.append(connection)
-
-    def gone(self, connection: Connection, waiting: bool) -> None:
-        """Forgets a closed connection."""
-        self._open.discard(connection)
-        if waiting and connection in self._idle:
-            self._idle.remove(connection)
-
     async def connect(self) -> Connection:
         """A new connection. Raises UpstreamError, of kind status if the bound is reached."""
-        if len(self._open) >= self._limit:
-            raise UpstreamError("status", f"all {self._limit} connections to it are in use")
-        connection = Connection(self)
-        self._open.add(connection)
+        if len(self._open) >= self._keep:
+            raise UpstreamError("status", f"all {self._keep} connections to it are in use")
+        return await self._connect(self)
+
+    async def _connect(self, owner: Kept) -> Connection:
+        connection = Connection(owner)
+        owner._open.add(connection)
         try:
-            await self._connect(connection)
-        except BaseException:
-            self._open.discard(connection)
+            await self._make(connection)
+        except BaseException as error:
+            owner._open.discard(connection)
+            if isinstance(error, UpstreamError) and error.kind != "resources":
+                # A check on a kept connection must not hide that there is no other to be had.
+                self._pages.clear()
             raise
         return connection
 
-    async def _connect(self, connection: Connection) -> None:
+    async def _make(self, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_seconds):
@@ -125,33 +169,44 @@ class Upstream:
     async def _fetch(
         self, method: str, path: str, fields: str, body: bytes, seconds: float
     ) -> tuple[int, bytes]:
-        connection = Connection(self)
-        await self._connect(connection)
+        request = f"{method} {self._path}{path} HTTP/1.1\r\n{self._fixed}{fields}\r\n".encode() + body
+        what = f"{method} {path}"
+        kept = self._pages.take()
+        if kept is not None:
+            try:
+                return await self._ask(kept, request, what, seconds)
+            except UpstreamError as error:
+                # An engine may close a kept connection just when the next page is asked for: no failure.
+                if error.kind != "reset" or kept.pieces:
+                    raise
+        return await self._ask(await self._connect(self._pages), request, what, seconds)
+
+    async def _ask(
+        self, connection: Connection, request: bytes, what: str, seconds: float
+    ) -> tuple[int, bytes]:
         if connection.transport.is_closing():
-            raise UpstreamError("reset", f"no answer to {method} {path}: connection closed at once")
+            raise UpstreamError("reset", f"no answer to {what}: connection closed at once")
         fetch = Fetch(connection, PAGE_BYTES)
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._fixed}{fields}connection: close\r\n\r\n"
-        fetch.connection.transport.write(head.encode() + body)
+        connection.transport.write(request)
         try:
             async with asyncio.timeout(seconds):
-                return await fetch.done
-        except TimeoutError:
-            raise UpstreamError("timeout", f"no answer to {method} {path} within {seconds:g} s") from None
-        finally:
-            fetch.connection.drop()
+                answer = await fetch.done
+        except BaseException as error:
+            connection.drop()
+            # Those that wait may be as bad; the next page finds out where the engine is now.
+            self._pages.clear()
+            if isinstance(error, TimeoutError):
+                raise UpstreamError("timeout", f"no answer to {what} within {seconds:g} s") from None
+            raise
+        connection.release()
+        return answer
 
     def expire(self, now: float) -> None:
         """Closes connections that waited too long."""
-        while self._idle and now - self._idle[0].idle_since > self._idle_seconds:
-            self._close_oldest()
+        super().expire(now)
+        self._pages.expire(now)
 
     def close(self) -> None:
         """Closes the waiting connections; those in use close with their requests."""
-        self._closed = True
-        while self._idle:
-            self._close_oldest()
-
-    def _close_oldest(self) -> None:
-        connection = self._idle.popleft()
-        self._open.discard(connection)
-        connection.transport.close()
+        super().close()
+        self._pages.close()
