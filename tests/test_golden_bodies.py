@@ -30,7 +30,6 @@ import pytest
 
 from lmetric.engines.emulated.protocol import Shape, StreamOptions
 from lmetric.engines.emulated.text import TOKENIZER_PATH, shared_text
-from lmetric.server.execution.chain import Chain
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Rebalancer
@@ -312,21 +311,20 @@ def mover(w: World) -> Rebalancer:
     return found
 
 
-async def at_token(w: World, count: int) -> Chain:
-    """The one request that may move, once the router has so many of its tokens."""
+async def at_token(w: World, count: int) -> int:
+    """The ticket of the one request that may move, once the router has so many of its tokens."""
 
-    def made() -> int:
-        return max((len(chain.joined.made) for chain in chains()), default=0)
+    def made() -> dict[int, int]:
+        running: dict[int, Any] = dict(mover(w).running)
+        return {ticket: len(request.joined.made) for ticket, request in running.items()}
 
-    def chains() -> list[Chain]:
-        return [chain for chain in mover(w).running.values() if isinstance(chain, Chain)]
-
-    await w.until(lambda: made() == count)
-    return chains()[0]
+    await w.until(lambda: list(made().values()) == [count])
+    (ticket,) = made()
+    return ticket
 
 
-def begin_move(w: World, chain: Chain, target: str) -> None:
-    assert mover(w).begin(chain.ticket.id, target, time.monotonic())
+def begin_move(w: World, ticket: int, target: str) -> None:
+    assert mover(w).begin(ticket, target, time.monotonic())
 
 
 MOVES: dict[str, Any] = {
