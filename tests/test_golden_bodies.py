@@ -501,6 +501,16 @@ async def _(g: Golden) -> None:
         g.sent.sort(key=lambda each: str(each["engine"]))  # which comes first is chance
 
 
+@scenario("prefill/decode, SGLang: the decode engine answers first")
+async def _(g: Golden) -> None:
+    first, second = prefill(sglang=True, nixl=False), decode(sglang=True, nixl=False)
+    async with g.router(first, second) as w:
+        answered_first(w, second, first)
+        receipt = await g.ask(w)
+        assert receipt["answered"] == "d0"
+        g.sent.sort(key=lambda each: str(each["engine"]))  # which comes first is chance
+
+
 @scenario("prefill/decode, SGLang: priority, salt, key and backfill")
 async def _(g: Golden) -> None:
     first, second = prefill(sglang=True, nixl=False), decode(sglang=True, nixl=False)
@@ -510,8 +520,8 @@ async def _(g: Golden) -> None:
 
 
 def answered_first(w: World, first: Engine, second: Engine) -> None:
-    """Has one engine answer when the router has the other's answer: as SGLang's decode engines, which cannot
-    begin before."""
+    """Has one engine answer when the router has the other's answer. SGLang's decode engines begin when the
+    prefill engine has handed over, but its answer may still be on its way then."""
 
     async def behave(it: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
         await first.asked(len(it.requests))

@@ -69,7 +69,7 @@ class Nixl(Connector):
 
     The prefill engine pins the request's blocks for a lease and tells where they are; the decode engine pulls
     them. Three things must never happen, for vLLM does not defend itself: fields made by a client
-    (`lmetric.server.openai` refuses them), fields used twice or after the lease (wrong text with status 200),
+    (`server/api/request.py` refuses them), fields used twice or after the lease (wrong text with status 200),
     and a second prompt longer than what was pinned (the decode engine dies).
     """
 

@@ -76,7 +76,7 @@ class Server:
         sockets = self._sockets or await bind(config.host, config.port)
         self.front = Frontend(config, self.fleet, keys, self.metrics, pages)
         self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
-        self._monitor = Monitor(self.fleet, self.front, self.metrics)
+        self._monitor = Monitor(self.fleet, self.front.check, self.metrics)
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
         self.metrics.further += [self.front.clients.metrics, self._discovery.metrics, self._replicas.metrics]
         await self._monitor.check_all()

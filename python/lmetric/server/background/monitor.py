@@ -11,7 +11,6 @@ from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
-from lmetric.server.http.frontend import Frontend
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.upstream.connection import UpstreamError
 
@@ -52,9 +51,9 @@ class _Polls:
 class Monitor:
     """The periodic tasks."""
 
-    def __init__(self, fleet: Fleet, front: Frontend, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, overdue: Callable[[float], None], metrics: Metrics) -> None:
         self.fleet = fleet
-        self.front = front
+        self._overdue = overdue  # ends requests that take too long at a time of the monotonic clock
         self.metrics = metrics
         self.config = fleet.config
         self._tasks: list[asyncio.Task[None]] = []
@@ -196,7 +195,7 @@ class Monitor:
 
     async def _sweep(self) -> None:
         now = time.monotonic()
-        self.front.check(now)
+        self._overdue(now)
         for engine in self.fleet.engines():
             engine.upstream.expire(now)
 

@@ -6,12 +6,13 @@ is used once and in time; else the second engine computes the prompt itself, whi
 answer.
 """
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, cast
 
 import orjson
 
-from lmetric._core import Ticket
+from lmetric._core import NoInstanceError, Ticket
 from lmetric.engines.handover import HandoverError, with_fields
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.execution.rest import Passed, Rest
@@ -128,6 +129,13 @@ class Legs(Segments):
         # Both ran at once, and it is the second segment that failed: let it be the open one.
         following = self.ticket.finished()
         return following if following != engine.name else None
+
+    def second_ended(self) -> None:
+        """The second leg's answer ended well. Where both ran at once, that may be before the first's answer;
+        then the first segment is over, too."""
+        if self._joined is not None and self.ticket.follows:
+            with contextlib.suppress(NoInstanceError):
+                self.ticket.finished()
 
     def drop(self) -> None:
         """Gives up what is on its way and is not the relay's own."""

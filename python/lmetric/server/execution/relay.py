@@ -5,6 +5,7 @@ the ranking. After that the client learns of a failure by an event in its stream
 A relay walks the segments of its request's plan: all but the last are silent (`legs`).
 """
 
+import re
 import time
 from collections.abc import Callable
 
@@ -32,7 +33,6 @@ from lmetric.server.execution.leg import Leg
 from lmetric.server.execution.legs import Legs
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
-from lmetric.server.http.cors import with_lines
 from lmetric.server.upstream.connection import Connection
 
 _STATUS = {
@@ -41,6 +41,8 @@ _STATUS = {
     "status": 503,
     "resources": 503,
 }
+
+_CORS_FIELDS = re.compile(rb"\r\naccess-control-[^\r\n]*", re.IGNORECASE)
 
 log = structlog.get_logger("lmetric.relay")
 
@@ -298,7 +300,7 @@ class Relay(InFlightRequest, Leg):
         write = self._transport.write
         head = reader.commit(self._extra(self._engine.name), not self._asked.keep_alive, write)
         cors = self._asked.cors
-        write(with_lines(head, cors) if cors else head)
+        write(_with_cors(head, cors) if cors else head)
         return True
 
     def _extra(self, instance: str) -> bytes:
@@ -344,6 +346,8 @@ class Relay(InFlightRequest, Leg):
         if self.error or self.status >= 400 or reader.aborted:
             self._fail_ticket("engine_error")
         else:
+            if self._legs is not None:
+                self._legs.second_ended()
             reader.finished()
         if self.status >= 500:
             self._engine.failed("status", f"status {self.status}")
@@ -641,3 +645,9 @@ class Relay(InFlightRequest, Leg):
 
 def _broke_off(engine: Engine, kind: str, reason: str) -> ApiError:
     return ApiError(502, "the engine's answer broke off", engines=f"{engine.name}: {reason}", code=kind)
+
+
+def _with_cors(answer: bytes, lines: bytes) -> bytes:
+    """The beginning of an engine's answer with these lines instead of the engine's own CORS fields."""
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    return b"%b\r\n%b\r\n%b" % (_CORS_FIELDS.sub(b"", head), lines, rest)

@@ -3,6 +3,10 @@
 A request goes the short way when the Rust reader finds it plain (`rust/wire/src/request.rs`): it needs no
 task and no future unless an engine must first be connected to. Whatever else comes is given to aiohttp
 unchanged, one request at a time where its end is known, else with all that follows.
+
+What the short way saves: a plain chat of 1 KB takes 160,000 instructions of the router's process, and
+286,000 if aiohttp reads it (callgrind, 300 requests). tests/test_layers.py checks that aiohttp still has the
+undocumented attributes that are used here.
 """
 
 import asyncio

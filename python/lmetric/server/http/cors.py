@@ -14,7 +14,6 @@ _PREFLIGHT_SECONDS = 600  # browsers keep the answer to a preflight request this
 _EXPOSED = "x-request-id, x-lmetric-decision, x-lmetric-instance, x-lmetric-prefill, retry-after"
 _FIELD_NAMES = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z, -]{1,1024}")
 _ORIGIN = re.compile(rb"\r\norigin:[ \t]*([!-~]*)[ \t]*\r\n", re.IGNORECASE)
-_ENGINE_FIELDS = re.compile(rb"\r\naccess-control-[^\r\n]*", re.IGNORECASE)
 
 
 class Cors:
@@ -54,9 +53,3 @@ class Cors:
         if _FIELD_NAMES.fullmatch(wanted):
             fields["access-control-allow-headers"] = wanted
         return web.Response(status=204, headers=fields)
-
-
-def with_lines(answer: bytes, lines: bytes) -> bytes:
-    """The beginning of an engine's answer with these lines instead of the engine's own CORS fields."""
-    head, _, rest = answer.partition(b"\r\n\r\n")
-    return b"%b\r\n%b\r\n%b" % (_ENGINE_FIELDS.sub(b"", head), lines, rest)
