@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 import lmetric as lm
@@ -20,6 +21,7 @@ from server_world import (
     World,
     answer,
     chunk,
+    event,
     hang,
     plain,
     says,
@@ -168,6 +170,28 @@ async def test_a_usage_that_cannot_be_is_not_learned_from() -> None:
         router = it.server.fleet.pools[0].router
         for far in (2**32 - 1, 2**32, 2**63):
             router.route(prompt_tokens=far, extra_tokens=far)[1].failed("cancelled")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_output_and_cached_tokens_that_cannot_be_are_dropped(stream: bool) -> None:
+    """Reliability M2: every count of `usage`, not the prompt's alone."""
+    lie = usage(prompt=50, output=10**12, cached=10**9)
+    whole = {"id": "1", "choices": [{"index": 0, "text": "x", "finish_reason": "length"}], "usage": lie}
+    body = plain(200, whole)
+    if stream:
+        body = STREAM_HEAD + chunk(event(whole)) + chunk(event(b"[DONE]")) + b"0\r\n\r\n"
+    async with world([FakeEngine(behave=says(body, then="keep"))]) as it:
+        request = {"model": "tiny", "prompt": "a" * 200, "stream": stream}
+        status, headers, _ = await it.post(request)
+        assert status == 200
+        record = orjson.loads((await it.get(f"/debug/decisions/{headers['x-lmetric-decision']}"))[1])
+        assert record["cached_tokens"] is None
+        assert record["output_tokens"] == (1 if stream else None)
+        stats = it.server.fleet.pools[0].router.stats()
+        assert stats["cached_tokens"] == 0
+        assert stats["output_tokens"] <= 1
+        metrics = (await it.get("/metrics"))[1].decode()
+        assert 'lmetric_implausible_usage_total{model="tiny"} 1.0' in metrics
 
 
 async def test_a_plain_request_that_is_answered_by_a_stream_goes_to_the_next_engine() -> None:

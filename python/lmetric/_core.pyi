@@ -16,6 +16,7 @@ __all__ = [
     "FAST_TOKENIZER",
     "INCOMPLETE",
     "MAX_EXPRESSION_LENGTH",
+    "MAX_TOKENS",
     "OUT",
     "PASS",
     "READY",
@@ -376,6 +377,7 @@ class WireError(LmetricError): ...
 
 READY: int  # the answer is worth committing to: commit() may be called
 END: int  # the message ended
+MAX_TOKENS: int  # that one answer can tell of in its usage; a higher count is an error of its engine
 PASS: int  # the bytes fed are what the client should get, unchanged
 OUT: int  # take() has bytes for the client
 ENGINE_ERROR: int  # the engine reported an error inside the body
@@ -496,6 +498,8 @@ class ResponseReader:
     def cached_tokens(self) -> int | None: ...  # of the usage in the answer
     @property
     def output_tokens(self) -> int: ...  # of the usage in the answer; without one, counted from events
+    @property
+    def implausible_usage(self) -> bool: ...  # some count cannot be true; it is left out
 
 # -- engine model (rust/py/src/engine.rs) ------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@ use crate::errors::{LmetricError, Result};
 use crate::ticket::Ticket;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_wire::{
-    Excess, Fields, Finish, Kind, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, Request, Scanner, Step,
-    WireError as CoreWireError, excess,
+    Excess, Fields, Finish, Kind, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_TOKENS, MAX_VALUES, Request,
+    Scanner, Step, WireError as CoreWireError, excess,
 };
 use pyo3::create_exception;
 use pyo3::exceptions::PyValueError;
@@ -220,6 +220,11 @@ impl ResponseReader {
     }
 
     #[getter]
+    fn implausible_usage(&self) -> bool {
+        self.scanner.implausible_usage()
+    }
+
+    #[getter]
     fn prompt_tokens(&self) -> Option<u64> {
         self.scanner.usage().prompt
     }
@@ -420,6 +425,7 @@ fn decision_tag(key: &[u8], id: u64, tenant: &str) -> PyResult<String> {
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("MAX_TOKENS", MAX_TOKENS)?;
     module.add_function(wrap_pyfunction!(decision_tag, module)?)?;
     module.add_function(wrap_pyfunction!(json_excess, module)?)?;
     module.add("WireError", module.py().get_type::<WireError>())?;

@@ -14,6 +14,9 @@ pub enum Finish {
     Aborted,
 }
 
+/// Tokens that one answer can tell of: more than any model's context. A higher count is an error of its engine.
+pub const MAX_TOKENS: u64 = 1 << 24;
+
 /// Token counts of a `usage` object; each `None` where absent or null.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
@@ -23,6 +26,18 @@ pub struct Usage {
     pub cached: Option<u64>,
     /// `completion_tokens` or `output_tokens`.
     pub output: Option<u64>,
+}
+
+impl Usage {
+    /// The counts that can be true, and whether all can.
+    pub fn plausible(self) -> (Self, bool) {
+        let bounded = |count: Option<u64>| count.filter(|&count| count <= MAX_TOKENS);
+        let prompt = bounded(self.prompt);
+        let most = prompt.unwrap_or(MAX_TOKENS);
+        let cached = bounded(self.cached).filter(|&cached| cached <= most);
+        let kept = Self { prompt, cached, output: bounded(self.output) };
+        (kept, kept == self)
+    }
 }
 
 /// What one JSON document (a plain answer, or the data of one SSE event) says.
@@ -412,6 +427,18 @@ mod tests {
         assert_eq!(chunk("{}", r#""stop""#), 0);
         assert_eq!(chunk(r#"{"content":"z"}"#, r#""length""#), 1);
         assert_eq!(probe(r#"{"choices":[],"usage":{"prompt_tokens":3}}"#).tokens(), 0);
+    }
+
+    #[test]
+    fn counts_that_cannot_be_true_are_dropped() {
+        let usage = |prompt, cached, output| Usage { prompt, cached, output };
+        let most = Some(MAX_TOKENS);
+        assert_eq!(usage(most, most, most).plausible(), (usage(most, most, most), true));
+        assert_eq!(Usage::default().plausible(), (Usage::default(), true));
+        let more = Some(MAX_TOKENS + 1);
+        assert_eq!(usage(more, more, more).plausible(), (Usage::default(), false));
+        assert_eq!(usage(Some(8), Some(9), Some(1)).plausible(), (usage(Some(8), None, Some(1)), false));
+        assert_eq!(usage(None, Some(9), None).plausible(), (usage(None, Some(9), None), true));
     }
 
     #[test]

@@ -10,7 +10,7 @@ mod scanner;
 mod shape;
 mod sse;
 
-pub use json::{Finish, Found, Usage};
+pub use json::{Finish, Found, MAX_TOKENS, Usage};
 pub use request::{Fields, Kind, Request, path, without_authorization};
 pub use scanner::{HEAD_LIMIT, HOLD_LIMIT, Scanner, Step};
 pub use shape::{Excess, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, excess};

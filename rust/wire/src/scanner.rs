@@ -200,9 +200,14 @@ impl Scanner {
         self.said.error_code
     }
 
-    /// The last usage seen.
+    /// The last usage seen, without counts that cannot be true.
     pub fn usage(&self) -> Usage {
-        self.said.usage
+        self.said.usage.plausible().0
+    }
+
+    /// Whether the last usage seen has a count that cannot be true.
+    pub fn implausible_usage(&self) -> bool {
+        !self.said.usage.plausible().1
     }
 
     /// Output tokens counted from a stream's events.

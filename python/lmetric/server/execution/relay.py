@@ -556,6 +556,8 @@ class Relay(InFlightRequest, Leg):
             self.cached_tokens = self._reader.cached_tokens
             self.first_token_at = self._reader.first_token_at
             self.prompt_tokens = self._reader.prompt_tokens
+            if self._reader.implausible_usage:
+                self._pool.ratio.implausible += 1
         self._on_end(self._asked, self, error)
 
     def _fail_ticket(self, kind: str) -> None:

@@ -1,10 +1,11 @@
 """A leg whose answer is the router's: nobody streams it, and the client never sees it."""
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
+from lmetric._core import MAX_TOKENS
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.leg import Leg
 from lmetric.server.fleet.engine import Engine
@@ -117,14 +118,16 @@ class Silent(Leg):
 
 
 def usage_of(answer: bytes) -> tuple[int | None, int | None]:
-    """Prompt tokens and cached ones, as far as an answer tells."""
+    """Prompt tokens and cached ones, as far as an answer tells and they can be true."""
     try:
         usage = orjson.loads(answer)["usage"]
         prompt, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens")
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         return None, None
-    return (
-        prompt if isinstance(prompt, int) else None,
-        cached if isinstance(cached, int) else None,
-    )
+    prompt = prompt if _plausible(prompt, MAX_TOKENS) else None
+    return prompt, cached if _plausible(cached, MAX_TOKENS if prompt is None else prompt) else None
+
+
+def _plausible(count: Any, most: int) -> bool:
+    return type(count) is int and 0 <= count <= most
