@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -108,6 +111,24 @@ def says(*pieces: bytes, then: str = "close") -> Behaviour:
         return then == "keep"
 
     return behave
+
+
+async def self_signed(folder: Path) -> tuple[ssl.SSLContext, Path]:
+    """What a TLS server at 127.0.0.1 needs, and its certificate. Needs openssl."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    await asyncio.to_thread(
+        subprocess.run,
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=engine"),
+            *("-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context, certificate
 
 
 @dataclass

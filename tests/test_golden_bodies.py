@@ -490,25 +490,22 @@ async def priority_is_not_nothing(g: Golden, w: World) -> None:
     g.forget()
 
 
-@scenario("prefill/decode, SGLang: both legs at once")
-async def _(g: Golden) -> None:
-    first, second = prefill(sglang=True, nixl=False), decode(sglang=True, nixl=False)
-    async with g.router(first, second) as w:
-        answered_first(w, first, second)
-        receipt = await g.ask(w)
-        assert receipt["answered"] == "d0"
-        assert (len(g.sent), len(g.rooms)) == (2, 1)
-        g.sent.sort(key=lambda each: str(each["engine"]))  # which comes first is chance
+def sglang_scenario(name: str, *, decode_first: bool) -> None:
+    """Both legs at once, and which of the engines answers first."""
+
+    @scenario(f"prefill/decode, SGLang: {name}")
+    async def _(g: Golden) -> None:
+        first, second = prefill(sglang=True, nixl=False), decode(sglang=True, nixl=False)
+        async with g.router(first, second) as w:
+            answered_first(w, *((second, first) if decode_first else (first, second)))
+            receipt = await g.ask(w)
+            assert receipt["answered"] == "d0"
+            assert (len(g.sent), len(g.rooms)) == (2, 1)
+            g.sent.sort(key=lambda each: str(each["engine"]))  # which comes first is chance
 
 
-@scenario("prefill/decode, SGLang: the decode engine answers first")
-async def _(g: Golden) -> None:
-    first, second = prefill(sglang=True, nixl=False), decode(sglang=True, nixl=False)
-    async with g.router(first, second) as w:
-        answered_first(w, second, first)
-        receipt = await g.ask(w)
-        assert receipt["answered"] == "d0"
-        g.sent.sort(key=lambda each: str(each["engine"]))  # which comes first is chance
+sglang_scenario("both legs at once", decode_first=False)
+sglang_scenario("the decode engine answers first", decode_first=True)
 
 
 @scenario("prefill/decode, SGLang: priority, salt, key and backfill")

@@ -2,8 +2,6 @@
 
 import asyncio
 import shutil
-import ssl
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from server_world import (
     hang,
     plain,
     says,
+    self_signed,
     token,
     usage,
     world,
@@ -95,18 +94,7 @@ async def test_an_engine_without_tls_is_an_error_of_tls() -> None:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 async def test_a_bad_certificate_is_named(tmp_path: Path) -> None:
     """Reliability M1, Server 7.1: health checks name the certificate, too."""
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    await asyncio.to_thread(
-        subprocess.run,
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-            *("-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=engine"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    context, _ = await self_signed(tmp_path)
     fake = FakeEngine()
     secure = await asyncio.start_server(fake._serve, "127.0.0.1", 0, ssl=context)
     port = secure.sockets[0].getsockname()[1]

@@ -2,8 +2,6 @@
 
 import asyncio
 import shutil
-import ssl
-import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +14,7 @@ from lmetric.config import EngineConfig, ServerConfig
 from lmetric.server.upstream import pool
 from lmetric.server.upstream.connection import UpstreamError
 from lmetric.server.upstream.pool import PAGE_BYTES, PAGE_CONNECTIONS, Upstream
-from server_world import Behaviour, FakeEngine, Request, hang, plain, reset, says, world
+from server_world import Behaviour, FakeEngine, Request, hang, plain, reset, says, self_signed, world
 from test_server_members import remove
 from waiting import until
 
@@ -167,19 +165,7 @@ async def test_no_connection_stays_behind_when_an_engine_leaves() -> None:
 async def test_polls_over_tls_share_a_few_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    await asyncio.to_thread(
-        subprocess.run,
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-            *("-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=engine"),
-            *("-addext", "subjectAltName=IP:127.0.0.1"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    context, certificate = await self_signed(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     fake = Polled()
     secure = await asyncio.start_server(fake._serve, "127.0.0.1", 0, ssl=context)

@@ -426,7 +426,7 @@ class RequestHead:
     # out; `own_priority`: the client's x-vllm-priority is left out, whether or not there is a `priority`
 
 def decision_tag(key: bytes, id: int, tenant: str) -> str:
-    """The part of a decision's label that nobody can guess: SipHash-2-4 under a key of 16 bytes, as 16 hex digits."""
+    """The part of a decision's label that cannot be guessed: SipHash-2-4, key of 16 bytes, 16 hex digits."""
 
 def json_excess(data: bytes) -> str | None:
     """Says which bound on depth, containers or values a JSON document exceeds; None: none of them."""

@@ -1,1 +1,1 @@
-"""What clients send and get: requests, errors, keys, tenants."""
+"""The clients' API: requests, errors, keys, tenants."""

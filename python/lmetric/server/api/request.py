@@ -81,7 +81,7 @@ class ParsedRequest:
         self.request = request
         # A chat, which becomes a text or tokens when it is known whose it is.
         self.chat = False
-        # What stands before the messages of another API's conversation, which becomes a text; None: no such.
+        # Text before the messages of another API's conversation; None: no such conversation.
         self.preamble: str | None = None
         self.text: str | bytes | None = None
         self.tokens: array.array[int] | Tokens | None = None
@@ -91,7 +91,7 @@ class ParsedRequest:
         self.max_tokens: int | None = None
         self.session: str | None = None
         self.salt: str | None = None
-        # The part of the tokenizer's cache that its prompt may share; 0: all that have no part of their own.
+        # The part of the tokenizer's cache that its prompt shares; 0: the part of all other tenants.
         self.scope = 0
 
     def as_text(self) -> str | bytes | None:

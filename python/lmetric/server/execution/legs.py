@@ -130,12 +130,16 @@ class Legs(Segments):
         following = self.ticket.finished()
         return following if following != engine.name else None
 
-    def second_ended(self) -> None:
-        """The second leg's answer ended well. Where both ran at once, that may be before the first's answer;
-        then the first segment is over, too."""
+    def second_ended(self) -> bool:
+        """The second leg's answer ended well; whether the ticket is still open.
+
+        Where both legs run at once, this may come before the first's answer. Then the first segment is over,
+        too; if all engines were removed meanwhile, that closes the ticket.
+        """
         if self._joined is not None and self.ticket.follows:
             with contextlib.suppress(NoInstanceError):
                 self.ticket.finished()
+        return self.ticket.open
 
     def drop(self) -> None:
         """Gives up what is on its way and is not the relay's own."""

@@ -305,9 +305,8 @@ class Relay(InFlightRequest, Leg):
 
     def _extra(self, instance: str) -> bytes:
         """Lines of the answer's head that are the router's."""
-        asked = self._asked
-        label = self._pool.decision_label(self._decision.id, asked.tenant)
-        lines = f"x-lmetric-decision: {label}\r\nx-request-id: {asked.head.request_id}\r\n".encode("latin-1")
+        request_id = self._asked.head.request_id
+        lines = f"x-lmetric-decision: {self._label}\r\nx-request-id: {request_id}\r\n".encode("latin-1")
         if not self._rules.show_engines:
             return lines
         lines = b"x-lmetric-instance: %b\r\n%b" % (instance.encode(), lines)
@@ -345,9 +344,7 @@ class Relay(InFlightRequest, Leg):
     def _finish(self, reader: ResponseReader) -> None:
         if self.error or self.status >= 400 or reader.aborted:
             self._fail_ticket("engine_error")
-        else:
-            if self._legs is not None:
-                self._legs.second_ended()
+        elif self._legs is None or self._legs.second_ended():
             reader.finished()
         if self.status >= 500:
             self._engine.failed("status", f"status {self.status}")

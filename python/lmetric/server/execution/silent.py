@@ -118,7 +118,7 @@ class Silent(Leg):
 
 
 def usage_of(answer: bytes) -> tuple[int | None, int | None]:
-    """Prompt tokens and cached ones, as far as an answer tells and they can be true."""
+    """Prompt tokens and cached tokens of an answer; None where absent or where they cannot be true."""
     try:
         usage = orjson.loads(answer)["usage"]
         prompt, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details") or {}

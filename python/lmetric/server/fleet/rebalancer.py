@@ -24,15 +24,11 @@ log = structlog.get_logger("lmetric.mover")
 REMEMBERED_SECONDS = 60.0
 
 
-class Migration(Protocol):
-    """A move on its way."""
-
-
 class Movable(Protocol):
     """A running request that may move."""
 
     @property
-    def move(self) -> Migration | None:
+    def move(self) -> object | None:
         """Its move that is on its way."""
 
     def move_to(self, target: Engine, now: float) -> bool:
@@ -61,7 +57,7 @@ class Rebalancer:
         self.period_seconds = settings.reschedule_period_seconds
         self.due = 0.0  # when the next round is
         self.running: dict[int, Movable] = {}  # by ticket
-        self.moves: set[Migration] = set()
+        self.moves: set[object] = set()
         self._fetch_rate = 0.0  # seconds a token, of the last that was fetched
         self._fetched_at = -math.inf  # seconds on the monotonic clock
         self.outcomes: Counter[str] = Counter()  # of moves that were begun, or named and not begun

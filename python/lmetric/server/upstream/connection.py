@@ -49,7 +49,7 @@ class UpstreamError(Exception):
         return self.kind in ("refused", "dns", "tls", "unreachable", "resources")
 
 
-def _no_connection(error: OSError) -> UpstreamError:
+def connect_error(error: OSError) -> UpstreamError:
     """Why a connection could not be made."""
     reason = error.strerror or str(error)
     if isinstance(error, ssl.SSLCertVerificationError):

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from lmetric.config import EngineConfig, ServerConfig
 from lmetric.server.upstream.allowed import AllowedEngines
-from lmetric.server.upstream.connection import Connection, UpstreamError, _no_connection
+from lmetric.server.upstream.connection import Connection, UpstreamError, connect_error
 from lmetric.server.upstream.fetch import Fetch
 
 # Longest page that is read of an engine: /metrics of a large one has some hundred kB.
@@ -149,7 +149,7 @@ class Upstream(Kept):
         except TimeoutError:
             raise UpstreamError("timeout", f"no connection within {self._connect_seconds:g} s") from None
         except OSError as error:
-            raise _no_connection(error) from None
+            raise connect_error(error) from None
         if self._allowed is not None:
             # A name may lead elsewhere than when the engine was added.
             address = connection.transport.get_extra_info("peername")[0]
