@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from lmetric.engines.emulated import EngineOptions
-from lmetric.server.execution.chain import Chain
+from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.rebalancer import Rebalancer
 from pd_world import Pd, pd
 from split_world import alone, asked, equal
@@ -51,36 +51,49 @@ def mover(w: Pd) -> Rebalancer:
     return found
 
 
-def only(w: Pd) -> Chain | None:
+def only(w: Pd) -> RequestRunner | None:
     """The one stream that may move."""
-    return next(iter(mover(w).running.values()), None)
+    found = next(iter(mover(w).running.values()), None)
+    assert found is None or isinstance(found, RequestRunner)
+    return found
 
 
-def place(chain: Chain) -> str:
+def place(request: Any) -> str:
     """Where it runs."""
-    return chain.ticket.instance
+    name: str = request.execution.ticket.instance
+    return name
 
 
-async def at_token(w: Pd, count: int) -> Chain:
+def made(request: Any) -> int:
+    """Tokens of its answer that are known."""
+    execution = request.execution
+    if execution.observing is not None:
+        count: int = execution.observing.reader.observed_tokens
+        return count
+    return len(execution.transcript.made) if execution.transcript is not None else 0
+
+
+async def at_token(w: Pd, count: int) -> RequestRunner:
     """The one stream, once it has so many tokens and is at rest."""
 
     def there() -> bool:
-        chain = only(w)
-        return chain is not None and len(chain.joined.made) >= count and chain.move is None
+        request = only(w)
+        return request is not None and made(request) >= count and request.move is None
 
     async with asyncio.timeout(10):
         while not there():  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.001)
-    chain = only(w)
-    assert chain is not None
-    return chain
+    request = only(w)
+    assert request is not None
+    return request
 
 
 async def move(w: Pd, count: int, target: str | None = None) -> bool:
     """Begins to move the one stream at this token, to another engine; whether that could be."""
-    chain = await at_token(w, count)
-    others = [name for name in w.engines if name not in w.stopped | {place(chain)}]
-    return mover(w).begin(chain.ticket.id, target or others[count % len(others)], time.monotonic())
+    request = await at_token(w, count)
+    others = [name for name in w.engines if name not in w.stopped | {place(request)}]
+    ticket = request.execution.ticket.id
+    return mover(w).begin(ticket, target or others[count % len(others)], time.monotonic())
 
 
 async def shoved(w: Pd, path: str, body: dict[str, Any], moves: list[int]) -> int:

@@ -33,6 +33,7 @@ from lmetric.engines.emulated.text import TOKENIZER_PATH, shared_text
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Rebalancer
+from moves_world import made
 from server_world import STREAM_HEAD, Behaviour, FakeEngine, Request, World, chunk, plain, reset, world
 from split_world import CHAT, COMPLETIONS, heard, told
 
@@ -314,12 +315,12 @@ def mover(w: World) -> Rebalancer:
 async def at_token(w: World, count: int) -> int:
     """The ticket of the one request that may move, once the router has so many of its tokens."""
 
-    def made() -> dict[int, int]:
+    def counts() -> dict[int, int]:
         running: dict[int, Any] = dict(mover(w).running)
-        return {ticket: len(request.joined.made) for ticket, request in running.items()}
+        return {ticket: made(request) for ticket, request in running.items()}
 
-    await w.until(lambda: list(made().values()) == [count])
-    (ticket,) = made()
+    await w.until(lambda: list(counts().values()) == [count])
+    (ticket,) = counts()
     return ticket
 
 

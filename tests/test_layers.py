@@ -28,11 +28,6 @@ LAYERS = [
     {"http"},
     {"app"},
 ]
-# Its plans of several segments still call each other.
-CIRCULAR = {
-    f"execution.{name}"
-    for name in ["bounded", "chain", "followed", "legs", "moving", "pulling", "relay", "rest", "segments"]
-}  # fmt: skip
 
 
 def module(file: Path) -> str:
@@ -75,18 +70,10 @@ def test_every_import_goes_down() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    graph = {name: others - CIRCULAR for name, others in arrows().items() if name not in CIRCULAR}
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(arrows()).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
-
-
-def test_files_that_may_be_circular_are() -> None:
-    """Those that no longer are leave the list."""
-    graph = {name: others & CIRCULAR for name, others in arrows().items() if name in CIRCULAR}
-    with pytest.raises(CycleError):
-        TopologicalSorter(graph).prepare()
 
 
 def test_aiohttp_has_what_the_short_way_uses() -> None:

@@ -1,10 +1,13 @@
 """The reader of responses as a protocol: what it writes by itself, and what it tells its sink of."""
 
 import gc
+import json
 import weakref
 from typing import Any
 
-from lmetric._core import END, PASS, READY, ResponseReader, Router, WireError
+import numpy as np
+
+from lmetric._core import END, OUT, PASS, READY, UNSEEN, ResponseReader, Router, WireError
 from server_world import STREAM_HEAD, STREAM_TAIL, chunk, token
 
 
@@ -52,16 +55,16 @@ def test_what_may_pass_is_written_as_it_came_and_nobody_is_asked() -> None:
     assert not sink.errors
 
 
-def test_what_must_be_framed_anew_is_the_sinks() -> None:
+def test_what_must_be_framed_anew_is_written_and_nobody_is_asked() -> None:
     written: list[bytes] = []
     reader, sink = begun(written.append)
     whole = chunk(token("b"))
     reader.data_received(STREAM_HEAD + chunk(token("a")))
     reader.data_received(whole[:20])
-    reader.data_received(whole[20:])
     assert len(written) == 1
-    assert not any(flags & PASS for flags, _ in sink.told)
-    assert reader.take() == whole
+    reader.data_received(whole[20:])
+    assert written[1:] == [whole]
+    assert not any(flags & (PASS | OUT) for flags, _ in sink.told)
 
 
 def test_a_fault_goes_to_the_sink_and_not_to_the_loop() -> None:
@@ -117,3 +120,85 @@ def test_a_reader_keeps_nobody_alive_that_it_let_go() -> None:
     del client, sink
     gc.collect()
     assert [ref() for ref in seen] == [None, None]
+
+
+def noted(text: str, ids: list[int] | None, finish: str | None = None, **more: Any) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish, "token_ids": ids}
+    event = {"id": "cmpl-1", "created": 7, "model": "tiny", "choices": [choice | more.pop("choice", {})]}
+    return b"data: " + json.dumps(event | more).encode() + b"\n\n"
+
+
+def test_a_stream_is_observed_while_it_passes() -> None:
+    written: list[bytes] = []
+    reader, sink = begun(written.append, observe=True)
+    prompt, ids, text, frame = reader.observed()
+    assert (prompt, ids.tolist(), text, frame) == (None, [], "", {})
+    first = noted("a\u00e9", [1, 2], choice={"prompt_token_ids": [5, 4294967295]})
+    reader.data_received(STREAM_HEAD + chunk(first))
+    piece = chunk(noted("b", [3])) + chunk(b": ping\n\n")
+    reader.data_received(piece)
+    assert written[1] is piece
+    assert (len(sink.told), reader.observed_over, reader.unseen) == (1, False, None)
+    reader.data_received(chunk(noted("c", [4], "stop")))
+    prompt, ids, text, frame = reader.observed()
+    assert prompt is not None
+    assert prompt.dtype == ids.dtype == np.uint32
+    assert (prompt.tolist(), ids.tolist(), text) == ([5, 4294967295], [1, 2, 3, 4], "a\u00e9bc")
+    assert frame == {"id": "cmpl-1", "created": 7, "model": "tiny"}
+    assert reader.observed_prompt is not None
+    assert reader.observed_prompt.tolist() == prompt.tolist()
+    assert (reader.observed_tokens, reader.observed_over, reader.unseen) == (4, True, None)
+    reader.begin(sink)
+    assert (reader.observed_tokens, reader.observed_over, reader.observed_prompt) == (0, False, None)
+
+
+def test_what_only_the_router_asked_for_is_hidden_and_nobody_is_asked() -> None:
+    written: list[bytes] = []
+    reader, sink = begun(written.append, observe=True, hide_ids=True)
+    secret = noted("a", [1], prompt_token_ids=[5], kv_transfer_params={"host": "10.0.0.1"})
+    shown = noted("a", None, prompt_token_ids=None, kv_transfer_params=None)
+    reader.data_received(STREAM_HEAD + chunk(secret))
+    assert written[0].endswith(chunk(shown))
+    reader.data_received(chunk(secret) + chunk(secret))
+    assert written[1:] == [chunk(shown + shown)]
+    assert [flags for flags, _ in sink.told] == [READY]
+    assert reader.observed_tokens == 3
+
+
+def test_what_cannot_be_observed_passes_on_and_the_sink_is_told_once() -> None:
+    written: list[bytes] = []
+    reader, sink = begun(written.append, observe=True, hide_ids=True)
+    reader.data_received(STREAM_HEAD + chunk(noted("a", [1])))
+    unknown = chunk(noted("b", None))
+    reader.data_received(unknown)
+    assert sink.told[1:] == [(PASS | UNSEEN, unknown)]
+    assert reader.unseen == "the engine does not tell token ids (return_token_ids)"
+    reader.data_received(chunk(noted("c", [3])))
+    assert written[1:] == [chunk(noted("c", None))]
+    assert (reader.observed_tokens, reader.observed()[2], len(sink.told)) == (1, "a", 2)
+
+
+def test_events_of_an_answer_that_python_merges() -> None:
+    reader, sink = begun(None, http11=False)
+    sink.received = lambda flags, data: sink.told.append((flags, data))  # type: ignore[method-assign]
+    reader.data_received(STREAM_HEAD + chunk(token("a")))
+    assert sink.told[-1][0] == READY
+    assert reader.commit_events() == [token("a")[6:-2]]
+    assert reader.events() == []
+    reader.data_received(chunk(b": ping\r\n\r\ndata:1\rdata: 2\r\r") + chunk(token("b")))
+    assert sink.told[-1][0] == OUT
+    assert reader.events() == [b": ping", b"1\n2", token("b")[6:-2]]
+    reader.data_received(STREAM_TAIL)
+    assert sink.told[-1][0] & END
+    assert b"[DONE]" not in reader.events()
+    assert reader.keep_alive
+
+
+def test_events_of_a_stream_that_ends_with_its_connection() -> None:
+    reader, sink = begun(None, http11=False)
+    sink.received = lambda flags, data: sink.told.append((flags, data))  # type: ignore[method-assign]
+    reader.data_received(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + token("a"))
+    assert len(reader.commit_events()) == 1
+    reader.data_received(token("b"))
+    assert sink.told[-1][0] == OUT
+    assert reader.events() == [token("b")[6:-2]]

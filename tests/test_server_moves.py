@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moves_world import LONG, at_token, move, mover, moving, place, plain, shoved
+from moves_world import LONG, at_token, made, move, mover, moving, place, plain, shoved
 from pd_world import nixl
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
 
@@ -198,13 +198,13 @@ async def test_one_move_at_a_time() -> None:
         body = stream_of(COMPLETIONS)
         tasks = [asyncio.create_task(asked(w, COMPLETIONS, body)) for _ in range(2)]
         await w.until(lambda: len(mover(w).running) == 2)
-        one, other = mover(w).running.values()
-        await w.until(lambda: len(one.joined.made) > 3 and len(other.joined.made) > 3)
+        one, other = list[Any](mover(w).running.values())
+        await w.until(lambda: made(one) > 3 and made(other) > 3)
         now = time.monotonic()
         target = next(name for name in w.engines if name not in (place(one), place(other)))
-        assert mover(w).begin(one.ticket.id, target, now)
-        assert not mover(w).begin(one.ticket.id, target, now)
-        assert not mover(w).begin(other.ticket.id, target, now)
+        assert mover(w).begin(one.execution.ticket.id, target, now)
+        assert not mover(w).begin(one.execution.ticket.id, target, now)
+        assert not mover(w).begin(other.execution.ticket.id, target, now)
         said = await asyncio.gather(*tasks)
         assert mover(w).outcomes == {"too_many": 1, "moved": 1}
         expected = await alone(w, COMPLETIONS, body)

@@ -16,7 +16,7 @@ import pytest
 from tokenizers.decoders import DecodeStream
 
 from lmetric.engines.emulated.text import TOKENIZER_PATH
-from moves_world import LONG, at_token, move, mover, moving, place, plain
+from moves_world import LONG, at_token, made, move, mover, moving, place, plain
 from pd_world import Pd
 from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, decision_id, event, world
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, equal, heard
@@ -128,9 +128,9 @@ async def test_a_target_that_is_full(cache: bool) -> None:
         expected = await alone(w, COMPLETIONS, body)
         tasks = [asyncio.create_task(asked(w, COMPLETIONS, body)) for _ in range(2)]
         await w.until(lambda: len(mover(w).running) == 2)
-        one, other = mover(w).running.values()
-        await w.until(lambda: len(one.joined.made) > 3)
-        assert mover(w).begin(one.ticket.id, place(other), time.monotonic())
+        one, other = list[Any](mover(w).running.values())
+        await w.until(lambda: made(one) > 3)
+        assert mover(w).begin(one.execution.ticket.id, place(other), time.monotonic())
         for said in await asyncio.gather(*tasks):
             equal(said, expected)
         stats = w.server.fleet.pools[0].router.stats()
@@ -216,7 +216,7 @@ async def told_in_two(w: World, count: int) -> tuple[bool, Any, dict[str, Any]]:
     began = False
     while not task.done():
         for ticket, chain in list(moves.running.items()):
-            if len(chain.joined.made) >= count and not (began or moves.outcomes):
+            if made(chain) >= count and not (began or moves.outcomes):
                 target = next(name for name in pool.engines if name != place(chain))
                 began = moves.begin(ticket, target, time.monotonic())
         await asyncio.sleep(0.001)
@@ -298,7 +298,7 @@ async def test_an_exception_while_an_engine_dies_ends_the_stream(monkeypatch: py
     async with moving(*SLOW) as w:
         task = asyncio.create_task(raw(w, stream_of(COMPLETIONS)))
         source = place(await at_token(w, 5))
-        monkeypatch.setattr("lmetric.server.execution.chain.Chain.breaks", fails)
+        monkeypatch.setattr("lmetric.server.execution.executor.RequestExecution._resume", fails)
         await w.kill(source)
         await task  # the connection closes in the middle of the stream
         await w.until(lambda: w.in_flight() == 0 and not w.server.front.relays)
@@ -309,7 +309,7 @@ async def test_a_stream_that_no_engine_works_on_ends(monkeypatch: pytest.MonkeyP
     async with moving(*SLOW) as w:
         task = asyncio.create_task(raw(w, stream_of(COMPLETIONS)))
         source = place(await at_token(w, 5))
-        monkeypatch.setattr("lmetric.server.execution.chain.Chain.breaks", lambda *_: None)
+        monkeypatch.setattr("lmetric.server.execution.executor.RequestExecution._resume", lambda *_: None)
         await w.kill(source)
         said = await task
         assert b"the router failed; its log says why" in said
@@ -364,13 +364,17 @@ async def test_a_stream_that_may_move_keeps_four_bytes_a_token() -> None:
         assert moves is not None
         body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
         task = asyncio.create_task(w.post(body))
-        await w.until(lambda: any(chain.joined.begun for chain in moves.running.values()))
-        (chain,) = moves.running.values()
-        (relay,) = w.server.front.relays
-        assert (chain.joined.prompt.nbytes, chain.joined.prompt.tolist()) == (4 * len(START), START)
-        assert "prompt" not in chain.joined.request
-        assert (relay.body, relay._call) == (b"", None)  # type: ignore[attr-defined]
-        held = [value for part in (relay, chain, chain.joined) for value in vars(part).values()]
+        await w.until(lambda: any(made(request) for request in moves.running.values()))
+        (request,) = w.server.front.relays
+        execution = request.execution  # type: ignore[attr-defined]
+        transcript = execution.transcript
+        assert (transcript.prompt.nbytes, transcript.prompt.tolist()) == (4 * len(START), START)
+        assert "prompt" not in transcript.request
+        assert (execution.body, execution.call) == (b"", None)
+        held = [
+            getattr(execution, name, None) for kind in type(execution).__mro__[:2] for name in kind.__slots__
+        ]
+        held += vars(transcript).values()
         assert not [value for value in held if isinstance(value, bytes) and b"prompt" in value]
         await task
 

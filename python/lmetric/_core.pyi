@@ -21,6 +21,7 @@ __all__ = [
     "PASS",
     "READY",
     "SHARE_NAMES",
+    "UNSEEN",
     "BadValueError",
     "Decision",
     "Engine",
@@ -382,6 +383,7 @@ PASS: int  # the bytes fed are what the client should get, unchanged
 OUT: int  # take() has bytes for the client
 ENGINE_ERROR: int  # the engine reported an error inside the body
 INCOMPLETE: int  # a stream's end came before any finish_reason; it was withheld
+UNSEEN: int  # from here on the stream is no longer observed; it passes on
 
 @final
 class RequestHead:
@@ -451,13 +453,23 @@ class ResponseReader:
     protocol of asyncio.
 
     The ticket is told of the output tokens as the client gets them. An answer is held back until it is worth committing to: a plain JSON answer until whole, an event stream until its
-    first token, error or comment. After ``commit`` the client only ever gets whole events, and a piece that may pass as it is goes to ``write`` at once. Of all other pieces
+    first token, error or comment. After ``commit`` the client only ever gets whole events, and a piece that may pass as it is, or only needs another frame, goes to ``write`` at once. Of all other pieces
     the sink is told: ``received(flags, data)``, or ``failed(error)`` where the answer is malformed (a WireError) or could not be written.
+
+    With ``observe`` every event of a stream of status 200 is noted on its way to the client (one choice, with
+    ``token_ids``), and ``kv_transfer_params`` become null; with ``hide_ids``, too, ``prompt_token_ids`` and
+    ``token_ids`` do. Once that cannot go on, the sink is told UNSEEN, and nothing more is noted: the stream passes on.
     """
 
     def __new__(cls, *_args: Any) -> Self: ...  # arguments are a subclass's
     def begin(
-        self, sink: Any, ticket: Ticket | None = None, http11: bool = True, require_finish: bool = False
+        self,
+        sink: Any,
+        ticket: Ticket | None = None,
+        http11: bool = True,
+        require_finish: bool = False,
+        observe: bool = False,
+        hide_ids: bool = False,
     ) -> None: ...
     def data_received(
         self, data: bytes
@@ -466,6 +478,22 @@ class ResponseReader:
     def commit(
         self, extra: bytes, close: bool, write: Callable[[bytes], None] | None = None
     ) -> bytes: ...  # head with extra lines, and what was held back
+    def commit_events(self) -> list[bytes]: ...
+    # instead of commit() where there is no client: nothing is written, no piece is PASS; like events()
+    def events(self) -> list[bytes]: ...
+    # instead of take(), after commit_events(): each event's data, but for [DONE], and each comment line, which begins
+    # with a colon
+    def observed(self) -> tuple[NDArray[np.uint32] | None, NDArray[np.uint32], str, dict[str, Any]]: ...
+    # token ids of the prompt (where told), token ids and text of the answer, and `id`, `created` and `model` of its first
+    # event (empty before it); copies
+    @property
+    def observed_prompt(self) -> NDArray[np.uint32] | None: ...  # a copy
+    @property
+    def observed_tokens(self) -> int: ...  # token ids of the answer
+    @property
+    def observed_over(self) -> bool: ...  # a finish_reason was told
+    @property
+    def unseen(self) -> str | None: ...  # why the stream is no longer observed
     def detach(self) -> Any: ...  # lets go of the sink, which is returned
     def finished(self) -> None: ...  # closes the ticket as finished, with the usage that the answer tells of
     def take(self) -> bytes: ...

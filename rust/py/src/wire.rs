@@ -3,14 +3,15 @@ use crate::errors::{LmetricError, Result};
 use crate::ticket::Ticket;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_wire::{
-    Excess, Fields, Finish, Kind, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_TOKENS, MAX_VALUES, Request,
-    Scanner, Step, WireError as CoreWireError, excess,
+    Excess, Fields, Finish, Kind, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_TOKENS, MAX_VALUES, Observer,
+    Request, Scanner, Step, WireError as CoreWireError, excess, split,
 };
+use numpy::PyArray1;
 use pyo3::create_exception;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 use std::borrow::Cow;
 use std::hash::Hasher;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,14 +24,26 @@ create_exception!(
 );
 
 const PASS: u64 = 4;
+const OUT: u64 = 8;
 /// Bits of what a step of [`ResponseReader`] tells of.
-const FLAGS: [(&str, u64); 6] =
-    [("READY", 1), ("END", 2), ("PASS", PASS), ("OUT", 8), ("ENGINE_ERROR", 16), ("INCOMPLETE", 32)];
+const FLAGS: [(&str, u64); 7] = [
+    ("READY", 1),
+    ("END", 2),
+    ("PASS", PASS),
+    ("OUT", OUT),
+    ("ENGINE_ERROR", 16),
+    ("INCOMPLETE", 32),
+    ("UNSEEN", 64),
+];
 
 fn flags(step: Step) -> u64 {
-    let bits = [step.ready, step.end, step.pass, step.out, step.error, step.incomplete];
+    let bits = [step.ready, step.end, step.pass, step.out, step.error, step.incomplete, step.unseen];
     bits.iter().zip(FLAGS).map(|(set, (_, bit))| if *set { bit } else { 0 }).sum()
 }
+
+/// Token ids of a prompt and its answer, the answer's text, and a dict of what each event repeats.
+type Observed<'py> =
+    (Option<Bound<'py, PyArray1<u32>>>, Bound<'py, PyArray1<u32>>, String, Bound<'py, PyAny>);
 
 fn error(error: CoreWireError) -> PyErr {
     WireError::new_err(error.to_string())
@@ -38,8 +51,8 @@ fn error(error: CoreWireError) -> PyErr {
 
 /// Reads an engine's responses, one after the other, and frames them for the client; the base of a protocol of asyncio.
 ///
-/// What may go to the client as it came is written at once, and the ticket told of its tokens: no Python runs for it. Of
-/// all else the sink is told.
+/// What may go to the client, as it came or framed anew, is written at once, and the ticket told of its tokens: no Python
+/// runs for it. Of all else the sink is told.
 #[pyclass(module = "lmetric._core", subclass)]
 #[derive(Default)]
 struct ResponseReader {
@@ -94,9 +107,20 @@ impl ResponseReader {
         Self::default()
     }
 
-    #[pyo3(signature = (sink, ticket=None, http11=true, require_finish=false))]
-    fn begin(&mut self, sink: Py<PyAny>, ticket: Option<Py<Ticket>>, http11: bool, require_finish: bool) {
+    #[pyo3(signature = (sink, ticket=None, http11=true, require_finish=false, observe=false, hide_ids=false))]
+    fn begin(
+        &mut self,
+        sink: Py<PyAny>,
+        ticket: Option<Py<Ticket>>,
+        http11: bool,
+        require_finish: bool,
+        observe: bool,
+        hide_ids: bool,
+    ) {
         self.scanner.begin(http11, require_finish, false);
+        if observe {
+            self.scanner.observe(hide_ids);
+        }
         (self.sink, self.write, self.pieces) = (Some(sink), None, 0);
         (self.ticket, self.told, self.first_token_at) = (ticket, 0, None);
     }
@@ -113,10 +137,14 @@ impl ResponseReader {
         let step = this.scanner.feed(data.as_bytes());
         let step = this.stepped(py, step);
         let write = this.write.as_ref().map(|write| write.clone_ref(py));
+        let framed = match (&step, &write) {
+            (Ok(OUT), Some(_)) => Some(this.take(py)),
+            _ => None,
+        };
         // What is called may call back.
         drop(this);
         let done = match (step, write) {
-            (Ok(PASS), Some(write)) => write.call1(py, (data,)),
+            (Ok(PASS | OUT), Some(write)) => write.call1(py, (framed.as_ref().unwrap_or(data),)),
             (Ok(flags), _) => return sink.call_method1(py, intern!(py, "received"), (flags, data)).map(drop),
             (Err(error), _) => Err(error.into()),
         };
@@ -142,6 +170,55 @@ impl ResponseReader {
         self.tell(py)?;
         self.write = write;
         Ok(PyBytes::new(py, self.scanner.commit(extra, close)))
+    }
+
+    /// Commits for Python's own use: what came so far, as `events` tells it.
+    fn commit_events<'py>(&mut self, py: Python<'py>) -> Result<Bound<'py, PyList>> {
+        self.tell(py)?;
+        self.write = None;
+        self.scanner.commit_alone();
+        Ok(self.events(py)?)
+    }
+
+    /// The data of the events that came, and the comments' lines.
+    fn events<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let mut events = Vec::new();
+        split(self.scanner.take_payload(), |event| events.push(PyBytes::new(py, event)));
+        PyList::new(py, events)
+    }
+
+    /// What was observed: the prompt's token ids, the answer's, its text, and the frame of its events.
+    fn observed<'py>(&self, py: Python<'py>) -> PyResult<Observed<'py>> {
+        let observer = self.scanner.observer();
+        let frame = match observer.and_then(Observer::frame) {
+            Some(frame) => py.import("json")?.call_method1("loads", (frame,))?,
+            None => PyDict::new(py).into_any(),
+        };
+        let ids = PyArray1::from_slice(py, observer.map_or(&[], Observer::ids));
+        Ok((self.observed_prompt(py), ids, observer.map_or("", Observer::text).to_owned(), frame))
+    }
+
+    /// Token ids of the prompt, where the engine tells them.
+    #[getter]
+    fn observed_prompt<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyArray1<u32>>> {
+        let prompt = self.scanner.observer()?.prompt()?;
+        Some(PyArray1::from_slice(py, prompt))
+    }
+
+    #[getter]
+    fn observed_tokens(&self) -> usize {
+        self.scanner.observer().map_or(0, |observer| observer.ids().len())
+    }
+
+    #[getter]
+    fn observed_over(&self) -> bool {
+        self.scanner.observer().is_some_and(Observer::over)
+    }
+
+    /// Why the stream is no longer observed.
+    #[getter]
+    fn unseen(&self) -> Option<&str> {
+        self.scanner.observer()?.lost()
     }
 
     /// Lets go of the sink, which is returned.

@@ -5,15 +5,18 @@
 mod body;
 mod head;
 mod json;
+mod observe;
 mod request;
 mod scanner;
 mod shape;
 mod sse;
 
 pub use json::{Finish, Found, MAX_TOKENS, Usage};
+pub use observe::Observer;
 pub use request::{Fields, Kind, Request, path, without_authorization};
 pub use scanner::{HEAD_LIMIT, HOLD_LIMIT, Scanner, Step};
 pub use shape::{Excess, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, excess};
+pub use sse::split;
 
 /// What makes a message unusable.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]

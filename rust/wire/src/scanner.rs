@@ -9,6 +9,7 @@ use crate::WireError;
 use crate::body::{Body, Framing};
 use crate::head::{self, Head};
 use crate::json::{Finish, Found, Probe, Usage};
+use crate::observe::Observer;
 use crate::sse::{Event, Events};
 use std::ops::Range;
 
@@ -32,6 +33,8 @@ pub struct Step {
     pub error: bool,
     /// A stream's end came before any `finish_reason`; it was not passed on, and what follows is dropped.
     pub incomplete: bool,
+    /// The stream can no longer be observed; [`Observer::lost`] says why.
+    pub unseen: bool,
     /// Output tokens of the events that ended in this piece.
     pub tokens: u32,
 }
@@ -109,7 +112,12 @@ pub struct Scanner {
     released: Vec<u8>,
     written: Vec<u8>,
     said: Said,
+    observer: Option<Box<Observer>>,
+    /// Of the piece that is read something became null.
+    rewritten: bool,
     committed: bool,
+    /// There is no client: the payload is taken as it is.
+    alone: bool,
     halted: bool,
     /// The message's end was handed out.
     closed: bool,
@@ -133,7 +141,10 @@ impl Default for Scanner {
             released: Vec::new(),
             written: Vec::new(),
             said: Said::default(),
+            observer: None,
+            rewritten: false,
             committed: false,
+            alone: false,
             halted: false,
             closed: false,
             extra: false,
@@ -163,6 +174,17 @@ impl Scanner {
             written,
             ..Self::default()
         };
+    }
+
+    /// Has the response that [`Scanner::begin`] began observed, where it is a stream of status 200: what its events say is
+    /// noted, and `kv_transfer_params` become null. `hide_ids`: `prompt_token_ids` and `token_ids`, too.
+    pub fn observe(&mut self, hide_ids: bool) {
+        self.observer = Some(Box::new(Observer::new(hide_ids)));
+    }
+
+    /// What was observed; `None` where nothing is to be.
+    pub fn observer(&self) -> Option<&Observer> {
+        self.observer.as_deref()
     }
 
     /// Status of the answer; 0 before its head.
@@ -220,9 +242,13 @@ impl Scanner {
     /// # Errors
     /// [`WireError::Malformed`] where the bytes are no HTTP/1.1 response; the connection is then unusable.
     pub fn feed(&mut self, input: &[u8]) -> Result<Step, WireError> {
-        let clean =
-            self.committed && self.body.at_boundary() && self.pending.is_empty() && self.released.is_empty();
+        let clean = self.committed
+            && !self.alone
+            && self.body.at_boundary()
+            && self.pending.is_empty()
+            && self.released.is_empty();
         let mut step = Step::default();
+        self.rewritten = false;
         // Engines mostly send a chunk of whole events at a time: it is read where it lies, and passes.
         if clean
             && self.out == Out::Chunked
@@ -231,11 +257,17 @@ impl Scanner {
             && let Some(payload) = self.body.whole_chunk(input)
         {
             let ends = self.read_events(payload, &mut step);
-            step.pass = ends == Ends { last: Some(payload.len()), halt: None };
-            if !step.pass {
+            if ends != (Ends { last: Some(payload.len()), halt: None }) {
                 self.keep_events(payload, &ends, &mut step);
-                step.out = !self.released.is_empty();
+            } else if let Some(observer) = &mut self.observer
+                && observer.read(payload)
+            {
+                observer.write(payload, &mut self.released);
+            } else {
+                step.pass = true;
             }
+            step.out = !self.released.is_empty();
+            step.unseen = self.newly_unseen();
             return Ok(step);
         }
         let mut rest = input;
@@ -261,10 +293,12 @@ impl Scanner {
             self.end(&mut step);
         }
         step.ready = self.judge_ready();
+        step.unseen = self.newly_unseen();
         if self.committed {
             let aligned = clean
                 && !self.extra
                 && !self.halted
+                && !self.rewritten
                 && !self.body.trailers
                 && self.pending.is_empty()
                 && self.body.at_boundary()
@@ -299,6 +333,7 @@ impl Scanner {
         let mut step = Step::default();
         self.end(&mut step);
         step.ready = self.judge_ready();
+        step.unseen = self.newly_unseen();
         step.out = self.committed && (!self.released.is_empty() || (step.end && self.out == Out::Chunked));
         Ok(step)
     }
@@ -335,6 +370,20 @@ impl Scanner {
         &self.written
     }
 
+    /// Commits to this answer for the router's own use: there is no client. From now on no step tells of what may pass, and
+    /// [`Scanner::take_payload`] has all of it.
+    pub fn commit_alone(&mut self) {
+        (self.committed, self.alone) = (true, true);
+    }
+
+    /// The payload that came, without a frame.
+    pub fn take_payload(&mut self) -> &[u8] {
+        self.written.clear();
+        self.written.append(&mut self.released);
+        self.closed |= self.body.done() && !self.halted;
+        &self.written
+    }
+
     /// Ends a committed stream early: `event` is the last event's data. Empty where the framing does not allow it (a
     /// declared length): then only closing the client's connection tells it.
     pub fn end_with(&mut self, event: &[u8]) -> &[u8] {
@@ -365,6 +414,10 @@ impl Scanner {
                 _ => Out::Close,
             };
             self.said.ready = head.event_stream && head.status != 200;
+            self.observer = self.observer.take().filter(|_| head.event_stream && head.status == 200);
+            if let (Some(observer), Out::Length(_)) = (&mut self.observer, self.out) {
+                observer.declared();
+            }
             self.head = Some(head);
             return Ok(Some(input));
         }
@@ -442,8 +495,7 @@ impl Scanner {
         if let Some(start) = ends.halt {
             // All before the `[DONE]` that comes too early still goes out; a part of it may lie in `pending`.
             if start > 0 {
-                self.released.append(&mut self.pending);
-                self.released.extend_from_slice(&piece[..start]);
+                self.release(&piece[..start]);
             }
             self.pending.clear();
             self.halt(step);
@@ -451,15 +503,39 @@ impl Scanner {
         }
         match ends.last {
             Some(end) => {
-                self.released.append(&mut self.pending);
-                self.released.extend_from_slice(&piece[..end]);
+                self.release(&piece[..end]);
                 self.pending.extend_from_slice(&piece[end..]);
             }
             None => self.pending.extend_from_slice(piece),
         }
         if self.pending.len() > HOLD_LIMIT {
+            if let Some(observer) = &mut self.observer {
+                observer.part(&self.pending);
+            }
             self.released.append(&mut self.pending);
         }
+    }
+
+    /// Lets go what is pending and `more`, which ends an event.
+    fn release(&mut self, more: &[u8]) {
+        let Some(observer) = &mut self.observer else {
+            self.released.append(&mut self.pending);
+            self.released.extend_from_slice(more);
+            return;
+        };
+        let events = if self.pending.is_empty() {
+            more
+        } else {
+            self.pending.extend_from_slice(more);
+            &self.pending
+        };
+        self.rewritten |= observer.read(events);
+        observer.write(events, &mut self.released);
+        self.pending.clear();
+    }
+
+    fn newly_unseen(&mut self) -> bool {
+        self.observer.as_mut().is_some_and(|observer| observer.newly_lost())
     }
 
     /// The body is whole.

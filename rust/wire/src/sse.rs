@@ -1,5 +1,7 @@
 //! Server-sent events (WHATWG HTML, section 9.2): lines, comments, data, event ends.
 use crate::json::{Found, Probe};
+use std::borrow::Cow;
+use std::ops::Range;
 
 /// What ended in a piece of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,6 +158,52 @@ impl Events {
     }
 }
 
+/// The lines of `bytes` from `at` on, without their ends, and where the next begins. What follows the last end of a line
+/// is one, too, unless it is empty.
+pub(crate) fn lines(bytes: &[u8], mut at: usize) -> impl Iterator<Item = (Range<usize>, usize)> {
+    std::iter::from_fn(move || {
+        let rest = bytes.get(at..).filter(|rest| !rest.is_empty())?;
+        let start = at;
+        let n = memchr::memchr2(b'\n', b'\r', rest).unwrap_or(rest.len());
+        let ends = if rest[n..].starts_with(b"\r\n") { 2 } else { usize::from(n < rest.len()) };
+        at += n + ends;
+        Some((start..start + n, at))
+    })
+}
+
+/// The value of a line that carries data.
+pub(crate) fn data_of(line: &[u8]) -> Option<&[u8]> {
+    let value = line.strip_prefix(DATA)?;
+    Some(value.strip_prefix(b" ").unwrap_or(value))
+}
+
+/// Calls `on` with the data of each event of `payload`, but for `[DONE]`, and with each comment line, which begins with a
+/// colon. An event that the payload ends in counts as one that ends there.
+pub fn split(payload: &[u8], mut on: impl FnMut(&[u8])) {
+    let mut event: Option<Cow<'_, [u8]>> = None;
+    let mut whole = |event: &mut Option<Cow<'_, [u8]>>, comment: Option<&[u8]>| {
+        if let Some(comment) = comment {
+            on(comment);
+        } else if let Some(data) = event.take().filter(|data| **data != DONE[..]) {
+            on(&data);
+        }
+    };
+    for (line, _) in lines(payload, 0) {
+        let line = &payload[line];
+        if line.is_empty() {
+            whole(&mut event, None);
+        } else if line.starts_with(b":") {
+            whole(&mut event, Some(line));
+        } else if let Some(value) = data_of(line) {
+            event = Some(match event {
+                None => Cow::Borrowed(value),
+                Some(before) => Cow::Owned([&before, value].join(b"\n".as_slice())),
+            });
+        }
+    }
+    whole(&mut event, None);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -210,6 +258,22 @@ mod tests {
             }
             assert_eq!(kept, b"data: 1\n\n", "in pieces of {size}");
         }
+    }
+
+    #[test]
+    fn a_payload_is_split_into_events_and_comments() {
+        let parts = |payload: &str| {
+            let mut parts = Vec::new();
+            split(payload.as_bytes(), |part| parts.push(String::from_utf8_lossy(part).into_owned()));
+            parts
+        };
+        for end in ["\n", "\r", "\r\n"] {
+            let payload =
+                "\n: a\n\ndata: 1\nid: 4\n\ndata:2\n:b\ndata:  3\n\ndata:\n\ndata\n\ndata: [DONE]\n\ndata: 4";
+            assert_eq!(parts(&payload.replace('\n', end)), [": a", "1", ":b", "2\n 3", "", "4"]);
+        }
+        assert_eq!(parts(""), [""; 0]);
+        assert_eq!(parts("data: [DONE]\ndata: x\n\n"), ["[DONE]\nx"]);
     }
 
     #[test]

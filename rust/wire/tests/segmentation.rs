@@ -1,5 +1,5 @@
 //! Whatever the cuts between pieces: the same facts, the same payload to the client, and never a panic.
-use lmetric_wire::{Finish, HOLD_LIMIT, Scanner, Step, Usage, WireError};
+use lmetric_wire::{Finish, HOLD_LIMIT, Observer, Scanner, Step, Usage, WireError, split};
 use proptest::prelude::*;
 
 /// All that can be told from outside after one response.
@@ -15,6 +15,31 @@ struct Outcome {
     error: Option<Option<u64>>,
     failure: bool,
     keep_alive: bool,
+    observed: Option<Observed>,
+}
+
+/// All that was observed of one response.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Observed {
+    prompt: Option<Vec<u32>>,
+    ids: Vec<u32>,
+    text: String,
+    frame: Option<String>,
+    over: bool,
+    lost: Option<String>,
+}
+
+impl From<&Observer> for Observed {
+    fn from(observer: &Observer) -> Self {
+        Self {
+            prompt: observer.prompt().map(<[u32]>::to_vec),
+            ids: observer.ids().to_vec(),
+            text: observer.text().to_owned(),
+            frame: observer.frame().map(str::to_owned),
+            over: observer.over(),
+            lost: observer.lost().map(str::to_owned),
+        }
+    }
 }
 
 struct Run {
@@ -24,17 +49,26 @@ struct Run {
     passed: usize,
 }
 
-/// Plays `response` cut at `cuts` through a scanner as the relay does; the client commits as soon as it may.
-fn play(response: &[u8], cuts: &[usize], http11: bool, eof: bool) -> Run {
-    let mut run =
-        Run { scanner: Scanner::default(), outcome: Outcome::default(), to_client: Vec::new(), passed: 0 };
-    run.scanner.begin(http11, true, false);
+/// `response` cut at `cuts`.
+fn pieces<'a>(response: &'a [u8], cuts: &[usize]) -> Vec<&'a [u8]> {
     let mut bounds: Vec<usize> = cuts.iter().map(|cut| cut % (response.len() + 1)).collect();
     bounds.extend([0, response.len()]);
     bounds.sort_unstable();
+    bounds.windows(2).map(|w| &response[w[0]..w[1]]).collect()
+}
+
+/// Plays `response` cut at `cuts` through a scanner as the relay does; the client commits as soon as it may. `observe`:
+/// whether ids are hidden.
+fn play(response: &[u8], cuts: &[usize], http11: bool, eof: bool, observe: Option<bool>) -> Run {
+    let mut run =
+        Run { scanner: Scanner::default(), outcome: Outcome::default(), to_client: Vec::new(), passed: 0 };
+    run.scanner.begin(http11, true, false);
+    if let Some(hide_ids) = observe {
+        run.scanner.observe(hide_ids);
+    }
     let mut committed = false;
-    let pieces = bounds.windows(2).map(|w| Some(&response[w[0]..w[1]])).chain(eof.then_some(None));
-    for piece in pieces {
+    let mut unseen = 0;
+    for piece in pieces(response, cuts).into_iter().map(Some).chain(eof.then_some(None)) {
         let stepped = match piece {
             Some(piece) => run.scanner.feed(piece),
             None if run.outcome.ended || run.outcome.incomplete => break,
@@ -44,6 +78,7 @@ fn play(response: &[u8], cuts: &[usize], http11: bool, eof: bool) -> Run {
             run.outcome.failure = true;
             break;
         };
+        unseen += usize::from(step.unseen);
         if step.error {
             run.outcome.error = Some(run.scanner.error_code());
         }
@@ -67,10 +102,41 @@ fn play(response: &[u8], cuts: &[usize], http11: bool, eof: bool) -> Run {
     run.outcome.tokens = run.scanner.tokens();
     run.outcome.usage = run.scanner.usage();
     run.outcome.finish = run.scanner.finish();
+    run.outcome.observed = run.scanner.observer().map(Observed::from);
+    let lost = run.outcome.observed.as_ref().is_some_and(|observed| observed.lost.is_some());
+    assert!(unseen == usize::from(lost) || run.outcome.failure, "told {unseen} times");
     if committed {
         run.outcome.payload = deframe(&run.to_client, run.outcome.ended);
     }
     run
+}
+
+/// The events of `response` cut at `cuts`, as one gets them who merges them.
+fn merged(response: &[u8], cuts: &[usize], eof: bool) -> Vec<String> {
+    let mut scanner = Scanner::default();
+    scanner.begin(false, true, false);
+    let mut events = Vec::new();
+    let mut committed = false;
+    for piece in pieces(response, cuts).into_iter().map(Some).chain(eof.then_some(None)) {
+        let step = match piece {
+            Some(piece) => scanner.feed(piece),
+            None => scanner.eof(),
+        };
+        let Ok(step) = step else { break };
+        assert!(!step.pass || !committed);
+        if step.ready {
+            committed = true;
+            scanner.commit_alone();
+        }
+        if committed {
+            let on = |event: &[u8]| events.push(String::from_utf8_lossy(event).into_owned());
+            split(scanner.take_payload(), on);
+        }
+        if step.end || step.incomplete {
+            break;
+        }
+    }
+    events
 }
 
 /// The payload a strict client reads.
@@ -147,25 +213,149 @@ fn event() -> impl Strategy<Value = String> {
         1 => Just("data: {\"choices\":[{\"text\":\"\",\"token_ids\":[1,2,3],\"finish_reason\":\"stop\"}]}\n\n".to_string()),
         1 => Just("data: {\"error\":{\"message\":\"busy\",\"code\":503}}\n\n".to_string()),
         1 => Just("data: [DONE]\n\n".to_string()),
+        1 => Just("data: {\"kv_transfer_params\":{\"a\":[1]},\"choices\":[]}\r\n\r\n".to_string()),
         1 => "[ -~\n\r]{0,20}",
     ]
 }
 
+/// An event as engines send it, as the client gets it with and without ids, and what it adds to what is observed.
+#[derive(Clone, Debug)]
+struct Told {
+    sent: String,
+    hidden: String,
+    shown: String,
+    adds: Observed,
+}
+
+fn told() -> impl Strategy<Value = Told> {
+    let text = "[ -~é€]{0,12}".prop_map(|text| text.replace(['\\', '"'], "'"));
+    let ids = prop::collection::vec(prop_oneof![0u32..9, any::<u32>()], 0..6);
+    let line_end = prop::sample::select(&["\n", "\r\n", "\r"][..]);
+    (text, ids, line_end, 0usize..12).prop_map(|(text, ids, end, kind)| {
+        let list = format!("{ids:?}");
+        let secret = r#"{"a": [1, "]}\"", {}], "b": null}"#;
+        let event = |ids: &str, secret: &str| {
+            let data = match kind {
+                0 => format!(r#"{{"choices": [], "kv_transfer_params": {secret}, "usage":{{"prompt_tokens":3}}}}"#),
+                1 => format!(r#"{{"error":{{"code":503}},"choices":[{{"token_ids":{ids}}}]}}"#),
+                2 => return format!(": comment \"token_ids\":[1]{end}{end}"),
+                3 => format!(
+                    r#"{{"prompt_token_ids" : {ids},"choices":[{{"delta":{{"content":"{text}"}},"token_ids": {ids}}}],"id":"x"}}"#
+                ),
+                4 => format!(
+                    r#"{{"choices":[{{"text":"{text}","prompt_token_ids":{ids},"token_ids":{ids} }}],"kv_transfer_params":{secret}}}"#
+                ),
+                5 => format!(r#"{{"choices":[{{"token_ids":{ids}}},{{"token_ids":{ids}}}]}}"#),
+                6 => format!(r#"{{"choices":[{{"text":"x{text}","token_ids":null}}]}}"#),
+                7 => "{\"choices\":[{\"text".to_string(),
+                _ => format!(
+                    r#"{{"token_ids":[1],"id":3,"choices":[{{"text":"{text}","finish_reason":null,"token_ids":{ids},"kv_transfer_params":1}}]}}"#
+                ),
+            };
+            format!("data: {data}{end}{end}")
+        };
+        let mut adds = Observed::default();
+        match kind {
+            0..=2 => {}
+            5 => adds.lost = Some("the leg's answer has not one choice".into()),
+            6 => adds.lost = Some("the engine does not tell token ids (return_token_ids)".into()),
+            7 => {
+                let why = "EOF while parsing a string at line 1 column 18";
+                adds.lost = Some(format!("an event of the stream is not a completion's: {why}"));
+            }
+            _ => {
+                let id = match kind {
+                    3 => "\"x\"",
+                    4 => "null",
+                    _ => "3",
+                };
+                adds.prompt = Some(ids.clone()).filter(|ids| matches!(kind, 3 | 4) && !ids.is_empty());
+                adds.frame = Some(format!(r#"{{"id":{id},"created":null,"model":null}}"#));
+                (adds.ids, adds.text) = (ids, text.clone());
+            }
+        }
+        Told { sent: event(&list, secret), hidden: event("null", "null"), shown: event(&list, "null"), adds }
+    })
+}
+
 proptest! {
+    #[test]
+    fn streams_are_observed_and_rewritten_the_same_however_cut(
+        events in prop::collection::vec(told(), 0..8), hide_ids: bool,
+        framing in 0usize..3, chunk in 1usize..400, http11: bool,
+        cuts in prop::collection::vec(0usize..100_000, 0..12),
+    ) {
+        let (first, last) = (
+            "data: {\"choices\":[{\"text\":\"a\",\"token_ids\":null}],\"error\":1}\n\n",
+            "data: {\"choices\":[{\"delta\":{},\"finish_reason\":\"stop\"}]}\n\ndata: [DONE]\n\n",
+        );
+        let all = |part: fn(&Told) -> &str| [first, &events.iter().map(part).collect::<String>(), last].concat();
+        let mut expected = Observed::default();
+        let end = Observed { frame: Some(r#"{"id":null,"created":null,"model":null}"#.into()), over: true, ..Observed::default() };
+        for adds in events.iter().map(|event| &event.adds).chain([&end]) {
+            if expected.lost.is_some() {
+                break;
+            }
+            if expected.frame.is_none() {
+                (expected.frame, expected.prompt) = (adds.frame.clone(), adds.prompt.clone());
+            }
+            expected.ids.extend(&adds.ids);
+            expected.text += &adds.text;
+            expected.lost = adds.lost.clone();
+            expected.over |= adds.over;
+        }
+        let mut payload = all(if hide_ids { |event| &event.hidden } else { |event| &event.shown });
+        if framing == 0 {
+            expected = Observed { lost: Some("its length is declared".into()), ..Observed::default() };
+            payload = all(|event| &event.sent);
+        }
+        let response = frame("content-type: text/event-stream\r\n", all(|event| &event.sent).as_bytes(), framing, chunk);
+        // Where nothing is framed: between events.
+        let mut at = response.len().saturating_sub(all(|event| &event.sent).len()) + first.len();
+        let mut between = vec![at];
+        for event in &events {
+            at += event.sent.len();
+            between.push(at);
+        }
+        for cuts in [vec![], cuts, between, (0..response.len()).collect()] {
+            let run = play(&response, &cuts, http11, framing == 1, Some(hide_ids));
+            prop_assert!(run.outcome.ended);
+            prop_assert_eq!(run.outcome.observed.as_ref(), Some(&expected));
+            prop_assert_eq!(String::from_utf8(run.outcome.payload).unwrap(), payload.clone());
+        }
+    }
+
+    #[test]
+    fn events_for_merging_are_the_same_however_cut(
+        events in prop::collection::vec(event(), 0..12), framing in 0usize..3, chunk in 1usize..90,
+        cuts in prop::collection::vec(0usize..100_000, 0..12),
+    ) {
+        let head = "content-type: text/event-stream\r\n";
+        let response = frame(head, events.concat().as_bytes(), framing, chunk);
+        let whole = merged(&response, &[], framing == 1);
+        prop_assert!(!whole.iter().any(|event| event == "[DONE]"));
+        prop_assert_eq!(&merged(&response, &cuts, framing == 1), &whole);
+        let every: Vec<usize> = (0..response.len()).collect();
+        prop_assert_eq!(&merged(&response, &every, framing == 1), &whole);
+    }
+
     #[test]
     fn streams_read_the_same_however_cut(
         events in prop::collection::vec(event(), 0..12),
-        framing in 0usize..3, chunk in 1usize..90, http11: bool,
+        framing in 0usize..3, chunk in 1usize..90, http11: bool, hide_ids: bool,
         cuts in prop::collection::vec(0usize..100_000, 0..12),
     ) {
         let payload = events.concat();
         let response = frame("content-type: text/event-stream; charset=utf-8\r\n", payload.as_bytes(), framing, chunk);
-        let whole = play(&response, &[], http11, framing == 1);
-        let cut = play(&response, &cuts, http11, framing == 1);
+        let whole = play(&response, &[], http11, framing == 1, None);
+        let cut = play(&response, &cuts, http11, framing == 1, None);
         prop_assert_eq!(&cut.outcome, &whole.outcome);
         let every: Vec<usize> = (0..response.len()).collect();
-        prop_assert_eq!(&play(&response, &every, http11, framing == 1).outcome, &whole.outcome);
+        prop_assert_eq!(&play(&response, &every, http11, framing == 1, None).outcome, &whole.outcome);
         prop_assert!(whole.outcome.ended != whole.outcome.incomplete);
+        let observed = play(&response, &[], http11, framing == 1, Some(hide_ids)).outcome;
+        prop_assert_eq!(&play(&response, &cuts, http11, framing == 1, Some(hide_ids)).outcome, &observed);
+        prop_assert_eq!(&play(&response, &every, http11, framing == 1, Some(hide_ids)).outcome, &observed);
         let dropped_up_to = |at: &usize| [without_comments(&payload[..*at]), payload[*at..].to_string()].concat();
         let ends = payload.match_indices(['\n', '\r']).map(|(at, _)| at + 1);
         let possible: Vec<String> = ends.chain([0]).map(|at| dropped_up_to(&at)).collect();
@@ -188,7 +378,7 @@ proptest! {
              \"prompt_tokens_details\":{{\"cached_tokens\":8}},\"completion_tokens\":5}}}}"
         );
         let response = frame("content-type: application/json\r\n", payload.as_bytes(), framing, chunk);
-        let run = play(&response, &cuts, http11, framing == 1);
+        let run = play(&response, &cuts, http11, framing == 1, None);
         prop_assert!(run.outcome.ended && !run.outcome.failure);
         prop_assert_eq!(&run.outcome.payload, payload.as_bytes());
         prop_assert_eq!(run.outcome.usage, Usage { prompt: Some(12), cached: Some(8), output: Some(5) });
@@ -196,7 +386,7 @@ proptest! {
 
     #[test]
     fn no_bytes_make_it_panic(
-        bytes in prop::collection::vec(any::<u8>(), 0..400), start in 0usize..4,
+        bytes in prop::collection::vec(any::<u8>(), 0..400), start in 0usize..4, observe: bool,
         cuts in prop::collection::vec(0usize..400, 0..6),
     ) {
         let prefix: &[u8] = [
@@ -207,6 +397,10 @@ proptest! {
         ][start];
         let response = [prefix, &bytes].concat();
         let mut scanner = Scanner::default();
+        scanner.begin(true, false, false);
+        if observe {
+            scanner.observe(true);
+        }
         let mut at = 0;
         for cut in cuts.into_iter().chain([response.len()]) {
             let cut = (cut % (response.len() + 1)).max(at);
@@ -252,6 +446,7 @@ fn an_early_done_is_withheld_and_a_cut_is_told() {
         &[],
         true,
         true,
+        None,
     );
     assert!(run.outcome.incomplete && !run.outcome.ended);
     assert_eq!(run.outcome.payload, b"data: {\"choices\":[{\"text\":\"a\"}]}\n\n");
@@ -302,6 +497,54 @@ fn memory_is_bounded() {
         ready |= scanner.feed(&vec![b'a'; HOLD_LIMIT / 8]).unwrap().ready;
     }
     assert!(ready, "an event without end is let through");
+}
+
+#[test]
+fn an_event_that_is_too_long_is_not_followed_wherever_it_is_cut() {
+    let event = |ids: &str| format!("data: {{\"choices\":[{{\"text\":\"a\",\"token_ids\":{ids}}}]}}");
+    for end in ["\n", "\r", "\r\n"] {
+        let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
+        let start = [head, &event("[1]"), end, end].concat();
+        let long = event(&format!("[2{}]", " ".repeat(HOLD_LIMIT)));
+        let shown = |ids| [event("null"), long.clone(), event(ids), String::new()].join(&[end, end].concat());
+        let response = [&start, &long, end, end, &event("[3]"), end, end].concat();
+        let limit = start.len() + HOLD_LIMIT;
+        for cut in (limit - 3..=limit + 60).chain([10, start.len() + 1]) {
+            let run = play(response.as_bytes(), &[start.len(), cut], true, true, Some(true));
+            let observed = run.outcome.observed.unwrap();
+            assert_eq!(observed.lost.as_deref(), Some("an event is too long to be followed"));
+            assert_eq!(observed.ids, [1]);
+            assert!(run.outcome.payload == shown("null").as_bytes(), "{end:?}, cut at {cut}");
+        }
+    }
+    // One that is just short enough is.
+    let room = HOLD_LIMIT - event("[1]").len();
+    let response = [
+        "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n",
+        &event(&format!("[1{}]", " ".repeat(room - 1))),
+        "\n\n",
+    ]
+    .concat();
+    for cut in [0, response.len() - 2, response.len() - 1] {
+        let run = play(response.as_bytes(), &[cut], true, true, Some(true));
+        assert_eq!(run.outcome.observed.unwrap().ids, [1]);
+    }
+}
+
+#[test]
+fn only_streams_of_status_200_are_observed() {
+    let body = b"data: {\"kv_transfer_params\":1}\n\n".as_slice();
+    for head in ["200 OK\r\ncontent-type: application/json", "500 X\r\ncontent-type: text/event-stream"] {
+        let mut scanner = Scanner::default();
+        scanner.begin(true, false, false);
+        scanner.observe(true);
+        let response = [format!("HTTP/1.1 {head}\r\n\r\n").as_bytes(), body].concat();
+        assert!(!scanner.feed(&response).unwrap().unseen);
+        scanner.eof().unwrap();
+        let sent = scanner.commit(b"", false);
+        assert!(sent.windows(body.len()).any(|part| part == body));
+        assert!(scanner.observer().is_none());
+    }
 }
 
 #[test]

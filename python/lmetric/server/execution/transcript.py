@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import orjson
 from numpy.typing import ArrayLike
 
-from lmetric._core import TokenEncoder, TokenizeError
+from lmetric._core import MAX_TOKENS, TokenEncoder, TokenizeError
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.api.eligibility import max_tokens
 from lmetric.tokens import Detokeniser, Tokens
@@ -49,6 +49,21 @@ class MergeError(Exception):
     def __init__(self, why: str, *, failed: bool = False) -> None:
         super().__init__(why)
         self.failed = failed
+
+
+class Seen(Protocol):
+    """What was noted of a stream while it passed (`ResponseReader`)."""
+
+    @property
+    def unseen(self) -> str | None:
+        """Why no more was noted."""
+
+    @property
+    def observed_over(self) -> bool:
+        """Whether it has a finish_reason."""
+
+    def observed(self) -> tuple[Tokens | None, Tokens, str, dict[str, Any]]:
+        """Prompt as the engine tells it, token ids, text, and the frame of its chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +107,12 @@ class Transcript:
         """Whether some of the answer is known."""
         return bool(self._frame)
 
+    @property
+    def cached_tokens(self) -> int | None:
+        """Of the prompt, as the engine that computed its end counted them."""
+        found = self.cached.get("cached_tokens") if isinstance(self.cached, dict) else None
+        return found if isinstance(found, int) else None
+
     # What legs are sent.
 
     def leg(self, to_token: int) -> tuple[str, dict[str, Any]]:
@@ -119,29 +140,19 @@ class Transcript:
             leg |= {"stream": True, "stream_options": {"include_usage": True}}
         return COMPLETIONS, leg
 
-    def ahead(self, tokens: int) -> dict[str, Any]:
-        """A request to /v1/completions that has an engine compute so many tokens of what there is so far, or
-        look them up in its cache, and say next to nothing."""
-        leg = {name: self.request[name] for name in _KEPT if self.request.get(name) is not None}
-        return leg | {"prompt": self._tokens(tokens), "max_tokens": 1, "stream": False}
-
-    def _tokens(self, count: int) -> Tokens:
+    def tokens(self, count: int) -> Tokens:
         """The first tokens of prompt and answer so far. Those of the prompt are not copied."""
         made = self.made[: max(count - len(self.prompt), 0)]
         if not made:
             return self.prompt[: max(count, 0)]
         return np.concatenate([self.prompt, np.asarray(made, dtype=np.uint32)])
 
-    def whole(self) -> dict[str, Any]:
-        """The client's request, its prompt as the token ids that another engine has computed some of."""
-        return dict(self.request) if self._chat else {**self.request, "prompt": self.prompt}
-
     def _by_ids(self, to_token: int) -> dict[str, Any]:
         count = len(self.prompt)
-        leg = {name: self.request[name] for name in _KEPT if self.request.get(name) is not None}
+        leg = _kept(self.request)
         if self.request.get("logprobs") is not None and not self._chat:
             leg["logprobs"] = self.request["logprobs"]
-        leg["prompt"] = self._tokens(to_token)
+        leg["prompt"] = self.tokens(to_token)
         left = self._most - len(self.made)
         leg["max_tokens"] = max(1, min(to_token - count - len(self.made) + 1, left))
         leg["stream"] = False
@@ -177,26 +188,23 @@ class Transcript:
         logprobs, stop = choice.get("logprobs"), choice.get("stop_reason")
         return self._add(_ids(choice), choice.get("finish_reason"), stop, logprobs)
 
-    def note(self, event: JSON) -> None:
-        """Notes an event of a stream that its client gets as it is. Raises MergeError."""
-        if not event["choices"]:
-            return
-        choice = _choice(event)
-        if not self.begun:
-            prompt = (event if self._chat else choice).get("prompt_token_ids")
-            if isinstance(prompt, list) and prompt:
-                self.prompt = _array(prompt)
-            self._frame = {name: event.get(name) for name in ("id", "created", "model")}
-            self._forget_prompt()
-        heard = (choice.get("delta") or {}).get("content") if self._chat else choice.get("text")
-        if heard:
-            self._heard.append(heard)
-        self.over |= choice.get("finish_reason") is not None
-        ids = choice.get("token_ids")
-        if isinstance(ids, list):
-            self.made += ids
-        elif heard:
-            raise MergeError("the engine does not tell token ids (return_token_ids)")
+    def observe(self, seen: Seen) -> None:
+        """Takes what was seen of a stream that its client got as it came: all of the answer so far. Raises
+        MergeError."""
+        if seen.unseen is not None:
+            raise MergeError(seen.unseen)
+        prompt, ids, text, frame = seen.observed()
+        if not self.begun and frame:
+            if prompt is not None:
+                self.prompt = prompt
+            self._frame = frame
+        self._heard = [text]
+        self.made = ids.tolist()
+        self.over |= seen.observed_over
+
+    def forget_prompt(self) -> None:
+        """Drops what only first legs are sent: later ones are sent token ids."""
+        self.request = {name: value for name, value in self.request.items() if name not in _PROMPT_FIELDS}
 
     def catch_up(self) -> None:
         """Makes text of the tokens that were only noted, which must be the text that the client has. Raises
@@ -239,11 +247,7 @@ class Transcript:
         if "kv_transfer_params" in self._frame:
             self._frame["kv_transfer_params"] = None
         self._choice = dict(choice)
-        self._forget_prompt()
-
-    def _forget_prompt(self) -> None:
-        """Drops what only first legs are sent: later ones are sent token ids."""
-        self.request = {name: value for name, value in self.request.items() if name not in _PROMPT_FIELDS}
+        self.forget_prompt()
 
     def _add(self, ids: list[int], finish: Any, stop: Any, logprobs: Any) -> Made:
         assert self._text is not None
@@ -341,6 +345,43 @@ class Transcript:
         count = len(self.prompt)
         usage = {"prompt_tokens": count, "total_tokens": count + made, "completion_tokens": made}
         return usage | {"prompt_tokens_details": self.cached} if last else usage
+
+
+def _kept(request: JSON) -> dict[str, Any]:
+    return {name: request[name] for name in _KEPT if request.get(name) is not None}
+
+
+def ahead(request: JSON, prompt: Tokens) -> dict[str, Any]:
+    """A request to /v1/completions that has an engine compute these tokens, or look them up in its cache,
+    and say next to nothing."""
+    return _kept(request) | {"prompt": prompt, "max_tokens": 1, "stream": False}
+
+
+def object_of(body: bytes) -> dict[str, Any]:
+    """An engine's answer. Raises MergeError."""
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise MergeError(f"the leg's answer is not JSON: {error}") from None
+    if not isinstance(answer, dict):
+        raise MergeError("the leg's answer is not a JSON object")
+    return answer
+
+
+def usage_of(answer: bytes) -> tuple[int | None, int | None]:
+    """Prompt tokens and cached tokens of an answer; None where absent or where they cannot be true."""
+    try:
+        usage = orjson.loads(answer)["usage"]
+        prompt, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens")
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return None, None
+    prompt = prompt if _plausible(prompt, MAX_TOKENS) else None
+    return prompt, cached if _plausible(cached, MAX_TOKENS if prompt is None else prompt) else None
+
+
+def _plausible(count: Any, most: int) -> bool:
+    return type(count) is int and 0 <= count <= most
 
 
 def dumps(leg: JSON) -> bytes:

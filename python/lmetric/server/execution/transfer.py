@@ -6,7 +6,8 @@ prompt: the answer is wrong, with status 200.
 
 from __future__ import annotations
 
-import time
+import math
+import sys
 from typing import Any
 
 import structlog
@@ -17,15 +18,21 @@ from lmetric.server.fleet.pool import Pool
 
 log = structlog.get_logger("lmetric.handed")
 
+WHOLE_PROMPT = sys.maxsize  # tokens of a prompt that is handed over whole, however long it is
+
 
 class KvTransfer:
-    """The fields for one request's next leg, and what came of them (`Pool.handovers` counts it)."""
+    """The fields for one request's next step, and what came of them (`Pool.handovers` counts it)."""
+
+    __slots__ = ("_deadline", "_fields", "_lent", "_pool", "_sent", "source", "tokens")
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.source: Engine | None = None  # that computed what is held
+        self.tokens = 0  # up to here the next step need not compute: that is, or was, handed over
         self._fields: Any = None  # until they were sent
-        self._deadline = 0.0
+        self._deadline = math.inf
+        self._lent = False  # the step that was planned last carries them
         self._sent = False  # what was sent last carried them
 
     @property
@@ -35,15 +42,21 @@ class KvTransfer:
 
     @property
     def used(self) -> bool:
-        """Whether what was sent last carried the fields."""
-        return self._sent
+        """Whether the step that was planned last carries the fields."""
+        return self._lent
+
+    @property
+    def until(self) -> float:
+        """When what carries the fields must be sent at the latest, seconds on the monotonic clock."""
+        return self._deadline if self._lent else math.inf
 
     def begin(self, engine: Engine) -> None:
-        """A leg starts here whose end is to be handed over."""
-        self.source, self._fields, self._sent = engine, None, False
+        """An engine has computed, or computes, what is to be handed over."""
+        self.source, self._fields = engine, None
+        self._lent = self._sent = False
 
-    def accept(self, engine: Engine, answer: bytes, tokens: int | None = None) -> None:
-        """Takes what a leg's answer hands over; `tokens`: of how many tokens it must be the cache."""
+    def accept(self, engine: Engine, answer: bytes, tokens: int | None, now: float) -> None:
+        """Takes what an answer hands over; `tokens`: of how many tokens it must be the cache."""
         connector, told = engine.connector, engine.handover
         try:
             if connector is None or told is None:
@@ -55,14 +68,31 @@ class KvTransfer:
             self.recompute("missing", str(error))
             return
         self._fields = fields
-        self._deadline = time.monotonic() + (
-            self._pool.settings.handover_seconds or connector.deadline_seconds(told)
-        )
+        self._deadline = now + (self._pool.settings.handover_seconds or connector.deadline_seconds(told))
 
-    def fields(self, engine: Engine, now: float) -> Any:
-        """What the next leg is sent at this engine, where it is to be sent anything. Not twice."""
-        again, self._sent = self._sent, False
-        fields, self._fields = self._fields, None
+    def take(self, engine: Engine, now: float, *, goes_on: bool, total: int) -> Any:
+        """What a step's body says of handing over: what it fetches, and that another fetches from it
+        (`goes_on`). `total`: tokens of its prompt. Not twice."""
+        connector, told = engine.connector, engine.handover
+        # What was handed over is all of this step's prompt, or the front of it.
+        whole = self.tokens >= total
+        if (goes_on or not whole) and not (told is not None and told.bidirectional):
+            self.forget("not_cut", f"{engine.name} is not known to be in bidirectional mode")
+        fields = self._take(engine, now)
+        if connector is None:
+            if not goes_on and self.tokens:
+                self.recompute("no_connector", f"{engine.name} hands nothing over")
+            return {}
+        try:
+            return connector.asks(fields, goes_on=goes_on, whole=whole)
+        except HandoverError as error:
+            self.recompute("not_cut", str(error))
+            return {}
+
+    def _take(self, engine: Engine, now: float) -> Any:
+        again = self._sent
+        self._lent = self._sent = False
+        fields = self._fields
         if fields is None:
             if again:
                 self.recompute("spent", "what was handed over was sent to an engine that failed")
@@ -78,11 +108,16 @@ class KvTransfer:
         elif now > self._deadline:
             self.recompute("late", "the engine that computed the tokens may have let go of them")
         else:
-            # Sent once: what was fetched is gone, and whoever fetches it again decodes something else.
-            self._sent = True
-            self._pool.handovers["handed_over"] += 1
+            self._lent = True
             return fields
+        self._fields = None
         return None
+
+    def sent(self) -> None:
+        """The step that carries the fields was sent. Once: what was fetched is gone, and whoever fetches it
+        again decodes something else."""
+        self._fields, self._sent = None, True
+        self._pool.handovers["handed_over"] += 1
 
     def forget(self, outcome: str, reason: str) -> None:
         """What was handed over cannot be used."""
@@ -91,8 +126,8 @@ class KvTransfer:
             self.recompute(outcome, reason)
 
     def broke(self, status: int, error_code: int | None) -> bool:
-        """Whether an answer means that its engine could not fetch what was handed over; then the leg is to be
-        sent there once more."""
+        """Whether an answer means that its engine could not fetch what was handed over; then the step is to
+        be sent there once more."""
         broke = self._sent and (status >= 500 or (error_code or 0) >= 500)
         if broke:
             self.useless("broken", f"status {status}, error {error_code}")
@@ -106,9 +141,14 @@ class KvTransfer:
             self.useless("spent", "the engine may have fetched before its connection closed")
         return spent
 
+    def too_late(self) -> None:
+        """The connection came when the fields could no longer be sent."""
+        self._fields = None
+        self.useless("late", "the connection came after the time of what is held")
+
     def useless(self, outcome: str, reason: str) -> None:
         """What was sent with it cannot be used; it is to be sent once more, without."""
-        self._sent = False
+        self._lent = self._sent = False
         self.recompute(outcome, reason)
 
     def recompute(self, outcome: str, reason: str) -> None:

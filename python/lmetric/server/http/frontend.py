@@ -21,7 +21,7 @@ from lmetric.server.api.request import PASSED_PATHS, ParsedRequest, parse
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, InFlightRequest, Rules
-from lmetric.server.execution.relay import Relay
+from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
@@ -430,7 +430,7 @@ class Frontend(web.Server):
         now: float,
     ) -> None:
         """Decides and relays. Raises ApiError."""
-        relay: Relay | None = None
+        relay: RequestRunner | None = None
         if pool.orders or self.keys.on:
             # Else a client would decide how long others wait.
             asked.drops_priority = True
@@ -472,7 +472,7 @@ class Frontend(web.Server):
         try:
             asked.keep_alive &= not self.draining
             require_finish = asked.path in (CHAT, COMPLETIONS)
-            relay = Relay(
+            relay = RequestRunner(
                 self._rules,
                 asked,
                 pool,

@@ -1,0 +1,359 @@
+"""One attempt to have one engine do one step: a connection, the request's bytes, and what comes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+from lmetric._core import END, ENGINE_ERROR, INCOMPLETE, OUT, PASS, READY, UNSEEN, Ticket, WireError
+from lmetric.server.execution.exchange import ClientRequest, Rules
+from lmetric.server.execution.plan import Reader, Step
+from lmetric.server.fleet import priority
+from lmetric.server.upstream.connection import Connection, UpstreamError
+
+# Bodies up to this size go out in one write with the head.
+JOIN_BYTES = 64 * 1024
+# Longest answer that is kept until it is whole.
+ANSWER_BYTES = 16 << 20
+
+
+class AttemptListener(Protocol):
+    """Who is told what comes of an attempt. Behind `attempt_ended`, `attempt_failed` and `attempt_stale` it
+    tells nothing more, nor behind `cancel`."""
+
+    def refilled(self, step: Step) -> bytes:
+        """The step's body, as the engine's index wants it."""
+
+    def attempt_sent(self, attempt: EngineAttempt, now: float) -> None:
+        """The request was written."""
+
+    def attempt_ready(self, attempt: EngineAttempt, flags: int) -> None:
+        """The answer is worth committing to: `begin`, or `cancel`."""
+
+    def attempt_events(self, attempt: EngineAttempt, events: list[bytes]) -> None:
+        """Events of the answer: their data, or a comment's line (reader EVENTS)."""
+
+    def attempt_unseen(self, attempt: EngineAttempt) -> None:
+        """The tokens that pass are no longer noted."""
+
+    def attempt_ended(self, attempt: EngineAttempt) -> None:
+        """The answer is whole."""
+
+    def attempt_failed(self, attempt: EngineAttempt, kind: str, reason: str) -> None:
+        """There will be no answer, or no more of it."""
+
+    def attempt_stale(self, attempt: EngineAttempt, *, late: bool) -> None:
+        """The step carries a KV transfer that must not be sent on the next connection: the engine may have
+        fetched it already, or (`late`) its time is over."""
+
+    def fail(self) -> None:
+        """To be called where an exception was caught that nobody foresaw."""
+
+
+class EngineAttempt:
+    """A step at its engine: `go`, then calls to its listener."""
+
+    __slots__ = (
+        "_asked",
+        "_connecting",
+        "_connection",
+        "_fresh",
+        "_listener",
+        "_paused",
+        "_pieces",
+        "_require_finish",
+        "_rules",
+        "_since",
+        "_ticket",
+        "answer",
+        "begun",
+        "error",
+        "over",
+        "reader",
+        "started",
+        "step",
+    )
+
+    reader: Connection
+    started: float
+
+    def __init__(
+        self,
+        listener: AttemptListener,
+        rules: Rules,
+        asked: ClientRequest,
+        ticket: Ticket,
+        step: Step,
+        require_finish: bool,
+    ) -> None:
+        self._listener = listener
+        self._rules = rules
+        self._asked = asked
+        self._ticket = ticket
+        self._require_finish = require_finish
+        self.step = step
+        self._connecting: asyncio.Task[Connection] | None = None
+        self._connection: Connection | None = None
+        self._fresh = self._paused = self.begun = self.error = self.over = False
+        self._pieces = 0  # of the answer, at the last check
+        self._since = 0.0  # of the limit that runs, seconds on the monotonic clock
+        self.answer: bytes | bytearray = b""  # of reader WHOLE, or of an engine that refuses
+
+    def go(self, now: float) -> None:
+        """Sends the step, on a connection that waits where there is one."""
+        self.started = self._since = now
+        connection = self.step.engine.upstream.take()
+        if connection is None:
+            self._connect()
+        else:
+            self._send(connection, now)
+
+    def _connect(self) -> None:
+        self._fresh = True
+        self._connecting = asyncio.create_task(self.step.engine.upstream.connect())
+        self._connecting.add_done_callback(self._connected)
+
+    def _connected(self, task: asyncio.Task[Connection]) -> None:
+        wanted = self._connecting is task
+        if wanted:
+            self._connecting = None
+        if self.over or task.cancelled() or not wanted:
+            if not task.cancelled() and task.exception() is None:
+                connection = task.result()
+                connection.upstream.give(connection)
+            return
+        try:
+            error = task.exception()
+            if isinstance(error, UpstreamError):
+                self.fail(error.kind, str(error))
+            else:
+                self._send(task.result(), time.monotonic())
+        except Exception:
+            self._listener.fail()
+
+    def _send(self, connection: Connection, now: float) -> None:
+        step, asked = self.step, self._asked
+        self._connection = self.reader = connection
+        if step.reader is Reader.PASS:
+            finish = self._require_finish
+            if step.observed:
+                connection.begin(self, self._ticket, asked.http11, finish, True, step.hides_ids)
+            else:
+                connection.begin(self, self._ticket, asked.http11, finish)
+        else:
+            connection.begin(self, self._ticket if step.for_client else None, False, step.for_client)
+        if connection.transport.is_closing():
+            if self._fresh:
+                self.fail("reset", "connection closed as soon as it was made")
+            else:
+                self._drop()
+                self._connect()
+            return
+        if now > step.kv_until:
+            self._give_up()
+            self._listener.attempt_stale(self, late=True)
+            return
+        self._since = now
+        engine, given = step.engine, asked.priority
+        body = step.body
+        if engine.refill is not None and step.refills:
+            body = self._listener.refilled(step)
+        if given is not None:
+            body, given = priority.body(engine, given, body), priority.header(engine, given)
+        upstream = engine.upstream
+        first = upstream.head(step.target or asked.head.target, step.stream)
+        head = asked.head.for_engine(first, len(body), given, upstream.has_key, asked.drops_priority)
+        if len(body) <= JOIN_BYTES:
+            connection.transport.write(head + body)
+        else:
+            connection.transport.write(head)
+            connection.transport.write(body)
+        # After the write: the index learns of the request now, which takes a while where much of it is new.
+        self._listener.attempt_sent(self, now)
+        if self._paused:
+            connection.transport.pause_reading()
+
+    # What the engine's connection calls.
+
+    def received(self, flags: int, data: bytes) -> None:
+        """A piece of the answer that was not passed on yet."""
+        try:
+            self._step(flags, data)
+        except Exception as error:
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """The answer is malformed, or could not be passed on."""
+        try:
+            if not isinstance(error, WireError):
+                raise error
+            self._broke(str(error))
+        except Exception:
+            self._listener.fail()
+
+    def lost(self) -> None:
+        """The engine's connection closed."""
+        self._connection = None
+        try:
+            self._step(self.reader.eof(), b"")
+        except Exception as error:
+            self.failed(error)
+
+    def _step(self, flags: int, data: bytes) -> None:
+        if self.step.reader is Reader.PASS:
+            self._pass(flags, data)
+        elif self.step.reader is Reader.WHOLE:
+            self._collect(flags, data)
+        else:
+            self._read_events(flags, data)
+        if self.over:
+            return
+        if flags & UNSEEN:
+            self._listener.attempt_unseen(self)
+        if flags & (END | INCOMPLETE | ENGINE_ERROR):
+            if flags & ENGINE_ERROR:
+                self.error = True
+            if flags & INCOMPLETE:
+                self._break("engine_error", "the engine's stream ended without a finish_reason")
+            elif flags & END:
+                self._end()
+
+    def _pass(self, flags: int, data: bytes) -> None:
+        if flags & PASS:
+            self._asked.transport.write(data)
+        elif flags & OUT:
+            self._asked.transport.write(self.reader.take())
+        elif flags & READY:
+            self._listener.attempt_ready(self, flags)
+
+    def _collect(self, flags: int, data: bytes) -> None:
+        reader = self.reader
+        if not self.begun:
+            if not reader.status:
+                return
+            if reader.event_stream and self.step.for_client and reader.status == 200:
+                raise WireError("the engine was asked for no event stream, and its answer is one")
+            self.begun = True
+            self.answer = bytearray(reader.commit(b"", True).partition(b"\r\n\r\n")[2])
+        else:
+            self.answer += data if flags & PASS else reader.take()
+        if len(self.answer) > ANSWER_BYTES:
+            raise WireError(f"answer longer than {ANSWER_BYTES} bytes")
+
+    def _read_events(self, flags: int, data: bytes) -> None:
+        reader = self.reader
+        if reader.status != 200:
+            self._collect(flags, data)
+        elif self.begun:
+            self._tell(reader.events())
+        elif flags & READY:
+            if not reader.event_stream:
+                raise WireError("the engine was asked for an event stream, and its answer is none")
+            self._listener.attempt_ready(self, flags)
+
+    def _tell(self, events: list[bytes]) -> None:
+        if events:
+            self._listener.attempt_events(self, events)
+
+    def begin(self) -> None:
+        """The answer is committed to; only `attempt_ready` may have this called. With reader PASS its bytes
+        go to the client; with EVENTS the listener is told of the first."""
+        self.begun = True
+        if self.step.reader is Reader.EVENTS:
+            self._tell(self.reader.commit_events())
+
+    def _end(self) -> None:
+        self.over = True
+        step, reader = self.step, self.reader
+        engine, status = step.engine, reader.status
+        connection, self._connection = self._connection, None
+        self._listener.attempt_ended(self)
+        if status < 500:
+            engine.failures = 0
+        elif status not in self._rules.statuses:
+            engine.failed("status", f"status {status}")
+        load = reader.load
+        if load is not None:
+            engine.report(engine.adapter.load_of_header(load), "header")
+        if connection is not None:
+            if self._paused:
+                connection.transport.resume_reading()
+            connection.release()
+
+    # How it fails.
+
+    def _broke(self, reason: str) -> None:
+        """The connection broke, or what came on it is malformed. An engine may close a kept connection just
+        when the next request is on its way: that is no failure, and the step is sent again on a new one."""
+        if self._fresh or self.reader.pieces:
+            self.fail("reset", reason)
+        elif self.step.carries_kv:
+            self._give_up()
+            self._listener.attempt_stale(self, late=False)
+        else:
+            self._drop()
+            self._connect()
+
+    def _break(self, kind: str, reason: str) -> None:
+        self.fail(kind, reason)
+
+    def fail(self, kind: str, reason: str) -> None:
+        """It cannot go on."""
+        if self.over:
+            return
+        self._give_up()
+        self._listener.attempt_failed(self, kind, reason)
+
+    def cancel(self) -> None:
+        """Gives up, without a word; an engine that is at work stops."""
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self.over = True
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.drop()
+
+    # What is known of it.
+
+    def error_words(self) -> str:
+        """What the engine says of a refusal, behind a colon."""
+        body = bytes(self.answer) or self.reader.commit(b"", True).partition(b"\r\n\r\n")[2]
+        said = self.step.engine.adapter.error(body)
+        return f": {said}" if said else ""
+
+    def finish_ticket(self) -> None:
+        """Closes the ticket with the usage that the answer tells of."""
+        self.reader.finished()
+
+    # What happens meanwhile.
+
+    def pause(self, paused: bool) -> None:
+        """Stops reading from the engine, or goes on."""
+        self._paused = paused
+        self._since = time.monotonic()
+        if self._connection is not None:
+            transport = self._connection.transport
+            (transport.pause_reading if paused else transport.resume_reading)()
+
+    def check(self, now: float) -> None:
+        """Called now and then: fails it at its deadline."""
+        if self.over or self._paused or self._connecting is not None:
+            return
+        if self.begun and self.step.reader is not Reader.WHOLE and self.reader.status == 200:
+            pieces = self.reader.pieces
+            limit = self._rules.timeouts.between_chunks
+            if pieces != self._pieces:
+                self._pieces = pieces
+                self._since = now
+            elif now - self._since > limit:
+                self.fail("timeout", f"nothing for {limit:g} s")
+        elif now - self._since > self.step.limit_seconds:
+            self.fail("timeout", f"no answer within {self.step.limit_seconds:g} s")

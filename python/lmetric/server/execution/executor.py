@@ -1,0 +1,1091 @@
+"""One request's state: events go in, actions come out. No I/O, no clock, no task.
+
+The executor owns the ticket, the attempts, retries, KV transfers and the end of the request. `plan` has its
+states and the table of their transitions; `planners` say what each step is; `runner` carries actions out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import orjson
+import structlog
+
+from lmetric._core import (
+    ENGINE_ERROR,
+    INCOMPLETE,
+    Decision,
+    NoInstanceError,
+    Ticket,
+    TicketError,
+    UnknownNameError,
+)
+from lmetric.engines.handover import HandoverError
+from lmetric.server.api.errors import ApiError, bad
+from lmetric.server.api.request import ParsedRequest
+from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, Rules
+from lmetric.server.execution.plan import (
+    TRANSITIONS,
+    Act,
+    Action,
+    Attempt,
+    Begin,
+    BreakOff,
+    Event,
+    Finish,
+    Reader,
+    State,
+    Step,
+    Wake,
+    Write,
+)
+from lmetric.server.execution.planners import failover, own_request, prefill_decode, sliced, split
+from lmetric.server.execution.planners.migration import Migration, Phase
+from lmetric.server.execution.planners.prefix_fetch import PrefixFetch
+from lmetric.server.execution.progress import Progress
+from lmetric.server.execution.transcript import (
+    Made,
+    MergeError,
+    object_of,
+    other_tokens,
+    usage_of,
+)
+from lmetric.server.execution.transfer import WHOLE_PROMPT
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.rebalancer import Movable
+
+# Of an answer that is not streamed: no bound of its own.
+UNBOUNDED = 1 << 31
+# Failures by the status that a client gets when nobody could answer.
+STATUSES = {
+    **dict.fromkeys(("refused", "dns", "tls", "unreachable", "reset", "engine_error"), 502),
+    "timeout": 504,
+    "status": 503,
+    "resources": 503,
+}
+
+log = structlog.get_logger("lmetric.relay")
+
+
+class EngineRefusal(ApiError):
+    """An engine's own error answer, for the client as it is."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(status, "")
+        self._answer = body
+
+    def body(self, show_engines: bool = True) -> bytes:
+        """What the engine said."""
+        return self._answer
+
+
+class RequestExecution(Progress):
+    """One request, from its decision to its end. Each event returns the actions that follow from it, in order.
+    Behind `Finish` there are none."""
+
+    __slots__ = (
+        "_acts",
+        "_tried",
+        "_waits_at",
+        "answered",
+        "close_client",
+        "committed",
+        "fetch",
+        "first_token_at",
+        "handle",
+        "main",
+        "migration",
+        "observing",
+        "reason",
+        "side",
+        "stalled_at",
+        "state",
+        "status",
+    )
+
+    def __init__(
+        self,
+        rules: Rules,
+        asked: ClientRequest,
+        pool: Pool,
+        decision: Decision,
+        ticket: Ticket,
+        body: bytes,
+        stream: bool,
+        call: ParsedRequest | None = None,
+        moves: bool = False,
+    ) -> None:
+        super().__init__(rules, asked, pool, decision, ticket, body, stream, call, moves)
+        self.state = State.ADMITTED
+        self.main: Step | None = None  # that runs the open segment
+        self.side: Step | None = None  # that runs beside it: a prefix fetch, a migration, or a prefill
+        self.fetch: PrefixFetch | None = None
+        self.migration: Migration | None = None
+        self.handle: Movable | None = None  # by which a rebalancer reaches it
+        self.committed = False  # the client has something of an answer
+        self.close_client = False
+        self.status = 0
+        self.reason = ""  # why it ended, where it did not end well
+        self.stalled_at = 0.0  # since when the client does not keep up; 0: it does
+        self.first_token_at: float | None = None  # of an answer that the router writes
+        self.answered: Attempt | None = None  # whose answer the client has, all of it
+        self.observing: Attempt | None = None  # whose passing tokens are noted
+        self._tried: tuple[str, ...] = ()
+        self._waits_at: Engine | None = None  # between two slices, for a client that does not keep up
+        self._acts: list[Act] = []
+
+    # -- events of the router --------------------------------------------------------------------------------
+
+    def placed(self, now: float) -> list[Act]:
+        """The request begins at the instance of its decision."""
+        name = self.decision.instance
+        if self.pool.cuts:
+            self._open(name, now, Event.PLACED)
+        else:
+            self._send(own_request.step(self, self.pool.engines[name], now), Event.PLACED)
+        return self._out()
+
+    def migrate(self, target: Engine, now: float) -> tuple[bool, list[Act]]:
+        """A rebalancer wants it moved; whether the migration began, or is done."""
+        began = self._migrate(target, now)
+        return began, self._out()
+
+    def tick(self, now: float) -> list[Act]:
+        """Time has passed: ends what takes too long, attempts apart, which have their own deadlines."""
+        if self.state is State.DONE:
+            return []
+        limits = self.rules.timeouts
+        if limits.request is not None and now - self.asked.started > limits.request:
+            # No engine is to blame.
+            self.reason = f"the request took longer than {limits.request:g} s (timeouts.request)"
+            self._end_with(ApiError(504, self.reason, code="timeout"), Event.ABORTED, "timeout")
+        elif self.main is None and self.side is None and self._waits_at is None:
+            log.error("a request was left without an engine", decision=self.label)
+            self.reason = "no engine was at work on it"
+            self._end_with(ApiError(500, FAILED), Event.ABORTED)
+        elif self.stalled_at and now - self.stalled_at > limits.slow_client:
+            self._leave("the client does not read")
+            self._acts.append(Action.ABORT_CLIENT)
+        return self._out()
+
+    def woken(self, now: float) -> list[Act]:
+        """What `Wake` asked for: a prefix fetch is waited for no more."""
+        if self.fetch is not None:
+            self._acts.append(Action.CANCEL_SIDE)
+            self._fetched(self.fetch, "late", now)
+        return self._out()
+
+    # -- events of attempts ----------------------------------------------------------------------------------
+
+    def sent(self, attempt: Attempt, now: float) -> None:
+        """A step was written to its engine."""
+        step = attempt.step
+        if step.told_to_router:
+            self.ticket.sent(now)
+        if step.carries_kv:
+            migration = self.migration
+            kv = migration.kv if step is self.side and migration is not None else self.transfer()
+            kv.sent()
+
+    def ready(self, attempt: Attempt, flags: int, now: float) -> list[Act]:
+        """An answer for the client is worth committing to."""
+        step, reader = attempt.step, attempt.reader
+        if step is not self.main:
+            return []
+        status, code, statuses = reader.status, reader.error_code, self.rules.statuses
+        if status in statuses:
+            self._lose(step, "status", f"status {status}{attempt.error_words()}", now)
+            return self._out()
+        if status == 200 and reader.event_stream:
+            if flags & ENGINE_ERROR and code in statuses:
+                self._lose(step, "status", f"error {code} as the first event", now)
+                return self._out()
+            if flags & INCOMPLETE and not reader.tokens:
+                self._lose(step, "reset", "the stream ended without a token", now)
+                return self._out()
+        if step.carries_kv and self.transfer().broke(status, code):
+            self._resend(step.engine, now)
+        elif step.merges and flags & ENGINE_ERROR and not reader.tokens:
+            self._lose(step, "status", f"error {code} as the first event", now)
+        elif step.checks_prompt and status == 200 and (why := _mismatch(self, reader.observed_prompt)):
+            self._other_prompt(step.engine, why)
+            self._resend(step.engine, now)
+        elif step.reader is Reader.PASS:
+            self._commit(attempt)
+        else:
+            self._acts.append(Action.COMMIT)
+        return self._out()
+
+    def events(self, attempt: Attempt, events: list[bytes], now: float) -> list[Act]:
+        """Events of a stream that is merged: their data, or a comment's line."""
+        step = attempt.step
+        try:
+            for data in events:
+                if step is not self.main:
+                    break
+                if data.startswith(b":"):
+                    self._begin_stream()
+                    self._acts.append(Write(data + b"\n\n"))
+                else:
+                    self._take_event(step, data, now)
+        except MergeError as error:
+            self._lose(step, "reset", str(error), now)
+        return self._out()
+
+    def unseen(self, attempt: Attempt) -> list[Act]:
+        """The tokens that pass are no longer noted: the request stays where it is."""
+        step = attempt.step
+        if step is self.main:
+            self.pool.not_joinable(self.asked.path, f"{step.engine.name}: {attempt.reader.unseen}")
+            self._not_movable()
+        return self._out()
+
+    def ended(self, attempt: Attempt, now: float) -> list[Act]:
+        """An answer is whole."""
+        step = attempt.step
+        if step is self.main:
+            self.main = None
+            if not step.for_client:
+                self._answered(attempt, now)
+            elif step.reader is Reader.PASS:
+                self._passed(attempt)
+            else:
+                self._whole(attempt, now)
+        elif step is self.side:
+            self.side = None
+            if self.fetch is not None:
+                self._fetch_answered(self.fetch, attempt, now)
+            elif self.migration is not None:
+                self._migration_answered(self.migration, attempt, now)
+            else:
+                self._prefilled(attempt, now)
+        return self._out()
+
+    def failed(self, attempt: Attempt, kind: str, reason: str, now: float) -> list[Act]:
+        """An attempt failed; its engine is given up for it."""
+        step = attempt.step
+        if step is self.main:
+            self._failed(step.engine, kind, reason, now)
+        elif step is self.side:
+            self.side = None
+            if self.fetch is not None:
+                step.engine.failed(kind, reason)
+                self._fetched(self.fetch, "holder_failed", now)
+            elif self.migration is not None:
+                self._migration_failed(self.migration, step.engine, kind, reason, now)
+            elif not self.committed:
+                self._retry(step.engine, kind, reason, now)
+        return self._out()
+
+    def stale(self, attempt: Attempt, now: float, *, late: bool) -> list[Act]:
+        """A step with a KV transfer could not be sent, or perhaps was: it is sent again without."""
+        step, migration = attempt.step, self.migration
+        if step is self.main and self.kv is not None:
+            self.kv.too_late() if late else self.kv.spend()
+            self._resend(step.engine, now)
+        elif step is self.side and migration is not None:
+            migration.kv.too_late() if late else migration.kv.spend()
+            self._send_beside(migration.warm(now))
+        return self._out()
+
+    # -- events of the client and the server -----------------------------------------------------------------
+
+    def client_slow(self, now: float) -> list[Act]:
+        """The client does not keep up."""
+        self.stalled_at = now
+        self._acts.append(Action.PAUSE)
+        return self._out()
+
+    def client_ready(self, now: float) -> list[Act]:
+        """The client caught up."""
+        self.stalled_at = 0.0
+        self._acts.append(Action.RESUME)
+        engine, self._waits_at = self._waits_at, None
+        if engine is not None:
+            self._next_slice(engine, now, Event.CAUGHT_UP)
+        return self._out()
+
+    def leave(self, reason: str, error: ApiError | None = None) -> list[Act]:
+        """Ends the request in the middle, unless it has ended; `error`: for a client that has nothing."""
+        self._leave(reason, error)
+        return self._out()
+
+    def stop(self) -> list[Act]:
+        """The server stops."""
+        error = ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
+        if self.committed and self.state is not State.DONE:
+            self._acts.append(BreakOff(ApiError(503, STOPPING, code="shutting_down")))
+        self._leave(STOPPING, None if self.committed else error)
+        return self._out()
+
+    # -- what is known of it ---------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """Of its routing decision."""
+        return self.pool.decision_label(self.decision.id, self.asked.tenant)
+
+    @property
+    def answering(self) -> str:
+        """Name of the engine that answers now, or next."""
+        if self.main is not None and self.main.for_client:
+            return self.main.engine.name
+        if self.migration is not None:
+            return self.ticket.instance
+        return self.ticket.next_instance or self.ticket.instance
+
+    @property
+    def prefilled_at(self) -> str | None:
+        """Name of the engine that computed the first tokens, where another goes on."""
+        engine = self.first or (self.kv.source if self.kv is not None else None)
+        return engine.name if engine is not None else None
+
+    # -- where it runs ---------------------------------------------------------------------------------------
+
+    def _open(self, name: str, now: float, event: Event) -> None:
+        """Sends the segment that is open to its engine; the ticket says which of the plan's it is."""
+        engine = self.pool.engines[name]
+        self.told = False
+        if not (self.may_fetch and not self.begun and self.ticket.pull is not None):
+            self._send_open(engine, now, event)
+        elif (why := (fetch := PrefixFetch(self, engine, now)).why_not()) is not None:
+            self._fetch_over(fetch, why, now)
+            self._send_open(engine, now, event)
+        else:
+            self.fetch = fetch
+            self._enter(event, State.FETCHING)
+            self._send_beside(fetch.step(self))
+            self._acts.append(Wake(fetch.patience_seconds(self)))
+
+    def _send_open(self, engine: Engine, now: float, event: Event) -> None:
+        """Sends the open segment, or the next slice of it, or the same once more."""
+        ticket = self.ticket
+        self.in_slices = False
+        if ticket.follows:
+            if self.unmergeable:
+                self._go_on(None, None, now, event)
+            elif self.transcript is None and (self.call is None or engine.role == "prefill"):
+                self._send_prefill(engine, now, event)
+            else:
+                to_token, following = ticket.to_token, self.pool.engines.get(ticket.next_instance or "")
+                assert to_token is not None  # as another segment follows
+                self._send(split.segment(self, engine, to_token, following, now), event)
+        elif engine.connector is not None and engine.connector.at_once:
+            self._send_second(engine, event)
+        else:
+            if not ticket.from_token:
+                self.first = self.paired = None
+            if sliced.applies(self, engine):
+                self.in_slices = True
+                step = sliced.piece(self, engine, now)
+                self.slice_tokens = step.tokens
+            elif self.begun and not self.unmergeable:
+                step = split.rest(self, engine, now)
+            else:
+                step = own_request.step(self, engine, now)
+            self._send(step, event)
+
+    def _send_prefill(self, engine: Engine, now: float, event: Event) -> None:
+        self.first, self.paired = engine, None
+        at_once = engine.connector is not None and engine.connector.at_once
+        try:
+            if not at_once:
+                self._send(prefill_decode.prefill(self, engine, now), event)
+                return
+            body = prefill_decode.first_body(self, engine)
+        except HandoverError as error:
+            if at_once:
+                what = f"{self.pool.name} is served by prefill and decode engines: {error}"
+                self._end_with(bad(what), event)
+            else:
+                self.transfer().recompute("not_cut", str(error))
+                self._go_on(None, None, now, event)
+            return
+        self.paired = body
+        second = self.pool.engines.get(self.ticket.next_instance or "")
+        if second is None:
+            self._go_on(None, None, now, event)
+        else:
+            self._send_pair(engine, second, body, event, opens=True)
+
+    def _send_second(self, engine: Engine, event: Event) -> None:
+        """The second of two steps that run at once; it may be at work already."""
+        first = self.first
+        if first is None or not self.ticket.from_token:
+            why = "only engines for halves of requests (prefill or decode) of one kind are usable"
+            message = f"{self.pool.name}: {why}"
+            self._end_with(ApiError(503, message, engines=engine.name, code="no_engine"), event)
+            return
+        if self.main is not None and self.main.engine is engine:
+            return
+        # Another engine: it needs the prompt to be computed again.
+        self._drop_attempts()
+        try:
+            self.paired = prefill_decode.first_body(self, first)
+        except HandoverError:
+            self._end_with(ApiError(502, "no engine could answer", code="reset"), event)
+            return
+        self._send_pair(first, engine, self.paired, event, opens=False)
+
+    def _send_pair(self, first: Engine, second: Engine, body: bytes, event: Event, *, opens: bool) -> None:
+        prefill, decode = prefill_decode.pair(self, first, second, body, opens=opens)
+        self._send_beside(prefill)
+        self._send(decode, event)
+
+    def _send(self, step: Step, event: Event) -> None:
+        """Has the open segment run."""
+        self.main = step
+        state = State.AWAITING if step.for_client else State.INTERNAL
+        if (event is Event.FAILED and (self.begun or self.state is State.STREAMING)) or (
+            event is Event.RESENT and self.state is State.RESUMING
+        ):
+            state = State.RESUMING
+        self._enter(event, state)
+        if (
+            self.mover is not None
+            and self.handle is not None
+            and (step.observed or step.merges or self.in_slices)
+        ):
+            self.mover.running[self.ticket.id] = self.handle
+        self._acts.append(step)
+
+    def _send_beside(self, step: Step) -> None:
+        self.side = step
+        self._acts.append(step)
+
+    def _resend(self, engine: Engine, now: float) -> None:
+        """Sends the open segment to its engine once more, without a KV transfer that it could not use."""
+        self._drop_attempts()
+        self._send_open(engine, now, Event.RESENT)
+
+    def _go_on(self, prompt: int | None, cached: int | None, now: float, event: Event) -> None:
+        """The open segment is over: on to the next."""
+        try:
+            following = self.ticket.finished(prompt_tokens=prompt, cached_tokens=cached)
+        except NoInstanceError as error:
+            self._end_with(self.pool.no_engine_error(error), event)
+            return
+        assert following is not None  # another segment follows
+        self._open(following, now, event)
+
+    # -- prefix fetch ----------------------------------------------------------------------------------------
+
+    def _fetch_answered(self, fetch: PrefixFetch, attempt: Attempt, now: float) -> None:
+        if attempt.reader.status != 200:
+            outcome = "refused"
+        else:
+            fetch.kv.accept(attempt.step.engine, bytes(attempt.answer), fetch.tokens, now)
+            outcome = "pulled" if fetch.kv.there else "missing"
+        self._fetched(fetch, outcome, now)
+
+    def _fetched(self, fetch: PrefixFetch, outcome: str, now: float) -> None:
+        """It is over, and the request goes to its engine now."""
+        self._acts.append(Wake(None))
+        self.side = None
+        self._fetch_over(fetch, outcome, now)
+        if fetch.target.pool is self.pool:
+            self._send_open(fetch.target, now, Event.FETCHED)
+        else:
+            self._retry(fetch.target, "refused", "it was taken out", now)
+
+    def _fetch_over(self, fetch: PrefixFetch, outcome: str, now: float) -> None:
+        """Tells the router what came."""
+        self.fetch = None
+        came = fetch.tokens - fetch.from_token if outcome == "pulled" else 0
+        # No engine tells how long it fetches: that much is as the configuration says, the rest was seen.
+        seconds = now - fetch.began + came * self.pool.transfer_seconds_per_token
+        self.ticket.pulled(came, seconds, now)
+        self.kv = None
+        if came:
+            self.kv = fetch.kv
+            self.kv.tokens = fetch.tokens
+        self.pool.pull_outcomes[outcome] += 1
+        if not came:
+            holder = fetch.holder.name if fetch.holder else None
+            log.debug("nothing is pulled", model=self.pool.name, holder=holder, why=outcome)
+
+    # -- answers for the router ------------------------------------------------------------------------------
+
+    def _answered(self, attempt: Attempt, now: float) -> None:
+        """The open segment's answer, which the client does not get as it is."""
+        step, engine, status = attempt.step, attempt.step.engine, attempt.reader.status
+        kv = self.transfer()
+        if status != 200:
+            if status not in self.rules.statuses and step.carries_kv and kv.broke(status, None):
+                self._resend(engine, now)
+            elif self.told and status in self.rules.statuses:
+                self._failed(engine, "status", f"status {status}{attempt.error_words()}", now)
+            else:
+                self._refused(attempt, now)
+            return
+        body = bytes(attempt.answer)
+        if step.checks_prompt and (why := self._prompt_differs(body)):
+            self._other_prompt(engine, why)
+            self._resend(engine, now)
+        elif self.in_slices:
+            self._slice_answered(attempt, body, now)
+        else:
+            self._segment_answered(attempt, body, now)
+
+    def _segment_answered(self, attempt: Attempt, body: bytes, now: float) -> None:
+        step, engine = attempt.step, attempt.step.engine
+        prompt, cached = usage_of(body)
+        kv, made = self.transfer(), None
+        kv.begin(engine)
+        kv.tokens = step.ends_at - step.keeps_last if step.ends_at else WHOLE_PROMPT
+        transcript = self.transcript
+        told_tokens: int | None = None
+        if step.ends_at and transcript is not None:
+            # Of a prompt that the engine made tokens of itself, it knows the number.
+            counted = step.ends_at != len(transcript.prompt)
+            if step.ends_at > len(transcript.prompt):
+                try:
+                    answer = object_of(body)
+                    transcript.cached = _cached(answer) or transcript.cached
+                    made = transcript.take(answer, step.tokens, whole=step.keeps_last)
+                except MergeError as error:
+                    if not self._unmerged(engine, error, now):
+                        return
+            if made is not None and made.finish is not None:
+                self._end_merged(made, now, Event.ANSWERED, ended=True)
+                return
+            tokens = min(step.ends_at, len(transcript.prompt) + len(transcript.made)) - step.keeps_last
+            told_tokens = tokens if counted else None
+        if not self.unmergeable and (not step.ends_at or engine.connector is not None):
+            kv.accept(engine, body, told_tokens, now)
+        if made is not None:
+            self._tell(made, now)
+            if transcript is not None and len(made.ids) == len(transcript.made) == 1:
+                self.ticket.first_token(now)
+        self._go_on(prompt, cached, now, Event.ANSWERED)
+
+    def _prefilled(self, attempt: Attempt, now: float) -> None:
+        """The first of two steps that run at once has its answer."""
+        if self.committed:
+            return  # the answer is on its way
+        if attempt.reader.status != 200:
+            self._refused(attempt, now)
+        elif self.ticket.follows:  # else the second's first token was here before
+            self._go_on(*usage_of(bytes(attempt.answer)), now, Event.ANSWERED)
+
+    def _slice_answered(self, attempt: Attempt, body: bytes, now: float) -> None:
+        step, engine, mover, transcript = attempt.step, attempt.step.engine, self.mover, self.merged()
+        assert mover is not None  # else it does not run in slices
+        try:
+            answer = object_of(body)
+            transcript.cached = transcript.cached or _cached(answer)
+            made = transcript.take(answer, step.tokens, whole=True)
+        except MergeError as error:
+            if error.failed:
+                self._failed(engine, "reset", str(error), now)
+            elif self._unmerged(engine, error, now):
+                self._resend(engine, now)
+            return
+        if made.ids:
+            kv = self.kv
+            if not self.told:
+                self.ticket.first_token(now)
+                if self.slice_fetches and kv is not None and kv.used:
+                    mover.fetched(self.total, now - self.last_slice_at)
+            elif self.slice_tokens > 1:
+                self.slice_rate = (now - attempt.started) / self.slice_tokens
+            if more := len(made.ids) - (not self.told):
+                self.ticket.tokens(more, now)
+            self.told = True
+        if made.finish is not None:
+            self._end_merged(made, now, Event.ANSWERED, ended=False)
+            return
+        self._tell(made, now)
+        self.last_slice_at = now
+        self._next_slice(engine, now, Event.ANSWERED)
+
+    def _next_slice(self, engine: Engine, now: float, event: Event) -> None:
+        """The next slice, where the last was; or the migration that waits for this moment."""
+        migration = self.migration
+        if self.stalled_at:
+            self._waits_at = engine
+            self._enter(event, State.BETWEEN)
+        elif migration is None:
+            self._send_open(engine, now, event)
+        elif migration.fetches and engine is migration.source:
+            self._enter(event, State.BETWEEN)
+            self._send_beside(migration.hold())
+        elif not self._change_over(migration, now, event):
+            self._send_open(engine, now, event)
+
+    def _unmerged(self, engine: Engine, error: MergeError, now: float) -> bool:
+        """The answer so far cannot be merged with what would follow: whether all of it is to be asked for
+        anew, where the next segment was to go. It cannot be where somebody has seen some of it."""
+        if self.committed:
+            self._resume(engine, "reset", str(error), now)
+        elif error.failed:
+            self._retry(engine, "reset", str(error), now)
+        else:
+            self.unmergeable = True
+            self.pool.not_joinable(self.asked.path, f"{engine.name}: {error}")
+        return self.unmergeable
+
+    def _prompt_differs(self, body: bytes) -> str | None:
+        try:
+            return other_tokens(self.prompt, object_of(body))
+        except MergeError as error:
+            return str(error)
+
+    def _other_prompt(self, engine: Engine, why: str) -> None:
+        """What was handed over is the cache of another prompt: the step is to be sent once more, without."""
+        self.pool.not_joinable(self.asked.path, f"{engine.name}: {why}")
+        kv = self.transfer()
+        kv.useless("other_tokens", why)
+        kv.tokens = 0
+
+    # -- answers for the client ------------------------------------------------------------------------------
+
+    def _commit(self, attempt: Attempt) -> None:
+        """An engine's answer passes to the client from now on."""
+        self._enter(Event.READY, State.STREAMING)
+        self.committed = self.told = True
+        self.status = attempt.reader.status
+        self.body = b""
+        self.answered = attempt
+        self.observing = None
+        if attempt.step.observed and self.mover is not None:
+            # The tokens that pass are noted beside it; what it took to send them is no longer needed.
+            self.merged().forget_prompt()
+            self.observing = attempt
+        self.call = None
+        self._acts.append(Action.COMMIT)
+
+    def _passed(self, attempt: Attempt) -> None:
+        """It has passed to its end."""
+        if attempt.error or self.status >= 400 or attempt.reader.aborted:
+            self._finish(Event.ENDED, "engine_error")
+            return
+        if self.paired is None or self._second_ended():
+            attempt.finish_ticket()
+        self._finish(Event.ENDED)
+
+    def _second_ended(self) -> bool:
+        """The second of two steps that run at once ended well; whether the ticket is still open.
+
+        This may come before the first's answer. Then the first segment is over, too; if all engines were
+        removed meanwhile, that closes the ticket.
+        """
+        if self.ticket.follows:
+            with contextlib.suppress(NoInstanceError):
+                self.ticket.finished()
+        return self.ticket.open
+
+    def _whole(self, attempt: Attempt, now: float) -> None:
+        """An answer for the client that was read here is whole."""
+        step, engine, status = attempt.step, attempt.step.engine, attempt.reader.status
+        if status != 200:
+            broke = step.carries_kv and status not in self.rules.statuses
+            if broke and self.transfer().broke(status, None):
+                self._resend(engine, now)
+            else:
+                self._refused(attempt, now)
+        elif step.reader is Reader.EVENTS:
+            self._end_merged(None, now, Event.ENDED, ended=False)
+        elif step.merges:
+            try:
+                made = self.merged().take(object_of(bytes(attempt.answer)), UNBOUNDED)
+            except MergeError as error:
+                self._retry(engine, "reset", str(error), now)
+            else:
+                self._end_merged(made, now, Event.ENDED, ended=False)
+        else:
+            self._forward(attempt, now)
+
+    def _forward(self, attempt: Attempt, now: float) -> None:
+        """Gives the client a whole answer, without what is the router's."""
+        step, engine = attempt.step, attempt.step.engine
+        try:
+            answer = orjson.loads(attempt.answer)
+            choices = answer["choices"]
+        except (orjson.JSONDecodeError, TypeError, KeyError) as error:
+            self._retry(engine, "reset", f"its answer has no choices: {error}", now)
+            return
+        if attempt.reader.aborted:
+            self._retry(engine, "reset", "its answer was aborted", now)
+        elif step.checks_prompt and (why := other_tokens(self.prompt, answer)):
+            self._other_prompt(engine, why)
+            self._resend(engine, now)
+        else:
+            self.answered = attempt
+            body = _stripped(answer, choices, step.hides_ids)
+            self._begin(b"application/json", len(body), engine.name)
+            self._acts.append(Write(body, last=True))
+            attempt.finish_ticket()
+            self._finish(Event.ENDED)
+
+    def _take_event(self, step: Step, data: bytes, now: float) -> None:
+        """An event of a stream that is merged. Raises MergeError."""
+        try:
+            event: dict[str, Any] = orjson.loads(data)
+            if "error" in event:
+                said = (event["error"] or {}).get("message", "it says no more")
+                self._lose(step, "engine_error", str(said), now)
+                return
+            choices = event["choices"]
+        except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+            raise MergeError(f"an event of the stream is not a completion's: {error}") from None
+        for choice in choices:
+            finish = choice.get("finish_reason")
+            if finish in ("abort", "error"):
+                self._lose(step, "engine_error", f"it ended with finish_reason {finish}", now)
+                return
+        for choice in choices:
+            made = self.merged().more(choice)
+            if not self.told:
+                self.told = True
+                self._enter(Event.READY, State.STREAMING)
+            self._tell(made, now)
+
+    def _tell(self, made: Made, now: float) -> None:
+        """Gives the client what was added, where it streams."""
+        if not self.stream:
+            return
+        transcript = self.merged()
+        opening = b"" if self.committed else transcript.opening()
+        self._begin_stream()
+        if made.ids and self.first_token_at is None:
+            self.first_token_at = now
+        self._acts.append(Write(opening + transcript.chunk(made)))
+
+    def _begin_stream(self) -> None:
+        if not self.committed:
+            self._begin(b"text/event-stream; charset=utf-8", None, self.answering)
+
+    def _begin(self, kind: bytes, length: int | None, engine: str) -> None:
+        self.committed = True
+        self.status = 200
+        self.body = b""
+        self._acts.append(Begin(kind, length, engine))
+
+    def _end_merged(self, made: Made | None, now: float, event: Event, *, ended: bool) -> None:
+        """The merged answer is whole; `ended`: inside its open segment, whatever was to follow."""
+        transcript = self.merged()
+        if self.stream:
+            if made is not None:
+                self._tell(made, now)
+            self._begin_stream()
+            self._acts.append(Write(transcript.closing(), last=True))
+        else:
+            assert made is not None
+            answer = transcript.answer(made)
+            self._begin(b"application/json", len(answer), self.answering)
+            self._acts.append(Write(answer, last=True))
+        close = self.ticket.ended if ended else self.ticket.finished
+        close(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.made))
+        self._finish(event)
+
+    # -- migration -------------------------------------------------------------------------------------------
+
+    def _migrate(self, target: Engine, now: float) -> bool:
+        mover = self.mover
+        assert mover is not None  # who asks for it
+        if self.state is not State.STREAMING and not self.in_slices:
+            return self._count("not_movable")
+        migration, transcript = Migration(self, mover, target), self.merged()
+        try:
+            self._observe()
+            if transcript.over:
+                return self._count("ended")
+            if migration.gap_too_long():
+                return self._count("long_gap")
+            transcript.catch_up()
+            self.ticket.begin_move(target.name, recompute=migration.recomputes)
+        except MergeError as error:
+            self.pool.not_joinable(self.asked.path, str(error))
+            return self._count("not_joinable")
+        except TicketError as error:
+            log.debug("cannot move", model=self.pool.name, reason=str(error))
+            return self._count("not_movable")
+        self.migration = migration
+        mover.moves.add(migration)
+        if self.in_slices:
+            return True  # when the slice that runs is over
+        if not migration.ahead:
+            return self._change_over(migration, now, Event.MOVED)
+        self._send_beside(migration.hold() if migration.fetches else migration.warm(now))
+        return True
+
+    def _migration_answered(self, migration: Migration, attempt: Attempt, now: float) -> None:
+        """An engine did what a migration asked of it, or refused."""
+        engine, status = attempt.step.engine, attempt.reader.status
+        body = bytes(attempt.answer)
+        if migration.phase is Phase.HOLDING:
+            if status == 200:
+                migration.kv.accept(engine, body, migration.sent_tokens, now)
+            else:
+                migration.kv.recompute("missing", f"status {status}")
+            self._held(migration, now)
+        elif status != 200 and status not in self.rules.statuses and migration.kv.broke(status, None):
+            self._send_beside(migration.warm(now))
+        elif status != 200:
+            self._stays(migration, "target_refused")
+        else:
+            try:
+                self._observe()
+            except MergeError as error:
+                self.pool.not_joinable(self.asked.path, str(error))
+                self._stays(migration, "not_joinable")
+                return
+            if migration.left_seconds(body, now - attempt.started) > migration.mover.max_gap_seconds:
+                self._stays(migration, "long_gap")
+            else:
+                self._change_over(migration, now, Event.MOVED)
+
+    def _migration_failed(
+        self, migration: Migration, engine: Engine, kind: str, reason: str, now: float
+    ) -> None:
+        """An engine failed: nothing has happened, where a stream runs on."""
+        holding = migration.phase is Phase.HOLDING
+        if holding and self.in_slices:
+            self._resume(engine, kind, reason, now)
+            return
+        if kind != "status":
+            engine.failed(kind, reason)
+        if holding:
+            migration.kv.recompute("missing", reason)
+            self._send_beside(migration.warm(now))
+        else:
+            self._stays(migration, "target_failed")
+
+    def _held(self, migration: Migration, now: float) -> None:
+        """The source holds what there is for the target, or does not."""
+        source = migration.source
+        if not self.in_slices:
+            self._send_beside(migration.warm(now))
+            return
+        assert source is not None
+        if not migration.held_in_time():
+            self._stays(migration, "long_gap")
+        elif self._change_over(migration, now, Event.MOVED):
+            return
+        self._next_slice(source, now, Event.HELD)
+
+    def _observe(self) -> None:
+        """Takes what was noted of the stream that passes. Raises MergeError."""
+        if self.observing is not None:
+            self.merged().observe(self.observing.reader)
+
+    def _change_over(self, migration: Migration, now: float, event: Event, outcome: str = "moved") -> bool:
+        """What runs is closed where it is, and what is left of it goes to the engine that was booked; whether
+        it did, or the request has ended."""
+        target, transcript = migration.target, self.merged()
+        try:
+            self._observe()
+            if transcript.over:
+                return self._stays(migration, "ended")
+            if target.pool is not self.pool or not target.healthy or target.held:
+                return self._stays(migration, "target_gone")
+            transcript.catch_up()
+        except MergeError as error:
+            self.pool.not_joinable(self.asked.path, str(error))
+            return self._stays(migration, "not_joinable")
+        self._end_migration()
+        self._drop_attempts()
+        if self.answered is not None:
+            # From here on the router writes the answer.
+            self.first_token_at = self.answered.reader.first_token_at
+            self.answered = self.observing = None
+        self.kv = migration.kv if migration.kv.there else None
+        if self.kv is not None:
+            self.kv.tokens = self.total
+        self.slice_fetches = self.kv is not None
+        try:
+            following = self.ticket.moved()
+        except NoInstanceError as error:
+            self._count("no_instance")
+            self._end_with(self.pool.no_engine_error(error), event)
+            return True
+        self._open(following, now, event)
+        self._count(outcome)
+        return True
+
+    def _switch_now(self, migration: Migration, now: float) -> bool:
+        """The source has failed: the target goes on now, however far it is. Whether it could be done."""
+        self._end_migration()
+        migration.kv.forget("source_failed", "the engine that computed the tokens has failed")
+        try:
+            self.ticket.cancel_move()
+            self.ticket.begin_move(migration.target.name, recompute=True)
+        except TicketError:
+            return self._count("not_movable")
+        except UnknownNameError:  # removed since the migration began
+            return self._count("target_gone")
+        return self._change_over(migration, now, Event.FAILED, "source_failed")
+
+    def _stays(self, migration: Migration, outcome: str) -> bool:
+        """The source runs on; False."""
+        self._end_migration()
+        if self.ticket.open:
+            self.ticket.cancel_move()
+        return self._count(outcome)
+
+    def _end_migration(self) -> None:
+        migration, self.migration = self.migration, None
+        if migration is not None:
+            migration.mover.moves.discard(migration)
+        if self.side is not None:
+            self.side = None
+            self._acts.append(Action.CANCEL_SIDE)
+
+    def _not_movable(self) -> None:
+        if self.mover is not None:
+            self.mover.running.pop(self.ticket.id, None)
+
+    def _count(self, outcome: str) -> bool:
+        """Counts what came of a migration; False, as most of that is that nothing moves."""
+        assert self.mover is not None
+        self.mover.outcomes[outcome] += 1
+        return False
+
+    # -- how it fails ----------------------------------------------------------------------------------------
+
+    def _lose(self, step: Step, kind: str, reason: str, now: float) -> None:
+        """An attempt that still runs is of no use."""
+        self._drop_main()
+        self._failed(step.engine, kind, reason, now)
+
+    def _failed(self, engine: Engine, kind: str, reason: str, now: float) -> None:
+        """The open segment's attempt is lost."""
+        self.main = None
+        if self.told:
+            self._resume(engine, kind, reason, now)
+        else:
+            self._retry(engine, "reset" if kind == "engine_error" else kind, reason, now)
+
+    def _retry(self, engine: Engine, kind: str, reason: str, now: float) -> None:
+        """The open segment has told nothing: to the next engine, where one is left."""
+        self._abandon()
+        if self._record(engine, kind, reason):
+            following = failover.next_engine(self, engine, kind)
+            if following is not None:
+                self._open(following, now, Event.FAILED)
+                return
+        self._give_up(engine, kind, reason)
+
+    def _resume(self, engine: Engine, kind: str, reason: str, now: float) -> None:
+        """An engine was lost that had told some of the answer. Where its tokens are known and the request may
+        move, another goes on: the target of a migration that has begun, or whom the router chooses."""
+        mover, migration = self.mover, self.migration
+        movable = mover is not None and self.ticket.id in mover.running
+        if self._record(engine, "reset" if kind == "engine_error" else kind, reason) and movable:
+            assert mover is not None
+            other = failover.elsewhere(self)
+            if migration is not None and self._switch_now(migration, now):
+                return
+            if other is not None and self._switch_now(Migration(self, mover, other), now):
+                return
+        self._give_up(engine, kind, reason)
+
+    def _record(self, engine: Engine, kind: str, reason: str) -> bool:
+        """Notes that an attempt failed; whether there may be another."""
+        self.reason = reason
+        if kind != "status":
+            engine.failed(kind, reason)
+        self._tried += (f"{engine.name}: {reason}",)
+        return kind in self.rules.failures and len(self._tried) < self.rules.attempts
+
+    def _refused(self, attempt: Attempt, now: float) -> None:
+        """An engine answered with an error."""
+        engine, status = attempt.step.engine, attempt.reader.status
+        if status in self.rules.statuses or self.committed:
+            self._retry(engine, "status", f"status {status}{attempt.error_words()}", now)
+        else:
+            self._end_with(EngineRefusal(status, bytes(attempt.answer)), Event.FAILED)
+
+    def _give_up(self, engine: Engine, kind: str, reason: str) -> None:
+        """Nobody answers, or goes on."""
+        if self.committed:
+            broke = "the engine's answer broke off"
+            self._acts.append(BreakOff(ApiError(502, broke, engines=f"{engine.name}: {reason}", code=kind)))
+            self.reason = reason
+            self._finish(Event.FAILED, kind)
+            return
+        headers = {"x-lmetric-decision": self.label}
+        if STATUSES[kind] == 503:
+            headers["retry-after"] = "1"
+        message = "no engine could answer"
+        if kind == "resources":
+            message = "the router cannot open a connection to an engine"
+        tried = "; ".join(self._tried)
+        error = ApiError(STATUSES[kind], message, engines=tried, code=kind, headers=headers)
+        self._finish(Event.FAILED, kind, error)
+
+    def _end_with(self, error: ApiError, event: Event, failure: str = "engine_error") -> None:
+        """Ends with an error."""
+        if self.committed:
+            self._acts.append(BreakOff(error))
+        self._finish(event, failure, None if self.committed else error)
+
+    def _leave(self, reason: str, error: ApiError | None = None) -> None:
+        if self.state is State.DONE:
+            return
+        self.reason = reason
+        self.close_client = True
+        self._finish(Event.ABORTED, "cancelled", error)
+
+    def _finish(self, event: Event, failure: str | None = None, error: ApiError | None = None) -> None:
+        """The one end: closes every attempt, and the ticket where it is open (`failure`: as what)."""
+        self._enter(event, State.DONE)
+        self._abandon()
+        self._waits_at = None
+        if failure is not None and self.ticket.open:
+            self.ticket.failed(failure, retry=False)
+        self._acts.append(Finish(error))
+
+    def _abandon(self) -> None:
+        """Gives up what is on its way, and what was begun beside it."""
+        if self.mover is not None:
+            self.mover.running.pop(self.ticket.id, None)
+            if self.migration is not None:
+                self._stays(self.migration, "ended")
+        if self.fetch is not None:
+            self.fetch = None
+            self.pool.pull_outcomes["ended"] += 1
+            self._acts.append(Wake(None))
+        self._drop_attempts()
+
+    def _drop_attempts(self) -> None:
+        if self.main is not None or self.side is not None:
+            self.main = self.side = None
+            self._acts.append(Action.CANCEL)
+
+    def _drop_main(self) -> None:
+        self.main = None
+        self._acts.append(Action.CANCEL_MAIN)
+
+    def _enter(self, event: Event, state: State) -> None:
+        if state not in TRANSITIONS[self.state, event]:
+            raise AssertionError(f"{event.name} in {self.state.name} does not lead to {state.name}")
+        self.state = state
+
+    def _out(self) -> list[Act]:
+        acts, self._acts = self._acts, []
+        return acts
+
+
+def _mismatch(p: Progress, prompt: Any) -> str | None:
+    """Why a chat is not the prompt whose cache its engine has fetched, going by what that tells of it."""
+    told = [] if prompt is None else prompt.tolist()
+    return other_tokens(p.prompt, {"prompt_token_ids": told})
+
+
+def _cached(answer: dict[str, Any]) -> Any:
+    return (answer.get("usage") or {}).get("prompt_tokens_details")
+
+
+def _stripped(answer: dict[str, Any], choices: list[Any], hides_ids: bool) -> bytes:
+    """Without what only the router asked for: null, as vLLM says it to who does not ask."""
+    if hides_ids:
+        names = ("prompt_token_ids", "token_ids")
+        for part in (answer, *choices):
+            part |= {name: None for name in names if name in part}
+    if "kv_transfer_params" in answer:
+        answer["kv_transfer_params"] = None
+    return orjson.dumps(answer)

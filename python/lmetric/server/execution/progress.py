@@ -1,0 +1,156 @@
+"""What is known of a request while it runs. The executor writes it; planners read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lmetric._core import Decision, Ticket
+from lmetric.engines.handover import CHAT
+from lmetric.server.api.request import ParsedRequest
+from lmetric.server.execution.exchange import ClientRequest, Rules
+from lmetric.server.execution.transcript import Transcript
+from lmetric.server.execution.transfer import KvTransfer
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.pool import Pool
+from lmetric.tokens import Tokens
+
+
+class Progress:
+    """One request: what its client asked for, its ticket, and what its engines have said so far."""
+
+    __slots__ = (
+        "asked",
+        "body",
+        "call",
+        "decision",
+        "encoder",
+        "first",
+        "in_slices",
+        "kv",
+        "last_slice_at",
+        "may_fetch",
+        "mover",
+        "paired",
+        "pool",
+        "resumed",
+        "rules",
+        "slice_fetches",
+        "slice_rate",
+        "slice_tokens",
+        "stream",
+        "ticket",
+        "told",
+        "transcript",
+        "unmergeable",
+    )
+
+    def __init__(
+        self,
+        rules: Rules,
+        asked: ClientRequest,
+        pool: Pool,
+        decision: Decision,
+        ticket: Ticket,
+        body: bytes,
+        stream: bool,
+        call: ParsedRequest | None,
+        moves: bool,
+    ) -> None:
+        self.rules = rules
+        self.asked = asked
+        self.pool = pool
+        self.decision = decision
+        self.ticket = ticket
+        self.body = body  # as the client sent it, until an answer is committed to
+        self.stream = stream
+        # Where it may be cut between equals, move, or fetch its prompt's front: its tokens, until a transcript
+        # has them.
+        self.call = call
+        self.encoder = pool.tokenizer.encoder if call is not None and pool.tokenizer is not None else None
+        self.may_fetch = call is not None and pool.pulls
+        mover = pool.mover if moves else None
+        if mover is not None and not stream and mover.by != "legs":
+            mover = None
+        self.mover = mover  # None: it does not move
+        self.kv: KvTransfer | None = None  # for the next step
+        self.transcript: Transcript | None = None  # where its answer comes from several engines, or may
+        self.unmergeable = False  # its first answer could not be merged: it is answered whole
+        self.told = False  # the open segment has told a token
+        self.first: Engine | None = None  # that computes the prompt, where another decodes
+        self.paired: bytes | None = None  # the body of both steps, where these run at once
+        # Sliced decoding.
+        self.in_slices = False
+        self.resumed = False  # the open segment is not the request's first that told a token
+        self.slice_tokens = 0  # of the slice that runs
+        self.slice_rate = 0.0  # seconds a token, of the last slice
+        self.last_slice_at = 0.0  # its end, seconds on the monotonic clock
+        self.slice_fetches = False  # what was there then, with the first slice elsewhere
+
+    @property
+    def sliced(self) -> bool:
+        """Whether it runs in slices, where its engine lets it."""
+        return self.mover is not None and self.mover.by == "legs"
+
+    @property
+    def observed(self) -> bool:
+        """Whether the tokens of its stream are to be known while they pass."""
+        return self.mover is not None and self.stream and not self.unmergeable
+
+    @property
+    def begun(self) -> bool:
+        """Whether some of its answer is known as tokens."""
+        return self.transcript is not None and self.transcript.begun
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is a chat, whose prompt engines render themselves."""
+        return self.asked.path == CHAT
+
+    @property
+    def request(self) -> Mapping[str, Any]:
+        """The client's request, without its prompt once that is no longer sent."""
+        if self.transcript is not None:
+            return self.transcript.request
+        assert self.call is not None  # else nobody looks at it
+        return self.call.request
+
+    @property
+    def prompt(self) -> Tokens:
+        """The tokens of the prompt."""
+        if self.transcript is not None:
+            return self.transcript.prompt
+        assert self.call is not None
+        return np.asarray(self.call.tokens, dtype=np.uint32)
+
+    @property
+    def total(self) -> int:
+        """Tokens of the prompt and of the answer so far; 0: they are not known."""
+        if self.transcript is not None:
+            return len(self.transcript.prompt) + len(self.transcript.made)
+        return len(self.call.tokens) if self.call is not None and self.call.tokens is not None else 0
+
+    @property
+    def inside(self) -> bool:
+        """Whether the next step is handed the cache of the prompt's front alone: it needs the very tokens."""
+        handed = self.kv.tokens if self.kv is not None else 0
+        return 0 < handed < self.total and not self.begun
+
+    def transfer(self) -> KvTransfer:
+        """What is handed over to the next step."""
+        if self.kv is None:
+            self.kv = KvTransfer(self.pool)
+        return self.kv
+
+    def merged(self) -> Transcript:
+        """The answer of several engines, from now on."""
+        if self.transcript is None:
+            call, encoder = self.call, self.encoder
+            assert call is not None  # else it is neither cut between equals nor moved
+            assert call.tokens is not None
+            assert encoder is not None
+            self.transcript = Transcript(self.asked.path, call.request, call.tokens, encoder)
+            self.call = None
+        return self.transcript

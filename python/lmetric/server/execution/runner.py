@@ -1,0 +1,329 @@
+"""Carries out what the executor of a request decides: engines' connections, the client's answer, timers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from lmetric._core import Decision, Ticket
+from lmetric.server.api.errors import ApiError
+from lmetric.server.api.request import ParsedRequest
+from lmetric.server.execution.answer import ClientAnswer
+from lmetric.server.execution.attempt import EngineAttempt
+from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Rules
+from lmetric.server.execution.executor import RequestExecution
+from lmetric.server.execution.plan import Act, Action, Begin, BreakOff, Finish, Slot, State, Step, Wake, Write
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.pool import Pool
+
+log = structlog.get_logger("lmetric.relay")
+
+OnEnd = Callable[[ClientRequest, InFlightRequest, ApiError | None], None]
+
+
+class RequestRunner(InFlightRequest):
+    """One routed request: `start()`, then callbacks move it on until it tells ``on_end``, once.
+
+    ``on_end`` gets the request, the runner, and an ApiError where the client has nothing yet. By then the
+    ticket is closed, and no attempt runs.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_asked",
+        "_busy",
+        "_finished",
+        "_later",
+        "_main",
+        "_on_end",
+        "_require_finish",
+        "_side",
+        "_timer",
+        "execution",
+    )
+
+    def __init__(
+        self,
+        rules: Rules,
+        asked: ClientRequest,
+        pool: Pool,
+        decision: Decision,
+        ticket: Ticket,
+        body: bytes,
+        stream: bool,
+        require_finish: bool,
+        on_end: OnEnd,
+        call: ParsedRequest | None = None,
+        moves: bool = False,
+    ) -> None:
+        execution = RequestExecution(rules, asked, pool, decision, ticket, body, stream, call, moves)
+        if moves:
+            execution.handle = self
+        self.execution = execution
+        self._asked = asked
+        self._require_finish = require_finish
+        self._on_end = on_end
+        self._answer = ClientAnswer(asked, rules.show_engines)
+        self._main: EngineAttempt | None = None
+        self._side: EngineAttempt | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._busy = self._finished = False
+        self._later: list[tuple[Callable[..., list[Act]], tuple[Any, ...], dict[str, Any]]] = []
+
+    def start(self, now: float) -> None:
+        """Sends the request to the engine of the decision, which was made at ``now``."""
+        self._on(self.execution.placed, now)
+
+    # -- events in, actions out ------------------------------------------------------------------------------
+
+    def _on(self, event: Callable[..., list[Act]], *args: Any, **more: Any) -> None:
+        """Has the executor hear of an event, and does what follows; while it does that, of no other."""
+        if self._busy:
+            self._later.append((event, args, more))
+            return
+        self._busy = True
+        try:
+            for act in event(*args, **more):
+                self._do(act)
+            while self._later:
+                event, args, more = self._later.pop(0)
+                for act in event(*args, **more):
+                    self._do(act)
+        except Exception:
+            self._later.clear()
+            self._busy = False
+            self.fail()
+        finally:
+            self._busy = False
+
+    def _do(self, act: Act) -> None:
+        kind = type(act)
+        if kind is Step:
+            self._send(act)  # type: ignore[arg-type]
+        elif kind is Action:
+            _ACTIONS[act](self)  # type: ignore[index]
+        else:
+            _OTHERS[kind](self, act)
+
+    def _send(self, step: Step) -> None:
+        execution = self.execution
+        attempt = EngineAttempt(
+            self, execution.rules, self._asked, execution.ticket, step, self._require_finish
+        )
+        if step.slot is Slot.MAIN:
+            self._main = attempt
+        else:
+            self._side = attempt
+        if execution.stalled_at and step.for_client:
+            attempt.pause(True)
+        attempt.go(time.monotonic())
+
+    def _commit(self) -> None:
+        attempt, execution = self._main, self.execution
+        if attempt is None:
+            return
+        attempt.begin()
+        step = attempt.step
+        if execution.answered is attempt:
+            self.committed = True
+            self._release_body()
+            self._answer.pass_on(attempt.reader, execution.label, step.engine.name, execution.prefilled_at)
+
+    def _begin(self, act: Begin) -> None:
+        execution = self.execution
+        self.committed = True
+        self._release_body()
+        self._answer.begin(act.kind, act.length, execution.label, act.engine, execution.prefilled_at)
+
+    def _release_body(self) -> None:
+        client = self._asked.client
+        if client.body_size:
+            client.release_body()
+
+    def _write(self, act: Write) -> None:
+        self._answer.write(act.data, last=act.last)
+
+    def _break_off(self, act: BreakOff) -> None:
+        self._answer.break_off(act.error)
+
+    def _cancel(self) -> None:
+        self._cancel_main()
+        self._cancel_side()
+
+    def _cancel_main(self) -> None:
+        attempt, self._main = self._main, None
+        if attempt is not None:
+            attempt.cancel()
+
+    def _cancel_side(self) -> None:
+        attempt, self._side = self._side, None
+        if attempt is not None:
+            attempt.cancel()
+
+    def _wake(self, act: Wake) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if act.seconds is not None:
+            self._timer = asyncio.get_running_loop().call_later(act.seconds, self._woken)
+
+    def _woken(self) -> None:
+        self._on(self.execution.woken, time.monotonic())
+
+    def _pause(self) -> None:
+        if self._main is not None and self._main.step.for_client:
+            self._main.pause(True)
+
+    def _resume(self) -> None:
+        if self._main is not None and self._main.step.for_client:
+            self._main.pause(False)
+
+    def _abort_client(self) -> None:
+        self._asked.transport.abort()
+
+    def _finish(self, act: Finish) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        execution, answer = self.execution, self._answer
+        answer.passed()
+        self.close_client = execution.close_client or answer.close
+        self.reason = execution.reason
+        self.status = execution.status
+        answered, transcript = execution.answered, execution.transcript
+        if answered is not None:
+            reader = answered.reader
+            self.output_tokens, self.prompt_tokens = reader.output_tokens, reader.prompt_tokens
+            self.cached_tokens, self.first_token_at = reader.cached_tokens, reader.first_token_at
+            if reader.implausible_usage:
+                execution.pool.ratio.implausible += 1
+        elif execution.committed and transcript is not None:
+            self.output_tokens, self.prompt_tokens = len(transcript.made), len(transcript.prompt)
+            self.cached_tokens, self.first_token_at = transcript.cached_tokens, execution.first_token_at
+        self._on_end(self._asked, self, act.error)
+
+    # -- what its attempts call ------------------------------------------------------------------------------
+
+    def refilled(self, step: Step) -> bytes:
+        """The step's body, as its engine's index wants it."""
+        refill, decision = step.engine.refill, self.execution.decision
+        if refill is None:
+            return step.body
+        unknown = decision.prompt_tokens - decision.predicted_hit_tokens
+        return refill.body(self._asked.path, step.body, unknown)
+
+    def attempt_sent(self, attempt: EngineAttempt, now: float) -> None:
+        """The request was written."""
+        self.execution.sent(attempt, now)
+
+    def attempt_ready(self, attempt: EngineAttempt, flags: int) -> None:
+        """The answer is worth committing to."""
+        self._on(self.execution.ready, attempt, flags, time.monotonic())
+
+    def attempt_events(self, attempt: EngineAttempt, events: list[bytes]) -> None:
+        """Events of a stream that is merged."""
+        self._on(self.execution.events, attempt, events, time.monotonic())
+
+    def attempt_unseen(self, attempt: EngineAttempt) -> None:
+        """The tokens that pass are no longer noted."""
+        self._on(self.execution.unseen, attempt)
+
+    def attempt_ended(self, attempt: EngineAttempt) -> None:
+        """The answer is whole."""
+        self._on(self.execution.ended, attempt, time.monotonic())
+
+    def attempt_failed(self, attempt: EngineAttempt, kind: str, reason: str) -> None:
+        """There will be no answer, or no more of it."""
+        self._on(self.execution.failed, attempt, kind, reason, time.monotonic())
+
+    def attempt_stale(self, attempt: EngineAttempt, *, late: bool) -> None:
+        """The step must not be sent again as it is."""
+        self._on(self.execution.stale, attempt, time.monotonic(), late=late)
+
+    # -- what the client's connection and the server call ----------------------------------------------------
+
+    @property
+    def decision(self) -> str:
+        """Label of its routing decision."""
+        return self.execution.label
+
+    @property
+    def instance(self) -> str:
+        """The engine that answered, or was tried last."""
+        return self.execution.ticket.instance
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over."""
+        return self.execution.state is State.DONE
+
+    def client_gone(self) -> None:
+        """The client left."""
+        self._on(self.execution.leave, "the client left")
+
+    def client_slow(self) -> None:
+        """The client does not keep up: stop reading from the engine."""
+        for act in self.execution.client_slow(time.monotonic()):
+            self._do(act)
+
+    def client_ready(self) -> None:
+        """The client caught up."""
+        self._on(self.execution.client_ready, time.monotonic())
+
+    def stop(self) -> None:
+        """The server stops: ends the answer with an error."""
+        self._on(self.execution.stop)
+
+    def fail(self) -> None:
+        """To be called where an exception was caught that nobody foresaw."""
+        execution = self.execution
+        log.exception("a request could not be relayed", decision=execution.label)
+        error = None if execution.committed else ApiError(500, FAILED)
+        for act in execution.leave("internal error", error):
+            self._do(act)
+        if not self._finished:
+            # The exception came while the request ended.
+            self._cancel()
+            self._finish(Finish(error))
+
+    def check(self, now: float) -> None:
+        """Called now and then: ends what takes too long."""
+        self._on(self.execution.tick, now)
+        for attempt in (self._main, self._side):
+            if attempt is not None:
+                attempt.check(now)
+
+    # -- what a rebalancer calls -----------------------------------------------------------------------------
+
+    @property
+    def move(self) -> object | None:
+        """Its migration that is on its way."""
+        return self.execution.migration
+
+    def move_to(self, target: Engine, now: float) -> bool:
+        """Begins to move it to another engine; whether it did."""
+        began, acts = self.execution.migrate(target, now)
+        self._on(lambda: acts)
+        return began
+
+
+_ACTIONS: dict[Action, Callable[[RequestRunner], None]] = {
+    Action.COMMIT: RequestRunner._commit,
+    Action.CANCEL: RequestRunner._cancel,
+    Action.CANCEL_MAIN: RequestRunner._cancel_main,
+    Action.CANCEL_SIDE: RequestRunner._cancel_side,
+    Action.PAUSE: RequestRunner._pause,
+    Action.RESUME: RequestRunner._resume,
+    Action.ABORT_CLIENT: RequestRunner._abort_client,
+}
+_OTHERS: dict[type, Callable[[RequestRunner, Any], None]] = {
+    Begin: RequestRunner._begin,
+    Write: RequestRunner._write,
+    BreakOff: RequestRunner._break_off,
+    Wake: RequestRunner._wake,
+    Finish: RequestRunner._finish,
+}

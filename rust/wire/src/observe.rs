@@ -1,0 +1,516 @@
+//! What a stream of completions says, noted while it passes to the client, and what of it the client is not to see.
+//!
+//! Only whole events are read, each once and where it lies: nothing of it is copied but its text and its token ids.
+use crate::scanner::HOLD_LIMIT;
+use crate::sse;
+use serde_core::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
+use serde_json::value::RawValue;
+use std::borrow::Cow;
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+const NOT_ONE_CHOICE: &str = "the leg's answer has not one choice";
+const NO_IDS: &str = "the engine does not tell token ids (return_token_ids)";
+const BAD_IDS: &str = "the engine tells token ids that are none";
+const TOO_LONG: &str = "an event is too long to be followed";
+const SEVERAL_LINES: &str = "an event is in several lines";
+const DECLARED: &str = "its length is declared";
+
+fn no_completion(why: impl fmt::Display) -> String {
+    format!("an event of the stream is not a completion's: {why}")
+}
+
+/// What was noted of one stream.
+#[derive(Debug, Default)]
+pub struct Observer {
+    hide_ids: bool,
+    /// The stream can be neither noted nor rewritten.
+    off: bool,
+    prompt: Option<Vec<u32>>,
+    ids: Vec<u32>,
+    text: String,
+    frame: Option<String>,
+    over: bool,
+    lost: Option<String>,
+    /// That it is lost was told.
+    told: bool,
+    /// An event went to the client in part: the last byte of that part.
+    cut: Option<u8>,
+    /// What is to become null of the events that were read last.
+    hidden: Vec<Range<usize>>,
+}
+
+impl Observer {
+    pub(crate) fn new(hide_ids: bool) -> Self {
+        Self { hide_ids, ..Self::default() }
+    }
+
+    /// The prompt's token ids, where the engine tells them.
+    pub fn prompt(&self) -> Option<&[u32]> {
+        self.prompt.as_deref()
+    }
+
+    /// The answer's token ids.
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    /// The answer's text, as the engine tells it.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// A JSON object of the first event's `id`, `created` and `model`; `None` before it.
+    pub fn frame(&self) -> Option<&str> {
+        self.frame.as_deref()
+    }
+
+    /// Whether a `finish_reason` was told.
+    pub fn over(&self) -> bool {
+        self.over
+    }
+
+    /// Why nothing more is noted; `None`: all is.
+    pub fn lost(&self) -> Option<&str> {
+        self.lost.as_deref()
+    }
+
+    /// Whether it was lost since this was last asked.
+    pub(crate) fn newly_lost(&mut self) -> bool {
+        self.lost.is_some() && !std::mem::replace(&mut self.told, true)
+    }
+
+    /// The stream's length is declared: it passes as it is.
+    pub(crate) fn declared(&mut self) {
+        self.off = true;
+        self.lose(DECLARED);
+    }
+
+    /// A part of an event goes to the client, as the event is too long.
+    pub(crate) fn part(&mut self, part: &[u8]) {
+        self.cut = part.last().copied().or(self.cut);
+        self.lose(TOO_LONG);
+    }
+
+    /// Reads `blocks`, which end where an event ends. Returns whether they are to be rewritten.
+    pub(crate) fn read(&mut self, blocks: &[u8]) -> bool {
+        self.hidden.clear();
+        if self.off {
+            return false;
+        }
+        let mut start = 0;
+        if let Some(last) = self.cut {
+            let Some(after) = rest_of_block(blocks, last) else {
+                self.part(blocks);
+                return false;
+            };
+            (self.cut, start) = (None, after);
+        }
+        let (mut data, mut several) = (None, false);
+        for (line, next) in sse::lines(blocks, start) {
+            if !line.is_empty() {
+                if let Some(value) = sse::data_of(&blocks[line.clone()]) {
+                    several |= data.is_some();
+                    data = Some(line.end - value.len()..line.end);
+                }
+                continue;
+            }
+            if let Some(data) = data.take() {
+                match &blocks[data.clone()] {
+                    _ if line.start - start > HOLD_LIMIT => self.lose(TOO_LONG),
+                    _ if several => self.lose(SEVERAL_LINES),
+                    b"[DONE]" => {}
+                    value => self.event(value, data.start),
+                }
+            }
+            (start, several) = (next, false);
+        }
+        !self.hidden.is_empty()
+    }
+
+    /// Appends to `out` what the client gets of the blocks that were read last.
+    pub(crate) fn write(&self, blocks: &[u8], out: &mut Vec<u8>) {
+        let mut at = 0;
+        for hidden in &self.hidden {
+            out.extend_from_slice(&blocks[at..hidden.start]);
+            out.extend_from_slice(b"null");
+            at = hidden.end;
+        }
+        out.extend_from_slice(&blocks[at..]);
+    }
+
+    fn lose(&mut self, reason: impl Into<String>) {
+        if self.lost.is_none() {
+            self.lost = Some(reason.into());
+        }
+    }
+
+    /// Reads an event's data, which starts at `start` of the blocks.
+    fn event(&mut self, data: &[u8], start: usize) {
+        let read = std::str::from_utf8(data)
+            .map_err(no_completion)
+            .and_then(|text| serde_json::from_str(text).map(|Object(event)| event).map_err(no_completion));
+        let event: Event = match read {
+            Ok(event) => event,
+            Err(reason) => return self.lose(reason),
+        };
+        let first = self.hidden.len();
+        let mut hide = |value: Option<&RawValue>| {
+            if let Some(value) = value {
+                let at = value.get().as_ptr() as usize - data.as_ptr() as usize + start;
+                self.hidden.push(at..at + value.get().len());
+            }
+        };
+        hide(event.transfer);
+        if self.hide_ids {
+            hide(event.prompt);
+            for Object(choice) in event.choices.iter().flatten() {
+                hide(choice.prompt);
+                hide(choice.ids);
+            }
+        }
+        self.hidden[first..].sort_unstable_by_key(|hidden| hidden.start);
+        if self.lost.is_none()
+            && let Err(reason) = self.note(&event)
+        {
+            self.lost = Some(reason);
+        }
+    }
+
+    fn note(&mut self, event: &Event<'_>) -> Result<(), String> {
+        if event.error.is_some() {
+            return Ok(());
+        }
+        let choice = match event.choices.as_deref() {
+            None => return Err(no_completion("missing field `choices`")),
+            Some([]) => return Ok(()),
+            Some([Object(choice)]) => choice,
+            Some(_) => return Err(NOT_ONE_CHOICE.into()),
+        };
+        let text = match &choice.delta {
+            Some(Object(delta)) => &delta.content,
+            None => &choice.text,
+        };
+        let text = text.as_ref().map_or("", |Text(text)| text);
+        let mut prompt = Vec::new();
+        if self.frame.is_none() {
+            let mut lists = [event.prompt, choice.prompt].into_iter().flatten().filter_map(list);
+            read_ids(lists.find(|list| !list.is_empty()).unwrap_or_default(), &mut prompt)?;
+        }
+        match choice.ids.and_then(list) {
+            Some(list) => read_ids(list, &mut self.ids)?,
+            None if !text.is_empty() => return Err(NO_IDS.into()),
+            None => {}
+        }
+        if self.frame.is_none() {
+            self.prompt = Some(prompt).filter(|prompt| !prompt.is_empty());
+            let json = |value: Option<&RawValue>| value.map_or("null", RawValue::get).to_owned();
+            let (id, created, model) = (json(event.id), json(event.created), json(event.model));
+            self.frame = Some(format!(r#"{{"id":{id},"created":{created},"model":{model}}}"#));
+        }
+        self.text.push_str(text);
+        self.over |= choice.finish.is_some();
+        Ok(())
+    }
+}
+
+/// Where in `blocks` the event ends that began before them, in a part that ended with `last`.
+fn rest_of_block(blocks: &[u8], last: u8) -> Option<usize> {
+    let mut inside = !matches!(last, b'\n' | b'\r');
+    let start = usize::from(last == b'\r' && blocks.first() == Some(&b'\n'));
+    for (line, next) in sse::lines(blocks, start) {
+        if line.is_empty() && !inside {
+            return Some(next);
+        }
+        inside = false;
+    }
+    None
+}
+
+/// What stands between the brackets of a list.
+fn list(value: &RawValue) -> Option<&str> {
+    value.get().strip_prefix('[')?.strip_suffix(']').map(str::trim_ascii)
+}
+
+/// Appends the ids of a list, all or none.
+fn read_ids(list: &str, ids: &mut Vec<u32>) -> Result<(), String> {
+    let before = ids.len();
+    for id in list.split(',').filter(|_| !list.is_empty()) {
+        let Ok(id) = id.trim_ascii().parse() else {
+            ids.truncate(before);
+            return Err(BAD_IDS.into());
+        };
+        ids.push(id);
+    }
+    Ok(())
+}
+
+// An event as far as it is read. Structs made by serde's macro would take lists for objects, too.
+
+#[derive(Default)]
+struct Event<'a> {
+    id: Option<&'a RawValue>,
+    created: Option<&'a RawValue>,
+    model: Option<&'a RawValue>,
+    choices: Option<Vec<Object<Choice<'a>>>>,
+    error: Option<IgnoredAny>,
+    prompt: Option<&'a RawValue>,
+    transfer: Option<&'a RawValue>,
+}
+
+#[derive(Default)]
+struct Choice<'a> {
+    text: Option<Text<'a>>,
+    delta: Option<Object<Delta<'a>>>,
+    finish: Option<IgnoredAny>,
+    prompt: Option<&'a RawValue>,
+    ids: Option<&'a RawValue>,
+}
+
+#[derive(Default)]
+struct Delta<'a> {
+    content: Option<Text<'a>>,
+}
+
+/// Takes the members of an object.
+trait Members<'a>: Default {
+    fn member<M: MapAccess<'a>>(&mut self, name: &str, map: &mut M) -> Result<(), M::Error>;
+}
+
+impl<'a> Members<'a> for Event<'a> {
+    fn member<M: MapAccess<'a>>(&mut self, name: &str, map: &mut M) -> Result<(), M::Error> {
+        match name {
+            "id" => once(&mut self.id, "id", map),
+            "created" => once(&mut self.created, "created", map),
+            "model" => once(&mut self.model, "model", map),
+            "choices" => once(&mut self.choices, "choices", map),
+            "error" => once(&mut self.error, "error", map),
+            "prompt_token_ids" => once(&mut self.prompt, "prompt_token_ids", map),
+            "kv_transfer_params" => once(&mut self.transfer, "kv_transfer_params", map),
+            _ => map.next_value::<IgnoredAny>().map(drop),
+        }
+    }
+}
+
+impl<'a> Members<'a> for Choice<'a> {
+    fn member<M: MapAccess<'a>>(&mut self, name: &str, map: &mut M) -> Result<(), M::Error> {
+        match name {
+            "text" => once(&mut self.text, "text", map),
+            "delta" => once(&mut self.delta, "delta", map),
+            "finish_reason" => once(&mut self.finish, "finish_reason", map),
+            "prompt_token_ids" => once(&mut self.prompt, "prompt_token_ids", map),
+            "token_ids" => once(&mut self.ids, "token_ids", map),
+            _ => map.next_value::<IgnoredAny>().map(drop),
+        }
+    }
+}
+
+impl<'a> Members<'a> for Delta<'a> {
+    fn member<M: MapAccess<'a>>(&mut self, name: &str, map: &mut M) -> Result<(), M::Error> {
+        match name {
+            "content" => once(&mut self.content, "content", map),
+            _ => map.next_value::<IgnoredAny>().map(drop),
+        }
+    }
+}
+
+/// Takes a member's value, null as none. What comes twice is an error: readers disagree on which one counts.
+fn once<'a, T, M>(slot: &mut Option<T>, name: &'static str, map: &mut M) -> Result<(), M::Error>
+where
+    T: Deserialize<'a>,
+    M: MapAccess<'a>,
+{
+    if slot.is_some() {
+        return Err(M::Error::duplicate_field(name));
+    }
+    *slot = map.next_value()?;
+    Ok(())
+}
+
+struct Object<T>(T);
+
+impl<'a, T: Members<'a>> Deserialize<'a> for Object<T> {
+    fn deserialize<D: Deserializer<'a>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Reader<T>(PhantomData<T>);
+
+        impl<'a, T: Members<'a>> Visitor<'a> for Reader<T> {
+            type Value = Object<T>;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("an object")
+            }
+
+            fn visit_map<M: MapAccess<'a>>(self, mut map: M) -> Result<Self::Value, M::Error> {
+                let mut object = T::default();
+                while let Some(Text(name)) = map.next_key()? {
+                    object.member(&name, &mut map)?;
+                }
+                Ok(Object(object))
+            }
+        }
+
+        deserializer.deserialize_map(Reader(PhantomData))
+    }
+}
+
+/// A string, copied only where it has escapes.
+struct Text<'a>(Cow<'a, str>);
+
+impl<'a> Deserialize<'a> for Text<'a> {
+    fn deserialize<D: Deserializer<'a>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Reader;
+
+        impl<'a> Visitor<'a> for Reader {
+            type Value = Text<'a>;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a string")
+            }
+
+            fn visit_borrowed_str<E>(self, text: &'a str) -> Result<Self::Value, E> {
+                Ok(Text(Cow::Borrowed(text)))
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
+                Ok(Text(Cow::Owned(text.to_owned())))
+            }
+        }
+
+        deserializer.deserialize_str(Reader)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An observer that read these events, and what the client gets of them.
+    fn read(hide_ids: bool, events: &[&str]) -> (Observer, String) {
+        let blocks: String = events.iter().map(|event| format!("data: {event}\n\n")).collect();
+        let (mut observer, mut out) = (Observer::new(hide_ids), Vec::new());
+        let rewritten = observer.read(blocks.as_bytes());
+        observer.write(blocks.as_bytes(), &mut out);
+        let out = String::from_utf8(out).unwrap();
+        assert_eq!(rewritten, out != blocks);
+        (observer, out)
+    }
+
+    fn lost(event: &str) -> Option<String> {
+        read(false, &[event]).0.lost
+    }
+
+    const FIRST: &str = r#"{"id":"cmpl-1","created":1795158682,"model":"ti\u006ey","choices":[{"index":0,"text":" 6\"\u00e9","finish_reason":null,"prompt_token_ids":[7,8],"token_ids":[1465, 3]}]}"#;
+
+    #[test]
+    fn a_completion_is_noted() {
+        let last = r#"{"choices":[{"text":"b","finish_reason":"stop","token_ids":[4294967295]}]}"#;
+        let usage = r#"{"choices":[],"usage":{"prompt_tokens":2}}"#;
+        let (observer, out) = read(false, &[FIRST, last, usage, "[DONE]"]);
+        assert_eq!(out.matches("null").count(), 1, "{out}");
+        assert_eq!(observer.lost(), None);
+        assert_eq!(observer.prompt(), Some([7, 8].as_slice()));
+        assert_eq!((observer.ids(), observer.text()), ([1465, 3, u32::MAX].as_slice(), " 6\"éb"));
+        let frame = r#"{"id":"cmpl-1","created":1795158682,"model":"ti\u006ey"}"#;
+        assert_eq!((observer.frame(), observer.over()), (Some(frame), true));
+    }
+
+    #[test]
+    fn a_chat_is_noted() {
+        let first =
+            r#"{"id":1,"prompt_token_ids":[5],"choices":[{"delta":{"role":"assistant","content":""}}]}"#;
+        let next = r#"{"id":2,"prompt_token_ids":[6],"choices":[{"delta":{"content":"a"},"token_ids":[]}]}"#;
+        let last = r#"{"choices":[{"delta":{"content":null},"finish_reason":"stop","token_ids":null}]}"#;
+        let (observer, _) = read(false, &[first, next, last]);
+        assert_eq!((observer.prompt(), observer.ids()), (Some([5].as_slice()), [].as_slice()));
+        assert_eq!((observer.text(), observer.over(), observer.lost()), ("a", true, None));
+        assert_eq!(observer.frame(), Some(r#"{"id":1,"created":null,"model":null}"#));
+    }
+
+    #[test]
+    fn errors_and_events_without_choices_are_not_noted() {
+        let (observer, _) = read(false, &[r#"{"error":{"code":503}}"#, r#"{"choices":[],"id":1}"#]);
+        assert_eq!((observer.frame(), observer.lost()), (None, None));
+        let (observer, _) = read(false, &[r#"{"error":null,"choices":[{"text":"a","token_ids":[1]}]}"#]);
+        assert_eq!(observer.ids(), [1]);
+    }
+
+    #[test]
+    fn what_cannot_be_noted_is_told() {
+        let choices = |choices: &str| lost(&format!(r#"{{"choices":[{choices}]}}"#));
+        assert_eq!(choices(r#"{"token_ids":[1]},{"token_ids":[1]}"#).as_deref(), Some(NOT_ONE_CHOICE));
+        assert_eq!(choices(r#"{"text":"a"}"#).as_deref(), Some(NO_IDS));
+        assert_eq!(choices(r#"{"text":"a","token_ids":"1"}"#).as_deref(), Some(NO_IDS));
+        assert_eq!(choices(r#"{"text":""}"#), None);
+        for ids in ["[-1]", "[1,4294967296]", "[1.0]", "[null]", "[[1]]", "[\"1,2\"]", "[1e2]"] {
+            assert_eq!(choices(&format!(r#"{{"token_ids":{ids}}}"#)).as_deref(), Some(BAD_IDS), "{ids}");
+            let prompt = format!(r#"{{"token_ids":[1],"prompt_token_ids":{ids}}}"#);
+            assert_eq!(choices(&prompt).as_deref(), Some(BAD_IDS), "{ids}");
+        }
+        for no in [
+            "",
+            "[]",
+            "1",
+            "{}",
+            "{\"choices\":null}",
+            "{\"choices\":{}}",
+            "{\"choices\":[1]}",
+            "{\"choices\":[[]]}",
+        ] {
+            let reason = lost(no).unwrap_or_default();
+            assert!(reason.starts_with("an event of the stream is not a completion's: "), "{no}: {reason}");
+        }
+        for no in [r#""text":1"#, r#""text":"\ud800""#, r#""delta":[]"#, r#""text":"","text":"""#] {
+            let reason = choices(&format!("{{{no}}}")).unwrap_or_default();
+            assert!(reason.starts_with("an event of the stream is not a completion's: "), "{no}: {reason}");
+        }
+        let bad = read(false, &[FIRST, r#"{"choices":[{"text":"b","token_ids":[9,-1]}]}"#, FIRST]).0;
+        assert_eq!((bad.ids(), bad.text()), ([1465, 3].as_slice(), " 6\"é"));
+    }
+
+    #[test]
+    fn data_of_several_lines_or_that_is_no_text_is_told() {
+        let mut observer = Observer::new(true);
+        assert!(!observer.read(b": comment\nid: 1\ndata:{\"choices\":[]}\nevent: x\n\n: comment\r\r\n"));
+        assert_eq!(observer.lost(), None);
+        assert!(!observer.read(b"data: {\"choices\":\ndata: []}\n\n"));
+        assert_eq!(observer.lost(), Some(SEVERAL_LINES));
+        let mut observer = Observer::new(true);
+        assert!(!observer.read(b"data: {\"choices\":[],\"x\":\"\xff\"}\n\n"));
+        assert!(observer.lost().unwrap().contains("utf-8"));
+    }
+
+    #[test]
+    fn what_is_to_be_hidden_becomes_null_and_all_else_stays() {
+        let event = |secret: &str, prompt: &str, ids: &str| {
+            format!(
+                r#"{{ "kv_transfer_params" : {secret} ,"prompt_token_ids":{prompt}, "token_ids":[1],"choices":[{{"token_ids": {ids},"text":"\u0061","kv_transfer_params":{{}}}},{{"prompt_token_ids":{prompt}}}] ,"x":{{"kv_transfer_params":1}} }}"#
+            )
+        };
+        let sent = event(r#"{"a":["]}\""]}"#, "[1, 2]", "[]");
+        let hidden = event("null", "null", "null");
+        assert_eq!(read(true, &[&sent, &sent]).1, format!("data: {hidden}\n\ndata: {hidden}\n\n"));
+        assert_eq!(read(false, &[&sent]).1, format!("data: {}\n\n", event("null", "[1, 2]", "[]")));
+        let escaped = r#"{"choices":[],"kv_transfer_p\u0061rams":"x"}"#;
+        assert_eq!(read(false, &[escaped]).1, format!("data: {}\n\n", escaped.replace("\"x\"", "null")));
+    }
+
+    #[test]
+    fn a_part_of_an_event_ends_the_observation_and_the_rest_of_it_is_no_event() {
+        let whole = b"data: {\"choices\":[],\"kv_transfer_params\":1}\n\n".as_slice();
+        for (part, rest) in
+            [("data: {", "}\n\n"), ("data: {}\n", "\n"), ("data: {}\r", "\n\n"), ("a\r", "\r\n")]
+        {
+            let mut observer = Observer::new(false);
+            observer.part(part.as_bytes());
+            assert!(observer.newly_lost() && !observer.newly_lost());
+            assert!(observer.read(&[rest.as_bytes(), whole].concat()), "{part:?} {rest:?}");
+            let mut observer = Observer::new(false);
+            observer.part(part.as_bytes());
+            assert!(!observer.read(&[rest.as_bytes(), b": comment\n"].concat()));
+        }
+        let mut observer = Observer::new(false);
+        observer.part(b"data: {");
+        assert!(!observer.read(&[b"}\n".as_slice(), whole].concat()), "it is in the same event");
+    }
+}
