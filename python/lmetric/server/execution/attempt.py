@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from lmetric._core import END, ENGINE_ERROR, INCOMPLETE, OUT, PASS, READY, UNSEEN, Ticket, WireError
 from lmetric.server.execution.exchange import ClientRequest, Rules
-from lmetric.server.execution.plan import Reader, Step
+from lmetric.server.execution.plan import AttemptEvent, Reader, Step
 from lmetric.server.fleet import priority
 from lmetric.server.upstream.connection import Connection, UpstreamError
 
@@ -19,33 +19,13 @@ ANSWER_BYTES = 16 << 20
 
 
 class AttemptListener(Protocol):
-    """Who is told what comes of an attempt. Behind `attempt_ended`, `attempt_failed` and `attempt_stale` it
-    tells nothing more, nor behind `cancel`."""
+    """Who is told what comes of an attempt."""
 
     def refilled(self, step: Step) -> bytes:
         """The step's body, as the engine's index wants it."""
 
-    def attempt_sent(self, attempt: EngineAttempt, now: float) -> None:
-        """The request was written."""
-
-    def attempt_ready(self, attempt: EngineAttempt, flags: int) -> None:
-        """The answer is worth committing to: `begin`, or `cancel`."""
-
-    def attempt_events(self, attempt: EngineAttempt, events: list[bytes]) -> None:
-        """Events of the answer: their data, or a comment's line (reader EVENTS)."""
-
-    def attempt_unseen(self, attempt: EngineAttempt) -> None:
-        """The tokens that pass are no longer noted."""
-
-    def attempt_ended(self, attempt: EngineAttempt) -> None:
-        """The answer is whole."""
-
-    def attempt_failed(self, attempt: EngineAttempt, kind: str, reason: str) -> None:
-        """There will be no answer, or no more of it."""
-
-    def attempt_stale(self, attempt: EngineAttempt, *, late: bool) -> None:
-        """The step carries a KV transfer that must not be sent on the next connection: the engine may have
-        fetched it already, or (`late`) its time is over."""
+    def hear(self, event: AttemptEvent, attempt: EngineAttempt, now: float, *told: Any) -> None:
+        """Something happened to the attempt. To READY, `begin` or `cancel` is the answer."""
 
     def fail(self) -> None:
         """To be called where an exception was caught that nobody foresaw."""
@@ -151,8 +131,8 @@ class EngineAttempt:
                 self._connect()
             return
         if now > step.kv_until:
-            self._give_up()
-            self._listener.attempt_stale(self, late=True)
+            self.cancel()
+            self._hear(AttemptEvent.STALE, True)
             return
         self._since = now
         engine, given = step.engine, asked.priority
@@ -170,7 +150,7 @@ class EngineAttempt:
             connection.transport.write(head)
             connection.transport.write(body)
         # After the write: the index learns of the request now, which takes a while where much of it is new.
-        self._listener.attempt_sent(self, now)
+        self._listener.hear(AttemptEvent.SENT, self, now)
         if self._paused:
             connection.transport.pause_reading()
 
@@ -210,12 +190,12 @@ class EngineAttempt:
         if self.over:
             return
         if flags & UNSEEN:
-            self._listener.attempt_unseen(self)
+            self._hear(AttemptEvent.UNSEEN)
         if flags & (END | INCOMPLETE | ENGINE_ERROR):
             if flags & ENGINE_ERROR:
                 self.error = True
             if flags & INCOMPLETE:
-                self._break("engine_error", "the engine's stream ended without a finish_reason")
+                self.fail("engine_error", "the engine's stream ended without a finish_reason")
             elif flags & END:
                 self._end()
 
@@ -225,7 +205,7 @@ class EngineAttempt:
         elif flags & OUT:
             self._asked.transport.write(self.reader.take())
         elif flags & READY:
-            self._listener.attempt_ready(self, flags)
+            self._hear(AttemptEvent.READY, flags)
 
     def _collect(self, flags: int, data: bytes) -> None:
         reader = self.reader
@@ -250,11 +230,11 @@ class EngineAttempt:
         elif flags & READY:
             if not reader.event_stream:
                 raise WireError("the engine was asked for an event stream, and its answer is none")
-            self._listener.attempt_ready(self, flags)
+            self._hear(AttemptEvent.READY, flags)
 
     def _tell(self, events: list[bytes]) -> None:
         if events:
-            self._listener.attempt_events(self, events)
+            self._hear(AttemptEvent.EVENTS, events)
 
     def begin(self) -> None:
         """The answer is committed to; only `attempt_ready` may have this called. With reader PASS its bytes
@@ -268,7 +248,7 @@ class EngineAttempt:
         step, reader = self.step, self.reader
         engine, status = step.engine, reader.status
         connection, self._connection = self._connection, None
-        self._listener.attempt_ended(self)
+        self._hear(AttemptEvent.ENDED)
         if status < 500:
             engine.failures = 0
         elif status not in self._rules.statuses:
@@ -281,6 +261,9 @@ class EngineAttempt:
                 connection.transport.resume_reading()
             connection.release()
 
+    def _hear(self, event: AttemptEvent, *told: Any) -> None:
+        self._listener.hear(event, self, time.monotonic(), *told)
+
     # How it fails.
 
     def _broke(self, reason: str) -> None:
@@ -289,27 +272,21 @@ class EngineAttempt:
         if self._fresh or self.reader.pieces:
             self.fail("reset", reason)
         elif self.step.carries_kv:
-            self._give_up()
-            self._listener.attempt_stale(self, late=False)
+            self.cancel()
+            self._hear(AttemptEvent.STALE, False)
         else:
             self._drop()
             self._connect()
-
-    def _break(self, kind: str, reason: str) -> None:
-        self.fail(kind, reason)
 
     def fail(self, kind: str, reason: str) -> None:
         """It cannot go on."""
         if self.over:
             return
-        self._give_up()
-        self._listener.attempt_failed(self, kind, reason)
+        self.cancel()
+        self._hear(AttemptEvent.FAILED, kind, reason)
 
     def cancel(self) -> None:
         """Gives up, without a word; an engine that is at work stops."""
-        self._give_up()
-
-    def _give_up(self) -> None:
         self.over = True
         self._drop()
 

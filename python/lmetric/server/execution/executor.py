@@ -7,6 +7,8 @@ states and the table of their transitions; `planners` say what each step is; `ru
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -15,21 +17,19 @@ import structlog
 from lmetric._core import (
     ENGINE_ERROR,
     INCOMPLETE,
-    Decision,
     NoInstanceError,
-    Ticket,
     TicketError,
     UnknownNameError,
 )
 from lmetric.engines.handover import HandoverError
 from lmetric.server.api.errors import ApiError, bad
-from lmetric.server.api.request import ParsedRequest
-from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, Rules
+from lmetric.server.execution.exchange import FAILED, STOPPING
 from lmetric.server.execution.plan import (
     TRANSITIONS,
     Act,
     Action,
     Attempt,
+    AttemptEvent,
     Begin,
     BreakOff,
     Event,
@@ -53,7 +53,6 @@ from lmetric.server.execution.transcript import (
 )
 from lmetric.server.execution.transfer import WHOLE_PROMPT
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Movable
 
 # Of an answer that is not streamed: no bound of its own.
@@ -81,60 +80,28 @@ class EngineRefusal(ApiError):
         return self._answer
 
 
+@dataclass(slots=True, eq=False)
 class RequestExecution(Progress):
     """One request, from its decision to its end. Each event returns the actions that follow from it, in order.
     Behind `Finish` there are none."""
 
-    __slots__ = (
-        "_acts",
-        "_tried",
-        "_waits_at",
-        "answered",
-        "close_client",
-        "committed",
-        "fetch",
-        "first_token_at",
-        "handle",
-        "main",
-        "migration",
-        "observing",
-        "reason",
-        "side",
-        "stalled_at",
-        "state",
-        "status",
-    )
-
-    def __init__(
-        self,
-        rules: Rules,
-        asked: ClientRequest,
-        pool: Pool,
-        decision: Decision,
-        ticket: Ticket,
-        body: bytes,
-        stream: bool,
-        call: ParsedRequest | None = None,
-        moves: bool = False,
-    ) -> None:
-        super().__init__(rules, asked, pool, decision, ticket, body, stream, call, moves)
-        self.state = State.ADMITTED
-        self.main: Step | None = None  # that runs the open segment
-        self.side: Step | None = None  # that runs beside it: a prefix fetch, a migration, or a prefill
-        self.fetch: PrefixFetch | None = None
-        self.migration: Migration | None = None
-        self.handle: Movable | None = None  # by which a rebalancer reaches it
-        self.committed = False  # the client has something of an answer
-        self.close_client = False
-        self.status = 0
-        self.reason = ""  # why it ended, where it did not end well
-        self.stalled_at = 0.0  # since when the client does not keep up; 0: it does
-        self.first_token_at: float | None = None  # of an answer that the router writes
-        self.answered: Attempt | None = None  # whose answer the client has, all of it
-        self.observing: Attempt | None = None  # whose passing tokens are noted
-        self._tried: tuple[str, ...] = ()
-        self._waits_at: Engine | None = None  # between two slices, for a client that does not keep up
-        self._acts: list[Act] = []
+    state: State = State.ADMITTED
+    main: Step | None = None  # that runs the open segment
+    side: Step | None = None  # that runs beside it: a prefix fetch, a migration, or a prefill
+    fetch: PrefixFetch | None = None
+    migration: Migration | None = None
+    handle: Movable | None = None  # by which a rebalancer reaches it
+    answered: Attempt | None = None  # whose answer the client has, all of it
+    observing: Attempt | None = None  # whose passing tokens are noted
+    committed: bool = False  # the client has something of an answer
+    close_client: bool = False
+    status: int = 0
+    reason: str = ""  # why it ended, where it did not end well
+    stalled_at: float = 0.0  # since when the client does not keep up; 0: it does
+    first_token_at: float | None = None  # of an answer that the router writes
+    _tried: tuple[str, ...] = ()
+    _waits_at: Engine | None = None  # between two slices, for a client that does not keep up
+    _acts: list[Act] = field(default_factory=list)
 
     # -- events of the router --------------------------------------------------------------------------------
 
@@ -160,11 +127,11 @@ class RequestExecution(Progress):
         if limits.request is not None and now - self.asked.started > limits.request:
             # No engine is to blame.
             self.reason = f"the request took longer than {limits.request:g} s (timeouts.request)"
-            self._end_with(ApiError(504, self.reason, code="timeout"), Event.ABORTED, "timeout")
+            self._finish(Event.ABORTED, "timeout", ApiError(504, self.reason, code="timeout"))
         elif self.main is None and self.side is None and self._waits_at is None:
             log.error("a request was left without an engine", decision=self.label)
             self.reason = "no engine was at work on it"
-            self._end_with(ApiError(500, FAILED), Event.ABORTED)
+            self._finish(Event.ABORTED, "engine_error", ApiError(500, FAILED))
         elif self.stalled_at and now - self.stalled_at > limits.slow_client:
             self._leave("the client does not read")
             self._acts.append(Action.ABORT_CLIENT)
@@ -179,8 +146,15 @@ class RequestExecution(Progress):
 
     # -- events of attempts ----------------------------------------------------------------------------------
 
-    def sent(self, attempt: Attempt, now: float) -> None:
-        """A step was written to its engine."""
+    def attempt(self, event: AttemptEvent, attempt: Attempt, now: float, *told: Any) -> list[Act]:
+        """Something happened to an attempt."""
+        if attempt.step is self.main:
+            _OF_MAIN[event](self, attempt, now, *told)
+        elif attempt.step is self.side:
+            _OF_SIDE[event](self, attempt, now, *told)
+        return self._out()
+
+    def _sent(self, attempt: Attempt, now: float) -> None:
         step = attempt.step
         if step.told_to_router:
             self.ticket.sent(now)
@@ -189,25 +163,20 @@ class RequestExecution(Progress):
             kv = migration.kv if step is self.side and migration is not None else self.transfer()
             kv.sent()
 
-    def ready(self, attempt: Attempt, flags: int, now: float) -> list[Act]:
-        """An answer for the client is worth committing to."""
+    def _ready(self, attempt: Attempt, now: float, flags: int) -> None:
         step, reader = attempt.step, attempt.reader
-        if step is not self.main:
-            return []
         status, code, statuses = reader.status, reader.error_code, self.rules.statuses
+        stream = status == 200 and reader.event_stream
+        failed = flags & ENGINE_ERROR and (step.merges and not reader.tokens)
         if status in statuses:
             self._lose(step, "status", f"status {status}{attempt.error_words()}", now)
-            return self._out()
-        if status == 200 and reader.event_stream:
-            if flags & ENGINE_ERROR and code in statuses:
-                self._lose(step, "status", f"error {code} as the first event", now)
-                return self._out()
-            if flags & INCOMPLETE and not reader.tokens:
-                self._lose(step, "reset", "the stream ended without a token", now)
-                return self._out()
-        if step.carries_kv and self.transfer().broke(status, code):
+        elif stream and flags & ENGINE_ERROR and code in statuses:
+            self._lose(step, "status", f"error {code} as the first event", now)
+        elif stream and flags & INCOMPLETE and not reader.tokens:
+            self._lose(step, "reset", "the stream ended without a token", now)
+        elif step.carries_kv and self.transfer().broke(status, code):
             self._resend(step.engine, now)
-        elif step.merges and flags & ENGINE_ERROR and not reader.tokens:
+        elif failed:
             self._lose(step, "status", f"error {code} as the first event", now)
         elif step.checks_prompt and status == 200 and (why := _mismatch(self, reader.observed_prompt)):
             self._other_prompt(step.engine, why)
@@ -216,10 +185,8 @@ class RequestExecution(Progress):
             self._commit(attempt)
         else:
             self._acts.append(Action.COMMIT)
-        return self._out()
 
-    def events(self, attempt: Attempt, events: list[bytes], now: float) -> list[Act]:
-        """Events of a stream that is merged: their data, or a comment's line."""
+    def _events(self, attempt: Attempt, now: float, events: list[bytes]) -> None:
         step = attempt.step
         try:
             for data in events:
@@ -232,63 +199,54 @@ class RequestExecution(Progress):
                     self._take_event(step, data, now)
         except MergeError as error:
             self._lose(step, "reset", str(error), now)
-        return self._out()
 
-    def unseen(self, attempt: Attempt) -> list[Act]:
-        """The tokens that pass are no longer noted: the request stays where it is."""
-        step = attempt.step
-        if step is self.main:
-            self.pool.not_joinable(self.asked.path, f"{step.engine.name}: {attempt.reader.unseen}")
-            self._not_movable()
-        return self._out()
+    def _unseen(self, attempt: Attempt, now: float) -> None:
+        """The request stays where it is."""
+        self.pool.not_joinable(self.asked.path, f"{attempt.step.engine.name}: {attempt.reader.unseen}")
+        if self.mover is not None:
+            self.mover.running.pop(self.ticket.id, None)
 
-    def ended(self, attempt: Attempt, now: float) -> list[Act]:
-        """An answer is whole."""
-        step = attempt.step
-        if step is self.main:
-            self.main = None
-            if not step.for_client:
-                self._answered(attempt, now)
-            elif step.reader is Reader.PASS:
-                self._passed(attempt)
-            else:
-                self._whole(attempt, now)
-        elif step is self.side:
-            self.side = None
-            if self.fetch is not None:
-                self._fetch_answered(self.fetch, attempt, now)
-            elif self.migration is not None:
-                self._migration_answered(self.migration, attempt, now)
-            else:
-                self._prefilled(attempt, now)
-        return self._out()
+    def _ended(self, attempt: Attempt, now: float) -> None:
+        self.main = None
+        if not attempt.step.for_client:
+            self._answered(attempt, now)
+        elif attempt.step.reader is Reader.PASS:
+            self._passed(attempt)
+        else:
+            self._whole(attempt, now)
 
-    def failed(self, attempt: Attempt, kind: str, reason: str, now: float) -> list[Act]:
-        """An attempt failed; its engine is given up for it."""
-        step = attempt.step
-        if step is self.main:
-            self._failed(step.engine, kind, reason, now)
-        elif step is self.side:
-            self.side = None
-            if self.fetch is not None:
-                step.engine.failed(kind, reason)
-                self._fetched(self.fetch, "holder_failed", now)
-            elif self.migration is not None:
-                self._migration_failed(self.migration, step.engine, kind, reason, now)
-            elif not self.committed:
-                self._retry(step.engine, kind, reason, now)
-        return self._out()
+    def _side_ended(self, attempt: Attempt, now: float) -> None:
+        self.side = None
+        if self.fetch is not None:
+            self._fetch_answered(self.fetch, attempt, now)
+        elif self.migration is not None:
+            self._migration_answered(self.migration, attempt, now)
+        else:
+            self._prefilled(attempt, now)
 
-    def stale(self, attempt: Attempt, now: float, *, late: bool) -> list[Act]:
-        """A step with a KV transfer could not be sent, or perhaps was: it is sent again without."""
-        step, migration = attempt.step, self.migration
-        if step is self.main and self.kv is not None:
-            self.kv.too_late() if late else self.kv.spend()
-            self._resend(step.engine, now)
-        elif step is self.side and migration is not None:
-            migration.kv.too_late() if late else migration.kv.spend()
-            self._send_beside(migration.warm(now))
-        return self._out()
+    def _main_failed(self, attempt: Attempt, now: float, kind: str, reason: str) -> None:
+        self._failed(attempt.step.engine, kind, reason, now)
+
+    def _side_failed(self, attempt: Attempt, now: float, kind: str, reason: str) -> None:
+        self.side, engine = None, attempt.step.engine
+        if self.fetch is not None:
+            engine.failed(kind, reason)
+            self._fetched(self.fetch, "holder_failed", now)
+        elif self.migration is not None:
+            self._migration_failed(self.migration, engine, kind, reason, now)
+        elif not self.committed:
+            self._retry(engine, kind, reason, now)
+
+    def _stale(self, attempt: Attempt, now: float, late: bool) -> None:
+        kv = self.transfer()
+        kv.too_late() if late else kv.spend()
+        self._resend(attempt.step.engine, now)
+
+    def _side_stale(self, attempt: Attempt, now: float, late: bool) -> None:
+        migration = self.migration
+        assert migration is not None  # no other step beside carries a KV transfer
+        migration.kv.too_late() if late else migration.kv.spend()
+        self._send_beside(migration.warm(now))
 
     # -- events of the client and the server -----------------------------------------------------------------
 
@@ -308,17 +266,15 @@ class RequestExecution(Progress):
         return self._out()
 
     def leave(self, reason: str, error: ApiError | None = None) -> list[Act]:
-        """Ends the request in the middle, unless it has ended; `error`: for a client that has nothing."""
+        """Ends the request in the middle, unless it has ended; `error`: for its client."""
         self._leave(reason, error)
         return self._out()
 
     def stop(self) -> list[Act]:
         """The server stops."""
-        error = ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
-        if self.committed and self.state is not State.DONE:
-            self._acts.append(BreakOff(ApiError(503, STOPPING, code="shutting_down")))
-        self._leave(STOPPING, None if self.committed else error)
-        return self._out()
+        return self.leave(
+            STOPPING, ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
+        )
 
     # -- what is known of it ---------------------------------------------------------------------------------
 
@@ -348,7 +304,7 @@ class RequestExecution(Progress):
         """Sends the segment that is open to its engine; the ticket says which of the plan's it is."""
         engine = self.pool.engines[name]
         self.told = False
-        if not (self.may_fetch and not self.begun and self.ticket.pull is not None):
+        if not (self.pool.pulls and self.call is not None and self.ticket.pull is not None):
             self._send_open(engine, now, event)
         elif (why := (fetch := PrefixFetch(self, engine, now)).why_not()) is not None:
             self._fetch_over(fetch, why, now)
@@ -398,7 +354,7 @@ class RequestExecution(Progress):
         except HandoverError as error:
             if at_once:
                 what = f"{self.pool.name} is served by prefill and decode engines: {error}"
-                self._end_with(bad(what), event)
+                self._finish(event, "engine_error", bad(what))
             else:
                 self.transfer().recompute("not_cut", str(error))
                 self._go_on(None, None, now, event)
@@ -416,7 +372,7 @@ class RequestExecution(Progress):
         if first is None or not self.ticket.from_token:
             why = "only engines for halves of requests (prefill or decode) of one kind are usable"
             message = f"{self.pool.name}: {why}"
-            self._end_with(ApiError(503, message, engines=engine.name, code="no_engine"), event)
+            self._finish(event, "engine_error", ApiError(503, message, engines=engine.name, code="no_engine"))
             return
         if self.main is not None and self.main.engine is engine:
             return
@@ -425,7 +381,7 @@ class RequestExecution(Progress):
         try:
             self.paired = prefill_decode.first_body(self, first)
         except HandoverError:
-            self._end_with(ApiError(502, "no engine could answer", code="reset"), event)
+            self._finish(event, "engine_error", ApiError(502, "no engine could answer", code="reset"))
             return
         self._send_pair(first, engine, self.paired, event, opens=False)
 
@@ -465,7 +421,7 @@ class RequestExecution(Progress):
         try:
             following = self.ticket.finished(prompt_tokens=prompt, cached_tokens=cached)
         except NoInstanceError as error:
-            self._end_with(self.pool.no_engine_error(error), event)
+            self._finish(event, "engine_error", self.pool.no_engine_error(error))
             return
         assert following is not None  # another segment follows
         self._open(following, now, event)
@@ -900,7 +856,7 @@ class RequestExecution(Progress):
             following = self.ticket.moved()
         except NoInstanceError as error:
             self._count("no_instance")
-            self._end_with(self.pool.no_engine_error(error), event)
+            self._finish(event, "engine_error", self.pool.no_engine_error(error))
             return True
         self._open(following, now, event)
         self._count(outcome)
@@ -934,10 +890,6 @@ class RequestExecution(Progress):
             self.side = None
             self._acts.append(Action.CANCEL_SIDE)
 
-    def _not_movable(self) -> None:
-        if self.mover is not None:
-            self.mover.running.pop(self.ticket.id, None)
-
     def _count(self, outcome: str) -> bool:
         """Counts what came of a migration; False, as most of that is that nothing moves."""
         assert self.mover is not None
@@ -948,7 +900,7 @@ class RequestExecution(Progress):
 
     def _lose(self, step: Step, kind: str, reason: str, now: float) -> None:
         """An attempt that still runs is of no use."""
-        self._drop_main()
+        self._acts.append(Action.CANCEL_MAIN)
         self._failed(step.engine, kind, reason, now)
 
     def _failed(self, engine: Engine, kind: str, reason: str, now: float) -> None:
@@ -997,15 +949,16 @@ class RequestExecution(Progress):
         if status in self.rules.statuses or self.committed:
             self._retry(engine, "status", f"status {status}{attempt.error_words()}", now)
         else:
-            self._end_with(EngineRefusal(status, bytes(attempt.answer)), Event.FAILED)
+            self._finish(Event.FAILED, "engine_error", EngineRefusal(status, bytes(attempt.answer)))
 
     def _give_up(self, engine: Engine, kind: str, reason: str) -> None:
         """Nobody answers, or goes on."""
+        self.reason = reason
         if self.committed:
             broke = "the engine's answer broke off"
-            self._acts.append(BreakOff(ApiError(502, broke, engines=f"{engine.name}: {reason}", code=kind)))
-            self.reason = reason
-            self._finish(Event.FAILED, kind)
+            self._finish(
+                Event.FAILED, kind, ApiError(502, broke, engines=f"{engine.name}: {reason}", code=kind)
+            )
             return
         headers = {"x-lmetric-decision": self.label}
         if STATUSES[kind] == 503:
@@ -1017,12 +970,6 @@ class RequestExecution(Progress):
         error = ApiError(STATUSES[kind], message, engines=tried, code=kind, headers=headers)
         self._finish(Event.FAILED, kind, error)
 
-    def _end_with(self, error: ApiError, event: Event, failure: str = "engine_error") -> None:
-        """Ends with an error."""
-        if self.committed:
-            self._acts.append(BreakOff(error))
-        self._finish(event, failure, None if self.committed else error)
-
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
         if self.state is State.DONE:
             return
@@ -1031,8 +978,12 @@ class RequestExecution(Progress):
         self._finish(Event.ABORTED, "cancelled", error)
 
     def _finish(self, event: Event, failure: str | None = None, error: ApiError | None = None) -> None:
-        """The one end: closes every attempt, and the ticket where it is open (`failure`: as what)."""
+        """The one end: closes every attempt, and the ticket where it is open (`failure`: as what). `error`: for
+        the client, as the end of what it has of an answer, or as its whole answer."""
         self._enter(event, State.DONE)
+        if error is not None and self.committed:
+            self._acts.append(BreakOff(error))
+            error = None
         self._abandon()
         self._waits_at = None
         if failure is not None and self.ticket.open:
@@ -1055,10 +1006,6 @@ class RequestExecution(Progress):
         if self.main is not None or self.side is not None:
             self.main = self.side = None
             self._acts.append(Action.CANCEL)
-
-    def _drop_main(self) -> None:
-        self.main = None
-        self._acts.append(Action.CANCEL_MAIN)
 
     def _enter(self, event: Event, state: State) -> None:
         if state not in TRANSITIONS[self.state, event]:
@@ -1089,3 +1036,20 @@ def _stripped(answer: dict[str, Any], choices: list[Any], hides_ids: bool) -> by
     if "kv_transfer_params" in answer:
         answer["kv_transfer_params"] = None
     return orjson.dumps(answer)
+
+
+_OF_MAIN: dict[AttemptEvent, Callable[..., None]] = {
+    AttemptEvent.SENT: RequestExecution._sent,
+    AttemptEvent.READY: RequestExecution._ready,
+    AttemptEvent.EVENTS: RequestExecution._events,
+    AttemptEvent.UNSEEN: RequestExecution._unseen,
+    AttemptEvent.ENDED: RequestExecution._ended,
+    AttemptEvent.FAILED: RequestExecution._main_failed,
+    AttemptEvent.STALE: RequestExecution._stale,
+}
+_OF_SIDE: dict[AttemptEvent, Callable[..., None]] = {
+    AttemptEvent.SENT: RequestExecution._sent,
+    AttemptEvent.ENDED: RequestExecution._side_ended,
+    AttemptEvent.FAILED: RequestExecution._side_failed,
+    AttemptEvent.STALE: RequestExecution._side_stale,
+}

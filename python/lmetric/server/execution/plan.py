@@ -210,6 +210,21 @@ class Finish:
 Act = Step | Action | Wake | Begin | Write | BreakOff | Finish
 
 
+class AttemptEvent(Enum):
+    """What an attempt tells, with the attempt and the time. Behind ENDED, FAILED and STALE it tells nothing
+    more, nor once it is cancelled."""
+
+    SENT = 0  # the request was written
+    READY = 1  # the answer is worth committing to; with the flags of the reader
+    EVENTS = 2  # events of the answer (reader EVENTS): a list of their data, or of a comment's line
+    UNSEEN = 3  # the tokens that pass are no longer noted
+    ENDED = 4  # the answer is whole
+    FAILED = 5  # there will be no answer, or no more of it; with the kind of failure, and why
+    # The step carries a KV transfer that must not be sent on the next connection: the engine may have fetched
+    # it already, or (True) its time is over.
+    STALE = 6
+
+
 class Attempt(Protocol):
     """What the executor sees of a step at its engine."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lmetric._core import Decision, Ticket
+from lmetric._core import Decision, Ticket, TokenEncoder
 from lmetric.engines.handover import CHAT
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import ClientRequest, Rules
@@ -15,79 +16,38 @@ from lmetric.server.execution.transcript import Transcript
 from lmetric.server.execution.transfer import KvTransfer
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.tokens import Tokens
 
 
+@dataclass(slots=True, eq=False)
 class Progress:
     """One request: what its client asked for, its ticket, and what its engines have said so far."""
 
-    __slots__ = (
-        "asked",
-        "body",
-        "call",
-        "decision",
-        "encoder",
-        "first",
-        "in_slices",
-        "kv",
-        "last_slice_at",
-        "may_fetch",
-        "mover",
-        "paired",
-        "pool",
-        "resumed",
-        "rules",
-        "slice_fetches",
-        "slice_rate",
-        "slice_tokens",
-        "stream",
-        "ticket",
-        "told",
-        "transcript",
-        "unmergeable",
-    )
-
-    def __init__(
-        self,
-        rules: Rules,
-        asked: ClientRequest,
-        pool: Pool,
-        decision: Decision,
-        ticket: Ticket,
-        body: bytes,
-        stream: bool,
-        call: ParsedRequest | None,
-        moves: bool,
-    ) -> None:
-        self.rules = rules
-        self.asked = asked
-        self.pool = pool
-        self.decision = decision
-        self.ticket = ticket
-        self.body = body  # as the client sent it, until an answer is committed to
-        self.stream = stream
-        # Where it may be cut between equals, move, or fetch its prompt's front: its tokens, until a transcript
-        # has them.
-        self.call = call
-        self.encoder = pool.tokenizer.encoder if call is not None and pool.tokenizer is not None else None
-        self.may_fetch = call is not None and pool.pulls
-        mover = pool.mover if moves else None
-        if mover is not None and not stream and mover.by != "legs":
-            mover = None
-        self.mover = mover  # None: it does not move
-        self.kv: KvTransfer | None = None  # for the next step
-        self.transcript: Transcript | None = None  # where its answer comes from several engines, or may
-        self.unmergeable = False  # its first answer could not be merged: it is answered whole
-        self.told = False  # the open segment has told a token
-        self.first: Engine | None = None  # that computes the prompt, where another decodes
-        self.paired: bytes | None = None  # the body of both steps, where these run at once
-        # Sliced decoding.
-        self.in_slices = False
-        self.resumed = False  # the open segment is not the request's first that told a token
-        self.slice_tokens = 0  # of the slice that runs
-        self.slice_rate = 0.0  # seconds a token, of the last slice
-        self.last_slice_at = 0.0  # its end, seconds on the monotonic clock
-        self.slice_fetches = False  # what was there then, with the first slice elsewhere
+    rules: Rules
+    asked: ClientRequest
+    pool: Pool
+    decision: Decision
+    ticket: Ticket
+    body: bytes  # as the client sent it, until an answer is committed to
+    stream: bool
+    # Where it may be cut between equals, move, or fetch its prompt's front: its tokens, until a transcript has
+    # them.
+    call: ParsedRequest | None = None
+    encoder: TokenEncoder | None = None  # of its tokens' tokenizer
+    mover: Rebalancer | None = None  # where it may move
+    kv: KvTransfer | None = None  # for the next step
+    transcript: Transcript | None = None  # where its answer comes from several engines, or may
+    unmergeable: bool = False  # its first answer could not be merged: it is answered whole
+    told: bool = False  # the open segment has told a token
+    first: Engine | None = None  # that computes the prompt, where another decodes
+    paired: bytes | None = None  # the body of both steps, where these run at once
+    # Of sliced decoding.
+    in_slices: bool = False
+    slice_tokens: int = 0  # of the slice that runs
+    slice_rate: float = 0.0  # seconds a token, of the last slice
+    last_slice_at: float = 0.0  # its end, seconds on the monotonic clock
+    slice_fetches: bool = False  # what was there then, with the first slice elsewhere
 
     @property
     def sliced(self) -> bool:
@@ -147,10 +107,10 @@ class Progress:
     def merged(self) -> Transcript:
         """The answer of several engines, from now on."""
         if self.transcript is None:
-            call, encoder = self.call, self.encoder
+            call = self.call
             assert call is not None  # else it is neither cut between equals nor moved
             assert call.tokens is not None
-            assert encoder is not None
-            self.transcript = Transcript(self.asked.path, call.request, call.tokens, encoder)
+            assert self.encoder is not None
+            self.transcript = Transcript(self.asked.path, call.request, call.tokens, self.encoder)
             self.call = None
         return self.transcript

@@ -16,7 +16,19 @@ from lmetric.server.execution.answer import ClientAnswer
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.executor import RequestExecution
-from lmetric.server.execution.plan import Act, Action, Begin, BreakOff, Finish, Slot, State, Step, Wake, Write
+from lmetric.server.execution.plan import (
+    Act,
+    Action,
+    AttemptEvent,
+    Begin,
+    BreakOff,
+    Finish,
+    Slot,
+    State,
+    Step,
+    Wake,
+    Write,
+)
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
 
@@ -60,10 +72,16 @@ class RequestRunner(InFlightRequest):
         call: ParsedRequest | None = None,
         moves: bool = False,
     ) -> None:
-        execution = RequestExecution(rules, asked, pool, decision, ticket, body, stream, call, moves)
-        if moves:
-            execution.handle = self
-        self.execution = execution
+        mover = pool.mover if moves else None
+        if mover is not None and not stream and mover.by != "legs":
+            mover = None
+        tokenizer = pool.tokenizer if call is not None else None
+        encoder = tokenizer.encoder if tokenizer is not None else None
+        self.execution = RequestExecution(
+            rules, asked, pool, decision, ticket, body, stream, call, encoder, mover
+        )
+        if mover is not None:
+            self.execution.handle = self
         self._asked = asked
         self._require_finish = require_finish
         self._on_end = on_end
@@ -72,7 +90,7 @@ class RequestRunner(InFlightRequest):
         self._side: EngineAttempt | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._busy = self._finished = False
-        self._later: list[tuple[Callable[..., list[Act]], tuple[Any, ...], dict[str, Any]]] = []
+        self._later: list[tuple[Callable[..., list[Act]], tuple[Any, ...]]] = []
 
     def start(self, now: float) -> None:
         """Sends the request to the engine of the decision, which was made at ``now``."""
@@ -80,18 +98,18 @@ class RequestRunner(InFlightRequest):
 
     # -- events in, actions out ------------------------------------------------------------------------------
 
-    def _on(self, event: Callable[..., list[Act]], *args: Any, **more: Any) -> None:
+    def _on(self, event: Callable[..., list[Act]], *args: Any) -> None:
         """Has the executor hear of an event, and does what follows; while it does that, of no other."""
         if self._busy:
-            self._later.append((event, args, more))
+            self._later.append((event, args))
             return
         self._busy = True
         try:
-            for act in event(*args, **more):
+            for act in event(*args):
                 self._do(act)
             while self._later:
-                event, args, more = self._later.pop(0)
-                for act in event(*args, **more):
+                event, args = self._later.pop(0)
+                for act in event(*args):
                     self._do(act)
         except Exception:
             self._later.clear()
@@ -216,33 +234,9 @@ class RequestRunner(InFlightRequest):
         unknown = decision.prompt_tokens - decision.predicted_hit_tokens
         return refill.body(self._asked.path, step.body, unknown)
 
-    def attempt_sent(self, attempt: EngineAttempt, now: float) -> None:
-        """The request was written."""
-        self.execution.sent(attempt, now)
-
-    def attempt_ready(self, attempt: EngineAttempt, flags: int) -> None:
-        """The answer is worth committing to."""
-        self._on(self.execution.ready, attempt, flags, time.monotonic())
-
-    def attempt_events(self, attempt: EngineAttempt, events: list[bytes]) -> None:
-        """Events of a stream that is merged."""
-        self._on(self.execution.events, attempt, events, time.monotonic())
-
-    def attempt_unseen(self, attempt: EngineAttempt) -> None:
-        """The tokens that pass are no longer noted."""
-        self._on(self.execution.unseen, attempt)
-
-    def attempt_ended(self, attempt: EngineAttempt) -> None:
-        """The answer is whole."""
-        self._on(self.execution.ended, attempt, time.monotonic())
-
-    def attempt_failed(self, attempt: EngineAttempt, kind: str, reason: str) -> None:
-        """There will be no answer, or no more of it."""
-        self._on(self.execution.failed, attempt, kind, reason, time.monotonic())
-
-    def attempt_stale(self, attempt: EngineAttempt, *, late: bool) -> None:
-        """The step must not be sent again as it is."""
-        self._on(self.execution.stale, attempt, time.monotonic(), late=late)
+    def hear(self, event: AttemptEvent, attempt: EngineAttempt, now: float, *told: Any) -> None:
+        """Something happened to an attempt."""
+        self._on(self.execution.attempt, event, attempt, now, *told)
 
     # -- what the client's connection and the server call ----------------------------------------------------
 
