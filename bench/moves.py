@@ -94,9 +94,9 @@ async def moved(server: Server, at: int, every: int) -> None:
     assert mover is not None
     names = list(pool.engines)
     while len(begun) < every:
-        for number, chain in list(mover.running.items()):
-            if number not in begun and len(chain.joined.made) >= at:
-                target = names[(names.index(chain.ticket.instance) + 1) % len(names)]
+        for number, running in list(mover.running.items()):
+            if number not in begun and running.known_tokens >= at:
+                target = names[(names.index(running.instance) + 1) % len(names)]
                 if mover.begin(number, target, time.monotonic()):
                     begun.add(number)
         await asyncio.sleep(0.001)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lmetric.engines.emulated import EngineOptions
 from lmetric.server.execution.runner import RequestRunner
-from lmetric.server.fleet.rebalancer import Rebalancer
+from lmetric.server.fleet.rebalancer import Movable, Rebalancer
 from pd_world import Pd, pd
 from split_world import alone, asked, equal
 
@@ -58,19 +58,9 @@ def only(w: Pd) -> RequestRunner | None:
     return found
 
 
-def place(request: Any) -> str:
+def place(request: Movable) -> str:
     """Where it runs."""
-    name: str = request.execution.ticket.instance
-    return name
-
-
-def made(request: Any) -> int:
-    """Tokens of its answer that are known."""
-    execution = request.execution
-    if execution.observing is not None:
-        count: int = execution.observing.reader.observed_tokens
-        return count
-    return len(execution.transcript.made) if execution.transcript is not None else 0
+    return request.instance
 
 
 async def at_token(w: Pd, count: int) -> RequestRunner:
@@ -78,7 +68,7 @@ async def at_token(w: Pd, count: int) -> RequestRunner:
 
     def there() -> bool:
         request = only(w)
-        return request is not None and made(request) >= count and request.move is None
+        return request is not None and request.known_tokens >= count and request.move is None
 
     async with asyncio.timeout(10):
         while not there():  # noqa: ASYNC110 - nobody tells

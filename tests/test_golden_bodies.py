@@ -33,7 +33,6 @@ from lmetric.engines.emulated.text import TOKENIZER_PATH, shared_text
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Rebalancer
-from moves_world import made
 from server_world import STREAM_HEAD, Behaviour, FakeEngine, Request, World, chunk, plain, reset, world
 from split_world import CHAT, COMPLETIONS, heard, told
 
@@ -317,7 +316,7 @@ async def at_token(w: World, count: int) -> int:
 
     def counts() -> dict[int, int]:
         running: dict[int, Any] = dict(mover(w).running)
-        return {ticket: made(request) for ticket, request in running.items()}
+        return {ticket: request.known_tokens for ticket, request in running.items()}
 
     await w.until(lambda: list(counts().values()) == [count])
     (ticket,) = counts()

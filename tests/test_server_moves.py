@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moves_world import LONG, at_token, made, move, mover, moving, place, plain, shoved
+from moves_world import LONG, at_token, move, mover, moving, place, plain, shoved
 from pd_world import nixl
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
 
@@ -199,7 +199,7 @@ async def test_one_move_at_a_time() -> None:
         tasks = [asyncio.create_task(asked(w, COMPLETIONS, body)) for _ in range(2)]
         await w.until(lambda: len(mover(w).running) == 2)
         one, other = list[Any](mover(w).running.values())
-        await w.until(lambda: made(one) > 3 and made(other) > 3)
+        await w.until(lambda: one.known_tokens > 3 and other.known_tokens > 3)
         now = time.monotonic()
         target = next(name for name in w.engines if name not in (place(one), place(other)))
         assert mover(w).begin(one.execution.ticket.id, target, now)

@@ -16,7 +16,7 @@ import pytest
 from tokenizers.decoders import DecodeStream
 
 from lmetric.engines.emulated.text import TOKENIZER_PATH
-from moves_world import LONG, at_token, made, move, mover, moving, place, plain
+from moves_world import LONG, at_token, move, mover, moving, place, plain
 from pd_world import Pd
 from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, decision_id, event, world
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, equal, heard
@@ -129,7 +129,7 @@ async def test_a_target_that_is_full(cache: bool) -> None:
         tasks = [asyncio.create_task(asked(w, COMPLETIONS, body)) for _ in range(2)]
         await w.until(lambda: len(mover(w).running) == 2)
         one, other = list[Any](mover(w).running.values())
-        await w.until(lambda: made(one) > 3)
+        await w.until(lambda: one.known_tokens > 3)
         assert mover(w).begin(one.execution.ticket.id, place(other), time.monotonic())
         for said in await asyncio.gather(*tasks):
             equal(said, expected)
@@ -216,7 +216,7 @@ async def told_in_two(w: World, count: int) -> tuple[bool, Any, dict[str, Any]]:
     began = False
     while not task.done():
         for ticket, chain in list(moves.running.items()):
-            if made(chain) >= count and not (began or moves.outcomes):
+            if chain.known_tokens >= count and not (began or moves.outcomes):
                 target = next(name for name in pool.engines if name != place(chain))
                 began = moves.begin(ticket, target, time.monotonic())
         await asyncio.sleep(0.001)
@@ -364,7 +364,7 @@ async def test_a_stream_that_may_move_keeps_four_bytes_a_token() -> None:
         assert moves is not None
         body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
         task = asyncio.create_task(w.post(body))
-        await w.until(lambda: any(made(request) for request in moves.running.values()))
+        await w.until(lambda: any(request.known_tokens for request in moves.running.values()))
         (request,) = w.server.front.relays
         execution = request.execution  # type: ignore[attr-defined]
         transcript = execution.transcript

@@ -16,8 +16,7 @@ import pytest
 
 from lmetric.config import ServerConfig
 from lmetric.server import Server
-from lmetric.server.execution.chain import Chain
-from lmetric.server.fleet.rebalancer import Rebalancer
+from lmetric.server.fleet.rebalancer import Movable, Rebalancer
 from server_world import decision_id
 from split_world import CHAT, COMPLETIONS, equal, heard, told
 from test_real_pd import counted
@@ -77,14 +76,16 @@ class Here:
         """Begins to move the one stream to the other engine when it has so many tokens and is at rest, unless
         it ends before."""
 
-        def begun(chain: Chain) -> bool:
-            if len(chain.joined.made) < count or chain.move is not None:
+        def begun(ticket: int, request: Movable) -> bool:
+            if request.known_tokens < count or request.move is not None:
                 return False
-            (target,) = (engine.name for engine in self.engines if engine.name != chain.ticket.instance)
+            (target,) = (engine.name for engine in self.engines if engine.name != request.instance)
             # Where it has just gone it must have a token first.
-            return self.mover.begin(chain.ticket.id, target, time.monotonic())
+            return self.mover.begin(ticket, target, time.monotonic())
 
-        await self.until(lambda: stream.done() or any(map(begun, list(self.mover.running.values()))))
+        await self.until(
+            lambda: stream.done() or any(begun(*each) for each in list(self.mover.running.items()))
+        )
 
     async def moved(
         self, path: str, body: dict[str, Any], want: dict[str, Any], *counts: int
@@ -265,13 +266,13 @@ async def test_a_source_that_dies_while_its_stream_moves(vllm_engines: Start, fl
         for _ in range(ATTEMPTS):
             task = asyncio.create_task(listened(here.session, here.url, path, body))
             await here.move(task, FIRST)
-            chain = next(iter(here.mover.running.values()), None)
-            if chain is not None and chain.move is not None and len(chain.joined.made) < TOKENS // 2:
+            running = next(iter(here.mover.running.values()), None)
+            if running is not None and running.move is not None and running.known_tokens < TOKENS // 2:
                 break
             equal(await task, want)
-        assert chain is not None
+        assert running is not None
         here.mover.outcomes.clear()
-        (dying,) = (engine for engine in engines if engine.name == chain.ticket.instance)
+        (dying,) = (engine for engine in engines if engine.name == running.instance)
         await asyncio.to_thread(dying.kill)
         equal(await task, want)
         # Which of the two is heard of first is a matter of milliseconds.

@@ -1,7 +1,7 @@
 //! What a stream of completions says, noted while it passes to the client, and what of it the client is not to see.
 //!
 //! Only whole events are read, each once and where it lies: nothing of it is copied but its text and its token ids.
-use crate::scanner::HOLD_LIMIT;
+use crate::scanner::OBSERVED_LIMIT;
 use crate::sse;
 use serde_core::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
@@ -118,7 +118,7 @@ impl Observer {
             }
             if let Some(data) = data.take() {
                 match &blocks[data.clone()] {
-                    _ if line.start - start > HOLD_LIMIT => self.lose(TOO_LONG),
+                    _ if line.start - start > OBSERVED_LIMIT => self.lose(TOO_LONG),
                     _ if several => self.lose(SEVERAL_LINES),
                     b"[DONE]" => {}
                     value => self.event(value, data.start),

@@ -17,6 +17,8 @@ use std::ops::Range;
 pub const HEAD_LIMIT: usize = 64 * 1024;
 /// Longest plain answer that is held back until whole, and longest event that is held back until its end, bytes.
 pub const HOLD_LIMIT: usize = 256 * 1024;
+/// The same of an event in a stream that is observed, bytes: its first one repeats the prompt as token ids.
+pub const OBSERVED_LIMIT: usize = 8 * 1024 * 1024;
 
 /// What a piece of input brought.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -508,7 +510,7 @@ impl Scanner {
             }
             None => self.pending.extend_from_slice(piece),
         }
-        if self.pending.len() > HOLD_LIMIT {
+        if self.pending.len() > self.hold_limit() {
             if let Some(observer) = &mut self.observer {
                 observer.part(&self.pending);
             }
@@ -532,6 +534,11 @@ impl Scanner {
         self.rewritten |= observer.read(events);
         observer.write(events, &mut self.released);
         self.pending.clear();
+    }
+
+    /// Longest event that is held back until its end, bytes.
+    fn hold_limit(&self) -> usize {
+        if self.observer.is_some() { OBSERVED_LIMIT } else { HOLD_LIMIT }
     }
 
     fn newly_unseen(&mut self) -> bool {
@@ -576,7 +583,8 @@ impl Scanner {
             self.said.ready = match (head.event_stream, head.json) {
                 // A comment that began before this is dropped to its end.
                 (true, _) => {
-                    self.released.len() + self.pending.len() > HOLD_LIMIT && !self.events.inside_filler()
+                    self.released.len() + self.pending.len() > self.hold_limit()
+                        && !self.events.inside_filler()
                 }
                 (false, true) => self.released.len() > HOLD_LIMIT,
                 (false, false) => true,

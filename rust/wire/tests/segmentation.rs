@@ -1,5 +1,5 @@
 //! Whatever the cuts between pieces: the same facts, the same payload to the client, and never a panic.
-use lmetric_wire::{Finish, HOLD_LIMIT, Observer, Scanner, Step, Usage, WireError, split};
+use lmetric_wire::{Finish, HOLD_LIMIT, OBSERVED_LIMIT, Observer, Scanner, Step, Usage, WireError, split};
 use proptest::prelude::*;
 
 /// All that can be told from outside after one response.
@@ -505,11 +505,11 @@ fn an_event_that_is_too_long_is_not_followed_wherever_it_is_cut() {
     for end in ["\n", "\r", "\r\n"] {
         let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
         let start = [head, &event("[1]"), end, end].concat();
-        let long = event(&format!("[2{}]", " ".repeat(HOLD_LIMIT)));
+        let long = event(&format!("[2{}]", " ".repeat(OBSERVED_LIMIT)));
         let shown = |ids| [event("null"), long.clone(), event(ids), String::new()].join(&[end, end].concat());
         let response = [&start, &long, end, end, &event("[3]"), end, end].concat();
-        let limit = start.len() + HOLD_LIMIT;
-        for cut in (limit - 3..=limit + 60).chain([10, start.len() + 1]) {
+        let limit = start.len() + OBSERVED_LIMIT;
+        for cut in (limit - 3..=limit + 60).step_by(9).chain([10, start.len() + 1]) {
             let run = play(response.as_bytes(), &[start.len(), cut], true, true, Some(true));
             let observed = run.outcome.observed.unwrap();
             assert_eq!(observed.lost.as_deref(), Some("an event is too long to be followed"));
@@ -518,7 +518,7 @@ fn an_event_that_is_too_long_is_not_followed_wherever_it_is_cut() {
         }
     }
     // One that is just short enough is.
-    let room = HOLD_LIMIT - event("[1]").len();
+    let room = OBSERVED_LIMIT - event("[1]").len();
     let response = [
         "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n",
         &event(&format!("[1{}]", " ".repeat(room - 1))),

@@ -66,7 +66,7 @@ class ClientAnswer:
         asked.transport.write(b"".join(lines) + b"\r\n")
 
     def write(self, data: bytes, *, last: bool = False) -> None:
-        """More of it, written by the router: where an engine's stream passed so far, behind its last event."""
+        """More of it, written by the router; where a stream passed so far, behind its last event."""
         if self.state is AnswerState.PASSED:
             assert self._reader is not None
             self.state = AnswerState.WRITTEN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lmetric._core import END, ENGINE_ERROR, INCOMPLETE, OUT, PASS, READY, UNSEEN, Ticket, WireError
@@ -31,54 +32,28 @@ class AttemptListener(Protocol):
         """To be called where an exception was caught that nobody foresaw."""
 
 
+@dataclass(slots=True, eq=False)
 class EngineAttempt:
     """A step at its engine: `go`, then calls to its listener."""
 
-    __slots__ = (
-        "_asked",
-        "_connecting",
-        "_connection",
-        "_fresh",
-        "_listener",
-        "_paused",
-        "_pieces",
-        "_require_finish",
-        "_rules",
-        "_since",
-        "_ticket",
-        "answer",
-        "begun",
-        "error",
-        "over",
-        "reader",
-        "started",
-        "step",
-    )
-
-    reader: Connection
-    started: float
-
-    def __init__(
-        self,
-        listener: AttemptListener,
-        rules: Rules,
-        asked: ClientRequest,
-        ticket: Ticket,
-        step: Step,
-        require_finish: bool,
-    ) -> None:
-        self._listener = listener
-        self._rules = rules
-        self._asked = asked
-        self._ticket = ticket
-        self._require_finish = require_finish
-        self.step = step
-        self._connecting: asyncio.Task[Connection] | None = None
-        self._connection: Connection | None = None
-        self._fresh = self._paused = self.begun = self.error = self.over = False
-        self._pieces = 0  # of the answer, at the last check
-        self._since = 0.0  # of the limit that runs, seconds on the monotonic clock
-        self.answer: bytes | bytearray = b""  # of reader WHOLE, or of an engine that refuses
+    _listener: AttemptListener
+    _rules: Rules
+    _asked: ClientRequest
+    _ticket: Ticket
+    step: Step
+    _require_finish: bool  # a stream without a finish_reason is not whole
+    reader: Connection = field(init=False)
+    started: float = 0.0  # seconds on the monotonic clock
+    answer: bytes | bytearray = b""  # of reader WHOLE, or of an engine that refuses
+    begun: bool = False  # the answer is committed to
+    error: bool = False  # the engine reported an error inside its answer
+    over: bool = False  # it ended, failed or was cancelled
+    _connecting: asyncio.Task[Connection] | None = None
+    _connection: Connection | None = None
+    _fresh: bool = False  # that was made for this step
+    _paused: bool = False
+    _pieces: int = 0  # of the answer, at the last check
+    _since: float = 0.0  # of the limit that runs, seconds on the monotonic clock
 
     def go(self, now: float) -> None:
         """Sends the step, on a connection that waits where there is one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from lmetric._core import RequestHead
@@ -55,51 +55,28 @@ class Rules:
         )
 
 
+@dataclass(slots=True, eq=False)
 class ClientRequest:
     """A request for an engine as its client sent it; ``done`` is told whether the connection goes on."""
 
-    __slots__ = (
-        "address",
-        "client",
-        "cors",
-        "done",
-        "drops_priority",
-        "head",
-        "http11",
-        "keep_alive",
-        "path",
-        "pool",
-        "priority",
-        "prompt_bytes",
-        "started",
-        "tenant",
-        "transport",
-    )
+    client: ClientPort
+    transport: asyncio.Transport
+    head: RequestHead
+    http11: bool
+    keep_alive: bool
+    done: Callable[[bool], None]
+    path: str = field(init=False)
+    started: float = field(default_factory=time.monotonic)  # seconds on the monotonic clock
+    address: str | None = None  # of the client, for the access log
+    cors: bytes = b""  # lines of the answer's head; empty: CORS is off
+    tenant: str = ""
+    pool: Pool | None = None
+    priority: int | None = None  # the router's, lower first; None: requests are not ordered
+    drops_priority: bool = False  # the client's own does not go on
+    prompt_bytes: int = 0  # 0 where the prompt was given as tokens
 
-    def __init__(
-        self,
-        client: ClientPort,
-        transport: asyncio.Transport,
-        head: RequestHead,
-        http11: bool,
-        keep_alive: bool,
-        done: Callable[[bool], None],
-    ) -> None:
-        self.client = client
-        self.address: str | None = None  # of the client, for the access log
-        self.cors = b""  # lines of the answer's head; empty: CORS is off
-        self.transport = transport
-        self.head = head
-        self.path = head.path
-        self.http11 = http11
-        self.keep_alive = keep_alive
-        self.done = done
-        self.started = time.monotonic()
-        self.tenant = ""
-        self.pool: Pool | None = None
-        self.priority: int | None = None  # the router's, lower first; None: requests are not ordered
-        self.drops_priority = False  # the client's own does not go on
-        self.prompt_bytes = 0  # 0 where the prompt was given as tokens
+    def __post_init__(self) -> None:
+        self.path = self.head.path
 
 
 class InFlightRequest:

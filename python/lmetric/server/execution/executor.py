@@ -17,13 +17,16 @@ import structlog
 from lmetric._core import (
     ENGINE_ERROR,
     INCOMPLETE,
+    Decision,
     NoInstanceError,
+    Ticket,
     TicketError,
     UnknownNameError,
 )
 from lmetric.engines.handover import HandoverError
 from lmetric.server.api.errors import ApiError, bad
-from lmetric.server.execution.exchange import FAILED, STOPPING
+from lmetric.server.api.request import ParsedRequest
+from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, Rules
 from lmetric.server.execution.plan import (
     TRANSITIONS,
     Act,
@@ -53,6 +56,7 @@ from lmetric.server.execution.transcript import (
 )
 from lmetric.server.execution.transfer import WHOLE_PROMPT
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Movable
 
 # Of an answer that is not streamed: no bound of its own.
@@ -82,8 +86,8 @@ class EngineRefusal(ApiError):
 
 @dataclass(slots=True, eq=False)
 class RequestExecution(Progress):
-    """One request, from its decision to its end. Each event returns the actions that follow from it, in order.
-    Behind `Finish` there are none."""
+    """One request, from its decision to its end. Each event returns the actions that follow from it, in
+    order. Behind `Finish` there are none."""
 
     state: State = State.ADMITTED
     main: Step | None = None  # that runs the open segment
@@ -102,6 +106,31 @@ class RequestExecution(Progress):
     _tried: tuple[str, ...] = ()
     _waits_at: Engine | None = None  # between two slices, for a client that does not keep up
     _acts: list[Act] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        rules: Rules,
+        asked: ClientRequest,
+        pool: Pool,
+        decision: Decision,
+        ticket: Ticket,
+        body: bytes,
+        call: ParsedRequest,
+        *,
+        moves: bool,
+        fetches: bool,
+    ) -> RequestExecution:
+        """The execution of a request. `moves`: it may be cut between equals, or move; `fetches`: it may fetch
+        its prompt's front."""
+        stream = call.stream
+        if not (moves or fetches):
+            return cls(rules, asked, pool, decision, ticket, body, stream)
+        mover = pool.mover if moves else None
+        if mover is not None and not stream and mover.by != "legs":
+            mover = None
+        encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
+        return cls(rules, asked, pool, decision, ticket, body, stream, call, encoder, mover)
 
     # -- events of the router --------------------------------------------------------------------------------
 
@@ -978,8 +1007,8 @@ class RequestExecution(Progress):
         self._finish(Event.ABORTED, "cancelled", error)
 
     def _finish(self, event: Event, failure: str | None = None, error: ApiError | None = None) -> None:
-        """The one end: closes every attempt, and the ticket where it is open (`failure`: as what). `error`: for
-        the client, as the end of what it has of an answer, or as its whole answer."""
+        """The one end: closes every attempt, and the ticket where it is open (`failure`: as what). `error`:
+        for the client, as the end of what it has of an answer, or as its whole answer."""
         self._enter(event, State.DONE)
         if error is not None and self.committed:
             self._acts.append(BreakOff(error))

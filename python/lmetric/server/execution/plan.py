@@ -117,8 +117,8 @@ TRANSITIONS: Mapping[tuple[State, Event], tuple[State, ...]] = {
 
 
 class Reader(Enum):
-    """How an attempt reads its engine's answer. A further one (token ids in and out, `/inference/v1/generate`)
-    is a member here and a branch in `EngineAttempt`."""
+    """How an attempt reads its engine's answer. A further one (token ids in and out, as of vLLM's
+    `/inference/v1/generate`) is a member here and a branch in `EngineAttempt`."""
 
     PASS = 0  # its bytes go to the client as they come
     WHOLE = 1  # it is kept until it is whole

@@ -9,12 +9,10 @@ from typing import Any
 
 import structlog
 
-from lmetric._core import Decision, Ticket
 from lmetric.server.api.errors import ApiError
-from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.answer import ClientAnswer
 from lmetric.server.execution.attempt import EngineAttempt
-from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Rules
+from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
 from lmetric.server.execution.executor import RequestExecution
 from lmetric.server.execution.plan import (
     Act,
@@ -30,7 +28,6 @@ from lmetric.server.execution.plan import (
     Write,
 )
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.pool import Pool
 
 log = structlog.get_logger("lmetric.relay")
 
@@ -58,39 +55,19 @@ class RequestRunner(InFlightRequest):
         "execution",
     )
 
-    def __init__(
-        self,
-        rules: Rules,
-        asked: ClientRequest,
-        pool: Pool,
-        decision: Decision,
-        ticket: Ticket,
-        body: bytes,
-        stream: bool,
-        require_finish: bool,
-        on_end: OnEnd,
-        call: ParsedRequest | None = None,
-        moves: bool = False,
-    ) -> None:
-        mover = pool.mover if moves else None
-        if mover is not None and not stream and mover.by != "legs":
-            mover = None
-        tokenizer = pool.tokenizer if call is not None else None
-        encoder = tokenizer.encoder if tokenizer is not None else None
-        self.execution = RequestExecution(
-            rules, asked, pool, decision, ticket, body, stream, call, encoder, mover
-        )
-        if mover is not None:
-            self.execution.handle = self
-        self._asked = asked
+    def __init__(self, execution: RequestExecution, require_finish: bool, on_end: OnEnd) -> None:
+        self.execution = execution
+        self._asked = execution.asked
         self._require_finish = require_finish
         self._on_end = on_end
-        self._answer = ClientAnswer(asked, rules.show_engines)
+        self._answer = ClientAnswer(execution.asked, execution.rules.show_engines)
         self._main: EngineAttempt | None = None
         self._side: EngineAttempt | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._busy = self._finished = False
         self._later: list[tuple[Callable[..., list[Act]], tuple[Any, ...]]] = []
+        if execution.mover is not None:
+            execution.handle = self
 
     def start(self, now: float) -> None:
         """Sends the request to the engine of the decision, which was made at ``now``."""
@@ -297,6 +274,14 @@ class RequestRunner(InFlightRequest):
     def move(self) -> object | None:
         """Its migration that is on its way."""
         return self.execution.migration
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of its answer that are known."""
+        execution = self.execution
+        if execution.observing is not None:
+            return execution.observing.reader.observed_tokens
+        return len(execution.transcript.made) if execution.transcript is not None else 0
 
     def move_to(self, target: Engine, now: float) -> bool:
         """Begins to move it to another engine; whether it did."""

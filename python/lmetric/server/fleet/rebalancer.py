@@ -31,6 +31,14 @@ class Movable(Protocol):
     def move(self) -> object | None:
         """Its move that is on its way."""
 
+    @property
+    def instance(self) -> str:
+        """Name of the engine that runs it."""
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of its answer that are known."""
+
     def move_to(self, target: Engine, now: float) -> bool:
         """Begins to move it; whether it did."""
 

@@ -21,6 +21,7 @@ from lmetric.server.api.request import PASSED_PATHS, ParsedRequest, parse
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, InFlightRequest, Rules
+from lmetric.server.execution.executor import RequestExecution
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.fleet import Fleet
@@ -472,19 +473,11 @@ class Frontend(web.Server):
         try:
             asked.keep_alive &= not self.draining
             require_finish = asked.path in (CHAT, COMPLETIONS)
-            relay = RequestRunner(
-                self._rules,
-                asked,
-                pool,
-                decision,
-                ticket,
-                body,
-                call.stream,
-                require_finish,
-                self._ended,
-                call if moves or (pool.pulls and unpulled is None) else None,
-                moves,
+            fetches = pool.pulls and unpulled is None
+            execution = RequestExecution.of(
+                self._rules, asked, pool, decision, ticket, body, call, moves=moves, fetches=fetches
             )
+            relay = RequestRunner(execution, require_finish, self._ended)
             asked.client.relay = relay
             self.relays.add(relay)
             if asked.client.writing_paused:

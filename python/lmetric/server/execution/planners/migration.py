@@ -2,16 +2,16 @@
 another engine.
 
 vLLM hands nothing over of a stream, so the target computes prompt and answer again (`recompute`). It does so
-ahead: it is asked for one token behind what there is, while the source runs on. When it has said it, its prefix
-cache holds all but the last tokens, and only then the stream changes over. What fails before that costs
-nothing: the source still runs. An engine without a prefix cache computes all of it in the gap.
+ahead: it is asked for one token behind what there is, while the source runs on. When it has said it, its
+prefix cache holds all but the last tokens, and only then the stream changes over. What fails before that
+costs nothing: the source still runs. An engine without a prefix cache computes all of it in the gap.
 
-Nor need the stream be what hands over (`pull`): the source is asked for one token behind what there is, too, as
-a segment that is to be fetched from. It finds all of it in its own prefix cache, so that costs a step, and the
-target fetches instead of computing.
+Nor need the stream be what hands over (`pull`): the source is asked for one token behind what there is, too,
+as a segment that is to be fetched from. It finds all of it in its own prefix cache, so that costs a step, and
+the target fetches instead of computing.
 
-A request that runs in slices (`sliced`) moves between two of them: nothing runs then, so what the source hands
-over is all there is, and the target's first slice fetches it.
+A request that runs in slices (`sliced`) moves between two of them: nothing runs then, so what the source
+hands over is all there is, and the target's first slice fetches it.
 """
 
 from __future__ import annotations

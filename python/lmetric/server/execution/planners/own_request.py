@@ -1,5 +1,5 @@
-"""The client's own request at one engine, whose answer is the client's: alone, or as what follows a prefill, a
-cut in the prompt or a prefix fetch, whose KV cache the engine then fetches."""
+"""The client's own request at one engine, whose answer is the client's: alone, or as what follows a prefill,
+a cut in the prompt or a prefix fetch, whose KV cache the engine then fetches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def step(p: Progress, engine: Engine, now: float) -> Step:
     # A chat that goes on inside its prompt is rendered anew, and must become the very tokens whose cache is
     # fetched: nobody else would see that it does not.
     checks = inside and p.chat and bool(fields)
-    # Not streamed, its answer may tell where the engine holds what it computed, which is no client's business.
+    # Not streamed, its answer may tell where the engine holds what it computed: no client's business.
     tells = engine.handover is not None and bool(engine.handover.bidirectional)
     whole = bool(fields) and not p.stream and (tells or inside)
     told = observed or checks

@@ -1,10 +1,11 @@
-"""Sliced decoding: a request that may move, run from its start in slices of its answer, which are the router's.
+"""Sliced decoding: a request that may move, run from its start in slices of its answer, which are the
+router's.
 
-Its client gets its tokens slice by slice. Between two slices it is nowhere, so it may go on anywhere: an answer
-that is not streamed, too. A slice hands nothing over, as an engine pins for its lease what nobody fetches; only
-where the request is to move, the engine is asked for what it then has in its prefix cache (`migration`). The
-first slice of each segment has one token: its client does not wait for more, and the router learns what a
-prefill costs as from a stream.
+Its client gets its tokens slice by slice. Between two slices it is nowhere, so it may go on anywhere: an
+answer that is not streamed, too. A slice hands nothing over, as an engine pins for its lease what nobody
+fetches; only where the request is to move, the engine is asked for what it then has in its prefix cache
+(`migration`). The first slice of each segment has one token: its client does not wait for more, and the
+router learns what a prefill costs as from a stream.
 """
 
 from __future__ import annotations

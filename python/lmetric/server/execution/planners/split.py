@@ -1,8 +1,8 @@
 """A request that is cut between equals (Libra, section 3): one engine after the other, one answer of all.
 
-All segments but the last are the router's: a stream never tells what its engine would hand over, so the client
-gets a segment's tokens when it ends. Where the cut lies in the prompt or at its end, the last engine is sent
-the client's own request (`own_request`); behind that, the answer is merged (`transcript`).
+All segments but the last are the router's: a stream never tells what its engine would hand over, so the
+client gets a segment's tokens when it ends. Where the cut lies in the prompt or at its end, the last engine
+is sent the client's own request (`own_request`); behind that, the answer is merged (`transcript`).
 
 An engine hands over with a token whose KV it has not computed. It counts where the next engine can fetch the
 front of its prompt and compute the rest (bidirectional mode); else it is made again there.
@@ -70,8 +70,8 @@ def rest(p: Progress, engine: Engine, now: float) -> Step:
 
 
 def _front_is_enough(engine: Engine, following: Engine | None) -> bool:
-    """Whether who goes on behind this engine can compute the last token's KV cache: then the token counts that
-    an engine makes when it hands over, which has none yet."""
+    """Whether who goes on behind this engine can compute the last token's KV cache: then the token counts
+    that an engine makes when it hands over, which has none yet."""
     return (
         following is not None
         and following.connector is engine.connector
