@@ -88,6 +88,11 @@ def test_the_configuration_page_is_what_the_declarations_make() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == made, "run scripts/make_config_page"
 
 
+def test_the_transition_table_is_what_the_executor_checks() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "make_transition_table"))["page"]()
+    assert (ROOT / "docs" / "architecture.md").read_text() == made, "run scripts/make_transition_table"
+
+
 def test_deployment_files_run_commands_that_exist_with_settings_that_load(tmp_path: Path) -> None:
     unit = (ROOT / "deploy" / "lmetric-router.service").read_text()
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()

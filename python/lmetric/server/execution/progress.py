@@ -31,7 +31,7 @@ class Progress:
     ticket: Ticket
     body: bytes  # as the client sent it, until an answer is committed to
     stream: bool
-    # Where it may be cut between equals, move, or fetch its prompt's front; until a transcript has its tokens.
+    # Where it may be cut, move, or fetch its prompt's front; until a transcript has its tokens.
     call: ParsedRequest | None = None
     encoder: TokenEncoder | None = None  # of its tokens' tokenizer
     mover: Rebalancer | None = None  # where it may move
