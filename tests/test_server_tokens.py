@@ -187,6 +187,17 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(
         assert w.server.metrics.requests["tiny", "", 499] == 1
 
 
+async def test_a_prompt_that_waits_too_long_ends_at_the_longest_duration(
+    folder: Path, held: threading.Event
+) -> None:
+    async with world(1, tokenizer=str(folder), timeouts={"request": 0.2}) as w:
+        status, _, answer = await w.post(chat(LONG), CHAT)
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        assert not w.server.front.relays
+        held.set()
+        assert not asked(w)
+
+
 async def test_requests_that_wait_count_and_end_with_the_server(folder: Path, held: threading.Event) -> None:
     limits = {"max_concurrent_requests": 1}
     async with world(1, tokenizer=str(folder), limits=limits) as w:

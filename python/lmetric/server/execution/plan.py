@@ -49,7 +49,7 @@ class Event(IntEnum):
 
 
 MEANINGS: Mapping[State, str] = {
-    State.ADMITTED: "an instance is chosen, no engine is asked yet",
+    State.ADMITTED: "no engine is asked yet; the prompt may wait for a tokenizer thread",
     State.FETCHING: "another engine is asked to hold the front of the prompt (prefix fetch)",
     State.INTERNAL: "an engine runs the open segment or a slice of it; its answer is the router's",
     State.AWAITING: "an engine runs the open segment; its answer is the client's, and has not begun",
@@ -60,7 +60,7 @@ MEANINGS: Mapping[State, str] = {
 }
 
 DEADLINES: Mapping[State, str] = {
-    State.ADMITTED: "none is needed: it is left within the same call",
+    State.ADMITTED: "`timeouts.request`",
     State.FETCHING: "`pull_seconds`, or the time to compute what is fetched",
     State.INTERNAL: "`timeouts.answer`; of a prefill `timeouts.first_byte`",
     State.AWAITING: "`timeouts.first_byte` of a stream, else `timeouts.answer`",

@@ -199,6 +199,8 @@ class RequestRunner(InFlightRequest):
         elif execution.committed and transcript is not None:
             self.output_tokens, self.prompt_tokens = len(transcript.made), len(transcript.prompt)
             self.cached_tokens, self.first_token_at = transcript.cached_tokens, execution.first_token_at
+        # What refers to the runner lets go of it here, so that no collector has to.
+        self._main = self._side = execution.answered = execution.observing = execution.handle = None
         self._on_end(self._asked, self, act.error)
 
     # -- what its attempts call ------------------------------------------------------------------------------

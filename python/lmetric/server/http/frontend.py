@@ -417,7 +417,8 @@ class Frontend(web.Server):
             else:
                 self.relays.discard(waiting)
 
-        waiting = PendingTokenization(asked, self._tokenisers.begin(work), then, self._ended)
+        limit = self._rules.timeouts.request
+        waiting = PendingTokenization(asked, self._tokenisers.begin(work), then, self._ended, limit)
         asked.client.relay = waiting
         self.relays.add(waiting)
 

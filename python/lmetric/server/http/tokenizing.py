@@ -55,10 +55,11 @@ def read_prompt(tokenizer: PromptTokenizer | None, call: ParsedRequest) -> Token
 
 
 class PendingTokenization(InFlightRequest):
-    """A request whose prompt is read in a thread; in its relay's place until there is a decision.
+    """A request whose prompt is read in a thread; in its runner's place until there is a decision.
 
     ``then`` is called once with the tokens (None without a tokenizer), or with why there are none; ``ended``
-    instead, once, with the client's error if the request is over.
+    instead, once, with the client's error if the request is over. ``limit_seconds``: longest duration of the
+    request, None: no limit.
     """
 
     def __init__(
@@ -67,11 +68,13 @@ class PendingTokenization(InFlightRequest):
         work: asyncio.Future[Tokens | None],
         then: Callable[[Tokens | NotPredictable | None], None],
         ended: Callable[[ClientRequest, InFlightRequest, ApiError | None], None],
+        limit_seconds: float | None,
     ) -> None:
         self._asked = asked
         self._work = work
         self._then = then
         self._ended = ended
+        self._limit_seconds = limit_seconds
         self._over = False
         work.add_done_callback(self._done)
 
@@ -89,6 +92,13 @@ class PendingTokenization(InFlightRequest):
         else:
             log.error("a prompt could not be tokenised", exc_info=error)
             self._then(NotPredictable("tokenizer", str(error)))
+
+    def check(self, now: float) -> None:
+        """Called now and then: ends the request at its longest duration."""
+        limit = self._limit_seconds
+        if limit is not None and now - self._asked.started > limit:
+            reason = f"the request took longer than {limit:g} s (timeouts.request)"
+            self._leave(reason, ApiError(504, reason, code="timeout"))
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
         """Ends the request. What a thread is in the midst of ends unheard."""
