@@ -50,6 +50,7 @@ from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import (
     Made,
     MergeError,
+    cached_of,
     object_of,
     other_tokens,
     usage_of,
@@ -207,7 +208,11 @@ class RequestExecution(Progress):
             self._resend(step.engine, now)
         elif failed:
             self._lose(step, "status", f"error {code} as the first event", now)
-        elif step.checks_prompt and status == 200 and (why := _mismatch(self, reader.observed_prompt)):
+        elif (
+            step.checks_prompt
+            and status == 200
+            and (why := own_request.mismatch(self, reader.observed_prompt))
+        ):
             self._other_prompt(step.engine, why)
             self._resend(step.engine, now)
         elif step.reader is Reader.PASS:
@@ -333,7 +338,7 @@ class RequestExecution(Progress):
         """Sends the segment that is open to its engine; the ticket says which of the plan's it is."""
         engine = self.pool.engines[name]
         self.told = False
-        if not (self.pool.pulls and self.call is not None and self.ticket.pull is not None):
+        if not self.pool.pulls or self.begun or self.ticket.pull is None:
             self._send_open(engine, now, event)
         elif (why := (fetch := PrefixFetch(self, engine, now)).why_not()) is not None:
             self._fetch_over(fetch, why, now)
@@ -495,18 +500,10 @@ class RequestExecution(Progress):
 
     def _answered(self, attempt: Attempt, now: float) -> None:
         """The open segment's answer, which the client does not get as it is."""
-        step, engine, status = attempt.step, attempt.step.engine, attempt.reader.status
-        kv = self.transfer()
-        if status != 200:
-            if status not in self.rules.statuses and step.carries_kv and kv.broke(status, None):
-                self._resend(engine, now)
-            elif self.told and status in self.rules.statuses:
-                self._failed(engine, "status", f"status {status}{attempt.error_words()}", now)
-            else:
-                self._refused(attempt, now)
-            return
-        body = bytes(attempt.answer)
-        if step.checks_prompt and (why := self._prompt_differs(body)):
+        step, engine, body = attempt.step, attempt.step.engine, bytes(attempt.answer)
+        if attempt.reader.status != 200:
+            self._refused(attempt, now)
+        elif step.checks_prompt and (why := self._prompt_differs(body)):
             self._other_prompt(engine, why)
             self._resend(engine, now)
         elif self.in_slices:
@@ -528,7 +525,7 @@ class RequestExecution(Progress):
             if step.ends_at > len(transcript.prompt):
                 try:
                     answer = object_of(body)
-                    transcript.cached = _cached(answer) or transcript.cached
+                    transcript.cached = cached_of(answer) or transcript.cached
                     made = transcript.take(answer, step.tokens, whole=step.keeps_last)
                 except MergeError as error:
                     if not self._unmerged(engine, error, now):
@@ -560,7 +557,7 @@ class RequestExecution(Progress):
         assert mover is not None  # else it does not run in slices
         try:
             answer = object_of(body)
-            transcript.cached = transcript.cached or _cached(answer)
+            transcript.cached = transcript.cached or cached_of(answer)
             made = transcript.take(answer, step.tokens, whole=True)
         except MergeError as error:
             if error.failed:
@@ -664,13 +661,9 @@ class RequestExecution(Progress):
 
     def _whole(self, attempt: Attempt, now: float) -> None:
         """An answer for the client that was read here is whole."""
-        step, engine, status = attempt.step, attempt.step.engine, attempt.reader.status
-        if status != 200:
-            broke = step.carries_kv and status not in self.rules.statuses
-            if broke and self.transfer().broke(status, None):
-                self._resend(engine, now)
-            else:
-                self._refused(attempt, now)
+        step, engine = attempt.step, attempt.step.engine
+        if attempt.reader.status != 200:
+            self._refused(attempt, now)
         elif step.reader is Reader.EVENTS:
             self._end_merged(None, now, Event.ENDED, ended=False)
         elif step.merges:
@@ -699,7 +692,7 @@ class RequestExecution(Progress):
             self._resend(engine, now)
         else:
             self.answered = attempt
-            body = _stripped(answer, choices, step.hides_ids)
+            body = own_request.stripped(answer, choices, step.hides_ids)
             self._begin(b"application/json", len(body), engine.name)
             self._acts.append(Write(body, last=True))
             attempt.finish_ticket()
@@ -975,8 +968,14 @@ class RequestExecution(Progress):
     def _refused(self, attempt: Attempt, now: float) -> None:
         """An engine answered with an error."""
         engine, status = attempt.step.engine, attempt.reader.status
-        if status in self.rules.statuses or self.committed:
-            self._retry(engine, "status", f"status {status}{attempt.error_words()}", now)
+        busy = status in self.rules.statuses
+        reason = f"status {status}{attempt.error_words()}"
+        if not busy and attempt.step.carries_kv and self.transfer().broke(status, None):
+            self._resend(engine, now)
+        elif busy and self.told:
+            self._failed(engine, "status", reason, now)
+        elif busy or self.committed:
+            self._retry(engine, "status", reason, now)
         else:
             self._finish(Event.FAILED, "engine_error", EngineRefusal(status, bytes(attempt.answer)))
 
@@ -1044,27 +1043,6 @@ class RequestExecution(Progress):
     def _out(self) -> list[Act]:
         acts, self._acts = self._acts, []
         return acts
-
-
-def _mismatch(p: Progress, prompt: Any) -> str | None:
-    """Why a chat is not the prompt whose cache its engine has fetched, going by what that tells of it."""
-    told = [] if prompt is None else prompt.tolist()
-    return other_tokens(p.prompt, {"prompt_token_ids": told})
-
-
-def _cached(answer: dict[str, Any]) -> Any:
-    return (answer.get("usage") or {}).get("prompt_tokens_details")
-
-
-def _stripped(answer: dict[str, Any], choices: list[Any], hides_ids: bool) -> bytes:
-    """Without what only the router asked for: null, as vLLM says it to who does not ask."""
-    if hides_ids:
-        names = ("prompt_token_ids", "token_ids")
-        for part in (answer, *choices):
-            part |= {name: None for name in names if name in part}
-    if "kv_transfer_params" in answer:
-        answer["kv_transfer_params"] = None
-    return orjson.dumps(answer)
 
 
 _OF_MAIN: dict[AttemptEvent, Callable[..., None]] = {

@@ -19,34 +19,14 @@ if TYPE_CHECKING:
     from lmetric._core import ResponseReader
 
 
-class State(IntEnum):
-    """Where a request is. Each but the last has one deadline: that of its attempt, or one of its own."""
-
-    ADMITTED = 0
-    FETCHING = 1
-    INTERNAL = 2
-    AWAITING = 3
-    STREAMING = 4
-    BETWEEN = 5
-    RESUMING = 6
-    DONE = 7
-
-
-class Event(IntEnum):
-    """What changes the state."""
-
-    PLACED = 0
-    FETCHED = 1
-    READY = 2
-    ANSWERED = 3
-    ENDED = 4
-    RESENT = 5
-    FAILED = 6
-    MOVED = 7
-    HELD = 8
-    CAUGHT_UP = 9
-    ABORTED = 10
-
+# Where a request is (`MEANINGS`). Each state but the last has one deadline (`DEADLINES`).
+State = IntEnum("State", "ADMITTED FETCHING INTERNAL AWAITING STREAMING BETWEEN RESUMING DONE", start=0)
+# What changes the state (`EVENTS`).
+Event = IntEnum(
+    "Event",
+    "PLACED FETCHED READY ANSWERED ENDED RESENT FAILED MOVED HELD CAUGHT_UP ABORTED",
+    start=0,
+)
 
 MEANINGS: Mapping[State, str] = {
     State.ADMITTED: "no engine is asked yet; the prompt may wait for a tokenizer thread",

@@ -380,6 +380,11 @@ def usage_of(answer: bytes) -> tuple[int | None, int | None]:
     return prompt, cached if _plausible(cached, MAX_TOKENS if prompt is None else prompt) else None
 
 
+def cached_of(answer: JSON) -> Any:
+    """The `prompt_tokens_details` of an answer."""
+    return (answer.get("usage") or {}).get("prompt_tokens_details")
+
+
 def _plausible(count: Any, most: int) -> bool:
     return type(count) is int and 0 <= count <= most
 

@@ -9,8 +9,9 @@ from typing import Any
 from lmetric.engines.handover import with_fields
 from lmetric.server.execution.plan import Reader, Step
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import dumps
+from lmetric.server.execution.transcript import dumps, other_tokens
 from lmetric.server.fleet.engine import Engine
+from lmetric.tokens import Tokens
 
 
 def step(p: Progress, engine: Engine, now: float) -> Step:
@@ -60,3 +61,19 @@ def _body(p: Progress, inside: bool, fields: Any, told: bool) -> bytes:
     if inside and fields and not p.chat:
         body = dumps({**p.request, "prompt": p.prompt})
     return with_fields(body, more) if more else body
+
+
+def mismatch(p: Progress, told: Tokens | None) -> str | None:
+    """Why the engine's chat is not the prompt whose cache it has fetched, by its token ids."""
+    return other_tokens(p.prompt, {"prompt_token_ids": [] if told is None else told.tolist()})
+
+
+def stripped(answer: dict[str, Any], choices: list[Any], hides_ids: bool) -> bytes:
+    """An answer without what only the router asked for: null, as vLLM answers if nobody asks."""
+    if hides_ids:
+        names = ("prompt_token_ids", "token_ids")
+        for part in (answer, *choices):
+            part |= {name: None for name in names if name in part}
+    if "kv_transfer_params" in answer:
+        answer["kv_transfer_params"] = None
+    return dumps(answer)
