@@ -12,8 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmetric.engines.emulated import EngineOptions
-from lmetric.server.execution.plan import State
-from lmetric.server.execution.planners.migration import Phase
 from moves_world import LONG, at_token, move, mover, moving, place, plain, shoved
 from pd_world import Pd, nixl
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
@@ -212,7 +210,7 @@ async def test_an_engine_that_has_no_room_for_the_next_leg(stream: bool) -> None
         # Somebody else takes its place between two legs.
         (relay,) = w.server.front.relays
         relay.client_slow()
-        await w.until(lambda: chain.execution.state is State.BETWEEN)
+        await w.until(lambda: chain.execution.state == "BETWEEN")
         other = asyncio.create_task(w.post(body | {"stream": False}, url=w.engines[source].url))
         await w.until(lambda: w.busy(source))
         relay.client_ready()
@@ -244,7 +242,7 @@ async def held_by_the_source(w: Pd, body: dict[str, Any]) -> tuple[asyncio.Task[
     target = next(name for name in w.engines if name != source)
     assert await move(w, 5, target)
     (on_its_way,) = mover(w).moves
-    await w.until(lambda: on_its_way.phase is Phase.HOLDING)
+    await w.until(lambda: on_its_way.phase == "holding")
     return task, source, target
 
 

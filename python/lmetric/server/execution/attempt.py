@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from lmetric._core import END, ENGINE_ERROR, INCOMPLETE, OUT, PASS, READY, UNSEEN, Ticket, WireError
 from lmetric.server.execution.exchange import ClientRequest, Rules
-from lmetric.server.execution.plan import AttemptEvent, Reader, Step
+from lmetric.server.execution.plan import AttemptEvent, Step
 from lmetric.server.fleet import priority
 from lmetric.server.upstream.connection import Connection, UpstreamError
 
@@ -90,7 +90,7 @@ class EngineAttempt:
     def _send(self, connection: Connection, now: float) -> None:
         step, asked = self.step, self._asked
         self._connection = self.reader = connection
-        if step.reader is Reader.PASS:
+        if step.reader == "pass":
             finish = self._require_finish
             if step.observed:
                 connection.begin(self, self._ticket, asked.http11, finish, True, step.hides_ids)
@@ -107,7 +107,7 @@ class EngineAttempt:
             return
         if now > step.kv_until:
             self.cancel()
-            self._hear(AttemptEvent.STALE, True)
+            self._hear("stale", True)
             return
         self._since = now
         engine, given = step.engine, asked.priority
@@ -125,7 +125,7 @@ class EngineAttempt:
             connection.transport.write(head)
             connection.transport.write(body)
         # After the write: the index learns of the request now, which takes a while where much of it is new.
-        self._listener.hear(AttemptEvent.SENT, self, now)
+        self._listener.hear("sent", self, now)
         if self._paused:
             connection.transport.pause_reading()
 
@@ -156,16 +156,16 @@ class EngineAttempt:
             self.failed(error)
 
     def _step(self, flags: int, data: bytes) -> None:
-        if self.step.reader is Reader.PASS:
+        if self.step.reader == "pass":
             self._pass(flags, data)
-        elif self.step.reader is Reader.WHOLE:
+        elif self.step.reader == "whole":
             self._collect(flags, data)
         else:
             self._read_events(flags, data)
         if self.over:
             return
         if flags & UNSEEN:
-            self._hear(AttemptEvent.UNSEEN)
+            self._hear("unseen")
         if flags & (END | INCOMPLETE | ENGINE_ERROR):
             if flags & ENGINE_ERROR:
                 self.error = True
@@ -180,7 +180,7 @@ class EngineAttempt:
         elif flags & OUT:
             self._asked.transport.write(self.reader.take())
         elif flags & READY:
-            self._hear(AttemptEvent.READY, flags)
+            self._hear("ready", flags)
 
     def _collect(self, flags: int, data: bytes) -> None:
         reader = self.reader
@@ -205,17 +205,17 @@ class EngineAttempt:
         elif flags & READY:
             if not reader.event_stream:
                 raise WireError("the engine was asked for an event stream, and its answer is none")
-            self._hear(AttemptEvent.READY, flags)
+            self._hear("ready", flags)
 
     def _tell(self, events: list[bytes]) -> None:
         if events:
-            self._hear(AttemptEvent.EVENTS, events)
+            self._hear("events", events)
 
     def begin(self) -> None:
         """The answer is committed to; only `attempt_ready` may have this called. With reader PASS its bytes
         go to the client; with EVENTS the listener is told of the first."""
         self.begun = True
-        if self.step.reader is Reader.EVENTS:
+        if self.step.reader == "events":
             self._tell(self.reader.commit_events())
 
     def _end(self) -> None:
@@ -223,7 +223,7 @@ class EngineAttempt:
         step, reader = self.step, self.reader
         engine, status = step.engine, reader.status
         connection, self._connection = self._connection, None
-        self._hear(AttemptEvent.ENDED)
+        self._hear("ended")
         if status < 500:
             engine.failures = 0
         elif status not in self._rules.statuses:
@@ -248,7 +248,7 @@ class EngineAttempt:
             self.fail("reset", reason)
         elif self.step.carries_kv:
             self.cancel()
-            self._hear(AttemptEvent.STALE, False)
+            self._hear("stale", False)
         else:
             self._drop()
             self._connect()
@@ -258,7 +258,7 @@ class EngineAttempt:
         if self.over:
             return
         self.cancel()
-        self._hear(AttemptEvent.FAILED, kind, reason)
+        self._hear("failed", kind, reason)
 
     def cancel(self) -> None:
         """Gives up, without a word; an engine that is at work stops."""
@@ -299,7 +299,7 @@ class EngineAttempt:
         """Called now and then: fails it at its deadline."""
         if self.over or self._paused or self._connecting is not None:
             return
-        if self.begun and self.step.reader is not Reader.WHOLE and self.reader.status == 200:
+        if self.begun and self.step.reader != "whole" and self.reader.status == 200:
             pieces = self.reader.pieces
             limit = self._rules.timeouts.between_chunks
             if pieces != self._pieces:

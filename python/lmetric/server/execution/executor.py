@@ -30,21 +30,19 @@ from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, R
 from lmetric.server.execution.plan import (
     TRANSITIONS,
     Act,
-    Action,
     Attempt,
     AttemptEvent,
     Begin,
     BreakOff,
     Event,
     Finish,
-    Reader,
     State,
     Step,
     Wake,
     Write,
 )
 from lmetric.server.execution.planners import failover, own_request, prefill_decode, sliced, split
-from lmetric.server.execution.planners.migration import Migration, Phase
+from lmetric.server.execution.planners.migration import Migration
 from lmetric.server.execution.planners.prefix_fetch import PrefixFetch
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import (
@@ -90,7 +88,7 @@ class RequestExecution(Progress):
     """One request, from its decision to its end. Each event returns the actions that follow from it, in
     order. Behind `Finish` there are none."""
 
-    state: State = State.ADMITTED
+    state: State = "ADMITTED"
     main: Step | None = None  # that runs the open segment
     side: Step | None = None  # that runs beside it: a prefix fetch, a migration, or a prefill
     fetch: PrefixFetch | None = None
@@ -139,9 +137,9 @@ class RequestExecution(Progress):
         """The request begins at the instance of its decision."""
         name = self.decision.instance
         if self.pool.cuts:
-            self._open(name, now, Event.PLACED)
+            self._open(name, now, "PLACED")
         else:
-            self._send(own_request.step(self, self.pool.engines[name], now), Event.PLACED)
+            self._send(own_request.step(self, self.pool.engines[name], now), "PLACED")
         return self._out()
 
     def migrate(self, target: Engine, now: float) -> tuple[bool, list[Act]]:
@@ -151,26 +149,26 @@ class RequestExecution(Progress):
 
     def tick(self, now: float) -> list[Act]:
         """Time has passed: ends what takes too long, attempts apart, which have their own deadlines."""
-        if self.state is State.DONE:
+        if self.state == "DONE":
             return []
         limits = self.rules.timeouts
         if limits.request is not None and now - self.asked.started > limits.request:
             # No engine is to blame.
             self.reason = f"the request took longer than {limits.request:g} s (timeouts.request)"
-            self._finish(Event.ABORTED, "timeout", ApiError(504, self.reason, code="timeout"))
+            self._finish("ABORTED", "timeout", ApiError(504, self.reason, code="timeout"))
         elif self.main is None and self.side is None and self._waits_at is None:
             log.error("a request was left without an engine", decision=self.label)
             self.reason = "no engine was at work on it"
-            self._finish(Event.ABORTED, "engine_error", ApiError(500, FAILED))
+            self._finish("ABORTED", "engine_error", ApiError(500, FAILED))
         elif self.stalled_at and now - self.stalled_at > limits.slow_client:
             self._leave("the client does not read")
-            self._acts.append(Action.ABORT_CLIENT)
+            self._acts.append("abort_client")
         return self._out()
 
     def woken(self, now: float) -> list[Act]:
         """What `Wake` asked for: a prefix fetch is waited for no more."""
         if self.fetch is not None:
-            self._acts.append(Action.CANCEL_SIDE)
+            self._acts.append("cancel_side")
             self._fetched(self.fetch, "late", now)
         return self._out()
 
@@ -215,10 +213,10 @@ class RequestExecution(Progress):
         ):
             self._other_prompt(step.engine, why)
             self._resend(step.engine, now)
-        elif step.reader is Reader.PASS:
+        elif step.reader == "pass":
             self._commit(attempt)
         else:
-            self._acts.append(Action.COMMIT)
+            self._acts.append("commit")
 
     def _events(self, attempt: Attempt, now: float, events: list[bytes]) -> None:
         step = attempt.step
@@ -244,7 +242,7 @@ class RequestExecution(Progress):
         self.main = None
         if not attempt.step.for_client:
             self._answered(attempt, now)
-        elif attempt.step.reader is Reader.PASS:
+        elif attempt.step.reader == "pass":
             self._passed(attempt)
         else:
             self._whole(attempt, now)
@@ -287,16 +285,16 @@ class RequestExecution(Progress):
     def client_slow(self, now: float) -> list[Act]:
         """The client does not keep up."""
         self.stalled_at = now
-        self._acts.append(Action.PAUSE)
+        self._acts.append("pause")
         return self._out()
 
     def client_ready(self, now: float) -> list[Act]:
         """The client caught up."""
         self.stalled_at = 0.0
-        self._acts.append(Action.RESUME)
+        self._acts.append("resume")
         engine, self._waits_at = self._waits_at, None
         if engine is not None:
-            self._next_slice(engine, now, Event.CAUGHT_UP)
+            self._next_slice(engine, now, "CAUGHT_UP")
         return self._out()
 
     def leave(self, reason: str, error: ApiError | None = None) -> list[Act]:
@@ -345,7 +343,7 @@ class RequestExecution(Progress):
             self._send_open(engine, now, event)
         else:
             self.fetch = fetch
-            self._enter(event, State.FETCHING)
+            self._enter(event, "FETCHING")
             self._send_beside(fetch.step(self))
             self._acts.append(Wake(fetch.patience_seconds(self)))
 
@@ -427,11 +425,11 @@ class RequestExecution(Progress):
     def _send(self, step: Step, event: Event) -> None:
         """Has the open segment run."""
         self.main = step
-        state = State.AWAITING if step.for_client else State.INTERNAL
-        if (event is Event.FAILED and (self.begun or self.state is State.STREAMING)) or (
-            event is Event.RESENT and self.state is State.RESUMING
+        state: State = "AWAITING" if step.for_client else "INTERNAL"
+        if (event == "FAILED" and (self.begun or self.state == "STREAMING")) or (
+            event == "RESENT" and self.state == "RESUMING"
         ):
-            state = State.RESUMING
+            state = "RESUMING"
         self._enter(event, state)
         if (
             self.mover is not None
@@ -448,7 +446,7 @@ class RequestExecution(Progress):
     def _resend(self, engine: Engine, now: float) -> None:
         """Sends the open segment to its engine once more, without a KV transfer that it could not use."""
         self._drop_attempts()
-        self._send_open(engine, now, Event.RESENT)
+        self._send_open(engine, now, "RESENT")
 
     def _go_on(self, prompt: int | None, cached: int | None, now: float, event: Event) -> None:
         """The open segment is over: on to the next."""
@@ -476,7 +474,7 @@ class RequestExecution(Progress):
         self.side = None
         self._fetch_over(fetch, outcome, now)
         if fetch.target.pool is self.pool:
-            self._send_open(fetch.target, now, Event.FETCHED)
+            self._send_open(fetch.target, now, "FETCHED")
         else:
             self._retry(fetch.target, "refused", "it was taken out", now)
 
@@ -531,7 +529,7 @@ class RequestExecution(Progress):
                     if not self._unmerged(engine, error, now):
                         return
             if made is not None and made.finish is not None:
-                self._end_merged(made, now, Event.ANSWERED, ended=True)
+                self._end_merged(made, now, "ANSWERED", ended=True)
                 return
             tokens = min(step.ends_at, len(transcript.prompt) + len(transcript.made)) - step.keeps_last
             told_tokens = tokens if counted else None
@@ -541,7 +539,7 @@ class RequestExecution(Progress):
             self._tell(made, now)
             if transcript is not None and len(made.ids) == len(transcript.made) == 1:
                 self.ticket.first_token(now)
-        self._go_on(prompt, cached, now, Event.ANSWERED)
+        self._go_on(prompt, cached, now, "ANSWERED")
 
     def _prefilled(self, attempt: Attempt, now: float) -> None:
         """The first of two steps that run at once has its answer."""
@@ -550,7 +548,7 @@ class RequestExecution(Progress):
         if attempt.reader.status != 200:
             self._refused(attempt, now)
         elif self.ticket.follows:  # else the second's first token was here before
-            self._go_on(*usage_of(bytes(attempt.answer)), now, Event.ANSWERED)
+            self._go_on(*usage_of(bytes(attempt.answer)), now, "ANSWERED")
 
     def _slice_answered(self, attempt: Attempt, body: bytes, now: float) -> None:
         step, engine, mover, transcript = attempt.step, attempt.step.engine, self.mover, self.merged()
@@ -577,22 +575,22 @@ class RequestExecution(Progress):
                 self.ticket.tokens(more, now)
             self.told = True
         if made.finish is not None:
-            self._end_merged(made, now, Event.ANSWERED, ended=False)
+            self._end_merged(made, now, "ANSWERED", ended=False)
             return
         self._tell(made, now)
         self.last_slice_at = now
-        self._next_slice(engine, now, Event.ANSWERED)
+        self._next_slice(engine, now, "ANSWERED")
 
     def _next_slice(self, engine: Engine, now: float, event: Event) -> None:
         """The next slice, where the last was; or the migration that waits for this moment."""
         migration = self.migration
         if self.stalled_at:
             self._waits_at = engine
-            self._enter(event, State.BETWEEN)
+            self._enter(event, "BETWEEN")
         elif migration is None:
             self._send_open(engine, now, event)
         elif migration.fetches and engine is migration.source:
-            self._enter(event, State.BETWEEN)
+            self._enter(event, "BETWEEN")
             self._send_beside(migration.hold())
         elif not self._change_over(migration, now, event):
             self._send_open(engine, now, event)
@@ -626,7 +624,7 @@ class RequestExecution(Progress):
 
     def _commit(self, attempt: Attempt) -> None:
         """An engine's answer passes to the client from now on."""
-        self._enter(Event.READY, State.STREAMING)
+        self._enter("READY", "STREAMING")
         self.committed = self.told = True
         self.status = attempt.reader.status
         self.body = b""
@@ -637,16 +635,16 @@ class RequestExecution(Progress):
             self.merged().forget_prompt()
             self.observing = attempt
         self.call = None
-        self._acts.append(Action.COMMIT)
+        self._acts.append("commit")
 
     def _passed(self, attempt: Attempt) -> None:
         """It has passed to its end."""
         if attempt.error or self.status >= 400 or attempt.reader.aborted:
-            self._finish(Event.ENDED, "engine_error")
+            self._finish("ENDED", "engine_error")
             return
         if self.paired is None or self._second_ended():
             attempt.finish_ticket()
-        self._finish(Event.ENDED)
+        self._finish("ENDED")
 
     def _second_ended(self) -> bool:
         """The second of two steps that run at once ended well; whether the ticket is still open.
@@ -664,15 +662,15 @@ class RequestExecution(Progress):
         step, engine = attempt.step, attempt.step.engine
         if attempt.reader.status != 200:
             self._refused(attempt, now)
-        elif step.reader is Reader.EVENTS:
-            self._end_merged(None, now, Event.ENDED, ended=False)
+        elif step.reader == "events":
+            self._end_merged(None, now, "ENDED", ended=False)
         elif step.merges:
             try:
                 made = self.merged().take(object_of(bytes(attempt.answer)), UNBOUNDED)
             except MergeError as error:
                 self._retry(engine, "reset", str(error), now)
             else:
-                self._end_merged(made, now, Event.ENDED, ended=False)
+                self._end_merged(made, now, "ENDED", ended=False)
         else:
             self._forward(attempt, now)
 
@@ -696,7 +694,7 @@ class RequestExecution(Progress):
             self._begin(b"application/json", len(body), engine.name)
             self._acts.append(Write(body, last=True))
             attempt.finish_ticket()
-            self._finish(Event.ENDED)
+            self._finish("ENDED")
 
     def _take_event(self, step: Step, data: bytes, now: float) -> None:
         """An event of a stream that is merged. Raises MergeError."""
@@ -718,7 +716,7 @@ class RequestExecution(Progress):
             made = self.merged().more(choice)
             if not self.told:
                 self.told = True
-                self._enter(Event.READY, State.STREAMING)
+                self._enter("READY", "STREAMING")
             self._tell(made, now)
 
     def _tell(self, made: Made, now: float) -> None:
@@ -764,7 +762,7 @@ class RequestExecution(Progress):
     def _migrate(self, target: Engine, now: float) -> bool:
         mover = self.mover
         assert mover is not None  # who asks for it
-        if self.state is not State.STREAMING and not self.in_slices:
+        if self.state != "STREAMING" and not self.in_slices:
             return self._count("not_movable")
         migration, transcript = Migration(self, mover, target), self.merged()
         try:
@@ -786,7 +784,7 @@ class RequestExecution(Progress):
         if self.in_slices:
             return True  # when the slice that runs is over
         if not migration.ahead:
-            return self._change_over(migration, now, Event.MOVED)
+            return self._change_over(migration, now, "MOVED")
         self._send_beside(migration.hold() if migration.fetches else migration.warm(now))
         return True
 
@@ -794,7 +792,7 @@ class RequestExecution(Progress):
         """An engine did what a migration asked of it, or refused."""
         engine, status = attempt.step.engine, attempt.reader.status
         body = bytes(attempt.answer)
-        if migration.phase is Phase.HOLDING:
+        if migration.phase == "holding":
             if status == 200:
                 migration.kv.accept(engine, body, migration.sent_tokens, now)
             else:
@@ -814,13 +812,13 @@ class RequestExecution(Progress):
             if migration.left_seconds(body, now - attempt.started) > migration.mover.max_gap_seconds:
                 self._stays(migration, "long_gap")
             else:
-                self._change_over(migration, now, Event.MOVED)
+                self._change_over(migration, now, "MOVED")
 
     def _migration_failed(
         self, migration: Migration, engine: Engine, kind: str, reason: str, now: float
     ) -> None:
         """An engine failed: nothing has happened, where a stream runs on."""
-        holding = migration.phase is Phase.HOLDING
+        holding = migration.phase == "holding"
         if holding and self.in_slices:
             self._resume(engine, kind, reason, now)
             return
@@ -841,9 +839,9 @@ class RequestExecution(Progress):
         assert source is not None
         if not migration.held_in_time():
             self._stays(migration, "long_gap")
-        elif self._change_over(migration, now, Event.MOVED):
+        elif self._change_over(migration, now, "MOVED"):
             return
-        self._next_slice(source, now, Event.HELD)
+        self._next_slice(source, now, "HELD")
 
     def _observe(self) -> None:
         """Takes what was noted of the stream that passes. Raises MergeError."""
@@ -895,7 +893,7 @@ class RequestExecution(Progress):
             return self._count("not_movable")
         except UnknownNameError:  # removed since the migration began
             return self._count("target_gone")
-        return self._change_over(migration, now, Event.FAILED, "source_failed")
+        return self._change_over(migration, now, "FAILED", "source_failed")
 
     def _stays(self, migration: Migration, outcome: str) -> bool:
         """The source runs on; False."""
@@ -910,7 +908,7 @@ class RequestExecution(Progress):
             migration.mover.moves.discard(migration)
         if self.side is not None:
             self.side = None
-            self._acts.append(Action.CANCEL_SIDE)
+            self._acts.append("cancel_side")
 
     def _count(self, outcome: str) -> bool:
         """Counts what came of a migration; False, as most of that is that nothing moves."""
@@ -922,7 +920,7 @@ class RequestExecution(Progress):
 
     def _lose(self, step: Step, kind: str, reason: str, now: float) -> None:
         """An attempt that still runs is of no use."""
-        self._acts.append(Action.CANCEL_MAIN)
+        self._acts.append("cancel_main")
         self._failed(step.engine, kind, reason, now)
 
     def _failed(self, engine: Engine, kind: str, reason: str, now: float) -> None:
@@ -939,7 +937,7 @@ class RequestExecution(Progress):
         if self._record(engine, kind, reason):
             following = failover.next_engine(self, engine, kind)
             if following is not None:
-                self._open(following, now, Event.FAILED)
+                self._open(following, now, "FAILED")
                 return
         self._give_up(engine, kind, reason)
 
@@ -977,16 +975,14 @@ class RequestExecution(Progress):
         elif busy or self.committed:
             self._retry(engine, "status", reason, now)
         else:
-            self._finish(Event.FAILED, "engine_error", EngineRefusal(status, bytes(attempt.answer)))
+            self._finish("FAILED", "engine_error", EngineRefusal(status, bytes(attempt.answer)))
 
     def _give_up(self, engine: Engine, kind: str, reason: str) -> None:
         """Nobody answers, or goes on."""
         self.reason = reason
         if self.committed:
             broke = "the engine's answer broke off"
-            self._finish(
-                Event.FAILED, kind, ApiError(502, broke, engines=f"{engine.name}: {reason}", code=kind)
-            )
+            self._finish("FAILED", kind, ApiError(502, broke, engines=f"{engine.name}: {reason}", code=kind))
             return
         headers = {"x-lmetric-decision": self.label}
         if STATUSES[kind] == 503:
@@ -996,19 +992,19 @@ class RequestExecution(Progress):
             message = "the router cannot open a connection to an engine"
         tried = "; ".join(self._tried)
         error = ApiError(STATUSES[kind], message, engines=tried, code=kind, headers=headers)
-        self._finish(Event.FAILED, kind, error)
+        self._finish("FAILED", kind, error)
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
-        if self.state is State.DONE:
+        if self.state == "DONE":
             return
         self.reason = reason
         self.close_client = True
-        self._finish(Event.ABORTED, "cancelled", error)
+        self._finish("ABORTED", "cancelled", error)
 
     def _finish(self, event: Event, failure: str | None = None, error: ApiError | None = None) -> None:
         """The one end: closes every attempt, and the ticket where it is open (`failure`: as what). `error`:
         for the client, as the end of what it has of an answer, or as its whole answer."""
-        self._enter(event, State.DONE)
+        self._enter(event, "DONE")
         if error is not None and self.committed:
             self._acts.append(BreakOff(error))
             error = None
@@ -1033,11 +1029,11 @@ class RequestExecution(Progress):
     def _drop_attempts(self) -> None:
         if self.main is not None or self.side is not None:
             self.main = self.side = None
-            self._acts.append(Action.CANCEL)
+            self._acts.append("cancel")
 
     def _enter(self, event: Event, state: State) -> None:
         if state not in TRANSITIONS[self.state, event]:
-            raise AssertionError(f"{event.name} in {self.state.name} does not lead to {state.name}")
+            raise AssertionError(f"{event} in {self.state} does not lead to {state}")
         self.state = state
 
     def _out(self) -> list[Act]:
@@ -1046,17 +1042,17 @@ class RequestExecution(Progress):
 
 
 _OF_MAIN: dict[AttemptEvent, Callable[..., None]] = {
-    AttemptEvent.SENT: RequestExecution._sent,
-    AttemptEvent.READY: RequestExecution._ready,
-    AttemptEvent.EVENTS: RequestExecution._events,
-    AttemptEvent.UNSEEN: RequestExecution._unseen,
-    AttemptEvent.ENDED: RequestExecution._ended,
-    AttemptEvent.FAILED: RequestExecution._main_failed,
-    AttemptEvent.STALE: RequestExecution._stale,
+    "sent": RequestExecution._sent,
+    "ready": RequestExecution._ready,
+    "events": RequestExecution._events,
+    "unseen": RequestExecution._unseen,
+    "ended": RequestExecution._ended,
+    "failed": RequestExecution._main_failed,
+    "stale": RequestExecution._stale,
 }
 _OF_SIDE: dict[AttemptEvent, Callable[..., None]] = {
-    AttemptEvent.SENT: RequestExecution._sent,
-    AttemptEvent.ENDED: RequestExecution._side_ended,
-    AttemptEvent.FAILED: RequestExecution._side_failed,
-    AttemptEvent.STALE: RequestExecution._side_stale,
+    "sent": RequestExecution._sent,
+    "ended": RequestExecution._side_ended,
+    "failed": RequestExecution._side_failed,
+    "stale": RequestExecution._side_stale,
 }

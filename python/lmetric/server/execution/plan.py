@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, IntEnum
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from lmetric.server.api.errors import ApiError
 from lmetric.server.fleet.engine import Engine
@@ -19,97 +18,106 @@ if TYPE_CHECKING:
     from lmetric._core import ResponseReader
 
 
+# Names are strings of these types: members of an `Enum` take several times as long to read.
 # Where a request is (`MEANINGS`). Each state but the last has one deadline (`DEADLINES`).
-State = IntEnum("State", "ADMITTED FETCHING INTERNAL AWAITING STREAMING BETWEEN RESUMING DONE", start=0)
+State = Literal["ADMITTED", "FETCHING", "INTERNAL", "AWAITING", "STREAMING", "BETWEEN", "RESUMING", "DONE"]
 # What changes the state (`EVENTS`).
-Event = IntEnum(
-    "Event",
-    "PLACED FETCHED READY ANSWERED ENDED RESENT FAILED MOVED HELD CAUGHT_UP ABORTED",
-    start=0,
-)
+Event = Literal[
+    "PLACED",
+    "FETCHED",
+    "READY",
+    "ANSWERED",
+    "ENDED",
+    "RESENT",
+    "FAILED",
+    "MOVED",
+    "HELD",
+    "CAUGHT_UP",
+    "ABORTED",
+]
+# How an attempt reads its engine's answer: its bytes pass to the client, it is kept until it is whole, or its
+# events are given to the executor one by one. A further way (token ids in and out, as of vLLM's
+# `/inference/v1/generate`) is a name here and a branch in `EngineAttempt`.
+Reader = Literal["pass", "whole", "events"]
+# What an attempt reports, with the attempt and the time; behind the last three nothing more, nor once it is
+# cancelled. "sent": the request was written. "ready": the answer is worth committing to; with the flags of
+# the reader. "events": a list of their data, or of a comment's line. "unseen": the tokens that pass are no
+# longer noted. "ended": the answer is whole. "failed": there is none, or no more of it; with the kind of
+# failure, and why. "stale": the step carries a KV transfer that must not be sent on the next connection, as
+# the engine may have fetched it already, or (True) its time is over.
+AttemptEvent = Literal["sent", "ready", "events", "unseen", "ended", "failed", "stale"]
+# Actions that carry nothing. "commit": the answer of the main attempt begins to pass. "cancel": all attempts
+# are given up. "pause", "resume": for the client, no more is read, or again. "abort_client": its connection
+# is closed at once.
+Action = Literal["commit", "cancel", "cancel_main", "cancel_side", "pause", "resume", "abort_client"]
 
 MEANINGS: Mapping[State, str] = {
-    State.ADMITTED: "no engine is asked yet; the prompt may wait for a tokenizer thread",
-    State.FETCHING: "another engine is asked to hold the front of the prompt (prefix fetch)",
-    State.INTERNAL: "an engine runs the open segment or a slice of it; its answer is the router's",
-    State.AWAITING: "an engine runs the open segment; its answer is the client's, and has not begun",
-    State.STREAMING: "the client gets the tokens of the open segment as they come",
-    State.BETWEEN: "no engine runs the request: between two slices, it waits for its client or for a hold",
-    State.RESUMING: "an engine was lost behind a token; another was asked to go on",
-    State.DONE: "the ticket is closed, and the client has one end",
+    "ADMITTED": "no engine is asked yet; the prompt may wait for a tokenizer thread",
+    "FETCHING": "another engine is asked to hold the front of the prompt (prefix fetch)",
+    "INTERNAL": "an engine runs the open segment or a slice of it; its answer is the router's",
+    "AWAITING": "an engine runs the open segment; its answer is the client's, and has not begun",
+    "STREAMING": "the client gets the tokens of the open segment as they come",
+    "BETWEEN": "no engine runs the request: between two slices, it waits for its client or for a hold",
+    "RESUMING": "an engine was lost behind a token; another was asked to go on",
+    "DONE": "the ticket is closed, and the client has one end",
 }
 
 DEADLINES: Mapping[State, str] = {
-    State.ADMITTED: "`timeouts.request`",
-    State.FETCHING: "`pull_seconds`, or the time to compute what is fetched",
-    State.INTERNAL: "`timeouts.answer`; of a prefill `timeouts.first_byte`",
-    State.AWAITING: "`timeouts.first_byte` of a stream, else `timeouts.answer`",
-    State.STREAMING: "`timeouts.between_chunks`",
-    State.BETWEEN: "`timeouts.slow_client`, or `timeouts.first_byte` of the engine that is to hold",
-    State.RESUMING: "`timeouts.first_byte` of a stream, else `timeouts.answer`",
-    State.DONE: "none",
+    "ADMITTED": "`timeouts.request`",
+    "FETCHING": "`pull_seconds`, or the time to compute what is fetched",
+    "INTERNAL": "`timeouts.answer`; of a prefill `timeouts.first_byte`",
+    "AWAITING": "`timeouts.first_byte` of a stream, else `timeouts.answer`",
+    "STREAMING": "`timeouts.between_chunks`",
+    "BETWEEN": "`timeouts.slow_client`, or `timeouts.first_byte` of the engine that is to hold",
+    "RESUMING": "`timeouts.first_byte` of a stream, else `timeouts.answer`",
+    "DONE": "none",
 }
 
 EVENTS: Mapping[Event, str] = {
-    Event.PLACED: "the router chose an instance",
-    Event.FETCHED: "the prefix fetch is over: held, refused, failed or late",
-    Event.READY: "an answer for the client is worth committing to",
-    Event.ANSWERED: "an answer for the router is whole",
-    Event.ENDED: "the answer for the client is whole",
-    Event.RESENT: "the step is sent once more, without the KV transfer",
-    Event.FAILED: "an attempt failed, or its engine refused",
-    Event.MOVED: "the request changes over to the engine that a migration has booked",
-    Event.HELD: "between two slices the source holds what is there, or does not",
-    Event.CAUGHT_UP: "the client reads again",
-    Event.ABORTED: "the client left, the server stops, the longest duration is over, or a bug",
+    "PLACED": "the router chose an instance",
+    "FETCHED": "the prefix fetch is over: held, refused, failed or late",
+    "READY": "an answer for the client is worth committing to",
+    "ANSWERED": "an answer for the router is whole",
+    "ENDED": "the answer for the client is whole",
+    "RESENT": "the step is sent once more, without the KV transfer",
+    "FAILED": "an attempt failed, or its engine refused",
+    "MOVED": "the request changes over to the engine that a migration has booked",
+    "HELD": "between two slices the source holds what is there, or does not",
+    "CAUGHT_UP": "the client reads again",
+    "ABORTED": "the client left, the server stops, the longest duration is over, or a bug",
 }
 
-_RUNS = (State.INTERNAL, State.AWAITING)
-_ANEW = (State.FETCHING, *_RUNS, State.DONE)
-_NEXT = (State.FETCHING, *_RUNS, State.BETWEEN, State.DONE)
+_RUNS: tuple[State, ...] = ("INTERNAL", "AWAITING")
+_ANEW: tuple[State, ...] = ("FETCHING", *_RUNS, "DONE")
+_NEXT: tuple[State, ...] = ("FETCHING", *_RUNS, "BETWEEN", "DONE")
 
 # For each state and event, the states that may follow.
 TRANSITIONS: Mapping[tuple[State, Event], tuple[State, ...]] = {
-    (State.ADMITTED, Event.PLACED): _ANEW,
-    (State.FETCHING, Event.FETCHED): _ANEW,
-    (State.FETCHING, Event.FAILED): _ANEW,
-    (State.INTERNAL, Event.ANSWERED): _NEXT,
-    (State.INTERNAL, Event.RESENT): _RUNS,
-    (State.INTERNAL, Event.FAILED): (*_ANEW, State.RESUMING),
-    (State.AWAITING, Event.READY): (State.STREAMING,),
-    (State.AWAITING, Event.ANSWERED): _ANEW,
-    (State.AWAITING, Event.ENDED): (State.DONE,),
-    (State.AWAITING, Event.RESENT): _RUNS,
-    (State.AWAITING, Event.FAILED): (*_ANEW, State.RESUMING),
-    (State.STREAMING, Event.ENDED): (State.DONE,),
-    (State.STREAMING, Event.FAILED): (State.RESUMING, State.DONE),
-    (State.STREAMING, Event.MOVED): (*_RUNS, State.DONE),
-    (State.BETWEEN, Event.HELD): (*_RUNS, State.BETWEEN),
-    (State.BETWEEN, Event.CAUGHT_UP): (*_RUNS, State.BETWEEN, State.DONE),
-    (State.BETWEEN, Event.FAILED): (State.RESUMING, State.DONE),
-    (State.BETWEEN, Event.MOVED): (*_RUNS, State.DONE),
-    (State.RESUMING, Event.READY): (State.STREAMING,),
-    (State.RESUMING, Event.ANSWERED): _NEXT,
-    (State.RESUMING, Event.ENDED): (State.DONE,),
-    (State.RESUMING, Event.RESENT): (State.RESUMING,),
-    (State.RESUMING, Event.FAILED): (State.RESUMING, State.DONE),
-} | {(state, Event.ABORTED): (State.DONE,) for state in State if state is not State.DONE}
-
-
-class Reader(Enum):
-    """How an attempt reads its engine's answer. A further one (token ids in and out, as of vLLM's
-    `/inference/v1/generate`) is a member here and a branch in `EngineAttempt`."""
-
-    PASS = 0  # its bytes go to the client as they come
-    WHOLE = 1  # it is kept until it is whole
-    EVENTS = 2  # its events are given to the executor, one by one
-
-
-class Slot(Enum):
-    """The two places that a request has for attempts."""
-
-    MAIN = 0  # the open segment
-    SIDE = 1  # beside it: a prefix fetch, a migration, or the first of two that run at once
+    ("ADMITTED", "PLACED"): _ANEW,
+    ("FETCHING", "FETCHED"): _ANEW,
+    ("FETCHING", "FAILED"): _ANEW,
+    ("INTERNAL", "ANSWERED"): _NEXT,
+    ("INTERNAL", "RESENT"): _RUNS,
+    ("INTERNAL", "FAILED"): (*_ANEW, "RESUMING"),
+    ("AWAITING", "READY"): ("STREAMING",),
+    ("AWAITING", "ANSWERED"): _ANEW,
+    ("AWAITING", "ENDED"): ("DONE",),
+    ("AWAITING", "RESENT"): _RUNS,
+    ("AWAITING", "FAILED"): (*_ANEW, "RESUMING"),
+    ("STREAMING", "ENDED"): ("DONE",),
+    ("STREAMING", "FAILED"): ("RESUMING", "DONE"),
+    ("STREAMING", "MOVED"): (*_RUNS, "DONE"),
+    ("BETWEEN", "HELD"): (*_RUNS, "BETWEEN"),
+    ("BETWEEN", "CAUGHT_UP"): (*_RUNS, "BETWEEN", "DONE"),
+    ("BETWEEN", "FAILED"): ("RESUMING", "DONE"),
+    ("BETWEEN", "MOVED"): (*_RUNS, "DONE"),
+    ("RESUMING", "READY"): ("STREAMING",),
+    ("RESUMING", "ANSWERED"): _NEXT,
+    ("RESUMING", "ENDED"): ("DONE",),
+    ("RESUMING", "RESENT"): ("RESUMING",),
+    ("RESUMING", "FAILED"): ("RESUMING", "DONE"),
+    **{(state, "ABORTED"): ("DONE",) for state in MEANINGS if state != "DONE"},
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +130,7 @@ class Step:
     limit_seconds: float  # until its first token, or until it is whole
     stream: bool = False  # it is asked for a stream
     target: bytes | None = None  # path of the request; None: the client's
-    slot: Slot = Slot.MAIN
+    beside: bool = False  # it runs beside the open segment
     for_client: bool = True  # what it says is the client's
     told_to_router: bool = True  # that it was sent is an event of the ticket
     carries_kv: bool = False  # it may fetch a KV transfer, which must not be sent twice
@@ -135,18 +143,6 @@ class Step:
     tokens: int = 0  # asked for, of an answer that is merged
     ends_at: int = 0  # token behind which a segment's KV cache is complete
     keeps_last: bool = False  # the last token counts for the answer, too
-
-
-class Action(Enum):
-    """Actions that carry nothing."""
-
-    COMMIT = 0  # the answer of the main attempt begins to pass to the client
-    CANCEL = 1  # all attempts are given up
-    CANCEL_MAIN = 2
-    CANCEL_SIDE = 3
-    PAUSE = 4  # the client does not keep up: no more is read for it
-    RESUME = 5
-    ABORT_CLIENT = 6  # its connection is closed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,21 +186,6 @@ class Finish:
 Act = Step | Action | Wake | Begin | Write | BreakOff | Finish
 
 
-class AttemptEvent(Enum):
-    """What an attempt tells, with the attempt and the time. Behind ENDED, FAILED and STALE it tells nothing
-    more, nor once it is cancelled."""
-
-    SENT = 0  # the request was written
-    READY = 1  # the answer is worth committing to; with the flags of the reader
-    EVENTS = 2  # events of the answer (reader EVENTS): a list of their data, or of a comment's line
-    UNSEEN = 3  # the tokens that pass are no longer noted
-    ENDED = 4  # the answer is whole
-    FAILED = 5  # there will be no answer, or no more of it; with the kind of failure, and why
-    # The step carries a KV transfer that must not be sent on the next connection: the engine may have fetched
-    # it already, or (True) its time is over.
-    STALE = 6
-
-
 class Attempt(Protocol):
     """What the executor sees of a step at its engine."""
 
@@ -227,15 +208,15 @@ class Attempt(Protocol):
 def transition_table() -> str:
     """The states and their transitions, as tables in Markdown."""
     lines = ["| state | meaning | deadline |", "| --- | --- | --- |"]
-    lines += [f"| {state.name} | {MEANINGS[state]} | {DEADLINES[state]} |" for state in State]
+    lines += [f"| {state} | {MEANINGS[state]} | {DEADLINES[state]} |" for state in get_args(State)]
     lines += ["", "| event | what happened | in | then |", "| --- | --- | --- | --- |"]
-    for event in Event:
+    for event in get_args(Event):
         by_targets: dict[tuple[State, ...], list[str]] = {}
         for (state, of), targets in TRANSITIONS.items():
-            if of is event:
-                by_targets.setdefault(tuple(sorted(set(targets))), []).append(state.name)
+            if of == event:
+                by_targets.setdefault(tuple(sorted(set(targets), key=list(MEANINGS).index)), []).append(state)
         for targets, states in by_targets.items():
-            names = ", ".join(target.name for target in targets)
-            where = "all but DONE" if len(states) == len(State) - 1 else ", ".join(states)
-            lines.append(f"| {event.name} | {EVENTS[event]} | {where} | {names} |")
+            names = ", ".join(targets)
+            where = "all but DONE" if len(states) == len(MEANINGS) - 1 else ", ".join(states)
+            lines.append(f"| {event} | {EVENTS[event]} | {where} | {names} |")
     return "\n".join(lines) + "\n"

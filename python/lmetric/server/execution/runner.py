@@ -21,8 +21,6 @@ from lmetric.server.execution.plan import (
     Begin,
     BreakOff,
     Finish,
-    Slot,
-    State,
     Step,
     Wake,
     Write,
@@ -96,20 +94,19 @@ class RequestRunner(InFlightRequest):
             self._busy = False
 
     def _do(self, act: Act) -> None:
-        kind = type(act)
-        if kind is Step:
-            self._send(act)  # type: ignore[arg-type]
-        elif kind is Action:
-            _ACTIONS[act](self)  # type: ignore[index]
+        if isinstance(act, Step):
+            self._send(act)
+        elif isinstance(act, str):
+            _ACTIONS[act](self)
         else:
-            _OTHERS[kind](self, act)
+            _OTHERS[type(act)](self, act)
 
     def _send(self, step: Step) -> None:
         execution = self.execution
         attempt = EngineAttempt(
             self, execution.rules, self._asked, execution.ticket, step, self._require_finish
         )
-        if step.slot is Slot.MAIN:
+        if not step.beside:
             self._main = attempt
         else:
             self._side = attempt
@@ -232,7 +229,7 @@ class RequestRunner(InFlightRequest):
     @property
     def ended(self) -> bool:
         """Whether it is over."""
-        return self.execution.state is State.DONE
+        return self.execution.state == "DONE"
 
     def client_gone(self) -> None:
         """The client left."""
@@ -293,13 +290,13 @@ class RequestRunner(InFlightRequest):
 
 
 _ACTIONS: dict[Action, Callable[[RequestRunner], None]] = {
-    Action.COMMIT: RequestRunner._commit,
-    Action.CANCEL: RequestRunner._cancel,
-    Action.CANCEL_MAIN: RequestRunner._cancel_main,
-    Action.CANCEL_SIDE: RequestRunner._cancel_side,
-    Action.PAUSE: RequestRunner._pause,
-    Action.RESUME: RequestRunner._resume,
-    Action.ABORT_CLIENT: RequestRunner._abort_client,
+    "commit": RequestRunner._commit,
+    "cancel": RequestRunner._cancel,
+    "cancel_main": RequestRunner._cancel_main,
+    "cancel_side": RequestRunner._cancel_side,
+    "pause": RequestRunner._pause,
+    "resume": RequestRunner._resume,
+    "abort_client": RequestRunner._abort_client,
 }
 _OTHERS: dict[type, Callable[[RequestRunner, Any], None]] = {
     Begin: RequestRunner._begin,

@@ -16,24 +16,19 @@ hands over is all there is, and the target's first slice fetches it.
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from lmetric.engines.handover import COMPLETIONS
-from lmetric.server.execution.plan import Reader, Slot, Step
+from lmetric.server.execution.plan import Step
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import ahead, dumps, usage_of
 from lmetric.server.execution.transfer import KvTransfer
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.rebalancer import Rebalancer
 
-
-class Phase(Enum):
-    """What a migration waits for; when there is nothing left to wait for, it changes over."""
-
-    SLICE_END = 0
-    HOLDING = 1  # the source is asked to hold what there is
-    WARMING = 2  # the target is asked to fetch or compute it
+# What a migration waits for; when there is nothing left to wait for, it changes over: the end of a slice, the
+# source, which is to hold what there is, or the target, which is to fetch or compute it.
+Phase = Literal["slice_end", "holding", "warming"]
 
 
 class Migration:
@@ -47,7 +42,7 @@ class Migration:
         self.source = p.pool.engines.get(p.ticket.instance)
         self.target = target
         self.kv = KvTransfer(p.pool)
-        self.phase = Phase.SLICE_END
+        self.phase: Phase = "slice_end"
         self.sent_tokens = 0  # what was asked for is of so many
 
     @property
@@ -82,14 +77,14 @@ class Migration:
         source = self.source
         assert source is not None
         assert source.connector is not None
-        self.phase = Phase.HOLDING
+        self.phase = "holding"
         self.kv.begin(source)
         self.sent_tokens = self._p.total
         return self._ask(source, source.connector.asks(None, goes_on=True, whole=True))
 
     def warm(self, now: float) -> Step:
         """Has the target fetch that, or compute it."""
-        self.phase = Phase.WARMING
+        self.phase = "warming"
         fields = {}
         if self.target.connector is not None and self.kv.source is not None:
             fields = self.kv.take(self.target, now, goes_on=False, total=0)
@@ -104,13 +99,13 @@ class Migration:
         return Step(
             engine,
             dumps(request | fields),
-            Reader.WHOLE,
+            "whole",
             p.rules.timeouts.first_byte,
             target=COMPLETIONS.encode(),
-            slot=Slot.SIDE,
+            beside=True,
             for_client=False,
             told_to_router=False,
-            carries_kv=self.phase is Phase.WARMING and self.kv.used,
+            carries_kv=self.phase == "warming" and self.kv.used,
             kv_until=self.kv.until,
             refills=False,
         )

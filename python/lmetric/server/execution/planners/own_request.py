@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from lmetric.engines.handover import with_fields
-from lmetric.server.execution.plan import Reader, Step
+from lmetric.server.execution.plan import Step
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import dumps, other_tokens
 from lmetric.server.fleet.engine import Engine
@@ -20,7 +20,7 @@ def step(p: Progress, engine: Engine, now: float) -> Step:
     limit = limits.first_byte if p.stream else limits.answer
     kv = p.kv
     if p.call is None and kv is None:
-        return Step(engine, p.body, Reader.PASS, limit, p.stream)
+        return Step(engine, p.body, "pass", limit, p.stream)
     inside, fields = p.inside, {}
     if kv is not None and kv.tokens and not p.unmergeable:
         fields = kv.take(engine, now, goes_on=False, total=p.total)
@@ -37,7 +37,7 @@ def step(p: Progress, engine: Engine, now: float) -> Step:
     return Step(
         engine,
         _body(p, inside, fields, told),
-        Reader.WHOLE if whole else Reader.PASS,
+        "whole" if whole else "pass",
         limit,
         p.stream,
         carries_kv=bool(fields),

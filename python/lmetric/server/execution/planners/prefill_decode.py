@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from lmetric.engines.handover import HandoverError
-from lmetric.server.execution.plan import Reader, Slot, Step
+from lmetric.server.execution.plan import Step
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import dumps
 from lmetric.server.fleet.engine import Engine
@@ -38,7 +38,7 @@ def prefill(p: Progress, engine: Engine, now: float) -> Step:
     return Step(
         engine,
         body,
-        Reader.WHOLE,
+        "whole",
         p.rules.timeouts.first_byte,
         for_client=False,
         carries_kv=kv is not None and kv.used,
@@ -53,14 +53,14 @@ def pair(p: Progress, first: Engine, second: Engine, body: bytes, *, opens: bool
     prefills = Step(
         first,
         body,
-        Reader.WHOLE,
+        "whole",
         limits.first_byte,
-        slot=Slot.SIDE,
+        beside=True,
         for_client=False,
         told_to_router=opens,
     )
     limit = limits.first_byte if p.stream else limits.answer
-    return [prefills, Step(second, body, Reader.PASS, limit, p.stream)]
+    return [prefills, Step(second, body, "pass", limit, p.stream)]
 
 
 def first_body(p: Progress, engine: Engine) -> bytes:

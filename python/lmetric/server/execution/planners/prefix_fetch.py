@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import inf
 
 from lmetric.engines.handover import COMPLETIONS
-from lmetric.server.execution.plan import Reader, Slot, Step
+from lmetric.server.execution.plan import Step
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import ahead, dumps
 from lmetric.server.execution.transfer import KvTransfer, blocks_differ
@@ -57,10 +57,10 @@ class PrefixFetch:
         return Step(
             holder,
             body,
-            Reader.WHOLE,
+            "whole",
             inf,  # `patience_seconds` ends it
             target=COMPLETIONS.encode(),
-            slot=Slot.SIDE,
+            beside=True,
             for_client=False,
             told_to_router=False,
             refills=False,

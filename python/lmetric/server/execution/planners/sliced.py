@@ -10,7 +10,7 @@ router learns what a prefill costs as from a stream.
 
 from __future__ import annotations
 
-from lmetric.server.execution.plan import Reader, Step
+from lmetric.server.execution.plan import Step
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import dumps
 from lmetric.server.fleet.engine import Engine
@@ -38,7 +38,7 @@ def piece(p: Progress, engine: Engine, now: float) -> Step:
     return Step(
         engine,
         dumps(request | fields),
-        Reader.WHOLE,
+        "whole",
         p.rules.timeouts.answer,
         target=target.encode(),
         for_client=False,

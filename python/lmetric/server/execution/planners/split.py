@@ -10,7 +10,7 @@ front of its prompt and compute the rest (bidirectional mode); else it is made a
 
 from __future__ import annotations
 
-from lmetric.server.execution.plan import Reader, Step
+from lmetric.server.execution.plan import Step
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import dumps
 from lmetric.server.fleet.engine import Engine
@@ -36,7 +36,7 @@ def segment(p: Progress, engine: Engine, to_token: int, following: Engine | None
     return Step(
         engine,
         dumps(request | fields),
-        Reader.WHOLE,
+        "whole",
         p.rules.timeouts.answer,
         target=target.encode(),
         for_client=False,
@@ -59,7 +59,7 @@ def rest(p: Progress, engine: Engine, now: float) -> Step:
     return Step(
         engine,
         dumps(request | fields),
-        Reader.EVENTS if p.stream else Reader.WHOLE,
+        "events" if p.stream else "whole",
         limits.first_byte if p.stream else limits.answer,
         p.stream,
         target.encode(),
