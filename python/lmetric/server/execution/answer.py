@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from enum import Enum
+from typing import Literal
 
 from lmetric._core import ResponseReader
 from lmetric.server.api.errors import ApiError
@@ -12,13 +12,8 @@ from lmetric.server.execution.exchange import ClientRequest
 _CORS_FIELDS = re.compile(rb"\r\naccess-control-[^\r\n]*", re.IGNORECASE)
 
 
-class AnswerState(Enum):
-    """Who writes the answer."""
-
-    NOTHING = 0  # the client has nothing yet
-    PASSED = 1  # the engine's bytes pass
-    WRITTEN = 2  # the router writes it
-    ENDED = 3
+# Who writes the answer: nobody yet; an engine, whose bytes pass; the router; or it has ended.
+AnswerState = Literal["nothing", "passed", "written", "ended"]
 
 
 class ClientAnswer:
@@ -32,12 +27,12 @@ class ClientAnswer:
         self._reader: ResponseReader | None = None  # whose bytes pass
         self._chunked = False  # what the router writes goes out in chunks
         self.close = False  # only closing the connection ends it
-        self.state = AnswerState.NOTHING
+        self.state: AnswerState = "nothing"
 
     def pass_on(self, reader: ResponseReader, label: str, engine: str, prefill: str | None) -> None:
         """Begins with what an engine has said so far; from now on its bytes pass."""
         asked = self._asked
-        self.state = AnswerState.PASSED
+        self.state = "passed"
         self._reader = reader
         write = asked.transport.write
         head = reader.commit(self._lines(label, engine, prefill), not asked.keep_alive, write)
@@ -46,7 +41,7 @@ class ClientAnswer:
     def begin(self, kind: bytes, length: int | None, label: str, engine: str, prefill: str | None) -> None:
         """Begins an answer of the router's own; `length`: of its body, None: it is streamed."""
         asked = self._asked
-        self.state = AnswerState.WRITTEN
+        self.state = "written"
         lines = [
             b"HTTP/1.1 200 OK\r\ncontent-type: ",
             kind,
@@ -67,9 +62,9 @@ class ClientAnswer:
 
     def write(self, data: bytes, *, last: bool = False) -> None:
         """More of it, written by the router; where a stream passed so far, behind its last event."""
-        if self.state is AnswerState.PASSED:
+        if self.state == "passed":
             assert self._reader is not None
-            self.state = AnswerState.WRITTEN
+            self.state = "written"
             self._chunked = not self._reader.closes_client
             self.close = self._reader.closes_client
         if self._chunked:
@@ -77,15 +72,15 @@ class ClientAnswer:
         if data:
             self._asked.transport.write(data)
         if last:
-            self.state = AnswerState.ENDED
+            self.state = "ended"
 
     def break_off(self, error: ApiError) -> None:
         """Ends what the client has some of, with an error as the last event; where that cannot be told, by
         closing its connection."""
         body = error.body(self._show_engines)
-        if self.state is AnswerState.WRITTEN:
+        if self.state == "written":
             self.write(b"data: %b\n\ndata: [DONE]\n\n" % body, last=True)
-        elif self.state is AnswerState.PASSED:
+        elif self.state == "passed":
             assert self._reader is not None
             tail = self._reader.end_with(body)
             if tail:
@@ -93,14 +88,14 @@ class ClientAnswer:
             else:
                 self.close = True
             self.close |= self._reader.closes_client
-        self.state = AnswerState.ENDED
+        self.state = "ended"
 
     def passed(self) -> None:
         """An engine's answer has passed to its end."""
-        if self.state is AnswerState.PASSED:
+        if self.state == "passed":
             assert self._reader is not None
             self.close |= self._reader.closes_client
-            self.state = AnswerState.ENDED
+            self.state = "ended"
 
     def _lines(self, label: str, engine: str, prefill: str | None) -> bytes:
         """Lines of the head that are the router's."""

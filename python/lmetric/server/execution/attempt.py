@@ -25,8 +25,8 @@ class AttemptListener(Protocol):
     def refilled(self, step: Step) -> bytes:
         """The step's body, as the engine's index wants it."""
 
-    def hear(self, event: AttemptEvent, attempt: EngineAttempt, now: float, *told: Any) -> None:
-        """Something happened to the attempt. To READY, `begin` or `cancel` is the answer."""
+    def hear(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
+        """Something happened to the attempt. To "ready", `begin` or `cancel` is the answer."""
 
     def fail(self) -> None:
         """To be called where an exception was caught that nobody foresaw."""
@@ -107,7 +107,7 @@ class EngineAttempt:
             return
         if now > step.kv_until:
             self.cancel()
-            self._hear("stale", True)
+            self._listener.hear("stale", self, True)
             return
         self._since = now
         engine, given = step.engine, asked.priority
@@ -125,7 +125,10 @@ class EngineAttempt:
             connection.transport.write(head)
             connection.transport.write(body)
         # After the write: the index learns of the request now, which takes a while where much of it is new.
-        self._listener.hear("sent", self, now)
+        if step.told_to_router:
+            self._ticket.sent(now)
+        if step.carries_kv:
+            self._listener.hear("sent", self)
         if self._paused:
             connection.transport.pause_reading()
 
@@ -134,7 +137,16 @@ class EngineAttempt:
     def received(self, flags: int, data: bytes) -> None:
         """A piece of the answer that was not passed on yet."""
         try:
-            self._step(flags, data)
+            if not flags & READY or self.begun or self.step.reader != "pass":
+                self._step(flags, data)
+                return
+            # A stream's tokens are told to the ticket first, so that it ends by an event of its own.
+            told = flags & ~END if self.reader.event_stream else flags
+            self._listener.hear("ready", self, told)
+            if self.begun and told & END and not flags & ENGINE_ERROR:
+                self._close()  # the listener took that for the end, too
+            elif not self.over:
+                self._step(flags & ~READY, data)
         except Exception as error:
             self.failed(error)
 
@@ -156,16 +168,21 @@ class EngineAttempt:
             self.failed(error)
 
     def _step(self, flags: int, data: bytes) -> None:
-        if self.step.reader == "pass":
-            self._pass(flags, data)
-        elif self.step.reader == "whole":
+        reader = self.step.reader
+        if reader == "whole":
             self._collect(flags, data)
-        else:
+        elif reader == "events":
             self._read_events(flags, data)
+        elif flags & PASS:
+            self._asked.transport.write(data)
+        elif flags & OUT:
+            self._asked.transport.write(self.reader.take())
+        elif flags & READY:
+            self._listener.hear("ready", self, flags & ~END)
         if self.over:
             return
         if flags & UNSEEN:
-            self._hear("unseen")
+            self._listener.hear("unseen", self)
         if flags & (END | INCOMPLETE | ENGINE_ERROR):
             if flags & ENGINE_ERROR:
                 self.error = True
@@ -173,14 +190,6 @@ class EngineAttempt:
                 self.fail("engine_error", "the engine's stream ended without a finish_reason")
             elif flags & END:
                 self._end()
-
-    def _pass(self, flags: int, data: bytes) -> None:
-        if flags & PASS:
-            self._asked.transport.write(data)
-        elif flags & OUT:
-            self._asked.transport.write(self.reader.take())
-        elif flags & READY:
-            self._hear("ready", flags)
 
     def _collect(self, flags: int, data: bytes) -> None:
         reader = self.reader
@@ -205,11 +214,11 @@ class EngineAttempt:
         elif flags & READY:
             if not reader.event_stream:
                 raise WireError("the engine was asked for an event stream, and its answer is none")
-            self._hear("ready", flags)
+            self._listener.hear("ready", self, flags)
 
     def _tell(self, events: list[bytes]) -> None:
         if events:
-            self._hear("events", events)
+            self._listener.hear("events", self, events)
 
     def begin(self) -> None:
         """The answer is committed to; only `attempt_ready` may have this called. With reader PASS its bytes
@@ -220,24 +229,25 @@ class EngineAttempt:
 
     def _end(self) -> None:
         self.over = True
-        step, reader = self.step, self.reader
-        engine, status = step.engine, reader.status
-        connection, self._connection = self._connection, None
-        self._hear("ended")
+        self._listener.hear("ended", self)
+        self._close()
+
+    def _close(self) -> None:
+        """The answer is whole: so much for its engine."""
+        self.over = True
+        reader, engine = self.reader, self.step.engine
+        status, load = reader.status, reader.load
         if status < 500:
             engine.failures = 0
         elif status not in self._rules.statuses:
             engine.failed("status", f"status {status}")
-        load = reader.load
         if load is not None:
             engine.report(engine.adapter.load_of_header(load), "header")
+        connection, self._connection = self._connection, None
         if connection is not None:
             if self._paused:
                 connection.transport.resume_reading()
             connection.release()
-
-    def _hear(self, event: AttemptEvent, *told: Any) -> None:
-        self._listener.hear(event, self, time.monotonic(), *told)
 
     # How it fails.
 
@@ -248,7 +258,7 @@ class EngineAttempt:
             self.fail("reset", reason)
         elif self.step.carries_kv:
             self.cancel()
-            self._hear("stale", False)
+            self._listener.hear("stale", self, False)
         else:
             self._drop()
             self._connect()
@@ -258,7 +268,7 @@ class EngineAttempt:
         if self.over:
             return
         self.cancel()
-        self._hear("failed", kind, reason)
+        self._listener.hear("failed", self, (kind, reason))
 
     def cancel(self) -> None:
         """Gives up, without a word; an engine that is at work stops."""

@@ -15,6 +15,7 @@ import orjson
 import structlog
 
 from lmetric._core import (
+    END,
     ENGINE_ERROR,
     INCOMPLETE,
     Decision,
@@ -34,6 +35,7 @@ from lmetric.server.execution.plan import (
     AttemptEvent,
     Begin,
     BreakOff,
+    Commit,
     Event,
     Finish,
     State,
@@ -67,6 +69,8 @@ STATUSES = {
     "status": 503,
     "resources": 503,
 }
+
+COMMIT, FINISH = Commit(), Finish()
 
 log = structlog.get_logger("lmetric.relay")
 
@@ -140,7 +144,8 @@ class RequestExecution(Progress):
             self._open(name, now, "PLACED")
         else:
             self._send(own_request.step(self, self.pool.engines[name], now), "PLACED")
-        return self._out()
+        acts, self._acts = self._acts, []
+        return acts
 
     def migrate(self, target: Engine, now: float) -> tuple[bool, list[Act]]:
         """A rebalancer wants it moved; whether the migration began, or is done."""
@@ -174,22 +179,20 @@ class RequestExecution(Progress):
 
     # -- events of attempts ----------------------------------------------------------------------------------
 
-    def attempt(self, event: AttemptEvent, attempt: Attempt, now: float, *told: Any) -> list[Act]:
+    def attempt(self, event: AttemptEvent, attempt: Attempt, now: float, told: Any = None) -> list[Act]:
         """Something happened to an attempt."""
-        if attempt.step is self.main:
-            _OF_MAIN[event](self, attempt, now, *told)
-        elif attempt.step is self.side:
-            _OF_SIDE[event](self, attempt, now, *told)
-        return self._out()
-
-    def _sent(self, attempt: Attempt, now: float) -> None:
         step = attempt.step
-        if step.told_to_router:
-            self.ticket.sent(now)
-        if step.carries_kv:
-            migration = self.migration
-            kv = migration.kv if step is self.side and migration is not None else self.transfer()
-            kv.sent()
+        if step is self.main:
+            _OF_MAIN[event](self, attempt, now, told)
+        elif step is self.side:
+            _OF_SIDE[event](self, attempt, now, told)
+        acts, self._acts = self._acts, []
+        return acts
+
+    def _sent(self, attempt: Attempt, now: float, _: None) -> None:
+        migration = self.migration
+        kv = migration.kv if attempt.step is self.side and migration is not None else self.transfer()
+        kv.sent()
 
     def _ready(self, attempt: Attempt, now: float, flags: int) -> None:
         step, reader = attempt.step, attempt.reader
@@ -215,8 +218,11 @@ class RequestExecution(Progress):
             self._resend(step.engine, now)
         elif step.reader == "pass":
             self._commit(attempt)
+            if flags & END and not flags & ENGINE_ERROR:
+                self.main = None
+                self._passed(attempt)
         else:
-            self._acts.append("commit")
+            self._acts.append(COMMIT)
 
     def _events(self, attempt: Attempt, now: float, events: list[bytes]) -> None:
         step = attempt.step
@@ -232,13 +238,13 @@ class RequestExecution(Progress):
         except MergeError as error:
             self._lose(step, "reset", str(error), now)
 
-    def _unseen(self, attempt: Attempt, now: float) -> None:
+    def _unseen(self, attempt: Attempt, now: float, _: None) -> None:
         """The request stays where it is."""
         self.pool.not_joinable(self.asked.path, f"{attempt.step.engine.name}: {attempt.reader.unseen}")
         if self.mover is not None:
             self.mover.running.pop(self.ticket.id, None)
 
-    def _ended(self, attempt: Attempt, now: float) -> None:
+    def _ended(self, attempt: Attempt, now: float, _: None) -> None:
         self.main = None
         if not attempt.step.for_client:
             self._answered(attempt, now)
@@ -247,7 +253,7 @@ class RequestExecution(Progress):
         else:
             self._whole(attempt, now)
 
-    def _side_ended(self, attempt: Attempt, now: float) -> None:
+    def _side_ended(self, attempt: Attempt, now: float, _: None) -> None:
         self.side = None
         if self.fetch is not None:
             self._fetch_answered(self.fetch, attempt, now)
@@ -256,10 +262,11 @@ class RequestExecution(Progress):
         else:
             self._prefilled(attempt, now)
 
-    def _main_failed(self, attempt: Attempt, now: float, kind: str, reason: str) -> None:
-        self._failed(attempt.step.engine, kind, reason, now)
+    def _main_failed(self, attempt: Attempt, now: float, told: tuple[str, str]) -> None:
+        self._failed(attempt.step.engine, *told, now)
 
-    def _side_failed(self, attempt: Attempt, now: float, kind: str, reason: str) -> None:
+    def _side_failed(self, attempt: Attempt, now: float, told: tuple[str, str]) -> None:
+        kind, reason = told
         self.side, engine = None, attempt.step.engine
         if self.fetch is not None:
             engine.failed(kind, reason)
@@ -635,7 +642,7 @@ class RequestExecution(Progress):
             self.merged().forget_prompt()
             self.observing = attempt
         self.call = None
-        self._acts.append("commit")
+        self._acts.append(COMMIT)
 
     def _passed(self, attempt: Attempt) -> None:
         """It has passed to its end."""
@@ -1008,11 +1015,12 @@ class RequestExecution(Progress):
         if error is not None and self.committed:
             self._acts.append(BreakOff(error))
             error = None
-        self._abandon()
+        if self.main or self.side or self.mover or self.fetch:
+            self._abandon()
         self._waits_at = None
         if failure is not None and self.ticket.open:
             self.ticket.failed(failure, retry=False)
-        self._acts.append(Finish(error))
+        self._acts.append(FINISH if error is None else Finish(error))
 
     def _abandon(self) -> None:
         """Gives up what is on its way, and what was begun beside it."""

@@ -39,17 +39,16 @@ Event = Literal[
 # events are given to the executor one by one. A further way (token ids in and out, as of vLLM's
 # `/inference/v1/generate`) is a name here and a branch in `EngineAttempt`.
 Reader = Literal["pass", "whole", "events"]
-# What an attempt reports, with the attempt and the time; behind the last three nothing more, nor once it is
-# cancelled. "sent": the request was written. "ready": the answer is worth committing to; with the flags of
-# the reader. "events": a list of their data, or of a comment's line. "unseen": the tokens that pass are no
-# longer noted. "ended": the answer is whole. "failed": there is none, or no more of it; with the kind of
-# failure, and why. "stale": the step carries a KV transfer that must not be sent on the next connection, as
-# the engine may have fetched it already, or (True) its time is over.
+# What an attempt reports; behind the last three nothing more, nor once it is cancelled. "sent": the request
+# was written, with a KV transfer. "ready": the answer is worth committing to; with the flags of the reader: by
+# END alone it is whole, too, and no "ended" follows. "events": a list of their data, or of a comment's line.
+# "unseen": the tokens that pass are no longer noted. "ended": the answer is whole. "failed": there is none, or
+# no more of it; with the kind of failure, and why. "stale": the step carries a KV transfer that must not be
+# sent on the next connection: the engine may have fetched it already, or (True) its time is over.
 AttemptEvent = Literal["sent", "ready", "events", "unseen", "ended", "failed", "stale"]
-# Actions that carry nothing. "commit": the answer of the main attempt begins to pass. "cancel": all attempts
-# are given up. "pause", "resume": for the client, no more is read, or again. "abort_client": its connection
-# is closed at once.
-Action = Literal["commit", "cancel", "cancel_main", "cancel_side", "pause", "resume", "abort_client"]
+# Actions that carry nothing. "cancel": all attempts are given up. "pause", "resume": for the client, no more
+# is read, or again. "abort_client": its connection is closed at once.
+Action = Literal["cancel", "cancel_main", "cancel_side", "pause", "resume", "abort_client"]
 
 MEANINGS: Mapping[State, str] = {
     "ADMITTED": "no engine is asked yet; the prompt may wait for a tokenizer thread",
@@ -132,7 +131,7 @@ class Step:
     target: bytes | None = None  # path of the request; None: the client's
     beside: bool = False  # it runs beside the open segment
     for_client: bool = True  # what it says is the client's
-    told_to_router: bool = True  # that it was sent is an event of the ticket
+    told_to_router: bool = True  # the attempt tells the ticket that it was sent
     carries_kv: bool = False  # it may fetch a KV transfer, which must not be sent twice
     kv_until: float = inf  # when that must be sent at the latest; seconds on the monotonic clock
     observed: bool = False  # its tokens are noted while they pass (PASS)
@@ -150,6 +149,11 @@ class Wake:
     """`woken` is to be called in so many seconds; None: no more."""
 
     seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The answer of the main attempt begins to pass to the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,7 @@ class Finish:
     error: ApiError | None = None
 
 
-Act = Step | Action | Wake | Begin | Write | BreakOff | Finish
+Act = Step | Action | Wake | Commit | Begin | Write | BreakOff | Finish
 
 
 class Attempt(Protocol):

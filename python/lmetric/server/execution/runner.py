@@ -20,6 +20,7 @@ from lmetric.server.execution.plan import (
     AttemptEvent,
     Begin,
     BreakOff,
+    Commit,
     Finish,
     Step,
     Wake,
@@ -74,32 +75,30 @@ class RequestRunner(InFlightRequest):
     # -- events in, actions out ------------------------------------------------------------------------------
 
     def _on(self, event: Callable[..., list[Act]], *args: Any) -> None:
-        """Has the executor hear of an event, and does what follows; while it does that, of no other."""
+        """Gives the executor an event, and carries out what follows. What happens meanwhile comes behind."""
         if self._busy:
             self._later.append((event, args))
             return
         self._busy = True
         try:
             for act in event(*args):
-                self._do(act)
+                _DO[act.__class__](self, act)
             while self._later:
                 event, args = self._later.pop(0)
                 for act in event(*args):
-                    self._do(act)
+                    _DO[act.__class__](self, act)
         except Exception:
             self._later.clear()
-            self._busy = False
             self.fail()
         finally:
             self._busy = False
 
-    def _do(self, act: Act) -> None:
-        if isinstance(act, Step):
-            self._send(act)
-        elif isinstance(act, str):
-            _ACTIONS[act](self)
-        else:
-            _OTHERS[type(act)](self, act)
+    def hear(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
+        """Something happened to an attempt."""
+        self._on(self.execution.attempt, event, attempt, time.monotonic(), told)
+
+    def _do(self, act: Action) -> None:
+        _ACTIONS[act](self)
 
     def _send(self, step: Step) -> None:
         execution = self.execution
@@ -114,27 +113,27 @@ class RequestRunner(InFlightRequest):
             attempt.pause(True)
         attempt.go(time.monotonic())
 
-    def _commit(self) -> None:
+    def _commit(self, _: Commit) -> None:
         attempt, execution = self._main, self.execution
         if attempt is None:
             return
-        attempt.begin()
-        step = attempt.step
-        if execution.answered is attempt:
-            self.committed = True
-            self._release_body()
-            self._answer.pass_on(attempt.reader, execution.label, step.engine.name, execution.prefilled_at)
+        if attempt.step.reader != "pass":
+            attempt.begin()
+            return
+        attempt.begun = self.committed = True
+        client = self._asked.client
+        if client.body_size:
+            client.release_body()
+        prefill = execution.prefilled_at if execution.first or execution.kv else None
+        self._answer.pass_on(attempt.reader, execution.label, attempt.step.engine.name, prefill)
 
     def _begin(self, act: Begin) -> None:
         execution = self.execution
         self.committed = True
-        self._release_body()
-        self._answer.begin(act.kind, act.length, execution.label, act.engine, execution.prefilled_at)
-
-    def _release_body(self) -> None:
         client = self._asked.client
         if client.body_size:
             client.release_body()
+        self._answer.begin(act.kind, act.length, execution.label, act.engine, execution.prefilled_at)
 
     def _write(self, act: Write) -> None:
         self._answer.write(act.data, last=act.last)
@@ -210,10 +209,6 @@ class RequestRunner(InFlightRequest):
         unknown = decision.prompt_tokens - decision.predicted_hit_tokens
         return refill.body(self._asked.path, step.body, unknown)
 
-    def hear(self, event: AttemptEvent, attempt: EngineAttempt, now: float, *told: Any) -> None:
-        """Something happened to an attempt."""
-        self._on(self.execution.attempt, event, attempt, now, *told)
-
     # -- what the client's connection and the server call ----------------------------------------------------
 
     @property
@@ -238,7 +233,7 @@ class RequestRunner(InFlightRequest):
     def client_slow(self) -> None:
         """The client does not keep up: stop reading from the engine."""
         for act in self.execution.client_slow(time.monotonic()):
-            self._do(act)
+            _DO[act.__class__](self, act)
 
     def client_ready(self) -> None:
         """The client caught up."""
@@ -254,9 +249,10 @@ class RequestRunner(InFlightRequest):
         log.exception("a request could not be relayed", decision=execution.label)
         error = None if execution.committed else ApiError(500, FAILED)
         for act in execution.leave("internal error", error):
-            self._do(act)
+            _DO[act.__class__](self, act)
         if not self._finished:
             # The exception came while the request ended.
+            execution.close_client = True
             self._cancel()
             self._finish(Finish(error))
 
@@ -290,7 +286,6 @@ class RequestRunner(InFlightRequest):
 
 
 _ACTIONS: dict[Action, Callable[[RequestRunner], None]] = {
-    "commit": RequestRunner._commit,
     "cancel": RequestRunner._cancel,
     "cancel_main": RequestRunner._cancel_main,
     "cancel_side": RequestRunner._cancel_side,
@@ -298,7 +293,10 @@ _ACTIONS: dict[Action, Callable[[RequestRunner], None]] = {
     "resume": RequestRunner._resume,
     "abort_client": RequestRunner._abort_client,
 }
-_OTHERS: dict[type, Callable[[RequestRunner, Any], None]] = {
+_DO: dict[type, Callable[[RequestRunner, Any], None]] = {
+    str: RequestRunner._do,
+    Step: RequestRunner._send,
+    Commit: RequestRunner._commit,
     Begin: RequestRunner._begin,
     Write: RequestRunner._write,
     BreakOff: RequestRunner._break_off,
