@@ -40,9 +40,9 @@ Event = Literal[
 # `/inference/v1/generate`) is a name here and a branch in `EngineAttempt`.
 Reader = Literal["pass", "whole", "events"]
 # What an attempt reports; behind the last three nothing more, nor once it is cancelled. "sent": the request
-# was written, with a KV transfer. "ready": the answer is worth committing to; with the flags of the reader: by
-# END alone it is whole, too, and no "ended" follows. "events": a list of their data, or of a comment's line.
-# "unseen": the tokens that pass are no longer noted. "ended": the answer is whole. "failed": there is none, or
+# was written, with a KV transfer. "ready": the answer is worth committing to; with the reader's flags: by
+# END alone it is whole, too, and no "ended" follows. "events": a list of their data or of comment lines.
+# "unseen": tokens that pass are no longer noted. "ended": the answer is whole. "failed": there is none, or
 # no more of it; with the kind of failure, and why. "stale": the step carries a KV transfer that must not be
 # sent on the next connection: the engine may have fetched it already, or (True) its time is over.
 AttemptEvent = Literal["sent", "ready", "events", "unseen", "ended", "failed", "stale"]
