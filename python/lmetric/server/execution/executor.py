@@ -367,9 +367,12 @@ class RequestExecution(Progress):
                 to_token, following = ticket.to_token, self.pool.engines.get(ticket.next_instance or "")
                 assert to_token is not None  # as another segment follows
                 self._send(split.segment(self, engine, to_token, following, now), event)
+        elif self.main is not None and self.main.engine is engine:
+            pass  # the second of two steps that run at once: it is at work already
         elif engine.connector is not None and engine.connector.at_once:
             self._send_second(engine, event)
         else:
+            self._drop_attempts()  # of two at once, whose second was to run elsewhere
             if not ticket.from_token:
                 self.first = self.paired = None
             if sliced.applies(self, engine):
@@ -406,14 +409,12 @@ class RequestExecution(Progress):
             self._send_pair(engine, second, body, event, opens=True)
 
     def _send_second(self, engine: Engine, event: Event) -> None:
-        """The second of two steps that run at once; it may be at work already."""
+        """The second of two steps that run at once, at another engine than it was sent to."""
         first = self.first
         if first is None or not self.ticket.from_token:
             why = "only engines for halves of requests (prefill or decode) of one kind are usable"
             message = f"{self.pool.name}: {why}"
             self._finish(event, "engine_error", ApiError(503, message, engines=engine.name, code="no_engine"))
-            return
-        if self.main is not None and self.main.engine is engine:
             return
         # Another engine: it needs the prompt to be computed again.
         self._drop_attempts()
