@@ -612,6 +612,10 @@ class RequestExecution(Progress):
             self._retry(engine, "reset", str(error), now)
         else:
             self.unmergeable = True
+            if self.mover is not None:
+                self.mover.running.pop(self.ticket.id, None)
+            if self.migration is not None:
+                self._stays(self.migration, "not_joinable")
             self.pool.not_joinable(self.asked.path, f"{engine.name}: {error}")
         return self.unmergeable
 
