@@ -2,10 +2,10 @@
 
 `Driver` does what `RequestRunner` does in the server: it carries out what the executor decides, with attempts
 whose answers are read in Rust as ever, and no loop below them. Hypothesis draws how a pool is set up, what
-engines answer and when, and what fails meanwhile. The engines answer by a fixed rule, so that whatever happened
-the client must have got what one engine says, or the front of it and an error. They know what they hold for
-whom, too, and refuse by an assertion what would give wrong tokens in a real one: what is fetched twice, too
-late, or is the cache of something else.
+engines answer and when, and what fails meanwhile. The engines answer by a fixed rule, so that whatever
+happened the client must have got what one engine says, or the front of it and an error. They know what they
+hold for whom, too, and refuse by an assertion what would give wrong tokens in a real one: what is fetched
+twice, too late, or is the cache of something else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from unittest import mock
 import orjson
 import pytest
 import structlog
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -99,7 +98,7 @@ class Setup:
     pulls: bool = False
     nixl: bool = True
     bidirectional: bool = True
-    prefix_caching: bool = True
+    cached: int = 9  # so many engines have a prefix cache, from the first on
     other_blocks: bool = False  # the last engine has larger ones
     long_gaps: bool = False  # every move is expected to take too long
     request_seconds: float | None = None
@@ -125,7 +124,7 @@ class Setup:
         engine.capabilities = Capabilities(
             "vllm",
             block_size=2 * BLOCK_TOKENS if last else BLOCK_TOKENS,
-            prefix_caching=self.prefix_caching,
+            prefix_caching=name not in self.names[self.cached :],
             handover=handover,
             role=role,
         )
@@ -194,7 +193,7 @@ SETUPS = st.builds(
     pulls=st.sampled_from([False, False, True]),
     nixl=seldom(6, True),
     bidirectional=seldom(3, True),
-    prefix_caching=seldom(8, True),
+    cached=st.sampled_from([9, 9, 9, 9, 2, 1, 0]),
     other_blocks=seldom(8),
     long_gaps=seldom(8),
     request_seconds=st.sampled_from([None, None, REQUEST_SECONDS]),
@@ -492,7 +491,7 @@ class QuietAttempt(EngineAttempt):
 
     def _connect(self) -> None:
         self._fresh = True
-        self._connecting = cast(Any, Connecting(attempt_module.time.monotonic()))
+        self._connecting = cast(Any, Connecting(cast(Driver, self._listener).clock.now))
         cast(Driver, self._listener).connects(self)
 
     @property
@@ -954,11 +953,13 @@ def may(**drawn: Any) -> Callable[[Callable[..., None]], Any]:
             with contextlib.suppress(NotNow):
                 happens(self, **values)
 
-        return precondition(lambda self: self.runs)(rule(**drawn)(where_it_can))
+        ruled: Any = rule(**drawn)
+        return precondition(lambda self: self.runs)(ruled(where_it_can))
 
     return made
 
 
+CHAT_END: dict[str, Any] = {"delta": {}}
 NO_CHOICE = b'{"choices":[]}'
 WRONGS = st.one_of(
     st.tuples(st.just("refuses"), STATUSES),
@@ -1071,7 +1072,7 @@ class Requests(RuleBasedStateMachine):
         found, answer = self.speaker(slot)
         if answer.stream:
             choice: dict[str, Any] = {"index": 0, "finish_reason": "abort"}
-            choice |= {"delta": {}} if "messages" in answer.body else {"text": ""}
+            choice |= CHAT_END if "messages" in answer.body else {"text": ""}
             self.goes_on(answer, b"data: %b\n\n" % orjson.dumps({"choices": [choice]}), over=True)
         else:
             self.changes(answer, "finish_reason", "abort")
@@ -1108,7 +1109,7 @@ class Requests(RuleBasedStateMachine):
         if what == "nothing":
             body["kv_transfer_params"] = answer.held = None
         elif what == "half":
-            del params["remote_engine_id"]
+            params.pop("remote_engine_id", None)
         else:
             params["remote_num_tokens"] -= 1
             answer.held.tokens.pop()
@@ -1315,6 +1316,136 @@ TestRequests.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+# -- what chance seldom finds --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    with mock.patch.object(attempt_module, "time", clock):
+        yield clock
+
+
+def driver(clock: Clock, setup: Setup, ask: Ask) -> Driver:
+    return Driver(setup.pool(), setup, ask, clock, Engines(ask, setup))
+
+
+def finish(it: Driver) -> None:
+    """All goes well from here on."""
+    for _ in range(ROUNDS):
+        for found in list(it.open.values()):
+            it.say(found, 1000)
+        it.check()
+    assert it.done
+    it.check_answer()
+
+
+def lose(it: Driver, slot: Slot) -> None:
+    """An engine fails: the connection that it kept closes, and so does a new one."""
+    found = it.open[slot]
+    it.lose(found)
+    if it.open.get(slot) is found:
+        it.lose(found)
+
+
+def held_between_slices(clock: Clock, stream: bool = True) -> Driver:
+    """A request between two slices, whose engine is asked to hold it for another."""
+    it = driver(clock, Setup(moves="legs", slice_tokens=2), Ask(stream=stream))
+    it.say(it.open[Slot.MAIN], 1000)
+    assert it.pool.mover is not None
+    assert it.pool.mover.begin(it.ticket.id, "e1", clock.now)
+    it.say(it.open[Slot.MAIN], 1000)
+    it.check()
+    assert it.execution.state is State.BETWEEN
+    return it
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_it_moves_between_two_slices(clock: Clock, stream: bool) -> None:
+    it = held_between_slices(clock, stream)
+    finish(it)
+    assert it.pool.handovers == {"handed_over": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_holds_between_two_slices_may_fail(clock: Clock, stream: bool) -> None:
+    it = held_between_slices(clock, stream)
+    lose(it, Slot.SIDE)
+    assert it.execution.state is State.RESUMING
+    assert it.ticket.instance == "e1"
+    finish(it)
+
+
+def test_who_holds_may_fail_with_nobody_left(clock: Clock) -> None:
+    it = held_between_slices(clock)
+    it.pool.remove("e1")
+    it.pool.remove("e2")
+    lose(it, Slot.SIDE)
+    it.check()
+    assert it.done
+    assert it.counts["break"] == 1
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_is_held_is_of_no_use_where_the_target_is_gone(clock: Clock, slow: bool) -> None:
+    it = held_between_slices(clock)
+    it.pool.engines["e1"].draining = True
+    it.pool.engines["e1"].hold()
+    if slow:
+        it.slow()
+    it.say(it.open[Slot.SIDE], 1000)
+    it.check()
+    assert it.execution.state is (State.BETWEEN if slow else State.INTERNAL)
+    if slow:
+        it.ready()
+    finish(it)
+    assert it.ticket.instance == "e0"
+
+
+def test_an_engine_without_a_prefix_cache_takes_the_rest(clock: Clock) -> None:
+    """The answer is not streamed: its first slices are merged with one that has all the rest."""
+    it = driver(clock, Setup(moves="legs", slice_tokens=2, cached=1), Ask(stream=False))
+    it.say(it.open[Slot.MAIN], 1000)
+    lose(it, Slot.MAIN)
+    it.check()
+    assert it.execution.state is State.RESUMING
+    assert it.open[Slot.MAIN].step.merges
+    finish(it)
+
+
+def test_it_is_answered_whole_where_slices_cannot_be_merged(clock: Clock) -> None:
+    """No rebalancer finds it any more: what passes to the client is not known as tokens."""
+    it = driver(clock, Setup(moves="legs"), Ask(other_text=True))
+    it.say(it.open[Slot.MAIN], 1000)
+    it.say(it.open[Slot.MAIN], 5)
+    assert it.execution.state is State.STREAMING
+    assert it.pool.mover is not None
+    assert not it.pool.mover.running
+    finish(it)
+
+
+def test_the_second_of_two_at_once_goes_elsewhere(clock: Clock) -> None:
+    """Its engine is another kind by then, and what was sent there first ends."""
+    it = driver(clock, Setup("sglang"), Ask())
+    prefill, decode = it.open[Slot.SIDE], it.open[Slot.MAIN]
+    engine = it.pool.engines["d1"]
+    engine.capabilities = replace(engine.capabilities, handover=None)
+    it.pool.set_role(engine)
+    it.pool.remove(decode.step.engine.name)
+    it.say(prefill, 1000)
+    it.check()
+    assert decode.over
+    finish(it)
+
+
+def test_a_bug_before_it_is_placed_ends_it(clock: Clock) -> None:
+    with mock.patch.object(Driver, "on"):
+        it = driver(clock, Setup(), Ask())
+    it.on(it.execution.leave, "internal error")
+    it.check()
+    assert it.done
 
 
 # -- the table of transitions --------------------------------------------------------------------------------

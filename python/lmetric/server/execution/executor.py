@@ -411,7 +411,7 @@ class RequestExecution(Progress):
     def _send_second(self, engine: Engine, event: Event) -> None:
         """The second of two steps that run at once, at another engine than it was sent to."""
         first = self.first
-        if first is None or not self.ticket.from_token:
+        if first is None or not self.ticket.from_token or self.begun:
             why = "only engines for halves of requests (prefill or decode) of one kind are usable"
             message = f"{self.pool.name}: {why}"
             self._finish(event, "engine_error", ApiError(503, message, engines=engine.name, code="no_engine"))
@@ -781,6 +781,8 @@ class RequestExecution(Progress):
             self._observe()
             if transcript.over:
                 return self._count("ended")
+            if target.connector is not None and target.connector.at_once:
+                return self._count("not_movable")  # it serves nothing but second halves
             if migration.gap_too_long():
                 return self._count("long_gap")
             transcript.catch_up()
@@ -868,7 +870,8 @@ class RequestExecution(Progress):
             self._observe()
             if transcript.over:
                 return self._stays(migration, "ended")
-            if target.pool is not self.pool or not target.healthy or target.held:
+            halves = target.connector is not None and target.connector.at_once
+            if target.pool is not self.pool or not target.healthy or target.held or halves:
                 return self._stays(migration, "target_gone")
             transcript.catch_up()
         except MergeError as error:

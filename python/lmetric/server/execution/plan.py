@@ -87,33 +87,33 @@ EVENTS: Mapping[Event, str] = {
 }
 
 _RUNS: tuple[State, ...] = ("INTERNAL", "AWAITING")
-_ANEW: tuple[State, ...] = ("FETCHING", *_RUNS, "DONE")
-_NEXT: tuple[State, ...] = ("FETCHING", *_RUNS, "BETWEEN", "DONE")
+_ANEW: tuple[State, ...] = (*_RUNS, "DONE")
+_NEXT: tuple[State, ...] = (*_RUNS, "BETWEEN", "DONE")
 
 # For each state and event, the states that may follow.
 TRANSITIONS: Mapping[tuple[State, Event], tuple[State, ...]] = {
-    ("ADMITTED", "PLACED"): _ANEW,
+    ("ADMITTED", "PLACED"): ("FETCHING", *_ANEW),
     ("FETCHING", "FETCHED"): _ANEW,
-    ("FETCHING", "FAILED"): _ANEW,
+    ("FETCHING", "FAILED"): ("FETCHING", *_ANEW),
     ("INTERNAL", "ANSWERED"): _NEXT,
-    ("INTERNAL", "RESENT"): _RUNS,
-    ("INTERNAL", "FAILED"): (*_ANEW, "RESUMING"),
+    ("INTERNAL", "RESENT"): (*_RUNS, "DONE"),
+    ("INTERNAL", "FAILED"): ("FETCHING", *_ANEW, "RESUMING"),
     ("AWAITING", "READY"): ("STREAMING",),
     ("AWAITING", "ANSWERED"): _ANEW,
     ("AWAITING", "ENDED"): ("DONE",),
-    ("AWAITING", "RESENT"): _RUNS,
-    ("AWAITING", "FAILED"): (*_ANEW, "RESUMING"),
+    ("AWAITING", "RESENT"): (*_RUNS, "DONE"),
+    ("AWAITING", "FAILED"): ("FETCHING", *_ANEW, "RESUMING"),
     ("STREAMING", "ENDED"): ("DONE",),
     ("STREAMING", "FAILED"): ("RESUMING", "DONE"),
     ("STREAMING", "MOVED"): (*_RUNS, "DONE"),
-    ("BETWEEN", "HELD"): (*_RUNS, "BETWEEN"),
+    ("BETWEEN", "HELD"): (*_RUNS, "BETWEEN", "DONE"),
     ("BETWEEN", "CAUGHT_UP"): (*_RUNS, "BETWEEN", "DONE"),
     ("BETWEEN", "FAILED"): ("RESUMING", "DONE"),
     ("BETWEEN", "MOVED"): (*_RUNS, "DONE"),
     ("RESUMING", "READY"): ("STREAMING",),
     ("RESUMING", "ANSWERED"): _NEXT,
     ("RESUMING", "ENDED"): ("DONE",),
-    ("RESUMING", "RESENT"): ("RESUMING",),
+    ("RESUMING", "RESENT"): ("RESUMING", "DONE"),
     ("RESUMING", "FAILED"): ("RESUMING", "DONE"),
     **{(state, "ABORTED"): ("DONE",) for state in MEANINGS if state != "DONE"},
 }
