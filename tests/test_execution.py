@@ -20,7 +20,8 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from enum import Enum
+from typing import Any, ClassVar, cast, get_args
 from unittest import mock
 
 import orjson
@@ -47,14 +48,12 @@ from lmetric.server.execution.plan import (
     MEANINGS,
     TRANSITIONS,
     Act,
-    Action,
     AttemptEvent,
     Begin,
     BreakOff,
+    Commit,
     Event,
     Finish,
-    Reader,
-    Slot,
     State,
     Step,
     Wake,
@@ -82,6 +81,18 @@ REQUEST_SECONDS = 400.0
 # Rounds of time alone in which a request must end that nobody serves: each has some attempt fail.
 ROUNDS = 60
 Reached = tuple[State, Event, State]
+STATES: tuple[State, ...] = get_args(State)
+
+
+class Slot(Enum):
+    """The two places that a request has for attempts."""
+
+    MAIN = "cancel_main"  # that runs the open segment
+    SIDE = "cancel_side"
+
+
+def slot_of(step: Step) -> Slot:
+    return Slot.SIDE if step.beside else Slot.MAIN
 
 
 # -- how a pool is set up ------------------------------------------------------------------------------------
@@ -494,6 +505,11 @@ class QuietAttempt(EngineAttempt):
         self._connecting = cast(Any, Connecting(cast(Driver, self._listener).clock.now))
         cast(Driver, self._listener).connects(self)
 
+    def _send(self, connection: Connection, now: float) -> None:
+        super()._send(connection, now)
+        if self._connection is connection:
+            cast(Driver, self._listener).wrote(self)
+
     @property
     def connecting(self) -> Connecting | None:
         return cast(Connecting | None, self._connecting)
@@ -587,17 +603,13 @@ class Driver:
             unpulled=unpulled,
             now=self.clock.now,
         )
-        mover = pool.mover if moves else None
-        if mover is not None and not ask.stream and mover.by != "legs":
-            mover = None
-        kept = call if moves or (pool.pulls and unpulled is None) else None
-        encoder = tokenizer().encoder if kept is not None else None
         self.ticket: Ticket = ticket
         self.rules = Rules.of(setup.config())
-        self.execution = Recorded(
-            self.rules, asked, pool, decision, ticket, body, ask.stream, kept, encoder, mover
+        fetches = pool.pulls and unpulled is None
+        self.execution = Recorded.of(
+            self.rules, asked, pool, decision, ticket, body, call, moves=moves, fetches=fetches
         )
-        if mover is not None:
+        if self.execution.mover is not None:
             self.execution.handle = self
         self.answer = ClientAnswer(asked, True)
         self.asked = asked
@@ -622,7 +634,7 @@ class Driver:
             self._busy = False
 
     def _do(self, act: Act) -> None:
-        assert not self.counts["finish"] or act is Action.ABORT_CLIENT, f"{act} behind the end"
+        assert not self.counts["finish"] or act == "abort_client", f"{act} behind the end"
         counts, execution = self.counts, self.execution
         if isinstance(act, Step):
             self._send(act)
@@ -646,26 +658,29 @@ class Driver:
             counts["finish"] += 1
             self.error = act.error
             self.answer.passed()
-        elif act is Action.COMMIT:
+            if execution.answered is self.open.get(Slot.MAIN) is not None:
+                self.gone.append(self.open.pop(Slot.MAIN))  # it was whole as soon as it was ready
+        elif isinstance(act, Commit):
             self._commit()
-        elif act in (Action.PAUSE, Action.RESUME):
+        elif act in ("pause", "resume"):
             main = self.open.get(Slot.MAIN)
             if main is not None and main.step.for_client:
-                main.pause(act is Action.PAUSE)
-        elif act is Action.ABORT_CLIENT:
+                main.pause(act == "pause")
+        elif act == "abort_client":
             counts["abort"] += 1
             self.left = True
         else:
             for slot in Slot:
-                if act in (Action.CANCEL, getattr(Action, f"CANCEL_{slot.name}")) and slot in self.open:
+                if act in ("cancel", slot.value) and slot in self.open:
                     attempt = self.open.pop(slot)
                     attempt.cancel()
                     self.gone.append(attempt)
 
     def _send(self, step: Step) -> None:
-        assert step.slot not in self.open, "an attempt is left without an owner"
+        slot = slot_of(step)
+        assert slot not in self.open, "an attempt is left without an owner"
         attempt = QuietAttempt(self, self.rules, self.asked, self.ticket, step, True)
-        self.open[step.slot] = attempt
+        self.open[slot] = attempt
         if self.execution.stalled_at and step.for_client:
             attempt.pause(True)
         attempt.go(self.clock.now)
@@ -689,17 +704,20 @@ class Driver:
     def refilled(self, step: Step) -> bytes:
         return step.body
 
-    def hear(self, event: AttemptEvent, attempt: EngineAttempt, now: float, *told: Any) -> None:
+    def wrote(self, attempt: QuietAttempt) -> None:
+        """A request was sent."""
+        step, wire = attempt.step, attempt.wire
+        request, wire.written = wire.written, b""
+        now = self.clock.now
+        attempt.answered = self.engines.answer(step.engine.name, request, step.for_client, now)
+
+    def hear(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
         assert isinstance(attempt, QuietAttempt)
-        if event is AttemptEvent.SENT:
-            step, wire = attempt.step, attempt.wire
-            attempt.answered = self.engines.answer(step.engine.name, wire.written, step.for_client, now)
-            wire.written = b""
-        elif event in (AttemptEvent.ENDED, AttemptEvent.FAILED, AttemptEvent.STALE):
-            slot = attempt.step.slot
+        if event in ("ended", "failed", "stale"):
+            slot = slot_of(attempt.step)
             assert self.open.get(slot) is attempt, "a cancelled attempt tells of something"
             self.gone.append(self.open.pop(slot))
-        self.on(self.execution.attempt, event, attempt, now, *told)
+        self.on(self.execution.attempt, event, attempt, self.clock.now, told)
 
     def fail(self) -> None:
         self.raised = sys.exc_info()[1]
@@ -740,6 +758,12 @@ class Driver:
     def move(self) -> object | None:
         return self.execution.migration
 
+    @property
+    def instance(self) -> str:
+        return self.ticket.instance
+
+    known_tokens = 0
+
     def move_to(self, target: Engine, now: float) -> bool:
         began, acts = self.execution.migrate(target, now)
         self.on(lambda: acts)
@@ -778,7 +802,7 @@ class Driver:
 
     @property
     def done(self) -> bool:
-        return self.execution.state is State.DONE
+        return self.execution.state == "DONE"
 
     # The laws.
 
@@ -807,21 +831,21 @@ class Driver:
         """Something will happen to it, come what may."""
         execution = self.execution
         main, side, state = self.open.get(Slot.MAIN), self.open.get(Slot.SIDE), execution.state
-        assert (self.wakes_at is not None) is (state is State.FETCHING)
-        if state is State.FETCHING:
+        assert (self.wakes_at is not None) is (state == "FETCHING")
+        if state == "FETCHING":
             assert main is None
             assert side is not None
-        elif state is State.BETWEEN:
+        elif state == "BETWEEN":
             assert main is None
             waits = execution._waits_at is not None
             assert waits is not (side is not None)
             assert not waits or execution.stalled_at
             assert side is None or side.step.limit_seconds < math.inf
         else:
-            assert main is not None, f"nothing runs in {state.name}"
+            assert main is not None, f"nothing runs in {state}"
             assert main.step.limit_seconds < math.inf
             assert side is None or side.step.limit_seconds < math.inf
-            assert main.step.for_client is (state is not State.INTERNAL) or state is State.RESUMING
+            assert main.step.for_client is (state != "INTERNAL") or state == "RESUMING"
 
     def _check_end(self) -> None:
         counts, pool = self.counts, self.pool
@@ -1122,7 +1146,7 @@ class Requests(RuleBasedStateMachine):
 
     def _answers_something_else(self, slot: Slot, body: bytes) -> None:
         found, answer = self.speaker(slot)
-        needs(not answer.heard and found.step.reader is not Reader.PASS)
+        needs(not answer.heard and found.step.reader != "pass")
         needs(body != NO_CHOICE or not found.step.for_client or found.step.merges)
         answer.pieces, answer.held = [http(200, body)], None
         self.it.say(found, 1)
@@ -1235,17 +1259,13 @@ class Requests(RuleBasedStateMachine):
     @rule(number=st.integers(0, 3))
     def late(self, number: int) -> None:
         """Anything of an attempt that is over: nobody listens."""
-        told: dict[AttemptEvent, tuple[Any, ...]] = {
-            AttemptEvent.READY: (0,),
-            AttemptEvent.EVENTS: ([b"{}"],),
-            AttemptEvent.FAILED: ("reset", "it broke"),
-            AttemptEvent.STALE: (True,),
-        }
+        told: dict[AttemptEvent, Any] = {"ready": 0, "events": [b"{}"], "failed": ("reset", "it broke")}
+        told |= {"stale": True}
         gone, execution = self.it.gone, self.it.execution
         before = execution.state, execution.main, execution.side
         attempt = gone[number % len(gone)]
-        for event in AttemptEvent:
-            assert execution.attempt(event, attempt, self.clock.now, *told.get(event, ())) == []
+        for event in get_args(AttemptEvent):
+            assert execution.attempt(event, attempt, self.clock.now, told.get(event)) == []
         assert (execution.state, execution.main, execution.side) == before
 
     @precondition(lambda self: self.driver is not None and self.driver.done)
@@ -1358,7 +1378,7 @@ def held_between_slices(clock: Clock, stream: bool = True) -> Driver:
     assert it.pool.mover.begin(it.ticket.id, "e1", clock.now)
     it.say(it.open[Slot.MAIN], 1000)
     it.check()
-    assert it.execution.state is State.BETWEEN
+    assert it.execution.state == "BETWEEN"
     return it
 
 
@@ -1373,7 +1393,7 @@ def test_it_moves_between_two_slices(clock: Clock, stream: bool) -> None:
 def test_who_holds_between_two_slices_may_fail(clock: Clock, stream: bool) -> None:
     it = held_between_slices(clock, stream)
     lose(it, Slot.SIDE)
-    assert it.execution.state is State.RESUMING
+    assert it.execution.state == "RESUMING"
     assert it.ticket.instance == "e1"
     finish(it)
 
@@ -1397,7 +1417,7 @@ def test_what_is_held_is_of_no_use_where_the_target_is_gone(clock: Clock, slow: 
         it.slow()
     it.say(it.open[Slot.SIDE], 1000)
     it.check()
-    assert it.execution.state is (State.BETWEEN if slow else State.INTERNAL)
+    assert it.execution.state is ("BETWEEN" if slow else "INTERNAL")
     if slow:
         it.ready()
     finish(it)
@@ -1410,7 +1430,7 @@ def test_an_engine_without_a_prefix_cache_takes_the_rest(clock: Clock) -> None:
     it.say(it.open[Slot.MAIN], 1000)
     lose(it, Slot.MAIN)
     it.check()
-    assert it.execution.state is State.RESUMING
+    assert it.execution.state == "RESUMING"
     assert it.open[Slot.MAIN].step.merges
     finish(it)
 
@@ -1420,9 +1440,37 @@ def test_it_is_answered_whole_where_slices_cannot_be_merged(clock: Clock) -> Non
     it = driver(clock, Setup(moves="legs"), Ask(other_text=True))
     it.say(it.open[Slot.MAIN], 1000)
     it.say(it.open[Slot.MAIN], 5)
-    assert it.execution.state is State.STREAMING
+    assert it.execution.state == "STREAMING"
     assert it.pool.mover is not None
     assert not it.pool.mover.running
+    finish(it)
+
+
+def test_a_stream_whose_text_is_not_that_of_its_tokens_never_moves(clock: Clock) -> None:
+    """Nor does it where that was seen before, and no token came since."""
+    it = driver(clock, Setup(moves="recompute"), Ask(other_text=True))
+    it.say(it.open[Slot.MAIN], 5)
+    mover = it.pool.mover
+    assert mover is not None
+    for _ in range(2):
+        assert not mover.begin(it.ticket.id, "e1", clock.now)
+    lose(it, Slot.MAIN)
+    it.check()
+    assert it.done
+    assert it.counts["break"] == 1
+    assert mover.outcomes["not_joinable"] == 3
+    it.check_answer()
+
+
+def test_a_stream_does_not_move_to_an_engine_of_second_halves(clock: Clock) -> None:
+    it = driver(clock, Setup(moves="recompute"), Ask())
+    it.say(it.open[Slot.MAIN], 5)
+    engine = it.pool.engines["e1"]
+    engine.capabilities = replace(engine.capabilities, handover=Handover("bootstrap", bootstrap_port=9001))
+    engine.role_set = "decode"
+    it.pool.set_role(engine)
+    assert it.pool.mover is not None
+    assert not it.pool.mover.begin(it.ticket.id, "e1", clock.now)
     finish(it)
 
 
@@ -1452,32 +1500,30 @@ def test_a_bug_before_it_is_placed_ends_it(clock: Clock) -> None:
 
 
 def test_every_state_has_a_way_to_the_end() -> None:
-    following = {
-        state: {t for (of, _), to in TRANSITIONS.items() if of is state for t in to} for state in State
-    }
-    assert not following[State.DONE]
-    for state in set(State) - {State.DONE}:
-        assert State.DONE in following[state]
-        assert TRANSITIONS[state, Event.ABORTED] == (State.DONE,)
-    come = {State.ADMITTED}
-    while more := {to for state in come for to in following[state]} - come:
+    following: dict[State, set[State]] = {state: set() for state in STATES}
+    for (state, _), targets in TRANSITIONS.items():
+        following[state].update(targets)
+    assert not following.pop("DONE")
+    for state, nexts in following.items():
+        assert "DONE" in nexts
+        assert TRANSITIONS[state, "ABORTED"] == ("DONE",)
+    come: set[State] = {"ADMITTED"}
+    while more := {to for state in come - {"DONE"} for to in following[state]} - come:
         come |= more
-    assert come == set(State)
+    assert come == set(STATES)
 
 
 def test_every_state_and_event_is_described() -> None:
-    assert MEANINGS.keys() == DEADLINES.keys() == set(State)
-    assert EVENTS.keys() == set(Event) == {event for _, event in TRANSITIONS}
+    assert tuple(MEANINGS) == tuple(DEADLINES) == STATES
+    assert EVENTS.keys() == set(get_args(Event)) == {event for _, event in TRANSITIONS}
 
 
 def test_the_table_shows_every_transition() -> None:
     shown = set()
     states, events = transition_table().split("\n\n")
-    assert [line.split()[1] for line in states.splitlines()[2:]] == [state.name for state in State]
+    assert tuple(line.split()[1] for line in states.splitlines()[2:]) == STATES
     for line in events.splitlines()[2:]:
         event, _, come, to = (part.strip() for part in line.strip("|").split("|"))
-        names = [s.name for s in State if s is not State.DONE] if come == "all but DONE" else come.split(", ")
+        names = [s for s in STATES if s != "DONE"] if come == "all but DONE" else come.split(", ")
         shown |= {(name, event, target) for name in names for target in to.split(", ")}
-    assert shown == {
-        (state.name, event.name, target.name) for (state, event), to in TRANSITIONS.items() for target in to
-    }
+    assert shown == {(state, event, target) for (state, event), to in TRANSITIONS.items() for target in to}

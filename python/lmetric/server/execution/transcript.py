@@ -211,7 +211,7 @@ class Transcript:
         MergeError."""
         if self._text is None:
             self._text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip)
-        elif self._read == len(self.made):
+        elif self._read == len(self.made) and not self._heard:
             return
         try:
             self._said += self._text.more(self.made[self._read :])
