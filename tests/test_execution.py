@@ -643,7 +643,7 @@ class Driver:
         elif isinstance(act, Begin):
             assert not counts["begin"]
             counts["begin"] += 1
-            self.answer.begin(act.kind, act.length, "x", act.engine, execution.prefilled_at)
+            self.answer.begin(act.kind, act.length, "x", act.engine, execution.prefill_engine_name)
         elif isinstance(act, Write):
             assert counts["begin"] or counts["commit"], "an answer goes on that has not begun"
             assert not counts["last"]
@@ -711,7 +711,7 @@ class Driver:
         now = self.clock.now
         attempt.answered = self.engines.answer(step.engine.name, request, step.for_client, now)
 
-    def hear(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
+    def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
         assert isinstance(attempt, QuietAttempt)
         if event in ("ended", "failed", "stale"):
             slot = slot_of(attempt.step)
@@ -837,7 +837,7 @@ class Driver:
             assert side is not None
         elif state == "BETWEEN":
             assert main is None
-            waits = execution._waits_at is not None
+            waits = execution._resume_slices_at is not None
             assert waits is not (side is not None)
             assert not waits or execution.stalled_at
             assert side is None or side.step.limit_seconds < math.inf
@@ -1186,7 +1186,7 @@ class Requests(RuleBasedStateMachine):
 
     # The fleet.
 
-    @precondition(lambda self: self.runs and self.it.execution.told and self.pool.mover is not None)
+    @precondition(lambda self: self.runs and self.it.execution.has_tokens and self.pool.mover is not None)
     @rule(number=st.integers(0, 2))
     def moves(self, number: int) -> None:
         mover, here = self.pool.mover, self.it.ticket.instance
@@ -1194,7 +1194,7 @@ class Requests(RuleBasedStateMachine):
         if mover is not None and others:
             mover.begin(self.it.ticket.id, others[number % len(others)], self.clock.now)
 
-    @precondition(lambda self: self.runs and self.it.execution.told and self.pool.mover is not None)
+    @precondition(lambda self: self.runs and self.it.execution.has_tokens and self.pool.mover is not None)
     @rule(number=st.integers(0, 2), pieces=st.integers(1, 5))
     def says_and_moves(self, number: int, pieces: int) -> None:
         """It gets some tokens further, and all that its migration needs goes well."""

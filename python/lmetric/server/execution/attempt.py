@@ -25,7 +25,7 @@ class AttemptListener(Protocol):
     def refilled(self, step: Step) -> bytes:
         """The step's body, as the engine's index wants it."""
 
-    def hear(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
+    def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
         """Something happened to the attempt. To "ready", `begin` or `cancel` is the answer."""
 
     def fail(self) -> None:
@@ -107,7 +107,7 @@ class EngineAttempt:
             return
         if now > step.kv_until:
             self.cancel()
-            self._listener.hear("stale", self, True)
+            self._listener.on_attempt_event("stale", self, True)
             return
         self._since = now
         engine, given = step.engine, asked.priority
@@ -125,10 +125,10 @@ class EngineAttempt:
             connection.transport.write(head)
             connection.transport.write(body)
         # After the write: the index learns of the request now, which takes a while where much of it is new.
-        if step.told_to_router:
+        if step.advances_ticket:
             self._ticket.sent(now)
         if step.carries_kv:
-            self._listener.hear("sent", self)
+            self._listener.on_attempt_event("sent", self)
         if self._paused:
             connection.transport.pause_reading()
 
@@ -142,7 +142,7 @@ class EngineAttempt:
                 return
             # A stream's tokens are told to the ticket first, so that it ends by an event of its own.
             told = flags & ~END if self.reader.event_stream else flags
-            self._listener.hear("ready", self, told)
+            self._listener.on_attempt_event("ready", self, told)
             if self.begun and told & END and not flags & ENGINE_ERROR:
                 self._close()  # the listener took that for the end, too
             elif not self.over:
@@ -178,11 +178,11 @@ class EngineAttempt:
         elif flags & OUT:
             self._asked.transport.write(self.reader.take())
         elif flags & READY:
-            self._listener.hear("ready", self, flags & ~END)
+            self._listener.on_attempt_event("ready", self, flags & ~END)
         if self.over:
             return
         if flags & UNSEEN:
-            self._listener.hear("unseen", self)
+            self._listener.on_attempt_event("unseen", self)
         if flags & (END | INCOMPLETE | ENGINE_ERROR):
             if flags & ENGINE_ERROR:
                 self.error = True
@@ -210,26 +210,26 @@ class EngineAttempt:
         if reader.status != 200:
             self._collect(flags, data)
         elif self.begun:
-            self._tell(reader.events())
+            self._emit_events(reader.events())
         elif flags & READY:
             if not reader.event_stream:
                 raise WireError("the engine was asked for an event stream, and its answer is none")
-            self._listener.hear("ready", self, flags)
+            self._listener.on_attempt_event("ready", self, flags)
 
-    def _tell(self, events: list[bytes]) -> None:
+    def _emit_events(self, events: list[bytes]) -> None:
         if events:
-            self._listener.hear("events", self, events)
+            self._listener.on_attempt_event("events", self, events)
 
     def begin(self) -> None:
         """The answer is committed to; only `attempt_ready` may have this called. With reader PASS its bytes
         go to the client; with EVENTS the listener is told of the first."""
         self.begun = True
         if self.step.reader == "events":
-            self._tell(self.reader.commit_events())
+            self._emit_events(self.reader.commit_events())
 
     def _end(self) -> None:
         self.over = True
-        self._listener.hear("ended", self)
+        self._listener.on_attempt_event("ended", self)
         self._close()
 
     def _close(self) -> None:
@@ -258,7 +258,7 @@ class EngineAttempt:
             self.fail("reset", reason)
         elif self.step.carries_kv:
             self.cancel()
-            self._listener.hear("stale", self, False)
+            self._listener.on_attempt_event("stale", self, False)
         else:
             self._drop()
             self._connect()
@@ -268,7 +268,7 @@ class EngineAttempt:
         if self.over:
             return
         self.cancel()
-        self._listener.hear("failed", self, (kind, reason))
+        self._listener.on_attempt_event("failed", self, (kind, reason))
 
     def cancel(self) -> None:
         """Gives up, without a word; an engine that is at work stops."""

@@ -107,7 +107,7 @@ class RequestExecution(Progress):
     stalled_at: float = 0.0  # since when the client does not keep up; 0: it does
     first_token_at: float | None = None  # of an answer that the router writes
     _tried: tuple[str, ...] = ()
-    _waits_at: Engine | None = None  # between two slices, for a client that does not keep up
+    _resume_slices_at: Engine | None = None  # between two slices, for a client that does not keep up
     _acts: list[Act] = field(default_factory=list)
 
     @classmethod
@@ -141,7 +141,7 @@ class RequestExecution(Progress):
         """The request begins at the instance of its decision."""
         name = self.decision.instance
         if self.pool.cuts:
-            self._open(name, now, "PLACED")
+            self._start_segment(name, now, "PLACED")
         else:
             self._send(own_request.step(self, self.pool.engines[name], now), "PLACED")
         acts, self._acts = self._acts, []
@@ -161,7 +161,7 @@ class RequestExecution(Progress):
             # No engine is to blame.
             self.reason = f"the request took longer than {limits.request:g} s (timeouts.request)"
             self._finish("ABORTED", "timeout", ApiError(504, self.reason, code="timeout"))
-        elif self.main is None and self.side is None and self._waits_at is None:
+        elif self.main is None and self.side is None and self._resume_slices_at is None:
             log.error("a request was left without an engine", decision=self.label)
             self.reason = "no engine was at work on it"
             self._finish("ABORTED", "engine_error", ApiError(500, FAILED))
@@ -200,21 +200,21 @@ class RequestExecution(Progress):
         stream = status == 200 and reader.event_stream
         failed = flags & ENGINE_ERROR and (step.merges and not reader.tokens)
         if status in statuses:
-            self._lose(step, "status", f"status {status}{attempt.error_words()}", now)
+            self._drop_and_fail(step, "status", f"status {status}{attempt.error_words()}", now)
         elif stream and flags & ENGINE_ERROR and code in statuses:
-            self._lose(step, "status", f"error {code} as the first event", now)
+            self._drop_and_fail(step, "status", f"error {code} as the first event", now)
         elif stream and flags & INCOMPLETE and not reader.tokens:
-            self._lose(step, "reset", "the stream ended without a token", now)
+            self._drop_and_fail(step, "reset", "the stream ended without a token", now)
         elif step.carries_kv and self.transfer().broke(status, code):
             self._resend(step.engine, now)
         elif failed:
-            self._lose(step, "status", f"error {code} as the first event", now)
+            self._drop_and_fail(step, "status", f"error {code} as the first event", now)
         elif (
             step.checks_prompt
             and status == 200
             and (why := own_request.mismatch(self, reader.observed_prompt))
         ):
-            self._other_prompt(step.engine, why)
+            self._discard_transfer(step.engine, why)
             self._resend(step.engine, now)
         elif step.reader == "pass":
             self._commit(attempt)
@@ -236,7 +236,7 @@ class RequestExecution(Progress):
                 else:
                     self._take_event(step, data, now)
         except MergeError as error:
-            self._lose(step, "reset", str(error), now)
+            self._drop_and_fail(step, "reset", str(error), now)
 
     def _unseen(self, attempt: Attempt, now: float, _: None) -> None:
         """The request stays where it is."""
@@ -260,7 +260,7 @@ class RequestExecution(Progress):
         elif self.migration is not None:
             self._migration_answered(self.migration, attempt, now)
         else:
-            self._prefilled(attempt, now)
+            self._paired_prefill_ended(attempt, now)
 
     def _main_failed(self, attempt: Attempt, now: float, told: tuple[str, str]) -> None:
         self._failed(attempt.step.engine, *told, now)
@@ -299,7 +299,7 @@ class RequestExecution(Progress):
         """The client caught up."""
         self.stalled_at = 0.0
         self._acts.append("resume")
-        engine, self._waits_at = self._waits_at, None
+        engine, self._resume_slices_at = self._resume_slices_at, None
         if engine is not None:
             self._next_slice(engine, now, "CAUGHT_UP")
         return self._out()
@@ -323,7 +323,7 @@ class RequestExecution(Progress):
         return self.pool.decision_label(self.decision.id, self.asked.tenant)
 
     @property
-    def answering(self) -> str:
+    def answering_engine_name(self) -> str:
         """Name of the engine that answers now, or next."""
         if self.main is not None and self.main.for_client:
             return self.main.engine.name
@@ -332,35 +332,35 @@ class RequestExecution(Progress):
         return self.ticket.next_instance or self.ticket.instance
 
     @property
-    def prefilled_at(self) -> str | None:
+    def prefill_engine_name(self) -> str | None:
         """Name of the engine that computed the first tokens, where another goes on."""
-        engine = self.first or (self.kv.source if self.kv is not None else None)
+        engine = self.prefill_engine or (self.kv.source if self.kv is not None else None)
         return engine.name if engine is not None else None
 
     # -- where it runs ---------------------------------------------------------------------------------------
 
-    def _open(self, name: str, now: float, event: Event) -> None:
+    def _start_segment(self, name: str, now: float, event: Event) -> None:
         """Sends the segment that is open to its engine; the ticket says which of the plan's it is."""
         engine = self.pool.engines[name]
-        self.told = False
+        self.has_tokens = False
         if not self.pool.pulls or self.begun or self.ticket.pull is None:
-            self._send_open(engine, now, event)
+            self._send_segment(engine, now, event)
         elif (why := (fetch := PrefixFetch(self, engine, now)).why_not()) is not None:
             self._fetch_over(fetch, why, now)
-            self._send_open(engine, now, event)
+            self._send_segment(engine, now, event)
         else:
             self.fetch = fetch
             self._enter(event, "FETCHING")
             self._send_beside(fetch.step(self))
             self._acts.append(Wake(fetch.patience_seconds(self)))
 
-    def _send_open(self, engine: Engine, now: float, event: Event) -> None:
+    def _send_segment(self, engine: Engine, now: float, event: Event) -> None:
         """Sends the open segment, or the next slice of it, or the same once more."""
         ticket = self.ticket
         self.in_slices = False
         if ticket.follows:
             if self.unmergeable:
-                self._go_on(None, None, now, event)
+                self._next_segment(None, None, now, event)
             elif self.transcript is None and (self.call is None or engine.role == "prefill"):
                 self._send_prefill(engine, now, event)
             else:
@@ -374,7 +374,7 @@ class RequestExecution(Progress):
         else:
             self._drop_attempts()  # of two at once, whose second was to run elsewhere
             if not ticket.from_token:
-                self.first = self.paired = None
+                self.prefill_engine = self.paired_body = None
             if sliced.applies(self, engine):
                 self.in_slices = True
                 step = sliced.piece(self, engine, now)
@@ -386,7 +386,7 @@ class RequestExecution(Progress):
             self._send(step, event)
 
     def _send_prefill(self, engine: Engine, now: float, event: Event) -> None:
-        self.first, self.paired = engine, None
+        self.prefill_engine, self.paired_body = engine, None
         at_once = engine.connector is not None and engine.connector.at_once
         try:
             if not at_once:
@@ -399,18 +399,18 @@ class RequestExecution(Progress):
                 self._finish(event, "engine_error", bad(what))
             else:
                 self.transfer().recompute("not_cut", str(error))
-                self._go_on(None, None, now, event)
+                self._next_segment(None, None, now, event)
             return
-        self.paired = body
+        self.paired_body = body
         second = self.pool.engines.get(self.ticket.next_instance or "")
         if second is None:
-            self._go_on(None, None, now, event)
+            self._next_segment(None, None, now, event)
         else:
             self._send_pair(engine, second, body, event, opens=True)
 
     def _send_second(self, engine: Engine, event: Event) -> None:
         """The second of two steps that run at once, at another engine than it was sent to."""
-        first = self.first
+        first = self.prefill_engine
         if first is None or not self.ticket.from_token or self.begun:
             why = "only engines for halves of requests (prefill or decode) of one kind are usable"
             message = f"{self.pool.name}: {why}"
@@ -419,11 +419,11 @@ class RequestExecution(Progress):
         # Another engine: it needs the prompt to be computed again.
         self._drop_attempts()
         try:
-            self.paired = prefill_decode.first_body(self, first)
+            self.paired_body = prefill_decode.first_body(self, first)
         except HandoverError:
             self._finish(event, "engine_error", ApiError(502, "no engine could answer", code="reset"))
             return
-        self._send_pair(first, engine, self.paired, event, opens=False)
+        self._send_pair(first, engine, self.paired_body, event, opens=False)
 
     def _send_pair(self, first: Engine, second: Engine, body: bytes, event: Event, *, opens: bool) -> None:
         prefill, decode = prefill_decode.pair(self, first, second, body, opens=opens)
@@ -454,9 +454,9 @@ class RequestExecution(Progress):
     def _resend(self, engine: Engine, now: float) -> None:
         """Sends the open segment to its engine once more, without a KV transfer that it could not use."""
         self._drop_attempts()
-        self._send_open(engine, now, "RESENT")
+        self._send_segment(engine, now, "RESENT")
 
-    def _go_on(self, prompt: int | None, cached: int | None, now: float, event: Event) -> None:
+    def _next_segment(self, prompt: int | None, cached: int | None, now: float, event: Event) -> None:
         """The open segment is over: on to the next."""
         try:
             following = self.ticket.finished(prompt_tokens=prompt, cached_tokens=cached)
@@ -464,7 +464,7 @@ class RequestExecution(Progress):
             self._finish(event, "engine_error", self.pool.no_engine_error(error))
             return
         assert following is not None  # another segment follows
-        self._open(following, now, event)
+        self._start_segment(following, now, event)
 
     # -- prefix fetch ----------------------------------------------------------------------------------------
 
@@ -482,7 +482,7 @@ class RequestExecution(Progress):
         self.side = None
         self._fetch_over(fetch, outcome, now)
         if fetch.target.pool is self.pool:
-            self._send_open(fetch.target, now, "FETCHED")
+            self._send_segment(fetch.target, now, "FETCHED")
         else:
             self._retry(fetch.target, "refused", "it was taken out", now)
 
@@ -510,7 +510,7 @@ class RequestExecution(Progress):
         if attempt.reader.status != 200:
             self._refused(attempt, now)
         elif step.checks_prompt and (why := self._prompt_differs(body)):
-            self._other_prompt(engine, why)
+            self._discard_transfer(engine, why)
             self._resend(engine, now)
         elif self.in_slices:
             self._slice_answered(attempt, body, now)
@@ -534,7 +534,7 @@ class RequestExecution(Progress):
                     transcript.cached = cached_of(answer) or transcript.cached
                     made = transcript.take(answer, step.tokens, whole=step.keeps_last)
                 except MergeError as error:
-                    if not self._unmerged(engine, error, now):
+                    if not self._disable_merging(engine, error, now):
                         return
             if made is not None and made.finish is not None:
                 self._end_merged(made, now, "ANSWERED", ended=True)
@@ -544,19 +544,19 @@ class RequestExecution(Progress):
         if not self.unmergeable and (not step.ends_at or engine.connector is not None):
             kv.accept(engine, body, told_tokens, now)
         if made is not None:
-            self._tell(made, now)
+            self._write_delta(made, now)
             if transcript is not None and len(made.ids) == len(transcript.made) == 1:
                 self.ticket.first_token(now)
-        self._go_on(prompt, cached, now, "ANSWERED")
+        self._next_segment(prompt, cached, now, "ANSWERED")
 
-    def _prefilled(self, attempt: Attempt, now: float) -> None:
+    def _paired_prefill_ended(self, attempt: Attempt, now: float) -> None:
         """The first of two steps that run at once has its answer."""
         if self.committed:
             return  # the answer is on its way
         if attempt.reader.status != 200:
             self._refused(attempt, now)
         elif self.ticket.follows:  # else the second's first token was here before
-            self._go_on(*usage_of(bytes(attempt.answer)), now, "ANSWERED")
+            self._next_segment(*usage_of(bytes(attempt.answer)), now, "ANSWERED")
 
     def _slice_answered(self, attempt: Attempt, body: bytes, now: float) -> None:
         step, engine, mover, transcript = attempt.step, attempt.step.engine, self.mover, self.merged()
@@ -568,24 +568,24 @@ class RequestExecution(Progress):
         except MergeError as error:
             if error.failed:
                 self._failed(engine, "reset", str(error), now)
-            elif self._unmerged(engine, error, now):
+            elif self._disable_merging(engine, error, now):
                 self._resend(engine, now)
             return
         if made.ids:
             kv = self.kv
-            if not self.told:
+            if not self.has_tokens:
                 self.ticket.first_token(now)
                 if self.slice_fetches and kv is not None and kv.used:
                     mover.fetched(self.total, now - self.last_slice_at)
             elif self.slice_tokens > 1:
                 self.slice_rate = (now - attempt.started) / self.slice_tokens
-            if more := len(made.ids) - (not self.told):
+            if more := len(made.ids) - (not self.has_tokens):
                 self.ticket.tokens(more, now)
-            self.told = True
+            self.has_tokens = True
         if made.finish is not None:
             self._end_merged(made, now, "ANSWERED", ended=False)
             return
-        self._tell(made, now)
+        self._write_delta(made, now)
         self.last_slice_at = now
         self._next_slice(engine, now, "ANSWERED")
 
@@ -593,17 +593,17 @@ class RequestExecution(Progress):
         """The next slice, where the last was; or the migration that waits for this moment."""
         migration = self.migration
         if self.stalled_at:
-            self._waits_at = engine
+            self._resume_slices_at = engine
             self._enter(event, "BETWEEN")
         elif migration is None:
-            self._send_open(engine, now, event)
+            self._send_segment(engine, now, event)
         elif migration.fetches and engine is migration.source:
             self._enter(event, "BETWEEN")
             self._send_beside(migration.hold())
-        elif not self._change_over(migration, now, event):
-            self._send_open(engine, now, event)
+        elif not self._switch_over(migration, now, event):
+            self._send_segment(engine, now, event)
 
-    def _unmerged(self, engine: Engine, error: MergeError, now: float) -> bool:
+    def _disable_merging(self, engine: Engine, error: MergeError, now: float) -> bool:
         """The answer so far cannot be merged with what would follow: whether all of it is to be asked for
         anew, where the next segment was to go. It cannot be where somebody has seen some of it."""
         if self.committed:
@@ -615,7 +615,7 @@ class RequestExecution(Progress):
             if self.mover is not None:
                 self.mover.running.pop(self.ticket.id, None)
             if self.migration is not None:
-                self._stays(self.migration, "not_joinable")
+                self._cancel_migration(self.migration, "not_joinable")
             self.pool.not_joinable(self.asked.path, f"{engine.name}: {error}")
         return self.unmergeable
 
@@ -625,7 +625,7 @@ class RequestExecution(Progress):
         except MergeError as error:
             return str(error)
 
-    def _other_prompt(self, engine: Engine, why: str) -> None:
+    def _discard_transfer(self, engine: Engine, why: str) -> None:
         """What was handed over is the cache of another prompt: the step is to be sent once more, without."""
         self.pool.not_joinable(self.asked.path, f"{engine.name}: {why}")
         kv = self.transfer()
@@ -637,7 +637,7 @@ class RequestExecution(Progress):
     def _commit(self, attempt: Attempt) -> None:
         """An engine's answer passes to the client from now on."""
         self._enter("READY", "STREAMING")
-        self.committed = self.told = True
+        self.committed = self.has_tokens = True
         self.status = attempt.reader.status
         self.body = b""
         self.answered = attempt
@@ -654,7 +654,7 @@ class RequestExecution(Progress):
         if attempt.error or self.status >= 400 or attempt.reader.aborted:
             self._finish("ENDED", "engine_error")
             return
-        if self.paired is None or self._second_ended():
+        if self.paired_body is None or self._second_ended():
             attempt.finish_ticket()
         self._finish("ENDED")
 
@@ -698,7 +698,7 @@ class RequestExecution(Progress):
         if attempt.reader.aborted:
             self._retry(engine, "reset", "its answer was aborted", now)
         elif step.checks_prompt and (why := other_tokens(self.prompt, answer)):
-            self._other_prompt(engine, why)
+            self._discard_transfer(engine, why)
             self._resend(engine, now)
         else:
             self.answered = attempt
@@ -714,7 +714,7 @@ class RequestExecution(Progress):
             event: dict[str, Any] = orjson.loads(data)
             if "error" in event:
                 said = (event["error"] or {}).get("message", "it says no more")
-                self._lose(step, "engine_error", str(said), now)
+                self._drop_and_fail(step, "engine_error", str(said), now)
                 return
             choices = event["choices"]
         except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
@@ -722,16 +722,16 @@ class RequestExecution(Progress):
         for choice in choices:
             finish = choice.get("finish_reason")
             if finish in ("abort", "error"):
-                self._lose(step, "engine_error", f"it ended with finish_reason {finish}", now)
+                self._drop_and_fail(step, "engine_error", f"it ended with finish_reason {finish}", now)
                 return
         for choice in choices:
             made = self.merged().more(choice)
-            if not self.told:
-                self.told = True
+            if not self.has_tokens:
+                self.has_tokens = True
                 self._enter("READY", "STREAMING")
-            self._tell(made, now)
+            self._write_delta(made, now)
 
-    def _tell(self, made: Made, now: float) -> None:
+    def _write_delta(self, made: Made, now: float) -> None:
         """Gives the client what was added, where it streams."""
         if not self.stream:
             return
@@ -744,7 +744,7 @@ class RequestExecution(Progress):
 
     def _begin_stream(self) -> None:
         if not self.committed:
-            self._begin(b"text/event-stream; charset=utf-8", None, self.answering)
+            self._begin(b"text/event-stream; charset=utf-8", None, self.answering_engine_name)
 
     def _begin(self, kind: bytes, length: int | None, engine: str) -> None:
         self.committed = True
@@ -757,13 +757,13 @@ class RequestExecution(Progress):
         transcript = self.merged()
         if self.stream:
             if made is not None:
-                self._tell(made, now)
+                self._write_delta(made, now)
             self._begin_stream()
             self._acts.append(Write(transcript.closing(), last=True))
         else:
             assert made is not None
             answer = transcript.answer(made)
-            self._begin(b"application/json", len(answer), self.answering)
+            self._begin(b"application/json", len(answer), self.answering_engine_name)
             self._acts.append(Write(answer, last=True))
         close = self.ticket.ended if ended else self.ticket.finished
         close(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.made))
@@ -798,7 +798,7 @@ class RequestExecution(Progress):
         if self.in_slices:
             return True  # when the slice that runs is over
         if not migration.ahead:
-            return self._change_over(migration, now, "MOVED")
+            return self._switch_over(migration, now, "MOVED")
         self._send_beside(migration.hold() if migration.fetches else migration.warm(now))
         return True
 
@@ -811,22 +811,22 @@ class RequestExecution(Progress):
                 migration.kv.accept(engine, body, migration.sent_tokens, now)
             else:
                 migration.kv.recompute("missing", f"status {status}")
-            self._held(migration, now)
+            self._source_ready(migration, now)
         elif status != 200 and status not in self.rules.statuses and migration.kv.broke(status, None):
             self._send_beside(migration.warm(now))
         elif status != 200:
-            self._stays(migration, "target_refused")
+            self._cancel_migration(migration, "target_refused")
         else:
             try:
                 self._observe()
             except MergeError as error:
                 self.pool.not_joinable(self.asked.path, str(error))
-                self._stays(migration, "not_joinable")
+                self._cancel_migration(migration, "not_joinable")
                 return
             if migration.left_seconds(body, now - attempt.started) > migration.mover.max_gap_seconds:
-                self._stays(migration, "long_gap")
+                self._cancel_migration(migration, "long_gap")
             else:
-                self._change_over(migration, now, "MOVED")
+                self._switch_over(migration, now, "MOVED")
 
     def _migration_failed(
         self, migration: Migration, engine: Engine, kind: str, reason: str, now: float
@@ -842,9 +842,9 @@ class RequestExecution(Progress):
             migration.kv.recompute("missing", reason)
             self._send_beside(migration.warm(now))
         else:
-            self._stays(migration, "target_failed")
+            self._cancel_migration(migration, "target_failed")
 
-    def _held(self, migration: Migration, now: float) -> None:
+    def _source_ready(self, migration: Migration, now: float) -> None:
         """The source holds what there is for the target, or does not."""
         source = migration.source
         if not self.in_slices:
@@ -852,8 +852,8 @@ class RequestExecution(Progress):
             return
         assert source is not None
         if not migration.held_in_time():
-            self._stays(migration, "long_gap")
-        elif self._change_over(migration, now, "MOVED"):
+            self._cancel_migration(migration, "long_gap")
+        elif self._switch_over(migration, now, "MOVED"):
             return
         self._next_slice(source, now, "HELD")
 
@@ -862,21 +862,21 @@ class RequestExecution(Progress):
         if self.observing is not None:
             self.merged().observe(self.observing.reader)
 
-    def _change_over(self, migration: Migration, now: float, event: Event, outcome: str = "moved") -> bool:
+    def _switch_over(self, migration: Migration, now: float, event: Event, outcome: str = "moved") -> bool:
         """What runs is closed where it is, and what is left of it goes to the engine that was booked; whether
         it did, or the request has ended."""
         target, transcript = migration.target, self.merged()
         try:
             self._observe()
             if transcript.over:
-                return self._stays(migration, "ended")
+                return self._cancel_migration(migration, "ended")
             halves = target.connector is not None and target.connector.at_once
             if target.pool is not self.pool or not target.healthy or target.held or halves:
-                return self._stays(migration, "target_gone")
+                return self._cancel_migration(migration, "target_gone")
             transcript.catch_up()
         except MergeError as error:
             self.pool.not_joinable(self.asked.path, str(error))
-            return self._stays(migration, "not_joinable")
+            return self._cancel_migration(migration, "not_joinable")
         self._end_migration()
         self._drop_attempts()
         if self.answered is not None:
@@ -893,7 +893,7 @@ class RequestExecution(Progress):
             self._count("no_instance")
             self._finish(event, "engine_error", self.pool.no_engine_error(error))
             return True
-        self._open(following, now, event)
+        self._start_segment(following, now, event)
         self._count(outcome)
         return True
 
@@ -908,9 +908,9 @@ class RequestExecution(Progress):
             return self._count("not_movable")
         except UnknownNameError:  # removed since the migration began
             return self._count("target_gone")
-        return self._change_over(migration, now, "FAILED", "source_failed")
+        return self._switch_over(migration, now, "FAILED", "source_failed")
 
-    def _stays(self, migration: Migration, outcome: str) -> bool:
+    def _cancel_migration(self, migration: Migration, outcome: str) -> bool:
         """The source runs on; False."""
         self._end_migration()
         if self.ticket.open:
@@ -933,7 +933,7 @@ class RequestExecution(Progress):
 
     # -- how it fails ----------------------------------------------------------------------------------------
 
-    def _lose(self, step: Step, kind: str, reason: str, now: float) -> None:
+    def _drop_and_fail(self, step: Step, kind: str, reason: str, now: float) -> None:
         """An attempt that still runs is of no use."""
         self._acts.append("cancel_main")
         self._failed(step.engine, kind, reason, now)
@@ -941,7 +941,7 @@ class RequestExecution(Progress):
     def _failed(self, engine: Engine, kind: str, reason: str, now: float) -> None:
         """The open segment's attempt is lost."""
         self.main = None
-        if self.told:
+        if self.has_tokens:
             self._resume(engine, kind, reason, now)
         else:
             self._retry(engine, "reset" if kind == "engine_error" else kind, reason, now)
@@ -952,7 +952,7 @@ class RequestExecution(Progress):
         if self._record(engine, kind, reason):
             following = failover.next_engine(self, engine, kind)
             if following is not None:
-                self._open(following, now, "FAILED")
+                self._start_segment(following, now, "FAILED")
                 return
         self._give_up(engine, kind, reason)
 
@@ -985,7 +985,7 @@ class RequestExecution(Progress):
         reason = f"status {status}{attempt.error_words()}"
         if not busy and attempt.step.carries_kv and self.transfer().broke(status, None):
             self._resend(engine, now)
-        elif busy and self.told:
+        elif busy and self.has_tokens:
             self._failed(engine, "status", reason, now)
         elif busy or self.committed:
             self._retry(engine, "status", reason, now)
@@ -1025,7 +1025,7 @@ class RequestExecution(Progress):
             error = None
         if self.main or self.side or self.mover or self.fetch:
             self._abandon()
-        self._waits_at = None
+        self._resume_slices_at = None
         if failure is not None and self.ticket.open:
             self.ticket.failed(failure, retry=False)
         self._acts.append(FINISH if error is None else Finish(error))
@@ -1035,7 +1035,7 @@ class RequestExecution(Progress):
         if self.mover is not None:
             self.mover.running.pop(self.ticket.id, None)
             if self.migration is not None:
-                self._stays(self.migration, "ended")
+                self._cancel_migration(self.migration, "ended")
         if self.fetch is not None:
             self.fetch = None
             self.pool.pull_outcomes["ended"] += 1

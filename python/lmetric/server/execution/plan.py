@@ -131,7 +131,7 @@ class Step:
     target: bytes | None = None  # path of the request; None: the client's
     beside: bool = False  # it runs beside the open segment
     for_client: bool = True  # what it says is the client's
-    told_to_router: bool = True  # the attempt tells the ticket that it was sent
+    advances_ticket: bool = True  # the attempt tells the ticket that it was sent
     carries_kv: bool = False  # it may fetch a KV transfer, which must not be sent twice
     kv_until: float = inf  # when that must be sent at the latest; seconds on the monotonic clock
     observed: bool = False  # its tokens are noted while they pass (PASS)

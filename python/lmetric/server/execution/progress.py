@@ -38,9 +38,9 @@ class Progress:
     kv: KvTransfer | None = None  # for the next step
     transcript: Transcript | None = None  # where its answer comes from several engines, or may
     unmergeable: bool = False  # its first answer could not be merged: it is answered whole
-    told: bool = False  # the open segment has told a token
-    first: Engine | None = None  # that computes the prompt, where another decodes
-    paired: bytes | None = None  # the body of both steps, where these run at once
+    has_tokens: bool = False  # the open segment has told a token
+    prefill_engine: Engine | None = None  # that computes the prompt, where another decodes
+    paired_body: bytes | None = None  # the body of both steps, where these run at once
     # Of sliced decoding.
     in_slices: bool = False
     slice_tokens: int = 0  # of the slice that runs

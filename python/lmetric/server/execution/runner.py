@@ -93,7 +93,7 @@ class RequestRunner(InFlightRequest):
         finally:
             self._busy = False
 
-    def hear(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
+    def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
         """Something happened to an attempt."""
         self._on(self.execution.attempt, event, attempt, time.monotonic(), told)
 
@@ -124,7 +124,7 @@ class RequestRunner(InFlightRequest):
         client = self._asked.client
         if client.body_size:
             client.release_body()
-        prefill = execution.prefilled_at if execution.first or execution.kv else None
+        prefill = execution.prefill_engine_name if execution.prefill_engine or execution.kv else None
         self._answer.pass_on(attempt.reader, execution.label, attempt.step.engine.name, prefill)
 
     def _begin(self, act: Begin) -> None:
@@ -133,7 +133,7 @@ class RequestRunner(InFlightRequest):
         client = self._asked.client
         if client.body_size:
             client.release_body()
-        self._answer.begin(act.kind, act.length, execution.label, act.engine, execution.prefilled_at)
+        self._answer.begin(act.kind, act.length, execution.label, act.engine, execution.prefill_engine_name)
 
     def _write(self, act: Write) -> None:
         self._answer.write(act.data, last=act.last)

@@ -12,7 +12,7 @@ def next_engine(p: Progress, engine: Engine, kind: str) -> str | None:
     ticket = p.ticket
     try:
         following = None
-        if p.paired is not None and engine is not p.first and ticket.follows:
+        if p.paired_body is not None and engine is not p.prefill_engine and ticket.follows:
             # Both ran at once, and it is the second segment that failed: let it be the open one.
             following = ticket.finished()
             if following == engine.name:

@@ -104,7 +104,7 @@ class Migration:
             target=COMPLETIONS.encode(),
             beside=True,
             for_client=False,
-            told_to_router=False,
+            advances_ticket=False,
             carries_kv=self.phase == "warming" and self.kv.used,
             kv_until=self.kv.until,
             refills=False,

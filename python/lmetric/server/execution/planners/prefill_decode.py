@@ -57,7 +57,7 @@ def pair(p: Progress, first: Engine, second: Engine, body: bytes, *, opens: bool
         limits.first_byte,
         beside=True,
         for_client=False,
-        told_to_router=opens,
+        advances_ticket=opens,
     )
     limit = limits.first_byte if p.stream else limits.answer
     return [prefills, Step(second, body, "pass", limit, p.stream)]

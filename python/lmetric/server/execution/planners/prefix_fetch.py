@@ -62,7 +62,7 @@ class PrefixFetch:
             target=COMPLETIONS.encode(),
             beside=True,
             for_client=False,
-            told_to_router=False,
+            advances_ticket=False,
             refills=False,
         )
 

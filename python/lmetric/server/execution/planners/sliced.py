@@ -28,7 +28,7 @@ def applies(p: Progress, engine: Engine) -> bool:
 
 def piece(p: Progress, engine: Engine, now: float) -> Step:
     """The next slice."""
-    tokens = next_tokens(p) if p.told else 1
+    tokens = next_tokens(p) if p.has_tokens else 1
     target, request = p.merged().bounded(tokens)
     kv = p.transfer()
     fields = {}
