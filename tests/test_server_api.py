@@ -46,13 +46,28 @@ CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "con
             "internal",
             "vllm_xargs.kv_transfer_params",
         ),
+        (CHAT, CHAT_BODY | {"max_tokens": True}, "a whole number from 0, not a boolean", "max_tokens"),
+        (CHAT, CHAT_BODY | {"max_tokens": 2**31}, "not the number 2147483648", "max_tokens"),
+        (CHAT, CHAT_BODY | {"max_output_tokens": "5"}, "whole number", "max_output_tokens"),
+        (
+            CHAT,
+            CHAT_BODY | {"max_tokens": 1.0, "max_completion_tokens": "5"},
+            "max_completion_tokens must be a whole number from 0, not a string",
+            "max_completion_tokens",
+        ),
         (COMPLETIONS, {}, "prompt must be a string or a list of token ids", "prompt"),
         (COMPLETIONS, {"prompt": 3}, "not the number 3", "prompt"),
         (COMPLETIONS, {"prompt": [1, -2]}, "prompt[1] must be a token id", "prompt"),
         (COMPLETIONS, {"prompt": [1, 2**32]}, "prompt[1] must be a token id", "prompt"),
         (COMPLETIONS, {"prompt": [1, "a"]}, "prompt[1] must be a token id", "prompt"),
         (COMPLETIONS, {"prompt": [[1], "a"]}, "prompt[1] must be a list of token ids", "prompt"),
-        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt[1] must be a string", "prompt"),
+        (
+            COMPLETIONS,
+            {"prompt": ["a", 1]},
+            "prompt[1] must be a string like prompt[0], not the number 1",
+            "prompt",
+        ),
+        (COMPLETIONS, {"prompt": ["a"] * 10_001}, "at most 10000 are accepted", "prompt"),
         (COMPLETIONS, {"prompt": [None]}, "prompt[0] must be", "prompt"),
         ("/v1/embeddings", {"input": "x", "kv_transfer_params": None}, "internal", "kv_transfer_params"),
     ],
@@ -65,6 +80,25 @@ async def test_bad_bodies_are_told_apart(path: str, body: Any, says_so: str, par
         assert says_so in error["message"]
         assert headers["x-request-id"] == "r1"
         assert not w.engines[0].requests
+
+
+def test_what_the_engine_judges_passes() -> None:
+    nothing = dict.fromkeys(("model", "stream", "cache_salt", "vllm_xargs", "user", "max_tokens"))
+    call = parse(CHAT, orjson.dumps(CHAT_BODY | nothing | {"messages": [3]}))
+    assert (call.model, call.stream, call.salt, call.session, call.max_tokens) == (
+        None,
+        False,
+        None,
+        None,
+        None,
+    )
+    call = parse(
+        COMPLETIONS, orjson.dumps({"prompt": ["a", "bc"], "user": 3, "n": {}, "max_output_tokens": 7})
+    )
+    assert (call.text, call.more_bytes, call.session, call.max_tokens) == ("a", 2, None, 7)
+    # A limit that another one replaces.
+    limits = {"max_output_tokens": [], "max_tokens": "x", "max_completion_tokens": 5}
+    assert parse("/v1/responses", orjson.dumps({"input": [3], "model": "m", **limits})).max_tokens == 5
 
 
 @pytest.mark.parametrize("name", sorted(INTERNAL_FIELDS))

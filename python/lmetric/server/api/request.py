@@ -7,17 +7,20 @@ from a client they could stop one.
 
 import array
 import hashlib
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import orjson
+from msgspec import Meta, Struct, ValidationError, convert
 
 from lmetric._core import json_excess
 from lmetric.engines.handover import CHAT, COMPLETIONS
-from lmetric.server.api.errors import bad
+from lmetric.server.api.errors import ApiError, bad
 from lmetric.tokens import Tokens
 
 JSON = Mapping[str, Any]
+T = TypeVar("T", bound=Struct)
 
 # Texts in one completion request: more would hold the event loop while they are looked at.
 MAX_PROMPTS = 10_000
@@ -56,43 +59,58 @@ PASSED_PATHS = (
 )
 
 
-class ParsedRequest:
+_Text = Annotated[str | None, Meta(description="a string")]
+_Limit = Annotated[Annotated[int, Meta(ge=0, lt=2**31)] | None, Meta(description="a whole number from 0")]
+
+
+class _Fields(Struct, kw_only=True, gc=False):
+    """What every body is read for. For errors, a description says what a field must be."""
+
+    model: _Text = None
+    stream: Annotated[bool | None, Meta(description="true or false")] = None
+    cache_salt: _Text = None
+    vllm_xargs: Annotated[dict[str, Any] | None, Meta(description="an object")] = None
+    user: Any = None
+    # The first that is given counts; the others are the engine's to judge.
+    max_completion_tokens: _Limit = None
+    max_tokens: _Limit = None
+    max_output_tokens: _Limit = None
+
+
+class _Chat(_Fields):
+    messages: Annotated[list[Any], Meta(min_length=1, description="a list of at least one message")]
+
+
+class _Texts(Struct, gc=False):  # a completion's prompt whose first item is a text
+    prompt: Annotated[list[str], Meta(description="a string like prompt[0]")]
+
+
+_HINTS = _Fields.__annotations__ | _Chat.__annotations__ | _Texts.__annotations__
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+# How an error of msgspec ends: with the field, and an item's index in it.
+_PLACE = re.compile(r"`(?:\$\.)?((\w+)(?:\[(\d+)\])?)`$")
+
+
+class ParsedRequest(Struct, eq=False, gc=False):
     """What a request's body asks for, as far as routing goes."""
 
-    __slots__ = (
-        "chat",
-        "max_tokens",
-        "model",
-        "more_bytes",
-        "more_tokens",
-        "preamble",
-        "request",
-        "salt",
-        "scope",
-        "session",
-        "stream",
-        "text",
-        "tokens",
-    )
-
-    def __init__(self, model: str | None, stream: bool, request: JSON) -> None:
-        self.model = model
-        self.stream = stream
-        self.request = request
-        # A chat, which becomes a text or tokens when it is known whose it is.
-        self.chat = False
-        # Text before the messages of another API's conversation; None: no such conversation.
-        self.preamble: str | None = None
-        self.text: str | bytes | None = None
-        self.tokens: array.array[int] | Tokens | None = None
-        # Further prompts of the same request, which count as load and are not matched.
-        self.more_bytes = 0
-        self.more_tokens = 0
-        self.max_tokens: int | None = None
-        self.session: str | None = None
-        self.salt: str | None = None
-        # The part of the tokenizer's cache that its prompt shares; 0: the part of all other tenants.
-        self.scope = 0
+    model: str | None
+    stream: bool
+    request: JSON
+    session: str | None = None
+    salt: str | None = None
+    max_tokens: int | None = None
+    # A chat, which becomes a text or tokens when it is known whose it is.
+    chat: bool = False
+    # Text before the messages of another API's conversation; None: no such conversation.
+    preamble: str | None = None
+    text: str | bytes | None = None
+    tokens: "array.array[int] | Tokens | None" = None
+    # Further prompts of the same request, which count as load and are not matched.
+    more_bytes: int = 0
+    more_tokens: int = 0
+    # The part of the tokenizer's cache that its prompt shares; 0: the part of all other tenants.
+    scope: int = 0
 
     def as_text(self) -> str | bytes | None:
         """The prompt as text, where it is not given as tokens. Raises ApiError (400) for a malformed chat."""
@@ -121,41 +139,41 @@ def parse(path: str, body: bytes) -> ParsedRequest:
     """Reads a body. Raises ApiError (400), which names the place."""
     request = read_object(body)
     if not INTERNAL_FIELDS.isdisjoint(request):
-        name = next(name for name in request if name in INTERNAL_FIELDS)
-        raise bad(f"{name} is internal to the engines and not accepted from clients", name)
-    get = request.get
-    extra = get("vllm_xargs")
-    if extra is not None:
-        if type(extra) is not dict:
-            raise bad(f"vllm_xargs must be an object, not {_kind(extra)}", "vllm_xargs")
-        for name in extra:
-            if name in INTERNAL_FIELDS:
-                param = f"vllm_xargs.{name}"
-                raise bad(f"{param} is internal to the engines and not accepted from clients", param)
-    model = get("model")
-    if model is not None and type(model) is not str:
-        raise bad(f"model must be a string, not {_kind(model)}", "model")
-    stream = get("stream")
-    if stream is not None and type(stream) is not bool:
-        raise bad(f"stream must be true or false, not {_kind(stream)}", "stream")
-    call = ParsedRequest(model, stream is True, request)
-    if path == CHAT:
-        messages = get("messages")
-        if type(messages) is not list or not messages:
-            raise bad(f"messages must be a list of at least one message, not {_kind(messages)}", "messages")
-        call.chat = True
-    elif path == COMPLETIONS:
-        _prompt(call, get("prompt"))
-    else:
+        raise _internal(request)
+    kind = _Chat if path == CHAT else _Fields
+    try:
+        got = convert(request, kind)
+    except ValidationError:  # a call of _typed for every request would take 0.1 us of 3.8
+        got = _typed(request, kind)
+    if got.vllm_xargs and not INTERNAL_FIELDS.isdisjoint(got.vllm_xargs):
+        raise _internal(got.vllm_xargs, "vllm_xargs.")
+    limit = got.max_completion_tokens
+    if limit is None:
+        limit = got.max_output_tokens if got.max_tokens is None else got.max_tokens
+    session = got.user if type(got.user) is str else None
+    call = ParsedRequest(got.model, got.stream is True, request, session, got.cache_salt, limit, path == CHAT)
+    if path == COMPLETIONS:
+        _prompt(call, request.get("prompt"))
+    elif not call.chat:
         _loose_prompt(call, request)
-    call.max_tokens = _max_tokens(request)
-    session = get("user")
-    call.session = session if type(session) is str else None
-    salt = get("cache_salt")
-    if salt is not None and type(salt) is not str:
-        raise bad(f"cache_salt must be a string, not {_kind(salt)}", "cache_salt")
-    call.salt = salt
     return call
+
+
+def _typed(request: JSON, kind: type[T]) -> T:
+    """The fields that a type names. Raises ApiError (400) for the first that is not of its type."""
+    try:
+        return convert(request, kind)
+    except ValidationError as error:
+        ((place, name, index),) = _PLACE.findall(str(error))
+    if name in _LIMITS and any(request.get(other) is not None for other in _LIMITS[: _LIMITS.index(name)]):
+        return _typed({other: value for other, value in request.items() if other != name}, kind)
+    value = request[name][int(index)] if index else request.get(name)
+    raise bad(f"{place} must be {_HINTS[name].__metadata__[0].description}, not {_kind(value)}", name)
+
+
+def _internal(fields: JSON, inside: str = "") -> ApiError:
+    place = inside + next(name for name in fields if name in INTERNAL_FIELDS)
+    return bad(f"{place} is internal to the engines and not accepted from clients", place)
 
 
 def render(messages: list[Any], tools: Any = None) -> str:
@@ -163,15 +181,15 @@ def render(messages: list[Any], tools: Any = None) -> str:
 
     Raises ApiError (400) where a message is not of the API's shape.
     """
+    # By hand: two messages take 1.0 us, and 1.8 us as typed structures.
     parts = ["\x1e", orjson.dumps(tools).decode()] if tools else []
     for index, message in enumerate(messages):
         if type(message) is not dict:
             raise bad(f"messages[{index}] must be an object, not {_kind(message)}", f"messages[{index}]")
         role = message.get("role")
         if type(role) is not str:
-            raise bad(
-                f"messages[{index}].role must be a string, not {_kind(role)}", f"messages[{index}].role"
-            )
+            place = f"messages[{index}].role"
+            raise bad(f"{place} must be a string, not {_kind(role)}", place)
         content = message.get("content")
         if type(content) is str:
             parts += ("\x1e", role, "\n", content)
@@ -218,12 +236,9 @@ def _prompt(call: ParsedRequest, prompt: Any) -> None:
         call.text = first
         if len(prompt) > MAX_PROMPTS:
             raise bad(f"prompt has {len(prompt)} texts; at most {MAX_PROMPTS} are accepted", "prompt")
-        if set(map(type, prompt)) != {str}:
-            index = next(index for index, text in enumerate(prompt) if type(text) is not str)
-            raise bad(
-                f"prompt[{index}] must be a string like prompt[0], not {_kind(prompt[index])}", "prompt"
-            )
-        call.more_bytes = sum(map(len, prompt)) - len(first)
+        if len(prompt) > 1:
+            _typed(call.request, _Texts)
+            call.more_bytes = sum(map(len, prompt)) - len(first)
     elif type(first) is list:
         call.tokens = _tokens(first, "prompt[0]")
         call.more_tokens = sum(len(_tokens(ids, f"prompt[{i + 1}]")) for i, ids in enumerate(prompt[1:]))
@@ -236,7 +251,7 @@ def _prompt(call: ParsedRequest, prompt: Any) -> None:
 def _tokens(ids: Any, place: str) -> "array.array[int]":
     if type(ids) is not list:
         raise bad(f"{place} must be a list of token ids, not {_kind(ids)}", "prompt")
-    try:
+    try:  # by hand: 100,000 ids take 1.0 ms, and 1.9 ms if msgspec checks them before
         return array.array("I", ids)
     except (TypeError, OverflowError):
         wrong = next(i for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < 2**32)
@@ -261,16 +276,6 @@ def _loose_prompt(call: ParsedRequest, request: JSON) -> None:
         call.text = f"{instructions}\x1e{prompt}" if type(instructions) is str else prompt
     elif prompt is not None:
         call.text = orjson.dumps(prompt)
-
-
-def _max_tokens(request: JSON) -> int | None:
-    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-        value = request.get(name)
-        if value is not None:
-            if type(value) is not int or not 0 <= value < 2**31:
-                raise bad(f"{name} must be a whole number from 0, not {_kind(value)}", name)
-            return value
-    return None
 
 
 def _kind(value: Any) -> str:
