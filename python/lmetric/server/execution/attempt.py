@@ -221,8 +221,7 @@ class EngineAttempt:
             self._listener.on_attempt_event("events", self, events)
 
     def begin(self) -> None:
-        """The answer is committed to; only `attempt_ready` may have this called. With reader PASS its bytes
-        go to the client; with EVENTS the listener is told of the first."""
+        """The answer is committed to (reader "events"): reports its first events."""
         self.begun = True
         if self.step.reader == "events":
             self._emit_events(self.reader.commit_events())

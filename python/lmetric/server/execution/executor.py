@@ -1,4 +1,4 @@
-"""One request's state: events go in, actions come out. No I/O, no clock, no task.
+"""One request's state: events go in, actions come out. No I/O, no timer, no task.
 
 The executor owns the ticket, the attempts, retries, KV transfers and the end of the request. `plan` has its
 states and the table of their transitions; `planners` say what each step is; `runner` carries actions out.

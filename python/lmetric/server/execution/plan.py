@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 # Names are strings of these types: members of an `Enum` take several times as long to read.
-# Where a request is (`MEANINGS`). Each state but the last has one deadline (`DEADLINES`).
+# Where a request is (`MEANINGS`). Each state but the last has one deadline of its own (`DEADLINES`); besides,
+# `timeouts.request` holds in all, and `timeouts.slow_client` instead while the client does not read.
 State = Literal["ADMITTED", "FETCHING", "INTERNAL", "AWAITING", "STREAMING", "BETWEEN", "RESUMING", "DONE"]
 # What changes the state (`EVENTS`).
 Event = Literal[
@@ -51,11 +52,11 @@ AttemptEvent = Literal["sent", "ready", "events", "unseen", "ended", "failed", "
 Action = Literal["cancel", "cancel_main", "cancel_side", "pause", "resume", "abort_client"]
 
 MEANINGS: Mapping[State, str] = {
-    "ADMITTED": "no engine is asked yet; the prompt may wait for a tokenizer thread",
+    "ADMITTED": "no engine is asked yet (before: `PendingTokenization`, for a tokenizer thread)",
     "FETCHING": "another engine is asked to hold the front of the prompt (prefix fetch)",
     "INTERNAL": "an engine runs the open segment or a slice of it; its answer is the router's",
-    "AWAITING": "an engine runs the open segment; its answer is the client's, and has not begun",
-    "STREAMING": "the client gets the tokens of the open segment as they come",
+    "AWAITING": "an engine runs the open segment; its part of the client's answer has not begun",
+    "STREAMING": "the engine's answer passes to the client, or is merged into its answer",
     "BETWEEN": "no engine runs the request: between two slices, it waits for its client or for a hold",
     "RESUMING": "an engine was lost behind a token; another was asked to go on",
     "DONE": "the ticket is closed, and the client has one end",
@@ -68,16 +69,16 @@ DEADLINES: Mapping[State, str] = {
     "AWAITING": "`timeouts.first_byte` of a stream, else `timeouts.answer`",
     "STREAMING": "`timeouts.between_chunks`",
     "BETWEEN": "`timeouts.slow_client`, or `timeouts.first_byte` of the engine that is to hold",
-    "RESUMING": "`timeouts.first_byte` of a stream, else `timeouts.answer`",
+    "RESUMING": "`timeouts.first_byte` of a stream, else (and of a slice) `timeouts.answer`",
     "DONE": "none",
 }
 
 EVENTS: Mapping[Event, str] = {
     "PLACED": "the router chose an instance",
     "FETCHED": "the prefix fetch is over: held, refused, failed or late",
-    "READY": "an answer for the client is worth committing to",
+    "READY": "an answer for the client is worth committing to; of a merged one, its first tokens came",
     "ANSWERED": "an answer for the router is whole",
-    "ENDED": "the answer for the client is whole",
+    "ENDED": "the answer for the client is over",
     "RESENT": "the step is sent once more, without the KV transfer",
     "FAILED": "an attempt failed, or its engine refused",
     "MOVED": "the request changes over to the engine that a migration has booked",
@@ -153,7 +154,7 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The answer of the main attempt begins to pass to the client."""
+    """The answer of the main attempt is committed to: its bytes pass, or its events are read from now on."""
 
 
 @dataclass(frozen=True, slots=True)

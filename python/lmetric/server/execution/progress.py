@@ -1,4 +1,6 @@
-"""What is known of a request while it runs. The executor writes it; planners read it."""
+"""What is known of a request while it runs. The executor writes it; planners read it, and use up its KV
+transfer.
+"""
 
 from __future__ import annotations
 

@@ -280,7 +280,11 @@ class RequestRunner(InFlightRequest):
 
     def move_to(self, target: Engine, now: float) -> bool:
         """Begins to move it to another engine; whether it did."""
-        began, acts = self.execution.migrate(target, now)
+        try:
+            began, acts = self.execution.migrate(target, now)
+        except Exception:
+            self.fail()
+            return False
         self._on(lambda: acts)
         return began
 

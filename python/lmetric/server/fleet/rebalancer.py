@@ -1,6 +1,6 @@
 """Which running requests move: the router decides (`Router.reschedule`), and what it names is begun here.
 
-STAR, section 5.2: rounds of rescheduling. `moving` has the move itself.
+STAR, section 5.2: rounds of rescheduling. `execution/planners/migration.py` has the migration itself.
 """
 
 from __future__ import annotations
