@@ -44,7 +44,7 @@ class EngineAttempt:
     _require_finish: bool  # a stream without a finish_reason is not whole
     reader: Connection = field(init=False)
     started: float = 0.0  # seconds on the monotonic clock
-    answer: bytes | bytearray = b""  # of reader WHOLE, or of an engine that refuses
+    answer: bytes | bytearray = b""  # of reader "whole", or of an engine that refuses
     begun: bool = False  # the answer is committed to
     error: bool = False  # the engine reported an error inside its answer
     over: bool = False  # it ended, failed or was cancelled
@@ -92,10 +92,7 @@ class EngineAttempt:
         self._connection = self.reader = connection
         if step.reader == "pass":
             finish = self._require_finish
-            if step.observed:
-                connection.begin(self, self._ticket, asked.http11, finish, True, step.hides_ids)
-            else:
-                connection.begin(self, self._ticket, asked.http11, finish)
+            connection.begin(self, self._ticket, asked.http11, finish, step.observed, step.hides_ids)
         else:
             connection.begin(self, self._ticket if step.for_client else None, False, step.for_client)
         if connection.transport.is_closing():

@@ -78,6 +78,12 @@ class ClientRequest:
     def __post_init__(self) -> None:
         self.path = self.head.path
 
+    def overdue(self, limit_seconds: float | None, now: float) -> str | None:
+        """Why the request has taken too long; None: it has not. `limit_seconds` None: no limit."""
+        if limit_seconds is None or now - self.started <= limit_seconds:
+            return None
+        return f"the request took longer than {limit_seconds:g} s (timeouts.request)"
+
 
 class InFlightRequest:
     """What answers for a request until it ends: its client's connection and the server tell it what happens.

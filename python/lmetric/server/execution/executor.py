@@ -48,6 +48,7 @@ from lmetric.server.execution.planners.migration import Migration
 from lmetric.server.execution.planners.prefix_fetch import PrefixFetch
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import (
+    UNBOUNDED,
     Made,
     MergeError,
     cached_of,
@@ -60,8 +61,6 @@ from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Movable
 
-# Of an answer that is not streamed: no bound of its own.
-UNBOUNDED = 1 << 31
 # Failures by the status that a client gets when nobody could answer.
 STATUSES = {
     **dict.fromkeys(("refused", "dns", "tls", "unreachable", "reset", "engine_error"), 502),
@@ -157,10 +156,10 @@ class RequestExecution(Progress):
         if self.state == "DONE":
             return []
         limits = self.rules.timeouts
-        if limits.request is not None and now - self.asked.started > limits.request:
+        if reason := self.asked.overdue(limits.request, now):
             # No engine is to blame.
-            self.reason = f"the request took longer than {limits.request:g} s (timeouts.request)"
-            self._finish("ABORTED", "timeout", ApiError(504, self.reason, code="timeout"))
+            self.reason = reason
+            self._finish("ABORTED", "timeout", ApiError(504, reason, code="timeout"))
         elif self.main is None and self.side is None and self._resume_slices_at is None:
             log.error("a request was left without an engine", decision=self.label)
             self.reason = "no engine was at work on it"
@@ -241,8 +240,7 @@ class RequestExecution(Progress):
     def _unseen(self, attempt: Attempt, now: float, _: None) -> None:
         """The request stays where it is."""
         self.pool.not_joinable(self.asked.path, f"{attempt.step.engine.name}: {attempt.reader.unseen}")
-        if self.mover is not None:
-            self.mover.running.pop(self.ticket.id, None)
+        self._stop_moving()
 
     def _ended(self, attempt: Attempt, now: float, _: None) -> None:
         self.main = None
@@ -369,7 +367,7 @@ class RequestExecution(Progress):
                 self._send(split.segment(self, engine, to_token, following, now), event)
         elif self.main is not None and self.main.engine is engine:
             pass  # the second of two steps that run at once: it is at work already
-        elif engine.connector is not None and engine.connector.at_once:
+        elif engine.runs_halves_at_once:
             self._send_second(engine, event)
         else:
             self._drop_attempts()  # of two at once, whose second was to run elsewhere
@@ -387,7 +385,7 @@ class RequestExecution(Progress):
 
     def _send_prefill(self, engine: Engine, now: float, event: Event) -> None:
         self.prefill_engine, self.paired_body = engine, None
-        at_once = engine.connector is not None and engine.connector.at_once
+        at_once = engine.runs_halves_at_once
         try:
             if not at_once:
                 self._send(prefill_decode.prefill(self, engine, now), event)
@@ -612,8 +610,7 @@ class RequestExecution(Progress):
             self._retry(engine, "reset", str(error), now)
         else:
             self.unmergeable = True
-            if self.mover is not None:
-                self.mover.running.pop(self.ticket.id, None)
+            self._stop_moving()
             if self.migration is not None:
                 self._cancel_migration(self.migration, "not_joinable")
             self.pool.not_joinable(self.asked.path, f"{engine.name}: {error}")
@@ -781,7 +778,7 @@ class RequestExecution(Progress):
             self._observe()
             if transcript.over:
                 return self._count("ended")
-            if target.connector is not None and target.connector.at_once:
+            if target.runs_halves_at_once:
                 return self._count("not_movable")  # it serves nothing but second halves
             if migration.gap_too_long():
                 return self._count("long_gap")
@@ -870,8 +867,8 @@ class RequestExecution(Progress):
             self._observe()
             if transcript.over:
                 return self._cancel_migration(migration, "ended")
-            halves = target.connector is not None and target.connector.at_once
-            if target.pool is not self.pool or not target.healthy or target.held or halves:
+            gone = target.pool is not self.pool or not target.healthy or target.held
+            if gone or target.runs_halves_at_once:
                 return self._cancel_migration(migration, "target_gone")
             transcript.catch_up()
         except MergeError as error:
@@ -924,6 +921,11 @@ class RequestExecution(Progress):
         if self.side is not None:
             self.side = None
             self._acts.append("cancel_side")
+
+    def _stop_moving(self) -> None:
+        """No rebalancer finds the request from now on."""
+        if self.mover is not None:
+            self.mover.running.pop(self.ticket.id, None)
 
     def _count(self, outcome: str) -> bool:
         """Counts what came of a migration; False, as most of that is that nothing moves."""
@@ -1032,10 +1034,9 @@ class RequestExecution(Progress):
 
     def _abandon(self) -> None:
         """Gives up what is on its way, and what was begun beside it."""
-        if self.mover is not None:
-            self.mover.running.pop(self.ticket.id, None)
-            if self.migration is not None:
-                self._cancel_migration(self.migration, "ended")
+        self._stop_moving()
+        if self.migration is not None:
+            self._cancel_migration(self.migration, "ended")
         if self.fetch is not None:
             self.fetch = None
             self.pool.pull_outcomes["ended"] += 1
@@ -1053,6 +1054,7 @@ class RequestExecution(Progress):
         self.state = state
 
     def _out(self) -> list[Act]:
+        # `placed` and `attempt`, which every request passes, have this in place of a call.
         acts, self._acts = self._acts, []
         return acts
 

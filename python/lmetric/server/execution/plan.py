@@ -135,10 +135,10 @@ class Step:
     advances_ticket: bool = True  # the attempt tells the ticket that it was sent
     carries_kv: bool = False  # it may fetch a KV transfer, which must not be sent twice
     kv_until: float = inf  # when that must be sent at the latest; seconds on the monotonic clock
-    observed: bool = False  # its tokens are noted while they pass (PASS)
+    observed: bool = False  # its tokens are noted while they pass (reader "pass")
     hides_ids: bool = False  # the client did not ask for the token ids that come with them
     checks_prompt: bool = False  # the engine must tell that it has made the very tokens of a chat
-    merges: bool = False  # its answer goes on behind what the client has (EVENTS, WHOLE)
+    merges: bool = False  # its answer goes on behind what the client has
     refills: bool = True  # the engine's index may ask for a field of its own
     tokens: int = 0  # asked for, of an answer that is merged
     ends_at: int = 0  # token behind which a segment's KV cache is complete
@@ -197,7 +197,7 @@ class Attempt(Protocol):
     step: Step
     started: float  # seconds on the monotonic clock
     error: bool  # the engine reported an error inside its answer
-    answer: bytes | bytearray  # of reader WHOLE, or of an engine that refuses
+    answer: bytes | bytearray  # of reader "whole", or of an engine that refuses
 
     @property
     def reader(self) -> ResponseReader:

@@ -81,12 +81,12 @@ class RequestRunner(InFlightRequest):
             return
         self._busy = True
         try:
-            for act in event(*args):
-                _DO[act.__class__](self, act)
-            while self._later:
-                event, args = self._later.pop(0)
+            while True:
                 for act in event(*args):
                     _DO[act.__class__](self, act)
+                if not self._later:
+                    break
+                event, args = self._later.pop(0)
         except Exception:
             self._later.clear()
             self.fail()
@@ -96,6 +96,10 @@ class RequestRunner(InFlightRequest):
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
         """Something happened to an attempt."""
         self._on(self.execution.attempt, event, attempt, time.monotonic(), told)
+
+    def _carry_out(self, acts: list[Act]) -> None:
+        for act in acts:
+            _DO[act.__class__](self, act)
 
     def _do(self, act: Action) -> None:
         _ACTIONS[act](self)
@@ -232,8 +236,7 @@ class RequestRunner(InFlightRequest):
 
     def client_slow(self) -> None:
         """The client does not keep up: stop reading from the engine."""
-        for act in self.execution.client_slow(time.monotonic()):
-            _DO[act.__class__](self, act)
+        self._carry_out(self.execution.client_slow(time.monotonic()))
 
     def client_ready(self) -> None:
         """The client caught up."""
@@ -248,8 +251,7 @@ class RequestRunner(InFlightRequest):
         execution = self.execution
         log.exception("a request could not be relayed", decision=execution.label)
         error = None if execution.committed else ApiError(500, FAILED)
-        for act in execution.leave("internal error", error):
-            _DO[act.__class__](self, act)
+        self._carry_out(execution.leave("internal error", error))
         if not self._finished:
             # The exception came while the request ended.
             execution.close_client = True
@@ -280,12 +282,14 @@ class RequestRunner(InFlightRequest):
 
     def move_to(self, target: Engine, now: float) -> bool:
         """Begins to move it to another engine; whether it did."""
-        try:
+        began = False
+
+        def migrate() -> list[Act]:
+            nonlocal began
             began, acts = self.execution.migrate(target, now)
-        except Exception:
-            self.fail()
-            return False
-        self._on(lambda: acts)
+            return acts
+
+        self._on(migrate)
         return began
 
 

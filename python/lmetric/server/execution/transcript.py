@@ -39,7 +39,7 @@ _KEPT = (
 _PROMPT_FIELDS = frozenset({"prompt", "messages", "documents"})
 
 # Tokens of an answer whose request says no length: it is neither cut nor moves, and no leg is sized by it.
-_UNBOUNDED = 1 << 31
+UNBOUNDED = 1 << 31
 
 
 class MergeError(Exception):
@@ -88,7 +88,7 @@ class Transcript:
         self.made: list[int] = []
         self.over = False  # it has a finish_reason
         self.cached: JSON | None = None  # prompt_tokens_details of the leg that computed the prompt's end
-        self._most = most if most is not None else _UNBOUNDED
+        self._most = most if most is not None else UNBOUNDED
         self._chat = path == CHAT
         self._skip = request.get("skip_special_tokens") is not False
         self._stop_shown = request.get("include_stop_str_in_output") is True

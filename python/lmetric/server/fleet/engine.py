@@ -94,6 +94,11 @@ class Engine:
         return Handover(asked)
 
     @property
+    def runs_halves_at_once(self) -> bool:
+        """Whether it serves halves of requests only, both of which are sent at once."""
+        return self.connector is not None and self.connector.at_once
+
+    @property
     def held(self) -> bool:
         """Whether it gets no new requests, however healthy."""
         return self.draining or self.switches > 0 or self.leaving or not self.ready

@@ -95,9 +95,7 @@ class PendingTokenization(InFlightRequest):
 
     def check(self, now: float) -> None:
         """Called now and then: ends the request at its longest duration."""
-        limit = self._limit_seconds
-        if limit is not None and now - self._asked.started > limit:
-            reason = f"the request took longer than {limit:g} s (timeouts.request)"
+        if reason := self._asked.overdue(self._limit_seconds, now):
             self._leave(reason, ApiError(504, reason, code="timeout"))
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
