@@ -38,7 +38,6 @@ from lmetric.engines.emulated.protocol import Shape, StreamOptions
 from lmetric.engines.emulated.text import TOKENIZER_PATH, shared_text
 from lmetric.server.api.request import parse
 from lmetric.server.execution import attempt as attempt_module
-from lmetric.server.execution.answer import ClientAnswer
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import ClientRequest, Rules
 from lmetric.server.execution.executor import RequestExecution
@@ -536,7 +535,6 @@ class QuietAttempt(EngineAttempt):
 class Recorded(RequestExecution):
     """An executor that notes which transitions it made."""
 
-    __slots__ = ()
     reached: ClassVar[set[Reached]] = set()
 
     def _enter(self, event: Event, state: State) -> None:
@@ -606,12 +604,11 @@ class Driver:
         self.ticket: Ticket = ticket
         self.rules = Rules.of(setup.config())
         fetches = pool.pulls and unpulled is None
-        self.execution = Recorded.of(
+        self.execution = Recorded(
             self.rules, asked, pool, decision, ticket, body, call, moves=moves, fetches=fetches
         )
         if self.execution.mover is not None:
             self.execution.handle = self
-        self.answer = ClientAnswer(asked, True)
         self.asked = asked
         if ask.slow:
             self.slow()
@@ -643,21 +640,21 @@ class Driver:
         elif isinstance(act, Begin):
             assert not counts["begin"]
             counts["begin"] += 1
-            self.answer.begin(act.kind, act.length, "x", act.engine, execution.prefill_engine_name)
+            self.asked.begin(act.kind, act.length, execution.head_lines(act.engine))
         elif isinstance(act, Write):
             assert counts["begin"] or counts["commit"], "an answer goes on that has not begun"
             assert not counts["last"]
             counts["last"] += act.last
-            self.answer.write(act.data, last=act.last)
+            self.asked.write(act.data, last=act.last)
         elif isinstance(act, BreakOff):
             assert counts["begin"] or counts["commit"]
             assert not counts["last"]
             counts["break"] += 1
-            self.answer.break_off(act.error)
+            self.asked.break_off(act.error.body())
         elif isinstance(act, Finish):
             counts["finish"] += 1
             self.error = act.error
-            self.answer.passed()
+            self.asked.end()
             if execution.answered is self.open.get(Slot.MAIN) is not None:
                 self.gone.append(self.open.pop(Slot.MAIN))  # it was whole as soon as it was ready
         elif isinstance(act, Commit):
@@ -693,7 +690,7 @@ class Driver:
             assert not self.counts["begin"]
             assert not self.counts["commit"], "a second answer passes to the client"
             self.counts["commit"] += 1
-            self.answer.pass_on(attempt.reader, "x", attempt.step.engine.name, None)
+            self.asked.pass_on(attempt.reader, self.execution.head_lines(attempt.step.engine.name))
 
     # What attempts call.
 
@@ -878,7 +875,7 @@ class Driver:
         assert text.startswith(heard["text"])
         assert ids[: len(heard["ids"])] == heard["ids"]
         if self.counts["break"]:
-            assert heard["error"] is not None or self.answer.close, (
+            assert heard["error"] is not None or self.asked.only_closing_ends_it, (
                 "the client is not told that this is no end"
             )
         elif heard["error"] is None and heard["finish"] != "abort" and not self.left:

@@ -323,6 +323,7 @@ async def test_requests_that_cannot_be_cut() -> None:
         ):
             status, headers, _ = await w.post(body, path)
             assert (status, headers["x-lmetric-instance"]) == (200, "e1")
+            assert "x-lmetric-prefill" not in headers  # nobody else has computed anything
         assert (len(prefill.requests), w.server.fleet.pools[0].handovers["not_cut"]) == (0, 2)
     for engine in (prefill, decode):
         await engine.stop()

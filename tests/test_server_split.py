@@ -140,6 +140,8 @@ async def test_an_answer_that_ends_before_its_cut(path: str, stream: bool) -> No
             assert (said["finish"], said["stop"]) == ("stop", stop)
             assert said["receipt"]["outcome"] == "finished"
             assert said["receipt"]["cuts"]
+            # The first engine gave all of it, whoever was bound to go on.
+            assert said["headers"]["x-lmetric-instance"] == said["receipt"]["instance"]
         assert w.outcomes == {}
         # Behind the cut it ends as it does alone, too.
         w.server.fleet.pools[0].router.set_split("force", at=(prompt + 4) / (prompt + 40))

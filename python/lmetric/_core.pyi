@@ -24,6 +24,7 @@ __all__ = [
     "UNSEEN",
     "BadValueError",
     "Decision",
+    "DecisionLabels",
     "Engine",
     "EventFeed",
     "ExpressionError",
@@ -45,7 +46,6 @@ __all__ = [
     "bench_decision",
     "check_expression",
     "check_local_order",
-    "decision_tag",
     "generate",
     "indicator_table",
     "json_excess",
@@ -427,8 +427,17 @@ class RequestHead:
     # of its connection, x-request-id, content-length; `own_key`: `first` has an authorization, so the client's is left
     # out; `own_priority`: the client's x-vllm-priority is left out, whether or not there is a `priority`
 
-def decision_tag(key: bytes, id: int, tenant: str) -> str:
-    """The part of a decision's label that cannot be guessed: SipHash-2-4, key of 16 bytes, 16 hex digits."""
+@final
+class DecisionLabels:
+    """Labels of decisions: the prefix, the id, and a tag that cannot be guessed (SipHash-2-4 of id and tenant, 16 hex
+    digits). ``key``: 16 bytes, else a ValueError."""
+
+    def __new__(cls, prefix: str, key: bytes) -> DecisionLabels: ...
+    def label(self, id: int, tenant: str) -> str: ...
+    def answer_lines(
+        self, head: RequestHead, id: int, tenant: str, engine: str | None = None, prefill: str | None = None
+    ) -> bytes: ...
+    # the router's lines in the head of an answer: ``engine`` gives it, ``prefill`` computed its prompt
 
 def json_excess(data: bytes) -> str | None:
     """Says which bound on depth, containers or values a JSON document exceeds; None: none of them."""

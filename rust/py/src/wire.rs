@@ -11,7 +11,8 @@ use pyo3::create_exception;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 use std::borrow::Cow;
 use std::hash::Hasher;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -334,6 +335,8 @@ struct RequestHead {
     #[pyo3(get)]
     request_id: String,
     target: Vec<u8>,
+    /// The target without its query; made when it is first asked for.
+    path: PyOnceLock<Py<PyString>>,
     fields: Fields,
 }
 
@@ -341,12 +344,20 @@ fn latin1(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| char::from(*byte)).collect()
 }
 
+impl RequestHead {
+    /// As the client sent it: the string is latin-1.
+    fn request_id_bytes(&self) -> Vec<u8> {
+        self.request_id.chars().map(|c| c as u8).collect()
+    }
+}
+
 #[pymethods]
 impl RequestHead {
     /// The target without its query.
     #[getter]
-    fn path(&self) -> Cow<'_, str> {
-        String::from_utf8_lossy(lmetric_wire::path(&self.target))
+    fn path(&self, py: Python<'_>) -> Py<PyString> {
+        let path = || PyString::new(py, &String::from_utf8_lossy(lmetric_wire::path(&self.target))).unbind();
+        self.path.get_or_init(py, path).clone_ref(py)
     }
 
     #[getter]
@@ -397,7 +408,7 @@ impl RequestHead {
             Some(value) => [b"x-vllm-priority: ", value, b"\r\n"],
             None => [b""; 3],
         };
-        let id: Vec<u8> = self.request_id.chars().map(|c| c as u8).collect();
+        let id = self.request_id_bytes();
         let length = length.to_string();
         let parts: [&[u8]; 10] = [
             first,
@@ -445,6 +456,7 @@ impl RequestReader {
             keep_alive: request.keep_alive,
             request_id,
             target: request.target,
+            path: PyOnceLock::new(),
             fields: request.fields,
         }
     }
@@ -485,30 +497,73 @@ fn json_excess(data: &[u8]) -> Option<String> {
     Some(format!("more than {bound} {what}"))
 }
 
-/// The part of a decision's label that nobody can guess: SipHash-2-4 of its id and tenant under a key of 16 bytes.
-#[pyfunction]
-fn decision_tag(key: &[u8], id: u64, tenant: &str) -> PyResult<String> {
-    let Ok(key) = <[u8; 16]>::try_from(key) else {
-        return Err(PyValueError::new_err(format!("key has {} bytes; expected 16", key.len())));
-    };
-    let (first, second) = key.split_at(8);
-    let word = |half: &[u8]| u64::from_le_bytes(half.try_into().expect("half of 16 bytes"));
-    // Deprecated in favor of `DefaultHasher`, which takes no key.
-    #[allow(deprecated)]
-    let mut hasher = std::hash::SipHasher::new_with_keys(word(first), word(second));
-    hasher.write_u64(id);
-    hasher.write(tenant.as_bytes());
-    Ok(format!("{:016x}", hasher.finish()))
+/// Labels of decisions, `PREFIX ID-TAG` without the space. The tag is SipHash-2-4 of id and tenant under a key of 16
+/// bytes: nobody can guess it, and a label is valid for its tenant alone.
+#[pyclass(frozen, module = "lmetric._core")]
+struct DecisionLabels {
+    prefix: String,
+    key: (u64, u64),
+}
+
+#[pymethods]
+impl DecisionLabels {
+    #[new]
+    fn new(prefix: String, key: &[u8]) -> PyResult<Self> {
+        let Ok(key) = <[u8; 16]>::try_from(key) else {
+            return Err(PyValueError::new_err(format!("key has {} bytes; expected 16", key.len())));
+        };
+        let (first, second) = key.split_at(8);
+        let word = |half: &[u8]| u64::from_le_bytes(half.try_into().expect("half of 16 bytes"));
+        Ok(Self { prefix, key: (word(first), word(second)) })
+    }
+
+    /// The label of a decision.
+    fn label(&self, id: u64, tenant: &str) -> String {
+        // Deprecated in favor of `DefaultHasher`, which takes no key.
+        #[allow(deprecated)]
+        let mut hasher = std::hash::SipHasher::new_with_keys(self.key.0, self.key.1);
+        hasher.write_u64(id);
+        hasher.write(tenant.as_bytes());
+        format!("{}{id}-{:016x}", self.prefix, hasher.finish())
+    }
+
+    /// The router's lines in the head of an answer; `engine`: who gives it, `prefill`: who computed its prompt.
+    #[pyo3(signature = (head, id, tenant, engine=None, prefill=None))]
+    fn answer_lines<'py>(
+        &self,
+        py: Python<'py>,
+        head: &RequestHead,
+        id: u64,
+        tenant: &str,
+        engine: Option<&str>,
+        prefill: Option<&str>,
+    ) -> Bound<'py, PyBytes> {
+        let mut lines = Vec::with_capacity(192);
+        let mut line = |name: &str, value: &[u8]| {
+            lines.extend_from_slice(name.as_bytes());
+            lines.extend_from_slice(value);
+            lines.extend_from_slice(b"\r\n");
+        };
+        if let Some(engine) = engine {
+            line("x-lmetric-instance: ", engine.as_bytes());
+        }
+        line("x-lmetric-decision: ", self.label(id, tenant).as_bytes());
+        line("x-request-id: ", &head.request_id_bytes());
+        if let Some(prefill) = prefill {
+            line("x-lmetric-prefill: ", prefill.as_bytes());
+        }
+        PyBytes::new(py, &lines)
+    }
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("MAX_TOKENS", MAX_TOKENS)?;
-    module.add_function(wrap_pyfunction!(decision_tag, module)?)?;
     module.add_function(wrap_pyfunction!(json_excess, module)?)?;
     module.add("WireError", module.py().get_type::<WireError>())?;
     for (name, bit) in FLAGS {
         module.add(name, bit)?;
     }
+    module.add_class::<DecisionLabels>()?;
     module.add_class::<RequestHead>()?;
     module.add_class::<RequestReader>()?;
     module.add_class::<ResponseReader>()

@@ -1,6 +1,7 @@
 //! Response heads: read, judged, and written anew for the client.
 use crate::WireError;
 use crate::body::Framing;
+use std::mem::MaybeUninit;
 
 /// Header fields that belong to one connection or that the router sets itself; never passed on.
 const DROPPED: [&str; 12] = [
@@ -69,9 +70,14 @@ pub(crate) struct Head {
 /// Reads the head at the start of `input`: `None` while incomplete, else the head and its length.
 /// `bodiless`: the response to HEAD.
 pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)>, WireError> {
-    let mut fields = [httparse::EMPTY_HEADER; MAX_HEADERS];
-    let mut response = httparse::Response::new(&mut fields);
-    let length = match response.parse(input) {
+    let mut fields = [MaybeUninit::uninit(); MAX_HEADERS];
+    let mut response = httparse::Response::new(&mut []);
+    let parsed = httparse::ParserConfig::default().parse_response_with_uninit_headers(
+        &mut response,
+        input,
+        &mut fields,
+    );
+    let length = match parsed {
         Ok(httparse::Status::Partial) => return Ok(None),
         Ok(httparse::Status::Complete(n)) => n,
         Err(error) => return Err(WireError::malformed(format!("head: {error}"))),

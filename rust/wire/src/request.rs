@@ -2,6 +2,7 @@
 use crate::WireError;
 use crate::head::end_to_end;
 use memchr::{memchr, memchr_iter};
+use std::mem::MaybeUninit;
 
 /// Longest head that is read here; aiohttp refuses longer lines, and judges longer heads.
 pub const REQUEST_HEAD_LIMIT: usize = 8190;
@@ -78,6 +79,7 @@ impl Fields {
         }
         found.request_id.take_if(|id| id.is_empty());
         let among = |list: &[&[u8]], name: &[u8]| list.iter().any(|other| other.eq_ignore_ascii_case(name));
+        found.lines.reserve(fields.clone().map(|(name, value)| name.len() + value.len() + 4).sum());
         for (name, value) in fields {
             let ours = own_keys && name.eq_ignore_ascii_case(b"authorization");
             if !ours && !among(&DROPPED, name) && !among(&named, name) {
@@ -125,9 +127,10 @@ impl Request {
     /// # Errors
     /// [`WireError::Malformed`] where it is none, or longer than [`REQUEST_HEAD_LIMIT`].
     pub fn read(input: &[u8], own_keys: bool) -> Result<Option<Self>, WireError> {
-        let mut fields = [httparse::EMPTY_HEADER; MAX_HEADERS];
-        let mut request = httparse::Request::new(&mut fields);
-        let start = match request.parse(&input[..input.len().min(REQUEST_HEAD_LIMIT)]) {
+        let mut fields = [MaybeUninit::uninit(); MAX_HEADERS];
+        let mut request = httparse::Request::new(&mut []);
+        let head = &input[..input.len().min(REQUEST_HEAD_LIMIT)];
+        let start = match request.parse_with_uninit_headers(head, &mut fields) {
             Ok(httparse::Status::Partial) if input.len() < REQUEST_HEAD_LIMIT => return Ok(None),
             Ok(httparse::Status::Partial) => {
                 return Err(WireError::malformed(format!("head longer than {REQUEST_HEAD_LIMIT} bytes")));

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lmetric._core import END, ENGINE_ERROR, INCOMPLETE, OUT, PASS, READY, UNSEEN, Ticket, WireError
@@ -32,32 +31,41 @@ class AttemptListener(Protocol):
         """To be called where an exception was caught that nobody foresaw."""
 
 
-@dataclass(slots=True, eq=False)
 class EngineAttempt:
-    """A step at its engine: `go`, then calls to its listener."""
+    """A step at its engine: `go`, then calls to its listener. None of these comes from within `go`, apart
+    from "sent"."""
 
-    _listener: AttemptListener
-    _rules: Rules
-    _asked: ClientRequest
-    _ticket: Ticket
-    step: Step
-    _require_finish: bool  # a stream without a finish_reason is not whole
-    reader: Connection = field(init=False)
-    started: float = 0.0  # seconds on the monotonic clock
+    reader: Connection
+    started: float  # seconds on the monotonic clock
     answer: bytes | bytearray = b""  # of reader "whole", or of an engine that refuses
-    begun: bool = False  # the answer is committed to
-    error: bool = False  # the engine reported an error inside its answer
-    over: bool = False  # it ended, failed or was cancelled
     _connecting: asyncio.Task[Connection] | None = None
-    _connection: Connection | None = None
-    _fresh: bool = False  # that was made for this step
-    _paused: bool = False
-    _pieces: int = 0  # of the answer, at the last check
-    _since: float = 0.0  # of the limit that runs, seconds on the monotonic clock
+    _fresh = False  # its connection was made for this step
+    _pieces = 0  # of the answer, at the last check
+
+    def __init__(
+        self,
+        listener: AttemptListener,
+        rules: Rules,
+        asked: ClientRequest,
+        ticket: Ticket,
+        step: Step,
+        require_finish: bool,
+    ) -> None:
+        self._listener = listener
+        self._rules = rules
+        self._asked = asked
+        self._ticket = ticket
+        self.step = step
+        self._require_finish = require_finish  # a stream without a finish_reason is not whole
+        self.error = False  # the engine reported an error inside its answer
+        self.begun = False  # the answer is committed to
+        self.over = False  # it ended, failed or was cancelled
+        self._paused = False
+        self._connection: Connection | None = None
 
     def go(self, now: float) -> None:
         """Sends the step, on a connection that waits where there is one."""
-        self.started = self._since = now
+        self.started = now
         connection = self.step.engine.upstream.take()
         if connection is None:
             self._connect()
@@ -79,11 +87,19 @@ class EngineAttempt:
                 connection.upstream.give(connection)
             return
         try:
-            error = task.exception()
+            error, now = task.exception(), time.monotonic()
             if isinstance(error, UpstreamError):
                 self.fail(error.kind, str(error))
+                return
+            connection = task.result()
+            if connection.transport.is_closing():
+                self.fail("reset", "connection closed as soon as it was made")
+            elif now > self.step.kv_until:
+                connection.upstream.give(connection)
+                self.cancel()
+                self._listener.on_attempt_event("stale", self, True)
             else:
-                self._send(task.result(), time.monotonic())
+                self._send(connection, now)
         except Exception:
             self._listener.fail()
 
@@ -95,18 +111,7 @@ class EngineAttempt:
             connection.begin(self, self._ticket, asked.http11, finish, step.observed, step.hides_ids)
         else:
             connection.begin(self, self._ticket if step.for_client else None, False, step.for_client)
-        if connection.transport.is_closing():
-            if self._fresh:
-                self.fail("reset", "connection closed as soon as it was made")
-            else:
-                self._drop()
-                self._connect()
-            return
-        if now > step.kv_until:
-            self.cancel()
-            self._listener.on_attempt_event("stale", self, True)
-            return
-        self._since = now
+        self._since = now  # when the limit that runs began, seconds on the monotonic clock
         engine, given = step.engine, asked.priority
         body = step.body
         if engine.refill is not None and step.refills:
@@ -286,10 +291,6 @@ class EngineAttempt:
         body = bytes(self.answer) or self.reader.commit(b"", True).partition(b"\r\n\r\n")[2]
         said = self.step.engine.adapter.error(body)
         return f": {said}" if said else ""
-
-    def finish_ticket(self) -> None:
-        """Closes the ticket with the usage that the answer tells of."""
-        self.reader.finished()
 
     # What happens meanwhile.
 

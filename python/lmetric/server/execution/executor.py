@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -29,7 +28,7 @@ from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, Rules
 from lmetric.server.execution.plan import (
-    TRANSITIONS,
+    FOLLOWING,
     Act,
     Attempt,
     AttemptEvent,
@@ -86,32 +85,22 @@ class EngineRefusal(ApiError):
         return self._answer
 
 
-@dataclass(slots=True, eq=False)
 class RequestExecution(Progress):
     """One request, from its decision to its end. Each event returns the actions that follow from it, in
-    order. Behind `Finish` there are none."""
+    order. Behind `Finish` there are none.
 
-    state: State = "ADMITTED"
-    main: Step | None = None  # that runs the open segment
-    side: Step | None = None  # that runs beside it: a prefix fetch, a migration, or a prefill
-    fetch: PrefixFetch | None = None
+    `moves`: it may be cut between equals, or move; `fetches`: it may fetch its prompt's front.
+    """
+
     migration: Migration | None = None
     handle: Movable | None = None  # by which a rebalancer reaches it
-    answered: Attempt | None = None  # whose answer the client has, all of it
     observing: Attempt | None = None  # whose passing tokens are noted
-    committed: bool = False  # the client has something of an answer
-    close_client: bool = False
-    status: int = 0
-    reason: str = ""  # why it ended, where it did not end well
-    stalled_at: float = 0.0  # since when the client does not keep up; 0: it does
     first_token_at: float | None = None  # of an answer that the router writes
     _tried: tuple[str, ...] = ()
     _resume_slices_at: Engine | None = None  # between two slices, for a client that does not keep up
-    _acts: list[Act] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         rules: Rules,
         asked: ClientRequest,
         pool: Pool,
@@ -122,17 +111,30 @@ class RequestExecution(Progress):
         *,
         moves: bool,
         fetches: bool,
-    ) -> RequestExecution:
-        """The execution of a request. `moves`: it may be cut between equals, or move; `fetches`: it may fetch
-        its prompt's front."""
-        stream = call.stream
-        if not (moves or fetches):
-            return cls(rules, asked, pool, decision, ticket, body, stream)
-        mover = pool.mover if moves else None
-        if mover is not None and not stream and mover.by != "legs":
-            mover = None
-        encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
-        return cls(rules, asked, pool, decision, ticket, body, stream, call, encoder, mover)
+    ) -> None:
+        self.rules = rules
+        self.asked = asked
+        self.pool = pool
+        self.decision = decision
+        self.ticket = ticket
+        self.body = body
+        self.stream = call.stream
+        self.state: State = "ADMITTED"
+        self.main: Step | None = None  # that runs the open segment
+        self.side: Step | None = None  # that runs beside it: a prefix fetch, a migration, or a prefill
+        self.answered: Attempt | None = None  # whose answer the client has, all of it
+        self.committed = self.close_client = False  # committed: the client has something of an answer
+        self.status = 0
+        self.reason = ""  # why it ended, where it did not end well
+        self.stalled_at = 0.0  # since when the client does not keep up; 0: it does
+        self.fetch: PrefixFetch | None = None
+        self.call = self.mover = self.kv = self.prefill_engine = self.paired_body = None
+        self._acts: list[Act] = []
+        if moves or fetches:
+            self.call = call
+            self.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
+            mover = pool.mover if moves else None
+            self.mover = mover if mover is None or call.stream or mover.by == "legs" else None
 
     # -- events of the router --------------------------------------------------------------------------------
 
@@ -195,19 +197,18 @@ class RequestExecution(Progress):
 
     def _ready(self, attempt: Attempt, now: float, flags: int) -> None:
         step, reader = attempt.step, attempt.reader
-        status, code, statuses = reader.status, reader.error_code, self.rules.statuses
-        stream = status == 200 and reader.event_stream
-        failed = flags & ENGINE_ERROR and (step.merges and not reader.tokens)
+        status, statuses = reader.status, self.rules.statuses
+        stream_failed = flags & (ENGINE_ERROR | INCOMPLETE) and status == 200 and reader.event_stream
         if status in statuses:
             self._drop_and_fail(step, "status", f"status {status}{attempt.error_words()}", now)
-        elif stream and flags & ENGINE_ERROR and code in statuses:
-            self._drop_and_fail(step, "status", f"error {code} as the first event", now)
-        elif stream and flags & INCOMPLETE and not reader.tokens:
+        elif stream_failed and flags & ENGINE_ERROR and reader.error_code in statuses:
+            self._drop_and_fail(step, "status", f"error {reader.error_code} as the first event", now)
+        elif stream_failed and flags & INCOMPLETE and not reader.tokens:
             self._drop_and_fail(step, "reset", "the stream ended without a token", now)
-        elif step.carries_kv and self.transfer().broke(status, code):
+        elif step.carries_kv and self.transfer().broke(status, reader.error_code):
             self._resend(step.engine, now)
-        elif failed:
-            self._drop_and_fail(step, "status", f"error {code} as the first event", now)
+        elif flags & ENGINE_ERROR and step.merges and not reader.tokens:
+            self._drop_and_fail(step, "status", f"error {reader.error_code} as the first event", now)
         elif (
             step.checks_prompt
             and status == 200
@@ -216,7 +217,7 @@ class RequestExecution(Progress):
             self._discard_transfer(step.engine, why)
             self._resend(step.engine, now)
         elif step.reader == "pass":
-            self._commit(attempt)
+            self._commit(attempt, status)
             if flags & END and not flags & ENGINE_ERROR:
                 self.main = None
                 self._passed(attempt)
@@ -318,7 +319,16 @@ class RequestExecution(Progress):
     @property
     def label(self) -> str:
         """Of its routing decision."""
-        return self.pool.decision_label(self.decision.id, self.asked.tenant)
+        return self.pool.labels.label(self.decision.id, self.asked.tenant)
+
+    def head_lines(self, engine: str) -> bytes:
+        """The router's own lines in the head of an answer; `engine`: the name of who gives it."""
+        asked, labels, decision = self.asked, self.pool.labels, self.decision.id
+        if not self.rules.show_engines:
+            return labels.answer_lines(asked.head, decision, asked.tenant)
+        first = self.prefill_engine or (self.kv.source if self.kv is not None else None)
+        prefill = None if first is None else first.name
+        return labels.answer_lines(asked.head, decision, asked.tenant, engine, prefill)
 
     @property
     def answering_engine_name(self) -> str:
@@ -328,12 +338,6 @@ class RequestExecution(Progress):
         if self.migration is not None:
             return self.ticket.instance
         return self.ticket.next_instance or self.ticket.instance
-
-    @property
-    def prefill_engine_name(self) -> str | None:
-        """Name of the engine that computed the first tokens, where another goes on."""
-        engine = self.prefill_engine or (self.kv.source if self.kv is not None else None)
-        return engine.name if engine is not None else None
 
     # -- where it runs ---------------------------------------------------------------------------------------
 
@@ -396,6 +400,7 @@ class RequestExecution(Progress):
                 what = f"{self.pool.name} is served by prefill and decode engines: {error}"
                 self._finish(event, "engine_error", bad(what))
             else:
+                self.prefill_engine = None  # it computes nothing
                 self.transfer().recompute("not_cut", str(error))
                 self._next_segment(None, None, now, event)
             return
@@ -631,11 +636,11 @@ class RequestExecution(Progress):
 
     # -- answers for the client ------------------------------------------------------------------------------
 
-    def _commit(self, attempt: Attempt) -> None:
+    def _commit(self, attempt: Attempt, status: int) -> None:
         """An engine's answer passes to the client from now on."""
         self._enter("READY", "STREAMING")
         self.committed = self.has_tokens = True
-        self.status = attempt.reader.status
+        self.status = status
         self.body = b""
         self.answered = attempt
         self.observing = None
@@ -652,7 +657,7 @@ class RequestExecution(Progress):
             self._finish("ENDED", "engine_error")
             return
         if self.paired_body is None or self._second_ended():
-            attempt.finish_ticket()
+            attempt.reader.finished()
         self._finish("ENDED")
 
     def _second_ended(self) -> bool:
@@ -702,7 +707,7 @@ class RequestExecution(Progress):
             body = own_request.stripped(answer, choices, step.hides_ids)
             self._begin(b"application/json", len(body), engine.name)
             self._acts.append(Write(body, last=True))
-            attempt.finish_ticket()
+            attempt.reader.finished()
             self._finish("ENDED")
 
     def _take_event(self, step: Step, data: bytes, now: float) -> None:
@@ -728,20 +733,20 @@ class RequestExecution(Progress):
                 self._enter("READY", "STREAMING")
             self._write_delta(made, now)
 
-    def _write_delta(self, made: Made, now: float) -> None:
-        """Gives the client what was added, where it streams."""
+    def _write_delta(self, made: Made, now: float, engine: str | None = None) -> None:
+        """Gives the client what was added, where it streams; `engine`: who is named where that begins it."""
         if not self.stream:
             return
         transcript = self.merged()
         opening = b"" if self.committed else transcript.opening()
-        self._begin_stream()
+        self._begin_stream(engine)
         if made.ids and self.first_token_at is None:
             self.first_token_at = now
         self._acts.append(Write(opening + transcript.chunk(made)))
 
-    def _begin_stream(self) -> None:
+    def _begin_stream(self, engine: str | None = None) -> None:
         if not self.committed:
-            self._begin(b"text/event-stream; charset=utf-8", None, self.answering_engine_name)
+            self._begin(b"text/event-stream; charset=utf-8", None, engine or self.answering_engine_name)
 
     def _begin(self, kind: bytes, length: int | None, engine: str) -> None:
         self.committed = True
@@ -752,15 +757,16 @@ class RequestExecution(Progress):
     def _end_merged(self, made: Made | None, now: float, event: Event, *, ended: bool) -> None:
         """The merged answer is whole; `ended`: inside its open segment, whatever was to follow."""
         transcript = self.merged()
+        engine = self.ticket.instance if ended else self.answering_engine_name
         if self.stream:
             if made is not None:
-                self._write_delta(made, now)
-            self._begin_stream()
+                self._write_delta(made, now, engine)
+            self._begin_stream(engine)
             self._acts.append(Write(transcript.closing(), last=True))
         else:
             assert made is not None
             answer = transcript.answer(made)
-            self._begin(b"application/json", len(answer), self.answering_engine_name)
+            self._begin(b"application/json", len(answer), engine)
             self._acts.append(Write(answer, last=True))
         close = self.ticket.ended if ended else self.ticket.finished
         close(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.made))
@@ -1049,9 +1055,10 @@ class RequestExecution(Progress):
             self._acts.append("cancel")
 
     def _enter(self, event: Event, state: State) -> None:
-        if state not in TRANSITIONS[self.state, event]:
-            raise AssertionError(f"{event} in {self.state} does not lead to {state}")
-        self.state = state
+        try:
+            self.state = FOLLOWING[self.state][event][state]
+        except KeyError:
+            raise AssertionError(f"{event} in {self.state} does not lead to {state}") from None
 
     def _out(self) -> list[Act]:
         # `placed` and `attempt`, which every request passes, have this in place of a call.

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
+from msgspec import Struct
+
 from lmetric.server.api.errors import ApiError
 from lmetric.server.fleet.engine import Engine
 
@@ -118,10 +120,14 @@ TRANSITIONS: Mapping[tuple[State, Event], tuple[State, ...]] = {
     ("RESUMING", "FAILED"): ("RESUMING", "DONE"),
     **{(state, "ABORTED"): ("DONE",) for state in MEANINGS if state != "DONE"},
 }
+# The same, by state and event and again by state: found without making a tuple.
+FOLLOWING: Mapping[State, Mapping[Event, Mapping[State, State]]] = {
+    state: {event: {then: then for then in to} for (of, event), to in TRANSITIONS.items() if of == state}
+    for state in MEANINGS
+}
 
 
-@dataclass(slots=True, eq=False)
-class Step:
+class Step(Struct, eq=False, gc=False):  # of msgspec: made in C, as each request has one
     """What one engine is asked, and how its answer is read: an action of the executor."""
 
     engine: Engine
@@ -205,9 +211,6 @@ class Attempt(Protocol):
 
     def error_words(self) -> str:
         """What the engine says of a refusal, behind a colon."""
-
-    def finish_ticket(self) -> None:
-        """Closes the ticket with the usage that the answer tells of."""
 
 
 def transition_table() -> str:

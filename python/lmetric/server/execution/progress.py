@@ -5,7 +5,6 @@ transfer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,11 @@ from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.tokens import Tokens
 
 
-@dataclass(slots=True, eq=False)
 class Progress:
-    """One request: what its client asked for, its ticket, and what its engines have said so far."""
+    """One request: what its client asked for, its ticket, and what its engines have said so far.
+
+    What most requests leave as it is stands at the class: it is not set for each of them.
+    """
 
     rules: Rules
     asked: ClientRequest
@@ -34,15 +35,15 @@ class Progress:
     body: bytes  # as the client sent it, until an answer is committed to
     stream: bool
     # Where it may be cut, move, or fetch its prompt's front; until a transcript has its tokens.
-    call: ParsedRequest | None = None
+    call: ParsedRequest | None
     encoder: TokenEncoder | None = None  # of its tokens' tokenizer
-    mover: Rebalancer | None = None  # where it may move
-    kv: KvTransfer | None = None  # for the next step
+    mover: Rebalancer | None  # where it may move
+    kv: KvTransfer | None  # for the next step
     transcript: Transcript | None = None  # where its answer comes from several engines, or may
     unmergeable: bool = False  # its first answer could not be merged: it is answered whole
     has_tokens: bool = False  # the open segment has told a token
-    prefill_engine: Engine | None = None  # that computes the prompt, where another decodes
-    paired_body: bytes | None = None  # the body of both steps, where these run at once
+    prefill_engine: Engine | None  # that computes the prompt, where another decodes
+    paired_body: bytes | None  # the body of both steps, where these run at once
     # Of sliced decoding.
     in_slices: bool = False
     slice_tokens: int = 0  # of the slice that runs

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from lmetric.server.api.errors import ApiError
-from lmetric.server.execution.answer import ClientAnswer
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
 from lmetric.server.execution.executor import RequestExecution
@@ -26,9 +26,34 @@ from lmetric.server.execution.plan import (
     Wake,
     Write,
 )
+from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.engine import Engine
 
 log = structlog.get_logger("lmetric.relay")
+
+
+@dataclass(frozen=True, slots=True)
+class MergedUsage:
+    """The usage of an answer that the router has written."""
+
+    transcript: Transcript
+    first_token_at: float | None
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all engines."""
+        return len(self.transcript.made)
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Of the client's prompt."""
+        return len(self.transcript.prompt)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """As the first engine counted them."""
+        return self.transcript.cached_tokens
+
 
 OnEnd = Callable[[ClientRequest, InFlightRequest, ApiError | None], None]
 
@@ -40,66 +65,45 @@ class RequestRunner(InFlightRequest):
     ticket is closed, and no attempt runs.
     """
 
-    __slots__ = (
-        "_answer",
-        "_asked",
-        "_busy",
-        "_finished",
-        "_later",
-        "_main",
-        "_on_end",
-        "_require_finish",
-        "_side",
-        "_timer",
-        "execution",
-    )
+    _main: EngineAttempt | None = None
+    _side: EngineAttempt | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, execution: RequestExecution, require_finish: bool, on_end: OnEnd) -> None:
         self.execution = execution
         self._asked = execution.asked
         self._require_finish = require_finish
         self._on_end = on_end
-        self._answer = ClientAnswer(execution.asked, execution.rules.show_engines)
-        self._main: EngineAttempt | None = None
-        self._side: EngineAttempt | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._busy = self._finished = False
-        self._later: list[tuple[Callable[..., list[Act]], tuple[Any, ...]]] = []
+        self._finished = False
         if execution.mover is not None:
             execution.handle = self
 
     def start(self, now: float) -> None:
-        """Sends the request to the engine of the decision, which was made at ``now``."""
-        self._on(self.execution.placed, now)
+        """Sends the request to the engine of the decision, which was made at ``now``. Its caller calls `fail`
+        where that raises."""
+        for act in self.execution.placed(now):
+            _DO[act.__class__](self, act)
 
     # -- events in, actions out ------------------------------------------------------------------------------
 
+    # The executor is never inside an event when it hears of the next: an attempt tells of nothing from within
+    # `go`, and what it tells at `begin` comes behind all other actions.
+
     def _on(self, event: Callable[..., list[Act]], *args: Any) -> None:
-        """Gives the executor an event, and carries out what follows. What happens meanwhile comes behind."""
-        if self._busy:
-            self._later.append((event, args))
-            return
-        self._busy = True
+        """Gives the executor an event, and carries out what follows."""
         try:
-            while True:
-                for act in event(*args):
-                    _DO[act.__class__](self, act)
-                if not self._later:
-                    break
-                event, args = self._later.pop(0)
+            for act in event(*args):
+                _DO[act.__class__](self, act)
         except Exception:
-            self._later.clear()
             self.fail()
-        finally:
-            self._busy = False
 
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
         """Something happened to an attempt."""
-        self._on(self.execution.attempt, event, attempt, time.monotonic(), told)
-
-    def _carry_out(self, acts: list[Act]) -> None:
-        for act in acts:
-            _DO[act.__class__](self, act)
+        try:  # as `_on`: each request passes here
+            for act in self.execution.attempt(event, attempt, time.monotonic(), told):
+                _DO[act.__class__](self, act)
+        except Exception:
+            self.fail()
 
     def _do(self, act: Action) -> None:
         _ACTIONS[act](self)
@@ -128,8 +132,7 @@ class RequestRunner(InFlightRequest):
         client = self._asked.client
         if client.body_size:
             client.release_body()
-        prefill = execution.prefill_engine_name if execution.prefill_engine or execution.kv else None
-        self._answer.pass_on(attempt.reader, execution.label, attempt.step.engine.name, prefill)
+        self._asked.pass_on(attempt.reader, execution.head_lines(attempt.step.engine.name))
 
     def _begin(self, act: Begin) -> None:
         execution = self.execution
@@ -137,13 +140,13 @@ class RequestRunner(InFlightRequest):
         client = self._asked.client
         if client.body_size:
             client.release_body()
-        self._answer.begin(act.kind, act.length, execution.label, act.engine, execution.prefill_engine_name)
+        self._asked.begin(act.kind, act.length, execution.head_lines(act.engine))
 
     def _write(self, act: Write) -> None:
-        self._answer.write(act.data, last=act.last)
+        self._asked.write(act.data, last=act.last)
 
     def _break_off(self, act: BreakOff) -> None:
-        self._answer.break_off(act.error)
+        self._asked.break_off(act.error.body(self.execution.rules.show_engines))
 
     def _cancel(self) -> None:
         self._cancel_main()
@@ -184,21 +187,17 @@ class RequestRunner(InFlightRequest):
         if self._finished:
             return
         self._finished = True
-        execution, answer = self.execution, self._answer
-        answer.passed()
-        self.close_client = execution.close_client or answer.close
+        execution = self.execution
+        self.close_client = self._asked.end() or execution.close_client
         self.reason = execution.reason
-        self.status = execution.status
         answered, transcript = execution.answered, execution.transcript
         if answered is not None:
-            reader = answered.reader
-            self.output_tokens, self.prompt_tokens = reader.output_tokens, reader.prompt_tokens
-            self.cached_tokens, self.first_token_at = reader.cached_tokens, reader.first_token_at
-            if reader.implausible_usage:
+            self.status, self.usage = execution.status, answered.reader
+            if answered.reader.implausible_usage:
                 execution.pool.ratio.implausible += 1
         elif execution.committed and transcript is not None:
-            self.output_tokens, self.prompt_tokens = len(transcript.made), len(transcript.prompt)
-            self.cached_tokens, self.first_token_at = transcript.cached_tokens, execution.first_token_at
+            self.status = execution.status
+            self.usage = MergedUsage(transcript, execution.first_token_at)
         # What refers to the runner lets go of it here, so that no collector has to.
         self._main = self._side = execution.answered = execution.observing = execution.handle = None
         self._on_end(self._asked, self, act.error)
@@ -236,7 +235,7 @@ class RequestRunner(InFlightRequest):
 
     def client_slow(self) -> None:
         """The client does not keep up: stop reading from the engine."""
-        self._carry_out(self.execution.client_slow(time.monotonic()))
+        self._on(self.execution.client_slow, time.monotonic())
 
     def client_ready(self) -> None:
         """The client caught up."""
@@ -251,7 +250,8 @@ class RequestRunner(InFlightRequest):
         execution = self.execution
         log.exception("a request could not be relayed", decision=execution.label)
         error = None if execution.committed else ApiError(500, FAILED)
-        self._carry_out(execution.leave("internal error", error))
+        for act in execution.leave("internal error", error):
+            _DO[act.__class__](self, act)
         if not self._finished:
             # The exception came while the request ended.
             execution.close_client = True

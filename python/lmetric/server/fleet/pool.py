@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import structlog
 
-from lmetric._core import NoInstanceError, Router, decision_tag
+from lmetric._core import DecisionLabels, NoInstanceError, Router
 from lmetric.config import PoolSettings
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.handover import CONNECTORS
@@ -90,8 +90,8 @@ class Pool:
             self._use(self._load(settings.tokenizer))
         self.engines: dict[str, Engine] = {}
         self.created = int(time.time())
-        self._label_prefix = f"{index}-" if index else ""
-        self._label_key = secrets.token_bytes(16)
+        # A tenant's label is valid for that tenant alone, and nobody can guess one.
+        self.labels = DecisionLabels(f"{index}-" if index else "", secrets.token_bytes(16))
         self.unserved_since: float | None = time.monotonic()  # None: it has engines
         self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
         self.block_size_from = "default" if settings.block_size is None else "the configuration"
@@ -401,14 +401,6 @@ class Pool:
     def no_engine_error(self, error: NoInstanceError) -> ApiError:
         """The error of a request that no engine can take now."""
         return no_engine_error(self.name, error, self.unusable)
-
-    def decision_label(self, decision_id: int, tenant: str) -> str:
-        """The label of a decision over all pools, `ID-TAG` or `POOL-ID-TAG`.
-
-        The tag depends on the tenant and on a random key: nobody can guess a label, and a tenant's label
-        is valid for that tenant alone.
-        """
-        return f"{self._label_prefix}{decision_id}-{decision_tag(self._label_key, decision_id, tenant)}"
 
 
 def _step_time(profile: str | None) -> dict[str, float] | None:

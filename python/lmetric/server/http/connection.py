@@ -194,8 +194,8 @@ class ClientConnection(RequestHandler):
         if head is None:
             self._collect(data, None, len(data) + 1)
             return
-        start = head.start
-        end = start + head.length
+        start, length = head.start, head.length
+        end = start + length
         if head.plain and self._front.takes(head):
             if len(data) < end:
                 if asked is None:
@@ -208,7 +208,7 @@ class ClientConnection(RequestHandler):
             self.answering = True
             if len(data) > end:
                 self._hold_back(data[end:])
-            if head.length > SMALL_BODY and not self.hold_body(head.length):
+            if length > SMALL_BODY and not self.hold_body(length):
                 self._front.no_room(self, asked)
             elif asked is None:
                 self._front.ask(self, head, data[start:end])

@@ -475,7 +475,7 @@ class Frontend(web.Server):
             asked.keep_alive &= not self.draining
             require_finish = asked.path in (CHAT, COMPLETIONS)
             fetches = pool.pulls and unpulled is None
-            execution = RequestExecution.of(
+            execution = RequestExecution(
                 self._rules, asked, pool, decision, ticket, body, call, moves=moves, fetches=fetches
             )
             relay = RequestRunner(execution, require_finish, self._ended)
@@ -501,8 +501,11 @@ class Frontend(web.Server):
             goes_on = goes_on and not relay.close_client
             if relay.committed:
                 status = relay.status
-            if relay.prompt_tokens and asked.prompt_bytes and asked.pool is not None:
-                asked.pool.ratio.learn(asked.prompt_bytes, relay.prompt_tokens)
+            usage = relay.usage
+            if usage is not None and asked.prompt_bytes and asked.pool is not None:
+                prompt_tokens = usage.prompt_tokens
+                if prompt_tokens:
+                    asked.pool.ratio.learn(asked.prompt_bytes, prompt_tokens)
         if error is not None:
             status = error.status
             goes_on = goes_on and asked.http11
@@ -558,7 +561,8 @@ def _log_access(
 ) -> None:
     """Logs a request that is over."""
     done = relay or InFlightRequest()
-    ttft = None if done.first_token_at is None else round(done.first_token_at - asked.started, 6)
+    usage = done.usage
+    first_token_at = usage.first_token_at if usage is not None else None
     log.info(
         "request",
         request_id=asked.head.request_id,
@@ -570,10 +574,10 @@ def _log_access(
         decision=done.decision,
         instance=done.instance,
         duration_seconds=round(now - asked.started, 6),
-        ttft_seconds=ttft,
-        prompt_tokens=done.prompt_tokens,
-        cached_tokens=done.cached_tokens,
-        output_tokens=done.output_tokens,
+        ttft_seconds=None if first_token_at is None else round(first_token_at - asked.started, 6),
+        prompt_tokens=usage.prompt_tokens if usage is not None else None,
+        cached_tokens=usage.cached_tokens if usage is not None else None,
+        output_tokens=usage.output_tokens if usage is not None else 0,
         note=done.reason or None,
     )
 

@@ -182,7 +182,7 @@ def _record(front: Frontend, request: web.BaseRequest, label: str) -> dict[str, 
     index, number = int(parts[1] or 0), int(parts[2])
     pool = next((pool for pool in front.fleet.pools if pool.index == index), None)
     if pool is not None and number < 2**64:
-        own = hmac.compare_digest(pool.decision_label(number, tenant), label)
+        own = hmac.compare_digest(pool.labels.label(number, tenant), label)
         record = pool.router.receipt(number) if own or admin else None
         if record is not None:
             shown = {"model": pool.name, **record, "id": label}

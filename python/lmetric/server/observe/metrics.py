@@ -108,16 +108,17 @@ class Metrics(Collector):
     ) -> None:
         """A request for an engine ended; times in seconds on the monotonic clock."""
         self.requests[model, tenant, status] += 1
-        if relay is None or not relay.committed:
+        usage = relay.usage if relay is not None else None
+        if usage is None:
             return
         times = self._times.get(model)
         if times is None:
             times = self._times[model] = _Times()
         times.seconds.observe(ended - started)
-        first = relay.first_token_at
+        first = usage.first_token_at
         if first:
             times.ttft.observe(first - started)
-            further = relay.output_tokens - 1
+            further = usage.output_tokens - 1
             if further > 0:
                 times.tpot.observe((ended - first) / further)
 

@@ -121,7 +121,7 @@ class Connection(ResponseReader, asyncio.Protocol):
     def release(self) -> None:
         """Back to the pool, where the answer's end allows it."""
         self.detach()
-        if self.keep_alive and not self.transport.is_closing():
+        if self.keep_alive:
             self.upstream.give(self)
         else:
             self.transport.close()
