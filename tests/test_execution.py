@@ -698,9 +698,6 @@ class Driver:
         if not self.holds_connections:
             attempt.connected()
 
-    def refilled(self, step: Step) -> bytes:
-        return step.body
-
     def wrote(self, attempt: QuietAttempt) -> None:
         """A request was sent."""
         step, wire = attempt.step, attempt.wire

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from math import inf
 from typing import Any, Protocol
 
 from lmetric._core import END, ENGINE_ERROR, INCOMPLETE, OUT, PASS, READY, UNSEEN, Ticket, WireError
@@ -20,9 +21,6 @@ ANSWER_BYTES = 16 << 20
 
 class AttemptListener(Protocol):
     """Who is told what comes of an attempt."""
-
-    def refilled(self, step: Step) -> bytes:
-        """The step's body, as the engine's index wants it."""
 
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
         """Something happened to the attempt. To "ready", `begin` or `cancel` is the answer."""
@@ -41,6 +39,7 @@ class EngineAttempt:
     _connecting: asyncio.Task[Connection] | None = None
     _fresh = False  # its connection was made for this step
     _pieces = 0  # of the answer, at the last check
+    _since = inf  # when the limit that runs began, seconds on the monotonic clock
 
     def __init__(
         self,
@@ -69,8 +68,17 @@ class EngineAttempt:
         connection = self.step.engine.upstream.take()
         if connection is None:
             self._connect()
+        elif now > self.step.kv_until:
+            connection.upstream.give(connection)
+            asyncio.get_running_loop().call_soon(self._too_late)
         else:
             self._send(connection, now)
+
+    def _too_late(self) -> None:
+        """What was to be handed over is no longer held."""
+        if not self.over:
+            self.cancel()
+            self._listener.on_attempt_event("stale", self, True)
 
     def _connect(self) -> None:
         self._fresh = True
@@ -96,8 +104,7 @@ class EngineAttempt:
                 self.fail("reset", "connection closed as soon as it was made")
             elif now > self.step.kv_until:
                 connection.upstream.give(connection)
-                self.cancel()
-                self._listener.on_attempt_event("stale", self, True)
+                self._too_late()
             else:
                 self._send(connection, now)
         except Exception:
@@ -111,11 +118,9 @@ class EngineAttempt:
             connection.begin(self, self._ticket, asked.http11, finish, step.observed, step.hides_ids)
         else:
             connection.begin(self, self._ticket if step.for_client else None, False, step.for_client)
-        self._since = now  # when the limit that runs began, seconds on the monotonic clock
+        self._since = now
         engine, given = step.engine, asked.priority
         body = step.body
-        if engine.refill is not None and step.refills:
-            body = self._listener.refilled(step)
         if given is not None:
             body, given = priority.body(engine, given, body), priority.header(engine, given)
         upstream = engine.upstream

@@ -448,10 +448,17 @@ class RequestExecution(Progress):
             and (step.observed or step.merges or self.in_slices)
         ):
             self.mover.running[self.ticket.id] = self.handle
-        self._acts.append(step)
+        self._ask(step)
 
     def _send_beside(self, step: Step) -> None:
         self.side = step
+        self._ask(step)
+
+    def _ask(self, step: Step) -> None:
+        refill, decision = step.engine.refill, self.decision
+        if refill is not None and step.refills:
+            unknown = decision.prompt_tokens - decision.predicted_hit_tokens
+            step.body = refill.body(self.asked.path, step.body, unknown)
         self._acts.append(step)
 
     def _resend(self, engine: Engine, now: float) -> None:
@@ -1033,13 +1040,13 @@ class RequestExecution(Progress):
             error = None
         if self.main or self.side or self.mover or self.fetch:
             self._abandon()
-        self._resume_slices_at = None
         if failure is not None and self.ticket.open:
             self.ticket.failed(failure, retry=False)
         self._acts.append(FINISH if error is None else Finish(error))
 
     def _abandon(self) -> None:
         """Gives up what is on its way, and what was begun beside it."""
+        self._resume_slices_at = None
         self._stop_moving()
         if self.migration is not None:
             self._cancel_migration(self.migration, "ended")

@@ -62,6 +62,12 @@ class Progress:
         return self.mover is not None and self.stream and not self.unmergeable
 
     @property
+    def limit_seconds(self) -> float:
+        """That its client's answer is waited for: to its first byte, or to its end."""
+        limits = self.rules.timeouts
+        return limits.first_byte if self.stream else limits.answer
+
+    @property
     def begun(self) -> bool:
         """Whether some of its answer is known as tokens."""
         return self.transcript is not None and self.transcript.begun

@@ -202,16 +202,6 @@ class RequestRunner(InFlightRequest):
         self._main = self._side = execution.answered = execution.observing = execution.handle = None
         self._on_end(self._asked, self, act.error)
 
-    # -- what its attempts call ------------------------------------------------------------------------------
-
-    def refilled(self, step: Step) -> bytes:
-        """The step's body, as its engine's index wants it."""
-        refill, decision = step.engine.refill, self.execution.decision
-        if refill is None:
-            return step.body
-        unknown = decision.prompt_tokens - decision.predicted_hit_tokens
-        return refill.body(self._asked.path, step.body, unknown)
-
     # -- what the client's connection and the server call ----------------------------------------------------
 
     @property

@@ -16,11 +16,9 @@ from lmetric.tokens import Tokens
 
 def step(p: Progress, engine: Engine, now: float) -> Step:
     """The request at an engine. What is handed over is fetched where the engine can, once."""
-    limits = p.rules.timeouts
-    limit = limits.first_byte if p.stream else limits.answer
     kv = p.kv
     if p.call is None and kv is None:
-        return Step(engine, p.body, "pass", limit, p.stream)
+        return Step(engine, p.body, "pass", p.limit_seconds, p.stream)
     inside, fields = p.inside, {}
     if kv is not None and kv.tokens and not p.unmergeable:
         fields = kv.take(engine, now, goes_on=False, total=p.total)
@@ -38,7 +36,7 @@ def step(p: Progress, engine: Engine, now: float) -> Step:
         engine,
         _body(p, inside, fields, told),
         "whole" if whole else "pass",
-        limit,
+        p.limit_seconds,
         p.stream,
         carries_kv=bool(fields),
         kv_until=kv.until if kv is not None else inf,

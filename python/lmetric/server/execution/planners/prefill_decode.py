@@ -49,18 +49,16 @@ def prefill(p: Progress, engine: Engine, now: float) -> Step:
 
 def pair(p: Progress, first: Engine, second: Engine, body: bytes, *, opens: bool) -> list[Step]:
     """Both at once. `opens`: the first is the open segment."""
-    limits = p.rules.timeouts
     prefills = Step(
         first,
         body,
         "whole",
-        limits.first_byte,
+        p.rules.timeouts.first_byte,
         beside=True,
         for_client=False,
         advances_ticket=opens,
     )
-    limit = limits.first_byte if p.stream else limits.answer
-    return [prefills, Step(second, body, "pass", limit, p.stream)]
+    return [prefills, Step(second, body, "pass", p.limit_seconds, p.stream)]
 
 
 def first_body(p: Progress, engine: Engine) -> bytes:

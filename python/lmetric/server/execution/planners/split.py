@@ -55,12 +55,11 @@ def rest(p: Progress, engine: Engine, now: float) -> Step:
     kv, fields = p.transfer(), {}
     if kv.tokens:
         fields = kv.take(engine, now, goes_on=False, total=p.total)
-    limits = p.rules.timeouts
     return Step(
         engine,
         dumps(request | fields),
         "events" if p.stream else "whole",
-        limits.first_byte if p.stream else limits.answer,
+        p.limit_seconds,
         p.stream,
         target.encode(),
         carries_kv=bool(fields),
