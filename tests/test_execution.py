@@ -504,6 +504,9 @@ class QuietAttempt(EngineAttempt):
         self._connecting = cast(Any, Connecting(cast(Driver, self._listener).clock.now))
         cast(Driver, self._listener).connects(self)
 
+    def _soon(self, then: Callable[[], None]) -> None:
+        then()  # the driver carries out what it is told of behind what it is at
+
     def _send(self, connection: Connection, now: float) -> None:
         super()._send(connection, now)
         if self._connection is connection:

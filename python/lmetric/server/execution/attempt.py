@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from math import inf
 from typing import Any, Protocol
 
@@ -70,9 +71,13 @@ class EngineAttempt:
             self._connect()
         elif now > self.step.kv_until:
             connection.upstream.give(connection)
-            asyncio.get_running_loop().call_soon(self._too_late)
+            self._soon(self._too_late)
         else:
             self._send(connection, now)
+
+    def _soon(self, then: Callable[[], None]) -> None:
+        """Not from within `go`."""
+        asyncio.get_running_loop().call_soon(then)
 
     def _too_late(self) -> None:
         """What was to be handed over is no longer held."""
