@@ -157,9 +157,9 @@ def measure(folder: Path, sizes: list[int], turns: int) -> tuple[dict[str, Any],
 
     def decide(body: bytes) -> int:
         at = [time.thread_time_ns()]
-        call = parse(CHAT, body)
+        request = parse(CHAT, body).request
         at.append(time.thread_time_ns())
-        text = tokenizer.chat_text(call.request)
+        text = tokenizer.chat_text(request)
         at.append(time.thread_time_ns())
         tokens = tokenizer.encode(text, at_most=1 << 30)
         at.append(time.thread_time_ns())

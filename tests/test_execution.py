@@ -608,7 +608,7 @@ class Driver:
         self.rules = Rules.of(setup.config())
         fetches = pool.pulls and unpulled is None
         self.execution = Recorded(
-            self.rules, asked, pool, decision, ticket, body, call, moves=moves, fetches=fetches
+            self.rules, asked, pool, decision, ticket, call, moves=moves, fetches=fetches
         )
         if self.execution.mover is not None:
             self.execution.handle = self

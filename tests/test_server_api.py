@@ -1,15 +1,19 @@
 """The API's edges: bad requests, unknown models and paths, limits, keys, the router's own pages."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lmetric._core import INTERNAL_FIELDS, BadRequestError, check_object
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.api.errors import ApiError
-from lmetric.server.api.request import INTERNAL_FIELDS, parse
+from lmetric.server.api.request import parse
 from server_world import FakeEngine, answer, decision_id, hang, plain, says, world
 
 CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -84,7 +88,7 @@ async def test_bad_bodies_are_told_apart(path: str, body: Any, says_so: str, par
 
 def test_what_the_engine_judges_passes() -> None:
     nothing = dict.fromkeys(("model", "stream", "cache_salt", "vllm_xargs", "user", "max_tokens"))
-    call = parse(CHAT, orjson.dumps(CHAT_BODY | nothing | {"messages": [3]}))
+    call = parse(CHAT, orjson.dumps(CHAT_BODY | nothing))
     assert (call.model, call.stream, call.salt, call.session, call.max_tokens) == (
         None,
         False,
@@ -95,10 +99,37 @@ def test_what_the_engine_judges_passes() -> None:
     call = parse(
         COMPLETIONS, orjson.dumps({"prompt": ["a", "bc"], "user": 3, "n": {}, "max_output_tokens": 7})
     )
-    assert (call.text, call.more_bytes, call.session, call.max_tokens) == ("a", 2, None, 7)
+    assert (call.text, call.more_bytes, call.session, call.max_tokens) == (b"a", 2, None, 7)
     # A limit that another one replaces.
     limits = {"max_output_tokens": [], "max_tokens": "x", "max_completion_tokens": 5}
     assert parse("/v1/responses", orjson.dumps({"input": [3], "model": "m", **limits})).max_tokens == 5
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+_BROKEN = st.sampled_from(
+    [b"", b'"', b"\\", b"\\u12", b"\\ud800", b"\xff", b"\x00", b",", b"{", b"]", b"-", b"1e999", b" "]
+)
+
+
+@given(st.dictionaries(st.text(), _VALUES, max_size=4), st.booleans(), st.floats(0, 1), _BROKEN)
+def test_what_is_read_in_rust_can_be_read_in_python_and_the_reverse(
+    fields: dict[str, Any], ascii_only: bool, where: float, broken: bytes
+) -> None:
+    whole = json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    at = int(where * len(whole))
+    for body in (whole, whole[:at] + broken + whole[at:], whole[:at] + broken + whole[at + 1 :]):
+        try:
+            good = type(orjson.loads(body)) is dict
+        except orjson.JSONDecodeError:
+            good = False
+        if good:
+            check_object(body)
+        else:
+            with pytest.raises(BadRequestError):
+                check_object(body)
 
 
 @pytest.mark.parametrize("name", sorted(INTERNAL_FIELDS))
@@ -112,9 +143,9 @@ def test_no_internal_field_reaches_an_engine(name: str) -> None:
 
 def test_prompt_keys_share_prefixes_exactly_where_prompts_do() -> None:
     def key(*messages: dict[str, Any], **more: Any) -> str:
-        text = parse(CHAT, orjson.dumps({"messages": messages, **more})).as_text()
-        assert isinstance(text, str)
-        return text
+        text = parse(CHAT, orjson.dumps({"messages": messages, **more})).text
+        assert text is not None
+        return text.decode()
 
     system, one = {"role": "system", "content": "be"}, {"role": "user", "content": "hello"}
     reply = {"role": "assistant", "content": "yes"}

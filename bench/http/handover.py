@@ -43,22 +43,28 @@ end
 
 
 def answers(port: int) -> None:
-    """Waits until it does."""
-    for _ in range(300):
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+    """Waits until something answers on a port; under callgrind that takes half a minute."""
+    for _ in range(1200):
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
             return
         time.sleep(0.1)
-    sys.exit(f"handover.py: nobody answers on port {port}")
+    sys.exit(f"nobody answers on port {port}")
 
 
-def measured(roles: tuple[str, str], size: int, seconds: int, scratch: Path) -> float:
-    """Microseconds of the router's CPU time a request."""
+def configured(roles: tuple[str, str], scratch: Path) -> Path:
+    """A configuration file of the router, with the two engines in these roles."""
     engines = [
         f"  - {{url: 'http://127.0.0.1:{port}', role: {role}}}"
         for port, role in zip(ENGINES, roles, strict=True)
     ]
     config = scratch / "router.yaml"
     config.write_text("\n".join([f"port: {ROUTER}", "model: mock", "engines:", *engines]) + "\n")
+    return config
+
+
+def measured(roles: tuple[str, str], size: int, seconds: int, scratch: Path) -> float:
+    """Microseconds of the router's CPU time a request."""
+    config = configured(roles, scratch)
     (scratch / "wrk.lua").write_text(SCRIPT % ((size - 120) // 5))
     program = Path(sys.executable).parent / "lmetric-router"
     router = subprocess.Popen([program, "serve", "--config", config], stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""What a change costs in instructions: two checkouts of the router, counted by callgrind (Debian: valgrind).
+"""Counts the instructions of a request in two checkouts of the router, by callgrind (Debian: valgrind).
 
     python bench/http/instructions.py --before CHECKOUT [--requests 500] [--out FILE]
 
@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from handover import ENGINES, ROUTER, answers, configured
+
 from common import about, write_result
 
 HERE = Path(__file__).parent
-ENGINES, ROUTER = (8250, 8251), 8259
 WARM_UP = 300  # requests until the interpreter has specialized its bytecode
 # Name: roles of the engines, bytes of the prompt.
 CELLS = {
@@ -52,29 +53,9 @@ def ask(first: int, requests: int, prompt_bytes: int) -> None:
     client.close()
 
 
-def healthy(router: subprocess.Popen[bytes]) -> None:
-    """Waits until the router serves; under callgrind it starts slowly."""
-    for _ in range(240):
-        client = http.client.HTTPConnection("127.0.0.1", ROUTER, timeout=5)
-        try:
-            client.request("GET", "/health")
-            if client.getresponse().status == 200:
-                return
-        except OSError:
-            pass
-        finally:
-            client.close()
-        if router.poll() is not None:
-            sys.exit(f"instructions.py: the router ended with status {router.returncode}")
-        time.sleep(0.5)
-    sys.exit("instructions.py: the router was not ready within 2 minutes")
-
-
 def counted(tree: Path, roles: tuple[str, str], prompt_bytes: int, requests: int, scratch: Path) -> float:
     """Instructions that the router of a checkout takes for a request."""
-    config = scratch / "router.yaml"
-    engines = [f"  - {{url: 'http://127.0.0.1:{p}', role: {r}}}" for p, r in zip(ENGINES, roles, strict=True)]
-    config.write_text("\n".join([f"port: {ROUTER}", "model: mock", "engines:", *engines]) + "\n")
+    config = configured(roles, scratch)
     for old in scratch.glob("callgrind.*"):
         old.unlink()
     valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
@@ -85,7 +66,7 @@ def counted(tree: Path, roles: tuple[str, str], prompt_bytes: int, requests: int
         stderr=subprocess.DEVNULL,
     )
     try:
-        healthy(router)
+        answers(ROUTER)
         ask(0, WARM_UP, prompt_bytes)
         control = ["callgrind_control", str(router.pid)]
         subprocess.run([*control, "--instr=on"], check=True, capture_output=True)

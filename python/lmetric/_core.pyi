@@ -15,6 +15,7 @@ __all__ = [
     "ENGINE_ERROR",
     "FAST_TOKENIZER",
     "INCOMPLETE",
+    "INTERNAL_FIELDS",
     "MAX_EXPRESSION_LENGTH",
     "MAX_TOKENS",
     "OUT",
@@ -22,6 +23,7 @@ __all__ = [
     "READY",
     "SHARE_NAMES",
     "UNSEEN",
+    "BadRequestError",
     "BadValueError",
     "Decision",
     "DecisionLabels",
@@ -46,11 +48,12 @@ __all__ = [
     "bench_decision",
     "check_expression",
     "check_local_order",
+    "check_object",
     "generate",
     "indicator_table",
-    "json_excess",
     "nearest_name",
     "policy_table",
+    "read_request",
     "simulate",
 ]
 
@@ -429,8 +432,10 @@ class RequestHead:
 
 @final
 class DecisionLabels:
-    """Labels of decisions: the prefix, the id, and a tag that cannot be guessed (SipHash-2-4 of id and tenant, 16 hex
-    digits). ``key``: 16 bytes, else a ValueError."""
+    """Labels of decisions: the prefix, the id, and a tag that cannot be guessed.
+
+    The tag: SipHash-2-4 of id and tenant, 16 hex digits. ``key``: 16 bytes, else a ValueError.
+    """
 
     def __new__(cls, prefix: str, key: bytes) -> DecisionLabels: ...
     def label(self, id: int, tenant: str) -> str: ...
@@ -439,8 +444,35 @@ class DecisionLabels:
     ) -> bytes: ...
     # the router's lines in the head of an answer: ``engine`` gives it, ``prefill`` computed its prompt
 
-def json_excess(data: bytes) -> str | None:
-    """Says which bound on depth, containers or values a JSON document exceeds; None: none of them."""
+INTERNAL_FIELDS: frozenset[str]  # that only a router or another engine may send
+
+class BadRequestError(LmetricError):
+    """A request's body is not what the API takes.
+
+    Its arguments: a message for the client, and the field that is wrong (None: the body).
+    """
+
+def read_request(
+    path: str, body: bytes
+) -> tuple[
+    str | None,
+    bool,
+    str | None,
+    str | None,
+    int | None,
+    bytes | None,
+    NDArray[np.uint32] | None,
+    int,
+    int,
+    bool,
+]:
+    """What a request's body asks for: model, whether it streams, session, cache salt, most tokens of its
+    answer, its prompt as UTF-8 text or as token ids, bytes and tokens of its further prompts, and whether it
+    has a field ``priority``. ``path``: of the API. Raises BadRequestError."""
+
+def check_object(body: bytes) -> None:
+    """Makes sure that a body is a JSON object whose depth and numbers of containers, members and values are
+    within bounds. Raises BadRequestError."""
 
 @final
 class RequestReader:

@@ -1,6 +1,7 @@
 //! `lmetric._core`: the Python face of the core. Converts and exposes, decides nothing.
 use pyo3::prelude::*;
 
+mod api;
 mod bench;
 mod buffers;
 mod engine;
@@ -28,6 +29,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     expr::register(module)?;
     engine::register(module)?;
     wire::register(module)?;
+    api::register(module)?;
     simulate::register(module)?;
     tokens::register(module)?;
     bench::register(module)

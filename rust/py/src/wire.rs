@@ -3,8 +3,7 @@ use crate::errors::{LmetricError, Result};
 use crate::ticket::Ticket;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_wire::{
-    Excess, Fields, Finish, Kind, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_TOKENS, MAX_VALUES, Observer,
-    Request, Scanner, Step, WireError as CoreWireError, excess, split,
+    Fields, Finish, Kind, MAX_TOKENS, Observer, Request, Scanner, Step, WireError as CoreWireError, split,
 };
 use numpy::PyArray1;
 use pyo3::create_exception;
@@ -484,20 +483,7 @@ impl RequestReader {
     }
 }
 
-/// Adds its classes and functions to the module.
-/// Says which bound on its shape a JSON document exceeds, in words for its sender.
-#[pyfunction]
-fn json_excess(data: &[u8]) -> Option<String> {
-    let (bound, what) = match excess(data)? {
-        Excess::Depth => (MAX_DEPTH, "levels of lists and objects inside each other"),
-        Excess::Containers => (MAX_CONTAINERS, "lists and objects"),
-        Excess::Members => (MAX_MEMBERS, "members of objects"),
-        Excess::Values => (MAX_VALUES, "values"),
-    };
-    Some(format!("more than {bound} {what}"))
-}
-
-/// Labels of decisions, `PREFIX ID-TAG` without the space. The tag is SipHash-2-4 of id and tenant under a key of 16
+/// Labels of decisions: a prefix, the id, a hyphen and a tag. The tag is SipHash-2-4 of id and tenant under a key of 16
 /// bytes: nobody can guess it, and a label is valid for its tenant alone.
 #[pyclass(frozen, module = "lmetric._core")]
 struct DecisionLabels {
@@ -556,9 +542,9 @@ impl DecisionLabels {
     }
 }
 
+/// Adds its classes and functions to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("MAX_TOKENS", MAX_TOKENS)?;
-    module.add_function(wrap_pyfunction!(json_excess, module)?)?;
     module.add("WireError", module.py().get_type::<WireError>())?;
     for (name, bit) in FLAGS {
         module.add(name, bit)?;

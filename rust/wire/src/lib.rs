@@ -1,7 +1,8 @@
-//! Reads HTTP/1.1 bytes as they come: heads of requests; of responses heads, body framing, SSE events, and of the JSON
-//! inside only what a router needs (errors, tokens, usage). No I/O; memory is bounded whatever arrives; every result is independent of how
-//! the bytes were cut into pieces.
+//! Reads HTTP/1.1 bytes as they come: of requests heads, and bodies that are whole; of responses heads, body framing, SSE
+//! events, and of the JSON inside only what a router needs (errors, tokens, usage). No I/O; memory is bounded whatever
+//! arrives; every result is independent of how the bytes were cut into pieces.
 #![forbid(unsafe_code)]
+mod api;
 mod body;
 mod head;
 mod json;
@@ -10,7 +11,9 @@ mod request;
 mod scanner;
 mod shape;
 mod sse;
+mod tree;
 
+pub use api::{ApiRequest, CHAT, COMPLETIONS, INTERNAL_FIELDS, MAX_PROMPTS, Prompt, Refusal, check_object};
 pub use json::{Finish, Found, MAX_TOKENS, Usage};
 pub use observe::Observer;
 pub use request::{Fields, Kind, Request, path, without_authorization};

@@ -2,6 +2,8 @@
 //! Python's global lock and some of its users recurse, so a small document with an absurd shape
 //! can block every other request.
 
+use std::fmt;
+
 use memchr::{memchr_iter, memchr2, memchr2_iter};
 
 /// Levels of lists and objects inside each other.
@@ -24,6 +26,19 @@ pub enum Excess {
     Members,
     /// More than [`MAX_VALUES`] values.
     Values,
+}
+
+/// In words for the document's sender.
+impl fmt::Display for Excess {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (bound, what) = match self {
+            Self::Depth => (MAX_DEPTH, "levels of lists and objects inside each other"),
+            Self::Containers => (MAX_CONTAINERS, "lists and objects"),
+            Self::Members => (MAX_MEMBERS, "members of objects"),
+            Self::Values => (MAX_VALUES, "values"),
+        };
+        write!(to, "more than {bound} {what}")
+    }
 }
 
 /// Returns the first bound that `data` exceeds. Malformed JSON is judged by the brackets that lie

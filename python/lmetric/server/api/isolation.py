@@ -66,8 +66,8 @@ class Isolation:
         """The part of the tokenizer's cache that an isolated tenant's prompts have to themselves."""
         return int.from_bytes(blake2b(b"tokens", key=self._keys[tenant], digest_size=8).digest())
 
-    def apply(self, tenant: str, path: str, call: ParsedRequest, body: bytes) -> bytes:
-        """Salts an isolated tenant's request for the index; returns the body to send to the engine.
+    def apply(self, tenant: str, path: str, call: ParsedRequest) -> None:
+        """Salts an isolated tenant's request, for the index and for the engine.
 
         Raises ApiError (403) for a path on which engines would ignore the salt.
         """
@@ -80,9 +80,9 @@ class Isolation:
         call.salt = self.salt(tenant, call.salt)
         call.scope = self.scope(tenant)
         if path in _WITHOUT_CACHE:
-            return body
+            return
         request = call.request
-        call.request = {**request, "cache_salt": call.salt}
-        if "cache_salt" in request or not request:
-            return orjson.dumps(call.request)
-        return with_fields(body, {"cache_salt": call.salt})
+        fields = {**request, "cache_salt": call.salt}
+        rewritten = "cache_salt" in request or not request
+        salted = orjson.dumps(fields) if rewritten else with_fields(call.body, {"cache_salt": call.salt})
+        call.replace(salted, fields)

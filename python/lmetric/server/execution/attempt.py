@@ -80,7 +80,7 @@ class EngineAttempt:
         asyncio.get_running_loop().call_soon(then)
 
     def _too_late(self) -> None:
-        """What was to be handed over is no longer held."""
+        """The KV transfer of the step has expired."""
         if not self.over:
             self.cancel()
             self._listener.on_attempt_event("stale", self, True)

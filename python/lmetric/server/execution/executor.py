@@ -106,7 +106,6 @@ class RequestExecution(Progress):
         pool: Pool,
         decision: Decision,
         ticket: Ticket,
-        body: bytes,
         call: ParsedRequest,
         *,
         moves: bool,
@@ -117,7 +116,7 @@ class RequestExecution(Progress):
         self.pool = pool
         self.decision = decision
         self.ticket = ticket
-        self.body = body
+        self.body = call.body
         self.stream = call.stream
         self.state: State = "ADMITTED"
         self.main: Step | None = None  # that runs the open segment

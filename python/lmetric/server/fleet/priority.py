@@ -48,15 +48,15 @@ def header(engine: Engine, priority: int | None) -> int | None:
     return told.field(-priority)
 
 
-def without(call: ParsedRequest) -> bytes:
-    """The body of a call without the client's own `priority`, which is removed from the call, too."""
-    call.request = {name: value for name, value in call.request.items() if name != "priority"}
-    return orjson.dumps(call.request)
+def remove(call: ParsedRequest) -> None:
+    """Removes the client's own `priority` from a request."""
+    fields = {name: value for name, value in call.request.items() if name != "priority"}
+    call.replace(orjson.dumps(fields), fields)
 
 
 def body(engine: Engine, priority: int | None, sent: bytes) -> bytes:
     """The body with the field that an engine takes for it, where it takes no header. The body has no
-    `priority` of the client's (`without`)."""
+    `priority` of the client's (`remove`)."""
     told = engine.capabilities.priority
     if priority is None or told is None or told.header:
         return sent

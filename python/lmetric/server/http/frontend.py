@@ -34,7 +34,7 @@ from lmetric.server.http.tokenizing import (
     LARGE_BODY,
     PendingTokenization,
     TokenizerThreads,
-    as_text,
+    count_text_prompt,
     prompt_text,
     read_prompt,
 )
@@ -356,14 +356,14 @@ class Frontend(web.Server):
         try:
             call = parse(asked.path, body)
             if asked.tenant and asked.tenant in self.isolation.tenants:
-                body = self.isolation.apply(asked.tenant, asked.path, call, body)
+                self.isolation.apply(asked.tenant, asked.path, call)
             pool, adapter = self.fleet.find(call.model)
             asked.pool = pool
-            in_thread = self._read_prompt(asked.path, body, call, pool)
+            in_thread = self._read_prompt(asked.path, call, pool)
             if in_thread is None:
-                self._place(asked, body, call, pool, adapter, asked.started)
+                self._place(asked, call, pool, adapter, asked.started)
             else:
-                place = partial(self._place, asked, body, call, pool, adapter)
+                place = partial(self._place, asked, call, pool, adapter)
                 self._read_in_thread(asked, in_thread, call, pool, place)
         except ApiError as error:
             self._ended(asked, None, error)
@@ -371,23 +371,18 @@ class Frontend(web.Server):
             log.exception("a request could not be handled", path=asked.path)
             self._ended(asked, None, ApiError(500, FAILED))
 
-    def _read_prompt(
-        self, path: str, body: bytes, call: ParsedRequest, pool: Pool
-    ) -> Callable[[], Tokens | None] | None:
-        """Makes the prompt a text or tokens, as its pool matches it; else returns the work, for a thread."""
-        if call.tokens is not None:
+    def _read_prompt(self, path: str, call: ParsedRequest, pool: Pool) -> Callable[[], Tokens | None] | None:
+        """Makes the prompt tokens, where its pool matches those; else returns the work, for a thread."""
+        tokenizer = pool.tokenizer
+        if tokenizer is None or call.text is None or not (call.chat or path == COMPLETIONS):
             return None
-        tokenizer = pool.tokenizer if call.chat or path == COMPLETIONS else None
-        if len(body) > LARGE_BODY and (tokenizer is not None or call.text is None):
+        if len(call.body) > LARGE_BODY:
             return partial(read_prompt, tokenizer, call)
-        if tokenizer is None:
-            call.as_text()
-            return None
         try:
             text = prompt_text(tokenizer, call)
             call.tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
         except NotPredictable as error:
-            as_text(pool, call, error)
+            count_text_prompt(pool, error)
             return None
         return partial(tokenizer.encode, text) if call.tokens is None else None
 
@@ -405,7 +400,7 @@ class Frontend(web.Server):
         def then(tokens: Tokens | NotPredictable | None) -> None:
             try:
                 if isinstance(tokens, NotPredictable):
-                    as_text(pool, call, tokens)
+                    count_text_prompt(pool, tokens)
                 else:
                     call.tokens = tokens
                 place(time.monotonic())
@@ -425,7 +420,6 @@ class Frontend(web.Server):
     def _place(
         self,
         asked: ClientRequest,
-        body: bytes,
         call: ParsedRequest,
         pool: Pool,
         adapter: str | None,
@@ -436,8 +430,8 @@ class Frontend(web.Server):
         if pool.orders or self.keys.on:
             # Else a client would decide how long others wait.
             asked.drops_priority = True
-            if "priority" in call.request:
-                body = priority.without(call)
+            if call.has_priority:
+                priority.remove(call)
         asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
         head = asked.head
         joins = pool.joins
@@ -476,7 +470,7 @@ class Frontend(web.Server):
             require_finish = asked.path in (CHAT, COMPLETIONS)
             fetches = pool.pulls and unpulled is None
             execution = RequestExecution(
-                self._rules, asked, pool, decision, ticket, body, call, moves=moves, fetches=fetches
+                self._rules, asked, pool, decision, ticket, call, moves=moves, fetches=fetches
             )
             relay = RequestRunner(execution, require_finish, self._ended)
             asked.client.relay = relay
@@ -604,8 +598,6 @@ def _size(pool: Pool, call: ParsedRequest) -> tuple[int, int, int]:
     text = call.text
     if text is None:
         return 0, 1, 0
-    if isinstance(text, str) and not text.isascii():
-        text = call.text = text.encode()
     if call.more_bytes:
         return 0, pool.ratio.tokens_of(len(text)), pool.ratio.tokens_of(call.more_bytes)
     return len(text), pool.ratio.tokens_of(len(text)), 0

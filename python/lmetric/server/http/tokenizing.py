@@ -27,31 +27,20 @@ def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
     if call.chat:
         text = tokenizer.chat_text(call.request)
     else:
-        assert isinstance(call.text, str)
-        text = tokenizer.completion_text(call.request, call.text)
+        assert call.text is not None
+        text = tokenizer.completion_text(call.request, call.text.decode())
     return text._replace(scope=call.scope) if call.scope else text
 
 
-def as_text(pool: Pool, call: ParsedRequest, why: NotPredictable) -> None:
-    """Counts a prompt that is matched as text. Raises ApiError (400) for a malformed chat."""
+def count_text_prompt(pool: Pool, why: NotPredictable) -> None:
+    """Counts a prompt that is matched as text though its pool matches tokens."""
     pool.text_prompts[why.reason] += 1
     log.debug("a prompt is matched as text", model=pool.name, reason=why.reason, why=str(why))
-    call.as_text()
 
 
-def read_prompt(tokenizer: PromptTokenizer | None, call: ParsedRequest) -> Tokens | None:
-    """A prompt's tokens; None without a tokenizer. Renders the text if there are no tokens.
-
-    Raises NotPredictable, and ApiError (400) for a malformed chat.
-    """
-    if tokenizer is None:
-        call.as_text()
-        return None
-    try:
-        return tokenizer.encode(prompt_text(tokenizer, call))
-    except NotPredictable:
-        call.as_text()
-        raise
+def read_prompt(tokenizer: PromptTokenizer, call: ParsedRequest) -> Tokens | None:
+    """A prompt's tokens. Raises NotPredictable."""
+    return tokenizer.encode(prompt_text(tokenizer, call))
 
 
 class PendingTokenization(InFlightRequest):

@@ -1,0 +1,59 @@
+//! The Python face of `wire::api`.
+use crate::errors::LmetricError;
+use lmetric_wire::{ApiRequest, INTERNAL_FIELDS, Prompt, Refusal};
+use numpy::PyArray1;
+use pyo3::create_exception;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyFrozenSet, PyString, PyTuple};
+use std::borrow::Cow;
+
+create_exception!(
+    lmetric,
+    BadRequestError,
+    LmetricError,
+    "A request's body is not what the API takes; its arguments: a message for the client, and the field (None: the body)."
+);
+
+fn refused(Refusal { message, param }: Refusal) -> PyErr {
+    BadRequestError::new_err((message, param))
+}
+
+/// Makes sure that a body is a JSON object that a parser can take.
+#[pyfunction]
+fn check_object(body: &[u8]) -> PyResult<()> {
+    lmetric_wire::check_object(body).map_err(refused)
+}
+
+/// What a body asks for, in the order of `ParsedRequest`'s fields.
+#[pyfunction]
+fn read_request<'py>(py: Python<'py>, path: &str, body: &[u8]) -> PyResult<Bound<'py, PyTuple>> {
+    let read = ApiRequest::read(path, body).map_err(refused)?;
+    let string = |text: Option<Cow<'_, str>>| text.map(|text| PyString::new(py, &text));
+    let (text, tokens) = match read.prompt {
+        Prompt::None => (None, None),
+        Prompt::Text(text) => (Some(PyBytes::new(py, text.as_bytes())), None),
+        Prompt::Tokens(tokens) => (None, Some(PyArray1::from_vec(py, tokens))),
+    };
+    let fields = (
+        string(read.model),
+        read.stream,
+        string(read.session),
+        string(read.salt),
+        read.max_tokens,
+        text,
+        tokens,
+        read.more_bytes,
+        read.more_tokens,
+        read.has_priority,
+    );
+    fields.into_pyobject(py)
+}
+
+/// Adds its functions, errors and constants to the module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    module.add("INTERNAL_FIELDS", PyFrozenSet::new(py, INTERNAL_FIELDS)?)?;
+    module.add("BadRequestError", py.get_type::<BadRequestError>())?;
+    module.add_function(wrap_pyfunction!(check_object, module)?)?;
+    module.add_function(wrap_pyfunction!(read_request, module)?)
+}

@@ -1,0 +1,391 @@
+//! The OpenAI API as far as a router needs it: what a request asks for.
+//!
+//! Only what routing needs is checked; the rest is the engine's to judge. Fields with which engines talk among themselves
+//! are refused: from a client they could stop one.
+
+use std::borrow::Cow;
+
+use crate::shape::excess;
+use crate::tree::{Json, Members};
+
+/// The path of chats.
+pub const CHAT: &str = "/v1/chat/completions";
+/// The path of completions.
+pub const COMPLETIONS: &str = "/v1/completions";
+/// Texts in one completion request: more would hold the server's event loop while they are looked at.
+pub const MAX_PROMPTS: usize = 10_000;
+/// Fields that only a router or another engine may send (vLLM, SGLang, Dynamo).
+pub const INTERNAL_FIELDS: [&str; 10] = [
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "data_parallel_rank",
+    "routed_dp_rank",
+    "disagg_prefill_dp_rank",
+    "kv_cache_report_mode",
+    "nvext",
+];
+
+/// Why a body is refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// What is wrong, for the client.
+    pub message: String,
+    /// The field that is; `None`: the body as a whole.
+    pub param: Option<String>,
+}
+
+fn refusal<T>(message: String, param: impl Into<String>) -> Result<T, Refusal> {
+    Err(Refusal { message, param: Some(param.into()) })
+}
+
+/// The prompt that the router matches.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Prompt<'a> {
+    /// There is none that the router knows.
+    None,
+    /// Text. Of a conversation: its messages in the order in which a chat template writes them, so that equal prefixes
+    /// stay equal.
+    Text(Cow<'a, str>),
+    /// Token ids.
+    Tokens(Vec<u32>),
+}
+
+/// What a request's body asks for, as far as routing goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ApiRequest<'a> {
+    /// `model`.
+    pub model: Option<Cow<'a, str>>,
+    /// `stream`.
+    pub stream: bool,
+    /// `user`: key of session affinity.
+    pub session: Option<Cow<'a, str>>,
+    /// `cache_salt`.
+    pub salt: Option<Cow<'a, str>>,
+    /// Most tokens of the answer.
+    pub max_tokens: Option<u32>,
+    /// Its prompt, or the first of several.
+    pub prompt: Prompt<'a>,
+    /// Bytes of its further prompts, which count as load and are not matched.
+    pub more_bytes: usize,
+    /// Tokens of its further prompts.
+    pub more_tokens: usize,
+    /// Whether it has a field `priority`.
+    pub has_priority: bool,
+}
+
+impl<'a> ApiRequest<'a> {
+    /// Reads the body of a request for `path`.
+    ///
+    /// # Errors
+    /// A [`Refusal`] that names the place of what is wrong.
+    pub fn read(path: &str, body: &'a [u8]) -> Result<Self, Refusal> {
+        let mut fields = object(body)?;
+        internal(&fields, "")?;
+        let model = text(&mut fields, "model")?;
+        let stream = match fields.take("stream") {
+            Json::Bool(stream) => stream,
+            Json::Null => false,
+            other => return must_be("stream", "true or false", &other),
+        };
+        let salt = text(&mut fields, "cache_salt")?;
+        match fields.take("vllm_xargs") {
+            Json::Object(inner) => internal(&inner, "vllm_xargs.")?,
+            Json::Null => {}
+            other => return must_be("vllm_xargs", "an object", &other),
+        }
+        let session = if let Json::Text(user) = fields.take("user") { Some(user) } else { None };
+        let mut read = Self {
+            model,
+            stream,
+            session,
+            salt,
+            max_tokens: max_tokens(&mut fields)?,
+            prompt: Prompt::None,
+            more_bytes: 0,
+            more_tokens: 0,
+            has_priority: fields.get("priority").is_some(),
+        };
+        match path {
+            CHAT => match fields.take("messages") {
+                Json::List(messages) if !messages.is_empty() => {
+                    let tools = fields.get("tools").filter(|tools| tools.is_something());
+                    let rendered = render(String::new(), &messages, tools, body.len())?;
+                    read.prompt = Prompt::Text(rendered.into());
+                }
+                other => return must_be("messages", "a list of at least one message", &other),
+            },
+            COMPLETIONS => read.completion_prompt(fields.take("prompt"))?,
+            _ => read.other_prompt(&mut fields, body.len())?,
+        }
+        Ok(read)
+    }
+
+    /// A completion's prompt: a text, token ids, or a list of either.
+    fn completion_prompt(&mut self, prompt: Json<'a>) -> Result<(), Refusal> {
+        let list = match prompt {
+            Json::Text(text) => {
+                self.prompt = Prompt::Text(text);
+                return Ok(());
+            }
+            Json::List(list) if !list.is_empty() => list,
+            other => return must_be("prompt", "a string or a list of token ids", &other),
+        };
+        match &list[0] {
+            Json::Number(_) => self.prompt = Prompt::Tokens(token_ids(&list, "prompt")?),
+            Json::Text(_) if list.len() > MAX_PROMPTS => {
+                let count = list.len();
+                let message = format!("prompt has {count} texts; at most {MAX_PROMPTS} are accepted");
+                return refusal(message, "prompt");
+            }
+            Json::Text(_) => {
+                for (index, text) in list.iter().enumerate().skip(1) {
+                    let Json::Text(text) = text else {
+                        return refusal(
+                            format!("prompt[{index}] must be a string like prompt[0], not {text}"),
+                            "prompt",
+                        );
+                    };
+                    self.more_bytes += text.len();
+                }
+                if let Some(Json::Text(first)) = list.into_iter().next() {
+                    self.prompt = Prompt::Text(first);
+                }
+            }
+            Json::List(_) => {
+                let mut prompts = list.iter().enumerate().map(|(index, ids)| {
+                    let place = format!("prompt[{index}]");
+                    match ids {
+                        Json::List(ids) => token_ids(ids, &place),
+                        other => {
+                            refusal(format!("{place} must be a list of token ids, not {other}"), "prompt")
+                        }
+                    }
+                });
+                if let Some(first) = prompts.next() {
+                    self.prompt = Prompt::Tokens(first?);
+                }
+                for ids in prompts {
+                    self.more_tokens += ids?.len();
+                }
+            }
+            other => {
+                let expected = "a token id, a string or a list of token ids";
+                return refusal(format!("prompt[0] must be {expected}, not {other}"), "prompt");
+            }
+        }
+        Ok(())
+    }
+
+    /// The prompt of another API's request, as far as there is one; its shape is the engine's to judge.
+    fn other_prompt(&mut self, fields: &mut Members<'a>, size: usize) -> Result<(), Refusal> {
+        if let Json::List(messages) = fields.take("messages") {
+            let system = fields.get("system").and_then(Json::as_str).unwrap_or_default();
+            let tools = fields.get("tools").filter(|tools| tools.is_something());
+            self.prompt = Prompt::Text(render(system.to_owned(), &messages, tools, size)?.into());
+            return Ok(());
+        }
+        let name = if fields.get("prompt").is_some() { "prompt" } else { "input" };
+        let mut prompt = fields.take(name);
+        if let Json::List(list) = &mut prompt
+            && let Some(Json::Text(_)) = list.first()
+        {
+            self.more_bytes = list[1..].iter().filter_map(Json::as_str).map(str::len).sum();
+            prompt = list.swap_remove(0);
+        }
+        self.prompt = match prompt {
+            Json::Null => Prompt::None,
+            Json::Text(text) => match fields.get("instructions").and_then(Json::as_str) {
+                Some(instructions) => Prompt::Text(format!("{instructions}\x1e{text}").into()),
+                None => Prompt::Text(text),
+            },
+            other => Prompt::Text(compact(&other).into()),
+        };
+        Ok(())
+    }
+}
+
+/// Makes sure that a body is a JSON object whose shape is within bounds.
+///
+/// # Errors
+/// A [`Refusal`] that names the place of what is wrong.
+pub fn check_object(body: &[u8]) -> Result<(), Refusal> {
+    object(body).map(|_| ())
+}
+
+fn object(body: &[u8]) -> Result<Members<'_>, Refusal> {
+    let refused = |message| Err(Refusal { message, param: None });
+    if let Some(excess) = excess(body) {
+        return refused(format!("the body has {excess}"));
+    }
+    match Json::read(body) {
+        Ok(Json::Object(fields)) => Ok(fields),
+        Ok(other) => refused(format!("the body must be a JSON object, not {other}")),
+        Err(error) => {
+            let (line, column) = (error.line(), error.column());
+            let text = error.to_string();
+            let what = text.rsplit_once(" at line ").map_or(&*text, |(what, _)| what);
+            refused(format!("the body is not valid JSON: {what} at line {line}, column {column}"))
+        }
+    }
+}
+
+fn internal(fields: &Members<'_>, inside: &str) -> Result<(), Refusal> {
+    let Some(name) = fields.names().find(|name| INTERNAL_FIELDS.contains(name)) else { return Ok(()) };
+    let place = format!("{inside}{name}");
+    refusal(format!("{place} is internal to the engines and not accepted from clients"), place)
+}
+
+fn must_be<T>(place: &str, expected: &str, got: &Json<'_>) -> Result<T, Refusal> {
+    refusal(format!("{place} must be {expected}, not {got}"), place)
+}
+
+fn text<'a>(fields: &mut Members<'a>, name: &str) -> Result<Option<Cow<'a, str>>, Refusal> {
+    match fields.take(name) {
+        Json::Text(text) => Ok(Some(text)),
+        Json::Null => Ok(None),
+        other => must_be(name, "a string", &other),
+    }
+}
+
+/// The first limit that is given; the others are the engine's to judge.
+fn max_tokens(fields: &mut Members<'_>) -> Result<Option<u32>, Refusal> {
+    for name in ["max_completion_tokens", "max_tokens", "max_output_tokens"] {
+        let value = fields.take(name);
+        if value == Json::Null {
+            continue;
+        }
+        let given = if let Json::Number(number) = &value { number.as_u64() } else { None };
+        return match given.and_then(|given| i32::try_from(given).ok()) {
+            Some(limit) => Ok(Some(limit.unsigned_abs())),
+            None => must_be(name, "a whole number from 0", &value),
+        };
+    }
+    Ok(None)
+}
+
+fn token_ids(list: &[Json<'_>], place: &str) -> Result<Vec<u32>, Refusal> {
+    let id = |(index, value): (usize, &Json<'_>)| {
+        let number = if let Json::Number(number) = value { number.as_u64() } else { None };
+        number.and_then(|number| u32::try_from(number).ok()).ok_or_else(|| {
+            let got: String = compact(value).chars().take(60).collect();
+            let message = format!("{place}[{index}] must be a token id from 0 to {}, not {got}", u32::MAX);
+            Refusal { message, param: Some("prompt".into()) }
+        })
+    };
+    list.iter().enumerate().map(id).collect()
+}
+
+/// Appends a conversation to `text`, in the order in which a chat template writes it. `size`: of the body.
+fn render(
+    mut text: String,
+    messages: &[Json<'_>],
+    tools: Option<&Json<'_>>,
+    size: usize,
+) -> Result<String, Refusal> {
+    text.reserve(size);
+    if let Some(tools) = tools {
+        text.push('\x1e');
+        text.push_str(&compact(tools));
+    }
+    for (index, message) in messages.iter().enumerate() {
+        let Json::Object(message) = message else {
+            return must_be(&format!("messages[{index}]"), "an object", message);
+        };
+        let role = message.get("role").unwrap_or(&Json::Null);
+        let Json::Text(role) = role else {
+            return must_be(&format!("messages[{index}].role"), "a string", role);
+        };
+        text.extend(["\x1e", role, "\n"]);
+        match message.get("content") {
+            None | Some(Json::Null) => {}
+            Some(Json::Text(content)) => text.push_str(content),
+            Some(Json::List(parts)) => content_parts(&mut text, parts, index)?,
+            Some(other) => {
+                return must_be(&format!("messages[{index}].content"), "a string or a list of parts", other);
+            }
+        }
+        if message.len() > 2 {
+            for name in ["name", "reasoning_content", "tool_calls", "tool_call_id"] {
+                let Some(value) = message.get(name).filter(|value| value.is_something()) else { continue };
+                text.push('\x1f');
+                match value {
+                    Json::Text(value) => text.push_str(value),
+                    other => text.push_str(&compact(other)),
+                }
+            }
+        }
+    }
+    Ok(text)
+}
+
+fn content_parts(text: &mut String, parts: &[Json<'_>], message: usize) -> Result<(), Refusal> {
+    for (index, part) in parts.iter().enumerate() {
+        let said = if let Json::Object(fields) = part { fields.get("text") } else { Some(part) };
+        match (part, said) {
+            (_, Some(Json::Text(said))) => text.push_str(said),
+            // An image or sound counts by its identity, not its bytes.
+            (Json::Object(_), _) => text.push_str(&format!("\x1f{:032x}", part.digest())),
+            _ => return must_be(&format!("messages[{message}].content[{index}]"), "an object", part),
+        }
+    }
+    Ok(())
+}
+
+fn compact(value: &Json<'_>) -> String {
+    serde_json::to_string(value).expect("names are strings, and a String takes all")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text_of(path: &str, body: &str) -> String {
+        match ApiRequest::read(path, body.as_bytes()).expect(body).prompt {
+            Prompt::Text(text) => text.into_owned(),
+            other => panic!("{body}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_chat_is_written_message_by_message() {
+        let body = r#"{"tools": [{"b": 1, "a": [ ]}], "messages": [
+            {"role": "system", "content": "be"},
+            {"role": "user", "content": ["a", {"type": "text", "text": "b"}, "c"], "name": "n"},
+            {"role": "assistant", "content": null, "tool_calls": [{"id": "1"}], "name": ""},
+            {"role": "tool", "tool_call_id": "1", "content": "x"}]}"#;
+        assert_eq!(
+            text_of(CHAT, body),
+            "\x1e[{\"b\":1,\"a\":[]}]\x1esystem\nbe\x1euser\nabc\x1fn\x1eassistant\n\x1f[{\"id\":\"1\"}]\x1etool\nx\x1f1"
+        );
+    }
+
+    #[test]
+    fn other_apis_tell_their_prompt_where_they_have_one() {
+        let text = |body| text_of("/v1/responses", body);
+        assert_eq!(text(r#"{"input": "a", "instructions": "b"}"#), "b\x1ea");
+        assert_eq!(text(r#"{"input": [{"b": 1, "a": 2}]}"#), r#"[{"b":1,"a":2}]"#);
+        assert_eq!(
+            text(r#"{"system": "s", "messages": [{"role": "user", "content": "c"}]}"#),
+            "s\x1euser\nc"
+        );
+        assert_eq!(text(r#"{"messages": []}"#), "");
+        let read =
+            ApiRequest::read("/v1/embeddings", r#"{"input": ["é", "ab", 3, "é"]}"#.as_bytes()).unwrap();
+        assert_eq!((read.prompt, read.more_bytes), (Prompt::Text("é".into()), 4));
+        assert_eq!(ApiRequest::read("/tokenize", b"{}").unwrap().prompt, Prompt::None);
+    }
+
+    #[test]
+    fn several_prompts_count_and_the_first_is_matched() {
+        let read = |body: &'static str| ApiRequest::read(COMPLETIONS, body.as_bytes()).unwrap();
+        let texts = read(r#"{"prompt": ["a", "bc", "é"]}"#);
+        assert_eq!((texts.prompt, texts.more_bytes, texts.more_tokens), (Prompt::Text("a".into()), 4, 0));
+        let ids = read(r#"{"prompt": [[1, 4294967295], [3], [4, 5]]}"#);
+        assert_eq!((ids.prompt, ids.more_bytes, ids.more_tokens), (Prompt::Tokens(vec![1, u32::MAX]), 0, 3));
+        assert_eq!(read(r#"{"prompt": [[]], "priority": null}"#).prompt, Prompt::Tokens(vec![]));
+        assert!(read(r#"{"prompt": "", "priority": null}"#).has_priority);
+    }
+}
