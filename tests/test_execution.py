@@ -1485,6 +1485,18 @@ def test_the_second_of_two_at_once_goes_elsewhere(clock: Clock) -> None:
     finish(it)
 
 
+def test_the_second_of_two_at_once_answers_and_nobody_may_take_it(clock: Clock) -> None:
+    """All decode engines were removed meanwhile: the client hears so, whichever of the two answers first."""
+    it = driver(clock, Setup("sglang"), Ask())
+    for name in [name for name, engine in it.pool.engines.items() if engine.role == "decode"]:
+        it.pool.remove(name)
+    it.say(it.open[Slot.MAIN], 5)
+    it.check()
+    assert it.done
+    assert (it.counts["begin"], it.counts["commit"]) == (0, 0)
+    assert (it.error.status, it.error.code) == (503, "no_engine")
+
+
 def test_a_bug_before_it_is_placed_ends_it(clock: Clock) -> None:
     with mock.patch.object(Driver, "on"):
         it = driver(clock, Setup(), Ask())

@@ -455,6 +455,9 @@ class BadRequestError(LmetricError):
 def read_request(
     path: str, body: bytes
 ) -> tuple[
+    bytes,
+    bool,
+    bool,
     str | None,
     bool,
     str | None,
@@ -466,9 +469,12 @@ def read_request(
     int,
     bool,
 ]:
-    """What a request's body asks for: model, whether it streams, session, cache salt, most tokens of its
-    answer, its prompt as UTF-8 text or as token ids, bytes and tokens of its further prompts, and whether it
-    has a field ``priority``. ``path``: of the API. Raises BadRequestError."""
+    """What a request asks for, as the fields of `ParsedRequest`: the body itself, whether it is a chat, whether it is a
+    chat or a completion, model, whether it streams, session, cache salt, most tokens of its answer, its prompt as UTF-8
+    text or as token ids, bytes and tokens of its further prompts, and whether it has a field ``priority``.
+
+    ``path``: of the API. Raises BadRequestError.
+    """
 
 def check_object(body: bytes) -> None:
     """Makes sure that a body is a JSON object whose depth and numbers of containers, members and values are

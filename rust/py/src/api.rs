@@ -1,10 +1,10 @@
 //! The Python face of `wire::api`.
 use crate::errors::LmetricError;
-use lmetric_wire::{ApiRequest, INTERNAL_FIELDS, Prompt, Refusal};
+use lmetric_wire::{ApiRequest, CHAT, COMPLETIONS, INTERNAL_FIELDS, Prompt, Refusal};
 use numpy::PyArray1;
 use pyo3::create_exception;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyFrozenSet, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyFrozenSet, PyString};
 use std::borrow::Cow;
 
 create_exception!(
@@ -24,17 +24,39 @@ fn check_object(body: &[u8]) -> PyResult<()> {
     lmetric_wire::check_object(body).map_err(refused)
 }
 
-/// What a body asks for, in the order of `ParsedRequest`'s fields.
+/// The fields of `ParsedRequest`, in its order.
+#[derive(IntoPyObject)]
+struct Parsed<'py>(
+    Bound<'py, PyBytes>, // the body
+    bool,                // whether it is a chat
+    bool,                // whether it is a chat or a completion
+    Option<Bound<'py, PyString>>,
+    bool,
+    Option<Bound<'py, PyString>>,
+    Option<Bound<'py, PyString>>,
+    Option<u32>,
+    Option<Bound<'py, PyBytes>>,
+    Option<Bound<'py, PyArray1<u32>>>,
+    usize,
+    usize,
+    bool,
+);
+
+/// What a request asks for.
 #[pyfunction]
-fn read_request<'py>(py: Python<'py>, path: &str, body: &[u8]) -> PyResult<Bound<'py, PyTuple>> {
-    let read = ApiRequest::read(path, body).map_err(refused)?;
+fn read_request<'py>(path: &str, body: Bound<'py, PyBytes>) -> PyResult<Parsed<'py>> {
+    let py = body.py();
+    let read = ApiRequest::read(path, body.as_bytes()).map_err(refused)?;
     let string = |text: Option<Cow<'_, str>>| text.map(|text| PyString::new(py, &text));
     let (text, tokens) = match read.prompt {
         Prompt::None => (None, None),
         Prompt::Text(text) => (Some(PyBytes::new(py, text.as_bytes())), None),
         Prompt::Tokens(tokens) => (None, Some(PyArray1::from_vec(py, tokens))),
     };
-    let fields = (
+    Ok(Parsed(
+        body.clone(),
+        path == CHAT,
+        path == CHAT || path == COMPLETIONS,
         string(read.model),
         read.stream,
         string(read.session),
@@ -45,8 +67,7 @@ fn read_request<'py>(py: Python<'py>, path: &str, body: &[u8]) -> PyResult<Bound
         read.more_bytes,
         read.more_tokens,
         read.has_priority,
-    );
-    fields.into_pyobject(py)
+    ))
 }
 
 /// Adds its functions, errors and constants to the module.

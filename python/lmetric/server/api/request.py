@@ -9,7 +9,6 @@ import orjson
 from msgspec import Struct
 
 from lmetric._core import BadRequestError, check_object, read_request
-from lmetric.engines.handover import CHAT
 from lmetric.server.api.errors import bad
 from lmetric.tokens import Tokens
 
@@ -38,6 +37,7 @@ class ParsedRequest(Struct, eq=False, gc=False):
 
     body: bytes  # as the client sent it, until it is changed
     chat: bool
+    generates: bool  # it is a chat or a completion
     model: str | None
     stream: bool
     session: str | None
@@ -69,7 +69,7 @@ class ParsedRequest(Struct, eq=False, gc=False):
 def parse(path: str, body: bytes) -> ParsedRequest:
     """Reads a body. Raises ApiError (400), which names the place."""
     try:
-        return ParsedRequest(body, path == CHAT, *read_request(path, body))
+        return ParsedRequest(*read_request(path, body))
     except BadRequestError as error:
         raise bad(*error.args) from None
 

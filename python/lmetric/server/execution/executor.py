@@ -6,7 +6,6 @@ states and the table of their transitions; `planners` say what each step is; `ru
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -216,6 +215,8 @@ class RequestExecution(Progress):
             self._discard_transfer(step.engine, why)
             self._resend(step.engine, now)
         elif step.reader == "pass":
+            if self.paired_body is not None and not self._second_begins(step, now):
+                return
             self._commit(attempt, status)
             if flags & END and not flags & ENGINE_ERROR:
                 self.main = None
@@ -567,6 +568,13 @@ class RequestExecution(Progress):
         elif self.ticket.follows:  # else the second's first token was here before
             self._next_segment(*usage_of(bytes(attempt.answer)), now, "ANSWERED")
 
+    def _second_begins(self, step: Step, now: float) -> bool:
+        """The second of two steps that run at once answers, maybe before the first: so that is over, too.
+        Whether the answer is of use: the router may now have another engine for it, or none."""
+        if self.ticket.follows:
+            self._next_segment(None, None, now, "ANSWERED")
+        return self.main is step
+
     def _slice_answered(self, attempt: Attempt, body: bytes, now: float) -> None:
         step, engine, mover, transcript = attempt.step, attempt.step.engine, self.mover, self.merged()
         assert mover is not None  # else it does not run in slices
@@ -662,20 +670,8 @@ class RequestExecution(Progress):
         if attempt.error or self.status >= 400 or attempt.reader.aborted:
             self._finish("ENDED", "engine_error")
             return
-        if self.paired_body is None or self._second_ended():
-            attempt.reader.finished()
+        attempt.reader.finished()
         self._finish("ENDED")
-
-    def _second_ended(self) -> bool:
-        """The second of two steps that run at once ended well; whether the ticket is still open.
-
-        This may come before the first's answer. Then the first segment is over, too; if all engines were
-        removed meanwhile, that closes the ticket.
-        """
-        if self.ticket.follows:
-            with contextlib.suppress(NoInstanceError):
-                self.ticket.finished()
-        return self.ticket.open
 
     def _whole(self, attempt: Attempt, now: float) -> None:
         """An answer for the client that was read here is whole."""

@@ -359,7 +359,7 @@ class Frontend(web.Server):
                 self.isolation.apply(asked.tenant, asked.path, call)
             pool, adapter = self.fleet.find(call.model)
             asked.pool = pool
-            in_thread = self._read_prompt(asked.path, call, pool)
+            in_thread = self._read_prompt(call, pool)
             if in_thread is None:
                 self._place(asked, call, pool, adapter, asked.started)
             else:
@@ -371,10 +371,10 @@ class Frontend(web.Server):
             log.exception("a request could not be handled", path=asked.path)
             self._ended(asked, None, ApiError(500, FAILED))
 
-    def _read_prompt(self, path: str, call: ParsedRequest, pool: Pool) -> Callable[[], Tokens | None] | None:
+    def _read_prompt(self, call: ParsedRequest, pool: Pool) -> Callable[[], Tokens | None] | None:
         """Makes the prompt tokens, where its pool matches those; else returns the work, for a thread."""
         tokenizer = pool.tokenizer
-        if tokenizer is None or call.text is None or not (call.chat or path == COMPLETIONS):
+        if tokenizer is None or call.text is None or not call.generates:
             return None
         if len(call.body) > LARGE_BODY:
             return partial(read_prompt, tokenizer, call)
@@ -467,12 +467,11 @@ class Frontend(web.Server):
         asked.priority = decision.priority
         try:
             asked.keep_alive &= not self.draining
-            require_finish = asked.path in (CHAT, COMPLETIONS)
             fetches = pool.pulls and unpulled is None
             execution = RequestExecution(
                 self._rules, asked, pool, decision, ticket, call, moves=moves, fetches=fetches
             )
-            relay = RequestRunner(execution, require_finish, self._ended)
+            relay = RequestRunner(execution, call.generates, self._ended)
             asked.client.relay = relay
             self.relays.add(relay)
             if asked.client.writing_paused:
