@@ -5,7 +5,9 @@
 CHECKOUT is another working tree of this repository, with its extension built in the same cargo profile as
 this one's. The kernel is not counted. Counts differ by 0.5% between runs, whatever else the machine does;
 CPU times of the same requests (`before_after.py`) differ by 20%. One client sends one request after the
-other, each with a new prompt; the engines are mocks that answer at once.
+other, each with a new prompt; the engines are mocks that answer at once. Chunks are counted from the bytes
+that come to the bytes that are written (`chunks.py`): with sockets, the count depends on how many come
+at once.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ CELLS = {
     "plain, 32 KB": (("both", "both"), 32_000),
     "prefill/decode by NIXL, 1 KB": (("prefill", "decode"), 900),
 }
+CHUNKS = (2_000, 22_000)  # the difference counts
 SERVE = "from lmetric.cli import main; main()"
 
 
@@ -53,18 +58,28 @@ def ask(first: int, requests: int, prompt_bytes: int) -> None:
     client.close()
 
 
-def counted(tree: Path, roles: tuple[str, str], prompt_bytes: int, requests: int, scratch: Path) -> float:
-    """Instructions that the router of a checkout takes for a request."""
-    config = configured(roles, scratch)
+def started(tree: Path, scratch: Path, flag: str, *command: Any) -> subprocess.Popen[bytes]:
+    """Python with the package of a checkout, under callgrind."""
     for old in scratch.glob("callgrind.*"):
         old.unlink()
-    valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
-    command = [sys.executable, "-c", SERVE, "serve", "--config", str(config)]
-    router = subprocess.Popen(
-        [*valgrind, f"--callgrind-out-file={scratch}/callgrind.%p", *command],
+    out = f"--callgrind-out-file={scratch}/callgrind.%p"
+    return subprocess.Popen(
+        ["valgrind", "--tool=callgrind", out, flag, sys.executable, *map(str, command)],
         env={**os.environ, "PYTHONPATH": str(tree / "python")},
         stderr=subprocess.DEVNULL,
     )
+
+
+def total(scratch: Path) -> int:
+    """Instructions that callgrind counted."""
+    totals = [re.search(r"^totals: (\d+)", path.read_text(), re.M) for path in scratch.glob("callgrind.*")]
+    return max(int(found[1]) for found in totals if found)
+
+
+def counted(tree: Path, roles: tuple[str, str], prompt_bytes: int, requests: int, scratch: Path) -> float:
+    """Instructions that the router of a checkout takes for a request."""
+    config = configured(roles, scratch)
+    router = started(tree, scratch, "--instr-atstart=no", "-c", SERVE, "serve", "--config", config)
     try:
         answers(ROUTER)
         ask(0, WARM_UP, prompt_bytes)
@@ -77,8 +92,17 @@ def counted(tree: Path, roles: tuple[str, str], prompt_bytes: int, requests: int
     finally:
         router.terminate()
         router.wait()
-    totals = [re.search(r"^totals: (\d+)", path.read_text(), re.M) for path in scratch.glob("callgrind.*")]
-    return max(int(found[1]) for found in totals if found) / requests
+    return total(scratch) / requests
+
+
+def chunk(tree: Path, scratch: Path) -> float:
+    """Instructions that the reader of a checkout takes for a chunk of a stream."""
+    counts = []
+    for chunks in CHUNKS:
+        if started(tree, scratch, "--instr-atstart=yes", HERE / "chunks.py", chunks).wait() != 0:
+            sys.exit("instructions.py: chunks.py failed")
+        counts.append(total(scratch))
+    return (counts[1] - counts[0]) / (CHUNKS[1] - CHUNKS[0])
 
 
 def main() -> None:
@@ -96,18 +120,22 @@ def main() -> None:
     print("| request | before | after | difference |\n| --- | --- | --- | --- |")
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            for cell, (roles, size) in CELLS.items():
-                found = {
-                    name: counted(tree, roles, size, given.requests, Path(scratch))
-                    for name, tree in trees.items()
-                }
-                cells[cell] = found
+            folder = Path(scratch)
+            counts: dict[str, Callable[[Path], float]] = {
+                cell: partial(
+                    counted, roles=roles, prompt_bytes=size, requests=given.requests, scratch=folder
+                )
+                for cell, (roles, size) in CELLS.items()
+            }
+            counts["chunk of a plain stream"] = partial(chunk, scratch=folder)
+            for cell, count in counts.items():
+                found = cells[cell] = {name: count(tree) for name, tree in trees.items()}
                 before, after = found["before"], found["after"]
                 print(f"| {cell} | {before:,.0f} | {after:,.0f} | {after / before - 1:+.1%} |")
     finally:
         mock.terminate()
         mock.wait()
-    result: dict[str, Any] = {**about(None, ["valgrind"]), "unit": "instructions a request", "cells": cells}
+    result: dict[str, Any] = {**about(None, ["valgrind"]), "unit": "instructions", "cells": cells}
     print(write_result(result, "instructions", given.out))
 
 

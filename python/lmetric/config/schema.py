@@ -449,7 +449,7 @@ class Timeouts(Strict):
 
 
 class Retries(Strict):
-    """When a request goes down the ranking. Only before its first byte went out, or where it may move."""
+    """When another engine is tried: before a token of the segment came, or where the request may move."""
 
     attempts: Positive = Field(3, description="engines tried per request, the first included")
     failures: list[Literal["refused", "dns", "tls", "unreachable", "reset", "timeout", "status"]] = Field(

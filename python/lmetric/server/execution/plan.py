@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # Names are strings of these types: members of an `Enum` take several times as long to read.
 # Where a request is (`MEANINGS`). Each state but the last has one deadline of its own (`DEADLINES`); besides,
-# `timeouts.request` holds in all, and `timeouts.slow_client` instead while the client does not read.
+# `timeouts.request` holds in all. While the client does not read, `timeouts.slow_client` replaces the
+# deadline of an answer that passes to it.
 State = Literal["ADMITTED", "FETCHING", "INTERNAL", "AWAITING", "STREAMING", "BETWEEN", "RESUMING", "DONE"]
 # What changes the state (`EVENTS`).
 Event = Literal[
@@ -56,10 +57,10 @@ Action = Literal["cancel", "cancel_main", "cancel_side", "pause", "resume", "abo
 MEANINGS: Mapping[State, str] = {
     "ADMITTED": "no engine is asked yet (before: `PendingTokenization`, for a tokenizer thread)",
     "FETCHING": "another engine is asked to hold the front of the prompt (prefix fetch)",
-    "INTERNAL": "an engine runs the open segment or a slice of it; its answer is the router's",
+    "INTERNAL": "an engine runs the open segment or a slice of it, and answers the router",
     "AWAITING": "an engine runs the open segment; its part of the client's answer has not begun",
     "STREAMING": "the engine's answer passes to the client, or is merged into its answer",
-    "BETWEEN": "no engine runs the request: between two slices, it waits for its client or for a hold",
+    "BETWEEN": "between two slices, the request waits for its client, or for an engine to hold its KV cache",
     "RESUMING": "an engine was lost behind a token; another was asked to go on",
     "DONE": "the ticket is closed, and the client has one end",
 }
@@ -79,11 +80,11 @@ EVENTS: Mapping[Event, str] = {
     "PLACED": "the router chose an instance",
     "FETCHED": "the prefix fetch is over: held, refused, failed or late",
     "READY": "an answer for the client is worth committing to; of a merged one, its first tokens came",
-    "ANSWERED": "an answer for the router is whole",
+    "ANSWERED": "an answer for the router is whole; of two engines at once, the second answers",
     "ENDED": "the answer for the client is over",
-    "RESENT": "the step is sent once more, without the KV transfer",
+    "RESENT": "the segment is sent to its engine once more: without the KV transfer, or not in slices",
     "FAILED": "an attempt failed, or its engine refused",
-    "MOVED": "the request changes over to the engine that a migration has booked",
+    "MOVED": "a stream changes over to the target of its migration",
     "HELD": "between two slices the source holds what is there, or does not",
     "CAUGHT_UP": "the client reads again",
     "ABORTED": "the client left, the server stops, the longest duration is over, or a bug",

@@ -1,5 +1,5 @@
-"""What is known of a request while it runs. The executor writes it; planners read it, and use up its KV
-transfer.
+"""What is known of a request while it runs. The executor writes it. Planners read it; they may begin its KV
+transfer and its merged answer, and use the transfer up.
 """
 
 from __future__ import annotations

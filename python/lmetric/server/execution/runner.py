@@ -86,8 +86,8 @@ class RequestRunner(InFlightRequest):
 
     # -- events in, actions out ------------------------------------------------------------------------------
 
-    # The executor is never inside an event when it hears of the next: an attempt tells of nothing from within
-    # `go`, and what it tells at `begin` comes behind all other actions.
+    # While actions are carried out, no event comes from which others follow: `go` reports only "sent", and
+    # `begin` comes behind all other actions.
 
     def _on(self, event: Callable[..., list[Act]], *args: Any) -> None:
         """Gives the executor an event, and carries out what follows."""

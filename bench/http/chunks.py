@@ -1,0 +1,52 @@
+"""Passes chunks of a stream through the reader of engines' answers: what `instructions.py` counts.
+
+python bench/http/chunks.py COUNT
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+
+from lmetric._core import ResponseReader, Router
+
+HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+EVENT = (
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"mock",'
+    b'"choices":[{"index":0,"delta":{"content":"12"},"logprobs":null,"finish_reason":null}]}\n\n'
+)
+CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+
+
+class Sink:
+    """Who is told of what may not pass as it came."""
+
+    def received(self, flags: int, data: bytes) -> None:
+        """The first event, which is worth committing to."""
+
+    def failed(self, error: Exception) -> None:
+        """Nothing fails here."""
+        raise error
+
+
+def main() -> None:
+    """Reads so many chunks, each of which is written at once."""
+    router = Router()
+    router.add_instance("engine")
+    _, ticket = router.route(prompt_tokens=10)
+    ticket.sent()
+    reader = ResponseReader()
+    reader.begin(Sink(), ticket, True, True)
+    reader.data_received(HEAD + CHUNK)
+    written: deque[bytes] = deque(maxlen=1)
+    reader.commit(b"", False, written.append)
+    for _ in range(int(sys.argv[1])):
+        reader.data_received(CHUNK)
+    if written != deque([CHUNK]):
+        sys.exit(f"chunks.py: the last chunk did not pass: {written}")
+
+
+if __name__ == "__main__":
+    main()
