@@ -51,14 +51,14 @@ def answers(port: int) -> None:
     sys.exit(f"nobody answers on port {port}")
 
 
-def configured(roles: tuple[str, str], scratch: Path) -> Path:
+def configured(roles: tuple[str, str], scratch: Path, port: int = ROUTER) -> Path:
     """A configuration file of the router, with the two engines in these roles."""
     engines = [
-        f"  - {{url: 'http://127.0.0.1:{port}', role: {role}}}"
-        for port, role in zip(ENGINES, roles, strict=True)
+        f"  - {{url: 'http://127.0.0.1:{engine}', role: {role}}}"
+        for engine, role in zip(ENGINES, roles, strict=True)
     ]
     config = scratch / "router.yaml"
-    config.write_text("\n".join([f"port: {ROUTER}", "model: mock", "engines:", *engines]) + "\n")
+    config.write_text("\n".join([f"port: {port}", "model: mock", "engines:", *engines]) + "\n")
     return config
 
 

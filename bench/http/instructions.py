@@ -43,9 +43,9 @@ CHUNKS = (2_000, 22_000)  # the difference counts
 SERVE = "from lmetric.cli import main; main()"
 
 
-def ask(first: int, requests: int, prompt_bytes: int) -> None:
+def ask(first: int, requests: int, prompt_bytes: int, port: int = ROUTER) -> None:
     """Sends so many requests on one connection, numbered from ``first``."""
-    client = http.client.HTTPConnection("127.0.0.1", ROUTER, timeout=60)
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     for number in range(first, first + requests):
         text = f"{number} " + "word " * (prompt_bytes // 5)
         messages = [{"role": "user", "content": text}]
