@@ -201,7 +201,9 @@ class EngineAttempt:
             if flags & INCOMPLETE:
                 self.fail("engine_error", "the engine's stream ended without a finish_reason")
             elif flags & END:
-                self._end()
+                self.over = True
+                self._listener.on_attempt_event("ended", self)
+                self._close()
 
     def _collect(self, flags: int, data: bytes) -> None:
         reader = self.reader
@@ -237,11 +239,6 @@ class EngineAttempt:
         self.begun = True
         if self.step.reader == "events":
             self._emit_events(self.reader.commit_events())
-
-    def _end(self) -> None:
-        self.over = True
-        self._listener.on_attempt_event("ended", self)
-        self._close()
 
     def _close(self) -> None:
         """The answer is whole: so much for its engine."""
@@ -293,8 +290,6 @@ class EngineAttempt:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.drop()
-
-    # What is known of it.
 
     def error_words(self) -> str:
         """What the engine says of a refusal, behind a colon."""

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from lmetric._core import RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.errors import ApiError
+from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.pool import Pool
 
 FAILED = "the router failed; its log says why"
@@ -173,26 +174,6 @@ def _with_cors(answer: bytes, lines: bytes) -> bytes:
     return b"%b\r\n%b\r\n%b" % (_CORS_FIELDS.sub(b"", head), lines, rest)
 
 
-class Usage(Protocol):
-    """What is known of an answer when it has ended."""
-
-    @property
-    def output_tokens(self) -> int:
-        """As far as they came."""
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        """As the engine counted them."""
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Of the prompt, as the engine counted them."""
-
-    @property
-    def first_token_at(self) -> float | None:
-        """Seconds on the monotonic clock."""
-
-
 class InFlightRequest:
     """What answers for a request until it ends: its connection and the server tell it what happens."""
 
@@ -200,7 +181,8 @@ class InFlightRequest:
     close_client = False
     reason = ""  # why it ended, where it did not end well
     status = 0
-    usage: Usage | None = None  # when it has ended, and is committed
+    # Of whom it is known, when it has ended and is committed.
+    usage: ResponseReader | Transcript | None = None
 
     @property
     def decision(self) -> str | None:

@@ -52,7 +52,6 @@ from lmetric.server.execution.transcript import (
     cached_of,
     object_of,
     other_tokens,
-    usage_of,
 )
 from lmetric.server.execution.transfer import WHOLE_PROMPT
 from lmetric.server.fleet.engine import Engine
@@ -94,7 +93,6 @@ class RequestExecution(Progress):
     migration: Migration | None = None
     handle: Movable | None = None  # by which a rebalancer reaches it
     observing: Attempt | None = None  # whose passing tokens are noted
-    first_token_at: float | None = None  # of an answer that the router writes
     _tried: tuple[str, ...] = ()
     _resume_slices_at: Engine | None = None  # between two slices, for a client that does not keep up
 
@@ -210,7 +208,7 @@ class RequestExecution(Progress):
         elif (
             step.checks_prompt
             and status == 200
-            and (why := own_request.mismatch(self, reader.observed_prompt))
+            and (why := other_tokens(self.prompt, reader.observed_prompt))
         ):
             self._discard_transfer(step.engine, why)
             self._resend(step.engine, now)
@@ -276,14 +274,13 @@ class RequestExecution(Progress):
             self._retry(engine, kind, reason, now)
 
     def _stale(self, attempt: Attempt, now: float, late: bool) -> None:
-        kv = self.transfer()
-        kv.too_late() if late else kv.spend()
+        self.transfer().unsent(late=late)
         self._resend(attempt.step.engine, now)
 
     def _side_stale(self, attempt: Attempt, now: float, late: bool) -> None:
         migration = self.migration
         assert migration is not None  # no other step beside carries a KV transfer
-        migration.kv.too_late() if late else migration.kv.spend()
+        migration.kv.unsent(late=late)
         self._send_beside(migration.warm(now))
 
     # -- events of the client and the server -----------------------------------------------------------------
@@ -519,7 +516,7 @@ class RequestExecution(Progress):
         step, engine, body = attempt.step, attempt.step.engine, bytes(attempt.answer)
         if attempt.reader.status != 200:
             self._refused(attempt, now)
-        elif step.checks_prompt and (why := self._prompt_differs(body)):
+        elif step.checks_prompt and (why := self._answer_differs(body)):
             self._discard_transfer(engine, why)
             self._resend(engine, now)
         elif self.in_slices:
@@ -528,8 +525,7 @@ class RequestExecution(Progress):
             self._segment_answered(attempt, body, now)
 
     def _segment_answered(self, attempt: Attempt, body: bytes, now: float) -> None:
-        step, engine = attempt.step, attempt.step.engine
-        prompt, cached = usage_of(body)
+        step, engine, reader = attempt.step, attempt.step.engine, attempt.reader
         kv, made = self.transfer(), None
         kv.begin(engine)
         kv.tokens = step.ends_at - step.keeps_last if step.ends_at else WHOLE_PROMPT
@@ -557,7 +553,7 @@ class RequestExecution(Progress):
             self._write_delta(made, now)
             if transcript is not None and len(made.ids) == len(transcript.made) == 1:
                 self.ticket.first_token(now)
-        self._next_segment(prompt, cached, now, "ANSWERED")
+        self._next_segment(reader.prompt_tokens, reader.cached_tokens, now, "ANSWERED")
 
     def _paired_prefill_ended(self, attempt: Attempt, now: float) -> None:
         """The first of two steps that run at once has its answer."""
@@ -566,7 +562,8 @@ class RequestExecution(Progress):
         if attempt.reader.status != 200:
             self._refused(attempt, now)
         elif self.ticket.follows:  # else the second's first token was here before
-            self._next_segment(*usage_of(bytes(attempt.answer)), now, "ANSWERED")
+            reader = attempt.reader
+            self._next_segment(reader.prompt_tokens, reader.cached_tokens, now, "ANSWERED")
 
     def _second_begins(self, step: Step, now: float) -> bool:
         """The second of two steps that run at once answers, maybe before the first: so that is over, too.
@@ -635,9 +632,9 @@ class RequestExecution(Progress):
             self.pool.not_joinable(self.asked.path, f"{engine.name}: {error}")
         return self.unmergeable
 
-    def _prompt_differs(self, body: bytes) -> str | None:
+    def _answer_differs(self, body: bytes) -> str | None:
         try:
-            return other_tokens(self.prompt, object_of(body))
+            return other_tokens(self.prompt, object_of(body).get("prompt_token_ids"))
         except MergeError as error:
             return str(error)
 
@@ -701,7 +698,7 @@ class RequestExecution(Progress):
             return
         if attempt.reader.aborted:
             self._retry(engine, "reset", "its answer was aborted", now)
-        elif step.checks_prompt and (why := other_tokens(self.prompt, answer)):
+        elif step.checks_prompt and (why := other_tokens(self.prompt, answer.get("prompt_token_ids"))):
             self._discard_transfer(engine, why)
             self._resend(engine, now)
         else:
@@ -742,8 +739,8 @@ class RequestExecution(Progress):
         transcript = self.merged()
         opening = b"" if self.committed else transcript.opening()
         self._begin_stream(engine)
-        if made.ids and self.first_token_at is None:
-            self.first_token_at = now
+        if made.ids and transcript.first_token_at is None:
+            transcript.first_token_at = now
         self._acts.append(Write(opening + transcript.chunk(made)))
 
     def _begin_stream(self, engine: str | None = None) -> None:
@@ -810,10 +807,9 @@ class RequestExecution(Progress):
     def _migration_answered(self, migration: Migration, attempt: Attempt, now: float) -> None:
         """An engine did what a migration asked of it, or refused."""
         engine, status = attempt.step.engine, attempt.reader.status
-        body = bytes(attempt.answer)
         if migration.phase == "holding":
             if status == 200:
-                migration.kv.accept(engine, body, migration.sent_tokens, now)
+                migration.kv.accept(engine, bytes(attempt.answer), migration.sent_tokens, now)
             else:
                 migration.kv.recompute("missing", f"status {status}")
             self._source_ready(migration, now)
@@ -828,7 +824,8 @@ class RequestExecution(Progress):
                 self.pool.not_joinable(self.asked.path, str(error))
                 self._cancel_migration(migration, "not_joinable")
                 return
-            if migration.left_seconds(body, now - attempt.started) > migration.mover.max_gap_seconds:
+            cached = attempt.reader.cached_tokens or 0
+            if migration.left_seconds(cached, now - attempt.started) > migration.mover.max_gap_seconds:
                 self._cancel_migration(migration, "long_gap")
             else:
                 self._switch_over(migration, now, "MOVED")
@@ -886,7 +883,7 @@ class RequestExecution(Progress):
         self._drop_attempts()
         if self.answered is not None:
             # From here on the router writes the answer.
-            self.first_token_at = self.answered.reader.first_token_at
+            transcript.first_token_at = self.answered.reader.first_token_at
             self.answered = self.observing = None
         self.kv = migration.kv if migration.kv.there else None
         if self.kv is not None:

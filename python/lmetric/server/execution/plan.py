@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct
 
@@ -27,18 +27,9 @@ if TYPE_CHECKING:
 State = Literal["ADMITTED", "FETCHING", "INTERNAL", "AWAITING", "STREAMING", "BETWEEN", "RESUMING", "DONE"]
 # What changes the state (`EVENTS`).
 Event = Literal[
-    "PLACED",
-    "FETCHED",
-    "READY",
-    "ANSWERED",
-    "ENDED",
-    "RESENT",
-    "FAILED",
-    "MOVED",
-    "HELD",
-    "CAUGHT_UP",
-    "ABORTED",
-]
+    "PLACED", "FETCHED", "READY", "ANSWERED", "ENDED", "RESENT", "FAILED",
+    "MOVED", "HELD", "CAUGHT_UP", "ABORTED",
+]  # fmt: skip
 # How an attempt reads its engine's answer: its bytes pass to the client, it is kept until it is whole, or its
 # events are given to the executor one by one. A further way (token ids in and out, as of vLLM's
 # `/inference/v1/generate`) is a name here and a branch in `EngineAttempt`.
@@ -212,20 +203,3 @@ class Attempt(Protocol):
 
     def error_words(self) -> str:
         """What the engine says of a refusal, behind a colon."""
-
-
-def transition_table() -> str:
-    """The states and their transitions, as tables in Markdown."""
-    lines = ["| state | meaning | deadline |", "| --- | --- | --- |"]
-    lines += [f"| {state} | {MEANINGS[state]} | {DEADLINES[state]} |" for state in get_args(State)]
-    lines += ["", "| event | what happened | in | then |", "| --- | --- | --- | --- |"]
-    for event in get_args(Event):
-        by_targets: dict[tuple[State, ...], list[str]] = {}
-        for (state, of), targets in TRANSITIONS.items():
-            if of == event:
-                by_targets.setdefault(tuple(sorted(set(targets), key=list(MEANINGS).index)), []).append(state)
-        for targets, states in by_targets.items():
-            names = ", ".join(targets)
-            where = "all but DONE" if len(states) == len(MEANINGS) - 1 else ", ".join(states)
-            lines.append(f"| {event} | {EVENTS[event]} | {where} | {names} |")
-    return "\n".join(lines) + "\n"

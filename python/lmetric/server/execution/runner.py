@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -26,33 +25,9 @@ from lmetric.server.execution.plan import (
     Wake,
     Write,
 )
-from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.engine import Engine
 
 log = structlog.get_logger("lmetric.relay")
-
-
-@dataclass(frozen=True, slots=True)
-class MergedUsage:
-    """The usage of an answer that the router has written."""
-
-    transcript: Transcript
-    first_token_at: float | None
-
-    @property
-    def output_tokens(self) -> int:
-        """Of all engines."""
-        return len(self.transcript.made)
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        """Of the client's prompt."""
-        return len(self.transcript.prompt)
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """As the first engine counted them."""
-        return self.transcript.cached_tokens
 
 
 OnEnd = Callable[[ClientRequest, InFlightRequest, ApiError | None], None]
@@ -153,14 +128,14 @@ class RequestRunner(InFlightRequest):
         self._cancel_side()
 
     def _cancel_main(self) -> None:
-        attempt, self._main = self._main, None
-        if attempt is not None:
-            attempt.cancel()
+        if self._main is not None:
+            self._main.cancel()
+            self._main = None
 
     def _cancel_side(self) -> None:
-        attempt, self._side = self._side, None
-        if attempt is not None:
-            attempt.cancel()
+        if self._side is not None:
+            self._side.cancel()
+            self._side = None
 
     def _wake(self, act: Wake) -> None:
         if self._timer is not None:
@@ -172,13 +147,9 @@ class RequestRunner(InFlightRequest):
     def _woken(self) -> None:
         self._on(self.execution.woken, time.monotonic())
 
-    def _pause(self) -> None:
+    def _pause(self, paused: bool = True) -> None:
         if self._main is not None and self._main.step.for_client:
-            self._main.pause(True)
-
-    def _resume(self) -> None:
-        if self._main is not None and self._main.step.for_client:
-            self._main.pause(False)
+            self._main.pause(paused)
 
     def _abort_client(self) -> None:
         self._asked.transport.abort()
@@ -197,7 +168,7 @@ class RequestRunner(InFlightRequest):
                 execution.pool.ratio.implausible += 1
         elif execution.committed and transcript is not None:
             self.status = execution.status
-            self.usage = MergedUsage(transcript, execution.first_token_at)
+            self.usage = transcript
         # What refers to the runner lets go of it here, so that no collector has to.
         self._main = self._side = execution.answered = execution.observing = execution.handle = None
         self._on_end(self._asked, self, act.error)
@@ -213,11 +184,6 @@ class RequestRunner(InFlightRequest):
     def instance(self) -> str:
         """The engine that answered, or was tried last."""
         return self.execution.ticket.instance
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is over."""
-        return self.execution.state == "DONE"
 
     def client_gone(self) -> None:
         """The client left."""
@@ -288,7 +254,7 @@ _ACTIONS: dict[Action, Callable[[RequestRunner], None]] = {
     "cancel_main": RequestRunner._cancel_main,
     "cancel_side": RequestRunner._cancel_side,
     "pause": RequestRunner._pause,
-    "resume": RequestRunner._resume,
+    "resume": lambda runner: runner._pause(False),
     "abort_client": RequestRunner._abort_client,
 }
 _DO: dict[type, Callable[[RequestRunner, Any], None]] = {

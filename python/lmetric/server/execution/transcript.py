@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import ArrayLike
 
-from lmetric._core import MAX_TOKENS, TokenEncoder, TokenizeError
+from lmetric._core import ResponseReader, TokenEncoder, TokenizeError
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.api.eligibility import max_tokens
 from lmetric.tokens import Detokeniser, Tokens
@@ -51,21 +51,6 @@ class MergeError(Exception):
         self.failed = failed
 
 
-class Seen(Protocol):
-    """What was noted of a stream while it passed (`ResponseReader`)."""
-
-    @property
-    def unseen(self) -> str | None:
-        """Why no more was noted."""
-
-    @property
-    def observed_over(self) -> bool:
-        """Whether it has a finish_reason."""
-
-    def observed(self) -> tuple[Tokens | None, Tokens, str, dict[str, Any]]:
-        """Prompt as the engine tells it, token ids, text, and the frame of its chunks."""
-
-
 @dataclass(frozen=True, slots=True)
 class Made:
     """What a leg added to the answer; `finish` None: the answer goes on."""
@@ -87,6 +72,7 @@ class Transcript:
         self.prompt: Tokens = np.asarray(prompt, dtype=np.uint32)
         self.made: list[int] = []
         self.over = False  # it has a finish_reason
+        self.first_token_at: float | None = None  # seconds on the monotonic clock
         self.cached: JSON | None = None  # prompt_tokens_details of the leg that computed the prompt's end
         self._most = most if most is not None else UNBOUNDED
         self._chat = path == CHAT
@@ -106,6 +92,18 @@ class Transcript:
     def begun(self) -> bool:
         """Whether some of the answer is known."""
         return bool(self._frame)
+
+    # Its usage, as a `ResponseReader` tells that of one engine's answer.
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all engines."""
+        return len(self.made)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the client's prompt."""
+        return len(self.prompt)
 
     @property
     def cached_tokens(self) -> int | None:
@@ -188,19 +186,19 @@ class Transcript:
         logprobs, stop = choice.get("logprobs"), choice.get("stop_reason")
         return self._add(_ids(choice), choice.get("finish_reason"), stop, logprobs)
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, reader: ResponseReader) -> None:
         """Takes what was seen of a stream that its client got as it came: all of the answer so far. Raises
         MergeError."""
-        if seen.unseen is not None:
-            raise MergeError(seen.unseen)
-        prompt, ids, text, frame = seen.observed()
+        if reader.unseen is not None:
+            raise MergeError(reader.unseen)
+        prompt, ids, text, frame = reader.observed()
         if not self.begun and frame:
             if prompt is not None:
                 self.prompt = prompt
             self._frame = frame
         self._heard = [text]
         self.made = ids.tolist()
-        self.over |= seen.observed_over
+        self.over |= reader.observed_over
 
     def forget_prompt(self) -> None:
         """Drops what only first legs are sent: later ones are sent token ids."""
@@ -287,10 +285,8 @@ class Transcript:
         if not self._chat:
             return b""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}}
-        chunk = self._chunk([choice | {"logprobs": None, "finish_reason": None}])
+        chunk = self._chunk([choice | {"logprobs": None, "finish_reason": None}], 0)
         chunk["prompt_token_ids"] = self.prompt if self.request.get("return_token_ids") else None
-        if self._options.get("include_usage") and self._options.get("continuous_usage_stats"):
-            chunk["usage"] = self._usage(0)
         return _event(chunk)
 
     def chunk(self, made: Made) -> bytes:
@@ -305,17 +301,14 @@ class Transcript:
             first = len(self.made) == len(made.ids)
             choice["prompt_token_ids"] = self.prompt if asked and first else None
         choice["token_ids"] = made.ids if asked else None
-        chunk = self._chunk([choice])
-        if self._options.get("include_usage") and self._options.get("continuous_usage_stats"):
-            chunk["usage"] = self._usage(len(self.made))
-        return _event(chunk)
+        return _event(self._chunk([choice], len(self.made)))
 
     def closing(self) -> bytes:
         """What a stream ends with."""
         end = b"data: [DONE]\n\n"
         if not self._options.get("include_usage"):
             return end
-        return _event(self._chunk([]) | {"usage": self._usage(len(self.made), last=True)}) + end
+        return _event(self._chunk([], 0) | {"usage": self._usage(len(self.made), last=True)}) + end
 
     def answer(self, made: Made) -> bytes:
         """The answer that is not streamed, after what the last leg added."""
@@ -326,20 +319,19 @@ class Transcript:
             choice["message"] = {**(choice.get("message") or {}), "content": self._said}
         else:
             choice["text"] = self._said
-        if self.request.get("return_token_ids"):
-            choice["token_ids"] = self.made
-            (frame if self._chat else choice)["prompt_token_ids"] = self.prompt
-        else:
-            # Null, as vLLM says it to who does not ask.
-            choice["token_ids"] = None
-            (frame if self._chat else choice)["prompt_token_ids"] = None
+        asked = self.request.get("return_token_ids")  # else they are null, as in vLLM's answers
+        choice["token_ids"] = self.made if asked else None
+        (frame if self._chat else choice)["prompt_token_ids"] = self.prompt if asked else None
         return dumps({**frame, "choices": [choice], "usage": self._usage(len(self.made), last=True)})
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]], made: int) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         created, model = self._frame.get("created"), self._frame.get("model")
         chunk = {"id": self._frame.get("id"), "object": kind, "created": created, "model": model}
-        return chunk | {"choices": choices}
+        chunk["choices"] = choices
+        if self._options.get("include_usage") and self._options.get("continuous_usage_stats"):
+            chunk["usage"] = self._usage(made)
+        return chunk
 
     def _usage(self, made: int, *, last: bool = False) -> dict[str, Any]:
         count = len(self.prompt)
@@ -368,25 +360,9 @@ def object_of(body: bytes) -> dict[str, Any]:
     return answer
 
 
-def usage_of(answer: bytes) -> tuple[int | None, int | None]:
-    """Prompt tokens and cached tokens of an answer; None where absent or where they cannot be true."""
-    try:
-        usage = orjson.loads(answer)["usage"]
-        prompt, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens")
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-        return None, None
-    prompt = prompt if _plausible(prompt, MAX_TOKENS) else None
-    return prompt, cached if _plausible(cached, MAX_TOKENS if prompt is None else prompt) else None
-
-
 def cached_of(answer: JSON) -> Any:
     """The `prompt_tokens_details` of an answer."""
     return (answer.get("usage") or {}).get("prompt_tokens_details")
-
-
-def _plausible(count: Any, most: int) -> bool:
-    return type(count) is int and 0 <= count <= most
 
 
 def dumps(leg: JSON) -> bytes:
@@ -394,12 +370,11 @@ def dumps(leg: JSON) -> bytes:
     return orjson.dumps(leg, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def other_tokens(prompt: Tokens, said: JSON) -> str | None:
-    """Why a chat is not the prompt whose cache its engine has fetched, going by what that tells of it."""
-    told = said.get("prompt_token_ids")
-    if isinstance(told, list) and len(told) == len(prompt) and told == prompt.tolist():
-        return None
-    return "it makes other tokens of a chat" if told else "it does not tell a chat's token ids"
+def other_tokens(prompt: Tokens, told: Any) -> str | None:
+    """Why a chat is not the prompt whose cache its engine has fetched, by the token ids that it tells."""
+    if not isinstance(told, list | np.ndarray) or len(told) == 0:
+        return "it does not tell a chat's token ids"
+    return None if list(told) == prompt.tolist() else "it makes other tokens of a chat"
 
 
 def _event(value: JSON) -> bytes:

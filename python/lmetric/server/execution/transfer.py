@@ -133,18 +133,14 @@ class KvTransfer:
             self.useless("broken", f"status {status}, error {error_code}")
         return broke
 
-    def spend(self) -> bool:
-        """Whether the request sent last carried the fields, so that its engine may have fetched already. The
-        fields are then counted as spent: the request may be sent again only without them."""
-        spent = self._sent
-        if spent:
+    def unsent(self, *, late: bool) -> None:
+        """The step may go out again only without the fields: the connection came after their deadline
+        (`late`), or it closed when the engine may have fetched already."""
+        if late:
+            self._fields = None
+            self.useless("late", "the connection came after the time of what is held")
+        else:
             self.useless("spent", "the engine may have fetched before its connection closed")
-        return spent
-
-    def too_late(self) -> None:
-        """The connection came when the fields could no longer be sent."""
-        self._fields = None
-        self.useless("late", "the connection came after the time of what is held")
 
     def useless(self, outcome: str, reason: str) -> None:
         """What was sent with it cannot be used; it is to be sent once more, without."""

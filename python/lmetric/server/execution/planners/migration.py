@@ -21,7 +21,7 @@ from typing import Any, Literal
 from lmetric.engines.handover import COMPLETIONS
 from lmetric.server.execution.plan import Step
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import ahead, dumps, usage_of
+from lmetric.server.execution.transcript import ahead, dumps
 from lmetric.server.execution.transfer import KvTransfer
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.rebalancer import Rebalancer
@@ -110,16 +110,15 @@ class Migration:
             refills=False,
         )
 
-    def left_seconds(self, answer: bytes, seconds: float) -> float:
+    def left_seconds(self, cached: int, seconds: float) -> float:
         """That the target will take for what was said since, going by what it took for the rest. More than it
         computed then is not as slow as that, for its queue was in those seconds, too."""
-        _, cached = usage_of(answer)
         p, block = self._p, self._p.pool.block_size
         left = p.total - self.sent_tokens // block * block
         if self.kv.used:
             self.mover.fetched(self.sent_tokens, seconds)
             return p.pool.prefill_seconds(self.target, left)
-        computed = max(self.sent_tokens - (cached or 0), block)
+        computed = max(self.sent_tokens - cached, block)
         more = p.pool.prefill_seconds(self.target, max(left - computed, 0))
         return min(left / computed, 1.0) * seconds + more
 

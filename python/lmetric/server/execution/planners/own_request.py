@@ -9,9 +9,8 @@ from typing import Any
 from lmetric.engines.handover import with_fields
 from lmetric.server.execution.plan import Step
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import dumps, other_tokens
+from lmetric.server.execution.transcript import dumps
 from lmetric.server.fleet.engine import Engine
-from lmetric.tokens import Tokens
 
 
 def step(p: Progress, engine: Engine, now: float) -> Step:
@@ -59,11 +58,6 @@ def _body(p: Progress, inside: bool, fields: Any, told: bool) -> bytes:
     if inside and fields and not p.chat:
         body = dumps({**p.request, "prompt": p.prompt})
     return with_fields(body, more) if more else body
-
-
-def mismatch(p: Progress, told: Tokens | None) -> str | None:
-    """Why the engine's chat is not the prompt whose cache it has fetched, by its token ids."""
-    return other_tokens(p.prompt, {"prompt_token_ids": [] if told is None else told.tolist()})
 
 
 def stripped(answer: dict[str, Any], choices: list[Any], hides_ids: bool) -> bytes:
