@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from handover import ENGINES, answers, configured
-from instructions import CELLS, HERE, SERVE, WARM_UP, ask
+from instructions import CELLS, HERE, SERVE, WARM_UP, ask, started
 
 from common import about, write_result
 
@@ -29,7 +28,7 @@ PORTS = {"before": 8237, "after": 8238}
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
+    """CPU time of a process's threads so far, finer than the clock ticks of `proc.cpu_seconds`."""
     threads = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
@@ -52,11 +51,7 @@ def compared(
             for name, tree in trees.items():
                 (folder := Path(scratch) / name).mkdir()
                 config = configured(roles, folder, PORTS[name])
-                routers[name] = subprocess.Popen(
-                    [sys.executable, "-c", SERVE, "serve", "--config", config],
-                    env={**os.environ, "PYTHONPATH": str(tree / "python")},
-                    stderr=subprocess.DEVNULL,
-                )
+                routers[name] = started(tree, "-c", SERVE, "serve", "--config", config)
             for name in trees:
                 answers(PORTS[name])
                 ask(0, WARM_UP, prompt_bytes, PORTS[name])

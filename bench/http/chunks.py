@@ -1,4 +1,4 @@
-"""Passes chunks of a stream through the reader of engines' answers: what `instructions.py` counts.
+"""Passes chunks of a stream through the reader of engines' answers, for `instructions.py` to count.
 
 python bench/http/chunks.py COUNT
 """
@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from unittest import mock
 
 from lmetric._core import ResponseReader, Router
 
-HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-)
-EVENT = (
-    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"mock",'
-    b'"choices":[{"index":0,"delta":{"content":"12"},"logprobs":null,"finish_reason":null}]}\n\n'
-)
+EVENT = mock.CHUNK % 12
 CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 
 
 class Sink:
-    """Who is told of what may not pass as it came."""
+    """Receives what the reader does not write to the client itself."""
 
     def received(self, flags: int, data: bytes) -> None:
         """The first event, which is worth committing to."""
@@ -39,7 +34,7 @@ def main() -> None:
     ticket.sent()
     reader = ResponseReader()
     reader.begin(Sink(), ticket, True, True)
-    reader.data_received(HEAD + CHUNK)
+    reader.data_received(mock.STREAM_HEAD + CHUNK)
     written: deque[bytes] = deque(maxlen=1)
     reader.commit(b"", False, written.append)
     for _ in range(int(sys.argv[1])):

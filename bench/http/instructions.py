@@ -1,10 +1,10 @@
-"""Counts the instructions of a request in two checkouts of the router, by callgrind (Debian: valgrind).
+"""Counts the instructions of a request in two checkouts, by callgrind (Debian: valgrind).
 
     python bench/http/instructions.py --before CHECKOUT [--requests 500] [--out FILE]
 
 CHECKOUT is another working tree of this repository, with its extension built in the same cargo profile as
 this one's. The kernel is not counted. Counts differ by 0.5% between runs, whatever else the machine does;
-CPU times of the same requests (`before_after.py`) differ by 20%. One client sends one request after the
+CPU times of the same requests (`bursts.py`) differ by several percent. One client sends one request after the
 other, each with a new prompt; the engines are mocks that answer at once. Chunks are counted from the bytes
 that come to the bytes that are written (`chunks.py`): with sockets, the count depends on how many come
 at once.
@@ -58,16 +58,19 @@ def ask(first: int, requests: int, prompt_bytes: int, port: int = ROUTER) -> Non
     client.close()
 
 
-def started(tree: Path, scratch: Path, flag: str, *command: Any) -> subprocess.Popen[bytes]:
-    """Python with the package of a checkout, under callgrind."""
+def started(tree: Path, *command: Any, under: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    """Python with the package of a checkout; ``under``: the program that runs it."""
+    environment = {**os.environ, "PYTHONPATH": str(tree / "python")}
+    line = [*under, sys.executable, *map(str, command)]
+    return subprocess.Popen(line, env=environment, stderr=subprocess.DEVNULL)
+
+
+def callgrind(scratch: Path, from_start: str) -> tuple[str, ...]:
+    """The command line of callgrind, with a clean folder for its counts; ``from_start``: yes or no."""
     for old in scratch.glob("callgrind.*"):
         old.unlink()
     out = f"--callgrind-out-file={scratch}/callgrind.%p"
-    return subprocess.Popen(
-        ["valgrind", "--tool=callgrind", out, flag, sys.executable, *map(str, command)],
-        env={**os.environ, "PYTHONPATH": str(tree / "python")},
-        stderr=subprocess.DEVNULL,
-    )
+    return ("valgrind", "--tool=callgrind", out, f"--instr-atstart={from_start}")
 
 
 def total(scratch: Path) -> int:
@@ -79,7 +82,7 @@ def total(scratch: Path) -> int:
 def counted(tree: Path, roles: tuple[str, str], prompt_bytes: int, requests: int, scratch: Path) -> float:
     """Instructions that the router of a checkout takes for a request."""
     config = configured(roles, scratch)
-    router = started(tree, scratch, "--instr-atstart=no", "-c", SERVE, "serve", "--config", config)
+    router = started(tree, "-c", SERVE, "serve", "--config", config, under=callgrind(scratch, "no"))
     try:
         answers(ROUTER)
         ask(0, WARM_UP, prompt_bytes)
@@ -99,7 +102,7 @@ def chunk(tree: Path, scratch: Path) -> float:
     """Instructions that the reader of a checkout takes for a chunk of a stream."""
     counts = []
     for chunks in CHUNKS:
-        if started(tree, scratch, "--instr-atstart=yes", HERE / "chunks.py", chunks).wait() != 0:
+        if started(tree, HERE / "chunks.py", chunks, under=callgrind(scratch, "yes")).wait() != 0:
             sys.exit("instructions.py: chunks.py failed")
         counts.append(total(scratch))
     return (counts[1] - counts[0]) / (CHUNKS[1] - CHUNKS[0])

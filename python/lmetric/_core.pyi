@@ -469,16 +469,19 @@ def read_request(
     int,
     bool,
 ]:
-    """What a request asks for, as the fields of `ParsedRequest`: the body itself, whether it is a chat, whether it is a
-    chat or a completion, model, whether it streams, session, cache salt, most tokens of its answer, its prompt as UTF-8
-    text or as token ids, bytes and tokens of its further prompts, and whether it has a field ``priority``.
+    """Reads the fields of `ParsedRequest` from a request to the path ``path`` of the API.
 
-    ``path``: of the API. Raises BadRequestError.
+    In this order: the body itself, whether it is a chat, whether it is a chat or a completion, model,
+    whether it streams, session, cache salt, most tokens of its answer, its prompt as UTF-8 text or as
+    token IDs, bytes and tokens of its further prompts, whether it has a field ``priority``. Raises
+    BadRequestError.
     """
 
 def check_object(body: bytes) -> None:
-    """Makes sure that a body is a JSON object whose depth and numbers of containers, members and values are
-    within bounds. Raises BadRequestError."""
+    """Makes sure that a body is a JSON object within the bounds on depth, containers, members and values.
+
+    Raises BadRequestError.
+    """
 
 @final
 class RequestReader:

@@ -90,7 +90,7 @@ async def test_each_rank_of_an_engine_with_two(vllm_engines: Start) -> None:
 async def test_a_queue_that_follows_priorities_and_one_that_does_not(vllm_engines: Start) -> None:
     for policy, outcome, told in (
         ("priority", "pass", "its queue follows them: an urgent request overtook"),
-        # In development mode, an engine tells which order its queue has.
+        # In development mode, an engine publishes its scheduling policy.
         ("fcfs", "not offered", "its queue is not ordered by it"),
     ):
         (engine,) = vllm_engines(1, **({} if policy == "priority" else {"scheduling_policy": policy}))

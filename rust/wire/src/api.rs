@@ -111,8 +111,7 @@ impl<'a> ApiRequest<'a> {
         match path {
             CHAT => match fields.take("messages") {
                 Json::List(messages) if !messages.is_empty() => {
-                    let tools = fields.get("tools").filter(|tools| tools.is_something());
-                    let rendered = render(String::new(), &messages, tools, body.len())?;
+                    let rendered = render(String::new(), &messages, fields.get("tools"), body.len())?;
                     read.prompt = Prompt::Text(rendered.into());
                 }
                 other => return must_be("messages", "a list of at least one message", &other),
@@ -183,8 +182,8 @@ impl<'a> ApiRequest<'a> {
     fn other_prompt(&mut self, fields: &mut Members<'a>, size: usize) -> Result<(), Refusal> {
         if let Json::List(messages) = fields.take("messages") {
             let system = fields.get("system").and_then(Json::as_str).unwrap_or_default();
-            let tools = fields.get("tools").filter(|tools| tools.is_something());
-            self.prompt = Prompt::Text(render(system.to_owned(), &messages, tools, size)?.into());
+            let rendered = render(system.to_owned(), &messages, fields.get("tools"), size)?;
+            self.prompt = Prompt::Text(rendered.into());
             return Ok(());
         }
         let name = if fields.get("prompt").is_some() { "prompt" } else { "input" };
@@ -286,7 +285,7 @@ fn render(
     size: usize,
 ) -> Result<String, Refusal> {
     text.reserve(size);
-    if let Some(tools) = tools {
+    if let Some(tools) = tools.filter(|tools| tools.is_something()) {
         text.push('\x1e');
         text.push_str(&compact(tools));
     }

@@ -1,5 +1,5 @@
-"""What a client's request asks for. Its body is read once, in Rust, and passed on as it came; who changes it
-reads it as a whole.
+"""A client's request, as far as routing needs it. Rust reads the body once, and it is passed on as it came.
+Python parses it only to change it, or for a chat template.
 """
 
 from collections.abc import Mapping

@@ -181,7 +181,7 @@ class InFlightRequest:
     close_client = False
     reason = ""  # why it ended, where it did not end well
     status = 0
-    # Of whom it is known, when it has ended and is committed.
+    # Of an engine's answer or of a merged one; None until it has ended, and where none is committed.
     usage: ResponseReader | Transcript | None = None
 
     @property

@@ -274,13 +274,13 @@ class RequestExecution(Progress):
             self._retry(engine, kind, reason, now)
 
     def _stale(self, attempt: Attempt, now: float, late: bool) -> None:
-        self.transfer().unsent(late=late)
+        self.transfer().stale(late=late)
         self._resend(attempt.step.engine, now)
 
     def _side_stale(self, attempt: Attempt, now: float, late: bool) -> None:
         migration = self.migration
         assert migration is not None  # no other step beside carries a KV transfer
-        migration.kv.unsent(late=late)
+        migration.kv.stale(late=late)
         self._send_beside(migration.warm(now))
 
     # -- events of the client and the server -----------------------------------------------------------------
@@ -561,7 +561,7 @@ class RequestExecution(Progress):
             return  # the answer is on its way
         if attempt.reader.status != 200:
             self._refused(attempt, now)
-        elif self.ticket.follows:  # else the second's first token was here before
+        elif self.ticket.follows:  # else the prompt was computed again for another decode engine
             reader = attempt.reader
             self._next_segment(reader.prompt_tokens, reader.cached_tokens, now, "ANSWERED")
 

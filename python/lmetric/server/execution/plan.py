@@ -75,7 +75,7 @@ EVENTS: Mapping[Event, str] = {
     "ENDED": "the answer for the client is over",
     "RESENT": "the segment is sent to its engine once more: without the KV transfer, or not in slices",
     "FAILED": "an attempt failed, or its engine refused",
-    "MOVED": "a stream changes over to the target of its migration",
+    "MOVED": "the request changes over to the target of its migration",
     "HELD": "between two slices the source holds what is there, or does not",
     "CAUGHT_UP": "the client reads again",
     "ABORTED": "the client left, the server stops, the longest duration is over, or a bug",

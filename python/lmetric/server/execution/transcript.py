@@ -93,7 +93,7 @@ class Transcript:
         """Whether some of the answer is known."""
         return bool(self._frame)
 
-    # Its usage, as a `ResponseReader` tells that of one engine's answer.
+    # Its usage, by the names that `ResponseReader` has for one engine's answer.
 
     @property
     def output_tokens(self) -> int:
@@ -308,7 +308,7 @@ class Transcript:
         end = b"data: [DONE]\n\n"
         if not self._options.get("include_usage"):
             return end
-        return _event(self._chunk([], 0) | {"usage": self._usage(len(self.made), last=True)}) + end
+        return _event(self._chunk([]) | {"usage": self._usage(len(self.made), last=True)}) + end
 
     def answer(self, made: Made) -> bytes:
         """The answer that is not streamed, after what the last leg added."""
@@ -324,12 +324,14 @@ class Transcript:
         (frame if self._chat else choice)["prompt_token_ids"] = self.prompt if asked else None
         return dumps({**frame, "choices": [choice], "usage": self._usage(len(self.made), last=True)})
 
-    def _chunk(self, choices: list[dict[str, Any]], made: int) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]], made: int | None = None) -> dict[str, Any]:
+        """A chunk; `made`: output tokens so far, for clients that want usage in each chunk."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         created, model = self._frame.get("created"), self._frame.get("model")
         chunk = {"id": self._frame.get("id"), "object": kind, "created": created, "model": model}
         chunk["choices"] = choices
-        if self._options.get("include_usage") and self._options.get("continuous_usage_stats"):
+        each = self._options.get("include_usage") and self._options.get("continuous_usage_stats")
+        if each and made is not None:
             chunk["usage"] = self._usage(made)
         return chunk
 
@@ -371,10 +373,10 @@ def dumps(leg: JSON) -> bytes:
 
 
 def other_tokens(prompt: Tokens, told: Any) -> str | None:
-    """Why a chat is not the prompt whose cache its engine has fetched, by the token ids that it tells."""
+    """Why a chat is not the prompt whose KV cache its engine has fetched; `told`: token IDs in its answer."""
     if not isinstance(told, list | np.ndarray) or len(told) == 0:
         return "it does not tell a chat's token ids"
-    return None if list(told) == prompt.tolist() else "it makes other tokens of a chat"
+    return None if np.array_equal(prompt, told) else "it makes other tokens of a chat"
 
 
 def _event(value: JSON) -> bytes:

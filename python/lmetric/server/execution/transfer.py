@@ -133,8 +133,8 @@ class KvTransfer:
             self.useless("broken", f"status {status}, error {error_code}")
         return broke
 
-    def unsent(self, *, late: bool) -> None:
-        """The step may go out again only without the fields: the connection came after their deadline
+    def stale(self, *, late: bool) -> None:
+        """The step must be sent again without the fields: the connection was ready after their deadline
         (`late`), or it closed when the engine may have fetched already."""
         if late:
             self._fields = None

@@ -46,9 +46,9 @@ def read_prompt(tokenizer: PromptTokenizer, call: ParsedRequest) -> Tokens | Non
 class PendingTokenization(InFlightRequest):
     """A request whose prompt is read in a thread; in its runner's place until there is a decision.
 
-    ``then`` is called once with the tokens (None without a tokenizer), or with why there are none; ``ended``
-    instead, once, with the client's error if the request is over. ``limit_seconds``: longest duration of the
-    request, None: no limit.
+    ``then`` is called once with the tokens, or with the reason why there are none; ``ended`` instead, once,
+    with the client's error if the request is over. ``limit_seconds``: longest duration of the request, None:
+    no limit.
     """
 
     def __init__(
@@ -76,8 +76,6 @@ class PendingTokenization(InFlightRequest):
             self._then(work.result())
         elif isinstance(error, NotPredictable):
             self._then(error)
-        elif isinstance(error, ApiError):
-            self._ended(self._asked, self, error)
         else:
             log.error("a prompt could not be tokenised", exc_info=error)
             self._then(NotPredictable("tokenizer", str(error)))
