@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+
 import mock  # noqa: UP026 - the mock engines beside this file
 
 from lmetric._core import ResponseReader, Router
