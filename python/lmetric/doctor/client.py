@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import orjson
 
 from lmetric.engines.http import PATIENCE_SECONDS, Answer, EngineClient, Unanswered
 
@@ -57,6 +58,18 @@ class Stream:
         """The last of what came."""
         self.begun = asyncio.Event()
         self.ended = False
+
+    @property
+    def error(self) -> bytes | None:
+        """The data of the first event that reports an error; None: none does so far."""
+        for line in bytes(self.seen).splitlines():
+            name, _, data = line.partition(b":")
+            if name == b"data" and b'"error"' in data:
+                with contextlib.suppress(orjson.JSONDecodeError):
+                    said = orjson.loads(data)
+                    if isinstance(said, dict) and said.get("error"):
+                        return data.strip()
+        return None
 
     async def read(self) -> None:
         """Reads until the end."""

@@ -143,10 +143,9 @@ class _Trial:
         leave = asyncio.Event()
         try:
             async with self._subject.client.stream(body) as stream:
-                if b'"error"' in stream.seen:
-                    line = bytes(stream.seen).partition(b"data:")[2].partition(b"\n")[0]
+                if (error := stream.error) is not None:
                     adapter = self._subject.adapter
-                    raise Unanswered(f"refused: {adapter.error(line) if adapter else 'an error'}")
+                    raise Unanswered(f"refused: {adapter.error(error) if adapter else 'an error'}")
                 if urgent:
                     self._urgent_after = len(self._begun)
                     return
