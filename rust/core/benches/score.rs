@@ -27,7 +27,7 @@ fn bench(c: &mut Criterion) {
             };
             let policy = ExpressionPolicy::custom(Some(name), source, &[]).expect("a valid policy");
             let snapshot = Snapshot {
-                columns: &columns,
+                columns: (&columns).into(),
                 eligible: &eligible,
                 eligible_count: eligible.iter().filter(|e| **e).count(),
                 name_hashes: &[],

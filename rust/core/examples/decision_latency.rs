@@ -8,7 +8,7 @@ use lmetric_core::kv::hash::{Domain, hash_tokens};
 use lmetric_core::plan::{Event, Failure};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::router::books::Report;
+use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig};
 use std::time::Instant;
 

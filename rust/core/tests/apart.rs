@@ -9,7 +9,7 @@ use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Segment, Usage};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::router::books::Report;
+use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Apart, Mean, PullConfig, Router, RouterConfig, Split};
 use lmetric_core::split::apart::Settings;
 

@@ -9,7 +9,7 @@ use lmetric_core::indicators::{Indicator, IndicatorSet, Snapshot};
 use lmetric_core::plan::{Binding, Cuts, Event, Failure, Segment, Usage};
 use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores, registry};
 use lmetric_core::request::Request;
-use lmetric_core::router::books::Report;
+use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Carry, Lengths, Libra, Router, RouterConfig, Split, TicketId};
 use lmetric_core::split::Settings;
 use proptest::prelude::*;

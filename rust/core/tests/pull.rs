@@ -10,7 +10,7 @@ use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Failure, Pull, Usage};
 use lmetric_core::policy::registry;
-use lmetric_core::router::books::Report;
+use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Decision, PullConfig, Router, RouterConfig, Split};
 use proptest::prelude::*;
 

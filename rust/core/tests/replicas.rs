@@ -7,7 +7,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::policy::registry;
-use lmetric_core::router::books::Report;
+use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{MOST_REPLICAS, Router, RouterConfig, Share, TicketId};
 use proptest::prelude::*;
 use std::sync::Arc;

@@ -4,7 +4,7 @@ use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::router::books::Report;
+use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Router, RouterConfig, TicketId};
 use proptest::prelude::*;
 

@@ -10,7 +10,7 @@ use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Failure, Usage};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::router::books::Report;
+use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 
 fn router(policy: &str, instances: usize) -> Router {

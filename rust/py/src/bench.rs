@@ -59,7 +59,7 @@ fn measure(
     for i in 0..instances {
         router.add_instance(&format!("engine-{i}"), Role::Both, None)?;
         // Load reports and a spread of running requests, so that every policy has what it reads.
-        let report = lmetric_core::router::books::Report {
+        let report = lmetric_core::router::ledger::Report {
             at: 0.0,
             waiting: Some((i % 3) as f64),
             running: Some((i % 17) as f64),

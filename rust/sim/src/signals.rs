@@ -5,7 +5,7 @@ use hashbrown::HashMap;
 use lmetric_core::ids::Seconds;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Event, Segment, Usage};
-use lmetric_core::router::books::Report;
+use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Carry, Router, TicketId};
 use lmetric_core::{CoreError, InstanceId};
 

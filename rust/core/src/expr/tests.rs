@@ -25,7 +25,7 @@ impl Fleet {
 
     fn snapshot(&self) -> Snapshot<'_> {
         Snapshot {
-            columns: &self.columns,
+            columns: (&self.columns).into(),
             eligible: &self.eligible,
             eligible_count: self.eligible.iter().filter(|e| **e).count(),
             name_hashes: &[],

@@ -2,31 +2,40 @@
 //!
 //! Inside a column absent is NaN, so that it spreads through a score by itself and the instance is left out; at the
 //! public edges it is `Option`.
-use super::table::{COUNT, Indicator};
+use super::table::{COUNT, Indicator, IndicatorSet};
 
-/// One column of `f64` for each indicator, all of the same length (the number of slots).
+/// A column of `f64` per indicator, all of the same length (the number of slots).
 #[derive(Clone, Debug)]
 pub struct Columns {
     data: Vec<Vec<f64>>,
+    of: IndicatorSet,
+    slots: usize,
 }
 
 impl Default for Columns {
+    /// Columns of all indicators, without a slot.
     fn default() -> Self {
-        Columns { data: vec![Vec::new(); COUNT] }
+        Columns::of(IndicatorSet::ALL)
     }
 }
 
 impl Columns {
+    /// Columns of these indicators only, without a slot. The other columns stay empty.
+    pub fn of(of: IndicatorSet) -> Columns {
+        Columns { data: vec![Vec::new(); COUNT], of, slots: 0 }
+    }
+
     /// Grows or shrinks all columns to `slots`; new values are `0.0`.
     pub fn resize(&mut self, slots: usize) {
-        for column in &mut self.data {
-            column.resize(slots, 0.0);
+        for id in self.of.iter() {
+            self.data[id as usize].resize(slots, 0.0);
         }
+        self.slots = slots;
     }
 
     /// Number of slots.
     pub fn slots(&self) -> usize {
-        self.data[0].len()
+        self.slots
     }
 
     /// The column of `id`. Request-scoped indicators use slot 0 only.
@@ -45,5 +54,33 @@ impl Columns {
     pub fn several_mut<const N: usize>(&mut self, ids: [Indicator; N]) -> [&mut [f64]; N] {
         let columns = self.data.get_disjoint_mut(ids.map(|id| id as usize)).expect("different indicators");
         columns.map(|column| &mut column[..])
+    }
+}
+
+/// All indicators for one decision: those that the ledger keeps, and those derived for the request and the moment
+/// ([`IndicatorSet::DERIVED`]).
+#[derive(Clone, Copy, Debug)]
+pub struct Indicators<'a> {
+    kept: &'a Columns,
+    derived: &'a Columns,
+}
+
+impl<'a> Indicators<'a> {
+    /// Both kinds together. `kept` and `derived` have the same number of slots.
+    pub fn new(kept: &'a Columns, derived: &'a Columns) -> Indicators<'a> {
+        Indicators { kept, derived }
+    }
+
+    /// The column of `id`. Request-scoped indicators use slot 0 only.
+    #[inline]
+    pub fn get(self, id: Indicator) -> &'a [f64] {
+        if IndicatorSet::DERIVED.contains(id) { self.derived.get(id) } else { self.kept.get(id) }
+    }
+}
+
+impl<'a> From<&'a Columns> for Indicators<'a> {
+    /// Columns that hold both kinds.
+    fn from(columns: &'a Columns) -> Indicators<'a> {
+        Indicators::new(columns, columns)
     }
 }

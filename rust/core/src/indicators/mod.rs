@@ -7,6 +7,6 @@ pub mod columns;
 pub mod snapshot;
 pub mod table;
 
-pub use columns::Columns;
+pub use columns::{Columns, Indicators};
 pub use snapshot::Snapshot;
 pub use table::{INDICATORS, Indicator, IndicatorDecl, IndicatorSet, Owner, Scope};

@@ -1,12 +1,12 @@
 //! The read-only view that a policy decides from.
-use super::columns::Columns;
+use super::columns::Indicators;
 use super::table::Indicator;
 
 /// Indicators at one moment, for one request. All slices have one entry a slot.
 #[derive(Clone, Copy, Debug)]
 pub struct Snapshot<'a> {
     /// The values; those that the policy declared in `reads` are filled in.
-    pub columns: &'a Columns,
+    pub columns: Indicators<'a>,
     /// Which slots may take the request: live, healthy, of a fitting role, not excluded by the guard.
     pub eligible: &'a [bool],
     /// Number of `true` in `eligible`.

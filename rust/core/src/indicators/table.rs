@@ -172,6 +172,44 @@ impl IndicatorSet {
     /// The empty set.
     pub const EMPTY: IndicatorSet = IndicatorSet(0);
 
+    /// All indicators.
+    pub const ALL: IndicatorSet = IndicatorSet(u64::MAX >> (64 - COUNT));
+
+    /// Indicators that are derived for each decision, from the request and the time. The ledger keeps all others.
+    pub const DERIVED: IndicatorSet = IndicatorSet::of(&[
+        Indicator::QueuedPrefillTokens,
+        Indicator::IndexBlocks,
+        Indicator::CacheFreeTokens,
+        Indicator::StepSeconds,
+        Indicator::WindowPrefillTokens,
+        Indicator::WindowOutputTokens,
+        Indicator::ReportAgeSeconds,
+        Indicator::HitTokens,
+        Indicator::KvHit,
+        Indicator::NewTokens,
+        Indicator::PToken,
+        Indicator::PullTokens,
+        Indicator::PullCostTokens,
+        Indicator::PredictedTtftSeconds,
+        Indicator::PredictedTpotSeconds,
+        Indicator::DecodeTokensPerSecond,
+        Indicator::HandoffRunningTokens,
+        Indicator::HandoffArrivedTokens,
+        Indicator::HandoffArrivedTokensForCertain,
+        Indicator::HandoffComingTokens,
+        Indicator::DecodePressure,
+        Indicator::DecodePressureKnown,
+        Indicator::HandoffSeconds,
+        Indicator::PromptTokens,
+        Indicator::ExpectedOutputTokens,
+        Indicator::Instances,
+    ]);
+
+    /// The indicators of this set that the other does not hold.
+    pub const fn without(self, other: IndicatorSet) -> IndicatorSet {
+        IndicatorSet(self.0 & !other.0)
+    }
+
     /// Indicators that depend on how much of the prompt an instance holds.
     pub const PREFIX_HITS: IndicatorSet = IndicatorSet::of(&[
         Indicator::HitTokens,

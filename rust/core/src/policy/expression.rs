@@ -185,7 +185,7 @@ mod tests {
 
     fn score(policy: &ExpressionPolicy, columns: &Columns, eligible: &[bool; 4], scores: &mut Scores) {
         let snapshot = Snapshot {
-            columns,
+            columns: columns.into(),
             eligible,
             eligible_count: eligible.iter().filter(|e| **e).count(),
             name_hashes: &[0; 4],

@@ -2,7 +2,7 @@
 //!
 //! Fed by the same events as the books: who is bound where and when it is expected to start, who decodes and how far it is, how fast
 //! decodes go, and how long answers were.
-use super::books::{Entry, Stage};
+use super::ledger::{Entry, Stage};
 use crate::estimate::survival::CurveSettings;
 use crate::estimate::{DecodeCost, DecodeLoad, Histogram, Outlook, Pressure, Survival};
 use crate::ids::Seconds;

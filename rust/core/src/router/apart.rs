@@ -1,7 +1,9 @@
 //! Where a request decodes: where it was prefilled, or cut at its prompt's end and elsewhere, wherever all requests together lose least ([`crate::split::apart`]).
+use super::InstanceId;
+use super::context::DecisionContext;
 use super::cut::{CLASSES, Follow, Rest};
-use super::decide::Turn;
-use super::{InstanceId, Router};
+use super::select::Turn;
+use super::state::State;
 use crate::error::CoreError;
 use crate::estimate::{OutputLength, StepTime};
 use crate::ids::Seconds;
@@ -69,10 +71,11 @@ struct Asked<'a> {
     now: Seconds,
 }
 
-impl Router {
+impl State {
     /// What follows a first segment on `first`: nothing, or the answer on another instance.
-    pub(super) fn rest_apart(
-        &mut self,
+    pub fn rest_apart(
+        &self,
+        context: &mut DecisionContext,
         apart: &Apart,
         request: &Request<'_>,
         first: InstanceId,
@@ -80,20 +83,20 @@ impl Router {
         now: Seconds,
     ) -> Rest {
         let Some(output_tokens) = request.expected_output_tokens else {
-            return self.leave_whole("nothing is known of the length of answers");
+            return context.leave_whole("nothing is known of the length of answers");
         };
         if output_tokens < 2 {
-            return self.leave_whole("its answer ends with its prefill");
+            return context.leave_whole("its answer ends with its prefill");
         }
         // One of which nothing is known, or little that is sure, is taken for another, or it would never be tried.
         let Some(any) = (0..self.fleet.slots()).find_map(|slot| self.step_time_of(slot)) else {
-            return self.leave_whole("nothing is known of the instances' speed");
+            return context.leave_whole("nothing is known of the instances' speed");
         };
-        if self.admit(Turn::Peer(Some(first)), failed) == 0 {
-            return self.leave_whole("no second instance takes over");
+        if self.admit(context, Turn::Peer(Some(first)), failed) == 0 {
+            return context.leave_whole("no second instance takes over");
         }
         let settings = &apart.settings;
-        let way = match self.pull_cost() {
+        let way = match self.pulls.map(|pulls| pulls.cost()) {
             Some((per_token, _, _)) => (per_token, settings.transfer_fixed_seconds),
             None => (settings.transfer_seconds_per_token, settings.transfer_fixed_seconds),
         };
@@ -107,36 +110,38 @@ impl Router {
             now,
         };
         let slots = self.fleet.slots();
-        self.later.scores.reset(slots);
+        context.later.scores.reset(slots);
         for slot in (0..slots).filter(|slot| *slot != first.index()) {
-            if self.later.eligible[slot] {
-                self.later.scores.score[slot] = self.lost_on(&asked, slot);
+            if context.later.eligible[slot] {
+                context.later.scores.score[slot] = self.lost_on(context, &asked, slot);
             }
         }
-        let stay_seconds = self.lost_on(&asked, first.index());
-        let Some(best) = select::best(&self.later.scores, &self.later.eligible, &mut self.rng) else {
-            return self.leave_whole("what the other instances would lose is no number");
+        let stay_seconds = self.lost_on(context, &asked, first.index());
+        let Some(best) = select::best(&context.later.scores, &context.later.eligible, &mut context.rng)
+        else {
+            return context.leave_whole("what the other instances would lose is no number");
         };
-        let apart_seconds = self.later.scores.score[best];
-        self.balance = Some(Balance { stay_seconds, apart_seconds, ..Balance::default() });
+        let apart_seconds = context.later.scores.score[best];
+        context.balance = Some(Balance { stay_seconds, apart_seconds, ..Balance::default() });
         if stay_seconds - apart_seconds <= settings.least_gain_seconds {
-            return self.leave_whole("too little is lost where it is");
+            return context.leave_whole("too little is lost where it is");
         }
-        let start_seconds = self.expected_handoff(request, first, now);
+        let start_seconds = self.expected_handoff(context, request, first, now);
         let instance = Some(InstanceId(best as u32));
-        let from_token = request.prompt_tokens.saturating_add(u32::from(self.tells_early(&asked, best)));
+        let from_token =
+            request.prompt_tokens.saturating_add(u32::from(self.tells_early(context, &asked, best)));
         Rest::from_iter([Follow { from_token, instance, start_seconds, score: apart_seconds }])
     }
 
     /// What all requests together lose if it decodes on `slot`.
-    fn lost_on(&self, asked: &Asked<'_>, slot: usize) -> Seconds {
+    fn lost_on(&self, context: &DecisionContext, asked: &Asked<'_>, slot: usize) -> Seconds {
         let Asked { request, now, .. } = *asked;
         let step = self.step_time_of(slot).unwrap_or(asked.any);
         let load = self.load_of(InstanceId(slot as u32), now);
         let beside = Beside {
             decoding: load.decoding,
             context_tokens: load.context_tokens,
-            prefill_share: self.books.prefill_share_on(slot, &step, now),
+            prefill_share: self.ledger.prefill_share_on(slot, &step, now),
             queued_prefill_seconds: step.prefills(load.queued_prefill_tokens, load.queued_prefill_pairs),
         };
         let prompt_tokens = f64::from(request.prompt_tokens);
@@ -144,21 +149,22 @@ impl Router {
         if slot == asked.first.index() {
             return lost(asked.output_tokens - 1.0);
         }
-        let made = f64::from(u8::from(self.tells_early(asked, slot)));
-        lost(asked.output_tokens - made) + self.way(asked, slot)
+        let made = f64::from(u8::from(self.tells_early(context, asked, slot)));
+        lost(asked.output_tokens - made) + self.way(context, asked, slot)
     }
 
     /// Seconds that its KV takes to `slot`.
-    fn way(&self, asked: &Asked<'_>, slot: usize) -> Seconds {
+    fn way(&self, context: &DecisionContext, asked: &Asked<'_>, slot: usize) -> Seconds {
         let (per_token, fixed) = asked.way;
-        let there = self.saved_tokens(asked.request, self.hit_blocks[slot]);
+        let there = self.saved_tokens(asked.request, context.hit_blocks[slot]);
         fixed + per_token * (f64::from(asked.request.prompt_tokens) - there)
     }
 
     /// Whether the client gets the prefill's own token where it goes on at `slot`: once it has one, the way there is a gap in its answer.
-    fn tells_early(&self, asked: &Asked<'_>, slot: usize) -> bool {
-        let able = [asked.first.index(), slot].iter().all(|slot| self.cuts[*slot] == Cuts::Anywhere);
-        let full = self.columns.get(Indicator::KvUsage)[slot] >= MOST_KV_USAGE; // never, where it is not told
-        able && !full && self.way(asked, slot) <= asked.most_stall_seconds
+    fn tells_early(&self, context: &DecisionContext, asked: &Asked<'_>, slot: usize) -> bool {
+        let able =
+            [asked.first.index(), slot].iter().all(|slot| self.instances[*slot].cuts == Cuts::Anywhere);
+        let full = self.ledger.get(Indicator::KvUsage)[slot] >= MOST_KV_USAGE; // never, where it is not told
+        able && !full && self.way(context, asked, slot) <= asked.most_stall_seconds
     }
 }

@@ -1,7 +1,9 @@
 //! Where a plan cuts a request: at its prompt's end where roles say so, elsewhere where the split does.
 use super::Router;
 use super::apart::Apart;
-use super::decide::Turn;
+use super::context::DecisionContext;
+use super::select::Turn;
+use super::state::State;
 use crate::error::CoreError;
 use crate::estimate::OutputLength;
 use crate::estimate::output_length::{MARGIN_TOKENS, QUANTILE};
@@ -158,18 +160,43 @@ impl Router {
     /// `BadValue` for a setting out of its range.
     pub fn set_split(&mut self, split: Split) -> Result<(), CoreError> {
         split.check()?;
-        if split.estimate()?.is_none() || self.lengths.is_none() {
-            self.lengths = split.estimate()?;
+        if split.estimate()?.is_none() || self.state.lengths.is_none() {
+            self.state.lengths = split.estimate()?;
         }
         if let Split::Apart(apart) = split {
-            self.books.set_recent(apart.settings.recent_seconds);
+            self.state.ledger.set_recent(apart.settings.recent_seconds);
         }
-        self.split = split;
+        self.state.split = split;
         Ok(())
     }
 
+    /// An answer ended by itself.
+    pub(super) fn learn_length(&mut self, prompt_tokens: u32, length_class: Option<u64>, output_tokens: u32) {
+        if let Some(lengths) = &mut self.state.lengths {
+            let (of_length, of_class) = classes(prompt_tokens, length_class);
+            lengths.ended(of_length, output_tokens);
+            of_class.iter().for_each(|class| lengths.ended(*class, output_tokens));
+        }
+    }
+
+    /// How requests are cut.
+    pub fn split(&self) -> Split {
+        self.state.split
+    }
+
+    /// Says where an instance's engine can hand requests over and take them; a new one can anywhere.
+    ///
+    /// # Errors
+    /// `BadValue` if the router has no such slot.
+    pub fn set_cuts(&mut self, id: InstanceId, cuts: Cuts) -> Result<(), CoreError> {
+        self.state.instance_mut(id)?.cuts = cuts;
+        Ok(())
+    }
+}
+
+impl State {
     /// The request with the length that its answer is expected to get, where that is estimated: what it may get at most tells little.
-    pub(super) fn estimated<'r>(&self, request: &'r Request<'r>) -> Cow<'r, Request<'r>> {
+    pub fn estimated<'r>(&self, request: &'r Request<'r>) -> Cow<'r, Request<'r>> {
         let expected = self.lengths.as_ref().and_then(|lengths| {
             let (of_length, of_class) = classes(request.prompt_tokens, request.length_class);
             let of_class = of_class.and_then(|class| lengths.expected(class, LEAST_OF_CLASS));
@@ -193,51 +220,31 @@ impl Router {
         }
     }
 
-    /// An answer ended by itself.
-    pub(super) fn learn_length(&mut self, prompt_tokens: u32, length_class: Option<u64>, output_tokens: u32) {
-        if let Some(lengths) = &mut self.lengths {
-            let (of_length, of_class) = classes(prompt_tokens, length_class);
-            lengths.ended(of_length, output_tokens);
-            of_class.iter().for_each(|class| lengths.ended(*class, output_tokens));
-        }
-    }
-
-    /// How requests are cut.
-    pub fn split(&self) -> Split {
-        self.split
-    }
-
-    /// Says where an instance's engine can hand requests over and take them; a new one can anywhere.
-    ///
-    /// # Errors
-    /// `BadValue` if the router has no such slot.
-    pub fn set_cuts(&mut self, id: InstanceId, cuts: Cuts) -> Result<(), CoreError> {
-        self.fleet.check(id)?;
-        self.cuts[id.index()] = cuts;
-        Ok(())
-    }
-
     /// What follows a first segment on `first`; `failed`: slots that are not asked.
-    pub(super) fn rest(
-        &mut self,
+    pub fn rest(
+        &self,
+        context: &mut DecisionContext,
         request: &Request<'_>,
         first: InstanceId,
         failed: &[u32],
         now: Seconds,
     ) -> Result<Rest, CoreError> {
-        (self.uncut, self.balance) = (None, None);
+        (context.uncut, context.balance) = (None, None);
         if self.rescheduling.is_some() {
-            self.uncut = request.uncut.map(Into::into); // what must not be cut does not move, either
+            context.uncut = request.uncut.map(Into::into); // what must not be cut does not move, either
         }
         match self.fleet.role(first) {
-            Role::Prefill => self.rest_of_prefill(request, first, now),
-            Role::Both if self.split != Split::None => Ok(self.rest_of_split(request, first, failed, now)),
+            Role::Prefill => self.rest_of_prefill(context, request, first, now),
+            Role::Both if self.split != Split::None => {
+                Ok(self.rest_of_split(context, request, first, failed, now))
+            }
             _ => Ok(Rest::new()),
         }
     }
 
     fn rest_of_prefill(
-        &mut self,
+        &self,
+        context: &mut DecisionContext,
         request: &Request<'_>,
         first: InstanceId,
         now: Seconds,
@@ -245,52 +252,60 @@ impl Router {
         if self.fleet.decoder_count() == 0 {
             return if self.config.colocate { Ok(Rest::new()) } else { Err(self.nobody(Turn::Later)) };
         }
-        let handoff = self.expected_handoff(request, first, now);
+        let handoff = self.expected_handoff(context, request, first, now);
         let instance = match self.config.binding {
-            Binding::Early => Some(self.choose(request, Turn::Later, &[], Some(handoff), now)?),
+            Binding::Early => Some(self.choose(context, request, Turn::Later, &[], Some(handoff), now)?),
             Binding::Late => None,
         };
-        Ok(Rest::from_iter([self.follow(request.prompt_tokens, instance, handoff)]))
+        Ok(Rest::from_iter([self.follow(context, request.prompt_tokens, instance, handoff)]))
     }
 
     /// A segment on an instance that was chosen last, or is none yet.
-    fn follow(&self, from_token: u32, instance: Option<InstanceId>, start_seconds: Seconds) -> Follow {
-        let score = instance.and_then(|id| self.later.scores.score.get(id.index()).copied());
+    fn follow(
+        &self,
+        context: &DecisionContext,
+        from_token: u32,
+        instance: Option<InstanceId>,
+        start_seconds: Seconds,
+    ) -> Follow {
+        let score = instance.and_then(|id| context.later.scores.score.get(id.index()).copied());
         Follow { from_token, instance, start_seconds, score: score.unwrap_or(f64::NAN) }
     }
 
     /// The pair first, then the cut (Libra, section 4.1). Whatever stands against a cut leaves the request in one piece, with the reason.
     fn rest_of_split(
-        &mut self,
+        &self,
+        context: &mut DecisionContext,
         request: &Request<'_>,
         first: InstanceId,
         failed: &[u32],
         now: Seconds,
     ) -> Rest {
         if let Some(reason) = request.uncut {
-            return self.leave_whole(reason);
+            return context.leave_whole(reason);
         }
-        if self.cuts[first.index()] == Cuts::Nowhere {
-            return self.leave_whole("its instance cannot hand over");
+        if self.instances[first.index()].cuts == Cuts::Nowhere {
+            return context.leave_whole("its instance cannot hand over");
         }
-        if let Split::Apart(apart) = self.split {
-            return self.rest_apart(&apart, request, first, failed, now);
+        if let Split::Apart(apart) = &self.split {
+            return self.rest_apart(context, apart, request, first, failed, now);
         }
-        let handoff = self.expected_handoff(request, first, now);
-        let Ok(second) = self.choose(request, Turn::Peer(Some(first)), failed, Some(handoff), now) else {
-            return self.leave_whole("no second instance takes over");
+        let handoff = self.expected_handoff(context, request, first, now);
+        let Ok(second) = self.choose(context, request, Turn::Peer(Some(first)), failed, Some(handoff), now)
+        else {
+            return context.leave_whole("no second instance takes over");
         };
-        let follow = self.follow(0, Some(second), handoff);
+        let follow = self.follow(context, 0, Some(second), handoff);
         if let Some(think_tokens) = self.thoughts(request) {
-            match self.cut_in_three(request, think_tokens, (first, follow), failed, now) {
+            match self.cut_in_three(context, request, think_tokens, (first, follow), failed, now) {
                 Ok(rest) => return rest,
-                Err(reason) => self.uncut = Some(format!("in three parts: {reason}").into()),
+                Err(reason) => context.uncut = Some(format!("in three parts: {reason}").into()),
             }
         }
-        let able = self.cuts[first.index()].min(self.cuts[second.index()]);
-        match self.cut(request, first, second, able, now) {
+        let able = self.instances[first.index()].cuts.min(self.instances[second.index()].cuts);
+        match self.cut(context, request, first, second, able, now) {
             Ok(from_token) => Rest::from_iter([Follow { from_token, ..follow }]),
-            Err(reason) => self.leave_whole(reason),
+            Err(reason) => context.leave_whole(reason),
         }
     }
 
@@ -305,7 +320,8 @@ impl Router {
     /// Prefill on `first`, thinking on the instance of `second`, the answer on a third, or on `first` again where there are but two (Libra, section 4.4). The error says
     /// why the request is not cut so.
     fn cut_in_three(
-        &mut self,
+        &self,
+        context: &mut DecisionContext,
         request: &Request<'_>,
         think_tokens: u32,
         (first, second): (InstanceId, Follow),
@@ -320,11 +336,12 @@ impl Router {
         let mut taken: SmallVec<[u32; 8]> = SmallVec::from_slice(failed);
         taken.push(thinks.0);
         let start = Some(second.start_seconds);
-        let answers = self.choose(request, Turn::Peer(Some(first)), &taken, start, now).unwrap_or(first);
-        let third = self.follow(0, Some(answers), second.start_seconds);
+        let answers =
+            self.choose(context, request, Turn::Peer(Some(first)), &taken, start, now).unwrap_or(first);
+        let third = self.follow(context, 0, Some(answers), second.start_seconds);
         let on = [first, thinks, answers];
         let settings = Settings {
-            cuts: on.map(|id| self.cuts[id.index()]).into_iter().min().unwrap_or_default(),
+            cuts: on.map(|id| self.instances[id.index()].cuts).into_iter().min().unwrap_or_default(),
             ..libra.settings
         };
         let loads = on.map(|id| self.load_of(id, now));
@@ -332,7 +349,7 @@ impl Router {
         let [Some(a), Some(b), Some(c)] = &steps else {
             return Err("nothing is known of the instances' speed");
         };
-        let hit = |id: InstanceId| self.saved_tokens(request, self.hit_blocks[id.index()]) as u32;
+        let hit = |id: InstanceId| self.saved_tokens(request, context.hit_blocks[id.index()]) as u32;
         let placed = |i: usize, step| Placed { load: &loads[i], step, hit_tokens: hit(on[i]) };
         let placed = [placed(0, a), placed(1, b), placed(2, c)];
         let whole = Whole {
@@ -348,7 +365,8 @@ impl Router {
         };
         let [from_token, answer_token] = found.cut_tokens.ok_or(found.why.text())?;
         let [first_seconds, second_seconds, third_seconds] = found.seconds;
-        self.balance = Some(Balance { first_seconds, second_seconds, third_seconds, ..Balance::default() });
+        context.balance =
+            Some(Balance { first_seconds, second_seconds, third_seconds, ..Balance::default() });
         let start_seconds = second.start_seconds + found.think_seconds;
         Ok(Rest::from_iter([
             Follow { from_token, ..second },
@@ -358,14 +376,15 @@ impl Router {
 
     /// The token at which a request is cut between two instances whose engines are able to at `able`; or why it is not.
     fn cut(
-        &mut self,
+        &self,
+        context: &mut DecisionContext,
         request: &Request<'_>,
         first: InstanceId,
         second: InstanceId,
         able: Cuts,
         now: Seconds,
     ) -> Result<u32, &'static str> {
-        let hit = |id: InstanceId| self.saved_tokens(request, self.hit_blocks[id.index()]) as u32;
+        let hit = |id: InstanceId| self.saved_tokens(request, context.hit_blocks[id.index()]) as u32;
         let whole = Whole {
             prompt_tokens: request.prompt_tokens,
             first_hit_tokens: hit(first),
@@ -392,7 +411,7 @@ impl Router {
                 };
                 let settings = Settings { cuts: able, ..libra.settings };
                 let found = split::search(&whole, &loads[0], &loads[1], &step_first, &step_second, &settings);
-                self.balance = Some(Balance {
+                context.balance = Some(Balance {
                     first_seconds: found.seconds_first,
                     second_seconds: found.seconds_second,
                     third_seconds: f64::NAN,
@@ -406,30 +425,25 @@ impl Router {
     }
 
     /// What is assigned to an instance.
-    pub(super) fn load_of(&self, id: InstanceId, now: Seconds) -> Load {
+    pub fn load_of(&self, id: InstanceId, now: Seconds) -> Load {
         let slot = id.index();
-        let at = |indicator| self.columns.get(indicator)[slot];
+        let at = |indicator| self.ledger.get(indicator)[slot];
         Load {
-            queued_prefill_tokens: self.books.queued_prefill_on(slot, now),
-            queued_prefill_pairs: self.books.queued_pairs_on(slot),
+            queued_prefill_tokens: self.ledger.queued_prefill_on(slot, now),
+            queued_prefill_pairs: self.ledger.queued_pairs_on(slot),
             decoding: at(Indicator::DecodeBs) + at(Indicator::BoundBs),
             context_tokens: at(Indicator::Tokens),
-            remaining_output_tokens: at(Indicator::RemainingTokens) + self.books.bound_remaining_on(slot),
+            remaining_output_tokens: at(Indicator::RemainingTokens) + self.ledger.bound_remaining_on(slot),
         }
     }
 
-    pub(super) fn leave_whole(&mut self, reason: &str) -> Rest {
-        self.uncut = Some(reason.into());
-        Rest::new()
-    }
-
     /// Whether the segment that a segment leads to is on an equal of its instance, and not on one that decodes only.
-    pub(super) fn peers(&self, segment: &Segment) -> bool {
+    pub fn peers(&self, segment: &Segment) -> bool {
         self.fleet.role(segment.instance) != Role::Prefill
     }
 
     /// For the receipt: what follows, as far as its instances are chosen.
-    pub(super) fn next_in(&self, rest: &Rest) -> Nexts {
+    pub fn next_in(&self, rest: &Rest) -> Nexts {
         let chosen = rest.iter().filter_map(|follow| Some((follow, follow.instance?)));
         chosen
             .map(|(follow, instance)| Next {
@@ -439,5 +453,13 @@ impl Router {
                 handoff_seconds: follow.start_seconds,
             })
             .collect()
+    }
+}
+
+impl DecisionContext {
+    /// Leaves the request in one piece, for this reason.
+    pub fn leave_whole(&mut self, reason: &str) -> Rest {
+        self.uncut = Some(reason.into());
+        Rest::new()
     }
 }

@@ -1,29 +1,17 @@
 //! Decisions: match, score, commit.
-use super::books::{Entry, Stage};
+use super::context::DecisionContext;
 use super::cut::Rest;
+use super::ledger::{Entry, Stage};
+use super::select::Turn;
+use super::state::State;
 use super::tickets::{Pulling, TicketState};
 use super::{Decision, Router};
 use crate::error::CoreError;
-use crate::fleet::Role;
-use crate::guard::Restriction;
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{Indicator, Snapshot};
-use crate::plan::Cuts;
-use crate::policy::{Scores, select};
+use crate::policy::Scores;
 use crate::priority::vtc::check_weight;
 use crate::receipt::{Balance, Receipt};
 use crate::request::Request;
-
-/// Which of a plan's segments is placed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
-    /// The one that begins with the request.
-    First,
-    /// One that follows another, in a pool of its own.
-    Later,
-    /// One that follows another on an equal of its instance, which may be that one itself only where it is not named.
-    Peer(Option<InstanceId>),
-}
 
 /// The instances of a plan.
 #[derive(Clone, Debug)]
@@ -65,7 +53,7 @@ impl Router {
         now: Seconds,
     ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
-        let request = &*self.estimated(request);
+        let request = &*self.state.estimated(request);
         let (chosen, receipt) = self.decide(request, request_id, now)?;
         Ok(self.commit_plan(request, chosen, receipt, now))
     }
@@ -84,7 +72,7 @@ impl Router {
     ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
         let whole = Request { chain, ..*request };
-        let whole = self.estimated(&whole);
+        let whole = self.state.estimated(&whole);
         let (chosen, receipt) = self.decide(&whole, request_id, now)?;
         let decision = self.book(&whole, chosen, receipt, now);
         let spare = self.tickets.spare_chain();
@@ -104,8 +92,10 @@ impl Router {
         self.match_prefix(request.chain);
         let first = self.score(request, now).inspect_err(|_| self.totals.no_instance += 1)?;
         // Before the rest is planned: choosing a second instance derives the same columns anew.
-        let receipt = self.explain(request, request_id, first, now);
-        match self.plan(request, first, &[], now) {
+        let receipt = self.explained(request, request_id, first, now);
+        let chosen = self.state.plan(&mut self.context, request, first, &[], now);
+        self.count_unscored();
+        match chosen {
             Ok(chosen) => Ok((chosen, receipt)),
             Err(error) => {
                 self.receipts.put_back(receipt);
@@ -115,32 +105,40 @@ impl Router {
         }
     }
 
-    /// What follows a first segment on `first`, and what is pulled before it; `failed`: slots that are not asked.
-    pub(super) fn plan(
+    /// The receipt of the last choice of a first segment.
+    fn explained(
         &mut self,
         request: &Request<'_>,
-        first: InstanceId,
-        failed: &[u32],
+        request_id: Option<&str>,
+        chosen: InstanceId,
         now: Seconds,
-    ) -> Result<Chosen, CoreError> {
-        let rest = self.rest(request, first, failed, now)?;
-        let pull = self.pull_for(request, first, &rest);
-        Ok(Chosen { first, rest, pull, uncut: self.uncut.take(), balance: self.balance.take() })
+    ) -> Box<Receipt> {
+        let mut receipt = self.receipts.take();
+        receipt.at = now;
+        receipt.request_id = request_id.map(Into::into);
+        self.state.explain(&self.context, request, chosen, now, &mut receipt);
+        receipt
+    }
+
+    /// Adds to the totals the choices in which a policy scored no candidate.
+    pub(super) fn count_unscored(&mut self) {
+        self.totals.unscored += std::mem::take(&mut self.context.unscored);
     }
 
     /// First stage of a decision: how much of the prompt each instance holds.
     pub fn match_prefix(&mut self, chain: &[u64]) {
-        self.index.match_prefix(chain, &mut self.hit_blocks);
+        self.state.match_prefix(&mut self.context, chain);
     }
 
     /// How many leading prompt tokens each live instance holds, in slot order. Nothing is booked or touched.
     pub fn hit_tokens(&mut self, request: &Request<'_>) -> Vec<u32> {
         self.match_prefix(request.chain);
-        let mut hits = self.hit_blocks.clone();
-        self.whole_hits(request, &mut hits);
-        if self.fleet.live_count() < hits.len() {
-            let mut slots = (0..).map(InstanceId);
-            hits.retain(|_| slots.next().is_some_and(|id| self.fleet.is_live(id)));
+        let mut hits = self.context.hit_blocks.clone();
+        self.state.whole_hits(request, &mut hits);
+        let fleet = &self.state.fleet;
+        if fleet.live_count() < hits.len() {
+            let mut ids = self.state.ids();
+            hits.retain(|_| ids.next().is_some_and(|id| fleet.is_live(id)));
         }
         hits
     }
@@ -150,99 +148,14 @@ impl Router {
     /// # Errors
     /// As [`Router::route`].
     pub fn score(&mut self, request: &Request<'_>, now: Seconds) -> Result<InstanceId, CoreError> {
-        self.choose(request, Turn::First, &[], None, now)
-    }
-
-    /// The instance of a segment, by the policy of its turn, without the slots in `failed`. `handoff`: seconds until it is expected to start to
-    /// decode, where it follows another.
-    pub(super) fn choose(
-        &mut self,
-        request: &Request<'_>,
-        turn: Turn,
-        failed: &[u32],
-        handoff: Option<Seconds>,
-        now: Seconds,
-    ) -> Result<InstanceId, CoreError> {
-        let reads = match turn {
-            Turn::First => self.first.reads,
-            Turn::Later | Turn::Peer(_) => self.later.reads,
-        };
-        let eligible_count = self.admit(turn, failed);
-        if eligible_count == 0 {
-            return Err(self.nobody(turn));
-        }
-        self.derive(request, reads, eligible_count, handoff, now);
-        let (chooser, restriction) = match turn {
-            Turn::First => {
-                self.restriction = self.guard.restrict(request.chain, &mut self.first.eligible);
-                (&mut self.first, self.restriction)
-            }
-            Turn::Later | Turn::Peer(_) => (&mut self.later, Restriction::Free),
-        };
-        let excluded = if let Restriction::Filtered(out) = restriction { out } else { 0 };
-        let slots = self.fleet.slots();
-        let snapshot = Snapshot {
-            columns: &self.columns,
-            eligible: &chooser.eligible,
-            eligible_count: eligible_count - excluded,
-            name_hashes: self.fleet.name_hashes(),
-            ordinal: chooser.made,
-            session: request.session,
-        };
-        chooser.scores.reset(slots);
-        if restriction == Restriction::BalanceOnly {
-            chooser.scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
-        } else {
-            chooser.policy.score(&snapshot, &mut self.rng, &mut chooser.scores)?;
-            chooser.scores.check(slots, &chooser.policy.spec().name)?;
-        }
-        leave_ineligible(&mut chooser.scores, &snapshot);
-        if let Some(best) = select::best(&chooser.scores, snapshot.eligible, &mut self.rng) {
-            return Ok(InstanceId(best as u32));
-        }
-        // An instance that takes requests exists, so the request must not fail: fewest requests wins.
-        self.totals.unscored += 1;
-        chooser.scores.reset(slots);
-        chooser.scores.unscored = true;
-        chooser.scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
-        leave_ineligible(&mut chooser.scores, &snapshot);
-        let best = select::best(&chooser.scores, snapshot.eligible, &mut self.rng);
-        best.map(|best| InstanceId(best as u32)).ok_or_else(|| self.nobody(turn))
-    }
-
-    /// Marks who may take a segment; returns how many. Where nobody takes prompts, instances that decode only take whole requests, if
-    /// they may.
-    pub(super) fn admit(&mut self, turn: Turn, failed: &[u32]) -> usize {
-        let fleet = &self.fleet;
-        let (chooser, able, count) = match turn {
-            Turn::First => (&mut self.first, fleet.eligible(), fleet.eligible_count()),
-            Turn::Later => (&mut self.later, fleet.decoders(), fleet.decoder_count()),
-            Turn::Peer(_) => (&mut self.later, fleet.eligible(), fleet.eligible_count()),
-        };
-        let mut mark = |able: &[bool], count: usize| {
-            chooser.eligible.clear();
-            chooser.eligible.extend_from_slice(able);
-            failed.iter().for_each(|slot| chooser.eligible[*slot as usize] = false);
-            if let Turn::Peer(first) = turn {
-                // It takes over from the first: the engines of both must be able to, and the roles that prefill only do not go on.
-                for (slot, eligible) in chooser.eligible.iter_mut().enumerate() {
-                    let id = InstanceId(slot as u32);
-                    *eligible &=
-                        first != Some(id) && fleet.role(id) == Role::Both && self.cuts[slot] > Cuts::Nowhere;
-                }
-                return chooser.eligible.iter().filter(|e| **e).count();
-            }
-            if failed.is_empty() { count } else { chooser.eligible.iter().filter(|e| **e).count() }
-        };
-        match mark(able, count) {
-            0 if turn == Turn::First && self.config.colocate => mark(fleet.decoders(), fleet.decoder_count()),
-            count => count,
-        }
+        let chosen = self.state.choose(&mut self.context, request, Turn::First, &[], None, now);
+        self.count_unscored();
+        chosen
     }
 
     /// The scores of the last [`Router::score`], one a slot.
     pub fn last_scores(&self) -> &Scores {
-        &self.first.scores
+        &self.context.first.scores
     }
 
     /// Third stage: books the request, all of it on `chosen`, writes the receipt, opens the ticket.
@@ -256,17 +169,17 @@ impl Router {
         chosen: InstanceId,
         now: Seconds,
     ) -> Result<Decision, CoreError> {
-        self.fleet.check(chosen)?;
+        self.state.fleet.check(chosen)?;
         request.check()?;
-        if self.first.scores.score.len() != self.fleet.slots() {
+        if self.context.first.scores.score.len() != self.state.fleet.slots() {
             return Err(CoreError::BadValue {
                 what: "commit".into(),
                 got: "a fleet that has changed since the last score".into(),
                 expected: "a request that was scored just before".into(),
             });
         }
-        let receipt = self.explain(request, request_id, chosen, now);
-        let pull = self.pull_for(request, chosen, &Rest::default());
+        let receipt = self.explained(request, request_id, chosen, now);
+        let pull = self.state.pull_for(&mut self.context, request, chosen, &Rest::default());
         Ok(self.commit_plan(request, Chosen::whole(chosen, pull), receipt, now))
     }
 
@@ -294,18 +207,20 @@ impl Router {
         mut receipt: Box<Receipt>,
         now: Seconds,
     ) -> Decision {
+        let Router { state, context, .. } = self;
         let first = chosen.first;
-        let hit = self.saved_tokens(request, self.hit_blocks[first.index()]);
-        let matched = self.hit_blocks.iter().copied().max().unwrap_or(0);
-        self.guard.observe(now, request.chain, matched, &self.first.scores, &self.first.eligible, first);
+        let hit = state.saved_tokens(request, context.hit_blocks[first.index()]);
+        let matched = context.hit_blocks.iter().copied().max().unwrap_or(0);
+        let (scores, eligible) = (&context.first.scores, &context.first.eligible);
+        state.guard.observe(now, request.chain, matched, scores, eligible, first);
+        let (leg, later) = state.legs_of(context, request, &chosen, now);
         self.totals.left_out += u64::from(receipt.left_out);
         self.totals.filter_waived += u64::from(receipt.filter_waived);
-        let (leg, later) = self.legs_of(request, &chosen, now);
-        receipt.next = self.next_in(&chosen.rest);
+        receipt.next = self.state.next_in(&chosen.rest);
         receipt.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
         receipt.uncut = chosen.uncut;
-        receipt.unpulled = request.unpulled.filter(|_| self.pulls.is_some()).map(Into::into);
-        receipt.pull = chosen.pull.as_ref().map(|pulling| self.pull_told(pulling));
+        receipt.unpulled = request.unpulled.filter(|_| self.state.pulls.is_some()).map(Into::into);
+        receipt.pull = chosen.pull.as_ref().map(|pulling| self.state.pull_told(pulling));
         let (priority, place) = self.prioritise(&request.tenant, request.prompt_tokens, hit as u32, now);
         receipt.priority = priority;
         receipt.balance = chosen.balance;
@@ -330,37 +245,33 @@ impl Router {
             failed: Vec::new(),
             lost: Vec::new(),
         });
-        self.totals.split += u64::from(segment.to_token.is_some_and(|_| self.peers(&segment)));
+        self.totals.split += u64::from(segment.to_token.is_some_and(|_| self.state.peers(&segment)));
         self.open_legs(ticket, now);
         self.totals.decisions += 1;
-        self.first.made += 1;
+        self.state.first.made += 1;
         let pull = chosen.pull.map(|pulling| pulling.pull);
         Decision { id, ticket, segment, next, pull, predicted_hit_tokens: hit as u32, priority }
     }
-
-    pub(super) fn nobody(&self, turn: Turn) -> CoreError {
-        let live = self.fleet.live_count();
-        CoreError::NoInstance(match (live, turn) {
-            (0, _) => "the router has no instances".into(),
-            (_, Turn::First) => {
-                format!("none of the {live} instances is healthy, of a fitting role and not draining")
-            }
-            (_, Turn::Later) => {
-                format!("none of the {live} instances is of the role decode, healthy and not draining")
-            }
-            (_, Turn::Peer(_)) => {
-                format!("none of the {live} instances takes over from others, healthy and not draining")
-            }
-        })
-    }
 }
 
-/// From here on a score that is a number belongs to an instance that may take the request.
-fn leave_ineligible(scores: &mut Scores, snapshot: &Snapshot<'_>) {
-    if snapshot.eligible_count < snapshot.eligible.len() {
-        for (score, _) in scores.score.iter_mut().zip(snapshot.eligible).filter(|(_, e)| !**e) {
-            *score = f64::NAN;
-        }
+impl State {
+    /// How much of a prompt each instance holds.
+    pub fn match_prefix(&self, context: &mut DecisionContext, chain: &[u64]) {
+        self.index.match_prefix(chain, &mut context.hit_blocks);
+    }
+
+    /// What follows a first segment on `first`, and what is pulled before it; `failed`: slots that are not asked.
+    pub fn plan(
+        &self,
+        context: &mut DecisionContext,
+        request: &Request<'_>,
+        first: InstanceId,
+        failed: &[u32],
+        now: Seconds,
+    ) -> Result<Chosen, CoreError> {
+        let rest = self.rest(context, request, first, failed, now)?;
+        let pull = self.pull_for(context, request, first, &rest);
+        Ok(Chosen { first, rest, pull, uncut: context.uncut.take(), balance: context.balance.take() })
     }
 }
 

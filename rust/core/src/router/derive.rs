@@ -1,12 +1,14 @@
 //! Fills in the indicators that depend on the request or on the time, and only those that are read.
 use super::Router;
 use super::ahead::AHEAD;
+use super::context::DecisionContext;
 use super::pull::PULL;
+use super::state::State;
 use crate::error::CoreError;
 use crate::estimate::{DecodeCost, StepTime};
 use crate::fleet::Role;
-use crate::ids::Seconds;
-use crate::indicators::{Indicator, IndicatorSet};
+use crate::ids::{InstanceId, Seconds};
+use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::request::Request;
 use crate::wide::{greater, lesser, wide_fn};
 
@@ -69,18 +71,20 @@ impl TtftSource {
     }
 }
 
-impl Router {
-    /// Fills in what `reads` names, for `request` at `now`. Per-instance indicators owned by the books are there already.
-    /// `able`: instances that may take the segment. `handoff`: seconds until it is expected to start to decode, where that is another segment than its first.
-    pub(super) fn derive(
-        &mut self,
+impl State {
+    /// Fills in what `reads` names, for `request` at `now`. What the ledger keeps is there already.
+    /// `able`: instances that may take the segment. `handoff`: seconds until it is expected to start to decode, if that is
+    /// another segment than its first.
+    pub fn derive(
+        &self,
+        context: &mut DecisionContext,
         request: &Request<'_>,
         reads: IndicatorSet,
         able: usize,
         handoff: Option<Seconds>,
         now: Seconds,
     ) {
-        let columns = &mut self.columns;
+        let DecisionContext { hit_blocks, derived: columns, .. } = context;
         let prompt = f64::from(request.prompt_tokens);
         if columns.slots() == 0 {
             return;
@@ -94,16 +98,16 @@ impl Router {
             ahead.derive(reads, now, now + handoff.unwrap_or(0.0), columns);
         }
         if reads.intersects(QUEUED) {
-            self.books.queued_prefill(now, columns.get_mut(Indicator::QueuedPrefillTokens));
+            self.ledger.queued_prefill(now, columns.get_mut(Indicator::QueuedPrefillTokens));
         }
         let (per_block, most) =
             (request.tokens_per_block, most_hit_tokens(request, self.config.partial_blocks));
         if reads.contains(Indicator::PToken) {
             let [out, queued] = columns.several_mut([Indicator::PToken, Indicator::QueuedPrefillTokens]);
-            p_token(queued, &self.hit_blocks, per_block, most, prompt, out);
+            p_token(queued, hit_blocks, per_block, most, prompt, out);
         }
         if reads.intersects(HITS) {
-            hits(&self.hit_blocks, per_block, most, columns.get_mut(Indicator::HitTokens));
+            hits(hit_blocks, per_block, most, columns.get_mut(Indicator::HitTokens));
             let share = if prompt > 0.0 { 1.0 / prompt } else { 0.0 };
             let [out, hits] = columns.several_mut([Indicator::KvHit, Indicator::HitTokens]);
             scaled(hits, share, 0.0, out);
@@ -113,88 +117,62 @@ impl Router {
         if reads.intersects(WINDOWS) {
             let [prefill, output] =
                 columns.several_mut([Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens]);
-            self.books.windows(now, prefill, output);
+            self.ledger.windows(now, prefill, output);
         }
         if reads.intersects(BLOCKS) {
             let column = columns.get_mut(Indicator::IndexBlocks);
             for (slot, out) in column.iter_mut().enumerate() {
-                *out = f64::from(self.index.blocks(crate::InstanceId(slot as u32)));
+                *out = f64::from(self.index.blocks(InstanceId(slot as u32)));
             }
         }
         if reads.contains(Indicator::CacheFreeTokens) {
             let column = columns.get_mut(Indicator::CacheFreeTokens);
-            for (slot, (out, capacity)) in column.iter_mut().zip(&self.cache_blocks).enumerate() {
-                let held = self.index.blocks(crate::InstanceId(slot as u32));
-                *out = capacity.map_or(f64::NAN, |c| f64::from(c.saturating_sub(held)) * per_block);
+            for (slot, (out, instance)) in column.iter_mut().zip(&self.instances).enumerate() {
+                let held = self.index.blocks(InstanceId(slot as u32));
+                let free = |capacity: u32| f64::from(capacity.saturating_sub(held)) * per_block;
+                *out = instance.cache_blocks.map_or(f64::NAN, free);
             }
         }
         if reads.contains(Indicator::ReportAgeSeconds) {
             for (slot, out) in columns.get_mut(Indicator::ReportAgeSeconds).iter_mut().enumerate() {
-                *out = self.books.reported_at(slot).map_or(f64::NAN, |at| now - at);
+                *out = self.ledger.reported_at(slot).map_or(f64::NAN, |at| now - at);
             }
         }
         if reads.intersects(PULL) {
-            self.derive_pulls(request, handoff.is_none());
+            self.derive_pulls(context, request, handoff.is_none());
         }
         if reads.contains(Indicator::PredictedTtftSeconds) {
-            self.predict_ttft();
+            self.predict_ttft(&mut context.derived);
         }
         for (id, joining) in [(Indicator::StepSeconds, None), (Indicator::PredictedTpotSeconds, Some(prompt))]
         {
             if reads.contains(id) {
-                self.predict_step(id, joining);
+                self.predict_step(&mut context.derived, id, joining);
             }
         }
     }
 
     /// Prompt tokens that `blocks` matched blocks save.
     #[inline]
-    pub(super) fn saved_tokens(&self, request: &Request<'_>, blocks: u32) -> f64 {
+    pub fn saved_tokens(&self, request: &Request<'_>, blocks: u32) -> f64 {
         let most = most_hit_tokens(request, self.config.partial_blocks);
         hit(blocks, request.tokens_per_block, most)
     }
 
     /// Turns matched blocks into hit tokens, rounded down.
-    pub(super) fn whole_hits(&self, request: &Request<'_>, blocks: &mut [u32]) {
+    pub fn whole_hits(&self, request: &Request<'_>, blocks: &mut [u32]) {
         let most = most_hit_tokens(request, self.config.partial_blocks);
         blocks_to_tokens(blocks, request.tokens_per_block, most);
     }
 
-    /// Whether a prefill rate was learned on any instance.
-    pub fn knows_a_rate(&self) -> bool {
-        self.columns.get(Indicator::PrefillTokensPerSecond).iter().any(|rate| !rate.is_nan())
-    }
-
-    /// What a prediction of the time to first token on a slot rests on. `pool_rate`: whether a rate [is known](Router::knows_a_rate) of any.
-    ///
-    /// # Panics
-    /// If the router has no such slot.
-    pub fn ttft_source(&self, id: crate::InstanceId, pool_rate: bool) -> TtftSource {
-        let rates = self.columns.get(Indicator::PrefillTokensPerSecond);
-        match () {
-            () if self.profiled(id.index()).is_some() => TtftSource::Profile,
-            () if self.learned(id.index()).is_some() => TtftSource::LearnedStepTime,
-            () if !rates[id.index()].is_nan() => TtftSource::LearnedRate,
-            () if pool_rate => TtftSource::PoolRate,
-            () => TtftSource::Prior,
-        }
-    }
-
-    /// The step-time model learned from our own streams on an instance; None until there were enough of them.
-    ///
-    /// # Panics
-    /// If the router has no such slot.
-    pub fn step_time(&self, id: crate::InstanceId) -> Option<StepTime> {
-        self.books.step_fit(id.index()).step_time()
-    }
-
     /// What a decode step costs for each sequence and token of context: by the profile, else by what is learned on an instance, else as if a request cost as
     /// much as a thousand tokens of its context.
-    pub(super) fn decode_cost(&self) -> DecodeCost {
-        let decodes = |slot: &usize| self.fleet.role(crate::InstanceId(*slot as u32)) != Role::Prefill;
-        let profiled = || (0..self.fleet.slots()).filter(decodes).find_map(|slot| self.step_times[slot]);
+    pub fn decode_cost(&self) -> DecodeCost {
+        let decodes = |slot: &usize| self.fleet.role(InstanceId(*slot as u32)) != Role::Prefill;
+        let profiled =
+            || (0..self.fleet.slots()).filter(decodes).find_map(|slot| self.instances[slot].step_time);
         let learned = || {
-            (0..self.fleet.slots()).filter_map(|slot| self.books.step_fit(slot).step_time()).find(|model| {
+            (0..self.fleet.slots()).filter_map(|slot| self.ledger.step_fit(slot).step_time()).find(|model| {
                 model.decode_seconds_per_sequence > 0.0 || model.decode_seconds_per_context_token > 0.0
             })
         };
@@ -209,55 +187,38 @@ impl Router {
 
     /// The step-time model learned on a slot, where prefills are to be predicted by it.
     fn learned(&self, slot: usize) -> Option<StepTime> {
-        let fit = self.books.step_fit(slot);
+        let fit = self.ledger.step_fit(slot);
         let good = fit.knows_prefill() && fit.relative_error().is_some_and(|error| error < MOST_STEP_ERROR);
         if good { fit.step_time() } else { None }
     }
 
     /// The step-time model of a slot, where the profile gives one or enough was learned.
-    pub(super) fn step_time_of(&self, slot: usize) -> Option<StepTime> {
+    pub fn step_time_of(&self, slot: usize) -> Option<StepTime> {
         self.profiled(slot).or_else(|| self.learned(slot))
     }
 
     /// What profiles say of a slot: its own, or that of all.
     fn profiled(&self, slot: usize) -> Option<StepTime> {
-        self.step_times[slot].or(self.config.step_time)
+        self.instances[slot].step_time.or(self.config.step_time)
     }
 
-    /// Says what an instance's steps cost where its engine is not like the others (another GPU, more of them); `None`: as the configuration says. A new
-    /// instance has none.
-    ///
-    /// # Errors
-    /// `BadValue` if the router has no such slot.
-    pub fn set_step_time(
-        &mut self,
-        id: crate::InstanceId,
-        step_time: Option<StepTime>,
-    ) -> Result<(), CoreError> {
-        self.fleet.check(id)?;
-        self.step_times[id.index()] = step_time;
-        Ok(())
-    }
-
-    fn predict_ttft(&mut self) {
-        let mut predicted = std::mem::take(&mut self.scratch);
-        predicted.clear();
-        let column = |id| self.columns.get(id);
-        let (queued, hit) = (column(Indicator::QueuedPrefillTokens), column(Indicator::HitTokens));
-        let new = column(Indicator::NewTokens);
-        let (decoding, context) = (column(Indicator::RBs), column(Indicator::DecodeTokens));
+    fn predict_ttft(&self, derived: &mut Columns) {
+        let (decoding, context) = (self.ledger.get(Indicator::RBs), self.ledger.get(Indicator::DecodeTokens));
         let mean = self.mean_prefill_rate();
-        predicted.extend(
-            (0..self.columns.slots())
-                .map(|i| self.ttft(i, queued[i], hit[i], new[i], decoding[i], context[i], mean)),
-        );
-        self.columns.get_mut(Indicator::PredictedTtftSeconds).copy_from_slice(&predicted);
-        self.scratch = predicted;
+        let [out, queued, hit, new] = derived.several_mut([
+            Indicator::PredictedTtftSeconds,
+            Indicator::QueuedPrefillTokens,
+            Indicator::HitTokens,
+            Indicator::NewTokens,
+        ]);
+        for (i, out) in out.iter_mut().enumerate() {
+            *out = self.ttft(i, queued[i], hit[i], new[i], decoding[i], context[i], mean);
+        }
     }
 
     /// Mean of the learned prefill rates, tokens/s: an instance without one is taken for an average one, or it would never be tried.
-    pub(super) fn mean_prefill_rate(&self) -> f64 {
-        let rates = self.columns.get(Indicator::PrefillTokensPerSecond);
+    pub fn mean_prefill_rate(&self) -> f64 {
+        let rates = self.ledger.get(Indicator::PrefillTokensPerSecond);
         let known = rates.iter().filter(|r| !r.is_nan());
         let (sum, count) = known.fold((0.0, 0.0), |(s, n), r| (s + r, n + 1.0));
         if count > 0.0 { sum / count } else { self.config.prior_prefill_tokens_per_second }
@@ -266,7 +227,7 @@ impl Router {
     /// Seconds to the first token on a slot, if `queued` prefill tokens go first and `decoding` sequences with `context` tokens run beside it, for
     /// a prompt of which `hit` tokens are cached and `new` are not.
     #[allow(clippy::too_many_arguments)]
-    pub(super) fn ttft(
+    pub fn ttft(
         &self,
         slot: usize,
         queued: f64,
@@ -276,7 +237,7 @@ impl Router {
         context: f64,
         mean_rate: f64,
     ) -> Seconds {
-        let rate = self.columns.get(Indicator::PrefillTokensPerSecond)[slot];
+        let rate = self.ledger.get(Indicator::PrefillTokensPerSecond)[slot];
         match self.step_time_of(slot) {
             Some(model) => model.ttft(queued, hit, new, decoding, context),
             None => (queued + new).max(1.0) / if rate.is_nan() { mean_rate } else { rate },
@@ -285,19 +246,55 @@ impl Router {
 
     /// A decode step of each slot's batch as it is, by what was learned; or with a request of so many prompt tokens joining it, by the
     /// profile where one is set.
-    fn predict_step(&mut self, id: Indicator, joining: Option<f64>) {
-        let mut predicted = std::mem::take(&mut self.scratch);
-        predicted.clear();
+    fn predict_step(&self, derived: &mut Columns, id: Indicator, joining: Option<f64>) {
         let (decoding, context) =
-            (self.columns.get(Indicator::DecodeBs), self.columns.get(Indicator::DecodeTokens));
+            (self.ledger.get(Indicator::DecodeBs), self.ledger.get(Indicator::DecodeTokens));
         let (more, tokens) = joining.map_or((0.0, 0.0), |prompt| (1.0, prompt));
-        predicted.extend((0..self.columns.slots()).map(|i| {
+        for (i, out) in derived.get_mut(id).iter_mut().enumerate() {
             let profile = joining.and_then(|_| self.profiled(i));
-            let model = profile.or_else(|| self.books.step_fit(i).step_time());
-            model.map_or(f64::NAN, |model| model.step(decoding[i] + more, context[i] + tokens))
-        }));
-        self.columns.get_mut(id).copy_from_slice(&predicted);
-        self.scratch = predicted;
+            let model = profile.or_else(|| self.ledger.step_fit(i).step_time());
+            *out = model.map_or(f64::NAN, |model| model.step(decoding[i] + more, context[i] + tokens));
+        }
+    }
+}
+
+impl Router {
+    /// Whether a prefill rate was learned on any instance.
+    pub fn knows_a_rate(&self) -> bool {
+        self.state.ledger.get(Indicator::PrefillTokensPerSecond).iter().any(|rate| !rate.is_nan())
+    }
+
+    /// What a prediction of the time to first token on a slot rests on. `pool_rate`: whether a rate [is known](Router::knows_a_rate) of any.
+    ///
+    /// # Panics
+    /// If the router has no such slot.
+    pub fn ttft_source(&self, id: InstanceId, pool_rate: bool) -> TtftSource {
+        let rates = self.state.ledger.get(Indicator::PrefillTokensPerSecond);
+        match () {
+            () if self.state.profiled(id.index()).is_some() => TtftSource::Profile,
+            () if self.state.learned(id.index()).is_some() => TtftSource::LearnedStepTime,
+            () if !rates[id.index()].is_nan() => TtftSource::LearnedRate,
+            () if pool_rate => TtftSource::PoolRate,
+            () => TtftSource::Prior,
+        }
+    }
+
+    /// The step-time model learned from our own streams on an instance; None until there were enough of them.
+    ///
+    /// # Panics
+    /// If the router has no such slot.
+    pub fn step_time(&self, id: InstanceId) -> Option<StepTime> {
+        self.state.ledger.step_fit(id.index()).step_time()
+    }
+
+    /// Says what an instance's steps cost where its engine is not like the others (another GPU, more of them); `None`: as the configuration says. A new
+    /// instance has none.
+    ///
+    /// # Errors
+    /// `BadValue` if the router has no such slot.
+    pub fn set_step_time(&mut self, id: InstanceId, step_time: Option<StepTime>) -> Result<(), CoreError> {
+        self.state.instance_mut(id)?.step_time = step_time;
+        Ok(())
     }
 }
 

@@ -1,5 +1,6 @@
 //! Writes a decision's receipt: all scores, and the terms of the best few.
-use super::Router;
+use super::context::{DecisionContext, Selection};
+use super::state::State;
 use crate::guard::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Scope};
@@ -8,30 +9,28 @@ use crate::receipt::{Candidate, Receipt, TERMS_KEPT};
 use crate::request::Request;
 use crate::wide::{lesser, wide_fn};
 
-impl Router {
-    /// The receipt of the last choice of a first segment. The columns must still be those that its policy read.
-    pub(super) fn explain(
-        &mut self,
+impl State {
+    /// Writes what the last choice of a first segment saw into its receipt. The context must still be as that choice left it.
+    pub fn explain(
+        &self,
+        context: &DecisionContext,
         request: &Request<'_>,
-        request_id: Option<&str>,
         chosen: InstanceId,
         now: Seconds,
-    ) -> Box<Receipt> {
-        let mut receipt = self.receipts.take();
-        receipt.at = now;
-        receipt.request_id = request_id.map(Into::into);
+        receipt: &mut Receipt,
+    ) {
+        let Selection { scores, eligible } = &context.first;
         receipt.prompt_tokens = request.prompt_tokens;
-        receipt.prefer = self.first.scores.prefer;
+        receipt.prefer = scores.prefer;
         receipt.names = self.fleet.names().clone();
-        receipt.predicted_hit_tokens = self.saved_tokens(request, self.hit_blocks[chosen.index()]) as u32;
-        receipt.report_age_seconds = self.books.reported_at(chosen.index()).map(|at| now - at);
-        receipt.filter_waived = self.first.scores.filter_waived;
-        receipt.unscored = self.first.scores.unscored;
+        receipt.predicted_hit_tokens = self.saved_tokens(request, context.hit_blocks[chosen.index()]) as u32;
+        receipt.report_age_seconds = self.ledger.reported_at(chosen.index()).map(|at| now - at);
+        receipt.filter_waived = scores.filter_waived;
+        receipt.unscored = scores.unscored;
         receipt.reads = self.first.reads;
         receipt.chosen = chosen.0;
 
-        let eligible = &self.first.eligible;
-        let scores = &self.first.scores.score;
+        let scores = &scores.score;
         let sign = if receipt.prefer == Prefer::Max { -1.0 } else { 1.0 };
         let mut best = Best::default();
         receipt.scores.resize(scores.len(), 0.0);
@@ -46,11 +45,11 @@ impl Router {
             }
         }
         let Best { kept: mut best } = best;
-        receipt.guard_excluded = match self.restriction {
+        receipt.guard_excluded = match context.restriction {
             Restriction::Filtered(out) => out as u32,
             _ => 0,
         };
-        receipt.balance_only = self.restriction == Restriction::BalanceOnly;
+        receipt.balance_only = context.restriction == Restriction::BalanceOnly;
         let could = eligible.iter().filter(|e| **e).count();
         receipt.left_out = (could - scored) as u32;
 
@@ -64,16 +63,15 @@ impl Router {
         if !best[..live].iter().any(|(_, slot)| *slot == chosen.0) {
             best[live - 1] = (chosen_key, chosen.0);
         }
+        let indicators = self.indicators(context);
+        let term = |id: Indicator, slot: usize| {
+            let slot = if id.decl().scope == Scope::Request { 0 } else { slot };
+            indicators.get(id)[slot]
+        };
         for &(key, slot) in &best[..live] {
             receipt.best.push(Candidate { slot, score: key * sign });
-            receipt.terms.extend(self.first.reads.iter().map(|id| self.term(id, slot as usize)));
+            receipt.terms.extend(self.first.reads.iter().map(|id| term(id, slot as usize)));
         }
-        receipt
-    }
-
-    fn term(&self, id: Indicator, slot: usize) -> f64 {
-        let slot = if id.decl().scope == Scope::Request { 0 } else { slot };
-        self.columns.get(id)[slot]
     }
 }
 

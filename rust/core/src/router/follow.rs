@@ -1,6 +1,8 @@
 //! What becomes of a placed request: progress, the end, the next of the ranking.
-use super::books::Stage;
-use super::decide::Turn;
+use super::context::DecisionContext;
+use super::ledger::Stage;
+use super::select::Turn;
+use super::state::State;
 use super::tickets::{self, Leg};
 use super::{IndexFeed, Router, TicketId};
 use crate::error::CoreError;
@@ -51,20 +53,21 @@ impl Router {
     fn tell_index(&mut self, ticket: TicketId) {
         let Ok(state) = self.tickets.get(ticket) else { return };
         let leg = &mut state.leg;
-        if leg.told || !self.fleet.is_current(leg.segment.instance, leg.instance_generation) {
+        if leg.told || !self.state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
             return;
         }
         leg.told = true;
-        if let Some(pulling) = leg.pull.filter(|p| self.fleet.is_current(p.pull.holder, p.holder_generation))
+        if let Some(pulling) =
+            leg.pull.filter(|p| self.state.fleet.is_current(p.pull.holder, p.holder_generation))
         {
             let blocks = f64::from(pulling.pull.to_token) / state.tokens_per_block;
-            self.index.touch(pulling.pull.holder, &state.chain, blocks.round() as u32);
+            self.state.index.touch(pulling.pull.holder, &state.chain, blocks.round() as u32);
         }
-        match self.feeds[leg.segment.instance.index()] {
+        match self.state.instances[leg.segment.instance.index()].index_feed {
             IndexFeed::Approximate => {
-                self.index.record_hit(leg.segment.instance, &state.chain, leg.hit_blocks);
+                self.state.index.record_hit(leg.segment.instance, &state.chain, leg.hit_blocks);
             }
-            IndexFeed::Exact => self.index.touch(leg.segment.instance, &state.chain, leg.hit_blocks),
+            IndexFeed::Exact => self.state.index.touch(leg.segment.instance, &state.chain, leg.hit_blocks),
         }
     }
 
@@ -85,32 +88,32 @@ impl Router {
         let state = self.tickets.get(ticket)?;
         let leg = &mut state.leg;
         let (slot, key) = (leg.segment.instance.index(), tickets::slot(ticket));
-        let current = self.fleet.is_current(leg.segment.instance, leg.instance_generation);
+        let current = self.state.fleet.is_current(leg.segment.instance, leg.instance_generation);
         match event {
             Event::Sent => {
                 let first = !std::mem::replace(&mut leg.queued, true);
                 let begun = matches!(leg.entry.stage, Stage::Decoding | Stage::Coming);
                 if current && first && !begun && leg.entry.new_tokens > 0.0 {
-                    self.books.queue(slot, key, &leg.entry, now);
+                    self.state.ledger.queue(slot, key, &leg.entry, now);
                 }
             }
             Event::Scheduled(cached) if current => {
-                self.books.scheduled(slot, &mut leg.entry, &mut self.columns);
+                self.state.ledger.scheduled(slot, &mut leg.entry);
                 if let Some(cached) = cached {
                     let there = f64::from(cached.max(leg.carried()));
                     let left = (leg.entry.prompt_tokens - there).max(0.0);
-                    self.books.rebook(slot, key, left, now);
+                    self.state.ledger.rebook(slot, key, left, now);
                 }
             }
             Event::Prefilled(tokens) if current => {
-                self.books.prefilled(slot, key, f64::from(tokens), now);
+                self.state.ledger.prefilled(slot, key, f64::from(tokens), now);
             }
             Event::FirstToken => {
                 let (decision, ttft) = (state.decision, now - state.decided_at);
                 let first = leg.entry.stage != Stage::Decoding;
                 if current {
-                    self.books.first_token(slot, key, &mut leg.entry, now, &mut self.columns);
-                    if let Some(ahead) = self.ahead.as_mut().filter(|_| first) {
+                    self.state.ledger.first_token(slot, key, &mut leg.entry, now);
+                    if let Some(ahead) = self.state.ahead.as_mut().filter(|_| first) {
                         let lag = state.handed_over.map(|(at, _)| now - at);
                         ahead.start(slot, leg.key(key), &leg.entry, now, lag);
                     }
@@ -127,10 +130,10 @@ impl Router {
                 self.totals.output_tokens += u64::from(n);
                 if current && leg.entry.stage == Stage::Decoding {
                     let n = f64::from(n);
-                    if let Some(ahead) = &mut self.ahead {
+                    if let Some(ahead) = &mut self.state.ahead {
                         ahead.grow(slot, &leg.entry, n, now);
                     }
-                    self.books.tokens(slot, key, &mut leg.entry, n, now, &mut self.columns);
+                    self.state.ledger.tokens(slot, key, &mut leg.entry, n, now);
                 } else if leg.entry.stage == Stage::Decoding {
                     leg.entry.output_tokens += f64::from(n); // its instance has left, and finishes what it has
                 }
@@ -158,10 +161,10 @@ impl Router {
     fn finish(&mut self, ticket: TicketId, usage: Usage, now: Seconds) {
         let Some(state) = self.close(ticket, now) else { return };
         let made = usage.output_tokens.unwrap_or(state.leg.entry.output_tokens as u32);
-        if self.ahead.is_some() && made > 0 {
-            let cost = self.decode_cost();
+        if self.state.ahead.is_some() && made > 0 {
+            let cost = self.state.decode_cost();
             let seen = state.leg.entry.output_tokens;
-            self.ahead.iter_mut().for_each(|ahead| ahead.finished(made, seen, cost, now));
+            self.state.ahead.iter_mut().for_each(|ahead| ahead.finished(made, seen, cost, now));
         }
         if made > 0 {
             self.learn_length(state.prompt_tokens, state.length_class, made);
@@ -228,19 +231,19 @@ impl Router {
         let first = from_token == 0;
         // Of three segments, one that fails in the middle leaves the rest to the one that takes it over.
         let to_token = to_token.filter(|_| first);
-        let turn = self.turn_behind(instance);
+        let turn = self.state.turn_behind(instance);
         let placed = self
-            .with_request_of(ticket, |router, request, failed| match first {
-                true => router.place_first(request, failed, now),
-                false => router
-                    .place_later(request, turn, (from_token, to_token), failed, now)
+            .plan_for(ticket, |state, context, request, failed| match first {
+                true => state.place_first(context, request, failed, now),
+                false => state
+                    .place_later(context, request, turn, (from_token, to_token), failed, now)
                     .map(|(leg, next)| (leg, Vec::new(), smallvec![next], None)),
             })
             .ok()?;
         let (mut leg, bound, next, notes) = placed.ok()?;
         let pulled = leg.pull.map_or(0, |pulling| pulling.pull.tokens());
         let hit = leg.entry.prompt_tokens - leg.entry.new_tokens - f64::from(pulled);
-        let pull = leg.pull.as_ref().map(|pulling| self.pull_told(pulling));
+        let pull = leg.pull.as_ref().map(|pulling| self.state.pull_told(pulling));
         self.open_leg(key, &mut leg, now);
         self.arrive(&mut leg);
         let bound: Vec<_> = bound
@@ -256,7 +259,7 @@ impl Router {
         let state = self.tickets.get(ticket).ok()?;
         (state.leg, state.later) = (leg, bound);
         self.totals.retries += 1;
-        let name = self.fleet.name(segment.instance).clone();
+        let name = self.state.fleet.name(segment.instance).clone();
         self.receipts.update(decision, |r| {
             if first {
                 r.moved.push((segment.instance.0, name));
@@ -274,18 +277,21 @@ impl Router {
         });
         Some(segment)
     }
+}
 
+impl State {
     /// Where a request begins that failed elsewhere, and where it goes on.
     fn place_first(
-        &mut self,
+        &self,
+        context: &mut DecisionContext,
         request: &Request<'_>,
         failed: &[u32],
         now: Seconds,
     ) -> Result<Replaced, CoreError> {
-        self.match_prefix(request.chain);
-        let first = self.choose(request, Turn::First, failed, None, now)?;
-        let chosen = self.plan(request, first, failed, now)?;
-        let (leg, later) = self.legs_of(request, &chosen, now);
+        self.match_prefix(context, request.chain);
+        let first = self.choose(context, request, Turn::First, failed, None, now)?;
+        let chosen = self.plan(context, request, first, failed, now)?;
+        let (leg, later) = self.legs_of(context, request, &chosen, now);
         // A reason that the caller gave stands in the receipt already, in the caller's words.
         let notes = request.uncut.is_none().then_some((chosen.uncut, chosen.balance));
         Ok((leg, later, self.next_in(&chosen.rest), notes))

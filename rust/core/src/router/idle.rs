@@ -1,7 +1,8 @@
 //! What the policies cannot score on an idle fleet, so that an operator learns it at startup.
 use super::ahead::{AHEAD, Ahead};
-use super::books::Report;
-use super::{Chooser, Router, RouterConfig};
+use super::ledger::Report;
+use super::state::Selector;
+use super::{Router, RouterConfig};
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::guard::GuardConfig;
@@ -34,44 +35,44 @@ impl Router {
     /// # Errors
     /// `Policy` if a policy function fails.
     pub fn policy_warnings(&self) -> Result<Vec<String>, CoreError> {
-        let first = self.warning(&self.first, Role::Both, None)?;
-        let later = self.warning(&self.later, Role::Decode, Some(0.1))?;
+        let first = self.warning(&self.state.first, Role::Both, None)?;
+        let later = self.warning(&self.state.later, Role::Decode, Some(0.1))?;
         Ok(first.into_iter().chain(later).collect())
     }
 
     fn warning(
         &self,
-        chooser: &Chooser,
+        selector: &Selector,
         role: Role,
         handoff: Option<Seconds>,
     ) -> Result<Option<String>, CoreError> {
-        let idle = self.idle_fleet(chooser, role, handoff)?;
-        let slots = idle.fleet.slots();
+        let idle = self.idle_fleet(selector, role, handoff)?;
+        let slots = idle.state.fleet.slots();
         let snapshot = Snapshot {
-            columns: &idle.columns,
+            columns: idle.state.indicators(&idle.context),
             eligible: &vec![true; slots],
             eligible_count: slots,
-            name_hashes: idle.fleet.name_hashes(),
+            name_hashes: idle.state.fleet.name_hashes(),
             ordinal: 0,
             session: REQUEST.session,
         };
         let mut scores = Scores::default();
         scores.reset(slots);
-        chooser.policy.score(&snapshot, &mut PolicyRng::seed_from_u64(0), &mut scores)?;
+        selector.policy.score(&snapshot, &mut PolicyRng::seed_from_u64(0), &mut scores)?;
         if scores.score.iter().any(|score| score.is_finite()) {
             return Ok(None);
         }
         let absent = |id: &Indicator| {
             let slot = if id.decl().scope == Scope::Request { 0 } else { slots - 1 };
-            idle.columns.get(*id)[slot].is_nan()
+            idle.state.indicators(&idle.context).get(*id)[slot].is_nan()
         };
-        let absent = chooser.reads.iter().filter(absent).map(|id| id.decl());
+        let absent = selector.reads.iter().filter(absent).map(|id| id.decl());
         let absent: Vec<_> = absent.map(|decl| format!("{} is absent {}", decl.name, decl.absent)).collect();
         let why = match absent.is_empty() {
             true => "its score is not a finite number there (a division by 0?)".to_string(),
             false => absent.join("; "),
         };
-        let spec = chooser.policy.spec();
+        let spec = selector.policy.spec();
         Ok(Some(format!(
             "policy {} ({}) scores no instance of an idle fleet: {why}; such requests go to the instance with the fewest requests",
             spec.name, spec.formula
@@ -81,7 +82,7 @@ impl Router {
     /// A router with two idle instances, its indicators filled in for [`REQUEST`].
     fn idle_fleet(
         &self,
-        chooser: &Chooser,
+        selector: &Selector,
         role: Role,
         handoff: Option<Seconds>,
     ) -> Result<Router, CoreError> {
@@ -89,7 +90,7 @@ impl Router {
             index_bytes: 1 << 20,
             receipt_bytes: 1 << 10,
             guard: GuardConfig { on: false, ..GuardConfig::default() },
-            ..self.config.clone()
+            ..self.state.config.clone()
         };
         let mut idle = Router::new(registry::build("least_requests", &[])?, config)?;
         for name in ["a", "b"] {
@@ -97,12 +98,13 @@ impl Router {
             let report = Report { at: 0.0, waiting: Some(0.0), running: Some(0.0), kv_usage: Some(0.0) };
             idle.engine_report(name, report)?;
         }
-        if chooser.reads.intersects(AHEAD) {
-            idle.ahead = Some(Ahead::new(chooser.reads, idle.fleet.slots(), chooser.policy.length_curve()));
+        if selector.reads.intersects(AHEAD) {
+            idle.state.ahead =
+                Some(Ahead::new(selector.reads, idle.state.fleet.slots(), selector.policy.length_curve()));
         }
         idle.match_prefix(REQUEST.chain);
-        let able = idle.fleet.eligible_count();
-        idle.derive(&REQUEST, chooser.reads, able, handoff, 0.0);
+        let able = idle.state.fleet.eligible_count();
+        idle.state.derive(&mut idle.context, &REQUEST, selector.reads, able, handoff, 0.0);
         Ok(idle)
     }
 }

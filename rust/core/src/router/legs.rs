@@ -1,6 +1,9 @@
 //! The segments of a request's plan: opened, handed over, closed, with their books.
-use super::books::Stage;
-use super::decide::{Chosen, Turn, entry};
+use super::context::DecisionContext;
+use super::decide::{Chosen, entry};
+use super::ledger::Stage;
+use super::select::Turn;
+use super::state::State;
 use super::tickets::{self, Leg, TicketState};
 use super::{Router, TicketId};
 use crate::error::CoreError;
@@ -12,55 +15,6 @@ use crate::receipt::Next;
 use crate::request::Request;
 
 impl Router {
-    /// The segments of a plan, as far as their instances are chosen.
-    pub(super) fn legs_of(&self, request: &Request<'_>, chosen: &Chosen, now: Seconds) -> (Leg, Vec<Leg>) {
-        let end = |i: usize| chosen.rest.get(i).map(|follow| follow.from_token);
-        let start = |i: usize| chosen.rest.get(i).map(|follow| now + follow.start_seconds);
-        let mut leg = Leg { start: start(0), ..self.leg(request, chosen.first, 0, end(0)) };
-        if let Some(pulling) = chosen.pull {
-            leg.entry.new_tokens -= f64::from(pulling.pull.tokens());
-            leg.pull = Some(pulling);
-        }
-        let later = chosen.rest.iter().enumerate().map_while(|(i, follow)| {
-            let leg = self.leg(request, follow.instance?, follow.from_token, end(i + 1));
-            Some(Leg { start: start(i), ..leg })
-        });
-        (leg, later.collect())
-    }
-
-    /// A segment of a request. What comes before `from_token` was computed elsewhere and is carried over.
-    pub(super) fn leg(
-        &self,
-        request: &Request<'_>,
-        instance: InstanceId,
-        from_token: u32,
-        to_token: Option<u32>,
-    ) -> Leg {
-        let hit_blocks = self.hit_blocks[instance.index()];
-        let hit =
-            self.saved_tokens(request, hit_blocks).max(f64::from(from_token.min(request.prompt_tokens)));
-        let mut entry = entry(request, hit);
-        if let Some(to) = to_token {
-            entry.prompt_tokens = f64::from(to.min(request.prompt_tokens));
-            entry.new_tokens = (entry.prompt_tokens - hit).max(0.0);
-            entry.expected_output_tokens = Some(f64::from(to.saturating_sub(request.prompt_tokens)));
-        }
-        if from_token > 0 {
-            entry.output_tokens = f64::from(from_token.saturating_sub(request.prompt_tokens));
-            entry.stage = Stage::Coming;
-        }
-        Leg {
-            segment: Segment { instance, from_token, to_token },
-            instance_generation: self.fleet.generation(instance),
-            entry,
-            hit_blocks,
-            told: false,
-            queued: from_token == 0,
-            pull: None,
-            start: None,
-        }
-    }
-
     /// Books all segments of a new ticket.
     pub(super) fn open_legs(&mut self, ticket: TicketId, now: Seconds) {
         let slot = tickets::slot(ticket);
@@ -82,18 +36,19 @@ impl Router {
     pub(super) fn open_leg(&mut self, ticket: u32, leg: &mut Leg, now: Seconds) {
         let slot = leg.segment.instance.index();
         match leg.entry.stage {
-            Stage::Coming => self.books.bind(slot, &leg.entry, &mut self.columns),
-            _ => self.books.open(slot, ticket, &leg.entry, now, &mut self.columns),
+            Stage::Coming => self.state.ledger.bind(slot, &leg.entry),
+            _ => self.state.ledger.open(slot, ticket, &leg.entry, now),
         }
         self.open_pull(leg);
-        self.placed[slot] += 1;
+        self.state.instances[slot].placed += 1;
         if leg.segment.from_token > 0 {
-            self.later.made += 1;
+            self.state.later.made += 1;
         }
-        if !leg.prefills_only() && self.ahead.is_some() {
+        if !leg.prefills_only() && self.state.ahead.is_some() {
             let (prompt, new) = (leg.entry.prompt_tokens, leg.entry.new_tokens);
-            let start = leg.start.unwrap_or_else(|| now + self.prefill_seconds(slot, prompt - new, new, now));
-            if let Some(ahead) = &mut self.ahead {
+            let start =
+                leg.start.unwrap_or_else(|| now + self.state.prefill_seconds(slot, prompt - new, new, now));
+            if let Some(ahead) = &mut self.state.ahead {
                 ahead.bind(slot, leg.key(ticket), &leg.entry, start);
             }
         }
@@ -101,12 +56,12 @@ impl Router {
 
     /// Takes a segment off the books, however it ended.
     pub(super) fn close_leg(&mut self, ticket: u32, leg: &Leg, now: Seconds) {
-        if !self.fleet.is_current(leg.segment.instance, leg.instance_generation) {
+        if !self.state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
             return;
         }
         let slot = leg.segment.instance.index();
-        self.books.close(slot, ticket, &leg.entry, now, &mut self.columns);
-        if let Some(ahead) = &mut self.ahead {
+        self.state.ledger.close(slot, ticket, &leg.entry, now);
+        if let Some(ahead) = &mut self.state.ahead {
             ahead.end(slot, leg.key(ticket), &leg.entry, now);
         }
     }
@@ -134,12 +89,12 @@ impl Router {
         let (decision, seconds) = (state.decision, now - state.decided_at);
         let made = f64::from(ended.segment.to_token.unwrap_or(0).saturating_sub(state.prompt_tokens));
         let instance = ended.segment.instance;
-        if self.fleet.is_current(instance, ended.instance_generation) {
+        if self.state.fleet.is_current(instance, ended.instance_generation) {
             let place = instance.index();
             if ended.prefills_only() {
                 // What a first token teaches of prefills, the end of a first segment does.
-                self.books.first_token(place, slot, &mut ended.entry, now, &mut self.columns);
-                self.books.close(place, slot, &ended.entry, now, &mut self.columns);
+                self.state.ledger.first_token(place, slot, &mut ended.entry, now);
+                self.state.ledger.close(place, slot, &ended.entry, now);
             } else {
                 self.close_leg(slot, &ended, now);
             }
@@ -156,7 +111,7 @@ impl Router {
             }
         });
         let mut leg = match bound {
-            Some(leg) if self.serves(&leg) => leg,
+            Some(leg) if self.state.serves(&leg) => leg,
             bound => {
                 if let Some(leg) = &bound {
                     self.close_leg(slot, leg, now);
@@ -178,15 +133,8 @@ impl Router {
     /// A segment's turn has come: where it was bound behind another, it goes to its engine.
     pub(super) fn arrive(&mut self, leg: &mut Leg) {
         if leg.entry.stage == Stage::Coming {
-            self.books.arrive(leg.segment.instance.index(), &mut leg.entry, &mut self.columns);
+            self.state.ledger.arrive(leg.segment.instance.index(), &mut leg.entry);
         }
-    }
-
-    /// Whether a bound segment's instance still takes it.
-    fn serves(&self, leg: &Leg) -> bool {
-        let instance = leg.segment.instance;
-        let (healthy, ..) = self.fleet.state(instance);
-        healthy && self.fleet.is_current(instance, leg.instance_generation)
     }
 
     /// Chooses and books where a request goes on whose segment `ended`, in the place of the segment `bound`, where one was; all of it anew where
@@ -198,10 +146,11 @@ impl Router {
         bound: Option<Segment>,
         now: Seconds,
     ) -> Result<Leg, CoreError> {
-        let turn = self.turn_behind(ended.segment.instance);
+        let turn = self.state.turn_behind(ended.segment.instance);
         let (from, to) = (ended.segment.to_token, bound.and_then(|segment| segment.to_token));
-        let placed = self.with_request_of(ticket, |router, request, failed| {
-            router.place_later(request, turn, (from.unwrap_or(request.prompt_tokens), to), failed, now)
+        let placed = self.plan_for(ticket, |state, context, request, failed| {
+            let tokens = (from.unwrap_or(request.prompt_tokens), to);
+            state.place_later(context, request, turn, tokens, failed, now)
         })?;
         let (mut leg, next) = match placed {
             Ok(placed) => placed,
@@ -222,96 +171,20 @@ impl Router {
         Ok(leg)
     }
 
-    /// Who is asked to go on behind a segment on `instance`.
-    pub(super) fn turn_behind(&self, instance: InstanceId) -> Turn {
-        match self.fleet.role(instance) {
-            Role::Both => Turn::Peer(None),
-            Role::Prefill | Role::Decode => Turn::Later,
-        }
-    }
-
-    /// Where the tokens `from` to `to` of a request go whose tokens before are computed.
-    pub(super) fn place_later(
-        &mut self,
-        request: &Request<'_>,
-        turn: Turn,
-        (from, to): (u32, Option<u32>),
-        failed: &[u32],
-        now: Seconds,
-    ) -> Result<(Leg, Next), CoreError> {
-        self.match_prefix(request.chain);
-        let handoff = self.ahead.as_ref().map_or(0.0, |ahead| ahead.lag());
-        match self.choose(request, turn, failed, Some(handoff), now) {
-            Ok(next) => {
-                let leg = Leg { start: Some(now + handoff), ..self.leg(request, next, from, to) };
-                Ok((leg, self.next_of(next, handoff)))
-            }
-            Err(_) if self.config.colocate => {
-                let whole = self.choose(request, Turn::First, failed, None, now)?;
-                let mut next = self.next_of(whole, 0.0);
-                next.score = self.first.scores.score[whole.index()];
-                Ok((Leg { start: Some(now), ..self.leg(request, whole, 0, None) }, next))
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Calls `with` with the request that a ticket was opened for, and the slots that failed it.
-    pub(super) fn with_request_of<T>(
+    /// Plans for the request that a ticket was opened for: calls `with` with what planning reads and writes, the request,
+    /// and the slots that failed it.
+    ///
+    /// # Errors
+    /// `Ticket` if the ticket is closed.
+    pub(super) fn plan_for<T>(
         &mut self,
         ticket: TicketId,
-        with: impl FnOnce(&mut Router, &Request<'_>, &[u32]) -> T,
+        with: impl FnOnce(&State, &mut DecisionContext, &Request<'_>, &[u32]) -> T,
     ) -> Result<T, CoreError> {
-        let state = self.tickets.get(ticket)?;
-        let (chain, failed) = (std::mem::take(&mut state.chain), std::mem::take(&mut state.failed));
-        let request = Request {
-            chain: &chain,
-            prompt_tokens: state.prompt_tokens,
-            tokens_per_block: state.tokens_per_block,
-            expected_output_tokens: state.expected_output_tokens,
-            think_tokens: state.think_tokens,
-            length_class: state.length_class,
-            session: state.session,
-            uncut: (!state.may_be_cut).then_some("it must stay in one piece"),
-            unpulled: (!state.may_be_pulled_for).then_some("nothing must be pulled for it"),
-            ..Request::default()
-        };
-        let result = with(self, &request, &failed);
-        let state = self.tickets.get(ticket)?;
-        (state.chain, state.failed) = (chain, failed);
-        Ok(result)
-    }
-
-    /// For the receipt: where a request goes on, as the last choice of a later segment saw it.
-    pub(super) fn next_of(&self, instance: InstanceId, handoff_seconds: Seconds) -> Next {
-        let slot = instance.0;
-        let score = self.later.scores.score.get(instance.index()).copied().unwrap_or(f64::NAN);
-        Next { slot, name: self.fleet.name(instance).clone(), score, handoff_seconds }
-    }
-
-    /// Expected seconds until a request whose first segment is on `first` starts to decode.
-    pub(super) fn expected_handoff(
-        &mut self,
-        request: &Request<'_>,
-        first: InstanceId,
-        now: Seconds,
-    ) -> Seconds {
-        let hit = self.saved_tokens(request, self.hit_blocks[first.index()]);
-        let prefill = self.prefill_seconds(first.index(), hit, f64::from(request.prompt_tokens) - hit, now);
-        prefill + self.ahead.as_ref().map_or(0.0, |ahead| ahead.lag())
-    }
-
-    /// Seconds that a slot is expected to take for a prompt of which it holds `hit` tokens and not `new`.
-    pub(super) fn prefill_seconds(&self, slot: usize, hit: f64, new: f64, now: Seconds) -> Seconds {
-        let (queued, decoding, context) = match self.config.unlimited_prefill {
-            true => (0.0, 0.0, 0.0),
-            false => (
-                self.books.queued_prefill_on(slot, now),
-                self.columns.get(Indicator::RBs)[slot],
-                self.columns.get(Indicator::DecodeTokens)[slot],
-            ),
-        };
-        self.ttft(slot, queued, hit, new, decoding, context, self.mean_prefill_rate())
+        let ticket = self.tickets.get(ticket)?;
+        let planned = with(&self.state, &mut self.context, &ticket.request(), &ticket.failed);
+        self.count_unscored();
+        Ok(planned)
     }
 
     /// Joins what was predicted of a cache with what its engine says.
@@ -333,5 +206,138 @@ impl Router {
         }
         self.tickets.return_chain(std::mem::take(&mut state.chain));
         Some(state)
+    }
+}
+
+impl State {
+    /// The segments of a plan, as far as their instances are chosen.
+    pub fn legs_of(
+        &self,
+        context: &DecisionContext,
+        request: &Request<'_>,
+        chosen: &Chosen,
+        now: Seconds,
+    ) -> (Leg, Vec<Leg>) {
+        let end = |i: usize| chosen.rest.get(i).map(|follow| follow.from_token);
+        let start = |i: usize| chosen.rest.get(i).map(|follow| now + follow.start_seconds);
+        let mut leg = Leg { start: start(0), ..self.leg(context, request, chosen.first, 0, end(0)) };
+        if let Some(pulling) = chosen.pull {
+            leg.entry.new_tokens -= f64::from(pulling.pull.tokens());
+            leg.pull = Some(pulling);
+        }
+        let later = chosen.rest.iter().enumerate().map_while(|(i, follow)| {
+            let leg = self.leg(context, request, follow.instance?, follow.from_token, end(i + 1));
+            Some(Leg { start: start(i), ..leg })
+        });
+        (leg, later.collect())
+    }
+
+    /// A segment of a request. What comes before `from_token` was computed elsewhere and is carried over.
+    pub fn leg(
+        &self,
+        context: &DecisionContext,
+        request: &Request<'_>,
+        instance: InstanceId,
+        from_token: u32,
+        to_token: Option<u32>,
+    ) -> Leg {
+        let hit_blocks = context.hit_blocks[instance.index()];
+        let hit =
+            self.saved_tokens(request, hit_blocks).max(f64::from(from_token.min(request.prompt_tokens)));
+        let mut entry = entry(request, hit);
+        if let Some(to) = to_token {
+            entry.prompt_tokens = f64::from(to.min(request.prompt_tokens));
+            entry.new_tokens = (entry.prompt_tokens - hit).max(0.0);
+            entry.expected_output_tokens = Some(f64::from(to.saturating_sub(request.prompt_tokens)));
+        }
+        if from_token > 0 {
+            entry.output_tokens = f64::from(from_token.saturating_sub(request.prompt_tokens));
+            entry.stage = Stage::Coming;
+        }
+        Leg {
+            segment: Segment { instance, from_token, to_token },
+            instance_generation: self.fleet.generation(instance),
+            entry,
+            hit_blocks,
+            told: false,
+            queued: from_token == 0,
+            pull: None,
+            start: None,
+        }
+    }
+
+    /// Whether a bound segment's instance still takes it.
+    pub fn serves(&self, leg: &Leg) -> bool {
+        let instance = leg.segment.instance;
+        let (healthy, ..) = self.fleet.state(instance);
+        healthy && self.fleet.is_current(instance, leg.instance_generation)
+    }
+
+    /// Who is asked to go on behind a segment on `instance`.
+    pub fn turn_behind(&self, instance: InstanceId) -> Turn {
+        match self.fleet.role(instance) {
+            Role::Both => Turn::Peer(None),
+            Role::Prefill | Role::Decode => Turn::Later,
+        }
+    }
+
+    /// Where the tokens `from` to `to` of a request go whose tokens before are computed.
+    pub fn place_later(
+        &self,
+        context: &mut DecisionContext,
+        request: &Request<'_>,
+        turn: Turn,
+        (from, to): (u32, Option<u32>),
+        failed: &[u32],
+        now: Seconds,
+    ) -> Result<(Leg, Next), CoreError> {
+        self.match_prefix(context, request.chain);
+        let handoff = self.ahead.as_ref().map_or(0.0, |ahead| ahead.lag());
+        match self.choose(context, request, turn, failed, Some(handoff), now) {
+            Ok(next) => {
+                let leg = Leg { start: Some(now + handoff), ..self.leg(context, request, next, from, to) };
+                Ok((leg, self.next_of(context, next, handoff)))
+            }
+            Err(_) if self.config.colocate => {
+                let whole = self.choose(context, request, Turn::First, failed, None, now)?;
+                let mut next = self.next_of(context, whole, 0.0);
+                next.score = context.first.scores.score[whole.index()];
+                Ok((Leg { start: Some(now), ..self.leg(context, request, whole, 0, None) }, next))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// For the receipt: where a request goes on, as the last choice of a later segment saw it.
+    pub fn next_of(&self, context: &DecisionContext, instance: InstanceId, handoff_seconds: Seconds) -> Next {
+        let slot = instance.0;
+        let score = context.later.scores.score.get(instance.index()).copied().unwrap_or(f64::NAN);
+        Next { slot, name: self.fleet.name(instance).clone(), score, handoff_seconds }
+    }
+
+    /// Expected seconds until a request whose first segment is on `first` starts to decode.
+    pub fn expected_handoff(
+        &self,
+        context: &DecisionContext,
+        request: &Request<'_>,
+        first: InstanceId,
+        now: Seconds,
+    ) -> Seconds {
+        let hit = self.saved_tokens(request, context.hit_blocks[first.index()]);
+        let prefill = self.prefill_seconds(first.index(), hit, f64::from(request.prompt_tokens) - hit, now);
+        prefill + self.ahead.as_ref().map_or(0.0, |ahead| ahead.lag())
+    }
+
+    /// Seconds that a slot is expected to take for a prompt of which it holds `hit` tokens and not `new`.
+    pub fn prefill_seconds(&self, slot: usize, hit: f64, new: f64, now: Seconds) -> Seconds {
+        let (queued, decoding, context) = match self.config.unlimited_prefill {
+            true => (0.0, 0.0, 0.0),
+            false => (
+                self.ledger.queued_prefill_on(slot, now),
+                self.ledger.get(Indicator::RBs)[slot],
+                self.ledger.get(Indicator::DecodeTokens)[slot],
+            ),
+        };
+        self.ttft(slot, queued, hit, new, decoding, context, self.mean_prefill_rate())
     }
 }

@@ -6,7 +6,7 @@
 
 pub mod ahead;
 mod apart;
-pub mod books;
+mod context;
 mod cut;
 mod decide;
 mod derive;
@@ -14,45 +14,49 @@ mod explain;
 pub mod feed;
 mod follow;
 mod idle;
+pub mod ledger;
 mod legs;
 mod moves;
 pub mod priorities;
 mod pull;
 mod replicas;
 mod rounds;
+mod select;
 pub mod shared;
+mod state;
 pub mod tickets;
 
 pub use apart::{Apart, Mean};
 pub use cut::{Lengths, Libra, Split};
 pub use derive::TtftSource;
+pub use ledger::Share;
 pub use moves::Carry;
 pub use priorities::Priorities;
 pub use pull::PullConfig;
-pub use replicas::{MOST_REPLICAS, Share};
+pub use replicas::MOST_REPLICAS;
 pub use rounds::{Forecast, NamedMove, RescheduleConfig, Rescheduling, Rule};
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;
 
 use crate::error::CoreError;
+use crate::estimate::StepTime;
 use crate::estimate::survival::BUCKET_TOKENS;
-use crate::estimate::{OutputLength, StepTime};
 use crate::fleet::{Fleet, Role};
-use crate::guard::{Guard, GuardConfig, GuardEvent, Restriction};
+use crate::guard::{Guard, GuardConfig, GuardEvent};
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{Columns, Indicator, IndicatorSet};
+use crate::indicators::{IndicatorSet, Indicators};
 use crate::kv::index::KvIndex;
-use crate::plan::{Binding, Cuts, Failure, Pull, Segment};
-use crate::policy::{Policy, PolicyRng, Scores, registry};
+use crate::plan::{Binding, Failure, Pull, Segment};
+use crate::policy::Policy;
 use crate::priority::Priority;
-use crate::receipt::{Balance, Receipt, ReceiptRing};
+use crate::receipt::{Receipt, ReceiptRing};
 use crate::request::Request;
 use ahead::{AHEAD, Ahead, PROJECTED, WEIGHED};
-use books::{Books, Report};
+use context::DecisionContext;
+use ledger::Report;
 use priorities::Ordering;
-use pull::Pulls;
-use rand::SeedableRng;
 use replicas::Replicas;
+use state::{Selector, State};
 use tickets::Tickets;
 
 /// Who feeds the KV index.
@@ -180,64 +184,17 @@ pub struct Totals {
     pub output_tokens: u64,
 }
 
-/// What chooses the instances of segments: a policy, and what it saw last.
-struct Chooser {
-    policy: Box<dyn Policy>,
-    reads: IndicatorSet,
-    scores: Scores,
-    /// Who may take the segment at hand.
-    eligible: Vec<bool>,
-    /// Decisions made.
-    made: u64,
-}
-
-impl Chooser {
-    fn new(policy: Box<dyn Policy>) -> Chooser {
-        Chooser { reads: policy.reads(), policy, scores: Scores::default(), eligible: Vec::new(), made: 0 }
-    }
-}
-
 /// Decides, books, follows. One for each pool.
 pub struct Router {
-    config: RouterConfig,
-    fleet: Fleet,
-    columns: Columns,
-    books: Books,
-    replicas: Replicas,
+    /// What a decision depends on.
+    state: State,
+    /// What a decision writes while it is planned.
+    context: DecisionContext,
+    /// The requests in flight.
     tickets: Tickets,
-    index: KvIndex,
-    /// Chooses the instances of first segments, and of those that follow.
-    first: Chooser,
-    later: Chooser,
-    /// What the load will be, where a policy asks for it.
-    ahead: Option<Ahead>,
-    rng: PolicyRng,
-    hit_blocks: Vec<u32>,
-    guard: Guard,
-    restriction: Restriction,
-    /// Requests placed, by slot.
-    placed: Vec<u64>,
-    /// Blocks that each slot's KV cache holds, where known.
-    cache_blocks: Vec<Option<u32>>,
-    /// Who feeds the index of each slot.
-    feeds: Vec<IndexFeed>,
-    /// Where each slot's engine can hand over.
-    cuts: Vec<Cuts>,
+    replicas: Replicas,
     /// What requests are ordered by, if at all.
     ordering: Option<Ordering>,
-    /// What each instance's own profile says of its steps, where it has one.
-    step_times: Vec<Option<StepTime>>,
-    split: Split,
-    pulls: Option<Pulls>,
-    /// Why the request being planned stays in one piece, where others are cut: set and taken by [`Router::plan`].
-    uncut: Option<Box<str>>,
-    /// Expected times of the instances of the request being planned: set and taken by [`Router::plan`].
-    balance: Option<Balance>,
-    rescheduling: Option<Rescheduling>,
-    /// Lengths of answers by class, where requests are cut by them.
-    lengths: Option<OutputLength>,
-    /// Scratch of predicted times.
-    scratch: Vec<f64>,
     receipts: ReceiptRing,
     totals: Totals,
     latest: Seconds,
@@ -249,42 +206,17 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
-        let mut columns = Columns::default();
-        columns.resize(0);
-        let later = registry::build("least_requests", &[])?;
         let mut router = Router {
-            fleet: Fleet::default(),
-            columns,
-            books: Books::new(if config.drain { config.prior_prefill_tokens_per_second } else { 0.0 }),
-            replicas: Replicas::default(),
+            context: DecisionContext::new(config.seed),
             tickets: Tickets::default(),
-            index: KvIndex::new(config.index_bytes),
-            first: Chooser::new(policy),
-            later: Chooser::new(later),
-            ahead: None,
-            rng: PolicyRng::seed_from_u64(config.seed),
-            hit_blocks: Vec::new(),
-            guard: Guard::new(config.guard)?,
-            restriction: Restriction::Free,
-            placed: Vec::new(),
-            cache_blocks: Vec::new(),
-            feeds: Vec::new(),
-            cuts: Vec::new(),
+            replicas: Replicas::default(),
             ordering: None,
-            step_times: Vec::new(),
-            split: Split::None,
-            pulls: config.pull.map(Pulls::new).transpose()?,
-            uncut: None,
-            balance: None,
-            rescheduling: None,
-            lengths: None,
-            scratch: Vec::new(),
             receipts: ReceiptRing::new(config.receipt_bytes),
             totals: Totals::default(),
             latest: 0.0,
-            config,
+            state: State::new(policy, config)?,
         };
-        router.set_split(router.config.split)?;
+        router.set_split(router.state.config.split)?;
         router.look_ahead()?;
         Ok(router)
     }
@@ -302,19 +234,20 @@ impl Router {
                 expected: "one that is set before the first request".into(),
             });
         }
-        self.later = Chooser::new(policy);
+        self.state.later = Selector::new(policy);
         self.look_ahead()
     }
 
     /// When the instance of a second segment is chosen; what is bound already stays so.
     pub fn set_binding(&mut self, binding: Binding) {
-        self.config.binding = binding;
+        self.state.config.binding = binding;
     }
 
     /// Keeps what the load will be, where a policy asks for it.
     fn look_ahead(&mut self) -> Result<(), CoreError> {
         let reads = self.reads();
-        let projects = [&self.later, &self.first].into_iter().find(|each| each.reads.intersects(PROJECTED));
+        let projects =
+            [&self.state.later, &self.state.first].into_iter().find(|each| each.reads.intersects(PROJECTED));
         let curve = projects.map(|each| each.policy.length_curve()).unwrap_or_default();
         if reads.intersects(WEIGHED) && curve.bucket_tokens != BUCKET_TOKENS {
             return Err(CoreError::BadValue {
@@ -324,18 +257,18 @@ impl Router {
             });
         }
         let wanted = reads.intersects(AHEAD) || self.forecasts();
-        self.ahead = wanted.then(|| Ahead::new(reads, self.fleet.slots(), curve));
+        self.state.ahead = wanted.then(|| Ahead::new(reads, self.state.fleet.slots(), curve));
         Ok(())
     }
 
     /// Indicators that its policies read.
     pub fn reads(&self) -> IndicatorSet {
-        self.first.reads.union(self.later.reads)
+        self.state.reads()
     }
 
     /// What the load will be, where a policy asks for it.
     pub fn ahead(&self) -> Option<&Ahead> {
-        self.ahead.as_ref()
+        self.state.ahead.as_ref()
     }
 
     /// Adds an instance. `cache_blocks`: what its KV cache holds, where known; bounds what is remembered of it.
@@ -348,27 +281,9 @@ impl Router {
         role: Role,
         cache_blocks: Option<u32>,
     ) -> Result<InstanceId, CoreError> {
-        let id = self.fleet.add(name, role)?;
-        let slots = self.fleet.slots();
-        self.columns.resize(slots);
-        self.books.resize(slots);
-        self.books.clear(id.index(), &mut self.columns);
-        if let Some(ahead) = &mut self.ahead {
-            ahead.resize(slots);
-            ahead.clear(id.index());
-        }
-        self.hit_blocks.resize(slots, 0);
-        self.placed.resize(slots, 0);
-        self.placed[id.index()] = 0;
-        self.cache_blocks.resize(slots, None);
-        self.cache_blocks[id.index()] = cache_blocks;
-        self.feeds.resize(slots, self.config.index_feed);
-        self.feeds[id.index()] = self.config.index_feed;
-        self.cuts.resize(slots, Cuts::Anywhere);
-        self.cuts[id.index()] = Cuts::Anywhere;
-        self.step_times.resize(slots, None);
-        self.step_times[id.index()] = None;
-        self.index.add_instance(id, cache_blocks);
+        let id = self.state.add_instance(name, role, cache_blocks)?;
+        self.context.resize(self.state.fleet.slots());
+        self.context.clear(id.index());
         Ok(id)
     }
 
@@ -377,21 +292,24 @@ impl Router {
     /// # Errors
     /// `UnknownName`.
     pub fn remove_instance(&mut self, name: &str) -> Result<(), CoreError> {
-        let id = self.fleet.find(name)?;
-        self.fleet.remove(id);
+        let id = self.state.fleet.find(name)?;
+        self.state.fleet.remove(id);
         self.replicas.clear(id.index());
-        self.books.clear(id.index(), &mut self.columns);
-        if let Some(ahead) = &mut self.ahead {
+        self.state.ledger.clear(id.index());
+        if let Some(ahead) = &mut self.state.ahead {
             ahead.clear(id.index());
         }
-        self.index.remove_instance(id);
-        self.guard.instance_removed(id);
+        self.state.index.remove_instance(id);
+        self.state.guard.instance_removed(id);
         Ok(())
     }
 
     /// Who feeds the index of an instance.
     pub fn index_feed(&self, id: InstanceId) -> IndexFeed {
-        self.feeds.get(id.index()).copied().unwrap_or(self.config.index_feed)
+        self.state
+            .instances
+            .get(id.index())
+            .map_or(self.state.config.index_feed, |instance| instance.index_feed)
     }
 
     /// Changes who feeds the index of an instance; what the index holds of it stays.
@@ -399,14 +317,13 @@ impl Router {
     /// # Errors
     /// `BadValue` if the router has no such slot.
     pub fn set_index_feed(&mut self, id: InstanceId, feed: IndexFeed) -> Result<(), CoreError> {
-        self.fleet.check(id)?;
-        self.feeds[id.index()] = feed;
+        self.state.instance_mut(id)?.index_feed = feed;
         Ok(())
     }
 
     /// Blocks that an instance's cache holds, where known.
     pub fn cache_blocks(&self, id: InstanceId) -> Option<u32> {
-        self.cache_blocks.get(id.index()).copied().flatten()
+        self.state.instances.get(id.index())?.cache_blocks
     }
 
     /// Says what an instance's cache holds, all ranks together. What is beyond it leaves the index with [`KvIndex::trim`].
@@ -414,18 +331,17 @@ impl Router {
     /// # Errors
     /// `BadValue` if the router has no such slot.
     pub fn set_cache_blocks(&mut self, id: InstanceId, cache_blocks: Option<u32>) -> Result<(), CoreError> {
-        self.fleet.check(id)?;
-        self.cache_blocks[id.index()] = cache_blocks;
-        self.index.set_capacity(id, cache_blocks);
+        self.state.instance_mut(id)?.cache_blocks = cache_blocks;
+        self.state.index.set_capacity(id, cache_blocks);
         Ok(())
     }
 
     /// Puts an empty index in the place of the present one, which is returned: dropping it takes a while.
     pub fn renew_index(&mut self, byte_bound: usize) -> KvIndex {
-        let old = std::mem::replace(&mut self.index, KvIndex::new(byte_bound));
-        for slot in (0..self.fleet.slots()).map(|slot| InstanceId(slot as u32)) {
-            if self.fleet.is_live(slot) {
-                self.index.add_instance(slot, self.cache_blocks[slot.index()]);
+        let old = std::mem::replace(&mut self.state.index, KvIndex::new(byte_bound));
+        for id in self.state.ids() {
+            if self.state.fleet.is_live(id) {
+                self.state.index.add_instance(id, self.state.instances[id.index()].cache_blocks);
             }
         }
         old
@@ -433,32 +349,32 @@ impl Router {
 
     /// The instances.
     pub fn fleet(&self) -> &Fleet {
-        &self.fleet
+        &self.state.fleet
     }
 
     /// The instances, to change health or draining.
     pub fn fleet_mut(&mut self) -> &mut Fleet {
-        &mut self.fleet
+        &mut self.state.fleet
     }
 
     /// The KV index, e.g. to feed events into.
     pub fn index_mut(&mut self) -> &mut KvIndex {
-        &mut self.index
+        &mut self.state.index
     }
 
     /// The KV index.
     pub fn index(&self) -> &KvIndex {
-        &self.index
+        &self.state.index
     }
 
     /// The policy in force.
     pub fn policy(&self) -> &dyn Policy {
-        &*self.first.policy
+        &*self.state.first.policy
     }
 
     /// The policy for segments that follow others.
     pub fn decode_policy(&self) -> &dyn Policy {
-        &*self.later.policy
+        &*self.state.later.policy
     }
 
     /// Counters since the start.
@@ -473,7 +389,7 @@ impl Router {
 
     /// Requests in flight on an instance.
     pub fn in_flight_on(&self, id: InstanceId) -> usize {
-        if self.fleet.check(id).is_ok() { self.books.in_flight(id.index()) as usize } else { 0 }
+        if self.state.fleet.check(id).is_ok() { self.state.ledger.in_flight(id.index()) as usize } else { 0 }
     }
 
     /// The receipt of a decision, while it is kept.
@@ -486,7 +402,7 @@ impl Router {
     /// # Errors
     /// `UnknownName`, or `BadValue` for a number that cannot be.
     pub fn engine_report(&mut self, name: &str, report: Report) -> Result<(), CoreError> {
-        let id = self.fleet.find(name)?;
+        let id = self.state.fleet.find(name)?;
         for (what, value) in
             [("waiting", report.waiting), ("running", report.running), ("kv_usage", report.kv_usage)]
         {
@@ -499,7 +415,7 @@ impl Router {
             }
         }
         let at = self.clock(report.at);
-        self.books.report(id.index(), Report { at, ..report }, &mut self.columns);
+        self.state.ledger.report(id.index(), Report { at, ..report });
         Ok(())
     }
 
@@ -514,8 +430,8 @@ impl Router {
     /// Everything periodic. Returns what the guard did, and when to call again.
     pub fn tick(&mut self, now: Seconds) -> (Vec<GuardEvent>, Seconds) {
         let now = self.clock(now);
-        let (index, eligible) = (&self.index, self.fleet.eligible());
-        let events = self.guard.tick(now, self.fleet.eligible_count(), |hash, out| {
+        let (index, eligible) = (&self.state.index, self.state.fleet.eligible());
+        let events = self.state.guard.tick(now, self.state.fleet.eligible_count(), |hash, out| {
             let before = out.len();
             index.holders(hash, out);
             let mut place = before;
@@ -527,17 +443,17 @@ impl Router {
             }
             out.truncate(place);
         });
-        (events, now + self.guard.config().period_seconds)
+        (events, now + self.state.guard.config().period_seconds)
     }
 
     /// Switches the guard.
     pub fn set_guard(&mut self, on: bool) {
-        self.guard.set_on(on);
+        self.state.guard.set_on(on);
     }
 
     /// The hot-spot guard, to look at.
     pub fn guard(&self) -> &Guard {
-        &self.guard
+        &self.state.guard
     }
 
     /// Whether a ticket is open.
@@ -546,20 +462,20 @@ impl Router {
     }
 
     /// The indicator columns; those of a request hold the last one's values.
-    pub fn columns(&self) -> &Columns {
-        &self.columns
+    pub fn columns(&self) -> Indicators<'_> {
+        self.state.indicators(&self.context)
     }
 
     /// Fills in every per-instance indicator at `now`, for a request of which nothing is known.
     pub fn derive_all(&mut self, now: Seconds) {
-        let all: Vec<Indicator> = crate::indicators::INDICATORS.iter().map(|d| d.id).collect();
-        self.hit_blocks.fill(0);
-        self.derive(&Request::default(), IndicatorSet::of(&all), self.fleet.eligible_count(), None, now);
+        self.context.hit_blocks.fill(0);
+        let able = self.state.fleet.eligible_count();
+        self.state.derive(&mut self.context, &Request::default(), IndicatorSet::ALL, able, None, now);
     }
 
     /// Requests placed on an instance since it was added.
     pub fn decisions_on(&self, id: InstanceId) -> u64 {
-        self.placed.get(id.index()).copied().unwrap_or(0)
+        self.state.instances.get(id.index()).map_or(0, |instance| instance.placed)
     }
 
     /// The latest time that the router was told of, on its caller's clock.

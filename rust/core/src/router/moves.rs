@@ -2,7 +2,8 @@
 //!
 //! A move takes time, in which the request runs on or waits: its segment on the target is bound when the move begins ([`Router::begin_move`]) and opened when
 //! [`crate::plan::Event::Moved`] says that it is there. Whatever ends the request meanwhile ends the move with it.
-use super::books::Stage;
+use super::ledger::Stage;
+use super::state::State;
 use super::tickets;
 use super::{Router, TicketId};
 use crate::error::CoreError;
@@ -32,19 +33,21 @@ impl Router {
         carry: Carry,
         now: Seconds,
     ) -> Result<Segment, CoreError> {
-        self.fleet.check(target)?;
+        self.state.fleet.check(target)?;
         let now = self.clock(now);
         let state = self.tickets.get(ticket)?;
         let (source, made) = (state.leg.segment.instance, state.leg.entry.output_tokens);
         let runs = state.leg.entry.stage == Stage::Decoding;
         let bound = !state.later.is_empty() || state.leg.segment.to_token.is_some();
         let from = state.prompt_tokens.saturating_add(made as u32);
-        let able = |id: InstanceId| self.cuts[id.index()] >= Cuts::Output;
+        let able = |id: InstanceId| self.state.instances[id.index()].cuts >= Cuts::Output;
         let problem = match () {
             () if !runs => "it has no token yet",
             () if bound => "another segment is to follow its open one",
             () if source == target => "it runs there already",
-            () if !self.takes_over(target) => "the target is gone, not healthy, draining, or prefills only",
+            () if !self.state.takes_over(target) => {
+                "the target is gone, not healthy, draining, or prefills only"
+            }
             () if carry == Carry::Kv && !(able(source) && able(target)) => {
                 "the engines cannot hand over behind an output token"
             }
@@ -57,12 +60,12 @@ impl Router {
             });
         }
         let key = tickets::slot(ticket);
-        let mut leg = self.with_request_of(ticket, |router, request, _| {
-            router.match_prefix(request.chain);
-            let mut leg = router.leg(request, target, from, None);
+        let mut leg = self.plan_for(ticket, |state, context, request, _| {
+            state.match_prefix(context, request.chain);
+            let mut leg = state.leg(context, request, target, from, None);
             leg.start = Some(now);
             if carry == Carry::Recompute {
-                let hit = router.saved_tokens(request, leg.hit_blocks);
+                let hit = state.saved_tokens(request, leg.hit_blocks);
                 leg.entry.new_tokens = f64::from(from) - hit;
             }
             leg
@@ -88,10 +91,10 @@ impl Router {
         }
         state.lost.push(source.0);
         state.failed.clone_from(&state.lost);
-        let turn = self.turn_behind(source);
-        self.with_request_of(ticket, |router, request, failed| {
-            router.match_prefix(request.chain);
-            router.choose(request, turn, failed, None, now)
+        let turn = self.state.turn_behind(source);
+        self.plan_for(ticket, |state, context, request, failed| {
+            state.match_prefix(context, request.chain);
+            state.choose(context, request, turn, failed, None, now)
         })?
     }
 
@@ -129,22 +132,24 @@ impl Router {
             bound.entry.new_tokens += more;
         }
         bound.segment.from_token = from;
-        if self.fleet.is_current(bound.segment.instance, bound.instance_generation) {
-            self.placed[bound.segment.instance.index()] -= 1;
-            self.later.made -= 1;
+        if self.state.fleet.is_current(bound.segment.instance, bound.instance_generation) {
+            self.state.instances[bound.segment.instance.index()].placed -= 1;
+            self.state.later.made -= 1;
             bound.start = Some(now);
             self.open_leg(key, &mut bound, now);
         }
         self.tickets.get(ticket)?.later.push(bound);
         let segment = self.hand_over(ticket, Usage::default(), now)?;
         self.totals.moved += 1;
-        let name = self.fleet.name(segment.instance).clone();
+        let name = self.state.fleet.name(segment.instance).clone();
         self.receipts.update(decision, |r| r.moves.push((from, segment.instance.0, name)));
         Ok(segment)
     }
+}
 
+impl State {
     /// Whether requests that run may go on there.
-    pub(super) fn takes_over(&self, id: InstanceId) -> bool {
+    pub fn takes_over(&self, id: InstanceId) -> bool {
         let live = id.index() < self.fleet.slots() && self.fleet.is_live(id);
         live && {
             let (healthy, draining, role) = self.fleet.state(id);

@@ -124,7 +124,7 @@ impl Router {
         match ordering.of {
             Priorities::UniBoost { settings, most_seconds, clock_offset_seconds } => {
                 let gamma = ordering.tail.as_ref().map_or(settings.gamma, TailRate::gamma);
-                let token_seconds = 1.0 / self.mean_prefill_rate(); // a walk over all instances
+                let token_seconds = 1.0 / self.state.mean_prefill_rate(); // a walk over all instances
                 let work = Work { prompt_tokens, hit_tokens, attained_tokens: 0 };
                 let at = |tokens: u32| boost_seconds(f64::from(tokens) * token_seconds, gamma);
                 let boost = (at(settings.weighed_tokens(&work)) - at(REFERENCE_TOKENS))

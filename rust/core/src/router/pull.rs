@@ -8,7 +8,9 @@
 //! For each instance the best way is one of two: compute what it misses, or pull as much as the fullest holder with time has ([`Indicator::PullTokens`],
 //! [`Indicator::PullCostTokens`]). Scores may read it; whatever they read, the instance that is chosen pulls where it pays.
 use super::Router;
+use super::context::DecisionContext;
 use super::cut::Rest;
+use super::state::State;
 use super::tickets::{self, Leg, Pulling};
 use super::{InstanceId, TicketId};
 use crate::error::CoreError;
@@ -91,6 +93,12 @@ impl Pulls {
         Ok(Pulls { config, cost: PullCost::new(config.seconds_per_token, config.fixed_seconds) })
     }
 
+    /// Seconds that a pulled token takes and that a pull takes besides, as learned, and how many pulls that was learned from.
+    pub fn cost(&self) -> (Seconds, Seconds, u64) {
+        let (per_token, fixed) = self.cost.cost();
+        (per_token, fixed, self.cost.observed())
+    }
+
     /// Whether to pull `tokens` is worth it where computing them takes `seconds`.
     fn pays(&self, tokens: f64, seconds: Seconds) -> bool {
         tokens >= f64::from(self.config.least_tokens) && self.cost.seconds(tokens) < seconds
@@ -103,16 +111,13 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn set_pull(&mut self, pull: Option<PullConfig>) -> Result<(), CoreError> {
-        self.pulls = pull.map(Pulls::new).transpose()?;
+        self.state.pulls = pull.map(Pulls::new).transpose()?;
         Ok(())
     }
 
     /// Seconds that a pulled token takes and that a pull takes besides, as learned, and how many pulls that was learned from; `None` where nothing is pulled.
     pub fn pull_cost(&self) -> Option<(Seconds, Seconds, u64)> {
-        self.pulls.as_ref().map(|pulls| {
-            let (per_token, fixed) = pulls.cost.cost();
-            (per_token, fixed, pulls.cost.observed())
-        })
+        self.state.pulls.map(|pulls| pulls.cost())
     }
 
     /// What the open segment of a ticket pulls before it begins; `None` where it pulls nothing, or the pull is over.
@@ -121,133 +126,10 @@ impl Router {
         pulling.under_way.then_some(pulling.pull)
     }
 
-    /// Fills in what each instance would pull of the request's prompt, and what that costs.
-    pub(super) fn derive_pulls(&mut self, request: &Request<'_>, first: bool) {
-        let reach = if first { self.reach(request) } else { 0.0 };
-        let slots = self.columns.slots();
-        let mut made = std::mem::take(&mut self.scratch);
-        made.clear();
-        made.resize(2 * slots, 0.0);
-        if let Some(pulls) = self.pulls.filter(|_| reach > 0.0) {
-            let mut mean_rate = None;
-            let (tokens, cost) = made.split_at_mut(slots);
-            for (slot, hit) in self.columns.get(Indicator::HitTokens).iter().enumerate() {
-                let gap = reach - hit;
-                let computed = self.computing_seconds(slot, *hit, gap, &mut mean_rate);
-                if self.may_pull(slot) && pulls.pays(gap, computed) {
-                    tokens[slot] = gap;
-                    cost[slot] = pulls.cost.seconds(gap) * gap / computed;
-                }
-            }
-        }
-        let (tokens, cost) = made.split_at(slots);
-        self.columns.get_mut(Indicator::PullTokens).copy_from_slice(tokens);
-        self.columns.get_mut(Indicator::PullCostTokens).copy_from_slice(cost);
-        self.scratch = made;
-    }
-
-    /// What `tokens` more of a prompt add to the steps of a slot if they are computed behind `hit` cached ones: by the step-time model where a profile gives one or it
-    /// was learned, else at the rate of whole prefills, which counts what steps take in any case, too. `mean_rate`: the pool's, once it was worked out.
-    fn computing_seconds(&self, slot: usize, hit: f64, tokens: f64, mean_rate: &mut Option<f64>) -> Seconds {
-        match self.step_time_of(slot) {
-            Some(model) => model.prefill_seconds(hit, tokens),
-            None => {
-                let rate = self.columns.get(Indicator::PrefillTokensPerSecond)[slot];
-                let mean = || self.mean_prefill_rate();
-                tokens / if rate.is_nan() { *mean_rate.get_or_insert_with(mean) } else { rate }
-            }
-        }
-    }
-
-    /// The most tokens of the prompt that an instance holds which could hand them over now; none where nothing must be pulled.
-    fn reach(&self, request: &Request<'_>) -> f64 {
-        if self.pulls.is_none() || request.unpulled.is_some() {
-            return 0.0;
-        }
-        let mut most = 0;
-        for (slot, &blocks) in self.hit_blocks.iter().enumerate() {
-            if blocks > most && self.hands_over(slot) {
-                most = blocks;
-            }
-        }
-        self.saved_tokens(request, most)
-    }
-
-    /// Whether a slot can pull a prefix now.
-    fn may_pull(&self, slot: usize) -> bool {
-        let most = self.pulls.map_or(0.0, |pulls| pulls.config.most_kv_usage);
-        let full = most < 1.0 && self.columns.get(Indicator::KvUsage)[slot] >= most; // never, where it is not told
-        self.cuts[slot] == Cuts::Anywhere && !full
-    }
-
-    /// Whether a prefix can be pulled from a slot now.
-    fn hands_over(&self, slot: usize) -> bool {
-        let id = InstanceId(slot as u32);
-        let most = self.pulls.map_or(0, |pulls| pulls.config.most_pulls);
-        self.fleet.is_live(id)
-            && self.fleet.state(id).0
-            && self.cuts[slot] == Cuts::Anywhere
-            && self.columns.get(Indicator::Pulls)[slot] < f64::from(most)
-    }
-
-    /// What the chosen instance pulls, where that pays: from the holder of most; of several from one that serves the least pulls, then the least requests, then by
-    /// lot. A segment that ends inside the prompt pulls nothing: where it is cut was worked out without.
-    pub(super) fn pull_for(
-        &mut self,
-        request: &Request<'_>,
-        chosen: InstanceId,
-        rest: &Rest,
-    ) -> Option<Pulling> {
-        let pulls = self.pulls?;
-        let cut = rest.first().is_some_and(|follow| follow.from_token < request.prompt_tokens);
-        if cut || !self.may_pull(chosen.index()) {
-            return None;
-        }
-        let reach = self.reach(request);
-        let own = self.saved_tokens(request, self.hit_blocks[chosen.index()]);
-        let tokens = reach - own;
-        let computed = self.computing_seconds(chosen.index(), own, tokens, &mut None);
-        if !pulls.pays(tokens, computed) {
-            return None;
-        }
-        let holder = self.holder(request, reach)?;
-        Some(Pulling {
-            pull: Pull { holder, from_token: own as u32, to_token: reach as u32 },
-            holder_generation: self.fleet.generation(holder),
-            expected_seconds: pulls.cost.seconds(tokens),
-            under_way: true,
-        })
-    }
-
-    fn holder(&mut self, request: &Request<'_>, reach: f64) -> Option<InstanceId> {
-        let (mut best, mut equals) = (None, 0u32);
-        let blocks = (reach / request.tokens_per_block) as u32;
-        for slot in 0..self.hit_blocks.len() {
-            if self.hit_blocks[slot] < blocks {
-                continue; // most, and by less than what rounding may hide
-            }
-            let holds = self.saved_tokens(request, self.hit_blocks[slot]) == reach && self.hands_over(slot);
-            if !holds {
-                continue;
-            }
-            let load = |id| self.columns.get(id)[slot];
-            let key = (load(Indicator::Pulls), load(Indicator::Bs));
-            equals = match best {
-                Some((least, _)) if key > least => continue,
-                Some((least, _)) if key == least => equals + 1,
-                _ => 1,
-            };
-            if equals == 1 || self.rng.random_range(0..equals) == 0 {
-                best = Some((key, InstanceId(slot as u32)));
-            }
-        }
-        best.map(|(_, holder)| holder)
-    }
-
     /// A leg's pull begins: its holder has one more to serve, and its prompt waits for it.
     pub(super) fn open_pull(&mut self, leg: &Leg) {
         let Some(pulling) = leg.pull else { return };
-        self.books.wait(leg.segment.instance.index());
+        self.state.ledger.wait(leg.segment.instance.index());
         self.totals.pulls += 1;
         self.serve(&pulling, 1.0);
     }
@@ -264,8 +146,8 @@ impl Router {
 
     fn serve(&mut self, pulling: &Pulling, more: f64) {
         let holder = pulling.pull.holder;
-        if self.fleet.is_current(holder, pulling.holder_generation) {
-            self.books.serve_pull(holder.index(), more, &mut self.columns);
+        if self.state.fleet.is_current(holder, pulling.holder_generation) {
+            self.state.ledger.serve_pull(holder.index(), more);
         }
     }
 
@@ -299,11 +181,11 @@ impl Router {
         }
         leg.entry.new_tokens += f64::from(most - tokens);
         let (slot, key) = (leg.segment.instance.index(), tickets::slot(ticket));
-        if self.fleet.is_current(leg.segment.instance, leg.instance_generation) {
-            self.books.requeue(slot, key, &leg.entry, now);
+        if self.state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
+            self.state.ledger.requeue(slot, key, &leg.entry, now);
         }
         self.totals.pulled_tokens += u64::from(tokens);
-        if let Some(pulls) = &mut self.pulls {
+        if let Some(pulls) = &mut self.state.pulls {
             pulls.cost.observe(f64::from(tokens), seconds);
         }
         self.receipts.update(decision, |r| {
@@ -313,9 +195,133 @@ impl Router {
         });
         Ok(())
     }
+}
+
+impl State {
+    /// Fills in what each instance would pull of the request's prompt, and what that costs.
+    pub fn derive_pulls(&self, context: &mut DecisionContext, request: &Request<'_>, first: bool) {
+        let reach = if first { self.reach(context, request) } else { 0.0 };
+        let [tokens, cost, hits] = context.derived.several_mut([
+            Indicator::PullTokens,
+            Indicator::PullCostTokens,
+            Indicator::HitTokens,
+        ]);
+        tokens.fill(0.0);
+        cost.fill(0.0);
+        let Some(pulls) = self.pulls.filter(|_| reach > 0.0) else { return };
+        let mut mean_rate = None;
+        for (slot, hit) in hits.iter().enumerate() {
+            let gap = reach - hit;
+            let computed = self.computing_seconds(slot, *hit, gap, &mut mean_rate);
+            if self.may_pull(slot) && pulls.pays(gap, computed) {
+                tokens[slot] = gap;
+                cost[slot] = pulls.cost.seconds(gap) * gap / computed;
+            }
+        }
+    }
+
+    /// What `tokens` more of a prompt add to the steps of a slot if they are computed behind `hit` cached ones: by the step-time model where a profile gives one or it
+    /// was learned, else at the rate of whole prefills, which counts what steps take in any case, too. `mean_rate`: the pool's, once it was worked out.
+    fn computing_seconds(&self, slot: usize, hit: f64, tokens: f64, mean_rate: &mut Option<f64>) -> Seconds {
+        match self.step_time_of(slot) {
+            Some(model) => model.prefill_seconds(hit, tokens),
+            None => {
+                let rate = self.ledger.get(Indicator::PrefillTokensPerSecond)[slot];
+                let mean = || self.mean_prefill_rate();
+                tokens / if rate.is_nan() { *mean_rate.get_or_insert_with(mean) } else { rate }
+            }
+        }
+    }
+
+    /// The most tokens of the prompt that an instance holds which could hand them over now; none where nothing must be pulled.
+    fn reach(&self, context: &DecisionContext, request: &Request<'_>) -> f64 {
+        if self.pulls.is_none() || request.unpulled.is_some() {
+            return 0.0;
+        }
+        let mut most = 0;
+        for (slot, &blocks) in context.hit_blocks.iter().enumerate() {
+            if blocks > most && self.hands_over(slot) {
+                most = blocks;
+            }
+        }
+        self.saved_tokens(request, most)
+    }
+
+    /// Whether a slot can pull a prefix now.
+    fn may_pull(&self, slot: usize) -> bool {
+        let most = self.pulls.map_or(0.0, |pulls| pulls.config.most_kv_usage);
+        let full = most < 1.0 && self.ledger.get(Indicator::KvUsage)[slot] >= most; // never, where it is not told
+        self.instances[slot].cuts == Cuts::Anywhere && !full
+    }
+
+    /// Whether a prefix can be pulled from a slot now.
+    fn hands_over(&self, slot: usize) -> bool {
+        let id = InstanceId(slot as u32);
+        let most = self.pulls.map_or(0, |pulls| pulls.config.most_pulls);
+        self.fleet.is_live(id)
+            && self.fleet.state(id).0
+            && self.instances[slot].cuts == Cuts::Anywhere
+            && self.ledger.get(Indicator::Pulls)[slot] < f64::from(most)
+    }
+
+    /// What the chosen instance pulls, where that pays: from the holder of most; of several from one that serves the least pulls, then the least requests, then by
+    /// lot. A segment that ends inside the prompt pulls nothing: where it is cut was worked out without.
+    pub fn pull_for(
+        &self,
+        context: &mut DecisionContext,
+        request: &Request<'_>,
+        chosen: InstanceId,
+        rest: &Rest,
+    ) -> Option<Pulling> {
+        let pulls = self.pulls?;
+        let cut = rest.first().is_some_and(|follow| follow.from_token < request.prompt_tokens);
+        if cut || !self.may_pull(chosen.index()) {
+            return None;
+        }
+        let reach = self.reach(context, request);
+        let own = self.saved_tokens(request, context.hit_blocks[chosen.index()]);
+        let tokens = reach - own;
+        let computed = self.computing_seconds(chosen.index(), own, tokens, &mut None);
+        if !pulls.pays(tokens, computed) {
+            return None;
+        }
+        let holder = self.holder(context, request, reach)?;
+        Some(Pulling {
+            pull: Pull { holder, from_token: own as u32, to_token: reach as u32 },
+            holder_generation: self.fleet.generation(holder),
+            expected_seconds: pulls.cost.seconds(tokens),
+            under_way: true,
+        })
+    }
+
+    fn holder(&self, context: &mut DecisionContext, request: &Request<'_>, reach: f64) -> Option<InstanceId> {
+        let (mut best, mut equals) = (None, 0u32);
+        let blocks = (reach / request.tokens_per_block) as u32;
+        for slot in 0..context.hit_blocks.len() {
+            if context.hit_blocks[slot] < blocks {
+                continue; // most, and by less than what rounding may hide
+            }
+            let holds =
+                self.saved_tokens(request, context.hit_blocks[slot]) == reach && self.hands_over(slot);
+            if !holds {
+                continue;
+            }
+            let load = |id| self.ledger.get(id)[slot];
+            let key = (load(Indicator::Pulls), load(Indicator::Bs));
+            equals = match best {
+                Some((least, _)) if key > least => continue,
+                Some((least, _)) if key == least => equals + 1,
+                _ => 1,
+            };
+            if equals == 1 || context.rng.random_range(0..equals) == 0 {
+                best = Some((key, InstanceId(slot as u32)));
+            }
+        }
+        best.map(|(_, holder)| holder)
+    }
 
     /// For the receipt.
-    pub(super) fn pull_told(&self, pulling: &Pulling) -> Pulled {
+    pub fn pull_told(&self, pulling: &Pulling) -> Pulled {
         let Pull { holder, from_token, to_token } = pulling.pull;
         Pulled {
             slot: holder.0,

@@ -4,6 +4,7 @@
 //! there or until it is [too old](Router::forget_silent). How it gets from one to the other is the caller's. Indicators that a policy keeps about single requests
 //! (`handoff_*`, `decode_pressure*`) stay each router's own, as does what it learns.
 use super::Router;
+use super::ledger::Share;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use std::collections::BTreeMap;
@@ -11,90 +12,6 @@ use std::sync::Arc;
 
 /// Most routers that one listens to; more side by side is a mistake, and what is kept is bounded by it.
 pub const MOST_REPLICAS: usize = 64;
-
-macro_rules! numbers {
-    ($($(#[doc = $about:literal])* $name:ident),* $(,)?) => {
-        /// What one router, or several together, have on an instance.
-        #[derive(Clone, Copy, Debug, Default, PartialEq)]
-        pub struct Share { $($(#[doc = $about])* pub $name: f64),* }
-
-        impl Share {
-            /// The names of its numbers, in order.
-            pub const NAMES: [&'static str; [$(stringify!($name)),*].len()] = [$(stringify!($name)),*];
-
-            /// Its numbers, in the order of their names.
-            pub fn numbers(&self) -> [f64; Share::NAMES.len()] {
-                [$(self.$name),*]
-            }
-
-            /// A share of these numbers.
-            pub fn of([$($name),*]: [f64; Share::NAMES.len()]) -> Share {
-                Share { $($name),* }
-            }
-        }
-    };
-}
-
-numbers! {
-    /// Requests bound there whose prompt is prefilled elsewhere.
-    coming,
-    /// Requests in the engine's queue.
-    queued,
-    /// Requests that prefill.
-    scheduled,
-    /// Requests past their first token.
-    decoding,
-    /// Context tokens of these.
-    decode_tokens,
-    /// Context tokens of all others.
-    bound_tokens,
-    /// Output tokens that the running ones have still to come, where known.
-    remaining_tokens,
-    /// The same of those that do not run yet.
-    bound_remaining_tokens,
-    /// Prefill tokens placed there and not computed, and their attention pairs.
-    queued_prefill_tokens,
-    /// See above.
-    queued_prefill_pairs,
-    /// Prefill tokens placed there of late, older ones for less, and their attention pairs.
-    recent_prefill_tokens,
-    /// See above.
-    recent_prefill_pairs,
-    /// The `window_*` indicators.
-    window_prefill_tokens,
-    /// See above.
-    window_output_tokens,
-    /// Prefixes that others pull from there.
-    pulls,
-}
-
-impl Share {
-    /// Requests that the engine may know of.
-    pub fn at_engine(&self) -> f64 {
-        self.queued + self.scheduled + self.decoding
-    }
-
-    /// Context tokens of all.
-    pub fn tokens(&self) -> f64 {
-        self.decode_tokens + self.bound_tokens
-    }
-
-    fn add(&mut self, other: &Share) {
-        let mut numbers = self.numbers();
-        numbers.iter_mut().zip(other.numbers()).for_each(|(sum, more)| *sum += more);
-        *self = Share::of(numbers);
-    }
-
-    fn subtract(&mut self, other: &Share) {
-        let mut numbers = self.numbers();
-        numbers.iter_mut().zip(other.numbers()).for_each(|(sum, less)| *sum = (*sum - less).max(0.0));
-        *self = Share::of(numbers);
-    }
-
-    fn is_nothing(&self) -> bool {
-        *self == Share::default()
-    }
-}
 
 /// What the routers beside this one said last.
 #[derive(Clone, Debug, Default)]
@@ -150,10 +67,10 @@ impl Router {
     /// What this router has on each instance, for those beside it; instances without anything are left out.
     pub fn share(&self, now: Seconds) -> Vec<(Arc<str>, Share)> {
         let now = self.latest.max(now);
-        (0..self.fleet.slots())
+        (0..self.state.fleet.slots())
             .map(|slot| crate::InstanceId(slot as u32))
-            .filter(|id| self.fleet.is_live(*id))
-            .map(|id| (self.fleet.name(id).clone(), self.books.share(id.index(), now)))
+            .filter(|id| self.state.fleet.is_live(*id))
+            .map(|id| (self.state.fleet.name(id).clone(), self.state.ledger.share(id.index(), now)))
             .filter(|(_, share)| !share.is_nothing())
             .collect()
     }
@@ -179,7 +96,7 @@ impl Router {
                     });
                 }
             }
-            if let Ok(id) = self.fleet.find(instance) {
+            if let Ok(id) = self.state.fleet.find(instance) {
                 by_slot.resize(by_slot.len().max(id.index() + 1), Share::default());
                 by_slot[id.index()] = share;
             }
@@ -223,7 +140,7 @@ impl Router {
         for slot in 0..before.len().max(shares.len()) {
             let [old, new] = [before, shares].map(|all| all.get(slot).unwrap_or(&nothing));
             let sum = self.replicas.replace(slot, old, new);
-            self.books.set_replicas(slot, sum, now, &mut self.columns);
+            self.state.ledger.set_peers(slot, sum, now);
         }
     }
 }

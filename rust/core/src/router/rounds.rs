@@ -1,5 +1,6 @@
 //! Rounds of rescheduling: what runs where is put before the rescheduler, which names the moves (STAR, section 5.2). Making them is the caller's part: see `moves`.
-use super::books::Stage;
+use super::ledger::Stage;
+use super::state::State;
 use super::tickets::Leg;
 use super::{Router, TicketId};
 use crate::error::{CoreError, nearest};
@@ -173,7 +174,7 @@ impl Router {
     /// `BadValue` while requests are in flight of which nothing was kept for such a curve.
     pub fn set_rescheduling(&mut self, rescheduling: Option<Rescheduling>) -> Result<(), CoreError> {
         let curve = rescheduling.as_ref().is_some_and(|r| matches!(r.forecast, Forecast::Curve));
-        if curve && self.ahead.is_none() && self.in_flight() > 0 {
+        if curve && self.state.ahead.is_none() && self.in_flight() > 0 {
             return Err(CoreError::BadValue {
                 what: "rescheduling".into(),
                 got: format!(
@@ -183,8 +184,8 @@ impl Router {
                 expected: "one that is set before the first request".into(),
             });
         }
-        self.rescheduling = rescheduling;
-        if curve && self.ahead.is_none() {
+        self.state.rescheduling = rescheduling;
+        if curve && self.state.ahead.is_none() {
             self.look_ahead()?;
         }
         Ok(())
@@ -192,7 +193,7 @@ impl Router {
 
     /// Whether answers' lengths are to be learned for it.
     pub(super) fn forecasts(&self) -> bool {
-        self.rescheduling.as_ref().is_some_and(|r| matches!(r.forecast, Forecast::Curve))
+        self.state.rescheduling.as_ref().is_some_and(|r| matches!(r.forecast, Forecast::Curve))
     }
 
     /// One round over all instances that decode: the moves that are worth making, and why there are no more. Nothing is booked; see [`Router::begin_move`].
@@ -201,57 +202,55 @@ impl Router {
     /// Never for what the router itself keeps.
     pub fn reschedule(&mut self, now: Seconds) -> Result<(Vec<NamedMove>, Stop), CoreError> {
         self.clock(now);
-        let Some(mut rescheduling) = self.rescheduling.take() else { return Ok((Vec::new(), Stop::Off)) };
-        let found = self.round(&mut rescheduling);
-        self.rescheduling = Some(rescheduling);
-        found
-    }
-
-    fn round(&mut self, by: &mut Rescheduling) -> Result<(Vec<NamedMove>, Stop), CoreError> {
-        let curve = self.ahead.as_ref().map(|ahead| RemainingCurve::new(&ahead.survival().product_limit()));
-        let mut requests: Vec<Vec<RunningRequest>> = vec![Vec::new(); self.fleet.slots()];
-        let mut coming = vec![(0.0, 0.0); self.fleet.slots()];
+        let Router { state, tickets, .. } = self;
+        let Some(by) = &state.rescheduling else { return Ok((Vec::new(), Stop::Off)) };
+        let curve = state.ahead.as_ref().map(|ahead| RemainingCurve::new(&ahead.survival().product_limit()));
+        let mut requests: Vec<Vec<RunningRequest>> = vec![Vec::new(); state.fleet.slots()];
+        let mut coming = vec![(0.0, 0.0); state.fleet.slots()];
         let mut tokens_per_block = 0.0;
-        for (ticket, state) in self.tickets.iter() {
-            let leg = &state.leg;
+        for (ticket, request) in tickets.iter() {
+            let leg = &request.leg;
             let slot = leg.segment.instance.index();
             let runs = leg.entry.stage == Stage::Decoding;
             // One whose KV is on its way is load of its target already: else each round until it is there sends that target one more.
             let comes = !runs && leg.segment.from_token > 0;
-            if !(runs || comes) || !self.fleet.is_current(leg.segment.instance, leg.instance_generation) {
+            if !(runs || comes) || !state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
                 continue;
             }
             if comes {
                 coming[slot].0 += 1.0;
                 coming[slot].1 += leg.entry.prompt_tokens + leg.entry.output_tokens;
             }
-            tokens_per_block = f64::max(tokens_per_block, state.tokens_per_block);
+            tokens_per_block = f64::max(tokens_per_block, request.tokens_per_block);
             requests[slot].push(RunningRequest {
                 id: ticket.0,
                 tokens: (leg.entry.prompt_tokens + leg.entry.output_tokens) as u32,
                 remaining: remaining(by, curve.as_ref(), ticket, leg),
                 priority: 0,
                 movable: runs
-                    && state.may_be_cut
-                    && state.later.is_empty()
+                    && request.may_be_cut
+                    && request.later.is_empty()
                     && leg.segment.to_token.is_none()
-                    && self.cuts[slot] >= Cuts::Output,
+                    && state.instances[slot].cuts >= Cuts::Output,
             });
         }
-        let pools = self.fleet.decoder_count() > 0;
-        let slots = (0..self.fleet.slots() as u32).map(InstanceId);
+        let pools = state.fleet.decoder_count() > 0;
+        let slots = (0..state.fleet.slots() as u32).map(InstanceId);
         let loads: Vec<InstanceLoad<'_>> = slots
             .filter(|id| {
-                let role = self.fleet.role(*id);
-                self.fleet.is_live(*id) && if pools { role == Role::Decode } else { role == Role::Both }
+                let role = state.fleet.role(*id);
+                state.fleet.is_live(*id) && if pools { role == Role::Decode } else { role == Role::Both }
             })
-            .map(|id| self.load_to_balance(id, &requests[id.index()], coming[id.index()], tokens_per_block))
+            .map(|id| state.load_to_balance(id, &requests[id.index()], coming[id.index()], tokens_per_block))
             .collect();
+        let Some(by) = &mut state.rescheduling else { return Ok((Vec::new(), Stop::Off)) };
         let round = by.rule.round(&loads)?;
         let named = |why: &Move| NamedMove { ticket: TicketId(why.request), why: *why };
         Ok((round.moves.iter().map(named).collect(), round.stop))
     }
+}
 
+impl State {
     fn load_to_balance<'a>(
         &self,
         id: InstanceId,
@@ -260,20 +259,20 @@ impl Router {
         tokens_per_block: f64,
     ) -> InstanceLoad<'a> {
         let slot = id.index();
-        let at = |indicator| self.columns.get(indicator)[slot];
-        let blocks = self.cache_blocks[slot].map_or(f64::from(u32::MAX), f64::from);
+        let at = |indicator| self.ledger.get(indicator)[slot];
+        let blocks = self.instances[slot].cache_blocks.map_or(f64::from(u32::MAX), f64::from);
         // Of those without a token here, `requests` has the ones whose KV comes.
         let (bound, bound_tokens) =
             (at(Indicator::BoundBs) - coming.0, at(Indicator::BoundTokens) - coming.1);
-        let model = self.step_time_of(slot).or_else(|| self.books.step_fit(slot).step_time());
+        let model = self.step_time_of(slot).or_else(|| self.ledger.step_fit(slot).step_time());
         let step = model.map(|model| model.step(at(Indicator::DecodeBs), at(Indicator::DecodeTokens)));
         InstanceLoad {
             instance: id,
             capacity_tokens: (blocks * tokens_per_block.max(1.0)) as u64,
-            other_tokens: self.books.replicas(slot).tokens() as u64,
+            other_tokens: self.ledger.peers(slot).tokens() as u64,
             queued_tokens: if bound > 0.0 { (bound_tokens / bound) as u64 } else { 0 },
             step_seconds: step.filter(|seconds| *seconds > 0.0).unwrap_or(STEP_SECONDS),
-            accepts: self.takes_over(id) && self.cuts[slot] >= Cuts::Output,
+            accepts: self.takes_over(id) && self.instances[slot].cuts >= Cuts::Output,
             requests,
         }
     }

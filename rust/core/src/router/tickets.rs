@@ -1,9 +1,10 @@
 //! Tickets: one for each request in flight, in a slab whose keys never come back.
-use super::books::Entry;
+use super::ledger::Entry;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Pull, Segment, Usage};
 use crate::priority::vtc::Place;
+use crate::request::Request;
 
 /// Key of a ticket: slab position and generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -98,6 +99,24 @@ pub struct TicketState {
     pub failed: Vec<u32>,
     /// Slots that failed the running request: not asked for any segment of it again.
     pub lost: Vec<u32>,
+}
+
+impl TicketState {
+    /// The request, as far as it is kept.
+    pub fn request(&self) -> Request<'_> {
+        Request {
+            chain: &self.chain,
+            prompt_tokens: self.prompt_tokens,
+            tokens_per_block: self.tokens_per_block,
+            expected_output_tokens: self.expected_output_tokens,
+            think_tokens: self.think_tokens,
+            length_class: self.length_class,
+            session: self.session,
+            uncut: (!self.may_be_cut).then_some("it must stay in one piece"),
+            unpulled: (!self.may_be_pulled_for).then_some("nothing must be pulled for it"),
+            ..Request::default()
+        }
+    }
 }
 
 /// All open tickets.

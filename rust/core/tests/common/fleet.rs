@@ -68,7 +68,7 @@ impl Fleet {
 
     pub fn rescore(&self, policy: &dyn Policy, rng: &mut PolicyRng, scores: &mut Scores) {
         let snapshot = Snapshot {
-            columns: &self.columns,
+            columns: (&self.columns).into(),
             eligible: &self.eligible,
             eligible_count: self.eligible.iter().filter(|e| **e).count(),
             name_hashes: &self.names,

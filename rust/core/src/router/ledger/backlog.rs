@@ -1,0 +1,293 @@
+//! The prefills of each instance that are not known to be over, and how fast they drain between events.
+use super::counts::Entry;
+use crate::estimate::{PrefillRate, attention_pairs};
+use crate::ids::Seconds;
+use crate::wide::{greater, wide_fn};
+use smallvec::SmallVec;
+use std::collections::VecDeque;
+
+/// A prefill not known to be over.
+#[derive(Clone, Copy, Debug)]
+struct Prefill {
+    ticket: u32,
+    /// Tokens to compute, as booked, and their attention pairs.
+    tokens: f64,
+    pairs: f64,
+    /// Whether it waits for what it pulls: prefills placed behind it do not.
+    waits: bool,
+    /// Of the tokens, still to compute when the backlog was last settled.
+    left: f64,
+    /// What one of them takes, by what is learned; 0 where nothing drains by itself.
+    seconds_per_token: f64,
+}
+
+impl Prefill {
+    fn left_seconds(&self) -> Seconds {
+        self.left * self.seconds_per_token
+    }
+}
+
+/// The prefills of one instance, in the order of placement.
+#[derive(Clone, Debug, Default)]
+struct Queue {
+    prefills: VecDeque<Prefill>,
+    /// Seconds that what is left of them takes.
+    left_seconds: Seconds,
+    /// When the first of them became the first.
+    head_since: Seconds,
+}
+
+/// Prefills whose end became known together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Ended {
+    /// Tokens computed, and their attention pairs.
+    pub tokens: f64,
+    pub pairs: f64,
+    /// Seconds since the first of them began.
+    pub seconds: Seconds,
+}
+
+/// The prefill backlogs of all instances, by slot.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Backlogs {
+    queues: Vec<Queue>,
+    /// Tokens left when a backlog was last settled, when that was, and the rate at which it drains since: columns of their
+    /// own for the decision's one pass.
+    left: Vec<f64>,
+    since: Vec<f64>,
+    rate: Vec<f64>,
+    /// Tokens left of the prefills of peer routers, as they reported them last.
+    peers_left: Vec<f64>,
+    /// Tokens/s until a rate was learned; 0 where exact progress is reported and nothing drains by itself.
+    prior_rate: f64,
+}
+
+impl Backlogs {
+    /// No backlogs yet.
+    pub fn new(prior_rate: f64) -> Backlogs {
+        Backlogs { prior_rate, ..Backlogs::default() }
+    }
+
+    /// Makes room for `slots` slots.
+    pub fn resize(&mut self, slots: usize) {
+        self.queues.resize_with(slots, Queue::default);
+        for column in [&mut self.left, &mut self.since, &mut self.rate, &mut self.peers_left] {
+            column.resize(slots, 0.0);
+        }
+    }
+
+    /// Clears the backlog of a slot, for its next instance.
+    pub fn clear(&mut self, slot: usize) {
+        self.queues[slot] = Queue::default();
+        (self.left[slot], self.since[slot], self.rate[slot]) = (0.0, 0.0, self.prior_rate);
+        self.peers_left[slot] = 0.0;
+    }
+
+    /// Whether no prefill is known to be under way.
+    pub fn is_empty(&self, slot: usize) -> bool {
+        self.queues[slot].prefills.is_empty()
+    }
+
+    /// A prefill was placed.
+    pub fn push(&mut self, slot: usize, ticket: u32, entry: &Entry, learned: &PrefillRate, now: Seconds) {
+        let queue = &mut self.queues[slot];
+        if queue.prefills.iter().all(|prefill| prefill.waits) {
+            queue.head_since = now;
+        }
+        self.settle(slot, now);
+        let tokens = entry.new_tokens;
+        self.left[slot] += tokens;
+        let pairs = attention_pairs(entry.cached(), tokens);
+        let seconds_per_token = seconds_per_token(learned, tokens, pairs, self.prior_rate);
+        let queue = &mut self.queues[slot];
+        queue.left_seconds += tokens * seconds_per_token;
+        queue.prefills.push_back(Prefill {
+            ticket,
+            tokens,
+            pairs,
+            waits: false,
+            left: tokens,
+            seconds_per_token,
+        });
+        self.drain_rate(slot);
+    }
+
+    /// The prefill that was placed last waits for what it pulls.
+    pub fn wait(&mut self, slot: usize) {
+        if let Some(last) = self.queues[slot].prefills.back_mut() {
+            last.waits = true;
+        }
+    }
+
+    /// What a prefill waited for has come, or will not: it goes behind all that were placed meanwhile.
+    pub fn requeue(&mut self, slot: usize, ticket: u32, entry: &Entry, learned: &PrefillRate, now: Seconds) {
+        self.settle(slot, now);
+        if let Some((_, gone)) = self.take(slot, ticket) {
+            self.take_off(slot, gone.left, gone.left_seconds());
+        }
+        self.push(slot, ticket, entry, learned, now);
+    }
+
+    /// So many tokens of a prefill are still to compute.
+    pub fn set_left(&mut self, slot: usize, ticket: u32, left: f64, now: Seconds) {
+        self.settle(slot, now);
+        let queue = &mut self.queues[slot];
+        if let Some(prefill) = queue.prefills.iter_mut().find(|p| p.ticket == ticket) {
+            self.left[slot] = (self.left[slot] - prefill.left + left).max(0.0);
+            queue.left_seconds += prefill.seconds_per_token * (left - prefill.left);
+            prefill.left = left;
+            self.drain_rate(slot);
+        }
+    }
+
+    /// So many more tokens of a prefill are computed.
+    pub fn computed(&mut self, slot: usize, ticket: u32, tokens: f64, now: Seconds) {
+        self.settle(slot, now);
+        let queue = &mut self.queues[slot];
+        if let Some(prefill) = queue.prefills.iter_mut().find(|p| p.ticket == ticket) {
+            let done = tokens.min(prefill.left);
+            prefill.left -= done;
+            self.left[slot] = (self.left[slot] - done).max(0.0);
+            queue.left_seconds -= done * prefill.seconds_per_token;
+            self.drain_rate(slot);
+        }
+    }
+
+    /// Ends a prefill that will have no first token. False: there is none.
+    pub fn cancel(&mut self, slot: usize, ticket: u32, now: Seconds) -> bool {
+        self.settle(slot, now);
+        let Some((place, gone)) = self.take(slot, ticket) else { return false };
+        if place == 0 && !gone.waits {
+            self.queues[slot].head_since = now;
+        }
+        self.take_off(slot, gone.left, gone.left_seconds());
+        true
+    }
+
+    /// Ends a prefill whose first token came, and with it all that were placed before: engines begin prefills in order, and
+    /// requests that do not stream never tell.
+    pub fn end_through(&mut self, slot: usize, ticket: u32, now: Seconds) -> Option<Ended> {
+        self.settle(slot, now);
+        let queue = &mut self.queues[slot];
+        let last = queue.prefills.iter().position(|p| p.ticket == ticket)?;
+        let (mut ended, mut left, mut left_seconds) =
+            (Ended { tokens: 0.0, pairs: 0.0, seconds: 0.0 }, 0.0, 0.0);
+        let mut waiting: SmallVec<[Prefill; 4]> = SmallVec::new();
+        for gone in queue.prefills.drain(..=last) {
+            if gone.waits && gone.ticket != ticket {
+                waiting.push(gone);
+                continue;
+            }
+            ended.tokens += gone.tokens;
+            ended.pairs += gone.pairs;
+            left += gone.left;
+            left_seconds += gone.left_seconds();
+        }
+        waiting.into_iter().rev().for_each(|prefill| queue.prefills.push_front(prefill));
+        ended.seconds = now - queue.head_since;
+        queue.head_since = now;
+        self.take_off(slot, left, left_seconds);
+        Some(ended)
+    }
+
+    /// Works out anew what all that is left takes.
+    pub fn price(&mut self, slot: usize, learned: &PrefillRate) {
+        let queue = &mut self.queues[slot];
+        for prefill in &mut queue.prefills {
+            prefill.seconds_per_token =
+                seconds_per_token(learned, prefill.tokens, prefill.pairs, self.prior_rate);
+        }
+        queue.left_seconds = queue.prefills.iter().map(Prefill::left_seconds).sum();
+        self.drain_rate(slot);
+    }
+
+    /// Tokens left of the prefills of peer routers.
+    pub fn set_peers(&mut self, slot: usize, tokens: f64) {
+        self.peers_left[slot] = tokens;
+    }
+
+    /// Tokens left at `now` of the router's own prefills.
+    pub fn own_tokens(&self, slot: usize, now: Seconds) -> f64 {
+        let mut out = [0.0];
+        let at = slot..slot + 1;
+        drained(&self.left[at.clone()], &self.since[at.clone()], &self.rate[at], &[0.0], now, &mut out);
+        out[0]
+    }
+
+    /// Tokens left at `now`, those of peer routers included.
+    pub fn tokens(&self, slot: usize, now: Seconds) -> f64 {
+        self.own_tokens(slot, now) + self.peers_left[slot]
+    }
+
+    /// The same of each slot, in one pass over four columns.
+    #[inline]
+    pub fn all_tokens(&self, now: Seconds, out: &mut [f64]) {
+        drained(&self.left, &self.since, &self.rate, &self.peers_left, now, out);
+    }
+
+    /// Attention pairs of the router's own prefills, as far as they were not settled.
+    pub fn own_pairs(&self, slot: usize) -> f64 {
+        let left = |p: &Prefill| if p.tokens > 0.0 { p.pairs * p.left / p.tokens } else { 0.0 };
+        self.queues[slot].prefills.iter().map(left).sum()
+    }
+
+    /// Takes what drained since the backlog was last settled off the prefills, in their order.
+    fn settle(&mut self, slot: usize, now: Seconds) {
+        let mut done = (self.rate[slot] * (now - self.since[slot])).clamp(0.0, self.left[slot]);
+        self.since[slot] = now;
+        self.left[slot] -= done;
+        let queue = &mut self.queues[slot];
+        for prefill in &mut queue.prefills {
+            if done <= 0.0 {
+                break;
+            }
+            let part = done.min(prefill.left);
+            prefill.left -= part;
+            queue.left_seconds -= part * prefill.seconds_per_token;
+            done -= part;
+        }
+        self.drain_rate(slot);
+    }
+
+    /// What is left drains evenly in the seconds that its prefills take: long prompts take longer a token.
+    fn drain_rate(&mut self, slot: usize) {
+        let seconds = self.queues[slot].left_seconds;
+        self.rate[slot] = if seconds > 0.0 { self.left[slot] / seconds } else { 0.0 };
+    }
+
+    /// Takes a prefill out of its queue, with its place there.
+    fn take(&mut self, slot: usize, ticket: u32) -> Option<(usize, Prefill)> {
+        let prefills = &mut self.queues[slot].prefills;
+        let place = prefills.iter().position(|p| p.ticket == ticket)?;
+        Some((place, prefills.remove(place)?))
+    }
+
+    /// Takes ended prefills off what is left. (A sum and its parts are rounded apart: a sum may end below zero.)
+    fn take_off(&mut self, slot: usize, tokens: f64, seconds: Seconds) {
+        let queue = &mut self.queues[slot];
+        (self.left[slot], queue.left_seconds) = match queue.prefills.is_empty() {
+            true => (0.0, 0.0),
+            false => ((self.left[slot] - tokens).max(0.0), (queue.left_seconds - seconds).max(0.0)),
+        };
+        self.drain_rate(slot);
+    }
+}
+
+/// What a token of such a prefill takes, by what is learned so far; 0 where nothing drains by itself.
+fn seconds_per_token(learned: &PrefillRate, tokens: f64, pairs: f64, prior_rate: f64) -> Seconds {
+    match learned.seconds(tokens, pairs) {
+        _ if prior_rate == 0.0 => 0.0,
+        Some(seconds) if tokens > 0.0 => seconds / tokens,
+        _ => 1.0 / prior_rate,
+    }
+}
+
+wide_fn! {
+    fn drained(left: &[f64], since: &[f64], rate: &[f64], more: &[f64], now: Seconds, out: &mut [f64]) {
+        let slots = out.len();
+        let (left, since, rate, more) = (&left[..slots], &since[..slots], &rate[..slots], &more[..slots]);
+        for i in 0..slots {
+            out[i] = greater(left[i] - rate[i] * greater(now - since[i], 0.0), 0.0) + more[i];
+        }
+    }
+}

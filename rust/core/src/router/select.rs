@@ -1,0 +1,145 @@
+//! The choice of an instance: who may take a segment, what its policy reads, how it scores, who is best.
+use super::context::{DecisionContext, Selection};
+use super::state::{Selector, State};
+use crate::error::CoreError;
+use crate::fleet::Role;
+use crate::guard::Restriction;
+use crate::ids::{InstanceId, Seconds};
+use crate::indicators::{Indicator, Indicators, Snapshot};
+use crate::plan::Cuts;
+use crate::policy::{Scores, select};
+use crate::request::Request;
+
+/// Which of a plan's segments is placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// The one that begins with the request.
+    First,
+    /// One that follows another, in a pool of its own.
+    Later,
+    /// One that follows another on an equal of its instance, which may be that one itself only where it is not named.
+    Peer(Option<InstanceId>),
+}
+
+impl State {
+    /// The policy of a turn.
+    fn selector(&self, turn: Turn) -> &Selector {
+        match turn {
+            Turn::First => &self.first,
+            Turn::Later | Turn::Peer(_) => &self.later,
+        }
+    }
+
+    /// The instance of a segment, by the policy of its turn, without the slots in `failed`. `handoff`: seconds until it
+    /// is expected to start to decode, if it follows another.
+    pub fn choose(
+        &self,
+        context: &mut DecisionContext,
+        request: &Request<'_>,
+        turn: Turn,
+        failed: &[u32],
+        handoff: Option<Seconds>,
+        now: Seconds,
+    ) -> Result<InstanceId, CoreError> {
+        let selector = self.selector(turn);
+        let eligible_count = self.admit(context, turn, failed);
+        if eligible_count == 0 {
+            return Err(self.nobody(turn));
+        }
+        self.derive(context, request, selector.reads, eligible_count, handoff, now);
+        let DecisionContext { first, later, derived, rng, restriction, unscored, .. } = context;
+        let (selection, restriction) = match turn {
+            Turn::First => {
+                *restriction = self.guard.restrict(request.chain, &mut first.eligible);
+                (first, *restriction)
+            }
+            Turn::Later | Turn::Peer(_) => (later, Restriction::Free),
+        };
+        let Selection { scores, eligible } = selection;
+        let excluded = if let Restriction::Filtered(out) = restriction { out } else { 0 };
+        let slots = self.fleet.slots();
+        let snapshot = Snapshot {
+            columns: Indicators::new(self.ledger.columns(), derived),
+            eligible,
+            eligible_count: eligible_count - excluded,
+            name_hashes: self.fleet.name_hashes(),
+            ordinal: selector.made,
+            session: request.session,
+        };
+        scores.reset(slots);
+        if restriction == Restriction::BalanceOnly {
+            scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
+        } else {
+            selector.policy.score(&snapshot, rng, scores)?;
+            scores.check(slots, &selector.policy.spec().name)?;
+        }
+        leave_ineligible(scores, &snapshot);
+        if let Some(best) = select::best(scores, snapshot.eligible, rng) {
+            return Ok(InstanceId(best as u32));
+        }
+        // An instance that takes requests exists, so the request must not fail: fewest requests wins.
+        *unscored += 1;
+        scores.reset(slots);
+        scores.unscored = true;
+        scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
+        leave_ineligible(scores, &snapshot);
+        let best = select::best(scores, snapshot.eligible, rng);
+        best.map(|best| InstanceId(best as u32)).ok_or_else(|| self.nobody(turn))
+    }
+
+    /// Marks who may take a segment; returns how many. Where nobody takes prompts, instances that decode only take whole
+    /// requests, if they may.
+    pub fn admit(&self, context: &mut DecisionContext, turn: Turn, failed: &[u32]) -> usize {
+        let fleet = &self.fleet;
+        let (eligible, able, count) = match turn {
+            Turn::First => (&mut context.first.eligible, fleet.eligible(), fleet.eligible_count()),
+            Turn::Later => (&mut context.later.eligible, fleet.decoders(), fleet.decoder_count()),
+            Turn::Peer(_) => (&mut context.later.eligible, fleet.eligible(), fleet.eligible_count()),
+        };
+        let mut mark = |able: &[bool], count: usize| {
+            eligible.clear();
+            eligible.extend_from_slice(able);
+            failed.iter().for_each(|slot| eligible[*slot as usize] = false);
+            if let Turn::Peer(first) = turn {
+                // It takes over from the first: the engines of both must be able to, and the roles that prefill only do not go on.
+                for (slot, eligible) in eligible.iter_mut().enumerate() {
+                    let id = InstanceId(slot as u32);
+                    *eligible &= first != Some(id)
+                        && fleet.role(id) == Role::Both
+                        && self.instances[slot].cuts > Cuts::Nowhere;
+                }
+                return eligible.iter().filter(|e| **e).count();
+            }
+            if failed.is_empty() { count } else { eligible.iter().filter(|e| **e).count() }
+        };
+        match mark(able, count) {
+            0 if turn == Turn::First && self.config.colocate => mark(fleet.decoders(), fleet.decoder_count()),
+            count => count,
+        }
+    }
+
+    pub fn nobody(&self, turn: Turn) -> CoreError {
+        let live = self.fleet.live_count();
+        CoreError::NoInstance(match (live, turn) {
+            (0, _) => "the router has no instances".into(),
+            (_, Turn::First) => {
+                format!("none of the {live} instances is healthy, of a fitting role and not draining")
+            }
+            (_, Turn::Later) => {
+                format!("none of the {live} instances is of the role decode, healthy and not draining")
+            }
+            (_, Turn::Peer(_)) => {
+                format!("none of the {live} instances takes over from others, healthy and not draining")
+            }
+        })
+    }
+}
+
+/// From here on a score that is a number belongs to an instance that may take the request.
+fn leave_ineligible(scores: &mut Scores, snapshot: &Snapshot<'_>) {
+    if snapshot.eligible_count < snapshot.eligible.len() {
+        for (score, _) in scores.score.iter_mut().zip(snapshot.eligible).filter(|(_, e)| !**e) {
+            *score = f64::NAN;
+        }
+    }
+}

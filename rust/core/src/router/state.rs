@@ -1,0 +1,145 @@
+//! What planning reads: everything that a decision depends on. Planning shares it; only commits, the lifecycle of
+//! requests, reports and settings change it.
+use super::ahead::Ahead;
+use super::context::DecisionContext;
+use super::ledger::Ledger;
+use super::pull::Pulls;
+use super::{IndexFeed, Rescheduling, RouterConfig, Split};
+use crate::error::CoreError;
+use crate::estimate::{OutputLength, StepTime};
+use crate::fleet::{Fleet, Role};
+use crate::guard::Guard;
+use crate::ids::InstanceId;
+use crate::indicators::{IndicatorSet, Indicators};
+use crate::kv::index::KvIndex;
+use crate::plan::Cuts;
+use crate::policy::{Policy, registry};
+
+/// A policy that chooses the instances of segments.
+pub(super) struct Selector {
+    pub policy: Box<dyn Policy>,
+    pub reads: IndicatorSet,
+    /// Decisions made.
+    pub made: u64,
+}
+
+impl Selector {
+    pub fn new(policy: Box<dyn Policy>) -> Selector {
+        Selector { reads: policy.reads(), policy, made: 0 }
+    }
+}
+
+/// What is known of an instance apart from its load.
+#[derive(Clone, Debug)]
+pub(super) struct InstanceState {
+    /// Requests placed there since it was added.
+    pub placed: u64,
+    /// Blocks that its KV cache holds, if known.
+    pub cache_blocks: Option<u32>,
+    /// Who feeds the KV index of it.
+    pub index_feed: IndexFeed,
+    /// Where its engine can hand over.
+    pub cuts: Cuts,
+    /// The step-time model of its own profile, if it has one.
+    pub step_time: Option<StepTime>,
+}
+
+/// Everything that a decision depends on.
+pub(super) struct State {
+    pub config: RouterConfig,
+    pub fleet: Fleet,
+    /// What is known of each instance apart from its load, by slot.
+    pub instances: Vec<InstanceState>,
+    pub ledger: Ledger,
+    pub index: KvIndex,
+    pub guard: Guard,
+    /// Choose the instances of first segments, and of those behind them.
+    pub first: Selector,
+    pub later: Selector,
+    pub split: Split,
+    pub pulls: Option<Pulls>,
+    /// What the load will be, if a policy or a forecast asks for it.
+    pub ahead: Option<Ahead>,
+    /// Lengths of answers by class, if requests are cut by them.
+    pub lengths: Option<OutputLength>,
+    pub rescheduling: Option<Rescheduling>,
+}
+
+impl State {
+    /// No instances yet. Segments that follow others go where there are the fewest requests.
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<State, CoreError> {
+        Ok(State {
+            fleet: Fleet::default(),
+            instances: Vec::new(),
+            ledger: Ledger::new(if config.drain { config.prior_prefill_tokens_per_second } else { 0.0 }),
+            index: KvIndex::new(config.index_bytes),
+            guard: Guard::new(config.guard)?,
+            first: Selector::new(policy),
+            later: Selector::new(registry::build("least_requests", &[])?),
+            split: Split::None,
+            pulls: config.pull.map(Pulls::new).transpose()?,
+            ahead: None,
+            lengths: None,
+            rescheduling: None,
+            config,
+        })
+    }
+
+    /// Adds an instance, which can hand over anywhere and has no profile of its own.
+    ///
+    /// # Errors
+    /// `BadValue` if the name is taken or empty, or the fleet is full.
+    pub fn add_instance(
+        &mut self,
+        name: &str,
+        role: Role,
+        cache_blocks: Option<u32>,
+    ) -> Result<InstanceId, CoreError> {
+        let id = self.fleet.add(name, role)?;
+        let slots = self.fleet.slots();
+        let state = InstanceState {
+            placed: 0,
+            cache_blocks,
+            index_feed: self.config.index_feed,
+            cuts: Cuts::Anywhere,
+            step_time: None,
+        };
+        self.instances.resize(slots, state.clone());
+        self.instances[id.index()] = state;
+        self.ledger.resize(slots);
+        self.ledger.clear(id.index());
+        if let Some(ahead) = &mut self.ahead {
+            ahead.resize(slots);
+            ahead.clear(id.index());
+        }
+        self.index.add_instance(id, cache_blocks);
+        Ok(id)
+    }
+
+    /// Indicators that its policies read.
+    pub fn reads(&self) -> IndicatorSet {
+        self.first.reads.union(self.later.reads)
+    }
+
+    /// All indicators: those that the ledger keeps, and those of a decision.
+    pub fn indicators<'a>(&'a self, context: &'a DecisionContext) -> Indicators<'a> {
+        Indicators::new(self.ledger.columns(), &context.derived)
+    }
+
+    /// What is known of an instance, to change.
+    ///
+    /// # Errors
+    /// `BadValue` if there is no such slot.
+    pub fn instance_mut(&mut self, id: InstanceId) -> Result<&mut InstanceState, CoreError> {
+        self.fleet.check(id)?;
+        Ok(&mut self.instances[id.index()])
+    }
+
+    /// All slots, those of removed instances included.
+    pub fn ids(&self) -> impl Iterator<Item = InstanceId> + use<> {
+        (0..self.fleet.slots() as u32).map(InstanceId)
+    }
+}
