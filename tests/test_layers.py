@@ -1,8 +1,10 @@
-"""The server's files import downward only, and never in a circle; imports for types alone count, too."""
+"""The files of the server and of the core's router import downward only, and never in a circle; imports for types alone
+count, too."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -74,6 +76,88 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         TopologicalSorter(arrows()).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+# The core's router, from the bottom, as the table in its `mod.rs` has them; files of one row do not import each other.
+ROUTER = Path(__file__).parents[1] / "rust" / "core" / "src" / "router"
+ROUTER_LAYERS = [
+    {"settings"},
+    {"fetch_cost", "ledger"},
+    {"tickets"},
+    {"decision", "priorities", "replicas"},
+    {"context"},
+    {"state"},
+    {"plan"},
+    {"router"},
+    {"configure", "reports"},
+    {"lifecycle"},
+    {"decide", "idle", "rounds"},
+    {"shared"},
+    {"feed"},
+]
+_RUST_USE = re.compile(r"^(?:pub(?:\([^)]*\))? )?use ((?:\w+::)*)(\w+|\{[^}]*\});", re.MULTILINE)
+
+
+def rust_module(file: Path) -> tuple[str, ...]:
+    parts = file.relative_to(ROUTER).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "mod" else parts
+
+
+RUST = {rust_module(file): file for file in ROUTER.rglob("*.rs") if file != ROUTER / "mod.rs"}
+
+
+def rust_imports(name: tuple[str, ...], file: Path) -> Iterator[tuple[str, ...]]:
+    """What a file of the router imports from the router; () is the router's `mod.rs`."""
+    code = file.read_text().partition("#[cfg(test)]")[0]
+    here = name if file.name == "mod.rs" else name[:-1]
+    for path, last in _RUST_USE.findall(code):
+        words = tuple(path.split("::")[:-1])
+        if words[:2] == ("crate", "router"):
+            base: tuple[str, ...] = words[2:]
+        elif words[:1] == ("super",):
+            base = (name[:-1] if file.name == "mod.rs" else here) + words[1:]
+        else:
+            continue
+        for each in re.findall(r"\w+", last):
+            longest = [base[:n] for n in range(len(base), 0, -1)]
+            yield next((m for m in ((*base, each), *longest) if m in RUST), ())
+
+
+def rust_arrows() -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+    found = {name: set(rust_imports(name, file)) - {name} for name, file in RUST.items()}
+    for name in found:  # a folder's `mod.rs` is made of its files
+        found[name] |= {other for other in found if len(other) > len(name) and other[: len(name)] == name}
+    return found
+
+
+def test_every_import_of_the_core_router_goes_down() -> None:
+    def layer_of(name: tuple[str, ...]) -> int:
+        rows = (number for number, row in enumerate(ROUTER_LAYERS) if name and name[0] in row)
+        return next(rows, len(ROUTER_LAYERS))
+
+    assert {name[0] for name in RUST} == set().union(*ROUTER_LAYERS)
+    up = [
+        f"{'.'.join(name)} -> {'.'.join(other) or 'mod.rs'}"
+        for name, others in rust_arrows().items()
+        for other in others
+        if other[:1] != name[:1] and layer_of(other) >= layer_of(name)
+    ]
+    assert up == []
+
+
+def test_no_files_of_the_core_router_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter(rust_arrows()).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(".".join(name) for name in error.args[1]))
+
+
+def test_files_of_the_core_router_are_short() -> None:
+    lines = {
+        ".".join(name): len(file.read_text().partition("#[cfg(test)]")[0].splitlines())
+        for name, file in RUST.items()
+    }
+    assert [name for name, count in lines.items() if count > 420] == []
 
 
 def test_aiohttp_has_what_the_short_way_uses() -> None:

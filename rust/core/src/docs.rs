@@ -102,6 +102,20 @@ pub fn indicator_markdown() -> String {
     page
 }
 
+/// `docs/lifecycle.md`: what each event does to a request.
+pub fn lifecycle_markdown() -> String {
+    format!(
+        "# The life of a request in the core\n\n\
+         Made from `rust/core/src/router/lifecycle/machine.rs` by `cargo run -p lmetric-core --example docs -- lifecycle`; \
+         change that.\n\n\
+         A request is a chain of segments, of which one is open. The caller reports events of the open segment \
+         (`Router::advance`, in Python the methods of `Ticket`). The first table says what each event does. Its effects are \
+         applied in order. A *prefill segment* ends with the prompt, and the next one makes the first token; an *other \
+         segment* ends in the answer. Any event may come at any time. A closed ticket answers with an error.\n\n{}",
+        crate::router::lifecycle::markdown()
+    )
+}
+
 fn cell(text: &str) -> String {
     text.replace('|', "\\|")
 }
@@ -113,7 +127,11 @@ mod tests {
     #[test]
     fn the_stored_pages_are_fresh() {
         let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/");
-        for (name, page) in [("policies", policy_markdown()), ("indicators", indicator_markdown())] {
+        for (name, page) in [
+            ("policies", policy_markdown()),
+            ("indicators", indicator_markdown()),
+            ("lifecycle", lifecycle_markdown()),
+        ] {
             let stored = std::fs::read_to_string(format!("{docs}{name}.md")).unwrap_or_default();
             let first = stored.lines().zip(page.lines()).position(|(s, p)| s != p).unwrap_or(0) + 1;
             assert!(

@@ -1,37 +1,14 @@
 //! Decisions: match, score, commit.
-use super::context::DecisionContext;
-use super::cut::Rest;
-use super::ledger::{Entry, Stage};
-use super::select::Turn;
-use super::state::State;
-use super::tickets::{Pulling, TicketState};
-use super::{Decision, Router};
+use super::decision::Decision;
+use super::plan::{Chosen, Rest, Turn};
+use super::router::Router;
+use super::tickets::TicketState;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::policy::Scores;
 use crate::priority::vtc::check_weight;
-use crate::receipt::{Balance, Receipt};
+use crate::receipt::Receipt;
 use crate::request::Request;
-
-/// The instances of a plan.
-#[derive(Clone, Debug)]
-pub(super) struct Chosen {
-    pub first: InstanceId,
-    pub rest: Rest,
-    /// What the first fetches before it begins.
-    pub pull: Option<Pulling>,
-    /// Why the request stays in one piece, if others are cut.
-    pub uncut: Option<Box<str>>,
-    /// Expected times of its instances, if a cut was looked for.
-    pub balance: Option<Balance>,
-}
-
-impl Chosen {
-    /// All of a request on one instance.
-    fn whole(first: InstanceId, pull: Option<Pulling>) -> Chosen {
-        Chosen { first, rest: Rest::default(), pull, uncut: None, balance: None }
-    }
-}
 
 impl Router {
     /// Decides where `request` goes, books it there and opens its ticket.
@@ -221,7 +198,13 @@ impl Router {
         receipt.uncut = chosen.uncut;
         receipt.unpulled = request.unpulled.filter(|_| self.state.pulls.is_some()).map(Into::into);
         receipt.pull = chosen.pull.as_ref().map(|pulling| self.state.pull_told(pulling));
-        let (priority, place) = self.prioritise(&request.tenant, request.prompt_tokens, hit as u32, now);
+        let rate = || self.state.mean_prefill_rate(); // a walk over all instances
+        let (priority, place) = match &mut self.ordering {
+            Some(ordering) => {
+                ordering.prioritise(rate, &request.tenant, request.prompt_tokens, hit as u32, now)
+            }
+            None => (None, None),
+        };
         receipt.priority = priority;
         receipt.balance = chosen.balance;
         let id = self.receipts.push(receipt);
@@ -251,38 +234,5 @@ impl Router {
         self.state.first.made += 1;
         let pull = chosen.pull.map(|pulling| pulling.pull);
         Decision { id, ticket, segment, next, pull, predicted_hit_tokens: hit as u32, priority }
-    }
-}
-
-impl State {
-    /// How much of a prompt each instance holds.
-    pub fn match_prefix(&self, context: &mut DecisionContext, chain: &[u64]) {
-        self.index.match_prefix(chain, &mut context.hit_blocks);
-    }
-
-    /// What follows a first segment on `first`, and what is pulled before it; `failed`: slots that are not asked.
-    pub fn plan(
-        &self,
-        context: &mut DecisionContext,
-        request: &Request<'_>,
-        first: InstanceId,
-        failed: &[u32],
-        now: Seconds,
-    ) -> Result<Chosen, CoreError> {
-        let rest = self.rest(context, request, first, failed, now)?;
-        let pull = self.pull_for(context, request, first, &rest);
-        Ok(Chosen { first, rest, pull, uncut: context.uncut.take(), balance: context.balance.take() })
-    }
-}
-
-/// What a placement books.
-pub(super) fn entry(request: &Request<'_>, hit_tokens: f64) -> Entry {
-    let prompt_tokens = f64::from(request.prompt_tokens);
-    Entry {
-        prompt_tokens,
-        new_tokens: prompt_tokens - hit_tokens,
-        output_tokens: 0.0,
-        expected_output_tokens: request.expected_output_tokens.map(f64::from),
-        stage: Stage::Bound,
     }
 }

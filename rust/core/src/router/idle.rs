@@ -1,8 +1,8 @@
 //! What the policies cannot score on an idle fleet, so that an operator learns it at startup.
-use super::ahead::{AHEAD, Ahead};
-use super::ledger::Report;
+use super::ledger::{AHEAD, Ahead, Report};
+use super::router::Router;
+use super::settings::RouterConfig;
 use super::state::Selector;
-use super::{Router, RouterConfig};
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::guard::GuardConfig;
@@ -99,7 +99,7 @@ impl Router {
             idle.engine_report(name, report)?;
         }
         if selector.reads.intersects(AHEAD) {
-            idle.state.ahead =
+            idle.state.ledger.ahead =
                 Some(Ahead::new(selector.reads, idle.state.fleet.slots(), selector.policy.length_curve()));
         }
         idle.match_prefix(REQUEST.chain);

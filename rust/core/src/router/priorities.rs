@@ -3,7 +3,6 @@
 //! An engine that orders its queue by priority takes one number and keeps it. UniBoost's is the boosted arrival by the work that is known then, the prompt tokens that the chosen
 //! instance does not hold; gamma is learned from this router's own requests as they end. Lower goes first; numbers of all instances, and of several routers whose clocks agree,
 //! compare, and stay comparable while gamma is learned: a boost is told against that of a typical prompt.
-use super::Router;
 use super::tickets::TicketState;
 use crate::error::CoreError;
 use crate::ids::Seconds;
@@ -62,50 +61,36 @@ pub(super) struct Ordering {
     counters: VirtualTokens,
 }
 
-impl Router {
-    /// Orders requests by `priorities` from now on; `None`: they have none.
-    ///
+impl Ordering {
     /// # Errors
     /// `BadValue` for a setting out of its range.
-    pub fn set_priorities(&mut self, priorities: Option<Priorities>) -> Result<(), CoreError> {
-        self.ordering = match priorities {
-            None => None,
-            Some(of) => {
-                of.check()?;
-                let tail = match of {
-                    Priorities::UniBoost {
-                        settings: Settings { gamma, adaptive: Some(adaptive), .. },
-                        ..
-                    } => Some(TailRate::new(gamma, adaptive)?),
-                    _ => None,
-                };
-                Some(Ordering { of, tail, counters: VirtualTokens::default() })
+    pub fn new(of: Priorities) -> Result<Ordering, CoreError> {
+        of.check()?;
+        let tail = match of {
+            Priorities::UniBoost { settings: Settings { gamma, adaptive: Some(adaptive), .. }, .. } => {
+                Some(TailRate::new(gamma, adaptive)?)
             }
+            _ => None,
         };
-        Ok(())
+        Ok(Ordering { of, tail, counters: VirtualTokens::default() })
     }
 
-    /// Replaces `clock_offset_seconds` of [`Priorities::UniBoost`] and keeps what was learned: the wall clock was stepped, or
-    /// drifted. Other orders have no clock.
+    /// Replaces `clock_offset_seconds` of [`Priorities::UniBoost`] and keeps what was learned. Other orders have no clock.
     ///
     /// # Errors
     /// `BadValue` for an offset out of its range.
     pub fn set_clock_offset(&mut self, seconds: Seconds) -> Result<(), CoreError> {
-        if let Some(Ordering { of: Priorities::UniBoost { settings, most_seconds, .. }, .. }) = self.ordering
-        {
+        if let Priorities::UniBoost { settings, most_seconds, .. } = self.of {
             let of = Priorities::UniBoost { settings, most_seconds, clock_offset_seconds: seconds };
             of.check()?;
-            if let Some(ordering) = &mut self.ordering {
-                ordering.of = of;
-            }
+            self.of = of;
         }
         Ok(())
     }
 
-    /// Gamma as it is now, 1/s, and how often it was estimated; `None` where nobody is boosted.
+    /// Gamma as it is now, 1/s, and how often it was estimated; `None` if nobody is boosted.
     pub fn gamma(&self) -> Option<(f64, u64)> {
-        let ordering = self.ordering.as_ref()?;
-        match (&ordering.tail, ordering.of) {
+        match (&self.tail, self.of) {
             (Some(tail), _) => Some((tail.gamma(), tail.estimates())),
             (None, Priorities::UniBoost { settings, .. }) => Some((settings.gamma, 0)),
             (None, Priorities::Vtc) => None,
@@ -113,18 +98,19 @@ impl Router {
     }
 
     /// The priority of a request of which so many prompt tokens have to be computed, and its tenant's place.
-    pub(super) fn prioritise(
+    /// `prefill_rate`: works out how many prefill tokens an instance computes a second.
+    pub fn prioritise(
         &mut self,
+        prefill_rate: impl FnOnce() -> f64,
         tenant: &Tenant,
         prompt_tokens: u32,
         hit_tokens: u32,
         now: Seconds,
     ) -> (Option<Priority>, Option<Place>) {
-        let Some(ordering) = &mut self.ordering else { return (None, None) };
-        match ordering.of {
+        match self.of {
             Priorities::UniBoost { settings, most_seconds, clock_offset_seconds } => {
-                let gamma = ordering.tail.as_ref().map_or(settings.gamma, TailRate::gamma);
-                let token_seconds = 1.0 / self.state.mean_prefill_rate(); // a walk over all instances
+                let gamma = self.tail.as_ref().map_or(settings.gamma, TailRate::gamma);
+                let token_seconds = 1.0 / prefill_rate();
                 let work = Work { prompt_tokens, hit_tokens, attained_tokens: 0 };
                 let at = |tokens: u32| boost_seconds(f64::from(tokens) * token_seconds, gamma);
                 let boost = (at(settings.weighed_tokens(&work)) - at(REFERENCE_TOKENS))
@@ -134,11 +120,8 @@ impl Router {
                 (Some(Priority { value, boost_seconds: boost }), None)
             }
             Priorities::Vtc => {
-                let place = ordering.counters.begin(
-                    tenant.id,
-                    prompt_tokens.saturating_sub(hit_tokens),
-                    tenant.weight,
-                );
+                let place =
+                    self.counters.begin(tenant.id, prompt_tokens.saturating_sub(hit_tokens), tenant.weight);
                 let value = i64::try_from(place.start).unwrap_or(i64::MAX);
                 (Some(Priority { value, boost_seconds: 0.0 }), Some(place))
             }
@@ -146,24 +129,24 @@ impl Router {
     }
 
     /// A request ended well.
-    pub(super) fn learn_tail(&mut self, seconds: Seconds) {
-        if let Some(Ordering { tail: Some(tail), .. }) = &mut self.ordering {
+    pub fn learn_tail(&mut self, seconds: Seconds) {
+        if let Some(tail) = &mut self.tail {
             tail.ended(seconds);
         }
     }
 
     /// A request is over, however it ended.
-    pub(super) fn leave_queue(&mut self, state: &TicketState) {
-        if let (Some(place), Some(ordering)) = (state.place, &mut self.ordering) {
-            ordering.counters.charge(place, state.leg.entry.output_tokens as u32);
-            ordering.counters.end(place);
+    pub fn leave_queue(&mut self, state: &TicketState) {
+        if let Some(place) = state.place {
+            self.counters.charge(place, state.leg.entry.output_tokens as u32);
+            self.counters.end(place);
         }
     }
 
     /// Its answer had so many tokens more than were seen.
-    pub(super) fn charge_unseen(&mut self, state: &TicketState, output_tokens: u32) {
-        if let (Some(place), Some(ordering)) = (state.place, &mut self.ordering) {
-            ordering.counters.charge(place, output_tokens);
+    pub fn charge_unseen(&mut self, state: &TicketState, output_tokens: u32) {
+        if let Some(place) = state.place {
+            self.counters.charge(place, output_tokens);
         }
     }
 }

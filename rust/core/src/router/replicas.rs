@@ -1,14 +1,13 @@
 //! Routers side by side: what each of them alone knows, its requests in flight, the others add to what they see of the instances.
 //!
-//! A router tells what it has on each instance ([`Router::share`]); whoever [hears](Router::hear) it counts that as if it had been placed here, until the next word from
-//! there or until it is [too old](Router::forget_silent). How it gets from one to the other is the caller's. Indicators that a policy keeps about single requests
+//! A router tells what it has on each instance (`Router::share`); whoever hears it (`Router::hear`) counts that as if it had been placed here, until the next word from
+//! there or until it is too old (`Router::forget_silent`). How it gets from one to the other is the caller's. Indicators that a policy keeps about single requests
 //! (`handoff_*`, `decode_pressure*`) stay each router's own, as does what it learns.
-use super::Router;
-use super::ledger::Share;
+use super::ledger::{Ledger, Share};
 use crate::error::CoreError;
+use crate::fleet::Fleet;
 use crate::ids::Seconds;
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 /// Most routers that one listens to; more side by side is a mistake, and what is kept is bounded by it.
 pub const MOST_REPLICAS: usize = 64;
@@ -61,26 +60,16 @@ impl Replicas {
             .filter_map(|replica| replica.shares.get_mut(slot))
             .for_each(|share| *share = Share::default());
     }
-}
 
-impl Router {
-    /// What this router has on each instance, for those beside it; instances without anything are left out.
-    pub fn share(&self, now: Seconds) -> Vec<(Arc<str>, Share)> {
-        let now = self.latest.max(now);
-        (0..self.state.fleet.slots())
-            .map(|slot| crate::InstanceId(slot as u32))
-            .filter(|id| self.state.fleet.is_live(*id))
-            .map(|id| (self.state.fleet.name(id).clone(), self.state.ledger.share(id.index(), now)))
-            .filter(|(_, share)| !share.is_nothing())
-            .collect()
-    }
-
-    /// What the router `replica` has on each instance; replaces what it said before. Instances that this router does not know of are passed over.
+    /// What the router `replica` has on each instance, heard at `now`; replaces what it said before. Instances that are not in
+    /// the fleet are passed over.
     ///
     /// # Errors
     /// `BadValue` for a number that cannot be, or more than [`MOST_REPLICAS`] replicas. Nothing has changed then.
     pub fn hear<'a>(
         &mut self,
+        ledger: &mut Ledger,
+        fleet: &Fleet,
         replica: &str,
         shares: impl IntoIterator<Item = (&'a str, Share)>,
         now: Seconds,
@@ -96,51 +85,48 @@ impl Router {
                     });
                 }
             }
-            if let Ok(id) = self.state.fleet.find(instance) {
+            if let Ok(id) = fleet.find(instance) {
                 by_slot.resize(by_slot.len().max(id.index() + 1), Share::default());
                 by_slot[id.index()] = share;
             }
         }
-        if !self.replicas.by_name.contains_key(replica) && self.replicas.by_name.len() >= MOST_REPLICAS {
+        if !self.by_name.contains_key(replica) && self.by_name.len() >= MOST_REPLICAS {
             return Err(CoreError::BadValue {
                 what: "routers side by side".into(),
                 got: format!("{replica}, one beyond {MOST_REPLICAS}"),
                 expected: format!("at most {MOST_REPLICAS}"),
             });
         }
-        let heard = self.clock(now);
-        let said = Replica { heard, shares: by_slot.clone() };
-        let before = self.replicas.by_name.insert(replica.into(), said);
-        self.count_replica(&before.map_or_else(Vec::new, |before| before.shares), &by_slot, heard);
+        let said = Replica { heard: now, shares: by_slot.clone() };
+        let before = self.by_name.insert(replica.into(), said);
+        self.count(ledger, &before.map_or_else(Vec::new, |before| before.shares), &by_slot, now);
         Ok(())
     }
 
-    /// Forgets what routers said that have said nothing for `seconds`: their requests count no longer, but for what engines report. Their names.
-    pub fn forget_silent(&mut self, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
-        let now = self.clock(now);
+    /// Forgets what routers said that have said nothing for `seconds`. Their names.
+    pub fn forget_silent(&mut self, ledger: &mut Ledger, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
         let oldest = now - seconds;
-        let gone = self.replicas.by_name.iter().filter(|(_, replica)| replica.heard < oldest);
+        let gone = self.by_name.iter().filter(|(_, replica)| replica.heard < oldest);
         let gone: Vec<Box<str>> = gone.map(|(name, _)| name.clone()).collect();
         for name in &gone {
-            if let Some(replica) = self.replicas.by_name.remove(name) {
-                self.count_replica(&replica.shares, &[], now);
+            if let Some(replica) = self.by_name.remove(name) {
+                self.count(ledger, &replica.shares, &[], now);
             }
         }
         gone
     }
 
     /// The routers that count now, and when each was heard last.
-    pub fn replicas(&self) -> impl Iterator<Item = (&str, Seconds)> {
-        self.replicas.by_name.iter().map(|(name, replica)| (&**name, replica.heard))
+    pub fn heard(&self) -> impl Iterator<Item = (&str, Seconds)> {
+        self.by_name.iter().map(|(name, replica)| (&**name, replica.heard))
     }
 
     /// A router that had `before` on the slots has `shares` now.
-    fn count_replica(&mut self, before: &[Share], shares: &[Share], now: Seconds) {
+    fn count(&mut self, ledger: &mut Ledger, before: &[Share], shares: &[Share], now: Seconds) {
         let nothing = Share::default();
         for slot in 0..before.len().max(shares.len()) {
             let [old, new] = [before, shares].map(|all| all.get(slot).unwrap_or(&nothing));
-            let sum = self.replicas.replace(slot, old, new);
-            self.state.ledger.set_peers(slot, sum, now);
+            ledger.set_peers(slot, self.replace(slot, old, new), now);
         }
     }
 }

@@ -1,5 +1,7 @@
 //! The router behind a lock, and tickets that close themselves.
-use super::{Decision, Router, TicketId};
+use super::decision::Decision;
+use super::router::Router;
+use super::tickets::TicketId;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Event, Segment};

@@ -1,11 +1,11 @@
 //! What planning reads: everything that a decision depends on. Planning shares it; only commits, the lifecycle of
 //! requests, reports and settings change it.
-use super::ahead::Ahead;
 use super::context::DecisionContext;
-use super::ledger::Ledger;
-use super::pull::Pulls;
-use super::{IndexFeed, Rescheduling, RouterConfig, Split};
+use super::fetch_cost::Pulls;
+use super::ledger::{AHEAD, Ahead, Ledger, PROJECTED, WEIGHED};
+use super::settings::{Forecast, IndexFeed, Rescheduling, RouterConfig, Split};
 use crate::error::CoreError;
+use crate::estimate::survival::BUCKET_TOKENS;
 use crate::estimate::{OutputLength, StepTime};
 use crate::fleet::{Fleet, Role};
 use crate::guard::Guard;
@@ -58,8 +58,6 @@ pub(super) struct State {
     pub later: Selector,
     pub split: Split,
     pub pulls: Option<Pulls>,
-    /// What the load will be, if a policy or a forecast asks for it.
-    pub ahead: Option<Ahead>,
     /// Lengths of answers by class, if requests are cut by them.
     pub lengths: Option<OutputLength>,
     pub rescheduling: Option<Rescheduling>,
@@ -71,7 +69,7 @@ impl State {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<State, CoreError> {
-        Ok(State {
+        let mut state = State {
             fleet: Fleet::default(),
             instances: Vec::new(),
             ledger: Ledger::new(if config.drain { config.prior_prefill_tokens_per_second } else { 0.0 }),
@@ -81,11 +79,13 @@ impl State {
             later: Selector::new(registry::build("least_requests", &[])?),
             split: Split::None,
             pulls: config.pull.map(Pulls::new).transpose()?,
-            ahead: None,
             lengths: None,
             rescheduling: None,
             config,
-        })
+        };
+        state.set_split(state.config.split)?;
+        state.look_ahead()?;
+        Ok(state)
     }
 
     /// Adds an instance, which can hand over anywhere and has no profile of its own.
@@ -111,12 +111,46 @@ impl State {
         self.instances[id.index()] = state;
         self.ledger.resize(slots);
         self.ledger.clear(id.index());
-        if let Some(ahead) = &mut self.ahead {
-            ahead.resize(slots);
-            ahead.clear(id.index());
-        }
         self.index.add_instance(id, cache_blocks);
         Ok(id)
+    }
+
+    /// Sets how requests are cut from now on.
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn set_split(&mut self, split: Split) -> Result<(), CoreError> {
+        split.check()?;
+        if split.estimate()?.is_none() || self.lengths.is_none() {
+            self.lengths = split.estimate()?;
+        }
+        if let Split::Apart(apart) = split {
+            self.ledger.set_recent(apart.settings.recent_seconds);
+        }
+        self.split = split;
+        Ok(())
+    }
+
+    /// Keeps what the load will be, where a policy asks for it.
+    pub fn look_ahead(&mut self) -> Result<(), CoreError> {
+        let reads = self.reads();
+        let projects = [&self.later, &self.first].into_iter().find(|each| each.reads.intersects(PROJECTED));
+        let curve = projects.map(|each| each.policy.length_curve()).unwrap_or_default();
+        if reads.intersects(WEIGHED) && curve.bucket_tokens != BUCKET_TOKENS {
+            return Err(CoreError::BadValue {
+                what: "bucket_tokens".into(),
+                got: format!("{} beside a policy that reads decode_pressure", curve.bucket_tokens),
+                expected: BUCKET_TOKENS.to_string(),
+            });
+        }
+        let wanted = reads.intersects(AHEAD) || self.forecasts();
+        self.ledger.ahead = wanted.then(|| Ahead::new(reads, self.fleet.slots(), curve));
+        Ok(())
+    }
+
+    /// Whether answers' lengths are to be learned for it.
+    fn forecasts(&self) -> bool {
+        self.rescheduling.as_ref().is_some_and(|r| matches!(r.forecast, Forecast::Curve))
     }
 
     /// Indicators that its policies read.

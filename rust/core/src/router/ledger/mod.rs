@@ -2,12 +2,14 @@
 //! report beside it. It is the only writer of the indicator columns that outlive a decision.
 //!
 //! Counts are written through to the columns at each event, so that a decision reads plain columns.
+mod ahead;
 mod backlog;
 mod counts;
 mod external;
 mod share;
 mod windows;
 
+pub use ahead::{AHEAD, Ahead, PROJECTED, WEIGHED};
 pub use counts::{Entry, Stage};
 pub use external::Report;
 pub use share::Share;
@@ -93,6 +95,8 @@ pub struct Ledger {
     backlogs: Backlogs,
     /// Time constant of what counts as recent.
     recent_seconds: Seconds,
+    /// What the load will be, if a policy or a forecast asks for it.
+    pub ahead: Option<Ahead>,
 }
 
 impl Ledger {
@@ -104,6 +108,7 @@ impl Ledger {
             accounts: Vec::new(),
             backlogs: Backlogs::new(prior_rate),
             recent_seconds: WINDOW_SECONDS,
+            ahead: None,
         }
     }
 
@@ -124,12 +129,14 @@ impl Ledger {
         self.columns.resize(slots);
         self.accounts.resize_with(slots, Account::default);
         self.backlogs.resize(slots);
+        self.ahead.iter_mut().for_each(|ahead| ahead.resize(slots));
     }
 
     /// Clears what is held of a slot, for its next instance.
     pub fn clear(&mut self, slot: usize) {
         self.accounts[slot] = Account::default();
         self.backlogs.clear(slot);
+        self.ahead.iter_mut().for_each(|ahead| ahead.clear(slot));
         self.write(slot);
         for id in [
             Indicator::KvUsage,

@@ -1,19 +1,22 @@
 //! What becomes of a placed request: progress, the end, the next of the ranking.
-use super::context::DecisionContext;
+mod fetch;
+mod machine;
+mod moves;
+mod segments;
+
+pub use machine::markdown;
+pub use moves::Carry;
+
 use super::ledger::Stage;
-use super::select::Turn;
+use super::router::Router;
+use super::settings::IndexFeed;
 use super::state::State;
-use super::tickets::{self, Leg};
-use super::{IndexFeed, Router, TicketId};
+use super::tickets::{self, TicketId};
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Event, Failure, Segment, Usage};
-use crate::receipt::{Balance, Nexts};
-use crate::request::Request;
+use machine::{Effect, Place};
 use smallvec::smallvec;
-
-/// The segments of a request that was placed anew, what follows the first of them, and what the new plan says of its cut.
-type Replaced = (Leg, Vec<Leg>, Nexts, Option<(Option<Box<str>>, Option<Balance>)>);
 
 impl Router {
     /// Tells what happened to a ticket's open segment. Returns the segment that is open now where that changed: the next of the plan, or, for a
@@ -28,29 +31,126 @@ impl Router {
         now: Seconds,
     ) -> Result<Option<Segment>, CoreError> {
         let now = self.clock(now);
-        let state = self.tickets.get(ticket)?;
-        let follows = state.leg.segment.to_token.is_some();
-        let prefills_only = state.leg.prefills_only();
-        match event {
-            Event::Moved => self.complete_move(ticket, now).map(Some),
-            Event::Finished(usage) if follows => {
-                self.tell_index(ticket);
-                self.hand_over(ticket, usage, now).map(Some)
+        let mut open_now = None;
+        loop {
+            let leg = &self.tickets.get(ticket)?.leg;
+            let effects = machine::effects(&event, Place::of(leg), leg.entry.stage);
+            for effect in effects {
+                if let Some(segment) = self.apply(*effect, ticket, &event, now)? {
+                    open_now = Some(segment);
+                }
             }
-            Event::FirstToken if prefills_only => {
-                // Both legs run at once: the token comes from the next one.
-                self.tell_index(ticket);
-                let next = self.hand_over(ticket, Usage::default(), now)?;
-                self.advance_open(ticket, event, now)?;
-                Ok(Some(next))
+            if effects.last() != Some(&Effect::Again) {
+                return Ok(open_now);
             }
-            _ => self.advance_open(ticket, event, now),
         }
+    }
+
+    /// Applies one effect of an event. Returns the segment that is open now if that changed.
+    fn apply(
+        &mut self,
+        effect: Effect,
+        ticket: TicketId,
+        event: &Event,
+        now: Seconds,
+    ) -> Result<Option<Segment>, CoreError> {
+        match (effect, *event) {
+            (Effect::RecordPrompt, _) => self.record_prompt(ticket),
+            (Effect::EndFetch, _) => self.end_pull(ticket),
+            (Effect::LearnFetch, Event::Pulled { tokens, seconds }) => {
+                self.pulled(ticket, tokens, seconds, now)?;
+            }
+            (Effect::CompleteMove, _) => return self.complete_move(ticket, now).map(Some),
+            (Effect::HandOver, Event::Finished(usage)) => {
+                return self.hand_over(ticket, usage, now).map(Some);
+            }
+            (Effect::HandOver, _) => return self.hand_over(ticket, Usage::default(), now).map(Some),
+            (Effect::Finish, Event::Finished(usage) | Event::Ended(usage)) => self.finish(ticket, usage, now),
+            (Effect::PlaceAnew, Event::Failed(failure)) => {
+                let anew = self.place_anew(ticket, now);
+                if anew.is_none() {
+                    self.end_failed(ticket, failure, now);
+                }
+                return Ok(anew);
+            }
+            (Effect::Fail, Event::Failed(failure) | Event::GaveUp(failure)) => {
+                self.end_failed(ticket, failure, now);
+            }
+            (Effect::CountFirstToken, _) => self.count_first_token(ticket, now)?,
+            (Effect::CountTokens, Event::Tokens(n)) => self.totals.output_tokens += u64::from(n),
+            (effect, event) => self.write_ledger(effect, ticket, event, now)?,
+        }
+        Ok(None)
+    }
+
+    /// Applies an effect on the ledger alone. The ledger of an instance that has left holds nothing any more.
+    fn write_ledger(
+        &mut self,
+        effect: Effect,
+        ticket: TicketId,
+        event: Event,
+        now: Seconds,
+    ) -> Result<(), CoreError> {
+        let Router { state: State { ledger, fleet, .. }, tickets, .. } = self;
+        let request = tickets.get(ticket)?;
+        let leg = &mut request.leg;
+        let (slot, ticket) = (leg.segment.instance.index(), tickets::slot(ticket));
+        let current = fleet.is_current(leg.segment.instance, leg.instance_generation);
+        let key = leg.key(ticket);
+        match (effect, event) {
+            (Effect::Enqueue, _) => {
+                let first = !std::mem::replace(&mut leg.queued, true);
+                if current && first && leg.entry.new_tokens > 0.0 {
+                    ledger.queue(slot, ticket, &leg.entry, now);
+                }
+            }
+            (Effect::BeginDecoding, _) if current => {
+                ledger.first_token(slot, ticket, &mut leg.entry, now);
+                if let Some(ahead) = &mut ledger.ahead {
+                    let lag = request.handed_over.map(|(at, _)| now - at);
+                    ahead.start(slot, key, &leg.entry, now, lag);
+                }
+            }
+            (Effect::BeginDecoding, _) => {
+                leg.entry.stage = Stage::Decoding;
+                leg.entry.output_tokens += 1.0;
+            }
+            (Effect::Grow, Event::Tokens(n)) if current => {
+                let n = f64::from(n);
+                if let Some(ahead) = &mut ledger.ahead {
+                    ahead.grow(slot, &leg.entry, n, now);
+                }
+                ledger.tokens(slot, ticket, &mut leg.entry, n, now);
+            }
+            // Its instance has left, and finishes what it has.
+            (Effect::Grow, Event::Tokens(n)) => leg.entry.output_tokens += f64::from(n),
+            (Effect::Dequeue, _) if current => ledger.scheduled(slot, &mut leg.entry),
+            (Effect::Rebook, Event::Scheduled(Some(cached))) if current => {
+                let there = f64::from(cached.max(leg.carried()));
+                let left = (leg.entry.prompt_tokens - there).max(0.0);
+                ledger.rebook(slot, ticket, left, now);
+            }
+            (Effect::CountPrefilled, Event::Prefilled(tokens)) if current => {
+                ledger.prefilled(slot, ticket, f64::from(tokens), now);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn count_first_token(&mut self, ticket: TicketId, now: Seconds) -> Result<(), CoreError> {
+        let state = self.tickets.get(ticket)?;
+        let (decision, ttft) = (state.decision, now - state.decided_at);
+        self.totals.output_tokens += 1;
+        self.receipts.update(decision, |r| {
+            r.outcome.ttft_seconds.get_or_insert(ttft);
+        });
+        Ok(())
     }
 
     /// The request is on its way, so its blocks will be there. Not told at the decision: many new blocks take tens of microseconds, and an
     /// instance that refuses the request never holds them.
-    fn tell_index(&mut self, ticket: TicketId) {
+    fn record_prompt(&mut self, ticket: TicketId) {
         let Ok(state) = self.tickets.get(ticket) else { return };
         let leg = &mut state.leg;
         if leg.told || !self.state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
@@ -71,81 +171,6 @@ impl Router {
         }
     }
 
-    fn advance_open(
-        &mut self,
-        ticket: TicketId,
-        event: Event,
-        now: Seconds,
-    ) -> Result<Option<Segment>, CoreError> {
-        if !matches!(event, Event::Failed(_) | Event::GaveUp(_)) {
-            self.tell_index(ticket);
-        }
-        match event {
-            Event::Pulled { tokens, seconds } => self.pulled(ticket, tokens, seconds, now)?,
-            Event::FirstToken => self.end_pull(ticket),
-            _ => {}
-        }
-        let state = self.tickets.get(ticket)?;
-        let leg = &mut state.leg;
-        let (slot, key) = (leg.segment.instance.index(), tickets::slot(ticket));
-        let current = self.state.fleet.is_current(leg.segment.instance, leg.instance_generation);
-        match event {
-            Event::Sent => {
-                let first = !std::mem::replace(&mut leg.queued, true);
-                let begun = matches!(leg.entry.stage, Stage::Decoding | Stage::Coming);
-                if current && first && !begun && leg.entry.new_tokens > 0.0 {
-                    self.state.ledger.queue(slot, key, &leg.entry, now);
-                }
-            }
-            Event::Scheduled(cached) if current => {
-                self.state.ledger.scheduled(slot, &mut leg.entry);
-                if let Some(cached) = cached {
-                    let there = f64::from(cached.max(leg.carried()));
-                    let left = (leg.entry.prompt_tokens - there).max(0.0);
-                    self.state.ledger.rebook(slot, key, left, now);
-                }
-            }
-            Event::Prefilled(tokens) if current => {
-                self.state.ledger.prefilled(slot, key, f64::from(tokens), now);
-            }
-            Event::FirstToken => {
-                let (decision, ttft) = (state.decision, now - state.decided_at);
-                let first = leg.entry.stage != Stage::Decoding;
-                if current {
-                    self.state.ledger.first_token(slot, key, &mut leg.entry, now);
-                    if let Some(ahead) = self.state.ahead.as_mut().filter(|_| first) {
-                        let lag = state.handed_over.map(|(at, _)| now - at);
-                        ahead.start(slot, leg.key(key), &leg.entry, now, lag);
-                    }
-                } else if first {
-                    leg.entry.stage = Stage::Decoding;
-                    leg.entry.output_tokens += 1.0;
-                }
-                self.totals.output_tokens += 1;
-                self.receipts.update(decision, |r| {
-                    r.outcome.ttft_seconds.get_or_insert(ttft);
-                });
-            }
-            Event::Tokens(n) => {
-                self.totals.output_tokens += u64::from(n);
-                if current && leg.entry.stage == Stage::Decoding {
-                    let n = f64::from(n);
-                    if let Some(ahead) = &mut self.state.ahead {
-                        ahead.grow(slot, &leg.entry, n, now);
-                    }
-                    self.state.ledger.tokens(slot, key, &mut leg.entry, n, now);
-                } else if leg.entry.stage == Stage::Decoding {
-                    leg.entry.output_tokens += f64::from(n); // its instance has left, and finishes what it has
-                }
-            }
-            Event::Finished(usage) | Event::Ended(usage) => self.finish(ticket, usage, now),
-            Event::Failed(failure) => return Ok(self.fail(ticket, failure, true, now)),
-            Event::GaveUp(failure) => return Ok(self.fail(ticket, failure, false, now)),
-            Event::Scheduled(_) | Event::Prefilled(_) | Event::Moved | Event::Pulled { .. } => {}
-        }
-        Ok(None)
-    }
-
     /// Closes a ticket that nobody holds any more. Does nothing where it is closed.
     pub fn drop_ticket(&mut self, ticket: TicketId) {
         if let Some(state) = self.close(ticket, self.latest) {
@@ -161,17 +186,19 @@ impl Router {
     fn finish(&mut self, ticket: TicketId, usage: Usage, now: Seconds) {
         let Some(state) = self.close(ticket, now) else { return };
         let made = usage.output_tokens.unwrap_or(state.leg.entry.output_tokens as u32);
-        if self.state.ahead.is_some() && made > 0 {
+        if self.state.ledger.ahead.is_some() && made > 0 {
             let cost = self.state.decode_cost();
             let seen = state.leg.entry.output_tokens;
-            self.state.ahead.iter_mut().for_each(|ahead| ahead.finished(made, seen, cost, now));
+            self.state.ledger.ahead.iter_mut().for_each(|ahead| ahead.finished(made, seen, cost, now));
         }
         if made > 0 {
-            self.learn_length(state.prompt_tokens, state.length_class, made);
+            self.state.learn_length(state.prompt_tokens, state.length_class, made);
         }
         let prompt = usage.prompt_tokens.unwrap_or(state.leg.entry.prompt_tokens as u32);
-        self.learn_tail(now - state.decided_at);
-        self.charge_unseen(&state, made.saturating_sub(state.leg.entry.output_tokens as u32));
+        if let Some(ordering) = &mut self.ordering {
+            ordering.learn_tail(now - state.decided_at);
+            ordering.charge_unseen(&state, made.saturating_sub(state.leg.entry.output_tokens as u32));
+        }
         self.totals.finished += 1;
         self.totals.prompt_tokens += u64::from(prompt);
         // Of a prompt that was computed before it came, the first segment's engine says what was cached.
@@ -190,18 +217,6 @@ impl Router {
         });
     }
 
-    fn fail(&mut self, ticket: TicketId, failure: Failure, retry: bool, now: Seconds) -> Option<Segment> {
-        let state = self.tickets.get(ticket).ok()?;
-        if retry && failure.may_move() && state.leg.entry.stage != Stage::Decoding {
-            let moved = self.move_on(ticket, now);
-            if moved.is_some() {
-                return moved;
-            }
-        }
-        self.end_failed(ticket, failure, now);
-        None
-    }
-
     /// Closes a ticket as failed.
     pub(super) fn end_failed(&mut self, ticket: TicketId, failure: Failure, now: Seconds) {
         let Some(state) = self.close(ticket, now) else { return };
@@ -216,7 +231,7 @@ impl Router {
 
     /// Places a segment that failed on the best of the instances that have not failed it: the ranking as it is by now, so that what one
     /// dead instance leaves behind does not all go to the same next one. `None`: nobody is left.
-    fn move_on(&mut self, ticket: TicketId, now: Seconds) -> Option<Segment> {
+    fn place_anew(&mut self, ticket: TicketId, now: Seconds) -> Option<Segment> {
         let key = tickets::slot(ticket);
         self.end_pull(ticket);
         let state = self.tickets.get(ticket).ok()?;
@@ -276,24 +291,5 @@ impl Router {
             next.into_iter().for_each(|next| r.goes_on(from_token, next, false));
         });
         Some(segment)
-    }
-}
-
-impl State {
-    /// Where a request begins that failed elsewhere, and where it goes on.
-    fn place_first(
-        &self,
-        context: &mut DecisionContext,
-        request: &Request<'_>,
-        failed: &[u32],
-        now: Seconds,
-    ) -> Result<Replaced, CoreError> {
-        self.match_prefix(context, request.chain);
-        let first = self.choose(context, request, Turn::First, failed, None, now)?;
-        let chosen = self.plan(context, request, first, failed, now)?;
-        let (leg, later) = self.legs_of(context, request, &chosen, now);
-        // A reason that the caller gave stands in the receipt already, in the caller's words.
-        let notes = request.uncut.is_none().then_some((chosen.uncut, chosen.balance));
-        Ok((leg, later, self.next_in(&chosen.rest), notes))
     }
 }

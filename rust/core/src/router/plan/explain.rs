@@ -1,12 +1,12 @@
 //! Writes a decision's receipt: all scores, and the terms of the best few.
-use super::context::{DecisionContext, Selection};
-use super::state::State;
 use crate::guard::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Scope};
 use crate::policy::Prefer;
 use crate::receipt::{Candidate, Receipt, TERMS_KEPT};
 use crate::request::Request;
+use crate::router::context::{DecisionContext, Selection};
+use crate::router::state::State;
 use crate::wide::{lesser, wide_fn};
 
 impl State {

@@ -1,61 +1,20 @@
 //! Where a request decodes: where it was prefilled, or cut at its prompt's end and elsewhere, wherever all requests together lose least ([`crate::split::apart`]).
-use super::InstanceId;
-use super::context::DecisionContext;
-use super::cut::{CLASSES, Follow, Rest};
-use super::select::Turn;
-use super::state::State;
-use crate::error::CoreError;
-use crate::estimate::{OutputLength, StepTime};
-use crate::ids::Seconds;
+use super::parts::{Follow, Rest, Turn};
+use crate::estimate::StepTime;
+use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::plan::Cuts;
 use crate::policy::select;
 use crate::receipt::Balance;
 use crate::request::Request;
-use crate::split;
+use crate::router::context::DecisionContext;
+use crate::router::settings::Apart;
+use crate::router::state::State;
 use crate::split::apart::{Beside, lost_seconds};
 
 /// Share of its KV cache from which on an engine fetches no more than it must: vLLM holds what a request had that fetched the front of its prompt for a lease behind its
 /// end, and all of that is of no use.
 const MOST_KV_USAGE: f64 = 0.8;
-
-/// When a request goes on elsewhere behind its prompt.
-#[derive(Clone, Copy, Debug, PartialEq, Default)]
-pub struct Apart {
-    /// What the time lost is made of.
-    pub settings: split::apart::Settings,
-    /// How long answers are expected to get.
-    pub lengths: Mean,
-}
-
-/// Where the mean length of answers comes from.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Mean {
-    /// The request says it: the oracle of a simulation.
-    Given,
-    /// The mean of the answers to prompts of about that length, of the request's class where enough of these are known; never more than the request allows.
-    Learned {
-        /// Tokens that count as the mean until 8 answers of the kind have ended.
-        prior_tokens: u32,
-    },
-}
-
-impl Default for Mean {
-    /// Answers of chats are 200 to 350 tokens long in the traces at hand.
-    fn default() -> Mean {
-        Mean::Learned { prior_tokens: 300 }
-    }
-}
-
-impl Mean {
-    /// What is to be learned of lengths for it.
-    pub(super) fn estimate(self) -> Result<Option<OutputLength>, CoreError> {
-        match self {
-            Mean::Given => Ok(None),
-            Mean::Learned { prior_tokens } => OutputLength::mean(prior_tokens, CLASSES).map(Some),
-        }
-    }
-}
 
 /// A request that was prefilled on `first`, to decode anywhere.
 struct Asked<'a> {
@@ -96,7 +55,7 @@ impl State {
             return context.leave_whole("no second instance takes over");
         }
         let settings = &apart.settings;
-        let way = match self.pulls.map(|pulls| pulls.cost()) {
+        let way = match self.pulls.map(|pulls| pulls.learned()) {
             Some((per_token, _, _)) => (per_token, settings.transfer_fixed_seconds),
             None => (settings.transfer_seconds_per_token, settings.transfer_fixed_seconds),
         };

@@ -1,8 +1,8 @@
 //! What the load will be when a request starts to decode: kept only where a policy asks for it.
 //!
-//! Fed by the same events as the books: who is bound where and when it is expected to start, who decodes and how far it is, how fast
+//! Fed by the same events as the rest of the ledger: who is bound where and when it is expected to start, who decodes and how far it is, how fast
 //! decodes go, and how long answers were.
-use super::ledger::{Entry, Stage};
+use super::counts::{Entry, Stage};
 use crate::estimate::survival::CurveSettings;
 use crate::estimate::{DecodeCost, DecodeLoad, Histogram, Outlook, Pressure, Survival};
 use crate::ids::Seconds;
@@ -129,7 +129,7 @@ impl Ahead {
         self.lag
     }
 
-    /// A segment (see [`super::tickets::Leg::key`]) is bound to a slot and expected to start decoding there at `start`.
+    /// A segment (see `Leg::key`) is bound to a slot and expected to start decoding there at `start`.
     pub fn bind(&mut self, slot: usize, key: (u32, u32), entry: &Entry, start: Seconds) {
         let prompt_tokens = entry.prompt_tokens;
         let weight = if self.mean_prompt_tokens == 0.0 { 1.0 } else { PROMPT_WEIGHT };

@@ -3,16 +3,23 @@
 //! Whoever feeds (a subscriber's thread, an embedding program) calls the methods of a [`KvFeed`]. It hashes and keeps the engines' names of their blocks
 //! under a lock of its own, and takes the router only to change the index: a few dozen blocks at a time, so that no decision
 //! waits for more than that, whatever comes in one event.
+mod event;
+mod state;
+
+pub use event::{Applied, Source, Stored};
+
+use super::router::Router;
+use super::settings::IndexFeed;
 use super::shared::{Held, SharedRouter};
-use super::{IndexFeed, Router};
 use crate::error::CoreError;
 use crate::ids::InstanceId;
-use crate::kv::hash::{Domain, hash_tokens_after, narrowed};
 use crate::kv::index::Copies;
 use crate::kv::keys::Keys;
 pub use crate::kv::names::Means;
 use crate::kv::names::Names;
+use event::Refused;
 use parking_lot::{Mutex, RwLock};
+use state::State;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Blocks for which the router is taken at once.
@@ -24,66 +31,6 @@ const EVICTED_SHARE: u32 = 8;
 /// The names' share of the bytes of an index that engines feed: a name takes about 20 bytes, a pair in the index about 44.
 const NAMES_SHARE: usize = 3;
 
-/// Who stores blocks: a rank of an instance. Ranks have caches of their own; a block is held where one of them holds it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Source {
-    /// The instance.
-    pub instance: InstanceId,
-    /// Its generation: events of an instance that is gone reach nobody.
-    pub generation: u32,
-    /// The data-parallel rank.
-    pub rank: u32,
-}
-
-/// Consecutive blocks that an engine stored.
-#[derive(Clone, Copy, Debug)]
-pub struct Stored<'a> {
-    /// The engine's hash of the block before the first (`None`: they start the prompt).
-    pub parent: Option<u64>,
-    /// The engine's hashes of the blocks, whatever they are made of.
-    pub engine_hashes: &'a [u64],
-    /// A block's worth of ids to each.
-    pub token_ids: &'a [u32],
-    /// The prompt's domain; blocks behind a parent need no word of salt and adapter.
-    pub domain: Domain,
-    /// What a block is besides its tokens, hashed; 0: nothing. Empty where that holds for all.
-    pub narrowing: &'a [u64],
-    /// What it means where blocks are known already.
-    pub means: Means,
-}
-
-/// What became of the blocks of an event.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Applied {
-    /// Blocks taken in or out.
-    pub done: usize,
-    /// Blocks whose parent was not known.
-    pub unknown_parent: usize,
-    /// Blocks without tokens, or for which there was no room.
-    pub unplaced: usize,
-    /// Removals of blocks that were not known.
-    pub unknown_removed: usize,
-    /// Blocks of an instance that the router does not have (any more).
-    pub gone: usize,
-    /// Blocks of an instance that does not learn by events.
-    pub not_exact: usize,
-}
-
-/// Why an event reaches nobody.
-enum Refused {
-    Gone,
-    NotExact,
-}
-
-impl Applied {
-    fn refuse(&mut self, why: Refused, blocks: usize) {
-        *match why {
-            Refused::Gone => &mut self.gone,
-            Refused::NotExact => &mut self.not_exact,
-        } += blocks;
-    }
-}
-
 /// Feeds a router's index. See the module.
 pub struct KvFeed {
     router: SharedRouter,
@@ -91,24 +38,6 @@ pub struct KvFeed {
     epoch: AtomicU64,
     index_bytes: usize,
     state: Mutex<State>,
-}
-
-struct State {
-    names: Names,
-    chain: Vec<u64>,
-    /// Epoch of each slot.
-    epochs: Vec<u64>,
-}
-
-impl State {
-    /// What events told of the instance is forgotten: they are to be told anew.
-    fn begin_anew(&mut self, instance: InstanceId, epoch: &AtomicU64) {
-        self.names.take_all(instance);
-        if self.epochs.len() <= instance.index() {
-            self.epochs.resize(instance.index() + 1, 0);
-        }
-        self.epochs[instance.index()] = epoch.fetch_add(1, Ordering::AcqRel) + 1;
-    }
 }
 
 impl KvFeed {
@@ -235,7 +164,7 @@ impl KvFeed {
         }
         let mut chain = std::mem::take(&mut state.chain);
         chain.clear();
-        hash_blocks(self.keys().block_size, last, stored, &mut chain);
+        stored.hash(self.keys().block_size, last, &mut chain);
         chain.truncate(all);
         for (engines, chain) in stored.engine_hashes.chunks(PIECE).zip(chain.chunks(PIECE)) {
             match self.place(state, source, last, engines, chain, stored.means) {
@@ -475,20 +404,4 @@ impl KvFeed {
 /// Engines that say more than their caches hold do not fill the index.
 fn trim(router: &mut Router, instance: InstanceId) {
     router.index_mut().trim(instance, 2 * PIECE as u32);
-}
-
-/// Appends the chained hashes of the event's blocks.
-fn hash_blocks(block_size: usize, last: Option<u64>, stored: &Stored<'_>, chain: &mut Vec<u64>) {
-    let domain = stored.domain;
-    if stored.narrowing.iter().all(|part| *part == 0) {
-        return hash_tokens_after(domain, block_size, last, stored.token_ids, chain);
-    }
-    let mut last = last.unwrap_or_else(|| domain.token_start());
-    for (at, block) in stored.token_ids.chunks_exact(block_size).enumerate() {
-        if let Some(part) = stored.narrowing.get(at).filter(|part| **part != 0) {
-            last = narrowed(last, *part);
-        }
-        hash_tokens_after(domain, block_size, Some(last), block, chain);
-        last = chain.last().copied().unwrap_or(last);
-    }
 }

@@ -2,14 +2,12 @@
 //!
 //! A move takes time, in which the request runs on or waits: its segment on the target is bound when the move begins ([`Router::begin_move`]) and opened when
 //! [`crate::plan::Event::Moved`] says that it is there. Whatever ends the request meanwhile ends the move with it.
-use super::ledger::Stage;
-use super::state::State;
-use super::tickets;
-use super::{Router, TicketId};
 use crate::error::CoreError;
-use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
 use crate::plan::{Cuts, Segment, Usage};
+use crate::router::ledger::Stage;
+use crate::router::router::Router;
+use crate::router::tickets::{self, TicketId};
 
 /// How a move brings what was computed to the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,7 +111,11 @@ impl Router {
     }
 
     /// Closes the open segment where it is, and opens the one that was bound by a move.
-    pub(super) fn complete_move(&mut self, ticket: TicketId, now: Seconds) -> Result<Segment, CoreError> {
+    pub(in crate::router) fn complete_move(
+        &mut self,
+        ticket: TicketId,
+        now: Seconds,
+    ) -> Result<Segment, CoreError> {
         let key = tickets::slot(ticket);
         let state = self.tickets.get(ticket)?;
         if state.later.is_empty() || state.leg.segment.to_token.is_some() {
@@ -144,16 +146,5 @@ impl Router {
         let name = self.state.fleet.name(segment.instance).clone();
         self.receipts.update(decision, |r| r.moves.push((from, segment.instance.0, name)));
         Ok(segment)
-    }
-}
-
-impl State {
-    /// Whether requests that run may go on there.
-    pub fn takes_over(&self, id: InstanceId) -> bool {
-        let live = id.index() < self.fleet.slots() && self.fleet.is_live(id);
-        live && {
-            let (healthy, draining, role) = self.fleet.state(id);
-            healthy && !draining && role != Role::Prefill
-        }
     }
 }

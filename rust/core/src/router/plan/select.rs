@@ -1,6 +1,5 @@
 //! The choice of an instance: who may take a segment, what its policy reads, how it scores, who is best.
-use super::context::{DecisionContext, Selection};
-use super::state::{Selector, State};
+use super::parts::Turn;
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::guard::Restriction;
@@ -9,17 +8,8 @@ use crate::indicators::{Indicator, Indicators, Snapshot};
 use crate::plan::Cuts;
 use crate::policy::{Scores, select};
 use crate::request::Request;
-
-/// Which of a plan's segments is placed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
-    /// The one that begins with the request.
-    First,
-    /// One that follows another, in a pool of its own.
-    Later,
-    /// One that follows another on an equal of its instance, which may be that one itself only where it is not named.
-    Peer(Option<InstanceId>),
-}
+use crate::router::context::{DecisionContext, Selection};
+use crate::router::state::{Selector, State};
 
 impl State {
     /// The policy of a turn.

@@ -1,15 +1,13 @@
 //! Fills in the indicators that depend on the request or on the time, and only those that are read.
-use super::Router;
-use super::ahead::AHEAD;
-use super::context::DecisionContext;
-use super::pull::PULL;
-use super::state::State;
-use crate::error::CoreError;
+use super::fetch::PULL;
 use crate::estimate::{DecodeCost, StepTime};
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::request::Request;
+use crate::router::context::DecisionContext;
+use crate::router::ledger::AHEAD;
+use crate::router::state::State;
 use crate::wide::{greater, lesser, wide_fn};
 
 /// Most prompt tokens that a cache can save: never the last one, which every engine computes, and whole blocks, unless engines
@@ -94,7 +92,7 @@ impl State {
             request.expected_output_tokens.map_or(f64::NAN, f64::from);
         columns.get_mut(Indicator::Instances)[0] = able as f64;
         columns.get_mut(Indicator::HandoffSeconds)[0] = handoff.unwrap_or(f64::NAN);
-        if let Some(ahead) = self.ahead.as_ref().filter(|_| reads.intersects(AHEAD)) {
+        if let Some(ahead) = self.ledger.ahead.as_ref().filter(|_| reads.intersects(AHEAD)) {
             ahead.derive(reads, now, now + handoff.unwrap_or(0.0), columns);
         }
         if reads.intersects(QUEUED) {
@@ -185,6 +183,19 @@ impl State {
         }
     }
 
+    /// What a prediction of the time to first token on a slot rests on. `pool_rate`: whether a rate is known of any.
+    pub fn ttft_source(&self, slot: usize, pool_rate: bool) -> TtftSource {
+        match () {
+            () if self.profiled(slot).is_some() => TtftSource::Profile,
+            () if self.learned(slot).is_some() => TtftSource::LearnedStepTime,
+            () if !self.ledger.get(Indicator::PrefillTokensPerSecond)[slot].is_nan() => {
+                TtftSource::LearnedRate
+            }
+            () if pool_rate => TtftSource::PoolRate,
+            () => TtftSource::Prior,
+        }
+    }
+
     /// The step-time model learned on a slot, where prefills are to be predicted by it.
     fn learned(&self, slot: usize) -> Option<StepTime> {
         let fit = self.ledger.step_fit(slot);
@@ -258,47 +269,7 @@ impl State {
     }
 }
 
-impl Router {
-    /// Whether a prefill rate was learned on any instance.
-    pub fn knows_a_rate(&self) -> bool {
-        self.state.ledger.get(Indicator::PrefillTokensPerSecond).iter().any(|rate| !rate.is_nan())
-    }
-
-    /// What a prediction of the time to first token on a slot rests on. `pool_rate`: whether a rate [is known](Router::knows_a_rate) of any.
-    ///
-    /// # Panics
-    /// If the router has no such slot.
-    pub fn ttft_source(&self, id: InstanceId, pool_rate: bool) -> TtftSource {
-        let rates = self.state.ledger.get(Indicator::PrefillTokensPerSecond);
-        match () {
-            () if self.state.profiled(id.index()).is_some() => TtftSource::Profile,
-            () if self.state.learned(id.index()).is_some() => TtftSource::LearnedStepTime,
-            () if !rates[id.index()].is_nan() => TtftSource::LearnedRate,
-            () if pool_rate => TtftSource::PoolRate,
-            () => TtftSource::Prior,
-        }
-    }
-
-    /// The step-time model learned from our own streams on an instance; None until there were enough of them.
-    ///
-    /// # Panics
-    /// If the router has no such slot.
-    pub fn step_time(&self, id: InstanceId) -> Option<StepTime> {
-        self.state.ledger.step_fit(id.index()).step_time()
-    }
-
-    /// Says what an instance's steps cost where its engine is not like the others (another GPU, more of them); `None`: as the configuration says. A new
-    /// instance has none.
-    ///
-    /// # Errors
-    /// `BadValue` if the router has no such slot.
-    pub fn set_step_time(&mut self, id: InstanceId, step_time: Option<StepTime>) -> Result<(), CoreError> {
-        self.state.instance_mut(id)?.step_time = step_time;
-        Ok(())
-    }
-}
-
-/// Whole tokens, so that the books stay whole. Through i32, which processors convert many at a time; an index never holds 2^31 blocks of a prompt.
+/// Whole tokens, so that the ledger's numbers stay whole. Through i32, which processors convert many at a time; an index never holds 2^31 blocks of a prompt.
 #[inline(always)]
 fn hit(blocks: u32, per_block: f64, most: f64) -> f64 {
     lesser(f64::from(blocks as i32) * per_block, most).floor()

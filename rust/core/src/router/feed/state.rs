@@ -1,0 +1,23 @@
+//! What events told so far.
+use crate::ids::InstanceId;
+use crate::kv::names::Names;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What events told of the engines' blocks.
+pub(super) struct State {
+    pub names: Names,
+    pub chain: Vec<u64>,
+    /// Epoch of each slot.
+    pub epochs: Vec<u64>,
+}
+
+impl State {
+    /// What events told of the instance is forgotten: they are to be told anew.
+    pub fn begin_anew(&mut self, instance: InstanceId, epoch: &AtomicU64) {
+        self.names.take_all(instance);
+        if self.epochs.len() <= instance.index() {
+            self.epochs.resize(instance.index() + 1, 0);
+        }
+        self.epochs[instance.index()] = epoch.fetch_add(1, Ordering::AcqRel) + 1;
+    }
+}

@@ -1,0 +1,152 @@
+//! What the chosen instance fetches of a prompt's KV before the request begins there, and from which holder.
+use super::parts::Rest;
+use crate::ids::{InstanceId, Seconds};
+use crate::indicators::{Indicator, IndicatorSet};
+use crate::plan::{Cuts, Pull};
+use crate::receipt::Pulled;
+use crate::request::Request;
+use crate::router::context::DecisionContext;
+use crate::router::state::State;
+use crate::router::tickets::Pulling;
+use rand::RngExt;
+
+/// Indicators of what would be pulled.
+pub(super) const PULL: IndicatorSet = IndicatorSet::of(&[Indicator::PullTokens, Indicator::PullCostTokens]);
+
+impl State {
+    /// Fills in what each instance would pull of the request's prompt, and what that costs.
+    pub fn derive_pulls(&self, context: &mut DecisionContext, request: &Request<'_>, first: bool) {
+        let reach = if first { self.reach(context, request) } else { 0.0 };
+        let [tokens, cost, hits] = context.derived.several_mut([
+            Indicator::PullTokens,
+            Indicator::PullCostTokens,
+            Indicator::HitTokens,
+        ]);
+        tokens.fill(0.0);
+        cost.fill(0.0);
+        let Some(pulls) = self.pulls.filter(|_| reach > 0.0) else { return };
+        let mut mean_rate = None;
+        for (slot, hit) in hits.iter().enumerate() {
+            let gap = reach - hit;
+            let computed = self.computing_seconds(slot, *hit, gap, &mut mean_rate);
+            if self.may_pull(slot) && pulls.pays(gap, computed) {
+                tokens[slot] = gap;
+                cost[slot] = pulls.cost.seconds(gap) * gap / computed;
+            }
+        }
+    }
+
+    /// What `tokens` more of a prompt add to the steps of a slot if they are computed behind `hit` cached ones: by the step-time model where a profile gives one or it
+    /// was learned, else at the rate of whole prefills, which counts what steps take in any case, too. `mean_rate`: the pool's, once it was worked out.
+    fn computing_seconds(&self, slot: usize, hit: f64, tokens: f64, mean_rate: &mut Option<f64>) -> Seconds {
+        match self.step_time_of(slot) {
+            Some(model) => model.prefill_seconds(hit, tokens),
+            None => {
+                let rate = self.ledger.get(Indicator::PrefillTokensPerSecond)[slot];
+                let mean = || self.mean_prefill_rate();
+                tokens / if rate.is_nan() { *mean_rate.get_or_insert_with(mean) } else { rate }
+            }
+        }
+    }
+
+    /// The most tokens of the prompt that an instance holds which could hand them over now; none where nothing must be pulled.
+    fn reach(&self, context: &DecisionContext, request: &Request<'_>) -> f64 {
+        if self.pulls.is_none() || request.unpulled.is_some() {
+            return 0.0;
+        }
+        let mut most = 0;
+        for (slot, &blocks) in context.hit_blocks.iter().enumerate() {
+            if blocks > most && self.hands_over(slot) {
+                most = blocks;
+            }
+        }
+        self.saved_tokens(request, most)
+    }
+
+    /// Whether a slot can pull a prefix now.
+    fn may_pull(&self, slot: usize) -> bool {
+        let most = self.pulls.map_or(0.0, |pulls| pulls.config.most_kv_usage);
+        let full = most < 1.0 && self.ledger.get(Indicator::KvUsage)[slot] >= most; // never, where it is not told
+        self.instances[slot].cuts == Cuts::Anywhere && !full
+    }
+
+    /// Whether a prefix can be pulled from a slot now.
+    fn hands_over(&self, slot: usize) -> bool {
+        let id = InstanceId(slot as u32);
+        let most = self.pulls.map_or(0, |pulls| pulls.config.most_pulls);
+        self.fleet.is_live(id)
+            && self.fleet.state(id).0
+            && self.instances[slot].cuts == Cuts::Anywhere
+            && self.ledger.get(Indicator::Pulls)[slot] < f64::from(most)
+    }
+
+    /// What the chosen instance pulls, where that pays: from the holder of most; of several from one that serves the least pulls, then the least requests, then by
+    /// lot. A segment that ends inside the prompt pulls nothing: where it is cut was worked out without.
+    pub fn pull_for(
+        &self,
+        context: &mut DecisionContext,
+        request: &Request<'_>,
+        chosen: InstanceId,
+        rest: &Rest,
+    ) -> Option<Pulling> {
+        let pulls = self.pulls?;
+        let cut = rest.first().is_some_and(|follow| follow.from_token < request.prompt_tokens);
+        if cut || !self.may_pull(chosen.index()) {
+            return None;
+        }
+        let reach = self.reach(context, request);
+        let own = self.saved_tokens(request, context.hit_blocks[chosen.index()]);
+        let tokens = reach - own;
+        let computed = self.computing_seconds(chosen.index(), own, tokens, &mut None);
+        if !pulls.pays(tokens, computed) {
+            return None;
+        }
+        let holder = self.holder(context, request, reach)?;
+        Some(Pulling {
+            pull: Pull { holder, from_token: own as u32, to_token: reach as u32 },
+            holder_generation: self.fleet.generation(holder),
+            expected_seconds: pulls.cost.seconds(tokens),
+            under_way: true,
+        })
+    }
+
+    fn holder(&self, context: &mut DecisionContext, request: &Request<'_>, reach: f64) -> Option<InstanceId> {
+        let (mut best, mut equals) = (None, 0u32);
+        let blocks = (reach / request.tokens_per_block) as u32;
+        for slot in 0..context.hit_blocks.len() {
+            if context.hit_blocks[slot] < blocks {
+                continue; // most, and by less than what rounding may hide
+            }
+            let holds =
+                self.saved_tokens(request, context.hit_blocks[slot]) == reach && self.hands_over(slot);
+            if !holds {
+                continue;
+            }
+            let load = |id| self.ledger.get(id)[slot];
+            let key = (load(Indicator::Pulls), load(Indicator::Bs));
+            equals = match best {
+                Some((least, _)) if key > least => continue,
+                Some((least, _)) if key == least => equals + 1,
+                _ => 1,
+            };
+            if equals == 1 || context.rng.random_range(0..equals) == 0 {
+                best = Some((key, InstanceId(slot as u32)));
+            }
+        }
+        best.map(|(_, holder)| holder)
+    }
+
+    /// For the receipt.
+    pub fn pull_told(&self, pulling: &Pulling) -> Pulled {
+        let Pull { holder, from_token, to_token } = pulling.pull;
+        Pulled {
+            slot: holder.0,
+            name: self.fleet.name(holder).clone(),
+            from_token,
+            to_token,
+            expected_seconds: pulling.expected_seconds,
+            tokens: None,
+            seconds: None,
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! Plans: where a request begins, where it goes on, where it is cut, and what its instances fetch. Planning reads
+//! [`State`] and writes [`DecisionContext`]; it places nothing.
+mod apart;
+mod derive;
+mod explain;
+mod fetch;
+mod lengths;
+mod parts;
+mod segments;
+mod select;
+mod split;
+
+pub use derive::TtftSource;
+pub(super) use parts::{Chosen, Follow, Rest, Turn};
+
+use crate::error::CoreError;
+use crate::fleet::Role;
+use crate::ids::{InstanceId, Seconds};
+use crate::plan::{Binding, Segment};
+use crate::receipt::{Next, Nexts};
+use crate::request::Request;
+use crate::router::context::DecisionContext;
+use crate::router::settings::Split;
+use crate::router::state::State;
+
+impl State {
+    /// How much of a prompt each instance holds.
+    pub fn match_prefix(&self, context: &mut DecisionContext, chain: &[u64]) {
+        self.index.match_prefix(chain, &mut context.hit_blocks);
+    }
+
+    /// What follows a first segment on `first`, and what is pulled before it; `failed`: slots that are not asked.
+    pub fn plan(
+        &self,
+        context: &mut DecisionContext,
+        request: &Request<'_>,
+        first: InstanceId,
+        failed: &[u32],
+        now: Seconds,
+    ) -> Result<Chosen, CoreError> {
+        let rest = self.rest(context, request, first, failed, now)?;
+        let pull = self.pull_for(context, request, first, &rest);
+        Ok(Chosen { first, rest, pull, uncut: context.uncut.take(), balance: context.balance.take() })
+    }
+
+    /// What follows a first segment on `first`; `failed`: slots that are not asked.
+    pub fn rest(
+        &self,
+        context: &mut DecisionContext,
+        request: &Request<'_>,
+        first: InstanceId,
+        failed: &[u32],
+        now: Seconds,
+    ) -> Result<Rest, CoreError> {
+        (context.uncut, context.balance) = (None, None);
+        if self.rescheduling.is_some() {
+            context.uncut = request.uncut.map(Into::into); // what must not be cut does not move, either
+        }
+        match self.fleet.role(first) {
+            Role::Prefill => self.rest_of_prefill(context, request, first, now),
+            Role::Both if self.split != Split::None => {
+                Ok(self.rest_of_split(context, request, first, failed, now))
+            }
+            _ => Ok(Rest::new()),
+        }
+    }
+
+    fn rest_of_prefill(
+        &self,
+        context: &mut DecisionContext,
+        request: &Request<'_>,
+        first: InstanceId,
+        now: Seconds,
+    ) -> Result<Rest, CoreError> {
+        if self.fleet.decoder_count() == 0 {
+            return if self.config.colocate { Ok(Rest::new()) } else { Err(self.nobody(Turn::Later)) };
+        }
+        let handoff = self.expected_handoff(context, request, first, now);
+        let instance = match self.config.binding {
+            Binding::Early => Some(self.choose(context, request, Turn::Later, &[], Some(handoff), now)?),
+            Binding::Late => None,
+        };
+        Ok(Rest::from_iter([self.follow(context, request.prompt_tokens, instance, handoff)]))
+    }
+
+    /// A segment on an instance that was chosen last, or is none yet.
+    fn follow(
+        &self,
+        context: &DecisionContext,
+        from_token: u32,
+        instance: Option<InstanceId>,
+        start_seconds: Seconds,
+    ) -> Follow {
+        let score = instance.and_then(|id| context.later.scores.score.get(id.index()).copied());
+        Follow { from_token, instance, start_seconds, score: score.unwrap_or(f64::NAN) }
+    }
+
+    /// Whether the segment that a segment leads to is on an equal of its instance, and not on one that decodes only.
+    pub fn peers(&self, segment: &Segment) -> bool {
+        self.fleet.role(segment.instance) != Role::Prefill
+    }
+
+    /// For the receipt: what follows, as far as its instances are chosen.
+    pub fn next_in(&self, rest: &Rest) -> Nexts {
+        let chosen = rest.iter().filter_map(|follow| Some((follow, follow.instance?)));
+        chosen
+            .map(|(follow, instance)| Next {
+                slot: instance.0,
+                name: self.fleet.name(instance).clone(),
+                score: follow.score,
+                handoff_seconds: follow.start_seconds,
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,184 @@
+//! The segments of a plan, with what they will count in the ledger.
+use super::parts::{Chosen, Replaced, Turn};
+use crate::error::CoreError;
+use crate::fleet::Role;
+use crate::ids::{InstanceId, Seconds};
+use crate::indicators::Indicator;
+use crate::plan::Segment;
+use crate::receipt::Next;
+use crate::request::Request;
+use crate::router::context::DecisionContext;
+use crate::router::ledger::{Entry, Stage};
+use crate::router::state::State;
+use crate::router::tickets::Leg;
+
+impl State {
+    /// The segments of a plan, as far as their instances are chosen.
+    pub fn legs_of(
+        &self,
+        context: &DecisionContext,
+        request: &Request<'_>,
+        chosen: &Chosen,
+        now: Seconds,
+    ) -> (Leg, Vec<Leg>) {
+        let end = |i: usize| chosen.rest.get(i).map(|follow| follow.from_token);
+        let start = |i: usize| chosen.rest.get(i).map(|follow| now + follow.start_seconds);
+        let mut leg = Leg { start: start(0), ..self.leg(context, request, chosen.first, 0, end(0)) };
+        if let Some(pulling) = chosen.pull {
+            leg.entry.new_tokens -= f64::from(pulling.pull.tokens());
+            leg.pull = Some(pulling);
+        }
+        let later = chosen.rest.iter().enumerate().map_while(|(i, follow)| {
+            let leg = self.leg(context, request, follow.instance?, follow.from_token, end(i + 1));
+            Some(Leg { start: start(i), ..leg })
+        });
+        (leg, later.collect())
+    }
+
+    /// A segment of a request. What comes before `from_token` was computed elsewhere and is carried over.
+    pub fn leg(
+        &self,
+        context: &DecisionContext,
+        request: &Request<'_>,
+        instance: InstanceId,
+        from_token: u32,
+        to_token: Option<u32>,
+    ) -> Leg {
+        let hit_blocks = context.hit_blocks[instance.index()];
+        let hit =
+            self.saved_tokens(request, hit_blocks).max(f64::from(from_token.min(request.prompt_tokens)));
+        let mut entry = entry(request, hit);
+        if let Some(to) = to_token {
+            entry.prompt_tokens = f64::from(to.min(request.prompt_tokens));
+            entry.new_tokens = (entry.prompt_tokens - hit).max(0.0);
+            entry.expected_output_tokens = Some(f64::from(to.saturating_sub(request.prompt_tokens)));
+        }
+        if from_token > 0 {
+            entry.output_tokens = f64::from(from_token.saturating_sub(request.prompt_tokens));
+            entry.stage = Stage::Coming;
+        }
+        Leg {
+            segment: Segment { instance, from_token, to_token },
+            instance_generation: self.fleet.generation(instance),
+            entry,
+            hit_blocks,
+            told: false,
+            queued: from_token == 0,
+            pull: None,
+            start: None,
+        }
+    }
+
+    /// Whether a bound segment's instance still takes it.
+    pub fn serves(&self, leg: &Leg) -> bool {
+        let instance = leg.segment.instance;
+        let (healthy, ..) = self.fleet.state(instance);
+        healthy && self.fleet.is_current(instance, leg.instance_generation)
+    }
+
+    /// Who is asked to go on behind a segment on `instance`.
+    pub fn turn_behind(&self, instance: InstanceId) -> Turn {
+        match self.fleet.role(instance) {
+            Role::Both => Turn::Peer(None),
+            Role::Prefill | Role::Decode => Turn::Later,
+        }
+    }
+
+    /// Where the tokens `from` to `to` of a request go whose tokens before are computed.
+    pub fn place_later(
+        &self,
+        context: &mut DecisionContext,
+        request: &Request<'_>,
+        turn: Turn,
+        (from, to): (u32, Option<u32>),
+        failed: &[u32],
+        now: Seconds,
+    ) -> Result<(Leg, Next), CoreError> {
+        self.match_prefix(context, request.chain);
+        let handoff = self.ledger.ahead.as_ref().map_or(0.0, |ahead| ahead.lag());
+        match self.choose(context, request, turn, failed, Some(handoff), now) {
+            Ok(next) => {
+                let leg = Leg { start: Some(now + handoff), ..self.leg(context, request, next, from, to) };
+                Ok((leg, self.next_of(context, next, handoff)))
+            }
+            Err(_) if self.config.colocate => {
+                let whole = self.choose(context, request, Turn::First, failed, None, now)?;
+                let mut next = self.next_of(context, whole, 0.0);
+                next.score = context.first.scores.score[whole.index()];
+                Ok((Leg { start: Some(now), ..self.leg(context, request, whole, 0, None) }, next))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// For the receipt: where a request goes on, as the last choice of a later segment saw it.
+    pub fn next_of(&self, context: &DecisionContext, instance: InstanceId, handoff_seconds: Seconds) -> Next {
+        let slot = instance.0;
+        let score = context.later.scores.score.get(instance.index()).copied().unwrap_or(f64::NAN);
+        Next { slot, name: self.fleet.name(instance).clone(), score, handoff_seconds }
+    }
+
+    /// Expected seconds until a request whose first segment is on `first` starts to decode.
+    pub fn expected_handoff(
+        &self,
+        context: &DecisionContext,
+        request: &Request<'_>,
+        first: InstanceId,
+        now: Seconds,
+    ) -> Seconds {
+        let hit = self.saved_tokens(request, context.hit_blocks[first.index()]);
+        let prefill = self.prefill_seconds(first.index(), hit, f64::from(request.prompt_tokens) - hit, now);
+        prefill + self.ledger.ahead.as_ref().map_or(0.0, |ahead| ahead.lag())
+    }
+
+    /// Seconds that a slot is expected to take for a prompt of which it holds `hit` tokens and not `new`.
+    pub fn prefill_seconds(&self, slot: usize, hit: f64, new: f64, now: Seconds) -> Seconds {
+        let (queued, decoding, context) = match self.config.unlimited_prefill {
+            true => (0.0, 0.0, 0.0),
+            false => (
+                self.ledger.queued_prefill_on(slot, now),
+                self.ledger.get(Indicator::RBs)[slot],
+                self.ledger.get(Indicator::DecodeTokens)[slot],
+            ),
+        };
+        self.ttft(slot, queued, hit, new, decoding, context, self.mean_prefill_rate())
+    }
+
+    /// Where a request begins that failed elsewhere, and where it goes on.
+    pub fn place_first(
+        &self,
+        context: &mut DecisionContext,
+        request: &Request<'_>,
+        failed: &[u32],
+        now: Seconds,
+    ) -> Result<Replaced, CoreError> {
+        self.match_prefix(context, request.chain);
+        let first = self.choose(context, request, Turn::First, failed, None, now)?;
+        let chosen = self.plan(context, request, first, failed, now)?;
+        let (leg, later) = self.legs_of(context, request, &chosen, now);
+        // A reason that the caller gave stands in the receipt already, in the caller's words.
+        let notes = request.uncut.is_none().then_some((chosen.uncut, chosen.balance));
+        Ok((leg, later, self.next_in(&chosen.rest), notes))
+    }
+
+    /// Whether requests that run may go on there.
+    pub fn takes_over(&self, id: InstanceId) -> bool {
+        let live = id.index() < self.fleet.slots() && self.fleet.is_live(id);
+        live && {
+            let (healthy, draining, role) = self.fleet.state(id);
+            healthy && !draining && role != Role::Prefill
+        }
+    }
+}
+
+/// What a placement books.
+fn entry(request: &Request<'_>, hit_tokens: f64) -> Entry {
+    let prompt_tokens = f64::from(request.prompt_tokens);
+    Entry {
+        prompt_tokens,
+        new_tokens: prompt_tokens - hit_tokens,
+        output_tokens: 0.0,
+        expected_output_tokens: request.expected_output_tokens.map(f64::from),
+        stage: Stage::Bound,
+    }
+}

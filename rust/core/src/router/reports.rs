@@ -1,0 +1,69 @@
+//! What engines and peer routers report of their load.
+use super::ledger::{Report, Share};
+use super::router::Router;
+use crate::error::CoreError;
+use crate::ids::Seconds;
+use std::sync::Arc;
+
+impl Router {
+    /// Takes in an engine's load report.
+    ///
+    /// # Errors
+    /// `UnknownName`, or `BadValue` for a number that cannot be.
+    pub fn engine_report(&mut self, name: &str, report: Report) -> Result<(), CoreError> {
+        let id = self.state.fleet.find(name)?;
+        for (what, value) in
+            [("waiting", report.waiting), ("running", report.running), ("kv_usage", report.kv_usage)]
+        {
+            if let Some(v) = value.filter(|v| !v.is_finite() || *v < 0.0) {
+                return Err(CoreError::BadValue {
+                    what: format!("{what} in the load report of {name}"),
+                    got: v.to_string(),
+                    expected: "a finite number, at least 0".into(),
+                });
+            }
+        }
+        let at = self.clock(report.at);
+        self.state.ledger.report(id.index(), Report { at, ..report });
+        Ok(())
+    }
+
+    /// What this router has on each instance, for its peers; instances without anything are left out.
+    pub fn share(&self, now: Seconds) -> Vec<(Arc<str>, Share)> {
+        let now = self.latest.max(now);
+        let fleet = &self.state.fleet;
+        let live = self.state.ids().filter(|id| fleet.is_live(*id));
+        live.map(|id| (fleet.name(id).clone(), self.state.ledger.share(id.index(), now)))
+            .filter(|(_, share)| !share.is_nothing())
+            .collect()
+    }
+
+    /// What the router `replica` has on each instance; replaces what it said before. Instances that this router does not know
+    /// of are passed over.
+    ///
+    /// # Errors
+    /// `BadValue` for a number that cannot be, or more than [`MOST_REPLICAS`](super::MOST_REPLICAS) replicas. Nothing has
+    /// changed then.
+    pub fn hear<'a>(
+        &mut self,
+        replica: &str,
+        shares: impl IntoIterator<Item = (&'a str, Share)>,
+        now: Seconds,
+    ) -> Result<(), CoreError> {
+        let now = self.clock(now);
+        let Router { replicas, state, .. } = self;
+        replicas.hear(&mut state.ledger, &state.fleet, replica, shares, now)
+    }
+
+    /// Forgets what routers said that have said nothing for `seconds`: their requests count no longer, but for what engines
+    /// report. Returns their names.
+    pub fn forget_silent(&mut self, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
+        let now = self.clock(now);
+        self.replicas.forget_silent(&mut self.state.ledger, seconds, now)
+    }
+
+    /// The routers that count now, and when each was heard last.
+    pub fn replicas(&self) -> impl Iterator<Item = (&str, Seconds)> {
+        self.replicas.heard()
+    }
+}
