@@ -1,5 +1,7 @@
-"""The files of the server and of the core's router import downward only, and never in a circle; imports for types alone
-count, too."""
+"""The files of the server and of the core's router import downward only, and never in a circle.
+
+Imports for types alone count, too.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-# The core's router, from the bottom, as the table in its `mod.rs` has them; files of one row do not import each other.
+# The core's router, from the bottom, as the table in its `mod.rs` has it.
+# Files of one row do not import each other.
 ROUTER = Path(__file__).parents[1] / "rust" / "core" / "src" / "router"
 ROUTER_LAYERS = [
     {"settings"},

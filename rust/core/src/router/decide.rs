@@ -11,7 +11,7 @@ use crate::receipt::Receipt;
 use crate::request::Request;
 
 impl Router {
-    /// Decides where `request` goes, books it there and opens its ticket.
+    /// Decides where `request` goes, places it there and opens its ticket.
     ///
     /// # Errors
     /// `NoInstance` if none is eligible; nothing is booked then.
@@ -135,7 +135,7 @@ impl Router {
         &self.context.first.scores
     }
 
-    /// Third stage: books the request, all of it on `chosen`, writes the receipt, opens the ticket.
+    /// Third stage: places the request, all of it on `chosen`, writes the receipt, opens the ticket.
     ///
     /// # Errors
     /// `BadValue` if `chosen` is no slot that the last [`Router::score`] scored, or the request cannot be.

@@ -1,4 +1,4 @@
-//! The router: the only one that commits. It decides from a snapshot, books the placement at once, follows each ticket to its
+//! The router: the only one that commits. It decides from a snapshot, counts the placement at once, follows each ticket to its
 //! end and keeps the receipts. One router serves one pool: the instances of one model.
 //!
 //! Imports go down this list (a test holds them to it):

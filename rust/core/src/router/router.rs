@@ -22,7 +22,7 @@ use crate::request::Request;
 /// No clock shows as many seconds: what is beyond is a mistake, and not a number still less.
 const FAR: Seconds = 1e12;
 
-/// Decides, books, follows. One for each pool.
+/// Decides, places, follows. One for each pool.
 pub struct Router {
     /// What a decision depends on.
     pub(super) state: State,
@@ -82,7 +82,7 @@ impl Router {
         Ok(id)
     }
 
-    /// Removes an instance. Its open tickets stay valid; their events touch no books any more.
+    /// Removes an instance. Its open tickets stay valid; their events touch no ledger any more.
     ///
     /// # Errors
     /// `UnknownName`.

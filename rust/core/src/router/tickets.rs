@@ -23,14 +23,14 @@ pub struct Pulling {
     pub under_way: bool,
 }
 
-/// One segment of a ticket's plan, with its share of the books.
+/// One segment of a ticket's plan, with what the ledger holds of it.
 #[derive(Clone, Debug)]
 pub struct Leg {
     /// The segment.
     pub segment: Segment,
     /// Generation of the instance when it was placed.
     pub instance_generation: u32,
-    /// Its share of the books.
+    /// What the ledger holds of it.
     pub entry: Entry,
     /// Blocks of the chain that the instance was believed to hold.
     pub hit_blocks: u32,
@@ -196,7 +196,7 @@ impl Tickets {
     }
 }
 
-/// The slab position of a ticket: its name in the books, unique among the open ones.
+/// The slab position of a ticket: its name in the ledger, unique among the open ones.
 pub fn slot(id: TicketId) -> u32 {
     id.0 as u32
 }

@@ -3,7 +3,7 @@
 //!
 //! The first of them is a [`Pull`] beside the plan's segments, not one of them: it is never open. No token comes of it, it waits in no queue and takes no place in the
 //! holder's batch; if it fails, the request does not, since its instance computes what is missing; and a retry begins anew, at token 0. A segment that is open has
-//! all of that in its books. What the holder does is counted by itself, in `pulls`.
+//! all of that in the ledger. What the holder does is counted by itself, in `pulls`.
 //!
 //! For each instance the best way is one of two: compute what it misses, or pull as much as the fullest holder with time has ([`Indicator::PullTokens`],
 //! [`Indicator::PullCostTokens`]). Scores may read it; whatever they read, the instance that is chosen pulls where it pays.

@@ -236,7 +236,7 @@ impl Router {
         self.end_pull(ticket);
         let state = self.tickets.get(ticket).ok()?;
         let old = state.leg.clone();
-        state.leg.instance_generation = 0; // off the books, whatever comes
+        state.leg.instance_generation = 0; // off the ledger, whatever comes
         state.failed.push(old.segment.instance.0);
         let later = std::mem::take(&mut state.later);
         let decision = state.decision;

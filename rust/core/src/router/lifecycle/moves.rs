@@ -19,7 +19,7 @@ pub enum Carry {
 }
 
 impl Router {
-    /// Begins to move a running request: books a segment for what is left of it on `target`, behind its open one.
+    /// Begins to move a running request: places a segment for what is left of it on `target`, behind its open one.
     ///
     /// # Errors
     /// `Ticket` where it is closed, without a token so far, has a segment bound behind the open one already, or could not go there: `target` is where it is, gone,
@@ -75,7 +75,7 @@ impl Router {
     }
 
     /// The instance of a running request has failed it: it is not asked for it again. Where it would best go on, chosen among the others as a segment that follows
-    /// another is. Books nothing.
+    /// another is. Places nothing.
     ///
     /// # Errors
     /// `Ticket` where it is closed or has no token yet, `NoInstance`.

@@ -10,7 +10,7 @@ use crate::router::state::State;
 use crate::router::tickets::{self, Leg, TicketId, TicketState};
 
 impl Router {
-    /// Books all segments of a new ticket.
+    /// Adds all segments of a new ticket to the ledger.
     pub(in crate::router) fn open_legs(&mut self, ticket: TicketId, now: Seconds) {
         let slot = tickets::slot(ticket);
         let Ok(state) = self.tickets.get(ticket) else { return };
@@ -27,7 +27,7 @@ impl Router {
         }
     }
 
-    /// Books a segment.
+    /// Adds a segment to the ledger.
     pub(in crate::router) fn open_leg(&mut self, ticket: u32, leg: &mut Leg, now: Seconds) {
         let slot = leg.segment.instance.index();
         match leg.entry.stage {
@@ -49,7 +49,7 @@ impl Router {
         }
     }
 
-    /// Takes a segment off the books, however it ended.
+    /// Takes a segment off the ledger, however it ended.
     pub(in crate::router) fn close_leg(&mut self, ticket: u32, leg: &Leg, now: Seconds) {
         if !self.state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
             return;
@@ -76,7 +76,7 @@ impl Router {
         self.end_pull(ticket);
         let state = self.tickets.get(ticket)?;
         let mut ended = state.leg.clone();
-        state.leg.instance_generation = 0; // off the books, whatever comes
+        state.leg.instance_generation = 0; // off the ledger, whatever comes
         let first = state.handed_over.map_or(usage, |(_, first)| first);
         state.handed_over = Some((now, first));
         state.failed.clone_from(&state.lost);
@@ -132,8 +132,8 @@ impl Router {
         }
     }
 
-    /// Chooses and books where a request goes on whose segment `ended`, in the place of the segment `bound`, where one was; all of it anew where
-    /// nobody takes it over, if that may be.
+    /// Chooses and places the segment that follows `ended`, instead of the segment `bound`, if there was one. If nobody takes
+    /// it over and `colocate` allows it, the whole request is placed anew.
     fn go_on(
         &mut self,
         ticket: TicketId,

@@ -171,7 +171,7 @@ impl State {
     }
 }
 
-/// What a placement books.
+/// What a placement adds to the ledger.
 fn entry(request: &Request<'_>, hit_tokens: f64) -> Entry {
     let prompt_tokens = f64::from(request.prompt_tokens);
     Entry {
