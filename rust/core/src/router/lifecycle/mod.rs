@@ -35,8 +35,12 @@ impl Router {
         loop {
             let leg = &self.tickets.get(ticket)?.leg;
             let effects = machine::effects(&event, Place::of(leg), leg.entry.stage);
+            let recorded = leg.told;
             for effect in effects {
-                if let Some(segment) = self.apply(*effect, ticket, &event, now)? {
+                if *effect == Effect::RecordPrompt && recorded {
+                    continue;
+                }
+                if let Some(segment) = self.apply(*effect, ticket, event, now)? {
                     open_now = Some(segment);
                 }
             }
@@ -47,14 +51,15 @@ impl Router {
     }
 
     /// Applies one effect of an event. Returns the segment that is open now if that changed.
+    #[inline]
     fn apply(
         &mut self,
         effect: Effect,
         ticket: TicketId,
-        event: &Event,
+        event: Event,
         now: Seconds,
     ) -> Result<Option<Segment>, CoreError> {
-        match (effect, *event) {
+        match (effect, event) {
             (Effect::RecordPrompt, _) => self.record_prompt(ticket),
             (Effect::EndFetch, _) => self.end_pull(ticket),
             (Effect::LearnFetch, Event::Pulled { tokens, seconds }) => {

@@ -8,6 +8,7 @@ use crate::request::Request;
 use crate::router::context::{DecisionContext, Selection};
 use crate::router::state::State;
 use crate::wide::{lesser, wide_fn};
+use smallvec::SmallVec;
 
 impl State {
     /// Writes what the last choice of a first segment saw into its receipt. The context must still be as that choice left it.
@@ -64,13 +65,13 @@ impl State {
             best[live - 1] = (chosen_key, chosen.0);
         }
         let indicators = self.indicators(context);
-        let term = |id: Indicator, slot: usize| {
-            let slot = if id.decl().scope == Scope::Request { 0 } else { slot };
-            indicators.get(id)[slot]
-        };
+        // A request's own indicators have one value, in slot 0.
+        let column = |id: Indicator| (indicators.get(id), id.decl().scope != Scope::Request);
+        let columns: SmallVec<[(&[f64], bool); 8]> = self.first.reads.iter().map(column).collect();
         for &(key, slot) in &best[..live] {
             receipt.best.push(Candidate { slot, score: key * sign });
-            receipt.terms.extend(self.first.reads.iter().map(|id| term(id, slot as usize)));
+            let at = |per_slot: bool| if per_slot { slot as usize } else { 0 };
+            receipt.terms.extend(columns.iter().map(|(column, per_slot)| column[at(*per_slot)]));
         }
     }
 }
