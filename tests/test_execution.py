@@ -709,13 +709,13 @@ class Driver:
         now = self.clock.now
         attempt.answered = self.engines.answer(step.engine.name, request, step.for_client, now)
 
-    def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
+    def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
         assert isinstance(attempt, QuietAttempt)
         if event in ("ended", "failed", "stale"):
             slot = slot_of(attempt.step)
-            assert self.open.get(slot) is attempt, "a cancelled attempt tells of something"
+            assert self.open.get(slot) is attempt, "a cancelled attempt reports an event"
             self.gone.append(self.open.pop(slot))
-        self.on(self.execution.attempt, event, attempt, self.clock.now, told)
+        self.on(self.execution.attempt, event, attempt, self.clock.now, detail)
 
     def fail(self) -> None:
         self.raised = sys.exc_info()[1]

@@ -62,13 +62,13 @@ def events(raw: bytes) -> list[Any]:
 def test_what_legs_are_sent() -> None:
     more = {"temperature": 0.3, "stop_token_ids": [9], "min_tokens": 20, "cache_salt": "s", "stream": True}
     one = joined(stream_options={"include_usage": True}, **more)
-    path, leg = sent(one.leg(2))
+    path, leg = sent(one.segment(2))
     same = {"model": "m", "temperature": 0.3, "stop_token_ids": [9], "cache_salt": "s"}
     assert path == COMPLETIONS
     assert leg == {**same, "prompt": PROMPT[:2], "max_tokens": 1, "min_tokens": 1, "stream": False}
-    path, leg = sent(one.leg(3))
+    path, leg = sent(one.segment(3))
     assert leg == {**ASKED, **same, "max_tokens": 1, "min_tokens": 1, "stream": False}
-    path, leg = sent(one.leg(13))
+    path, leg = sent(one.segment(13))
     assert leg == {
         **ASKED,
         **same,
@@ -77,9 +77,9 @@ def test_what_legs_are_sent() -> None:
         "stream": False,
         "return_token_ids": True,
     }
-    assert one.leg(1000)[1]["max_tokens"] == 30
+    assert one.segment(1000)[1]["max_tokens"] == 30
     one.take(answer(COMPLETIONS, IDS[:4], text_of(IDS[:4])), 4)
-    path, leg = sent(one.leg(12))
+    path, leg = sent(one.segment(12))
     assert leg == {
         **same,
         "prompt": PROMPT + IDS[:3],
@@ -96,7 +96,7 @@ def test_what_legs_are_sent() -> None:
 
 def test_a_chat_goes_on_as_a_completion() -> None:
     one = joined(CHAT, chat_template_kwargs={"a": 1}, top_p=0.5)
-    path, leg = sent(one.leg(5))
+    path, leg = sent(one.segment(5))
     assert path == CHAT
     assert leg == {
         **CHATTED,
@@ -162,7 +162,7 @@ def test_log_probabilities_are_joined(text: str) -> None:
     ids = [int(t) for t in ENCODER.encode(text)]  # type: ignore[union-attr]
     first = len(ids) - 1
     one = joined(logprobs=0, max_tokens=len(ids))
-    assert one.leg(5)[1]["logprobs"] == 0
+    assert one.segment(5)[1]["logprobs"] == 0
     one.take(answer(COMPLETIONS, ids[:first], text_of(ids[:first]), logprobs=logprobs(ids[:first])), first)
     assert one.last()[1]["logprobs"] == 0
     rest = ids[first - 1 :]

@@ -228,7 +228,7 @@ impl ResponseReader {
     }
 
     /// Closes the ticket as finished, with the usage that the answer tells of, and lets go of it.
-    fn finished(&mut self, py: Python<'_>) -> Result<()> {
+    fn finish_ticket(&mut self, py: Python<'_>) -> Result<()> {
         if let Some(ticket) = self.ticket.take() {
             let usage = self.scanner.usage();
             let narrow = |n: Option<u64>| n.map(|n| u32::try_from(n).unwrap_or(u32::MAX));

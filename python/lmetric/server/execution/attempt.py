@@ -23,7 +23,7 @@ ANSWER_BYTES = 16 << 20
 class AttemptListener(Protocol):
     """Who is told what comes of an attempt."""
 
-    def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
+    def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
         """Something happened to the attempt. To "ready", `begin` or `cancel` is the answer."""
 
     def fail(self) -> None:
@@ -153,9 +153,9 @@ class EngineAttempt:
                 self._step(flags, data)
                 return
             # A stream's tokens are told to the ticket first, so that it ends by an event of its own.
-            told = flags & ~END if self.reader.event_stream else flags
-            self._listener.on_attempt_event("ready", self, told)
-            if self.begun and told & END and not flags & ENGINE_ERROR:
+            detail = flags & ~END if self.reader.event_stream else flags
+            self._listener.on_attempt_event("ready", self, detail)
+            if self.begun and detail & END and not flags & ENGINE_ERROR:
                 self._close()  # the listener took that for the end, too
             elif not self.over:
                 self._step(flags & ~READY, data)

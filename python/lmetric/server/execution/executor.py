@@ -47,7 +47,7 @@ from lmetric.server.execution.planners.prefix_fetch import PrefixFetch
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import (
     UNBOUNDED,
-    Made,
+    Delta,
     MergeError,
     cached_of,
     object_of,
@@ -176,13 +176,13 @@ class RequestExecution(Progress):
 
     # -- events of attempts ----------------------------------------------------------------------------------
 
-    def attempt(self, event: AttemptEvent, attempt: Attempt, now: float, told: Any = None) -> list[Act]:
+    def attempt(self, event: AttemptEvent, attempt: Attempt, now: float, detail: Any = None) -> list[Act]:
         """Something happened to an attempt."""
         step = attempt.step
         if step is self.main:
-            _OF_MAIN[event](self, attempt, now, told)
+            _OF_MAIN[event](self, attempt, now, detail)
         elif step is self.side:
-            _OF_SIDE[event](self, attempt, now, told)
+            _OF_SIDE[event](self, attempt, now, detail)
         acts, self._acts = self._acts, []
         return acts
 
@@ -259,11 +259,11 @@ class RequestExecution(Progress):
         else:
             self._paired_prefill_ended(attempt, now)
 
-    def _main_failed(self, attempt: Attempt, now: float, told: tuple[str, str]) -> None:
-        self._failed(attempt.step.engine, *told, now)
+    def _main_failed(self, attempt: Attempt, now: float, detail: tuple[str, str]) -> None:
+        self._failed(attempt.step.engine, *detail, now)
 
-    def _side_failed(self, attempt: Attempt, now: float, told: tuple[str, str]) -> None:
-        kind, reason = told
+    def _side_failed(self, attempt: Attempt, now: float, detail: tuple[str, str]) -> None:
+        kind, reason = detail
         self.side, engine = None, attempt.step.engine
         if self.fetch is not None:
             engine.failed(kind, reason)
@@ -480,7 +480,7 @@ class RequestExecution(Progress):
             outcome = "refused"
         else:
             fetch.kv.accept(attempt.step.engine, bytes(attempt.answer), fetch.tokens, now)
-            outcome = "pulled" if fetch.kv.there else "missing"
+            outcome = "pulled" if fetch.kv.available else "missing"
         self._fetched(fetch, outcome, now)
 
     def _fetched(self, fetch: PrefixFetch, outcome: str, now: float) -> None:
@@ -526,7 +526,7 @@ class RequestExecution(Progress):
 
     def _segment_answered(self, attempt: Attempt, body: bytes, now: float) -> None:
         step, engine, reader = attempt.step, attempt.step.engine, attempt.reader
-        kv, made = self.transfer(), None
+        kv, delta = self.transfer(), None
         kv.begin(engine)
         kv.tokens = step.ends_at - step.keeps_last if step.ends_at else WHOLE_PROMPT
         transcript = self.transcript
@@ -538,20 +538,20 @@ class RequestExecution(Progress):
                 try:
                     answer = object_of(body)
                     transcript.cached = cached_of(answer) or transcript.cached
-                    made = transcript.take(answer, step.tokens, whole=step.keeps_last)
+                    delta = transcript.take(answer, step.tokens, whole=step.keeps_last)
                 except MergeError as error:
                     if not self._disable_merging(engine, error, now):
                         return
-            if made is not None and made.finish is not None:
-                self._end_merged(made, now, "ANSWERED", ended=True)
+            if delta is not None and delta.finish is not None:
+                self._end_merged(delta, now, "ANSWERED", ended=True)
                 return
-            tokens = min(step.ends_at, len(transcript.prompt) + len(transcript.made)) - step.keeps_last
+            tokens = min(step.ends_at, len(transcript.prompt) + len(transcript.output_ids)) - step.keeps_last
             told_tokens = tokens if counted else None
         if not self.unmergeable and (not step.ends_at or engine.connector is not None):
             kv.accept(engine, body, told_tokens, now)
-        if made is not None:
-            self._write_delta(made, now)
-            if transcript is not None and len(made.ids) == len(transcript.made) == 1:
+        if delta is not None:
+            self._write_delta(delta, now)
+            if transcript is not None and len(delta.ids) == len(transcript.output_ids) == 1:
                 self.ticket.first_token(now)
         self._next_segment(reader.prompt_tokens, reader.cached_tokens, now, "ANSWERED")
 
@@ -578,14 +578,14 @@ class RequestExecution(Progress):
         try:
             answer = object_of(body)
             transcript.cached = transcript.cached or cached_of(answer)
-            made = transcript.take(answer, step.tokens, whole=True)
+            delta = transcript.take(answer, step.tokens, whole=True)
         except MergeError as error:
             if error.failed:
                 self._failed(engine, "reset", str(error), now)
             elif self._disable_merging(engine, error, now):
                 self._resend(engine, now)
             return
-        if made.ids:
+        if delta.ids:
             kv = self.kv
             if not self.has_tokens:
                 self.ticket.first_token(now)
@@ -593,13 +593,13 @@ class RequestExecution(Progress):
                     mover.fetched(self.total, now - self.last_slice_at)
             elif self.slice_tokens > 1:
                 self.slice_rate = (now - attempt.started) / self.slice_tokens
-            if more := len(made.ids) - (not self.has_tokens):
+            if more := len(delta.ids) - (not self.has_tokens):
                 self.ticket.tokens(more, now)
             self.has_tokens = True
-        if made.finish is not None:
-            self._end_merged(made, now, "ANSWERED", ended=False)
+        if delta.finish is not None:
+            self._end_merged(delta, now, "ANSWERED", ended=False)
             return
-        self._write_delta(made, now)
+        self._write_delta(delta, now)
         self.last_slice_at = now
         self._next_slice(engine, now, "ANSWERED")
 
@@ -667,7 +667,7 @@ class RequestExecution(Progress):
         if attempt.error or self.status >= 400 or attempt.reader.aborted:
             self._finish("ENDED", "engine_error")
             return
-        attempt.reader.finished()
+        attempt.reader.finish_ticket()
         self._finish("ENDED")
 
     def _whole(self, attempt: Attempt, now: float) -> None:
@@ -679,11 +679,11 @@ class RequestExecution(Progress):
             self._end_merged(None, now, "ENDED", ended=False)
         elif step.merges:
             try:
-                made = self.merged().take(object_of(bytes(attempt.answer)), UNBOUNDED)
+                delta = self.merged().take(object_of(bytes(attempt.answer)), UNBOUNDED)
             except MergeError as error:
                 self._retry(engine, "reset", str(error), now)
             else:
-                self._end_merged(made, now, "ENDED", ended=False)
+                self._end_merged(delta, now, "ENDED", ended=False)
         else:
             self._forward(attempt, now)
 
@@ -706,7 +706,7 @@ class RequestExecution(Progress):
             body = own_request.stripped(answer, choices, step.hides_ids)
             self._begin(b"application/json", len(body), engine.name)
             self._acts.append(Write(body, last=True))
-            attempt.reader.finished()
+            attempt.reader.finish_ticket()
             self._finish("ENDED")
 
     def _take_event(self, step: Step, data: bytes, now: float) -> None:
@@ -726,22 +726,22 @@ class RequestExecution(Progress):
                 self._drop_and_fail(step, "engine_error", f"it ended with finish_reason {finish}", now)
                 return
         for choice in choices:
-            made = self.merged().more(choice)
+            delta = self.merged().more(choice)
             if not self.has_tokens:
                 self.has_tokens = True
                 self._enter("READY", "STREAMING")
-            self._write_delta(made, now)
+            self._write_delta(delta, now)
 
-    def _write_delta(self, made: Made, now: float, engine: str | None = None) -> None:
+    def _write_delta(self, delta: Delta, now: float, engine: str | None = None) -> None:
         """Gives the client what was added, where it streams; `engine`: who is named where that begins it."""
         if not self.stream:
             return
         transcript = self.merged()
         opening = b"" if self.committed else transcript.opening()
         self._begin_stream(engine)
-        if made.ids and transcript.first_token_at is None:
+        if delta.ids and transcript.first_token_at is None:
             transcript.first_token_at = now
-        self._acts.append(Write(opening + transcript.chunk(made)))
+        self._acts.append(Write(opening + transcript.chunk(delta)))
 
     def _begin_stream(self, engine: str | None = None) -> None:
         if not self.committed:
@@ -753,22 +753,22 @@ class RequestExecution(Progress):
         self.body = b""
         self._acts.append(Begin(kind, length, engine))
 
-    def _end_merged(self, made: Made | None, now: float, event: Event, *, ended: bool) -> None:
+    def _end_merged(self, delta: Delta | None, now: float, event: Event, *, ended: bool) -> None:
         """The merged answer is whole; `ended`: inside its open segment, whatever was to follow."""
         transcript = self.merged()
         engine = self.ticket.instance if ended else self.answering_engine_name
         if self.stream:
-            if made is not None:
-                self._write_delta(made, now, engine)
+            if delta is not None:
+                self._write_delta(delta, now, engine)
             self._begin_stream(engine)
             self._acts.append(Write(transcript.closing(), last=True))
         else:
-            assert made is not None
-            answer = transcript.answer(made)
+            assert delta is not None
+            answer = transcript.answer(delta)
             self._begin(b"application/json", len(answer), engine)
             self._acts.append(Write(answer, last=True))
         close = self.ticket.ended if ended else self.ticket.finished
-        close(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.made))
+        close(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.output_ids))
         self._finish(event)
 
     # -- migration -------------------------------------------------------------------------------------------
@@ -885,7 +885,7 @@ class RequestExecution(Progress):
             # From here on the router writes the answer.
             transcript.first_token_at = self.answered.reader.first_token_at
             self.answered = self.observing = None
-        self.kv = migration.kv if migration.kv.there else None
+        self.kv = migration.kv if migration.kv.available else None
         if self.kv is not None:
             self.kv.tokens = self.total
         self.slice_fetches = self.kv is not None

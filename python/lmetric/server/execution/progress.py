@@ -97,7 +97,7 @@ class Progress:
     def total(self) -> int:
         """Tokens of the prompt and of the answer so far; 0: they are not known."""
         if self.transcript is not None:
-            return len(self.transcript.prompt) + len(self.transcript.made)
+            return len(self.transcript.prompt) + len(self.transcript.output_ids)
         return len(self.call.tokens) if self.call is not None and self.call.tokens is not None else 0
 
     @property

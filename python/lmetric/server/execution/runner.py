@@ -72,10 +72,10 @@ class RequestRunner(InFlightRequest):
         except Exception:
             self.fail()
 
-    def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, told: Any = None) -> None:
+    def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
         """Something happened to an attempt."""
         try:  # as `_on`: each request passes here
-            for act in self.execution.attempt(event, attempt, time.monotonic(), told):
+            for act in self.execution.attempt(event, attempt, time.monotonic(), detail):
                 _DO[act.__class__](self, act)
         except Exception:
             self.fail()
@@ -234,7 +234,7 @@ class RequestRunner(InFlightRequest):
         execution = self.execution
         if execution.observing is not None:
             return execution.observing.reader.observed_tokens
-        return len(execution.transcript.made) if execution.transcript is not None else 0
+        return len(execution.transcript.output_ids) if execution.transcript is not None else 0
 
     def move_to(self, target: Engine, now: float) -> bool:
         """Begins to move it to another engine; whether it did."""

@@ -1,13 +1,13 @@
-"""The answer of a request that was cut: its legs' bodies, and one answer made of what they say.
+"""The answer of a request that was split: the bodies of its segments, and one answer merged from theirs.
 
-Legs tell token ids; the text is made of them here, over the whole answer. So it is exact at every seam, where
-an engine that goes on behind half a character would say what came before again. A first leg's own text must
-be the same; where it is not, something between tokens and text is not known here (a parser of tool calls or
-reasoning, another tokenizer), and the request is not joined.
+Engines report token IDs. The text is decoded here, over the whole answer, so it is exact at every segment
+boundary, even inside a character. The text of the first segment must equal the engine's. If it does not, the
+engine does something unknown between tokens and text (it parses tool calls or reasoning, or has another
+tokenizer), and the answers are not merged.
 
-A leg that ends at token s of a request whose prompt has P tokens makes s - P + 1 tokens: the last has no KV
-cache, so it is made again by the next leg and counts there (vLLM, `docs/engines.md`). A bounded leg makes
-s - P: all of them count.
+A segment that ends at token s of a request with P prompt tokens produces s - P + 1 tokens. The last one has
+no KV cache, so the next segment produces it again, and it counts there (vLLM, `docs/engines.md`). A bounded
+segment produces s - P tokens, and all of them count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lmetric.tokens import Detokeniser, Tokens
 
 JSON = Mapping[str, Any]
 
-# What a leg that is sent token ids gets of the client's request, besides prompt, lengths and stream.
+# What a segment that is sent token ids gets of the client's request, besides prompt, lengths and stream.
 _KEPT = (
     *("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"),
     *("allowed_token_ids", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
@@ -35,16 +35,16 @@ _KEPT = (
     *("priority", "cache_salt", "user", "session_id"),
 )
 
-# What only the first leg of a request is sent as it came.
+# What only the first segment of a request is sent as it came.
 _PROMPT_FIELDS = frozenset({"prompt", "messages", "documents"})
 
-# Tokens of an answer whose request says no length: it is neither cut nor moves, and no leg is sized by it.
+# Tokens of an answer whose request states no length: it is neither split nor migrated, and sizes no segment.
 UNBOUNDED = 1 << 31
 
 
 class MergeError(Exception):
-    """A leg's answer cannot be joined with what follows; says why. `failed`: that is the fault of this leg,
-    and another may do better."""
+    """A segment's answer cannot be merged with what follows, and why. `failed`: the engine is to blame, and
+    another may do better."""
 
     def __init__(self, why: str, *, failed: bool = False) -> None:
         super().__init__(why)
@@ -52,8 +52,8 @@ class MergeError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What a leg added to the answer; `finish` None: the answer goes on."""
+class Delta:
+    """What a segment added to the answer; `finish` None: the answer continues."""
 
     ids: list[int]
     text: str
@@ -70,21 +70,21 @@ class Transcript:
         self.path = path
         self.request = request
         self.prompt: Tokens = np.asarray(prompt, dtype=np.uint32)
-        self.made: list[int] = []
+        self.output_ids: list[int] = []
         self.over = False  # it has a finish_reason
         self.first_token_at: float | None = None  # seconds on the monotonic clock
-        self.cached: JSON | None = None  # prompt_tokens_details of the leg that computed the prompt's end
+        self.cached: JSON | None = None  # prompt_tokens_details of the segment that computed the prompt's end
         self._most = most if most is not None else UNBOUNDED
         self._chat = path == CHAT
         self._skip = request.get("skip_special_tokens") is not False
         self._stop_shown = request.get("include_stop_str_in_output") is True
         self._encoder = encoder
         self._text: Detokeniser | None = None
-        self._said = ""
-        self._read = 0  # of `made`, what is in `_said`
-        self._heard: list[str] = []  # of a stream that is passed on: what the engine made of its tokens
+        self._decoded = ""
+        self._decoded_ids = 0  # of `output_ids`, what is in `_decoded`
+        self._engine_text: list[str] = []  # of a stream that passes to the client: the engine's own text
         self._logprobs: dict[str, Any] | None = None
-        self._frame: dict[str, Any] = {}  # of the first leg that made tokens, without its choices
+        self._frame: dict[str, Any] = {}  # of the first segment that made tokens, without its choices
         self._choice: dict[str, Any] = {}  # of it
         self._options = request.get("stream_options") or {}
 
@@ -98,7 +98,7 @@ class Transcript:
     @property
     def output_tokens(self) -> int:
         """Of all engines."""
-        return len(self.made)
+        return len(self.output_ids)
 
     @property
     def prompt_tokens(self) -> int:
@@ -111,65 +111,65 @@ class Transcript:
         found = self.cached.get("cached_tokens") if isinstance(self.cached, dict) else None
         return found if isinstance(found, int) else None
 
-    # What legs are sent.
+    # What segments are sent.
 
-    def leg(self, to_token: int) -> tuple[str, dict[str, Any]]:
-        """Path and body of a leg that nobody but the router hears, up to this token."""
+    def segment(self, to_token: int) -> tuple[str, dict[str, Any]]:
+        """Path and body of a segment that nobody but the router hears, up to this token."""
         count = len(self.prompt)
         if self.begun or to_token < count:
             return COMPLETIONS, self._by_ids(to_token)
-        leg = {k: v for k, v in self.request.items() if k not in ("stream_options", "max_completion_tokens")}
-        leg |= {"stream": False, "max_tokens": min(to_token - count + 1, self._most)}
+        body = {k: v for k, v in self.request.items() if k not in ("stream_options", "max_completion_tokens")}
+        body |= {"stream": False, "max_tokens": min(to_token - count + 1, self._most)}
         if self._chat:
-            leg["max_completion_tokens"] = leg["max_tokens"]
+            body["max_completion_tokens"] = body["max_tokens"]
         if to_token > count:
-            leg["return_token_ids"] = True
-        return self.path, self._at_least(leg)
+            body["return_token_ids"] = True
+        return self.path, self._at_least(body)
 
     def bounded(self, tokens: int) -> tuple[str, dict[str, Any]]:
-        """Path and body of a leg of at most so many further tokens, all of which count."""
-        target, leg = self.leg(len(self.prompt) + len(self.made) + tokens - 1)
-        return target, leg | {"return_token_ids": True}
+        """Path and body of a segment of at most so many further tokens, all of which count."""
+        target, body = self.segment(len(self.prompt) + len(self.output_ids) + tokens - 1)
+        return target, body | {"return_token_ids": True}
 
     def last(self) -> tuple[str, dict[str, Any]]:
-        """Path and body of the last leg, whose answer is joined with what is known."""
-        leg = self._by_ids(len(self.prompt) + self._most - 1)
+        """Path and body of the last segment, whose answer is joined with what is known."""
+        body = self._by_ids(len(self.prompt) + self._most - 1)
         if self.request.get("stream"):
-            leg |= {"stream": True, "stream_options": {"include_usage": True}}
-        return COMPLETIONS, leg
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return COMPLETIONS, body
 
     def tokens(self, count: int) -> Tokens:
         """The first tokens of prompt and answer so far. Those of the prompt are not copied."""
-        made = self.made[: max(count - len(self.prompt), 0)]
-        if not made:
+        output = self.output_ids[: max(count - len(self.prompt), 0)]
+        if not output:
             return self.prompt[: max(count, 0)]
-        return np.concatenate([self.prompt, np.asarray(made, dtype=np.uint32)])
+        return np.concatenate([self.prompt, np.asarray(output, dtype=np.uint32)])
 
     def _by_ids(self, to_token: int) -> dict[str, Any]:
         count = len(self.prompt)
-        leg = _kept(self.request)
+        body = _kept(self.request)
         if self.request.get("logprobs") is not None and not self._chat:
-            leg["logprobs"] = self.request["logprobs"]
-        leg["prompt"] = self.tokens(to_token)
-        left = self._most - len(self.made)
-        leg["max_tokens"] = max(1, min(to_token - count - len(self.made) + 1, left))
-        leg["stream"] = False
+            body["logprobs"] = self.request["logprobs"]
+        body["prompt"] = self.tokens(to_token)
+        left = self._most - len(self.output_ids)
+        body["max_tokens"] = max(1, min(to_token - count - len(self.output_ids) + 1, left))
+        body["stream"] = False
         if to_token > count:
-            leg["return_token_ids"] = True
-        return self._at_least(leg)
+            body["return_token_ids"] = True
+        return self._at_least(body)
 
-    def _at_least(self, leg: dict[str, Any]) -> dict[str, Any]:
-        """`min_tokens` of the whole answer, as far as it is this leg's."""
+    def _at_least(self, body: dict[str, Any]) -> dict[str, Any]:
+        """`min_tokens` of the whole answer, as far as it is this segment's."""
         least = self.request.get("min_tokens")
         if isinstance(least, int):
-            leg["min_tokens"] = min(max(0, least - len(self.made)), leg["max_tokens"])
-        return leg
+            body["min_tokens"] = min(max(0, least - len(self.output_ids)), body["max_tokens"])
+        return body
 
     # What they answer.
 
-    def take(self, answer: JSON, asked: int, *, whole: bool = False) -> Made:
-        """Takes a leg's answer, not streamed, of at most `asked` tokens. The last is made again by the next
-        leg, unless `whole`. Raises MergeError."""
+    def take(self, answer: JSON, asked: int, *, whole: bool = False) -> Delta:
+        """Takes a segment's answer, not streamed, of at most `asked` tokens. Unless `whole`, the next segment
+        produces the last one again. Raises MergeError."""
         choice = _choice(answer)
         finish = choice.get("finish_reason")
         if finish in ("abort", "error"):
@@ -177,12 +177,12 @@ class Transcript:
         ids = _ids(choice)
         if not self.begun:
             self._first(answer, choice, ids)
-        over = finish != "length" or len(ids) < asked or len(self.made) + len(ids) >= self._most
+        over = finish != "length" or len(ids) < asked or len(self.output_ids) + len(ids) >= self._most
         kept = ids if over or whole else ids[:-1]
         return self._add(kept, finish if over else None, choice.get("stop_reason"), choice.get("logprobs"))
 
-    def more(self, choice: JSON) -> Made:
-        """Takes a chunk's choice of the last leg, as it is streamed. Raises MergeError."""
+    def more(self, choice: JSON) -> Delta:
+        """Takes a chunk's choice of the last segment, as it is streamed. Raises MergeError."""
         logprobs, stop = choice.get("logprobs"), choice.get("stop_reason")
         return self._add(_ids(choice), choice.get("finish_reason"), stop, logprobs)
 
@@ -196,12 +196,12 @@ class Transcript:
             if prompt is not None:
                 self.prompt = prompt
             self._frame = frame
-        self._heard = [text]
-        self.made = ids.tolist()
+        self._engine_text = [text]
+        self.output_ids = ids.tolist()
         self.over |= reader.observed_over
 
     def forget_prompt(self) -> None:
-        """Drops what only first legs are sent: later ones are sent token ids."""
+        """Drops what only first segments are sent: later ones are sent token ids."""
         self.request = {name: value for name, value in self.request.items() if name not in _PROMPT_FIELDS}
 
     def catch_up(self) -> None:
@@ -209,20 +209,20 @@ class Transcript:
         MergeError."""
         if self._text is None:
             self._text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip)
-        elif self._read == len(self.made) and not self._heard:
+        elif self._decoded_ids == len(self.output_ids) and not self._engine_text:
             return
         try:
-            self._said += self._text.more(self.made[self._read :])
+            self._decoded += self._text.more(self.output_ids[self._decoded_ids :])
         except TokenizeError as error:
             raise MergeError(str(error)) from None
-        self._read = len(self.made)
-        heard = "".join(self._heard)
-        if heard != self._said:
+        self._decoded_ids = len(self.output_ids)
+        engine_text = "".join(self._engine_text)
+        if engine_text != self._decoded:
             raise MergeError("the engine's text is not that of its tokens")
-        self._heard = [heard]
+        self._engine_text = [engine_text]
 
     def _first(self, answer: JSON, choice: JSON, ids: list[int]) -> None:
-        """Takes the frame of the first leg that made tokens, and holds its text against ours."""
+        """Takes the frame of the first segment that made tokens, and holds its text against ours."""
         frame = answer if self._chat else choice
         prompt = frame.get("prompt_token_ids")
         if isinstance(prompt, list) and prompt:
@@ -230,7 +230,7 @@ class Transcript:
         message = choice.get("message") or {}
         if self._chat and any(message.get(name) for name in ("tool_calls", "reasoning", "reasoning_content")):
             raise MergeError("the engine parses its answers into more than a text")
-        told = message.get("content") if self._chat else choice.get("text")
+        engine_text = message.get("content") if self._chat else choice.get("text")
         stopped = choice.get("finish_reason") == "stop" and not self._stop_shown
         try:
             text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip).more(
@@ -239,7 +239,7 @@ class Transcript:
             self._text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip)
         except TokenizeError as error:
             raise MergeError(str(error)) from None
-        if (told or "") != text:
+        if (engine_text or "") != text:
             raise MergeError("the engine's text is not that of its tokens")
         self._frame = {k: v for k, v in answer.items() if k not in ("choices", "usage", "prompt_token_ids")}
         if "kv_transfer_params" in self._frame:
@@ -247,7 +247,7 @@ class Transcript:
         self._choice = dict(choice)
         self.forget_prompt()
 
-    def _add(self, ids: list[int], finish: Any, stop: Any, logprobs: Any) -> Made:
+    def _add(self, ids: list[int], finish: Any, stop: Any, logprobs: Any) -> Delta:
         assert self._text is not None
         stopped = finish == "stop" and not self._stop_shown
         try:
@@ -258,24 +258,27 @@ class Transcript:
         if shifted is not None:
             before = self._logprobs or {}
             for name, values in shifted.items():
-                said = before.get(name)
+                known = before.get(name)
                 before[name] = (
-                    said + values if isinstance(said, list) and isinstance(values, list) else values
+                    known + values if isinstance(known, list) and isinstance(values, list) else values
                 )
             self._logprobs = before
-        self.made += ids
+        self.output_ids += ids
         self.over |= finish is not None
-        self._read = len(self.made)
-        self._said += text
-        self._heard.clear()
-        return Made(ids, text, finish, stop, shifted)
+        self._decoded_ids = len(self.output_ids)
+        self._decoded += text
+        self._engine_text.clear()
+        return Delta(ids, text, finish, stop, shifted)
 
     def _offset(self) -> int:
-        """At which `text_offset` the next leg's log probabilities begin. vLLM begins a chunk where the text
-        so far ends; in an answer that is not streamed it adds up its tokens' texts, which may be longer."""
+        """The `text_offset` at which the log probabilities of the next segment begin.
+
+        In a stream, vLLM begins a chunk where the text so far ends; in other answers it adds up the texts of
+        its tokens, which may be longer.
+        """
         before = self._logprobs or {}
         if self.request.get("stream") or not (before.get("text_offset") and before.get("tokens")):
-            return len(self._said)
+            return len(self._decoded)
         return int(before["text_offset"][-1]) + len(before["tokens"][-1])
 
     # What the client gets.
@@ -289,55 +292,56 @@ class Transcript:
         chunk["prompt_token_ids"] = self.prompt if self.request.get("return_token_ids") else None
         return _event(chunk)
 
-    def chunk(self, made: Made) -> bytes:
-        """The chunk of what a leg added."""
+    def chunk(self, delta: Delta) -> bytes:
+        """The chunk of what a segment added."""
         choice: dict[str, Any] = {"index": 0}
-        choice |= {"delta": {"content": made.text}} if self._chat else {"text": made.text}
-        choice |= {"logprobs": made.logprobs, "finish_reason": made.finish}
-        if made.finish or not self._chat:
-            choice["stop_reason"] = made.stop
+        choice |= {"delta": {"content": delta.text}} if self._chat else {"text": delta.text}
+        choice |= {"logprobs": delta.logprobs, "finish_reason": delta.finish}
+        if delta.finish or not self._chat:
+            choice["stop_reason"] = delta.stop
         asked = self.request.get("return_token_ids")
         if not self._chat:
-            first = len(self.made) == len(made.ids)
+            first = len(self.output_ids) == len(delta.ids)
             choice["prompt_token_ids"] = self.prompt if asked and first else None
-        choice["token_ids"] = made.ids if asked else None
-        return _event(self._chunk([choice], len(self.made)))
+        choice["token_ids"] = delta.ids if asked else None
+        return _event(self._chunk([choice], len(self.output_ids)))
 
     def closing(self) -> bytes:
         """What a stream ends with."""
         end = b"data: [DONE]\n\n"
         if not self._options.get("include_usage"):
             return end
-        return _event(self._chunk([]) | {"usage": self._usage(len(self.made), last=True)}) + end
+        return _event(self._chunk([]) | {"usage": self._usage(len(self.output_ids), last=True)}) + end
 
-    def answer(self, made: Made) -> bytes:
-        """The answer that is not streamed, after what the last leg added."""
-        choice = self._choice | {"finish_reason": made.finish, "stop_reason": made.stop}
+    def answer(self, delta: Delta) -> bytes:
+        """The answer that is not streamed, after what the last segment added."""
+        choice = self._choice | {"finish_reason": delta.finish, "stop_reason": delta.stop}
         choice["logprobs"] = self._logprobs
         frame = dict(self._frame)
         if self._chat:
-            choice["message"] = {**(choice.get("message") or {}), "content": self._said}
+            choice["message"] = {**(choice.get("message") or {}), "content": self._decoded}
         else:
-            choice["text"] = self._said
+            choice["text"] = self._decoded
         asked = self.request.get("return_token_ids")  # else they are null, as in vLLM's answers
-        choice["token_ids"] = self.made if asked else None
+        choice["token_ids"] = self.output_ids if asked else None
         (frame if self._chat else choice)["prompt_token_ids"] = self.prompt if asked else None
-        return dumps({**frame, "choices": [choice], "usage": self._usage(len(self.made), last=True)})
+        return dumps({**frame, "choices": [choice], "usage": self._usage(len(self.output_ids), last=True)})
 
-    def _chunk(self, choices: list[dict[str, Any]], made: int | None = None) -> dict[str, Any]:
-        """A chunk; `made`: output tokens so far, for clients that want usage in each chunk."""
+    def _chunk(self, choices: list[dict[str, Any]], output_tokens: int | None = None) -> dict[str, Any]:
+        """A chunk; `output_tokens`: so far, for clients that want usage in each chunk."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         created, model = self._frame.get("created"), self._frame.get("model")
         chunk = {"id": self._frame.get("id"), "object": kind, "created": created, "model": model}
         chunk["choices"] = choices
         each = self._options.get("include_usage") and self._options.get("continuous_usage_stats")
-        if each and made is not None:
-            chunk["usage"] = self._usage(made)
+        if each and output_tokens is not None:
+            chunk["usage"] = self._usage(output_tokens)
         return chunk
 
-    def _usage(self, made: int, *, last: bool = False) -> dict[str, Any]:
+    def _usage(self, output_tokens: int, *, last: bool = False) -> dict[str, Any]:
         count = len(self.prompt)
-        usage = {"prompt_tokens": count, "total_tokens": count + made, "completion_tokens": made}
+        usage = {"prompt_tokens": count, "total_tokens": count + output_tokens}
+        usage["completion_tokens"] = output_tokens
         return usage | {"prompt_tokens_details": self.cached} if last else usage
 
 
@@ -356,9 +360,9 @@ def object_of(body: bytes) -> dict[str, Any]:
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise MergeError(f"the leg's answer is not JSON: {error}") from None
+        raise MergeError(f"the segment's answer is not JSON: {error}") from None
     if not isinstance(answer, dict):
-        raise MergeError("the leg's answer is not a JSON object")
+        raise MergeError("the segment's answer is not a JSON object")
     return answer
 
 
@@ -367,16 +371,16 @@ def cached_of(answer: JSON) -> Any:
     return (answer.get("usage") or {}).get("prompt_tokens_details")
 
 
-def dumps(leg: JSON) -> bytes:
-    """A leg's body; its prompt is an array of token ids."""
-    return orjson.dumps(leg, option=orjson.OPT_SERIALIZE_NUMPY)
+def dumps(body: JSON) -> bytes:
+    """A segment's body; its prompt is an array of token ids."""
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def other_tokens(prompt: Tokens, told: Any) -> str | None:
-    """Why a chat is not the prompt whose KV cache its engine has fetched; `told`: token IDs in its answer."""
-    if not isinstance(told, list | np.ndarray) or len(told) == 0:
+def other_tokens(prompt: Tokens, reported: Any) -> str | None:
+    """Why a chat is not the prompt whose KV cache its engine fetched; `reported`: token IDs in its answer."""
+    if not isinstance(reported, list | np.ndarray) or len(reported) == 0:
         return "it does not tell a chat's token ids"
-    return None if np.array_equal(prompt, told) else "it makes other tokens of a chat"
+    return None if np.array_equal(prompt, reported) else "it makes other tokens of a chat"
 
 
 def _event(value: JSON) -> bytes:
@@ -386,7 +390,7 @@ def _event(value: JSON) -> bytes:
 def _choice(answer: JSON) -> JSON:
     choices = answer.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise MergeError("the leg's answer has not one choice")
+        raise MergeError("the segment's answer has not one choice")
     choice: JSON = choices[0]
     return choice
 
@@ -406,7 +410,7 @@ def _ids(choice: JSON) -> list[int]:
 
 
 def _shifted(logprobs: JSON, count: int, offset: int) -> dict[str, Any]:
-    """The log probabilities of the first `count` tokens of a leg that began `offset` characters into the
+    """The log probabilities of the first `count` tokens of a segment that began `offset` characters into the
     answer."""
     shifted = {k: v[:count] if isinstance(v, list) else v for k, v in logprobs.items()}
     if isinstance(shifted.get("text_offset"), list):

@@ -1,6 +1,6 @@
 """What one engine hands over to the next: used once and in time, or the tokens are computed again.
 
-vLLM holds what a leg computed for its lease. What is fetched later, or twice, is the cache of some other
+vLLM holds what a segment computed for its lease. What is fetched later, or twice, is the cache of some other
 prompt: the answer is wrong, with status 200.
 """
 
@@ -36,7 +36,7 @@ class KvTransfer:
         self._sent = False  # what was sent last carried them
 
     @property
-    def there(self) -> bool:
+    def available(self) -> bool:
         """Whether something is held, and not fetched yet."""
         return self._fields is not None
 
@@ -57,9 +57,9 @@ class KvTransfer:
 
     def accept(self, engine: Engine, answer: bytes, tokens: int | None, now: float) -> None:
         """Takes what an answer hands over; `tokens`: of how many tokens it must be the cache."""
-        connector, told = engine.connector, engine.handover
+        connector, handover = engine.connector, engine.handover
         try:
-            if connector is None or told is None:
+            if connector is None or handover is None:
                 raise HandoverError(f"{engine.name} is another engine by now")
             fields = connector.fields(answer)
             if tokens is not None:
@@ -68,15 +68,15 @@ class KvTransfer:
             self.recompute("missing", str(error))
             return
         self._fields = fields
-        self._deadline = now + (self._pool.settings.handover_seconds or connector.deadline_seconds(told))
+        self._deadline = now + (self._pool.settings.handover_seconds or connector.deadline_seconds(handover))
 
     def take(self, engine: Engine, now: float, *, goes_on: bool, total: int) -> Any:
         """What a step's body says of handing over: what it fetches, and that another fetches from it
         (`goes_on`). `total`: tokens of its prompt. Not twice."""
-        connector, told = engine.connector, engine.handover
+        connector, handover = engine.connector, engine.handover
         # What was handed over is all of this step's prompt, or the front of it.
         whole = self.tokens >= total
-        if (goes_on or not whole) and not (told is not None and told.bidirectional):
+        if (goes_on or not whole) and not (handover is not None and handover.bidirectional):
             self.forget("not_cut", f"{engine.name} is not known to be in bidirectional mode")
         fields = self._take(engine, now)
         if connector is None:

@@ -125,4 +125,4 @@ class Migration:
     def held_in_time(self) -> bool:
         """Whether, between two slices, the target can go on soon enough with what the source holds."""
         seconds = self._p.pool.prefill_seconds(self.target, self.sent_tokens)
-        return self.kv.there or seconds <= self.mover.max_gap_seconds
+        return self.kv.available or seconds <= self.mover.max_gap_seconds

@@ -30,25 +30,25 @@ def step(p: Progress, engine: Engine, now: float) -> Step:
     # Not streamed, its answer may tell where the engine holds what it computed: no client's business.
     tells = engine.handover is not None and bool(engine.handover.bidirectional)
     whole = bool(fields) and not p.stream and (tells or inside)
-    told = observed or checks
+    wants_ids = observed or checks
     return Step(
         engine,
-        _body(p, inside, fields, told),
+        _body(p, inside, fields, wants_ids),
         "whole" if whole else "pass",
         p.limit_seconds,
         p.stream,
         carries_kv=bool(fields),
         kv_until=kv.until if kv is not None else inf,
-        observed=p.stream and told,
-        hides_ids=told and not p.request.get("return_token_ids"),
+        observed=p.stream and wants_ids,
+        hides_ids=wants_ids and not p.request.get("return_token_ids"),
         checks_prompt=checks,
     )
 
 
-def _body(p: Progress, inside: bool, fields: Any, told: bool) -> bytes:
+def _body(p: Progress, inside: bool, fields: Any, wants_ids: bool) -> bytes:
     """The client's bytes with the router's fields ahead; of a completion whose prompt's front is fetched, the
     prompt as the token ids that another engine has computed some of."""
-    if not told:
+    if not wants_ids:
         more = fields
     elif "return_token_ids" in p.request:
         return dumps({**p.request, **fields, "return_token_ids": True})

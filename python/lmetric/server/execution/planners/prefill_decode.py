@@ -63,8 +63,8 @@ def pair(p: Progress, first: Engine, second: Engine, body: bytes, *, opens: bool
 
 def first_body(p: Progress, engine: Engine) -> bytes:
     """The prefill's body, or that of both engines where they run at once. Raises HandoverError."""
-    connector, told = engine.connector, engine.handover
-    if connector is None or told is None:
+    connector, handover = engine.connector, engine.handover
+    if connector is None or handover is None:
         raise HandoverError(f"{engine.name} hands nothing over")
     request = p.call.request if p.call is not None else orjson.loads(p.body)
-    return connector.first(p.asked.path, p.body, request, engine.host, told)
+    return connector.first(p.asked.path, p.body, request, engine.host, handover)

@@ -22,9 +22,9 @@ def segment(p: Progress, engine: Engine, to_token: int, following: Engine | None
     count = len(transcript.prompt)
     keeps = to_token > count and _front_is_enough(engine, following)
     if keeps:
-        target, request = transcript.bounded(to_token - count - len(transcript.made))
+        target, request = transcript.bounded(to_token - count - len(transcript.output_ids))
     else:
-        target, request = transcript.leg(to_token)
+        target, request = transcript.segment(to_token)
     inside, kv = p.inside, p.transfer()
     fields = kv.take(engine, now, goes_on=True, total=p.total)
     fetches_front = inside and kv.used
