@@ -545,7 +545,7 @@ class ResponseReader:
     @property
     def unseen(self) -> str | None: ...  # why the stream is no longer observed
     def detach(self) -> Any: ...  # lets go of the sink, which is returned
-    def finish_ticket(self) -> None: ...  # closes the ticket as finished, with the usage that the answer tells of
+    def finish_ticket(self) -> None: ...  # closes the ticket as finished, with the usage in the answer
     def take(self) -> bytes: ...
     def end_with(
         self, event: bytes
