@@ -239,7 +239,7 @@ async def test_the_lag_of_the_loop_is_measured() -> None:
         time.sleep(0.3)  # noqa: ASYNC251 - this is the lag
         before = lag.sum
         await w.until(lambda: lag.sum > before)
-        assert lag.sum >= 0.2
+        assert lag.sum > 0.19  # the sleep began at most one interval, 0.1 s, before the loop was due
         text = (await w.get("/metrics"))[1].decode()
         assert 'lmetric_event_loop_lag_seconds_bucket{le="0.25"}' in text
 

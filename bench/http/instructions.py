@@ -66,7 +66,7 @@ def started(tree: Path, *command: Any, under: tuple[str, ...] = ()) -> subproces
 
 
 def callgrind(scratch: Path, from_start: str) -> tuple[str, ...]:
-    """The command line of callgrind, with a clean folder for its counts; ``from_start``: yes or no."""
+    """The command line of callgrind; its folder for counts is emptied. ``from_start``: yes or no."""
     for old in scratch.glob("callgrind.*"):
         old.unlink()
     out = f"--callgrind-out-file={scratch}/callgrind.%p"

@@ -27,7 +27,7 @@ from lmetric.tokens import Detokeniser, Tokens
 
 JSON = Mapping[str, Any]
 
-# What a segment that is sent token ids gets of the client's request, besides prompt, lengths and stream.
+# Fields of the client's request that go with a segment sent as token IDs.
 _KEPT = (
     *("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"),
     *("allowed_token_ids", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
@@ -35,7 +35,7 @@ _KEPT = (
     *("priority", "cache_salt", "user", "session_id"),
 )
 
-# What only the first segment of a request is sent as it came.
+# Fields that only the first segment is sent.
 _PROMPT_FIELDS = frozenset({"prompt", "messages", "documents"})
 
 # Tokens of an answer whose request states no length: it is neither split nor migrated, and sizes no segment.
@@ -53,7 +53,7 @@ class MergeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a segment added to the answer; `finish` None: the answer continues."""
+    """The part of the answer that one segment added; `finish` None: the answer continues."""
 
     ids: list[int]
     text: str
@@ -114,7 +114,7 @@ class Transcript:
     # What segments are sent.
 
     def segment(self, to_token: int) -> tuple[str, dict[str, Any]]:
-        """Path and body of a segment that nobody but the router hears, up to this token."""
+        """Path and body of an internal segment that ends at this token."""
         count = len(self.prompt)
         if self.begun or to_token < count:
             return COMPLETIONS, self._by_ids(to_token)

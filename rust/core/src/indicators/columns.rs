@@ -1,7 +1,7 @@
 //! Indicator values: one dense `f64` column each.
 //!
-//! Inside a column absent is NaN, so that it spreads through a score by itself and the instance is left out; at the
-//! public edges it is `Option`.
+//! Inside a column absent is NaN, so that it spreads through a score by itself and the instance is
+//! left out; at the public edges it is `Option`.
 use super::table::{COUNT, Indicator, IndicatorSet};
 
 /// A column of `f64` per indicator, all of the same length (the number of slots).
@@ -57,8 +57,8 @@ impl Columns {
     }
 }
 
-/// All indicators for one decision: those that the ledger keeps, and those derived for the request and the moment
-/// ([`IndicatorSet::DERIVED`]).
+/// All indicators for one decision: those that the ledger keeps, and those derived for the request
+/// and the moment ([`IndicatorSet::DERIVED`]).
 #[derive(Clone, Copy, Debug)]
 pub struct Indicators<'a> {
     kept: &'a Columns,

@@ -2,7 +2,7 @@
 use super::fetch_cost::Pulls;
 use super::priorities::{Ordering, Priorities};
 use super::router::Router;
-use super::settings::{Forecast, IndexFeed, PullConfig, Rescheduling, Split};
+use super::settings::{IndexFeed, PullConfig, Rescheduling, Split};
 use super::state::Selector;
 use crate::error::CoreError;
 use crate::estimate::StepTime;
@@ -11,11 +11,12 @@ use crate::plan::{Binding, Cuts};
 use crate::policy::Policy;
 
 impl Router {
-    /// Sets the policy that chooses the instances of segments which follow others: where a request decodes whose prompt is prefilled elsewhere.
+    /// Sets the policy that chooses the instances of segments which follow others: where a request
+    /// decodes whose prompt is prefilled elsewhere.
     ///
     /// # Errors
-    /// `BadValue` while requests are in flight, of which nothing was kept for it, or if its curve of answer lengths does not
-    /// suit the other policy.
+    /// `BadValue` while requests are in flight, of which nothing was kept for it, or if its curve
+    /// of answer lengths does not suit the other policy.
     pub fn set_decode_policy(&mut self, policy: Box<dyn Policy>) -> Result<(), CoreError> {
         if self.in_flight() > 0 {
             return Err(CoreError::BadValue {
@@ -33,7 +34,7 @@ impl Router {
         self.state.config.binding = binding;
     }
 
-    /// Who feeds the index of an instance.
+    /// The feed of an instance's KV index.
     pub fn index_feed(&self, id: InstanceId) -> IndexFeed {
         self.state
             .instances
@@ -55,7 +56,8 @@ impl Router {
         self.state.instances.get(id.index())?.cache_blocks
     }
 
-    /// Says what an instance's cache holds, all ranks together. What is beyond it leaves the index with [`KvIndex::trim`].
+    /// Says what an instance's cache holds, all ranks together. What is beyond it leaves the index
+    /// with [`crate::kv::index::KvIndex::trim`].
     ///
     /// # Errors
     /// `BadValue` if the router has no such slot.
@@ -70,8 +72,8 @@ impl Router {
         self.state.guard.set_on(on);
     }
 
-    /// Says what an instance's steps cost where its engine is not like the others (another GPU, more of them); `None`: as the configuration says. A new
-    /// instance has none.
+    /// Says what an instance's steps cost where its engine is not like the others (another GPU,
+    /// more of them); `None`: as the configuration says. A new instance has none.
     ///
     /// # Errors
     /// `BadValue` if the router has no such slot.
@@ -93,7 +95,8 @@ impl Router {
         self.state.split
     }
 
-    /// Says where an instance's engine can hand requests over and take them; a new one can anywhere.
+    /// Says where an instance's engine can hand requests over and take them; a new one can
+    /// anywhere.
     ///
     /// # Errors
     /// `BadValue` if the router has no such slot.
@@ -102,7 +105,8 @@ impl Router {
         Ok(())
     }
 
-    /// Says whether prefixes are pulled from now on, and when; what was learned of their cost is forgotten.
+    /// Says whether prefixes are pulled from now on, and when; what was learned of their cost is
+    /// forgotten.
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
@@ -120,8 +124,8 @@ impl Router {
         Ok(())
     }
 
-    /// Replaces `clock_offset_seconds` of [`Priorities::UniBoost`] and keeps what was learned: the wall clock was stepped, or
-    /// drifted. Other orders have no clock.
+    /// Replaces `clock_offset_seconds` of [`Priorities::UniBoost`] and keeps what was learned: the
+    /// wall clock was stepped, or drifted. Other orders have no clock.
     ///
     /// # Errors
     /// `BadValue` for an offset out of its range.
@@ -129,13 +133,14 @@ impl Router {
         self.ordering.as_mut().map_or(Ok(()), |ordering| ordering.set_clock_offset(seconds))
     }
 
-    /// Sets how running requests are moved from now on; `None`: not at all. With a curve as its forecast, answers are learned from now on.
+    /// Sets how running requests are moved from now on; `None`: not at all. With a curve as its
+    /// forecast, answers are learned from now on.
     ///
     /// # Errors
     /// `BadValue` while requests are in flight of which nothing was kept for such a curve.
     pub fn set_rescheduling(&mut self, rescheduling: Option<Rescheduling>) -> Result<(), CoreError> {
-        let curve = rescheduling.as_ref().is_some_and(|r| matches!(r.forecast, Forecast::Curve));
-        if curve && self.state.ledger.ahead.is_none() && self.in_flight() > 0 {
+        let curve = rescheduling.as_ref().is_some_and(Rescheduling::learns_lengths);
+        if curve && self.state.ledger.ahead().is_none() && self.in_flight() > 0 {
             return Err(CoreError::BadValue {
                 what: "rescheduling".into(),
                 got: format!(
@@ -146,7 +151,7 @@ impl Router {
             });
         }
         self.state.rescheduling = rescheduling;
-        if curve && self.state.ledger.ahead.is_none() {
+        if curve && self.state.ledger.ahead().is_none() {
             self.state.look_ahead()?;
         }
         Ok(())

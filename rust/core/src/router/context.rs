@@ -13,8 +13,8 @@ pub(super) struct Selection {
     pub eligible: Vec<bool>,
 }
 
-/// What one decision writes while it is planned. The router keeps one, for its buffers and its random numbers; nothing
-/// else in it outlives the next plan.
+/// What one decision writes while it is planned. The router keeps one, for its buffers and its
+/// random numbers; nothing else in it outlives the next plan.
 pub(super) struct DecisionContext {
     /// Blocks of the prompt's chain that each slot holds.
     pub hit_blocks: Vec<u32>,

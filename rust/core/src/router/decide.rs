@@ -35,8 +35,8 @@ impl Router {
         Ok(self.commit_plan(request, chosen, receipt, now))
     }
 
-    /// [`Router::route_labelled`] for a request whose chain is `chain`, which the ticket takes over instead of a copy; a buffer
-    /// used before is left in its place. `request.chain` is not read.
+    /// [`Router::route_labelled`] for a request whose chain is `chain`, which the ticket takes over
+    /// instead of a copy; a buffer used before is left in its place. `request.chain` is not read.
     ///
     /// # Errors
     /// As [`Router::route`]; the chain stays where it is then.
@@ -107,7 +107,8 @@ impl Router {
         self.state.match_prefix(&mut self.context, chain);
     }
 
-    /// How many leading prompt tokens each live instance holds, in slot order. Nothing is booked or touched.
+    /// How many leading prompt tokens each live instance holds, in slot order. Nothing is booked or
+    /// touched.
     pub fn hit_tokens(&mut self, request: &Request<'_>) -> Vec<u32> {
         self.match_prefix(request.chain);
         let mut hits = self.context.hit_blocks.clone();
@@ -135,10 +136,12 @@ impl Router {
         &self.context.first.scores
     }
 
-    /// Third stage: places the request, all of it on `chosen`, writes the receipt, opens the ticket.
+    /// Third stage: places the request, all of it on `chosen`, writes the receipt, opens the
+    /// ticket.
     ///
     /// # Errors
-    /// `BadValue` if `chosen` is no slot that the last [`Router::score`] scored, or the request cannot be.
+    /// `BadValue` if `chosen` is no slot that the last [`Router::score`] scored, or the request
+    /// cannot be.
     pub fn commit(
         &mut self,
         request: &Request<'_>,

@@ -31,7 +31,8 @@ pub struct Totals {
     pub no_instance: u64,
     /// Requests moved to the next of the ranking before their first token.
     pub retries: u64,
-    /// Instances left out of a decision because an indicator was absent or the score was not a number.
+    /// Instances left out of a decision because an indicator was absent or the score was not a
+    /// number.
     pub left_out: u64,
     /// Choices in which the policy scored no candidate, so that the fewest requests decided.
     pub unscored: u64,

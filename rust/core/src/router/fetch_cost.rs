@@ -17,7 +17,8 @@ impl Pulls {
         Ok(Pulls { config, cost: PullCost::new(config.seconds_per_token, config.fixed_seconds) })
     }
 
-    /// Seconds that a pulled token takes and that a pull takes besides, as learned, and how many pulls that was learned from.
+    /// Seconds that a pulled token takes and that a pull takes besides, as learned, and how many
+    /// pulls that was learned from.
     pub fn learned(&self) -> (Seconds, Seconds, u64) {
         let (per_token, fixed) = self.cost.cost();
         (per_token, fixed, self.cost.observed())

@@ -99,8 +99,8 @@ impl Router {
             idle.engine_report(name, report)?;
         }
         if selector.reads.intersects(AHEAD) {
-            idle.state.ledger.ahead =
-                Some(Ahead::new(selector.reads, idle.state.fleet.slots(), selector.policy.length_curve()));
+            let ahead = Ahead::new(selector.reads, idle.state.fleet.slots(), selector.policy.length_curve());
+            idle.state.ledger.set_ahead(Some(ahead));
         }
         idle.match_prefix(REQUEST.chain);
         let able = idle.state.fleet.eligible_count();

@@ -1,22 +1,25 @@
-//! The router: the only one that commits. It decides from a snapshot, counts the placement at once, follows each ticket to its
-//! end and keeps the receipts. One router serves one pool: the instances of one model.
+//! The router: the only one that commits. It decides from a snapshot, counts the placement at once,
+//! follows each ticket to its end and keeps the receipts. One router serves one pool: the instances
+//! of one model.
 //!
-//! Imports go down this list (a test holds them to it):
+//! Imports go down this table, and files of one row do not import each other
+//! (`tests/test_layers.py` reads it):
 //!
-//! | file | what it holds |
+//! | files | what they hold |
 //! | --- | --- |
-//! | `feed`, `shared` | engines' KV events applied to a shared router; the router behind a lock, and tickets that close themselves |
-//! | `idle`, `decide`, `rounds` | checks of a policy on an idle fleet; decisions; rounds of rescheduling |
+//! | `feed` | engines' KV events, applied to a shared router |
+//! | `shared` | the router behind a lock, and tickets that close themselves |
+//! | `decide`, `idle`, `rounds` | decisions; checks of a policy on an idle fleet; rescheduling |
 //! | `lifecycle` | what becomes of a placed request |
-//! | `reports`, `configure` | what engines and peers report; settings that can change |
+//! | `configure`, `reports` | settings that can change; what engines and peers report |
 //! | `router` | [`Router`] itself |
-//! | `plan` | where a request runs, where it is cut, what is fetched; reads `State`, writes `DecisionContext` |
+//! | `plan` | where a request runs, where it is split, what is fetched |
 //! | `state` | everything that a decision depends on |
 //! | `context` | everything that planning writes |
-//! | `replicas`, `priorities` | peers' loads; what goes first |
-//! | `tickets`, `decision` | the requests in flight; decisions and totals |
-//! | `ledger` | what is in flight on each instance; the only writer of the indicators that outlive a decision |
-//! | `fetch_cost`, `settings` | what prefix fetches cost, as learned; what a router is set up with |
+//! | `decision`, `priorities`, `replicas` | decisions and totals; what goes first; peers' loads |
+//! | `tickets` | the requests in flight |
+//! | `fetch_cost`, `ledger` | what prefix fetches cost; what is in flight on each instance |
+//! | `settings` | what a router is set up with |
 
 mod configure;
 mod context;

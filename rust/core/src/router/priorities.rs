@@ -1,8 +1,11 @@
-//! What goes first: the integer that a request is given for its engine's queue, at submission (UniBoost, or virtual token counters).
+//! What goes first: the integer that a request is given for its engine's queue, at submission
+//! (UniBoost, or virtual token counters).
 //!
-//! An engine that orders its queue by priority takes one number and keeps it. UniBoost's is the boosted arrival by the work that is known then, the prompt tokens that the chosen
-//! instance does not hold; gamma is learned from this router's own requests as they end. Lower goes first; numbers of all instances, and of several routers whose clocks agree,
-//! compare, and stay comparable while gamma is learned: a boost is told against that of a typical prompt.
+//! An engine that orders its queue by priority takes one number and keeps it. UniBoost's is the
+//! boosted arrival by the work that is known then, the prompt tokens that the chosen instance does
+//! not hold; gamma is learned from this router's own requests as they end. Lower goes first;
+//! numbers of all instances, and of several routers whose clocks agree, compare, and stay
+//! comparable while gamma is learned: a boost is told against that of a typical prompt.
 use super::tickets::TicketState;
 use crate::error::CoreError;
 use crate::ids::Seconds;
@@ -10,8 +13,9 @@ use crate::priority::vtc::{Place, VirtualTokens};
 use crate::priority::{Priority, Settings, TailRate, Work, boost_seconds};
 use crate::request::Tenant;
 
-/// Boosts count against that of a prompt of so many tokens, so that its number is its arrival whatever gamma and the tokens' seconds are: numbers given before one of these
-/// changed, or by a router that has learned others, compare with those given after.
+/// Boosts count against that of a prompt of so many tokens, so that its number is its arrival
+/// whatever gamma and the tokens' seconds are: numbers given before one of these changed, or by a
+/// router that has learned others, compare with those given after.
 const REFERENCE_TOKENS: u32 = 1024;
 
 /// By what requests are ordered.
@@ -21,7 +25,8 @@ pub enum Priorities {
     UniBoost {
         /// Boosts; a priority never changes here, so of MEMGUARD only the bins count.
         settings: Settings,
-        /// The most that one is boosted more than another, seconds: who has waited longer is overtaken by nobody of its class.
+        /// The most that one is boosted more than another, seconds: who has waited longer is
+        /// overtaken by nobody of its class.
         most_seconds: Seconds,
         /// What is added to the router's clock, so that it is the same for all routers: seconds.
         clock_offset_seconds: Seconds,
@@ -75,7 +80,8 @@ impl Ordering {
         Ok(Ordering { of, tail, counters: VirtualTokens::default() })
     }
 
-    /// Replaces `clock_offset_seconds` of [`Priorities::UniBoost`] and keeps what was learned. Other orders have no clock.
+    /// Replaces `clock_offset_seconds` of [`Priorities::UniBoost`] and keeps what was learned.
+    /// Other orders have no clock.
     ///
     /// # Errors
     /// `BadValue` for an offset out of its range.
@@ -97,8 +103,9 @@ impl Ordering {
         }
     }
 
-    /// The priority of a request of which so many prompt tokens have to be computed, and its tenant's place.
-    /// `prefill_rate`: works out how many prefill tokens an instance computes a second.
+    /// The priority of a request of which so many prompt tokens have to be computed, and its
+    /// tenant's place. `prefill_rate`: works out how many prefill tokens an instance computes a
+    /// second.
     pub fn prioritise(
         &mut self,
         prefill_rate: impl FnOnce() -> f64,

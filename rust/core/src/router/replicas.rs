@@ -1,15 +1,19 @@
-//! Routers side by side: what each of them alone knows, its requests in flight, the others add to what they see of the instances.
+//! Routers side by side: what each of them alone knows, its requests in flight, the others add to
+//! what they see of the instances.
 //!
-//! A router tells what it has on each instance (`Router::share`); whoever hears it (`Router::hear`) counts that as if it had been placed here, until the next word from
-//! there or until it is too old (`Router::forget_silent`). How it gets from one to the other is the caller's. Indicators that a policy keeps about single requests
-//! (`handoff_*`, `decode_pressure*`) stay each router's own, as does what it learns.
+//! A router tells what it has on each instance (`Router::share`); whoever hears it (`Router::hear`)
+//! counts that as if it had been placed here, until the next word from there or until it is too old
+//! (`Router::forget_silent`). How it gets from one to the other is the caller's. Indicators that a
+//! policy keeps about single requests (`handoff_*`, `decode_pressure*`) stay each router's own, as
+//! does what it learns.
 use super::ledger::{Ledger, Share};
 use crate::error::CoreError;
 use crate::fleet::Fleet;
 use crate::ids::Seconds;
 use std::collections::BTreeMap;
 
-/// Most routers that one listens to; more side by side is a mistake, and what is kept is bounded by it.
+/// Most routers that one listens to; more side by side is a mistake, and what is kept is bounded by
+/// it.
 pub const MOST_REPLICAS: usize = 64;
 
 /// What the routers beside this one said last.
@@ -35,8 +39,9 @@ impl Replicas {
         all
     }
 
-    /// Replaces `old` by `new` in the sum of a slot, whoever has it. The sum is worked out anew when a router has nothing left there, so that rounding errors
-    /// never outlive the load that made them.
+    /// Replaces `old` by `new` in the sum of a slot, whoever has it. The sum is worked out anew
+    /// when a router has nothing left there, so that rounding errors never outlive the load that
+    /// made them.
     fn replace(&mut self, slot: usize, old: &Share, new: &Share) -> Share {
         if self.sums.len() <= slot {
             self.sums.resize(slot + 1, Share::default());
@@ -61,11 +66,12 @@ impl Replicas {
             .for_each(|share| *share = Share::default());
     }
 
-    /// What the router `replica` has on each instance, heard at `now`; replaces what it said before. Instances that are not in
-    /// the fleet are passed over.
+    /// What the router `replica` has on each instance, heard at `now`; replaces what it said
+    /// before. Instances that are not in the fleet are passed over.
     ///
     /// # Errors
-    /// `BadValue` for a number that cannot be, or more than [`MOST_REPLICAS`] replicas. Nothing has changed then.
+    /// `BadValue` for a number that cannot be, or more than [`MOST_REPLICAS`] replicas. Nothing has
+    /// changed then.
     pub fn hear<'a>(
         &mut self,
         ledger: &mut Ledger,

@@ -28,7 +28,8 @@ impl Router {
         Ok(())
     }
 
-    /// What this router has on each instance, for its peers; instances without anything are left out.
+    /// What this router has on each instance, for its peers; instances without anything are left
+    /// out.
     pub fn share(&self, now: Seconds) -> Vec<(Arc<str>, Share)> {
         let now = self.latest.max(now);
         let fleet = &self.state.fleet;
@@ -38,12 +39,12 @@ impl Router {
             .collect()
     }
 
-    /// What the router `replica` has on each instance; replaces what it said before. Instances that this router does not know
-    /// of are passed over.
+    /// What the router `replica` has on each instance; replaces what it said before. Instances that
+    /// this router does not know of are passed over.
     ///
     /// # Errors
-    /// `BadValue` for a number that cannot be, or more than [`MOST_REPLICAS`](super::MOST_REPLICAS) replicas. Nothing has
-    /// changed then.
+    /// `BadValue` for a number that cannot be, or more than [`MOST_REPLICAS`](super::MOST_REPLICAS)
+    /// replicas. Nothing has changed then.
     pub fn hear<'a>(
         &mut self,
         replica: &str,
@@ -55,8 +56,8 @@ impl Router {
         replicas.hear(&mut state.ledger, &state.fleet, replica, shares, now)
     }
 
-    /// Forgets what routers said that have said nothing for `seconds`: their requests count no longer, but for what engines
-    /// report. Returns their names.
+    /// Forgets what routers said that have said nothing for `seconds`: their requests count no
+    /// longer, but for what engines report. Returns their names.
     pub fn forget_silent(&mut self, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
         let now = self.clock(now);
         self.replicas.forget_silent(&mut self.state.ledger, seconds, now)

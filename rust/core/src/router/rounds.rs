@@ -1,4 +1,5 @@
-//! Rounds of rescheduling: what runs where is put before the rescheduler, which names the moves (STAR, section 5.2). Making them is the caller's part: see `moves`.
+//! Rounds of rescheduling: what runs where is put before the rescheduler, which names the moves
+//! (STAR, section 5.2). Making them is the caller's part: see `moves`.
 use super::ledger::Stage;
 use super::router::Router;
 use super::settings::{Forecast, Rescheduling};
@@ -21,11 +22,13 @@ pub struct NamedMove {
     pub why: Move,
 }
 
-/// A decode step of an instance of which nothing is known takes as long as a token of a fluent reader's.
+/// A decode step of an instance of which nothing is known takes as long as a token of a fluent
+/// reader's.
 const STEP_SECONDS: Seconds = 0.05;
 
 impl Router {
-    /// One round over all instances that decode: the moves that are worth making, and why there are no more. Nothing is booked; see [`Router::begin_move`].
+    /// One round over all instances that decode: the moves that are worth making, and why there are
+    /// no more. Nothing is booked; see [`Router::begin_move`].
     ///
     /// # Errors
     /// Never for what the router itself keeps.
@@ -33,8 +36,7 @@ impl Router {
         self.clock(now);
         let Router { state, tickets, .. } = self;
         let Some(by) = &state.rescheduling else { return Ok((Vec::new(), Stop::Off)) };
-        let curve =
-            state.ledger.ahead.as_ref().map(|ahead| RemainingCurve::new(&ahead.survival().product_limit()));
+        let curve = state.ledger.ahead().map(|ahead| RemainingCurve::new(&ahead.survival().product_limit()));
         let mut requests: Vec<Vec<RunningRequest>> = vec![Vec::new(); state.fleet.slots()];
         let mut coming = vec![(0.0, 0.0); state.fleet.slots()];
         let mut tokens_per_block = 0.0;
@@ -42,7 +44,8 @@ impl Router {
             let leg = &request.leg;
             let slot = leg.segment.instance.index();
             let runs = leg.entry.stage == Stage::Decoding;
-            // One whose KV is on its way is load of its target already: else each round until it is there sends that target one more.
+            // One whose KV is on its way is load of its target already: else each round until it is
+            // there sends that target one more.
             let comes = !runs && leg.segment.from_token > 0;
             if !(runs || comes) || !state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
                 continue;
@@ -108,13 +111,15 @@ impl State {
     }
 }
 
-/// Output tokens that a running request is believed to have still to come, as of its last prediction.
+/// Output tokens that a running request is believed to have still to come, as of its last
+/// prediction.
 fn remaining(by: &Rescheduling, curve: Option<&RemainingCurve>, ticket: TicketId, leg: &Leg) -> Remaining {
     let made = leg.entry.output_tokens;
     let every = f64::from(by.repredict_tokens.max(1));
     let interval = (made / every).floor();
     let then = interval * every;
-    // What is known or drawn is of the moment of the last prediction; since then `made - then` tokens have come.
+    // What is known or drawn is of the moment of the last prediction; since then `made - then`
+    // tokens have come.
     let truly = || leg.entry.expected_output_tokens.map_or(0.0, |all| (all - then).max(0.0));
     let believed = match (&by.forecast, curve) {
         (Forecast::Curve, Some(curve)) => {

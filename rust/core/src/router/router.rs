@@ -39,7 +39,8 @@ pub struct Router {
 }
 
 impl Router {
-    /// An empty router. Segments that follow others go where there are the least requests; see [`Router::set_decode_policy`].
+    /// An empty router. Segments that follow others go where there are the least requests; see
+    /// [`Router::set_decode_policy`].
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
@@ -63,10 +64,11 @@ impl Router {
 
     /// What the load will be, where a policy asks for it.
     pub fn ahead(&self) -> Option<&Ahead> {
-        self.state.ledger.ahead.as_ref()
+        self.state.ledger.ahead()
     }
 
-    /// Adds an instance. `cache_blocks`: what its KV cache holds, where known; bounds what is remembered of it.
+    /// Adds an instance. `cache_blocks`: what its KV cache holds, where known; bounds what is
+    /// remembered of it.
     ///
     /// # Errors
     /// `BadValue` where the name is taken or empty, or the fleet is full.
@@ -96,7 +98,8 @@ impl Router {
         Ok(())
     }
 
-    /// Puts an empty index in the place of the present one, which is returned: dropping it takes a while.
+    /// Puts an empty index in the place of the present one, which is returned: dropping it takes a
+    /// while.
     pub fn renew_index(&mut self, byte_bound: usize) -> KvIndex {
         let old = std::mem::replace(&mut self.state.index, KvIndex::new(byte_bound));
         for id in self.state.ids() {
@@ -157,7 +160,8 @@ impl Router {
         self.receipts.get(id)
     }
 
-    /// Time never runs back here, whatever callers say: a request may be timed before its body was read.
+    /// Time never runs back here, whatever callers say: a request may be timed before its body was
+    /// read.
     pub(super) fn clock(&mut self, now: Seconds) -> Seconds {
         if now.abs() < FAR {
             self.latest = self.latest.max(now);
@@ -221,7 +225,8 @@ impl Router {
         self.state.ledger.get(Indicator::PrefillTokensPerSecond).iter().any(|rate| !rate.is_nan())
     }
 
-    /// What a prediction of the time to first token on a slot rests on. `pool_rate`: whether a rate [is known](Router::knows_a_rate) of any.
+    /// What a prediction of the time to first token on a slot rests on. `pool_rate`: whether a rate
+    /// [is known](Router::knows_a_rate) of any.
     ///
     /// # Panics
     /// If the router has no such slot.
@@ -229,7 +234,8 @@ impl Router {
         self.state.ttft_source(id.index(), pool_rate)
     }
 
-    /// The step-time model learned from our own streams on an instance; None until there were enough of them.
+    /// The step-time model learned from our own streams on an instance; None until there were
+    /// enough of them.
     ///
     /// # Panics
     /// If the router has no such slot.
@@ -237,7 +243,8 @@ impl Router {
         self.state.ledger.step_fit(id.index()).step_time()
     }
 
-    /// Seconds that a pulled token takes and that a pull takes besides, as learned, and how many pulls that was learned from; `None` where nothing is pulled.
+    /// Seconds that a pulled token takes and that a pull takes besides, as learned, and how many
+    /// pulls that was learned from; `None` where nothing is pulled.
     pub fn pull_cost(&self) -> Option<(Seconds, Seconds, u64)> {
         self.state.pulls.map(|pulls| pulls.learned())
     }

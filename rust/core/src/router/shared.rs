@@ -12,9 +12,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// How often a decision tries a router that is taken before it goes to sleep: work behind decisions holds it for microseconds.
+/// How often a decision tries a router that is taken before it goes to sleep: work behind decisions
+/// holds it for microseconds.
 const TRIES: u32 = 2000;
-/// How long work behind decisions lets them go first, in spins; beyond it, the waiting thread is not running.
+/// How long work behind decisions lets them go first, in spins; beyond it, the waiting thread is
+/// not running.
 const PATIENCE: u32 = 2000;
 
 thread_local! {
@@ -28,8 +30,10 @@ fn this_thread() -> usize {
 
 /// A router that several threads share. Cloning shares it.
 ///
-/// A panic while a thread holds the router leaves counts half changed, and what is decided from them would be wrong without a sign of it. The router is
-/// broken from then on ([`SharedRouter::check`]). It is not an abort: the process belongs to the program that embeds the router.
+/// A panic while a thread holds the router leaves counts half changed, and what is decided from
+/// them would be wrong without a sign of it. The router is broken from then on
+/// ([`SharedRouter::check`]). It is not an abort: the process belongs to the program that embeds
+/// the router.
 #[derive(Clone)]
 pub struct SharedRouter {
     inner: Arc<Inner>,
@@ -61,8 +65,9 @@ impl SharedRouter {
         }
     }
 
-    /// Takes the router, waiting for it. Decisions are short; a caller that holds a lock of its own (an interpreter's) should
-    /// try [`SharedRouter::try_lock`] first and let its own go before it waits here.
+    /// Takes the router, waiting for it. Decisions are short; a caller that holds a lock of its own
+    /// (an interpreter's) should try [`SharedRouter::try_lock`] first and let its own go before it
+    /// waits here.
     pub fn lock(&self) -> Held<'_> {
         self.held(self.inner.router.lock(), false)
     }
@@ -113,8 +118,8 @@ impl SharedRouter {
         held
     }
 
-    /// Takes the router as soon as it is free, for some microseconds at most: whoever holds it for a moment only is waited for,
-    /// and work behind decisions gives way.
+    /// Takes the router as soon as it is free, for some microseconds at most: whoever holds it for
+    /// a moment only is waited for, and work behind decisions gives way.
     pub fn lock_soon(&self) -> Option<Held<'_>> {
         if let Some(router) = self.try_lock() {
             return Some(router);
@@ -128,8 +133,8 @@ impl SharedRouter {
         router
     }
 
-    /// Takes the router for work that decisions shall not wait for: they go first, and are next when it is let go. Such work holds it for
-    /// microseconds at a time.
+    /// Takes the router for work that decisions shall not wait for: they go first, and are next
+    /// when it is let go. Such work holds it for microseconds at a time.
     pub fn lock_behind(&self) -> Held<'_> {
         for _ in 0..PATIENCE {
             if self.inner.waiting.load(Ordering::Relaxed) == 0 {
@@ -150,7 +155,8 @@ impl SharedRouter {
 pub struct Held<'a> {
     router: Option<MutexGuard<'a, Router>>,
     inner: &'a Inner,
-    /// Whether it goes to a thread that sleeps for it, rather than to this thread's next piece of work.
+    /// Whether it goes to a thread that sleeps for it, rather than to this thread's next piece of
+    /// work.
     fair: bool,
     /// Whether the thread was not panicking already when it took the router.
     calm: bool,
@@ -212,7 +218,8 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        // A handle may go in the middle of a decision (a garbage collector's whim): never wait here.
+        // A handle may go in the middle of a decision (a garbage collector's whim): never wait
+        // here.
         if self.shared.check().is_err() {
             return;
         }

@@ -1,9 +1,9 @@
-//! What planning reads: everything that a decision depends on. Planning shares it; only commits, the lifecycle of
-//! requests, reports and settings change it.
+//! What planning reads: everything that a decision depends on. Planning shares it; only commits,
+//! the lifecycle of requests, reports and settings change it.
 use super::context::DecisionContext;
 use super::fetch_cost::Pulls;
 use super::ledger::{AHEAD, Ahead, Ledger, PROJECTED, WEIGHED};
-use super::settings::{Forecast, IndexFeed, Rescheduling, RouterConfig, Split};
+use super::settings::{IndexFeed, Rescheduling, RouterConfig, Split};
 use crate::error::CoreError;
 use crate::estimate::survival::BUCKET_TOKENS;
 use crate::estimate::{OutputLength, StepTime};
@@ -143,14 +143,10 @@ impl State {
                 expected: BUCKET_TOKENS.to_string(),
             });
         }
-        let wanted = reads.intersects(AHEAD) || self.forecasts();
-        self.ledger.ahead = wanted.then(|| Ahead::new(reads, self.fleet.slots(), curve));
+        let forecasts = self.rescheduling.as_ref().is_some_and(Rescheduling::learns_lengths);
+        let wanted = reads.intersects(AHEAD) || forecasts;
+        self.ledger.set_ahead(wanted.then(|| Ahead::new(reads, self.fleet.slots(), curve)));
         Ok(())
-    }
-
-    /// Whether answers' lengths are to be learned for it.
-    fn forecasts(&self) -> bool {
-        self.rescheduling.as_ref().is_some_and(|r| matches!(r.forecast, Forecast::Curve))
     }
 
     /// Indicators that its policies read.

@@ -45,12 +45,14 @@ pub struct Leg {
 }
 
 impl Leg {
-    /// What tells it from its request's other segments, which may be on the same instance: the ticket's slot, and its first token.
+    /// What tells it from its request's other segments, which may be on the same instance: the
+    /// ticket's slot, and its first token.
     pub fn key(&self, ticket: u32) -> (u32, u32) {
         (ticket, self.segment.from_token)
     }
 
-    /// One past the last token that need not be computed because it comes from elsewhere; 0 where none does.
+    /// One past the last token that need not be computed because it comes from elsewhere; 0 where
+    /// none does.
     pub fn carried(&self) -> u32 {
         let pulled = self.pull.map(|pulling| pulling.pull).filter(|pull| pull.tokens() > 0);
         self.segment.from_token.max(pulled.map_or(0, |pull| pull.to_token))
@@ -77,7 +79,8 @@ pub struct TicketState {
     pub decided_at: Seconds,
     /// Tokens that one block of `chain` stands for.
     pub tokens_per_block: f64,
-    /// Its prompt's chain, kept for the index and for a retry elsewhere; its length, and that of its answer where known.
+    /// Its prompt's chain, kept for the index and for a retry elsewhere; its length, and that of
+    /// its answer where known.
     pub chain: Vec<u64>,
     /// See above.
     pub prompt_tokens: u32,

@@ -3,7 +3,8 @@ use crate::ids::InstanceId;
 use crate::kv::hash::{Domain, hash_tokens_after, narrowed};
 use crate::kv::names::Means;
 
-/// Who stores blocks: a rank of an instance. Ranks have caches of their own; a block is held where one of them holds it.
+/// Who stores blocks: a rank of an instance. Ranks have caches of their own; a block is held where
+/// one of them holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Source {
     /// The instance.

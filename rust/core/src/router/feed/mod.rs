@@ -1,8 +1,9 @@
 //! The engines' own block events, applied to the index beside the decisions.
 //!
-//! Whoever feeds (a subscriber's thread, an embedding program) calls the methods of a [`KvFeed`]. It hashes and keeps the engines' names of their blocks
-//! under a lock of its own, and takes the router only to change the index: a few dozen blocks at a time, so that no decision
-//! waits for more than that, whatever comes in one event.
+//! Whoever feeds (a subscriber's thread, an embedding program) calls the methods of a [`KvFeed`].
+//! It hashes and keeps the engines' names of their blocks under a lock of its own, and takes the
+//! router only to change the index: a few dozen blocks at a time, so that no decision waits for
+//! more than that, whatever comes in one event.
 mod event;
 mod state;
 
@@ -28,7 +29,8 @@ const PIECE: usize = 64;
 const SWEPT_SHARE: f64 = 0.0625;
 /// What goes then, as a share of an instance's blocks.
 const EVICTED_SHARE: u32 = 8;
-/// The names' share of the bytes of an index that engines feed: a name takes about 20 bytes, a pair in the index about 44.
+/// The names' share of the bytes of an index that engines feed: a name takes about 20 bytes, a pair
+/// in the index about 44.
 const NAMES_SHARE: usize = 3;
 
 /// Feeds a router's index. See the module.
@@ -41,8 +43,9 @@ pub struct KvFeed {
 }
 
 impl KvFeed {
-    /// A feed for the router, whose index and the names of whose blocks take `index_bytes` together. `exact`: instances are fed by
-    /// events from the start; else room for names is set aside with the first that is.
+    /// A feed for the router, whose index and the names of whose blocks take `index_bytes`
+    /// together. `exact`: instances are fed by events from the start; else room for names is set
+    /// aside with the first that is.
     pub fn new(router: SharedRouter, keys: Keys, index_bytes: usize, exact: bool) -> KvFeed {
         let state = State { names: Names::new(0), chain: Vec::new(), epochs: Vec::new() };
         let feed = KvFeed {
@@ -68,7 +71,8 @@ impl KvFeed {
         *self.keys.read()
     }
 
-    /// Changes whenever what the events of some instance told is forgotten (not by them): see [`KvFeed::epoch_of`].
+    /// Changes whenever what the events of some instance told is forgotten (not by them): see
+    /// [`KvFeed::epoch_of`].
     pub fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
     }
@@ -110,8 +114,8 @@ impl KvFeed {
         self.router.lock_behind().fleet().is_current(source.instance, source.generation)
     }
 
-    /// Says who feeds the index of an instance. Once engines do, what was guessed is forgotten; once they do not any more, what they said
-    /// stays as a guess.
+    /// Says who feeds the index of an instance. Once engines do, what was guessed is forgotten;
+    /// once they do not any more, what they said stays as a guess.
     ///
     /// # Errors
     /// `UnknownName`.
@@ -136,7 +140,8 @@ impl KvFeed {
         Ok(())
     }
 
-    /// Says how many blocks an instance's cache holds, all ranks together (`None`: not known): the index holds no more of it.
+    /// Says how many blocks an instance's cache holds, all ranks together (`None`: not known): the
+    /// index holds no more of it.
     ///
     /// # Errors
     /// `UnknownName`.
@@ -197,7 +202,8 @@ impl KvFeed {
         means: Means,
     ) -> Result<usize, Refused> {
         let Source { instance, rank, .. } = source;
-        // Names first: a block that could not be named could never be removed. New ones need no index.
+        // Names first: a block that could not be named could never be removed. New ones need no
+        // index.
         let mut named = 0;
         while named < chain.len()
             && state.names.find(instance, rank, engines[named]).is_none()
@@ -286,7 +292,8 @@ impl KvFeed {
         }
         if !state.names.has_others(instance, rank) {
             drop(state.names.take(instance, rank));
-            // Of an instance whose events do not count, what is known are guesses of what was sent there: they stay.
+            // Of an instance whose events do not count, what is known are guesses of what was sent
+            // there: they stay.
             let counts = matches!(self.router.lock_behind().index_feed(instance), IndexFeed::Exact);
             if counts {
                 self.clear_index(instance, Some(source.generation));
@@ -358,8 +365,8 @@ impl KvFeed {
         }
     }
 
-    /// Forgets names of what the index has evicted, and if that is too little, has it evict the instance's least recently used
-    /// blocks. Returns whether names went.
+    /// Forgets names of what the index has evicted, and if that is too little, has it evict the
+    /// instance's least recently used blocks. Returns whether names went.
     fn make_room(&self, state: &mut State, source: Source, engine: u64) -> bool {
         let names = state.names.near(source.instance, source.rank, engine);
         let mut gone = self.sweep(state, source, engine);

@@ -1,7 +1,7 @@
 //! What the load will be when a request starts to decode: kept only where a policy asks for it.
 //!
-//! Fed by the same events as the rest of the ledger: who is bound where and when it is expected to start, who decodes and how far it is, how fast
-//! decodes go, and how long answers were.
+//! Fed by the same events as the rest of the ledger: who is bound where and when it is expected to
+//! start, who decodes and how far it is, how fast decodes go, and how long answers were.
 use super::counts::{Entry, Stage};
 use crate::estimate::survival::CurveSettings;
 use crate::estimate::{DecodeCost, DecodeLoad, Histogram, Outlook, Pressure, Survival};
@@ -81,7 +81,8 @@ pub struct Ahead {
     /// Mean seconds from the end of a first segment to the first token of the second.
     lag: Seconds,
     lag_known: bool,
-    /// What requests weigh, where a policy asks for it; from how many ended answers and when that was worked out.
+    /// What requests weigh, where a policy asks for it; from how many ended answers and when that
+    /// was worked out.
     weighs: bool,
     pressure: Pressure,
     weighed: (u64, Seconds),
@@ -124,12 +125,14 @@ impl Ahead {
         &self.loads[slot]
     }
 
-    /// Mean seconds from the end of a first segment to the second one's first token, as far as known.
+    /// Mean seconds from the end of a first segment to the second one's first token, as far as
+    /// known.
     pub fn lag(&self) -> Seconds {
         self.lag
     }
 
-    /// A segment (see `Leg::key`) is bound to a slot and expected to start decoding there at `start`.
+    /// A segment (see `Leg::key`) is bound to a slot and expected to start decoding there at
+    /// `start`.
     pub fn bind(&mut self, slot: usize, key: (u32, u32), entry: &Entry, start: Seconds) {
         let prompt_tokens = entry.prompt_tokens;
         let weight = if self.mean_prompt_tokens == 0.0 { 1.0 } else { PROMPT_WEIGHT };
@@ -187,7 +190,8 @@ impl Ahead {
         }
     }
 
-    /// An answer ended well after so many tokens, of which `seen` were told of. `cost`: what a step costs by what is known.
+    /// An answer ended well after so many tokens, of which `seen` were told of. `cost`: what a step
+    /// costs by what is known.
     pub fn finished(&mut self, output_tokens: u32, seen: f64, cost: DecodeCost, now: Seconds) {
         self.survival.passed(seen, f64::from(output_tokens).max(seen));
         self.survival.observe(output_tokens);

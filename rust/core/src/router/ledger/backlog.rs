@@ -1,4 +1,5 @@
-//! The prefills of each instance that are not known to be over, and how fast they drain between events.
+//! The prefills of each instance that are not known to be over, and how fast they drain between
+//! events.
 use super::counts::Entry;
 use crate::estimate::{PrefillRate, attention_pairs};
 use crate::ids::Seconds;
@@ -51,14 +52,15 @@ pub(super) struct Ended {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Backlogs {
     queues: Vec<Queue>,
-    /// Tokens left when a backlog was last settled, when that was, and the rate at which it drains since: columns of their
-    /// own for the decision's one pass.
+    /// Tokens left when a backlog was last settled, when that was, and the rate at which it drains
+    /// since: columns of their own for the decision's one pass.
     left: Vec<f64>,
     since: Vec<f64>,
     rate: Vec<f64>,
     /// Tokens left of the prefills of peer routers, as they reported them last.
     peers_left: Vec<f64>,
-    /// Tokens/s until a rate was learned; 0 where exact progress is reported and nothing drains by itself.
+    /// Tokens/s until a rate was learned; 0 where exact progress is reported and nothing drains by
+    /// itself.
     prior_rate: f64,
 }
 
@@ -119,7 +121,8 @@ impl Backlogs {
         }
     }
 
-    /// What a prefill waited for has come, or will not: it goes behind all that were placed meanwhile.
+    /// What a prefill waited for has come, or will not: it goes behind all that were placed
+    /// meanwhile.
     pub fn requeue(&mut self, slot: usize, ticket: u32, entry: &Entry, learned: &PrefillRate, now: Seconds) {
         self.settle(slot, now);
         if let Some((_, gone)) = self.take(slot, ticket) {
@@ -164,8 +167,8 @@ impl Backlogs {
         true
     }
 
-    /// Ends a prefill whose first token came, and with it all that were placed before: engines begin prefills in order, and
-    /// requests that do not stream never tell.
+    /// Ends a prefill whose first token came, and with it all that were placed before: engines
+    /// begin prefills in order, and requests that do not stream never tell.
     pub fn end_through(&mut self, slot: usize, ticket: u32, now: Seconds) -> Option<Ended> {
         self.settle(slot, now);
         let queue = &mut self.queues[slot];
@@ -249,7 +252,8 @@ impl Backlogs {
         self.drain_rate(slot);
     }
 
-    /// What is left drains evenly in the seconds that its prefills take: long prompts take longer a token.
+    /// What is left drains evenly in the seconds that its prefills take: long prompts take longer a
+    /// token.
     fn drain_rate(&mut self, slot: usize) {
         let seconds = self.queues[slot].left_seconds;
         self.rate[slot] = if seconds > 0.0 { self.left[slot] / seconds } else { 0.0 };
@@ -262,7 +266,8 @@ impl Backlogs {
         Some((place, prefills.remove(place)?))
     }
 
-    /// Takes ended prefills off what is left. (A sum and its parts are rounded apart: a sum may end below zero.)
+    /// Takes ended prefills off what is left. (A sum and its parts are rounded apart: a sum may end
+    /// below zero.)
     fn take_off(&mut self, slot: usize, tokens: f64, seconds: Seconds) {
         let queue = &mut self.queues[slot];
         (self.left[slot], queue.left_seconds) = match queue.prefills.is_empty() {
@@ -273,7 +278,8 @@ impl Backlogs {
     }
 }
 
-/// What a token of such a prefill takes, by what is learned so far; 0 where nothing drains by itself.
+/// What a token of such a prefill takes, by what is learned so far; 0 where nothing drains by
+/// itself.
 fn seconds_per_token(learned: &PrefillRate, tokens: f64, pairs: f64, prior_rate: f64) -> Seconds {
     match learned.seconds(tokens, pairs) {
         _ if prior_rate == 0.0 => 0.0,

@@ -50,7 +50,8 @@ impl Entry {
     }
 }
 
-/// The router's own requests on an instance. All numbers are integers in `f64`: adding and taking away leaves no residue.
+/// The router's own requests on an instance. All numbers are integers in `f64`: adding and taking
+/// away leaves no residue.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counts {
     /// Bound here and not sent yet: their prompt is prefilled elsewhere.
@@ -61,7 +62,8 @@ pub(super) struct Counts {
     pub scheduled: f64,
     /// Past their first token.
     pub decoding: f64,
-    /// Of `queued`, those that have left the engine's queue by its last report (the oldest leave first).
+    /// Of `queued`, those that have left the engine's queue by its last report (the oldest leave
+    /// first).
     pub unqueued: f64,
     /// Context tokens of those that decode, and of all others.
     pub decode_tokens: f64,
@@ -89,7 +91,8 @@ impl Counts {
             Stage::Coming => self.coming -= 1.0,
             Stage::Bound => {
                 self.queued -= 1.0;
-                // One of the queued is known to have left: the oldest, so one of those already taken for gone.
+                // One of the queued is known to have left: the oldest, so one of those already
+                // taken for gone.
                 self.unqueued = (self.unqueued - 1.0).max(0.0);
             }
             Stage::Scheduled => self.scheduled -= 1.0,

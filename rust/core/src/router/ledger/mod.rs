@@ -1,7 +1,9 @@
-//! The in-flight ledger: what the router placed on each instance and has not seen end, with what engines and peer routers
-//! report beside it. It is the only writer of the indicator columns that outlive a decision.
+//! The in-flight ledger: what the router placed on each instance and has not seen end, with what
+//! engines and peer routers report beside it. It is the only writer of the indicator columns that
+//! outlive a decision.
 //!
 //! Counts are written through to the columns at each event, so that a decision reads plain columns.
+mod account;
 mod ahead;
 mod backlog;
 mod counts;
@@ -14,78 +16,13 @@ pub use counts::{Entry, Stage};
 pub use external::Report;
 pub use share::Share;
 
-use crate::estimate::step_watch::{Batch, Prefilled, StepWatch};
-use crate::estimate::{PrefillRate, StepFit, StepTime, attention_pairs};
+use crate::estimate::step_watch::Prefilled;
+use crate::estimate::{DecodeCost, StepFit, StepTime, attention_pairs};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
+use account::Account;
 use backlog::Backlogs;
-use counts::Counts;
-use external::External;
-use windows::{WINDOW_SECONDS, Windows};
-
-/// What the ledger holds of one instance, apart from its prefill backlog.
-#[derive(Clone, Debug, Default)]
-struct Account {
-    own: Counts,
-    peers: Share,
-    external: External,
-    windows: Windows,
-    /// Prefixes that others pull from here.
-    pulls: f64,
-    rate: PrefillRate,
-    steps: StepWatch,
-    /// When the last of our requests that decoded ended.
-    decoded_until: Seconds,
-}
-
-impl Account {
-    /// Requests of ours and of peer routers that the engine may know of.
-    fn known(&self) -> f64 {
-        self.own.at_engine() + self.peers.at_engine()
-    }
-
-    /// What decodes.
-    fn batch(&self) -> Batch {
-        Batch {
-            sequences: self.own.decoding + self.peers.decoding,
-            context: self.own.decode_tokens + self.peers.decode_tokens,
-        }
-    }
-
-    /// Writes the indicators that follow from the counts of requests.
-    fn write(&mut self, slot: usize, columns: &mut Columns) {
-        self.external.note(self.known());
-        let (own, peers, external) = (&self.own, &self.peers, &self.external);
-        let waiting = own.coming + own.queued - own.unqueued + external.waiting + peers.coming + peers.queued;
-        let running =
-            own.unqueued + own.scheduled + own.decoding + external.running + peers.scheduled + peers.decoding;
-        let bound = own.coming + own.queued + own.scheduled + peers.coming + peers.queued + peers.scheduled;
-        for (id, value) in [
-            (Indicator::QBs, waiting),
-            (Indicator::RBs, running),
-            (Indicator::Bs, waiting + running),
-            (Indicator::DecodeBs, own.decoding + peers.decoding),
-            (Indicator::BoundBs, bound),
-        ] {
-            columns.get_mut(id)[slot] = value;
-        }
-        self.write_tokens(slot, columns);
-    }
-
-    fn write_tokens(&self, slot: usize, columns: &mut Columns) {
-        let (own, peers) = (&self.own, &self.peers);
-        let bound = own.bound_tokens + peers.bound_tokens;
-        let decode = own.decode_tokens + peers.decode_tokens;
-        for (id, value) in [
-            (Indicator::Tokens, bound + decode),
-            (Indicator::DecodeTokens, decode),
-            (Indicator::BoundTokens, bound),
-            (Indicator::RemainingTokens, own.remaining_tokens + peers.remaining_tokens),
-        ] {
-            columns.get_mut(id)[slot] = value;
-        }
-    }
-}
+use windows::WINDOW_SECONDS;
 
 /// The in-flight ledger of all instances, by slot.
 #[derive(Clone, Debug)]
@@ -96,12 +33,12 @@ pub struct Ledger {
     /// Time constant of what counts as recent.
     recent_seconds: Seconds,
     /// What the load will be, if a policy or a forecast asks for it.
-    pub ahead: Option<Ahead>,
+    ahead: Option<Ahead>,
 }
 
 impl Ledger {
-    /// An empty ledger. `prior_rate`: tokens/s at which prefills drain until a rate was learned; 0: they do not drain by
-    /// themselves.
+    /// An empty ledger. `prior_rate`: tokens/s at which prefills drain until a rate was learned; 0:
+    /// they do not drain by themselves.
     pub fn new(prior_rate: f64) -> Ledger {
         Ledger {
             columns: Columns::of(IndicatorSet::ALL.without(IndicatorSet::DERIVED)),
@@ -122,6 +59,17 @@ impl Ledger {
     #[inline]
     pub fn get(&self, id: Indicator) -> &[f64] {
         self.columns.get(id)
+    }
+
+    /// What the load will be; `None`: nothing asks for it.
+    #[inline]
+    pub fn ahead(&self) -> Option<&Ahead> {
+        self.ahead.as_ref()
+    }
+
+    /// Keeps what the load will be from now on, or no more.
+    pub fn set_ahead(&mut self, ahead: Option<Ahead>) {
+        self.ahead = ahead;
     }
 
     /// Makes room for `slots` slots.
@@ -158,15 +106,20 @@ impl Ledger {
         self.write(slot);
     }
 
-    /// A segment that follows another was placed: nothing of it is at the engine yet, and what of its prompt is computed
-    /// here waits until it is.
+    /// A segment that follows another was placed: nothing of it is at the engine yet, and what of
+    /// its prompt is computed here waits until it is.
     pub fn bind(&mut self, slot: usize, entry: &Entry) {
         self.accounts[slot].own.add(entry);
         self.write(slot);
     }
 
-    /// A prompt joins the backlog: at the placement or, of a segment that follows another, when it is sent. (Engines begin
-    /// prefills in this order.)
+    /// A segment (see `Leg::key`) that was placed is expected to decode from `start` on.
+    pub fn expect(&mut self, slot: usize, key: (u32, u32), entry: &Entry, start: Seconds) {
+        self.ahead.iter_mut().for_each(|ahead| ahead.bind(slot, key, entry, start));
+    }
+
+    /// A prompt joins the backlog: at the placement or, of a segment that follows another, when it
+    /// is sent. (Engines begin prefills in this order.)
     pub fn queue(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
         let account = &mut self.accounts[slot];
         let pairs = attention_pairs(entry.cached(), entry.new_tokens);
@@ -179,7 +132,8 @@ impl Ledger {
         self.backlogs.wait(slot);
     }
 
-    /// What a prefill waited for has come, or will not: it goes behind all that were placed meanwhile.
+    /// What a prefill waited for has come, or will not: it goes behind all that were placed
+    /// meanwhile.
     pub fn requeue(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
         self.backlogs.requeue(slot, ticket, entry, &self.accounts[slot].rate, now);
     }
@@ -214,7 +168,21 @@ impl Ledger {
         self.backlogs.computed(slot, ticket, tokens, now);
     }
 
-    /// The first token came: the prefill is over.
+    /// The first token of a segment came, which decodes from now on. `lag`: seconds since the
+    /// segment before it ended.
+    pub fn begin_decoding(
+        &mut self,
+        slot: usize,
+        key: (u32, u32),
+        entry: &mut Entry,
+        lag: Option<Seconds>,
+        now: Seconds,
+    ) {
+        self.first_token(slot, key.0, entry, now);
+        self.ahead.iter_mut().for_each(|ahead| ahead.start(slot, key, entry, now, lag));
+    }
+
+    /// The first token came, here or of the next segment: the prefill is over.
     pub fn first_token(&mut self, slot: usize, ticket: u32, entry: &mut Entry, now: Seconds) {
         if entry.stage == Stage::Decoding {
             return;
@@ -245,6 +213,7 @@ impl Ledger {
 
     /// `n` further output tokens came.
     pub fn tokens(&mut self, slot: usize, ticket: u32, entry: &mut Entry, n: f64, now: Seconds) {
+        self.ahead.iter_mut().for_each(|ahead| ahead.grow(slot, entry, n, now));
         self.count(slot, entry, n, now);
         let account = &mut self.accounts[slot];
         let prefills = !self.backlogs.is_empty(slot);
@@ -262,6 +231,18 @@ impl Ledger {
     }
 
     /// A segment is over, however it ended.
+    pub fn end(&mut self, slot: usize, key: (u32, u32), entry: &Entry, now: Seconds) {
+        self.close(slot, key.0, entry, now);
+        self.ahead.iter_mut().for_each(|ahead| ahead.end(slot, key, entry, now));
+    }
+
+    /// An answer ended well after so many tokens, of which `seen` were reported. `cost`: what a
+    /// decode step costs.
+    pub fn finished(&mut self, output_tokens: u32, seen: f64, cost: DecodeCost, now: Seconds) {
+        self.ahead.iter_mut().for_each(|ahead| ahead.finished(output_tokens, seen, cost, now));
+    }
+
+    /// A segment that never decodes here is over: nothing was expected of it.
     pub fn close(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
         let account = &mut self.accounts[slot];
         if entry.stage == Stage::Decoding {
@@ -274,8 +255,8 @@ impl Ledger {
         self.write(slot);
     }
 
-    /// Takes in an engine's report. What it counts beyond our own is others' load, where it reports both waiting and
-    /// running; of our own, those beyond its waiting ones have left its queue.
+    /// Takes in an engine's report. What it counts beyond our own is others' load, where it reports
+    /// both waiting and running; of our own, those beyond its waiting ones have left its queue.
     pub fn report(&mut self, slot: usize, report: Report) {
         let account = &mut self.accounts[slot];
         if let Some(waiting) = report.waiting {

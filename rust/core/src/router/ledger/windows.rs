@@ -1,4 +1,5 @@
-//! Sums over the recent past that fade: prefill tokens placed on an instance, output tokens that it produced.
+//! Sums over the recent past that fade: prefill tokens placed on an instance, output tokens that it
+//! produced.
 use super::share::Share;
 use crate::estimate::StepTime;
 use crate::ids::Seconds;
@@ -58,7 +59,8 @@ impl Windows {
         self.prefills_since = self.prefills_since.min(now);
     }
 
-    /// A prefill of so many tokens and attention pairs was placed. `recent_seconds`: time constant of what counts as recent.
+    /// A prefill of so many tokens and attention pairs was placed. `recent_seconds`: time constant
+    /// of what counts as recent.
     pub fn placed(&mut self, tokens: f64, pairs: f64, recent_seconds: Seconds, now: Seconds) {
         self.prefill.add(tokens, now, WINDOW_SECONDS);
         self.prefills_began(now);
@@ -81,8 +83,8 @@ impl Windows {
         (self.recent_prefill.now(now, recent_seconds), self.recent_pairs.now(now, recent_seconds))
     }
 
-    /// Share of its recent time that the instance spent on prefills, those of peer routers included, if they take what
-    /// `step` says.
+    /// Share of its recent time that the instance spent on prefills, those of peer routers
+    /// included, if they take what `step` says.
     pub fn prefill_share(
         &self,
         peers: &Share,
@@ -92,8 +94,8 @@ impl Windows {
     ) -> f64 {
         let (tokens, pairs) = self.recent(recent_seconds, now);
         let seconds = step.prefills(tokens + peers.recent_prefill_tokens, pairs + peers.recent_prefill_pairs);
-        // The time that was seen, faded as the sums are, and at least a thirtieth of all: the first prefill is not all
-        // that ever will be.
+        // The time that was seen, faded as the sums are, and at least a thirtieth of all: the first
+        // prefill is not all that ever will be.
         let seen = recent_seconds * (1.0 - ((self.prefills_since - now) / recent_seconds).exp());
         if seconds > 0.0 { seconds / seen.max(recent_seconds / 30.0) } else { 0.0 }
     }

@@ -1,12 +1,12 @@
-//! Prefix pull: before a request begins, its instance fetches the part of the prompt's KV that another instance holds and it does not, where that takes less
-//! time than computing it again. So a plan has two segments: `[0, H)` on the holder, where nothing is computed, and the rest on the chosen instance.
+//! The life of a prefix fetch. Before a request begins, its instance copies the part of the
+//! prompt's KV cache that another instance (the holder) has, if that takes less time than computing
+//! it.
 //!
-//! The first of them is a [`Pull`] beside the plan's segments, not one of them: it is never open. No token comes of it, it waits in no queue and takes no place in the
-//! holder's batch; if it fails, the request does not, since its instance computes what is missing; and a retry begins anew, at token 0. A segment that is open has
-//! all of that in the ledger. What the holder does is counted by itself, in `pulls`.
-//!
-//! For each instance the best way is one of two: compute what it misses, or pull as much as the fullest holder with time has ([`Indicator::PullTokens`],
-//! [`Indicator::PullCostTokens`]). Scores may read it; whatever they read, the instance that is chosen pulls where it pays.
+//! A fetch is a [`Pull`] beside the plan's segments, not a segment: it is never open, produces no
+//! token, and takes no place in the holder's queue or batch. If it fails, the request goes on and
+//! its instance computes the missing part. A retry of the request begins at token 0. The ledger
+//! counts the fetches that a holder serves in `pulls`. What is fetched, and from which holder, is
+//! planned in [`crate::router::plan`].
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::Pull;
@@ -14,7 +14,8 @@ use crate::router::router::Router;
 use crate::router::tickets::{self, Leg, Pulling, TicketId};
 
 impl Router {
-    /// What the open segment of a ticket pulls before it begins; `None` where it pulls nothing, or the pull is over.
+    /// What the open segment of a ticket pulls before it begins; `None` where it pulls nothing, or
+    /// the pull is over.
     pub fn pull_of(&mut self, ticket: TicketId) -> Option<Pull> {
         let pulling = self.tickets.get(ticket).ok()?.leg.pull?;
         pulling.under_way.then_some(pulling.pull)
@@ -28,7 +29,8 @@ impl Router {
         self.serve(&pulling, 1.0);
     }
 
-    /// What the open segment of a ticket pulls is over, or of no use any more. Does nothing where it pulls nothing.
+    /// What the open segment of a ticket pulls is over, or of no use any more. Does nothing where
+    /// it pulls nothing.
     pub(in crate::router) fn end_pull(&mut self, ticket: TicketId) {
         let leg = self.tickets.get(ticket).ok().map(|state| &mut state.leg);
         if let Some(pulling) = leg.and_then(|leg| leg.pull.as_mut()).filter(|pulling| pulling.under_way) {
@@ -45,7 +47,8 @@ impl Router {
         }
     }
 
-    /// `tokens` of what a ticket's open segment was to pull came, `seconds` after it was asked for; its instance computes the rest.
+    /// `tokens` of what a ticket's open segment was to pull came, `seconds` after it was asked for;
+    /// its instance computes the rest.
     pub(in crate::router) fn pulled(
         &mut self,
         ticket: TicketId,

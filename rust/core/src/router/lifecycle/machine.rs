@@ -1,4 +1,5 @@
-//! What each event does to a request: one table from the event and the open segment to effects. [`super`] applies them.
+//! What each event does to a request: one table from the event and the open segment to effects.
+//! [`super`] applies them.
 use crate::plan::{Event, Failure, Usage};
 use crate::router::ledger::Stage;
 use crate::router::tickets::Leg;
@@ -29,7 +30,7 @@ impl Place {
     }
 }
 
-macro_rules! effects {
+macro_rules! effect_enum {
     ($($name:ident $about:literal,)*) => {
         /// One thing that an event does.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +48,7 @@ macro_rules! effects {
     };
 }
 
-effects! {
+effect_enum! {
     RecordPrompt "The KV index learns that the prompt is on its way to the instance (once per segment).",
     Enqueue "The prompt joins the instance's prefill backlog, if it is not there yet.",
     Dequeue "The segment has left the engine's queue.",
@@ -92,7 +93,8 @@ pub fn effects(event: &Event, place: Place, stage: Stage) -> &'static [Effect] {
     }
 }
 
-/// Joins the names of values for which `of` is the same; `any` if it is for all. With each, one of its values.
+/// Joins the names of values for which `of` is the same; `any` if it is for all. With each, one of
+/// its values.
 fn grouped<T: Copy, K: PartialEq>(all: &[(&'static str, T)], of: impl Fn(T) -> K) -> Vec<(String, T)> {
     let mut groups: Vec<(Vec<&str>, T)> = Vec::new();
     for (name, value) in all {
@@ -105,7 +107,7 @@ fn grouped<T: Copy, K: PartialEq>(all: &[(&'static str, T)], of: impl Fn(T) -> K
     groups.into_iter().map(|(names, value)| (joined(&names), value)).collect()
 }
 
-/// The table of [`effects`], and what each effect does, in Markdown.
+/// The table of `effects`, and what each effect does, in Markdown.
 pub fn markdown() -> String {
     let stages = [("queued", Stage::Bound), ("prefilling", Stage::Scheduled), ("decoding", Stage::Decoding)];
     let events = [

@@ -19,11 +19,13 @@ use machine::{Effect, Place};
 use smallvec::smallvec;
 
 impl Router {
-    /// Tells what happened to a ticket's open segment. Returns the segment that is open now where that changed: the next of the plan, or, for a
-    /// request that failed before its first token, the same one elsewhere. A segment that then begins at token 0 is the whole request anew.
+    /// Tells what happened to a ticket's open segment. Returns the segment that is open now where
+    /// that changed: the next of the plan, or, for a request that failed before its first token,
+    /// the same one elsewhere. A segment that then begins at token 0 is the whole request anew.
     ///
     /// # Errors
-    /// `Ticket` where the ticket is closed. `NoInstance` where a segment ended well and nobody takes the next: the request has failed.
+    /// `Ticket` where the ticket is closed. `NoInstance` where a segment ended well and nobody
+    /// takes the next: the request has failed.
     pub fn advance(
         &mut self,
         ticket: TicketId,
@@ -88,7 +90,8 @@ impl Router {
         Ok(None)
     }
 
-    /// Applies an effect on the ledger alone. The ledger of an instance that has left holds nothing any more.
+    /// Applies an effect on the ledger alone. The ledger of an instance that has left holds nothing
+    /// any more.
     fn write_ledger(
         &mut self,
         effect: Effect,
@@ -110,22 +113,15 @@ impl Router {
                 }
             }
             (Effect::BeginDecoding, _) if current => {
-                ledger.first_token(slot, ticket, &mut leg.entry, now);
-                if let Some(ahead) = &mut ledger.ahead {
-                    let lag = request.handed_over.map(|(at, _)| now - at);
-                    ahead.start(slot, key, &leg.entry, now, lag);
-                }
+                let lag = request.handed_over.map(|(at, _)| now - at);
+                ledger.begin_decoding(slot, key, &mut leg.entry, lag, now);
             }
             (Effect::BeginDecoding, _) => {
                 leg.entry.stage = Stage::Decoding;
                 leg.entry.output_tokens += 1.0;
             }
             (Effect::Grow, Event::Tokens(n)) if current => {
-                let n = f64::from(n);
-                if let Some(ahead) = &mut ledger.ahead {
-                    ahead.grow(slot, &leg.entry, n, now);
-                }
-                ledger.tokens(slot, ticket, &mut leg.entry, n, now);
+                ledger.tokens(slot, ticket, &mut leg.entry, f64::from(n), now);
             }
             // Its instance has left, and finishes what it has.
             (Effect::Grow, Event::Tokens(n)) => leg.entry.output_tokens += f64::from(n),
@@ -153,12 +149,12 @@ impl Router {
         Ok(())
     }
 
-    /// The request is on its way, so its blocks will be there. Not told at the decision: many new blocks take tens of microseconds, and an
-    /// instance that refuses the request never holds them.
+    /// The request is on its way, so its blocks will be there. Not told at the decision: many new
+    /// blocks take tens of microseconds, and an instance that refuses the request never holds them.
     fn record_prompt(&mut self, ticket: TicketId) {
         let Ok(state) = self.tickets.get(ticket) else { return };
         let leg = &mut state.leg;
-        if leg.told || !self.state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
+        if !self.state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
             return;
         }
         leg.told = true;
@@ -191,12 +187,11 @@ impl Router {
     fn finish(&mut self, ticket: TicketId, usage: Usage, now: Seconds) {
         let Some(state) = self.close(ticket, now) else { return };
         let made = usage.output_tokens.unwrap_or(state.leg.entry.output_tokens as u32);
-        if self.state.ledger.ahead.is_some() && made > 0 {
-            let cost = self.state.decode_cost();
-            let seen = state.leg.entry.output_tokens;
-            self.state.ledger.ahead.iter_mut().for_each(|ahead| ahead.finished(made, seen, cost, now));
-        }
         if made > 0 {
+            if self.state.ledger.ahead().is_some() {
+                let cost = self.state.decode_cost();
+                self.state.ledger.finished(made, state.leg.entry.output_tokens, cost, now);
+            }
             self.state.learn_length(state.prompt_tokens, state.length_class, made);
         }
         let prompt = usage.prompt_tokens.unwrap_or(state.leg.entry.prompt_tokens as u32);
@@ -206,7 +201,8 @@ impl Router {
         }
         self.totals.finished += 1;
         self.totals.prompt_tokens += u64::from(prompt);
-        // Of a prompt that was computed before it came, the first segment's engine says what was cached.
+        // Of a prompt that was computed before it came, the first segment's engine says what was
+        // cached.
         let usage = match state.handed_over {
             Some((_, first)) => Usage { cached_tokens: first.cached_tokens, ..usage },
             None => {
@@ -234,8 +230,9 @@ impl Router {
         });
     }
 
-    /// Places a segment that failed on the best of the instances that have not failed it: the ranking as it is by now, so that what one
-    /// dead instance leaves behind does not all go to the same next one. `None`: nobody is left.
+    /// Places a segment that failed on the best of the instances that have not failed it: the
+    /// ranking as it is by now, so that what one dead instance leaves behind does not all go to the
+    /// same next one. `None`: nobody is left.
     fn place_anew(&mut self, ticket: TicketId, now: Seconds) -> Option<Segment> {
         let key = tickets::slot(ticket);
         self.end_pull(ticket);
@@ -249,7 +246,8 @@ impl Router {
         later.iter().for_each(|leg| self.close_leg(key, leg, now));
         let Segment { instance, from_token, to_token } = old.segment;
         let first = from_token == 0;
-        // Of three segments, one that fails in the middle leaves the rest to the one that takes it over.
+        // Of three segments, one that fails in the middle leaves the rest to the one that takes it
+        // over.
         let to_token = to_token.filter(|_| first);
         let turn = self.state.turn_behind(instance);
         let placed = self

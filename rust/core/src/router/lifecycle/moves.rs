@@ -1,7 +1,9 @@
-//! Moves of running requests: the open segment is closed early, and another goes on elsewhere (STAR, section 5.4).
+//! Moves of running requests: the open segment is closed early, and another goes on elsewhere
+//! (STAR, section 5.4).
 //!
-//! A move takes time, in which the request runs on or waits: its segment on the target is bound when the move begins ([`Router::begin_move`]) and opened when
-//! [`crate::plan::Event::Moved`] says that it is there. Whatever ends the request meanwhile ends the move with it.
+//! A move takes time, in which the request runs on or waits: its segment on the target is bound
+//! when the move begins ([`Router::begin_move`]) and opened when [`crate::plan::Event::Moved`] says
+//! that it is there. Whatever ends the request meanwhile ends the move with it.
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::plan::{Cuts, Segment, Usage};
@@ -19,11 +21,14 @@ pub enum Carry {
 }
 
 impl Router {
-    /// Begins to move a running request: places a segment for what is left of it on `target`, behind its open one.
+    /// Begins to move a running request: places a segment for what is left of it on `target`,
+    /// behind its open one.
     ///
     /// # Errors
-    /// `Ticket` where it is closed, without a token so far, has a segment bound behind the open one already, or could not go there: `target` is where it is, gone,
-    /// not healthy, draining, prefills only, or one of both engines cannot hand over behind an output token. `BadValue` if the router has no slot `target`.
+    /// `Ticket` where it is closed, without a token so far, has a segment bound behind the open one
+    /// already, or could not go there: `target` is where it is, gone, not healthy, draining,
+    /// prefills only, or one of both engines cannot hand over behind an output token. `BadValue` if
+    /// the router has no slot `target`.
     pub fn begin_move(
         &mut self,
         ticket: TicketId,
@@ -74,8 +79,9 @@ impl Router {
         Ok(segment)
     }
 
-    /// The instance of a running request has failed it: it is not asked for it again. Where it would best go on, chosen among the others as a segment that follows
-    /// another is. Places nothing.
+    /// The instance of a running request has failed it: it is not asked for it again. Where it
+    /// would best go on, chosen among the others as a segment that follows another is. Places
+    /// nothing.
     ///
     /// # Errors
     /// `Ticket` where it is closed or has no token yet, `NoInstance`.

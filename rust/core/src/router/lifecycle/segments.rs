@@ -39,13 +39,11 @@ impl Router {
         if leg.segment.from_token > 0 {
             self.state.later.made += 1;
         }
-        if !leg.prefills_only() && self.state.ledger.ahead.is_some() {
+        if !leg.prefills_only() && self.state.ledger.ahead().is_some() {
             let (prompt, new) = (leg.entry.prompt_tokens, leg.entry.new_tokens);
             let start =
                 leg.start.unwrap_or_else(|| now + self.state.prefill_seconds(slot, prompt - new, new, now));
-            if let Some(ahead) = &mut self.state.ledger.ahead {
-                ahead.bind(slot, leg.key(ticket), &leg.entry, start);
-            }
+            self.state.ledger.expect(slot, leg.key(ticket), &leg.entry, start);
         }
     }
 
@@ -54,15 +52,12 @@ impl Router {
         if !self.state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
             return;
         }
-        let slot = leg.segment.instance.index();
-        self.state.ledger.close(slot, ticket, &leg.entry, now);
-        if let Some(ahead) = &mut self.state.ledger.ahead {
-            ahead.end(slot, leg.key(ticket), &leg.entry, now);
-        }
+        self.state.ledger.end(leg.segment.instance.index(), leg.key(ticket), &leg.entry, now);
     }
 
-    /// The open segment has ended well and another follows: closes the one, opens the other, which is chosen now unless one that still
-    /// serves was bound. Where there is nobody, the request has failed and its ticket is closed.
+    /// The open segment has ended well and another follows: closes the one, opens the other, which
+    /// is chosen now unless one that still serves was bound. Where there is nobody, the request has
+    /// failed and its ticket is closed.
     ///
     /// # Errors
     /// `NoInstance`.
@@ -132,8 +127,9 @@ impl Router {
         }
     }
 
-    /// Chooses and places the segment that follows `ended`, instead of the segment `bound`, if there was one. If nobody takes
-    /// it over and `colocate` allows it, the whole request is placed anew.
+    /// Chooses and places the segment that follows `ended`, instead of the segment `bound`, if
+    /// there was one. If nobody takes it over and `colocate` allows it, the whole request is placed
+    /// anew.
     fn go_on(
         &mut self,
         ticket: TicketId,
@@ -166,8 +162,8 @@ impl Router {
         Ok(leg)
     }
 
-    /// Plans for the request that a ticket was opened for: calls `with` with what planning reads and writes, the request,
-    /// and the slots that failed it.
+    /// Plans for the request that a ticket was opened for: calls `with` with what planning reads
+    /// and writes, the request, and the slots that failed it.
     ///
     /// # Errors
     /// `Ticket` if the ticket is closed.

@@ -1,4 +1,5 @@
-//! Where a request decodes: where it was prefilled, or cut at its prompt's end and elsewhere, wherever all requests together lose least ([`crate::split::apart`]).
+//! Where a request decodes: where it was prefilled, or cut at its prompt's end and elsewhere,
+//! wherever all requests together lose least ([`crate::split::apart`]).
 use super::parts::{Follow, Rest, Turn};
 use crate::estimate::StepTime;
 use crate::ids::{InstanceId, Seconds};
@@ -12,8 +13,9 @@ use crate::router::settings::Apart;
 use crate::router::state::State;
 use crate::split::apart::{Beside, lost_seconds};
 
-/// Share of its KV cache from which on an engine fetches no more than it must: vLLM holds what a request had that fetched the front of its prompt for a lease behind its
-/// end, and all of that is of no use.
+/// Share of its KV cache from which on an engine fetches no more than it must: vLLM holds what a
+/// request had that fetched the front of its prompt for a lease behind its end, and all of that is
+/// of no use.
 const MOST_KV_USAGE: f64 = 0.8;
 
 /// A request that was prefilled on `first`, to decode anywhere.
@@ -25,7 +27,7 @@ struct Asked<'a> {
     any: StepTime,
     /// Seconds that a token takes on its way elsewhere, and that the way takes besides.
     way: (Seconds, Seconds),
-    /// See [`split::apart::Settings::most_stall_seconds`].
+    /// See [`crate::split::apart::Settings::most_stall_seconds`].
     most_stall_seconds: Seconds,
     now: Seconds,
 }
@@ -47,7 +49,8 @@ impl State {
         if output_tokens < 2 {
             return context.leave_whole("its answer ends with its prefill");
         }
-        // One of which nothing is known, or little that is sure, is taken for another, or it would never be tried.
+        // One of which nothing is known, or little that is sure, is taken for another, or it would
+        // never be tried.
         let Some(any) = (0..self.fleet.slots()).find_map(|slot| self.step_time_of(slot)) else {
             return context.leave_whole("nothing is known of the instances' speed");
         };
@@ -119,7 +122,8 @@ impl State {
         fixed + per_token * (f64::from(asked.request.prompt_tokens) - there)
     }
 
-    /// Whether the client gets the prefill's own token where it goes on at `slot`: once it has one, the way there is a gap in its answer.
+    /// Whether the client gets the prefill's own token where it goes on at `slot`: once it has one,
+    /// the way there is a gap in its answer.
     fn tells_early(&self, context: &DecisionContext, asked: &Asked<'_>, slot: usize) -> bool {
         let able =
             [asked.first.index(), slot].iter().all(|slot| self.instances[*slot].cuts == Cuts::Anywhere);

@@ -10,8 +10,8 @@ use crate::router::ledger::AHEAD;
 use crate::router::state::State;
 use crate::wide::{greater, lesser, wide_fn};
 
-/// Most prompt tokens that a cache can save: never the last one, which every engine computes, and whole blocks, unless engines
-/// keep `partial` last blocks.
+/// Most prompt tokens that a cache can save: never the last one, which every engine computes, and
+/// whole blocks, unless engines keep `partial` last blocks.
 #[inline]
 fn most_hit_tokens(request: &Request<'_>, partial: bool) -> f64 {
     if request.tokens_per_block <= 0.0 || request.prompt_tokens == 0 {
@@ -71,8 +71,8 @@ impl TtftSource {
 
 impl State {
     /// Fills in what `reads` names, for `request` at `now`. What the ledger keeps is there already.
-    /// `able`: instances that may take the segment. `handoff`: seconds until it is expected to start to decode, if that is
-    /// another segment than its first.
+    /// `able`: instances that may take the segment. `handoff`: seconds until it is expected to
+    /// start to decode, if that is another segment than its first.
     pub fn derive(
         &self,
         context: &mut DecisionContext,
@@ -92,7 +92,7 @@ impl State {
             request.expected_output_tokens.map_or(f64::NAN, f64::from);
         columns.get_mut(Indicator::Instances)[0] = able as f64;
         columns.get_mut(Indicator::HandoffSeconds)[0] = handoff.unwrap_or(f64::NAN);
-        if let Some(ahead) = self.ledger.ahead.as_ref().filter(|_| reads.intersects(AHEAD)) {
+        if let Some(ahead) = self.ledger.ahead().filter(|_| reads.intersects(AHEAD)) {
             ahead.derive(reads, now, now + handoff.unwrap_or(0.0), columns);
         }
         if reads.intersects(QUEUED) {
@@ -163,8 +163,9 @@ impl State {
         blocks_to_tokens(blocks, request.tokens_per_block, most);
     }
 
-    /// What a decode step costs for each sequence and token of context: by the profile, else by what is learned on an instance, else as if a request cost as
-    /// much as a thousand tokens of its context.
+    /// What a decode step costs for each sequence and token of context: by the profile, else by
+    /// what is learned on an instance, else as if a request cost as much as a thousand tokens of
+    /// its context.
     pub fn decode_cost(&self) -> DecodeCost {
         let decodes = |slot: &usize| self.fleet.role(InstanceId(*slot as u32)) != Role::Prefill;
         let profiled =
@@ -183,7 +184,8 @@ impl State {
         }
     }
 
-    /// What a prediction of the time to first token on a slot rests on. `pool_rate`: whether a rate is known of any.
+    /// What a prediction of the time to first token on a slot rests on. `pool_rate`: whether a rate
+    /// is known of any.
     pub fn ttft_source(&self, slot: usize, pool_rate: bool) -> TtftSource {
         match () {
             () if self.profiled(slot).is_some() => TtftSource::Profile,
@@ -227,7 +229,8 @@ impl State {
         }
     }
 
-    /// Mean of the learned prefill rates, tokens/s: an instance without one is taken for an average one, or it would never be tried.
+    /// Mean of the learned prefill rates, tokens/s: an instance without one is taken for an average
+    /// one, or it would never be tried.
     pub fn mean_prefill_rate(&self) -> f64 {
         let rates = self.ledger.get(Indicator::PrefillTokensPerSecond);
         let known = rates.iter().filter(|r| !r.is_nan());
@@ -235,8 +238,9 @@ impl State {
         if count > 0.0 { sum / count } else { self.config.prior_prefill_tokens_per_second }
     }
 
-    /// Seconds to the first token on a slot, if `queued` prefill tokens go first and `decoding` sequences with `context` tokens run beside it, for
-    /// a prompt of which `hit` tokens are cached and `new` are not.
+    /// Seconds to the first token on a slot, if `queued` prefill tokens go first and `decoding`
+    /// sequences with `context` tokens run beside it, for a prompt of which `hit` tokens are cached
+    /// and `new` are not.
     #[allow(clippy::too_many_arguments)]
     pub fn ttft(
         &self,
@@ -255,8 +259,8 @@ impl State {
         }
     }
 
-    /// A decode step of each slot's batch as it is, by what was learned; or with a request of so many prompt tokens joining it, by the
-    /// profile where one is set.
+    /// A decode step of each slot's batch as it is, by what was learned; or with a request of so
+    /// many prompt tokens joining it, by the profile where one is set.
     fn predict_step(&self, derived: &mut Columns, id: Indicator, joining: Option<f64>) {
         let (decoding, context) =
             (self.ledger.get(Indicator::DecodeBs), self.ledger.get(Indicator::DecodeTokens));
@@ -269,7 +273,8 @@ impl State {
     }
 }
 
-/// Whole tokens, so that the ledger's numbers stay whole. Through i32, which processors convert many at a time; an index never holds 2^31 blocks of a prompt.
+/// Whole tokens, so that the ledger's numbers stay whole. Through i32, which processors convert
+/// many at a time; an index never holds 2^31 blocks of a prompt.
 #[inline(always)]
 fn hit(blocks: u32, per_block: f64, most: f64) -> f64 {
     lesser(f64::from(blocks as i32) * per_block, most).floor()

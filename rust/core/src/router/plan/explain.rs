@@ -11,7 +11,8 @@ use crate::wide::{lesser, wide_fn};
 use smallvec::SmallVec;
 
 impl State {
-    /// Writes what the last choice of a first segment saw into its receipt. The context must still be as that choice left it.
+    /// Writes what the last choice of a first segment saw into its receipt. The context must still
+    /// be as that choice left it.
     pub fn explain(
         &self,
         context: &DecisionContext,
@@ -82,7 +83,8 @@ const BLOCK: usize = 64;
 const LANES: usize = 8;
 
 wide_fn! {
-    /// Copies a block of scores into the receipt, NaN for infinities; returns how many are finite, and the least `sign * score`.
+    /// Copies a block of scores into the receipt, NaN for infinities; returns how many are finite,
+    /// and the least `sign * score`.
     fn keep(sign: f64, scores: &[f64], kept: &mut [f32]) -> (usize, f64) {
         // x - x is 0 for finite numbers and NaN for all others, without a branch.
         #[allow(clippy::eq_op)]

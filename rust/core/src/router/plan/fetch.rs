@@ -1,4 +1,9 @@
-//! What the chosen instance fetches of a prompt's KV before the request begins there, and from which holder.
+//! Plans prefix fetches: what the chosen instance fetches of a prompt's KV cache, and from which
+//! holder.
+//!
+//! Each instance has two options: compute what it misses, or fetch as much as the fullest holder
+//! with capacity has ([`Indicator::PullTokens`], [`Indicator::PullCostTokens`]). Scores may read
+//! these. Whatever they read, the chosen instance fetches if it pays.
 use super::parts::Rest;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, IndicatorSet};
@@ -36,8 +41,10 @@ impl State {
         }
     }
 
-    /// What `tokens` more of a prompt add to the steps of a slot if they are computed behind `hit` cached ones: by the step-time model where a profile gives one or it
-    /// was learned, else at the rate of whole prefills, which counts what steps take in any case, too. `mean_rate`: the pool's, once it was worked out.
+    /// What `tokens` more of a prompt add to the steps of a slot if they are computed behind `hit`
+    /// cached ones: by the step-time model where a profile gives one or it was learned, else at the
+    /// rate of whole prefills, which counts what steps take in any case, too. `mean_rate`: the
+    /// pool's, once it was worked out.
     fn computing_seconds(&self, slot: usize, hit: f64, tokens: f64, mean_rate: &mut Option<f64>) -> Seconds {
         match self.step_time_of(slot) {
             Some(model) => model.prefill_seconds(hit, tokens),
@@ -49,7 +56,8 @@ impl State {
         }
     }
 
-    /// The most tokens of the prompt that an instance holds which could hand them over now; none where nothing must be pulled.
+    /// The most tokens of the prompt that an instance holds which could hand them over now; none
+    /// where nothing must be pulled.
     fn reach(&self, context: &DecisionContext, request: &Request<'_>) -> f64 {
         if self.pulls.is_none() || request.unpulled.is_some() {
             return 0.0;
@@ -80,8 +88,9 @@ impl State {
             && self.ledger.get(Indicator::Pulls)[slot] < f64::from(most)
     }
 
-    /// What the chosen instance pulls, where that pays: from the holder of most; of several from one that serves the least pulls, then the least requests, then by
-    /// lot. A segment that ends inside the prompt pulls nothing: where it is cut was worked out without.
+    /// What the chosen instance pulls, where that pays: from the holder of most; of several from
+    /// one that serves the least pulls, then the least requests, then by lot. A segment that ends
+    /// inside the prompt pulls nothing: where it is cut was worked out without.
     pub fn pull_for(
         &self,
         context: &mut DecisionContext,

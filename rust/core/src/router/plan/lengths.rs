@@ -3,11 +3,13 @@ use crate::request::Request;
 use crate::router::state::State;
 use std::borrow::Cow;
 
-/// Answers that must have ended of a caller's class before it is trusted more than all prompts of that length: of so many, one that is not like the others
-/// moves the median by a sixteenth of its rank.
+/// Answers that must have ended of a caller's class before it is trusted more than all prompts of
+/// that length: of so many, one that is not like the others moves the median by a sixteenth of its
+/// rank.
 const LEAST_OF_CLASS: u32 = 8;
 
-/// Whose answers tell how long a request's will be: prompts of that power of two of tokens, and among them those of the caller's class, where it has one.
+/// Whose answers tell how long a request's will be: prompts of that power of two of tokens, and
+/// among them those of the caller's class, where it has one.
 fn classes(prompt_tokens: u32, length_class: Option<u64>) -> (u64, Option<u64>) {
     let length = u64::from(u32::BITS - prompt_tokens.leading_zeros());
     // The top bit keeps the two kinds apart.
@@ -16,7 +18,8 @@ fn classes(prompt_tokens: u32, length_class: Option<u64>) -> (u64, Option<u64>) 
 }
 
 impl State {
-    /// The request with the length that its answer is expected to get, where that is estimated: what it may get at most tells little.
+    /// The request with the length that its answer is expected to get, where that is estimated:
+    /// what it may get at most tells little.
     pub fn estimated<'r>(&self, request: &'r Request<'r>) -> Cow<'r, Request<'r>> {
         let expected = self.lengths.as_ref().and_then(|lengths| {
             let (of_length, of_class) = classes(request.prompt_tokens, request.length_class);

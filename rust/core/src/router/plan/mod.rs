@@ -1,5 +1,5 @@
-//! Plans: where a request begins, where it goes on, where it is cut, and what its instances fetch. Planning reads
-//! [`State`] and writes [`DecisionContext`]; it places nothing.
+//! Plans: where a request begins, where it goes on, where it is cut, and what its instances fetch.
+//! Planning reads [`State`] and writes [`DecisionContext`]; it places nothing.
 mod apart;
 mod derive;
 mod explain;
@@ -29,7 +29,8 @@ impl State {
         self.index.match_prefix(chain, &mut context.hit_blocks);
     }
 
-    /// What follows a first segment on `first`, and what is pulled before it; `failed`: slots that are not asked.
+    /// What follows a first segment on `first`, and what is fetched before it; `failed`: slots that
+    /// are not asked.
     pub fn plan(
         &self,
         context: &mut DecisionContext,
@@ -38,31 +39,18 @@ impl State {
         failed: &[u32],
         now: Seconds,
     ) -> Result<Chosen, CoreError> {
-        let rest = self.rest(context, request, first, failed, now)?;
+        // What must not be cut does not move, either.
+        context.uncut = request.uncut.filter(|_| self.rescheduling.is_some()).map(Into::into);
+        context.balance = None;
+        let rest = match self.fleet.role(first) {
+            Role::Prefill => self.rest_of_prefill(context, request, first, now)?,
+            Role::Both if self.split != Split::None => {
+                self.rest_of_split(context, request, first, failed, now)
+            }
+            _ => Rest::new(),
+        };
         let pull = self.pull_for(context, request, first, &rest);
         Ok(Chosen { first, rest, pull, uncut: context.uncut.take(), balance: context.balance.take() })
-    }
-
-    /// What follows a first segment on `first`; `failed`: slots that are not asked.
-    pub fn rest(
-        &self,
-        context: &mut DecisionContext,
-        request: &Request<'_>,
-        first: InstanceId,
-        failed: &[u32],
-        now: Seconds,
-    ) -> Result<Rest, CoreError> {
-        (context.uncut, context.balance) = (None, None);
-        if self.rescheduling.is_some() {
-            context.uncut = request.uncut.map(Into::into); // what must not be cut does not move, either
-        }
-        match self.fleet.role(first) {
-            Role::Prefill => self.rest_of_prefill(context, request, first, now),
-            Role::Both if self.split != Split::None => {
-                Ok(self.rest_of_split(context, request, first, failed, now))
-            }
-            _ => Ok(Rest::new()),
-        }
     }
 
     fn rest_of_prefill(
@@ -95,7 +83,8 @@ impl State {
         Follow { from_token, instance, start_seconds, score: score.unwrap_or(f64::NAN) }
     }
 
-    /// Whether the segment that a segment leads to is on an equal of its instance, and not on one that decodes only.
+    /// Whether the segment that a segment leads to is on an equal of its instance, and not on one
+    /// that decodes only.
     pub fn peers(&self, segment: &Segment) -> bool {
         self.fleet.role(segment.instance) != Role::Prefill
     }

@@ -28,7 +28,8 @@ pub(in crate::router) enum Turn {
     First,
     /// One that follows another, in a pool of its own.
     Later,
-    /// One that follows another on an equal of its instance, which may be that one itself only where it is not named.
+    /// One that follows another on an equal of its instance, which may be that one itself only
+    /// where it is not named.
     Peer(Option<InstanceId>),
 }
 
@@ -52,7 +53,8 @@ impl Chosen {
     }
 }
 
-/// The segments of a request that was placed anew, what follows the first of them, and what the new plan says of its cut.
+/// The segments of a request that was placed anew, what follows the first of them, and what the new
+/// plan says of its cut.
 pub(in crate::router) type Replaced = (Leg, Vec<Leg>, Nexts, Option<(Option<Box<str>>, Option<Balance>)>);
 
 impl DecisionContext {

@@ -35,7 +35,8 @@ impl State {
         (leg, later.collect())
     }
 
-    /// A segment of a request. What comes before `from_token` was computed elsewhere and is carried over.
+    /// A segment of a request. What comes before `from_token` was computed elsewhere and is carried
+    /// over.
     pub fn leg(
         &self,
         context: &DecisionContext,
@@ -95,7 +96,7 @@ impl State {
         now: Seconds,
     ) -> Result<(Leg, Next), CoreError> {
         self.match_prefix(context, request.chain);
-        let handoff = self.ledger.ahead.as_ref().map_or(0.0, |ahead| ahead.lag());
+        let handoff = self.ledger.ahead().map_or(0.0, |ahead| ahead.lag());
         match self.choose(context, request, turn, failed, Some(handoff), now) {
             Ok(next) => {
                 let leg = Leg { start: Some(now + handoff), ..self.leg(context, request, next, from, to) };
@@ -128,10 +129,11 @@ impl State {
     ) -> Seconds {
         let hit = self.saved_tokens(request, context.hit_blocks[first.index()]);
         let prefill = self.prefill_seconds(first.index(), hit, f64::from(request.prompt_tokens) - hit, now);
-        prefill + self.ledger.ahead.as_ref().map_or(0.0, |ahead| ahead.lag())
+        prefill + self.ledger.ahead().map_or(0.0, |ahead| ahead.lag())
     }
 
-    /// Seconds that a slot is expected to take for a prompt of which it holds `hit` tokens and not `new`.
+    /// Seconds that a slot is expected to take for a prompt of which it holds `hit` tokens and not
+    /// `new`.
     pub fn prefill_seconds(&self, slot: usize, hit: f64, new: f64, now: Seconds) -> Seconds {
         let (queued, decoding, context) = match self.config.unlimited_prefill {
             true => (0.0, 0.0, 0.0),

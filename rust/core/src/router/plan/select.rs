@@ -1,4 +1,5 @@
-//! The choice of an instance: who may take a segment, what its policy reads, how it scores, who is best.
+//! The choice of an instance: who may take a segment, what its policy reads, how it scores, who is
+//! best.
 use super::parts::Turn;
 use crate::error::CoreError;
 use crate::fleet::Role;
@@ -20,8 +21,8 @@ impl State {
         }
     }
 
-    /// The instance of a segment, by the policy of its turn, without the slots in `failed`. `handoff`: seconds until it
-    /// is expected to start to decode, if it follows another.
+    /// The instance of a segment, by the policy of its turn, without the slots in `failed`.
+    /// `handoff`: seconds until it is expected to start to decode, if it follows another.
     pub fn choose(
         &self,
         context: &mut DecisionContext,
@@ -67,7 +68,8 @@ impl State {
         if let Some(best) = select::best(scores, snapshot.eligible, rng) {
             return Ok(InstanceId(best as u32));
         }
-        // An instance that takes requests exists, so the request must not fail: fewest requests wins.
+        // An instance that takes requests exists, so the request must not fail: fewest requests
+        // wins.
         *unscored += 1;
         scores.reset(slots);
         scores.unscored = true;
@@ -77,8 +79,8 @@ impl State {
         best.map(|best| InstanceId(best as u32)).ok_or_else(|| self.nobody(turn))
     }
 
-    /// Marks who may take a segment; returns how many. Where nobody takes prompts, instances that decode only take whole
-    /// requests, if they may.
+    /// Marks who may take a segment; returns how many. Where nobody takes prompts, instances that
+    /// decode only take whole requests, if they may.
     pub fn admit(&self, context: &mut DecisionContext, turn: Turn, failed: &[u32]) -> usize {
         let fleet = &self.fleet;
         let (eligible, able, count) = match turn {
@@ -91,7 +93,8 @@ impl State {
             eligible.extend_from_slice(able);
             failed.iter().for_each(|slot| eligible[*slot as usize] = false);
             if let Turn::Peer(first) = turn {
-                // It takes over from the first: the engines of both must be able to, and the roles that prefill only do not go on.
+                // It takes over from the first: the engines of both must be able to, and the roles
+                // that prefill only do not go on.
                 for (slot, eligible) in eligible.iter_mut().enumerate() {
                     let id = InstanceId(slot as u32);
                     *eligible &= first != Some(id)

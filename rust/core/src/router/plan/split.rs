@@ -1,4 +1,5 @@
-//! A cut that no roles make: the pair first, then the token, wherever the split says (Libra, or a fraction).
+//! A cut that no roles make: the pair first, then the token, wherever the split says (Libra, or a
+//! fraction).
 use super::parts::{Follow, Rest, Turn};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
@@ -12,7 +13,8 @@ use crate::split::{self, Load, Placed, Settings, Whole};
 use smallvec::SmallVec;
 
 impl State {
-    /// The pair first, then the cut (Libra, section 4.1). Whatever stands against a cut leaves the request in one piece, with the reason.
+    /// The pair first, then the cut (Libra, section 4.1). Whatever stands against a cut leaves the
+    /// request in one piece, with the reason.
     pub fn rest_of_split(
         &self,
         context: &mut DecisionContext,
@@ -57,8 +59,9 @@ impl State {
         }
     }
 
-    /// Prefill on `first`, thinking on the instance of `second`, the answer on a third, or on `first` again where there are but two (Libra, section 4.4). The error says
-    /// why the request is not cut so.
+    /// Prefill on `first`, thinking on the instance of `second`, the answer on a third, or on
+    /// `first` again where there are but two (Libra, section 4.4). The error says why the request
+    /// is not cut so.
     fn cut_in_three(
         &self,
         context: &mut DecisionContext,
@@ -114,7 +117,8 @@ impl State {
         ]))
     }
 
-    /// The token at which a request is cut between two instances whose engines are able to at `able`; or why it is not.
+    /// The token at which a request is cut between two instances whose engines are able to at
+    /// `able`; or why it is not.
     fn cut(
         &self,
         context: &mut DecisionContext,

@@ -13,13 +13,15 @@ pub struct PullConfig {
     pub least_tokens: u32,
     /// Most pulls that one holder serves at once.
     pub most_pulls: u32,
-    /// An instance pulls nothing while it reports that this share of its KV cache, or more, is in use: engines may hold what they have pulled for a lease behind the
-    /// request's end, and would be full of what nobody needs. 1: it pulls until it is full.
+    /// An instance pulls nothing while it reports that this share of its KV cache, or more, is in
+    /// use: engines may hold what they have pulled for a lease behind the request's end, and would
+    /// be full of what nobody needs. 1: it pulls until it is full.
     pub most_kv_usage: f64,
 }
 
 impl Default for PullConfig {
-    /// 100 KB a token over 200 Gbit/s, and 5 ms for the request and the holder's step; four at once are a guess.
+    /// 100 KB a token over 200 Gbit/s, and 5 ms for the request and the holder's step; four at once
+    /// are a guess.
     fn default() -> PullConfig {
         PullConfig {
             seconds_per_token: 4e-6,

@@ -32,7 +32,8 @@ pub struct RouterConfig {
     pub receipt_bytes: usize,
     /// Seed of every random choice.
     pub seed: u64,
-    /// Whether queued prefill tokens drain between events by the learned cost of prefills (off where progress is reported exactly).
+    /// Whether queued prefill tokens drain between events by the learned cost of prefills (off
+    /// where progress is reported exactly).
     pub drain: bool,
     /// The hot-spot guard.
     pub guard: GuardConfig,
@@ -40,13 +41,16 @@ pub struct RouterConfig {
     pub step_time: Option<StepTime>,
     /// Prefill rate assumed until one was learned, in tokens/s.
     pub prior_prefill_tokens_per_second: f64,
-    /// Whether engines keep the partial last block of a prompt too, so that all but one token may be cached. (vLLM does not.)
+    /// Whether engines keep the partial last block of a prompt too, so that all but one token may
+    /// be cached. (vLLM does not.)
     pub partial_blocks: bool,
     /// When the instance of a second segment is chosen.
     pub binding: Binding,
-    /// Whether an instance takes a whole request, whatever its role, where nobody of the other role is there.
+    /// Whether an instance takes a whole request, whatever its role, where nobody of the other role
+    /// is there.
     pub colocate: bool,
-    /// Whether a prefill never waits for others on its instance, so that the expected hand-over counts no queue (SIBYL, Algorithm 2).
+    /// Whether a prefill never waits for others on its instance, so that the expected hand-over
+    /// counts no queue (SIBYL, Algorithm 2).
     pub unlimited_prefill: bool,
     /// How requests are cut that no roles cut.
     pub split: Split,

@@ -7,7 +7,8 @@ use crate::reschedule::{INTERVAL_STEPS, Llumnix, LlumnixSettings, Rescheduler, S
 /// Where the remaining length of a running request comes from.
 #[derive(Clone, Debug, Default)]
 pub enum Forecast {
-    /// The mean of what answers as long as it already is still had to come, by the learned curve; never more than the request allows.
+    /// The mean of what answers as long as it already is still had to come, by the learned curve;
+    /// never more than the request allows.
     #[default]
     Curve,
     /// The request says it: the oracle of a simulation.
@@ -19,7 +20,8 @@ pub enum Forecast {
 }
 
 impl Forecast {
-    /// By name: `curve`, `given`, `bins_2`, `bins_4`, `bins_6`, or a predictor's (`llm_native`, `pia`, `mu_serve`, `tetri_infer`), whose errors `seed` draws.
+    /// By name: `curve`, `given`, `bins_2`, `bins_4`, `bins_6`, or a predictor's (`llm_native`,
+    /// `pia`, `mu_serve`, `tetri_infer`), whose errors `seed` draws.
     ///
     /// # Errors
     /// `BadValue` for another name.
@@ -57,8 +59,16 @@ pub struct Rescheduling {
     pub forecast: Forecast,
     /// Output tokens of a request after which its length is predicted anew (STAR, section 5.3: 20).
     pub repredict_tokens: u32,
-    /// Whether the expected length of a request is the most that it may get; else it is what it will get, which the curve must not know.
+    /// Whether the expected length of a request is the most that it may get; else it is what it
+    /// will get, which the curve must not know.
     pub expected_is_limit: bool,
+}
+
+impl Rescheduling {
+    /// Whether it needs the lengths of answers to be learned.
+    pub fn learns_lengths(&self) -> bool {
+        matches!(self.forecast, Forecast::Curve)
+    }
 }
 
 /// The settings of [`Rescheduling`], to be told, kept and copied.
@@ -89,7 +99,8 @@ impl RescheduleConfig {
     /// The names that [`RescheduleConfig::named`] takes.
     pub const NAMES: [&str; 4] = ["star", "star_current", "star_oracle", "llumnix"];
 
-    /// By name, at its defaults: `star` predicts by the learned curve, `star_current` looks at present loads alone, `star_oracle` is told lengths.
+    /// By name, at its defaults: `star` predicts by the learned curve, `star_current` looks at
+    /// present loads alone, `star_oracle` is told lengths.
     ///
     /// # Errors
     /// `UnknownName` with the nearest one.

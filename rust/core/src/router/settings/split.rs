@@ -10,11 +10,14 @@ pub enum Split {
     /// Not at all.
     #[default]
     None,
-    /// Each at this fraction of its prompt and expected output, 0 to 1: to test engines and streams with.
+    /// Each at this fraction of its prompt and expected output, 0 to 1: to test engines and streams
+    /// with.
     ForceAt(f64),
-    /// Where it balances its instances, if that pays (Libra, Algorithm 1); into three parts whether it pays or not (section 4.4).
+    /// Where it balances its instances, if that pays (Libra, Algorithm 1); into three parts whether
+    /// it pays or not (section 4.4).
     Libra(Libra),
-    /// Behind its prompt, if all requests together lose less time where it then goes ([`split::apart`]).
+    /// Behind its prompt, if all requests together lose less time where it then goes
+    /// ([`split::apart`]).
     Apart(Apart),
 }
 
@@ -25,7 +28,8 @@ pub struct Libra {
     pub settings: Settings,
     /// How long answers are expected to get.
     pub lengths: Lengths,
-    /// Parts that a request is cut into at most: 2, or 3 for one that says how long it thinks ([`Request::think_tokens`]; section 4.4).
+    /// Parts that a request is cut into at most: 2, or 3 for one that says how long it thinks
+    /// ([`crate::request::Request::think_tokens`]; section 4.4).
     pub parts: u32,
 }
 
@@ -40,7 +44,8 @@ impl Default for Libra {
 pub enum Lengths {
     /// The request says it: the oracle of a simulation.
     Given,
-    /// A quantile of the answers to prompts of about that length and of the request's class, and a margin in tokens; never more than the request allows.
+    /// A quantile of the answers to prompts of about that length and of the request's class, and a
+    /// margin in tokens; never more than the request allows.
     Estimated {
         /// 0 to 1.
         quantile: f64,
@@ -69,7 +74,8 @@ pub struct Apart {
 pub enum Mean {
     /// The request says it: the oracle of a simulation.
     Given,
-    /// The mean of the answers to prompts of about that length, of the request's class where enough of these are known; never more than the request allows.
+    /// The mean of the answers to prompts of about that length, of the request's class where enough
+    /// of these are known; never more than the request allows.
     Learned {
         /// Tokens that count as the mean until 8 answers of the kind have ended.
         prior_tokens: u32,
@@ -125,7 +131,8 @@ impl Split {
         }
     }
 
-    /// Whether the last token that an engine makes before a cut in the answer counts, its KV being left to who goes on.
+    /// Whether the last token that an engine makes before a cut in the answer counts, its KV being
+    /// left to who goes on.
     pub fn keeps_tokens(&self) -> bool {
         matches!(self, Split::Apart(_))
     }
