@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lmetric as lm
-from lmetric.defaults import LOCAL_ORDERS
+from lmetric._core import local_orders
 from lmetric.profiles import Profile
 from lmetric.sim.run import Run, prepare, simulate
 from lmetric.sim.summary import Slo, figures
@@ -134,7 +134,7 @@ def test_every_kind_of_policy_plays(settings: dict[str, Any]) -> None:
 def test_every_local_order_serves_all(admission: Any, pools: dict[str, Any]) -> None:
     workload = prepare(some(300).faster(3), ROUND)
     ends = {}
-    for order in LOCAL_ORDERS:
+    for order in local_orders():
         for signals in ("exact", "step_end", "delayed"):
             told = {**pools, "local_order": order, "priority": "uniboost" if order == "priority" else "none"}
             run = simulate(workload, profile=ROUND, admission=admission, signals=signals, **told)

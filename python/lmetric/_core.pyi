@@ -51,6 +51,7 @@ __all__ = [
     "check_object",
     "generate",
     "indicator_table",
+    "local_orders",
     "nearest_name",
     "policy_table",
     "read_request",
@@ -701,6 +702,7 @@ class Workload:
     def __len__(self) -> int: ...
 
 def check_local_order(text: str) -> str: ...  # its name; raises BadValueError
+def local_orders() -> list[str]: ...
 def simulate(
     workload: Workload,
     *,

@@ -5,25 +5,6 @@ from typing import Literal
 DEFAULT_PROFILE = "independent-sim"
 """What engines and simulations run on unless told otherwise; its note says what it is."""
 
-LOCAL_ORDERS = (
-    "fcfs",
-    "priority",
-    "sjf",
-    "spf",
-    "srpt",
-    "srpt_noisy",
-    "las",
-    "slo",
-    "distboost",
-    "uniboost_base",
-    "uniboost_memguard",
-    "uniboost",
-    "ltr",
-    "trail",
-    "gittins",
-)
-"""In which order a simulated engine takes requests; see docs/simulator.md."""
-
 Reschedule = Literal["none", "star", "star_current", "star_oracle", "llumnix"]
 """How running requests are moved; see docs/architecture.md, "Moves"."""
 

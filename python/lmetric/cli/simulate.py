@@ -24,7 +24,6 @@ from lmetric.cli.options import (
 )
 from lmetric.defaults import (
     DEFAULT_PROFILE,
-    LOCAL_ORDERS,
     PLANNER,
     Priority,
     Reschedule,
@@ -108,7 +107,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="A,B,…",
-            help=f"Order inside an engine: {', '.join(LOCAL_ORDERS)}; with settings of its own: "
+            help="Order inside an engine (docs/local_orders.md), settings in parentheses: "
             "uniboost(gamma=0.2) [default: fcfs].",
         ),
     ] = None,

@@ -182,10 +182,7 @@ class PoolSettings(Strict):
     )
     split_settings: Annotated[dict[str, float], AfterValidator(_two_parts)] = Field(
         default_factory=dict,
-        description="of libra, by name: probes, epsilon, least_gain, least_tokens, "
-        "transfer_seconds_per_token, transfer_fixed_seconds, quantile, margin_tokens, lengths_given; of "
-        "apart: recent_seconds, least_gain_seconds, transfer_seconds_per_token, transfer_fixed_seconds, "
-        "most_stall_seconds, prior_tokens, lengths_given",
+        description="the settings of `split`, by name (docs/splits.md)",
     )
     split_force_at: float | None = Field(
         None,

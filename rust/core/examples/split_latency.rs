@@ -8,7 +8,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Failure};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::router::{Apart, Lengths, Libra, PullConfig, Router, RouterConfig, Split};
+use lmetric_core::router::{PullConfig, Router, RouterConfig, Split};
 use lmetric_core::split::predict::Instance;
 use lmetric_core::split::{Found, Load, Placed, Settings, Whole, search, search_three};
 use rand::{RngExt, SeedableRng};
@@ -78,7 +78,7 @@ fn decisions(instances: usize, policy: &str, split: Split, name: &str) {
     let policy = registry::build(policy, &[]).expect("registered");
     let config = RouterConfig { step_time: Some(STEP), pull, ..RouterConfig::default() };
     let mut router = Router::new(policy, config).expect("good settings");
-    router.set_split(split).expect("good settings");
+    router.set_split(split.clone()).expect("good settings");
     for i in 0..instances {
         router.add_instance(&format!("engine-{i}"), Role::Both, Some(75_000)).expect("a new name");
     }
@@ -92,7 +92,7 @@ fn decisions(instances: usize, policy: &str, split: Split, name: &str) {
         let decision = router.route_taking(&request, &mut chain, None, now).expect("somebody");
         (decision, start.elapsed())
     };
-    router.set_split(Split::None).expect("good settings");
+    router.set_split(Split::NONE).expect("good settings");
     for _ in 0..instances * RUNNING {
         let (decision, _) = route(&mut router, 0.0);
         router.advance(decision.ticket, Event::FirstToken, 1.0).expect("open");
@@ -143,13 +143,13 @@ fn main() {
     let cut = found.iter().filter(|found| found.cut_token.is_some()).count();
     let probes: u32 = found.iter().map(|found| found.probes).sum();
     println!("{cut} of {SAMPLES} cut, {:.2} probes each", f64::from(probes) / SAMPLES as f64);
-    let libra = Split::Libra(Libra { settings, lengths: Lengths::Given, parts: 2 });
+    let libra = Split::by("libra", &[("lengths_given", 1.0)]);
     for instances in [2, 256] {
-        let apart = Split::Apart(Apart::default());
+        let apart = Split::by("apart", &[]);
         for (policy, split, name) in [
-            ("lmetric", libra, "route, split libra"),
+            ("lmetric", libra.clone(), "route, split libra"),
             ("planner", apart, "route, planner"),
-            ("lmetric", Split::None, "route, no split"),
+            ("lmetric", Split::NONE, "route, no split"),
         ] {
             decisions(instances, policy, split, name);
         }

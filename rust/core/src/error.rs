@@ -65,43 +65,9 @@ pub fn whole(what: &str, value: f64) -> Result<u32, CoreError> {
     Err(CoreError::BadValue { what, got, expected: format!("a whole number from 0 to {}", u32::MAX) })
 }
 
-/// The known name nearest to `name` by edit distance, where it is near enough to be a likely slip.
-pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<String> {
-    let lower = name.to_lowercase().replace('-', "_");
-    known
-        .into_iter()
-        .map(|k| (edit_distance(&lower, &k.to_lowercase()), k))
-        .filter(|(d, k)| *d <= 1 + k.len().max(name.len()) / 3)
-        .min_by_key(|(d, _)| *d)
-        .map(|(_, k)| k.to_string())
-}
-
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, ca) in a.chars().enumerate() {
-        let mut previous = row[0];
-        row[0] = i + 1;
-        for (j, cb) in b.iter().enumerate() {
-            let substituted = previous + usize::from(ca != *cb);
-            previous = row[j + 1];
-            row[j + 1] = substituted.min(previous + 1).min(row[j] + 1);
-        }
-    }
-    row[b.len()]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn nearest_finds_the_slip_and_nothing_far() {
-        let known = ["p_token", "bs", "kv_hit"];
-        assert_eq!(nearest("ptoken", known).as_deref(), Some("p_token"));
-        assert_eq!(nearest("KV-HIT", known).as_deref(), Some("kv_hit"));
-        assert_eq!(nearest("temperature", known), None);
-    }
 
     #[test]
     fn whole_numbers_are_and_others_are_named() {

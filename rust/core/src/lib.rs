@@ -9,7 +9,6 @@
 #[cfg(test)]
 extern crate self as lmetric_core;
 
-pub mod docs;
 pub mod error;
 pub mod estimate;
 pub mod expr;
@@ -26,6 +25,7 @@ pub mod request;
 pub mod reschedule;
 pub mod router;
 pub mod split;
+pub mod suggest;
 mod wide;
 
 pub use error::CoreError;

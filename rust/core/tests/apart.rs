@@ -10,7 +10,7 @@ use lmetric_core::plan::{Cuts, Event, Segment, Usage};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Report;
-use lmetric_core::router::{Apart, Mean, PullConfig, Router, RouterConfig, Split};
+use lmetric_core::router::{PullConfig, Router, RouterConfig, Split};
 use lmetric_core::split::apart::Settings;
 
 const SETTINGS: Settings = Settings {
@@ -21,9 +21,24 @@ const SETTINGS: Settings = Settings {
     transfer_fixed_seconds: 0.002,
 };
 
-fn apart(lengths: Mean) -> Split {
-    Split::Apart(Apart { settings: SETTINGS, lengths })
+/// The planner with these settings besides, or instead of, those of [`SETTINGS`].
+fn apart(settings: &[(&str, f64)]) -> Split {
+    let mut split = Split::by(
+        "apart",
+        &[
+            ("most_stall_seconds", SETTINGS.most_stall_seconds),
+            ("recent_seconds", SETTINGS.recent_seconds),
+            ("least_gain_seconds", SETTINGS.least_gain_seconds),
+            ("transfer_seconds_per_token", SETTINGS.transfer_seconds_per_token),
+            ("transfer_fixed_seconds", SETTINGS.transfer_fixed_seconds),
+        ],
+    );
+    split.settings.extend(settings.iter().map(|(name, value)| (name.to_string(), *value)));
+    split
 }
+
+/// Requests bring the length of their answer.
+const GIVEN: (&str, f64) = ("lengths_given", 1.0);
 
 fn fleet(split: Split, instances: usize) -> Router {
     // Nothing drains by itself.
@@ -68,7 +83,7 @@ fn near(got: (f64, f64), expected: (f64, f64)) {
 
 #[test]
 fn a_request_leaves_an_instance_that_prefills_and_the_receipt_has_both_costs() {
-    let mut router = fleet(apart(Mean::Given), 2);
+    let mut router = fleet(apart(&[GIVEN]), 2);
     // Alone: 100 steps of 10 + 0.1 + 1.05 ms elsewhere, and 2 + 10 ms for the way; 99 and half a context token less where it is.
     let first = router.route(&ASKED, 0.0).unwrap();
     let (stays, alone) = (99.0 * 0.0111495, 100.0 * 0.01115);
@@ -99,7 +114,7 @@ fn a_request_leaves_an_instance_that_prefills_and_the_receipt_has_both_costs() {
 
 #[test]
 fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
-    let mut router = fleet(apart(Mean::Given), 3);
+    let mut router = fleet(apart(&[GIVEN]), 3);
     // Engine 2 alone is open, and takes five prompts.
     for name in ["engine-0", "engine-1"] {
         let id = router.fleet_mut().find(name).unwrap();
@@ -149,8 +164,7 @@ fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
         (1.0, [Cuts::Anywhere; 2], Some(0.79), 1001),
         (1.0, [Cuts::Anywhere; 2], Some(0.8), 1000), // it would hold what it fetched for long
     ] {
-        let settings = Settings { most_stall_seconds, ..SETTINGS };
-        let mut router = fleet(Split::Apart(Apart { settings, lengths: Mean::Given }), 2);
+        let mut router = fleet(apart(&[GIVEN, ("most_stall_seconds", most_stall_seconds)]), 2);
         let ids = ["engine-0", "engine-1"].map(|name| router.fleet().find(name).unwrap());
         ids.iter().zip(cuts).for_each(|(id, cuts)| router.set_cuts(*id, cuts).unwrap());
         // Engine 0 has five prompts and engine 1 what others gave it.
@@ -190,7 +204,7 @@ fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
 fn what_is_there_need_not_move_and_pulls_say_what_moving_takes() {
     let chain: Vec<u64> = (1..=62).collect();
     let held = Request { chain: &chain, ..ASKED };
-    let mut router = fleet(apart(Mean::Given), 2);
+    let mut router = fleet(apart(&[GIVEN]), 2);
     let first = router.route(&held, 0.0).unwrap();
     let alone = 100.0 * 0.01115;
     router.advance(first.ticket, Event::FirstToken, 0.1).unwrap();
@@ -225,14 +239,14 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
         assert!(receipt.balance.is_none());
         receipt.uncut.clone().unwrap()
     };
-    let two = || fleet(apart(Mean::Given), 2);
+    let two = || fleet(apart(&[GIVEN]), 2);
     let short = Request { expected_output_tokens: Some(1), ..ASKED };
     assert_eq!(&*why(&mut two(), &short), "its answer ends with its prefill");
     let unknown = Request { expected_output_tokens: None, ..ASKED };
     assert_eq!(&*why(&mut two(), &unknown), "nothing is known of the length of answers");
     let said = Request { uncut: Some("it carries a picture"), ..ASKED };
     assert_eq!(&*why(&mut two(), &said), "it carries a picture");
-    assert_eq!(&*why(&mut fleet(apart(Mean::Given), 1), &ASKED), "no second instance takes over");
+    assert_eq!(&*why(&mut fleet(apart(&[GIVEN]), 1), &ASKED), "no second instance takes over");
     let mut router = two();
     (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Nowhere).unwrap());
     assert_eq!(&*why(&mut router, &ASKED), "its instance cannot hand over");
@@ -240,7 +254,7 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
     (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd).unwrap());
     let d = router.route(&ASKED, 0.0).unwrap();
     assert!(router.receipt(d.id).unwrap().balance.is_some());
-    let config = RouterConfig { split: apart(Mean::Given), ..RouterConfig::default() };
+    let config = RouterConfig { split: apart(&[GIVEN]), ..RouterConfig::default() };
     let mut router = Router::new(registry::build("least_requests", &[]).unwrap(), config).unwrap();
     for name in ["engine-0", "engine-1"] {
         router.add_instance(name, Role::Both, None).unwrap();
@@ -256,7 +270,7 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
 
 #[test]
 fn lengths_are_a_prior_then_the_mean_of_their_kind_and_never_beyond_the_limit() {
-    let mut router = fleet(apart(Mean::Learned { prior_tokens: 40 }), 2);
+    let mut router = fleet(apart(&[("prior_tokens", 40.0)]), 2);
     let open = Request { expected_output_tokens: None, ..ASKED };
     let steps = |tokens: f64| (tokens - 1.0) * (0.0101 + 1e-6 * (1000.0 + (tokens - 1.0) / 2.0));
     let mut now = 0.0;
@@ -286,11 +300,21 @@ fn lengths_are_a_prior_then_the_mean_of_their_kind_and_never_beyond_the_limit() 
 
 #[test]
 fn settings_are_checked() {
-    let mut router = fleet(Split::None, 1);
-    let bad =
-        Split::Apart(Apart { settings: Settings { recent_seconds: 0.0, ..SETTINGS }, lengths: Mean::Given });
-    assert!(router.set_split(bad).unwrap_err().to_string().contains("recent seconds"));
-    let bad = apart(Mean::Learned { prior_tokens: 0 });
-    assert!(router.set_split(bad).unwrap_err().to_string().contains("prior tokens"));
-    assert_eq!(router.split(), Split::None);
+    let mut router = fleet(Split::NONE, 1);
+    for bad in [
+        ("recent_seconds", 0.0),
+        ("least_gain_seconds", f64::NAN),
+        ("transfer_seconds_per_token", -1.0),
+        ("transfer_fixed_seconds", f64::INFINITY),
+        ("prior_tokens", 0.0),
+        ("lengths_given", 2.0),
+    ] {
+        let error = router.set_split(apart(&[bad])).unwrap_err().to_string();
+        assert!(error.contains(&format!("knob {} of split apart", bad.0)), "{error}");
+    }
+    let error = router.set_split(apart(&[("prior_token", 40.0)])).unwrap_err().to_string();
+    assert!(error.contains("did you mean \"prior_tokens\""), "{error}");
+    let error = router.set_split(Split::by("libre", &[])).unwrap_err().to_string();
+    assert_eq!(error, "unknown split \"libre\"; did you mean \"libra\"?");
+    assert_eq!(router.split(), &Split::NONE);
 }

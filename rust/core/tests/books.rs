@@ -10,8 +10,7 @@ use lmetric_core::plan::{Binding, Cuts, Event, Failure, Segment, Usage};
 use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores, registry};
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Report;
-use lmetric_core::router::{Carry, Lengths, Libra, Router, RouterConfig, Split, TicketId};
-use lmetric_core::split::Settings;
+use lmetric_core::router::{Carry, Router, RouterConfig, Split, TicketId};
 use proptest::prelude::*;
 use std::borrow::Cow;
 
@@ -525,8 +524,8 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
 
 /// Three parts for whoever thinks, two for others, wherever there is a balance.
 fn three() -> Split {
-    let settings = Settings { least_gain: None, least_tokens: 1, ..Settings::default() };
-    Split::Libra(Libra { settings, lengths: Lengths::Given, parts: 3 })
+    let settings = [("least_gain", -1.0), ("least_tokens", 1.0), ("lengths_given", 1.0), ("parts", 3.0)];
+    Split::by("libra", &settings)
 }
 
 /// A router of which nothing drains by itself.
@@ -569,7 +568,11 @@ proptest! {
         ops in prop::collection::vec(op(), 1..120),
         late in any::<bool>(),
         sibyl in any::<bool>(),
-        cut in prop_oneof![Just(Split::None), (0.01..0.99f64).prop_map(Split::ForceAt), Just(three())],
+        cut in prop_oneof![
+            Just(Split::NONE),
+            (0.01..0.99f64).prop_map(|at| Split::by("force", &[("at", at)])),
+            Just(three()),
+        ],
     ) {
         let (mut router, mut model) = (router(late, sibyl, cut), Model::default());
         for op in &ops {

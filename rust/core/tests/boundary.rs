@@ -112,7 +112,7 @@ fn unknown_slots_are_refused() {
 #[test]
 fn a_retry_leaves_nothing_to_the_next_commit() {
     let (mut router, prompt) = (router(2), chain(1, 40));
-    router.set_split(Split::ForceAt(0.5)).unwrap();
+    router.set_split(Split::by("force", &[("at", 0.5)])).unwrap();
     let request = Request { expected_output_tokens: Some(100), ..request(&prompt) };
     let retried = router.route(&request, 0.0).unwrap();
     assert!(retried.next.is_some());

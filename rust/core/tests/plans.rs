@@ -160,7 +160,10 @@ fn sibyl_sees_what_will_be_there_when_the_prefill_ends() {
 
 /// A fleet of equals, of which each request of 1,000 prompt tokens and 200 expected output tokens is cut at `fraction` of these.
 fn cutting(fraction: f64, equals: usize) -> Router {
-    fleet(RouterConfig { split: Split::ForceAt(fraction), ..RouterConfig::default() }, &vec![Both; equals])
+    fleet(
+        RouterConfig { split: Split::by("force", &[("at", fraction)]), ..RouterConfig::default() },
+        &vec![Both; equals],
+    )
 }
 
 fn route_expecting(router: &mut Router, output: Option<u32>, uncut: Option<&str>) -> Decision {
@@ -279,8 +282,8 @@ fn what_engines_cannot_do_moves_the_cut_or_leaves_the_request_whole_and_the_rece
     assert_eq!(whole(&mut router, &d), "no second instance takes over");
     assert_eq!(router.totals().split, 0);
     for bad in [0.0, 1.0, -1.0, f64::NAN] {
-        let error = router.set_split(Split::ForceAt(bad)).unwrap_err().to_string();
-        assert!(error.contains("fraction") && error.contains("more than 0"), "{error}");
+        let error = router.set_split(Split::by("force", &[("at", bad)])).unwrap_err().to_string();
+        assert!(error.contains("knob at of split force"), "{error}");
     }
 }
 

@@ -105,7 +105,12 @@ fn declarations_are_complete_and_carried_by_the_policy() {
         }
         for knob in spec.knobs {
             let default = [(knob.name.to_string(), knob.default)];
-            assert!(Knobs::resolve(spec, &default).is_ok(), "{}: default of {}", spec.name, knob.name);
+            assert!(
+                Knobs::resolve("policy", spec.knobs, &default).is_ok(),
+                "{}: default of {}",
+                spec.name,
+                knob.name
+            );
             assert!(!knob.about.is_empty());
         }
     });

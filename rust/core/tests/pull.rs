@@ -327,7 +327,7 @@ fn a_prefill_instance_pulls_too_and_a_part_of_a_prompt_does_not() {
     assert_eq!(of(&mut router, Pulls, home), 0.0);
 
     let (mut router, _, prompt) = held_by_one("least_requests", PULL, 3);
-    router.set_split(Split::ForceAt(0.5)).unwrap();
+    router.set_split(Split::by("force", &[("at", 0.5)])).unwrap();
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     assert_eq!((decision.segment.to_token.is_some(), decision.pull), (true, None));
 }

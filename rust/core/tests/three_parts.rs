@@ -9,14 +9,12 @@ use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Failure, Segment, Usage};
 use lmetric_core::policy::registry;
 use lmetric_core::request::{Request, Tenant};
-use lmetric_core::router::{Decision, Lengths, Libra, Router, RouterConfig, Split};
-use lmetric_core::split::Settings;
+use lmetric_core::router::{Decision, Router, RouterConfig, Split};
 
 const DONE: Event = Event::Finished(Usage { prompt_tokens: None, cached_tokens: None, output_tokens: None });
 
 fn libra(parts: u32) -> Split {
-    let settings = Settings { least_gain: None, ..Settings::default() };
-    Split::Libra(Libra { settings, lengths: Lengths::Given, parts })
+    Split::by("libra", &[("least_gain", -1.0), ("lengths_given", 1.0), ("parts", f64::from(parts))])
 }
 
 fn fleet(split: Split, instances: usize) -> Router {
@@ -209,14 +207,23 @@ fn what_cannot_be_cut_in_three_is_cut_in_two_and_the_receipt_says_why() {
         let error = router.set_split(libra(bad)).unwrap_err().to_string();
         assert!(error.contains("parts"), "{error}");
     }
+    for bad in [
+        ("probes", 0.0),
+        ("epsilon", f64::NAN),
+        ("least_gain", 2.0),
+        ("least_tokens", 0.0),
+        ("transfer_seconds_per_token", -1.0),
+        ("transfer_fixed_seconds", f64::INFINITY),
+        ("quantile", 1.5),
+    ] {
+        let error = router.set_split(Split::by("libra", &[bad])).unwrap_err().to_string();
+        assert!(error.contains(&format!("knob {} of split libra", bad.0)), "{error}");
+    }
 }
 
 #[test]
 fn lengths_are_learned_by_class_once_enough_of_it_have_ended() {
-    let split = Split::Libra(Libra {
-        lengths: Lengths::Estimated { quantile: 0.5, margin_tokens: 0 },
-        ..Libra::default()
-    });
+    let split = Split::by("libra", &[("quantile", 0.5), ("margin_tokens", 0.0)]);
     let mut router = fleet(split, 1);
     let (chats, codes) = (Some(7), Some(8));
     let request = |class| Request { length_class: class, expected_output_tokens: None, ..THINKS };

@@ -74,6 +74,12 @@ fn check_local_order(text: &str) -> PyResult<&str> {
     Ok(text.split('(').next().unwrap_or(text).trim())
 }
 
+/// The names of the local orders.
+#[pyfunction]
+fn local_orders() -> Vec<&'static str> {
+    Order::names()
+}
+
 /// What becomes of requests that go back into the queue: none are swapped, or by (seconds a token, tokens that the host holds).
 pub fn preempt(swap: Option<(f64, u64)>) -> Preempt {
     swap.map_or(Preempt::Recompute, |(seconds_per_token, host_tokens)| Preempt::Swap {
@@ -244,5 +250,6 @@ fn generate(
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()?;
     module.add_function(wrap_pyfunction!(check_local_order, module)?)?;
+    module.add_function(wrap_pyfunction!(local_orders, module)?)?;
     module.add_function(wrap_pyfunction!(generate, module)?)
 }

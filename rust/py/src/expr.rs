@@ -1,9 +1,9 @@
 //! Score expressions from Python: checking them, and running them over numpy columns.
 use crate::errors::{BadValueError, Result};
 use lmetric_core::CoreError;
-use lmetric_core::error::nearest;
 use lmetric_core::expr::{self, Inputs, Scratch, Type};
 use lmetric_core::indicators::{INDICATORS, Indicator, Scope};
+use lmetric_core::suggest::nearest;
 use numpy::{PyArray1, PyReadonlyArrayDyn, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};

@@ -1,10 +1,10 @@
 //! Policies from Python: a registered name, expressions, or a callable over numpy columns.
 use crate::errors::Result;
 use lmetric_core::CoreError;
-use lmetric_core::error::nearest;
 use lmetric_core::indicators::{Indicator, IndicatorSet, Scope, Snapshot};
 use lmetric_core::policy::expression::{ExpressionPolicy, ExpressionSource};
 use lmetric_core::policy::{KnobKind, Policy, PolicyRng, PolicySpec, Prefer, Scores, registry};
+use lmetric_core::suggest::nearest;
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};

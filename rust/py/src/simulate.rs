@@ -240,7 +240,7 @@ fn simulate<'py>(
         timeline_seconds,
         token_slo: slo(token_slo_seconds, think_slo_seconds),
     };
-    if config.order == Order::Priority && config.priorities.is_none() {
+    if config.order.reads_priority() && config.priorities.is_none() {
         let expected = "another one, or priority uniboost or vtc: a trace has no priorities of its own";
         return Err(unknown("local_order", local_order, expected).into());
     }

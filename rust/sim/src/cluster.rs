@@ -52,7 +52,7 @@ pub struct ClusterConfig {
     pub order: Order,
     /// What becomes of the KV of requests that go back into a queue.
     pub preempt: Preempt,
-    /// By what the router gives requests the numbers that [`Order::Priority`] goes by; a session is a tenant. `None`: all have 0.
+    /// By what the router gives requests the numbers that the order `priority` goes by; a session is a tenant. `None`: all have 0.
     pub priorities: Option<Priorities>,
     /// Seconds between two times that a router tells those beside it what it has on each instance; `None`: it tells nothing.
     pub sharing_seconds: Option<Seconds>,

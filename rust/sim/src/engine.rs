@@ -42,7 +42,7 @@ pub enum Admission {
 }
 
 /// How an engine behaves, its profile apart.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Settings {
     /// How a request gets memory.
     pub admission: Admission,
@@ -58,7 +58,7 @@ impl Default for Settings {
     fn default() -> Settings {
         Settings {
             admission: Admission::Vllm,
-            order: Order::Fcfs,
+            order: Order::default(),
             preempt: Preempt::Recompute,
             kv_events: false,
         }
@@ -89,9 +89,9 @@ pub struct Request<'a> {
     pub prompt: Prompt<'a>,
     /// Output tokens it gets, exactly.
     pub output_tokens: u32,
-    /// Of these, the first that are thoughts: their SLO is another ([`TokenSlo`], [`order::Slo`]).
+    /// Of these, the first that are thoughts: their SLO is another ([`TokenSlo`], order `slo`).
     pub think_tokens: u32,
-    /// Lower runs earlier under [`Order::Priority`].
+    /// Lower runs earlier under the order `priority`.
     pub priority: i64,
     /// Requests with different salts share no block.
     pub salt: Option<&'a str>,
@@ -194,7 +194,7 @@ impl Engine {
         settings.preempt.check(settings.admission)?;
         let reserve = settings.admission == Admission::Reserve;
         Ok(Engine {
-            learned: Learned::new(&settings.order, &profile)?,
+            learned: Learned::new(settings.order.rules().learns(), &profile)?,
             pool: BlockPool::new(if reserve { 0 } else { profile.cache_blocks }),
             cache: PrefixCache::new(profile.cache_blocks),
             kv: KvLog { on: settings.kv_events, ..Default::default() },

@@ -22,7 +22,7 @@ pub mod transfer;
 pub mod workload;
 
 pub use cluster::{ClusterConfig, Outcome, Pulling, simulate};
-pub use engine::order::{Boost, Ltr, Order, Slo, SrptNoisy, TOKEN_SECONDS, Trail};
+pub use engine::order::{Order, OrderSpec, TOKEN_SECONDS};
 pub use engine::{Admission, Engine, Preempt, Prompt, Request, Settings};
 pub use events::{Counters, KvEvent, KvLog, Load, StepEvents};
 pub use gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps, Makes, TokenSlo};

@@ -9,8 +9,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::plan::Binding;
 use lmetric_core::policy::registry;
-use lmetric_core::router::{Apart, IndexFeed, Lengths, Libra, Mean, PullConfig, Split};
-use lmetric_core::split::{self, Settings};
+use lmetric_core::router::{IndexFeed, PullConfig, Split};
 use lmetric_sim::{
     Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Policies, Profile, Pulling,
     Quantity, Signals, TokenSlo, Trace, Transfer, Workload, simulate,
@@ -106,7 +105,7 @@ fn requests_cut_at_any_token_by_hand() {
     let one = workload(&[ask(0.0, 20, 4, &[1, 2])]);
     let cut_at = |fraction, silent_segments, one: &Workload| {
         let mut config = ClusterConfig { transfer, silent_segments, ..config(2) };
-        config.router.split = Split::ForceAt(fraction);
+        config.router.split = Split::by("force", &[("at", fraction)]);
         play(one, "round_robin", &config).unwrap()
     };
     // At 22 of 24 tokens. Prefill: 1 + 0.2. Decodes of 21 and 22 tokens, the last of which counts for nothing. To be moved: 0.5 + 22 x 0.02. Then steps
@@ -335,15 +334,21 @@ const STEP: StepTime = StepTime {
 
 /// Three parts for whoever thinks, two for others, wherever there is a balance.
 fn in_three() -> Split {
-    let settings = Settings { least_gain: None, least_tokens: 1, ..Settings::default() };
-    Split::Libra(Libra { settings, lengths: Lengths::Given, parts: 3 })
+    let settings = [("least_gain", -1.0), ("least_tokens", 1.0), ("lengths_given", 1.0), ("parts", 3.0)];
+    Split::by("libra", &settings)
 }
 
 /// Answers decode where all lose least, wherever that gains anything; nobody knows how long they get.
 fn apart(most_stall_seconds: f64) -> Split {
-    let settings =
-        split::apart::Settings { least_gain_seconds: 0.0, most_stall_seconds, ..Default::default() };
-    Split::Apart(Apart { settings, lengths: Mean::Learned { prior_tokens: 9 } })
+    let settings = [
+        ("most_stall_seconds", most_stall_seconds),
+        ("recent_seconds", 30.0),
+        ("transfer_seconds_per_token", 4e-6),
+        ("transfer_fixed_seconds", 0.005),
+        ("least_gain_seconds", 0.0),
+        ("prior_tokens", 9.0),
+    ];
+    Split::by("apart", &settings)
 }
 
 fn configs() -> impl Strategy<Value = ClusterConfig> {
@@ -381,7 +386,7 @@ fn configs() -> impl Strategy<Value = ClusterConfig> {
             config.router.seed = seed;
             config.router.guard.on = seed % 2 == 0;
             if config.roles.is_empty() && seed % 5 < 3 {
-                config.router.split = Split::ForceAt((seed % 97) as f64 / 100.0 + 0.015);
+                config.router.split = Split::by("force", &[("at", (seed % 97) as f64 / 100.0 + 0.015)]);
                 config.silent_segments = seed % 5 == 1;
                 config.transfer.seconds_per_token = 0.015625;
             }
@@ -492,7 +497,7 @@ proptest! {
             (total(Quantity::Running, 10.0) + total(Quantity::Waiting, 10.0), running + waiting),
         ] {
             // The rest of a prompt may be cached where it is computed.
-            if config.router.split != Split::None {
+            if config.router.split != Split::NONE {
                 continue;
             }
             // What moves between instances is in no queue.
@@ -542,7 +547,7 @@ proptest! {
             // And an engine that is seen at the end of its step holds by then what that step computes: less to move.
             config.transfer.seconds_per_token = 0.0;
             // Where a cut request goes on is chosen by the load, and who pulls what by all that is known.
-            config.router.split = Split::None;
+            config.router.split = Split::NONE;
             config.router.pull = None;
             let r = play(&w, "round_robin", &config).unwrap().records;
             (r.instance, r.hit_tokens, r.scheduled_seconds, r.first_token_seconds, r.finished_seconds)
@@ -556,9 +561,9 @@ proptest! {
     #[test]
     fn time_has_no_scale(asks in asks(), mut config in configs()) {
         if config.signals.report_period_seconds.is_some()
-            && matches!(config.router.split, Split::Libra(_) | Split::Apart(_))
+            && matches!(config.router.split.planner.as_deref(), Some("libra" | "apart"))
         {
-            config.router.split = Split::None; // it reads backlogs that are inferred, with time constants
+            config.router.split = Split::NONE; // it reads backlogs that are inferred, with time constants
         }
         if config.signals.report_period_seconds.is_some() {
             config.router.pull = None; // it reads an index whose events are late by what is not doubled
@@ -576,11 +581,13 @@ proptest! {
             step.decode_seconds_per_context_token *= 2.0;
             step.prefill_seconds_per_token *= 2.0;
         }
-        if let Split::Apart(apart) = &mut slow.router.split {
-            apart.settings.recent_seconds *= 2.0;
-            apart.settings.transfer_seconds_per_token *= 2.0;
-            apart.settings.transfer_fixed_seconds *= 2.0;
-            apart.settings.most_stall_seconds *= 2.0;
+        if slow.router.split.planner.as_deref() == Some("apart") {
+            // The gain is 0.
+            for (name, value) in &mut slow.router.split.settings {
+                if name.contains("seconds") {
+                    *value *= 2.0;
+                }
+            }
         }
         slow.transfer.seconds_per_token *= 2.0;
         slow.transfer.fixed_seconds *= 2.0;

@@ -1,7 +1,7 @@
 //! Small cases worked out by hand.
 use lmetric_sim::{
     Admission, DecodeThroughput, Engine, Generator, KvEvent, Order, Preempt, Profile, Prompt, Request,
-    Settings,
+    Settings, TokenSlo,
 };
 
 fn round() -> Profile {
@@ -291,7 +291,8 @@ fn reserving_admission_lets_in_what_fits_and_one_always() {
 
 #[test]
 fn priority_reorders_the_queue_only_when_asked_to() {
-    for (order, expected) in [(Order::Fcfs, [1, 2, 3]), (Order::Priority, [1, 3, 2])] {
+    for (order, expected) in [("fcfs", [1, 2, 3]), ("priority", [1, 3, 2])] {
+        let order = Order::named(order, 0, TokenSlo::same(0.1)).unwrap();
         let profile = Profile { max_sequences: 1, ..round() };
         let mut engine =
             Engine::new(profile, Settings { order, ..Settings::default() }, Some(words())).unwrap();

@@ -54,14 +54,14 @@ fn settings() -> impl Strategy<Value = Settings> {
             host_tokens,
         })
     });
-    (any::<bool>(), prop::sample::select(Order::NAMES.to_vec()), swap).prop_map(
-        move |(reserve, order, swap)| Settings {
+    (any::<bool>(), prop::sample::select(Order::names()), swap).prop_map(move |(reserve, order, swap)| {
+        Settings {
             admission: if reserve { Admission::Reserve } else { Admission::Vllm },
             order: Order::named(order, 1, slo).unwrap(),
             preempt: if reserve { Preempt::Recompute } else { swap },
             kv_events: true,
-        },
-    )
+        }
+    })
 }
 
 /// What a cache index that follows the log holds: copies by hash; and what stands before each block.
@@ -93,7 +93,7 @@ impl Follower {
 /// Plays actions, then steps until nothing is left; checks the laws all along.
 fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<StepEvents>, TestCaseError> {
     let generator = Generator::new((0..50).collect(), 1000).unwrap();
-    let mut engine = Engine::new(profile.clone(), settings, Some(generator)).unwrap();
+    let mut engine = Engine::new(profile.clone(), settings.clone(), Some(generator)).unwrap();
     let (mut now, mut id, mut all, mut follower) = (0.0, 0, Vec::new(), Follower::default());
     let mut expected: HashMap<u64, u32> = HashMap::new();
     let mut made: HashMap<u64, u32> = HashMap::new();
@@ -187,7 +187,7 @@ proptest! {
     fn nothing_is_lost_and_memory_comes_back(
         profile in profile(), settings in settings(), actions in prop::collection::vec(action(), 0..120),
     ) {
-        let first = play(&profile, settings, &actions)?;
+        let first = play(&profile, settings.clone(), &actions)?;
         prop_assert_eq!(first, play(&profile, settings, &actions)?);
     }
 
@@ -197,7 +197,7 @@ proptest! {
         profile in profile(), settings in settings(),
         requests in prop::collection::vec((0.0f64..0.3, 1u32..60, 1u32..30), 1..20),
     ) {
-        let mut engines = [0, 1].map(|_| Engine::new(profile.clone(), settings, None).unwrap());
+        let mut engines = [0, 1].map(|_| Engine::new(profile.clone(), settings.clone(), None).unwrap());
         let mut arrivals: Vec<_> = requests;
         arrivals.sort_by(|a, b| a.0.total_cmp(&b.0));
         let mut results = [vec![], vec![]];

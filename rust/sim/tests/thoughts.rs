@@ -4,11 +4,10 @@ mod common;
 
 use lmetric_core::estimate::StepTime;
 use lmetric_core::policy::registry;
-use lmetric_core::router::{Lengths, Libra, RouterConfig, Split};
-use lmetric_core::split::Settings as Search;
+use lmetric_core::router::{RouterConfig, Split};
 use lmetric_sim::{
-    Admission, ClusterConfig, Engine, Gaps, Order, Outcome, Preempt, Profile, Prompt, Request, Settings,
-    TokenSlo, Trace, Transfer, Workload, simulate,
+    Admission, ClusterConfig, Engine, Gaps, Order, Outcome, Profile, Prompt, Request, Settings, TokenSlo,
+    Trace, Transfer, Workload, simulate,
 };
 use proptest::prelude::*;
 use std::collections::HashMap;
@@ -57,23 +56,20 @@ fn gaps(settings: Settings, slo: TokenSlo, asks: &[(f64, Ask)], jumps: bool, blo
     (0..asks.len() as u64).map(|id| found[&id]).collect()
 }
 
-const FCFS: Settings = Settings {
-    admission: Admission::Vllm,
-    order: Order::Fcfs,
-    preempt: Preempt::Recompute,
-    kv_events: false,
-};
-
 #[test]
 fn a_thought_is_slow_by_its_own_slo_only() {
     // Ten tokens, each 1.1 s behind the one before; from the 5th second on with another decode, 1.2 s. Six are thoughts: five gaps of theirs, four of the answer.
     let slo = |answer_seconds, think_seconds| TokenSlo { answer_seconds, think_seconds };
-    let alone = |slo| gaps(FCFS, slo, &[(0.0, (16, 10, 6))], true, 64)[0];
+    let alone = |slo| gaps(Settings::default(), slo, &[(0.0, (16, 10, 6))], true, 64)[0];
     assert_eq!(alone(slo(1.0, 1.0)).slow, 9);
     assert_eq!(alone(slo(1.0, 2.0)).slow, 4);
     assert_eq!(alone(slo(2.0, 1.0)).slow, 5);
-    assert_eq!(gaps(FCFS, slo(1.0, 2.0), &[(0.0, (16, 10, 10))], true, 64)[0].slow, 0);
-    assert_eq!(gaps(FCFS, slo(1.0, 2.0), &[(0.0, (16, 10, 1))], true, 64)[0].slow, 9, "the first has no gap");
+    assert_eq!(gaps(Settings::default(), slo(1.0, 2.0), &[(0.0, (16, 10, 10))], true, 64)[0].slow, 0);
+    assert_eq!(
+        gaps(Settings::default(), slo(1.0, 2.0), &[(0.0, (16, 10, 1))], true, 64)[0].slow,
+        9,
+        "the first has no gap"
+    );
     assert_eq!(alone(slo(1.0, 2.0)).worst, 1.1);
 }
 
@@ -81,10 +77,11 @@ fn a_thought_is_slow_by_its_own_slo_only() {
 fn thoughts_alone_let_a_step_take_longer() {
     // One decodes when a prompt of 200 tokens comes. Answers allow 1.4 s: 1.1 for the decode, 30 tokens. Thoughts allow 1.5 s: 40 tokens.
     let slo = TokenSlo { answer_seconds: 1.4, think_seconds: 1.5 };
-    let settings = Settings { order: Order::named("slo", 0, slo).unwrap(), ..FCFS };
+    let settings = Settings { order: Order::named("slo", 0, slo).unwrap(), ..Settings::default() };
     let counted = TokenSlo { answer_seconds: 1.401, think_seconds: 1.501 };
-    let worst =
-        |thoughts| gaps(settings, counted, &[(0.0, (16, 40, thoughts)), (2.0, (200, 1, 0))], true, 64)[0];
+    let worst = |thoughts| {
+        gaps(settings.clone(), counted, &[(0.0, (16, 40, thoughts)), (2.0, (200, 1, 0))], true, 64)[0]
+    };
     let near =
         |found: Gaps, worst: f64| assert!((found.worst - worst).abs() < 1e-9 && found.slow == 0, "{found:?}");
     near(worst(0), 1.4);
@@ -93,7 +90,7 @@ fn thoughts_alone_let_a_step_take_longer() {
     let crosses = worst(4);
     near(crosses, 1.5);
     let two = [(0.0, (16, 40, 40)), (0.0, (16, 40, 0)), (2.5, (200, 1, 0))];
-    near(gaps(settings, counted, &two, true, 64)[0], 1.4);
+    near(gaps(settings.clone(), counted, &two, true, 64)[0], 1.4);
 }
 
 proptest! {
@@ -110,10 +107,10 @@ proptest! {
             asks.into_iter().map(|(at, p, o, t)| (at, (p, o, t.min(o)))).collect();
         asks.sort_by(|a, b| a.0.total_cmp(&b.0));
         let slo = TokenSlo { answer_seconds, think_seconds };
-        let order = if slo_order { Order::named("slo", 0, slo).unwrap() } else { Order::Fcfs };
+        let order = if slo_order { Order::named("slo", 0, slo).unwrap() } else { Order::default() };
         let admission = if vllm { Admission::Vllm } else { Admission::Reserve };
-        let settings = Settings { admission, order, ..FCFS };
-        let (jumps, steps) = (gaps(settings, slo, &asks, true, blocks), gaps(settings, slo, &asks, false, blocks));
+        let settings = Settings { admission, order, ..Settings::default() };
+        let (jumps, steps) = (gaps(settings.clone(), slo, &asks, true, blocks), gaps(settings.clone(), slo, &asks, false, blocks));
         for (a, b) in jumps.iter().zip(&steps) {
             prop_assert_eq!(a.slow, b.slow);
             prop_assert!((a.worst - b.worst).abs() < 1e-9);
@@ -121,8 +118,8 @@ proptest! {
         // All of one kind: as if that were the only SLO. Without a difference, thoughts are nothing special.
         let as_thoughts = |share: u32| asks.iter().map(|(at, (p, o, _))| (*at, (*p, *o, o * share))).collect::<Vec<_>>();
         let same = TokenSlo::same(think_seconds);
-        let plain = Settings { order: Order::Fcfs, ..settings };
-        prop_assert_eq!(gaps(plain, slo, &as_thoughts(1), false, blocks), gaps(plain, same, &as_thoughts(0), false, blocks));
+        let plain = Settings { order: Order::default(), ..settings };
+        prop_assert_eq!(gaps(plain.clone(), slo, &as_thoughts(1), false, blocks), gaps(plain, same, &as_thoughts(0), false, blocks));
     }
 }
 
@@ -145,12 +142,15 @@ fn play(asks: &[Ask], instances: usize, change: impl FnOnce(&mut ClusterConfig))
         prefill_seconds_per_attention_pair: 0.0,
         max_batch_tokens: 64.0,
     };
-    let search = Search { least_gain: None, least_tokens: 4, ..Search::default() };
-    let libra = Libra { settings: search, lengths: Lengths::Given, parts: 3 };
+    let libra = [("least_gain", -1.0), ("least_tokens", 4.0), ("lengths_given", 1.0), ("parts", 3.0)];
     let mut config = ClusterConfig {
         transfer: Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() },
         admission: Admission::Vllm,
-        router: RouterConfig { split: Split::Libra(libra), step_time: Some(step), ..RouterConfig::default() },
+        router: RouterConfig {
+            split: Split::by("libra", &libra),
+            step_time: Some(step),
+            ..RouterConfig::default()
+        },
         token_slo: TokenSlo { answer_seconds: 1.0, think_seconds: 20.0 },
         ..common::config(vec![round(); instances])
     };

@@ -3,7 +3,8 @@
 //! [`Bins`] are the coarse predictors of Table 3. [`LengthError`] errs by a mean absolute error (MAE): of Table 1 for the rivals, of section 4.3 for STAR's own.
 //! The paper gives averages and a few points; what is assumed between them is said at each. No state: an error is a hash of seed, request and interval.
 use super::remaining::Remaining;
-use crate::error::{CoreError, nearest};
+use crate::error::CoreError;
+use crate::suggest::nearest;
 use std::f64::consts::{PI, TAU};
 
 /// A predictor that knows only in which bin the remaining length lies (STAR section 6.5, Table 3).

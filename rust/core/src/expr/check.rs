@@ -4,8 +4,8 @@
 //! zero, logarithm of a constant that has none, constants that are not finite, reductions over what does not vary.
 use super::parse::{FUNCTIONS, Function, Infix, Kind, Node, Prefix};
 use super::{ExprError, Type};
-use crate::error::nearest;
 use crate::indicators::{INDICATORS, Indicator, Scope};
+use crate::suggest::nearest;
 use std::collections::HashMap;
 use std::ops::Range;
 

@@ -286,7 +286,7 @@ mod tests {
             random: false,
             guard: None,
         };
-        let knobs = Knobs::resolve(&SPEC, &[]).unwrap();
+        let knobs = Knobs::resolve("policy test", SPEC.knobs, &[]).unwrap();
         assert!(ExpressionPolicy::new(SPEC, source(None, &SPEC.formula, &[]), &knobs).is_ok());
         let error = ExpressionPolicy::new(SPEC, source(Some("bs"), "bs", &[]), &knobs).unwrap_err();
         assert!(matches!(&error, CoreError::Expression(e) if e.message.contains("filter")), "{error}");

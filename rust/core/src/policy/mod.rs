@@ -1,44 +1,55 @@
 //! Policies: from a snapshot to one score an instance. Pure: same inputs, same answer.
 //!
-//! A policy never reads a clock, changes the index or counts load. One file each: formula, source, knobs, tests;
-//! [`registry`] has one line for each.
+//! A policy never reads a clock, changes the index or counts load. Each is one file (formula, source,
+//! knobs, tests) and one row of `policies!`.
 
 pub mod expression;
 pub mod registry;
 pub mod select;
 pub mod spec;
 
-mod aibrix_prefix;
-mod always_worst;
-mod cache_aware;
-mod dynamo;
-mod dynamo_linear;
-mod dynamo_reference;
-mod dynamo_two_tier;
-mod filter;
-mod ils;
-mod ils_requests;
-mod least_prefill;
-mod least_requests;
-mod least_tokens;
-mod linear;
-mod llmd_affinity;
-mod llmd_scorers;
-mod lmetric;
-mod lmetric_pull;
-mod planner;
-mod power_of_two;
-mod preble;
-mod prefix_spill;
-mod random;
-mod ray_prefix;
-mod round_robin;
-mod session_affinity;
-mod sibyl;
-mod sibyl_plus;
-mod simulation;
-mod star_dispatch;
-mod vllm;
+/// Each row is a file with its declaration `SPEC` and a function `build`, in the order of the docs
+/// page.
+macro_rules! policies {
+    ($($file:ident,)*) => {
+        $(mod $file;)*
+        static POLICIES: &[(&PolicySpec, registry::Build)] = &[$((&$file::SPEC, $file::build),)*];
+    };
+}
+
+policies! {
+    lmetric,
+    lmetric_pull,
+    planner,
+    round_robin,
+    random,
+    least_requests,
+    power_of_two,
+    session_affinity,
+    vllm,
+    linear,
+    filter,
+    aibrix_prefix,
+    dynamo_linear,
+    dynamo_reference,
+    dynamo,
+    dynamo_two_tier,
+    simulation,
+    llmd_scorers,
+    llmd_affinity,
+    cache_aware,
+    prefix_spill,
+    ray_prefix,
+    preble,
+    least_prefill,
+    sibyl,
+    sibyl_plus,
+    ils,
+    ils_requests,
+    least_tokens,
+    star_dispatch,
+    always_worst,
+}
 
 #[cfg(test)]
 #[path = "../../tests/common/fleet.rs"]

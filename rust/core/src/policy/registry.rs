@@ -1,46 +1,8 @@
-//! Names to policies: one line each.
+//! Policies by name.
 use super::*;
-use crate::error::nearest;
+use crate::suggest::nearest;
 
-type Build = fn(&Knobs) -> Result<Box<dyn Policy>, CoreError>;
-
-macro_rules! policies {
-    ($($module:ident,)*) => { &[$((&$module::SPEC, $module::build),)*] };
-}
-
-static POLICIES: &[(&PolicySpec, Build)] = policies![
-    lmetric,
-    lmetric_pull,
-    planner,
-    round_robin,
-    random,
-    least_requests,
-    power_of_two,
-    session_affinity,
-    vllm,
-    linear,
-    filter,
-    aibrix_prefix,
-    dynamo_linear,
-    dynamo_reference,
-    dynamo,
-    dynamo_two_tier,
-    simulation,
-    llmd_scorers,
-    llmd_affinity,
-    cache_aware,
-    prefix_spill,
-    ray_prefix,
-    preble,
-    least_prefill,
-    sibyl,
-    sibyl_plus,
-    ils,
-    ils_requests,
-    least_tokens,
-    star_dispatch,
-    always_worst,
-];
+pub(super) type Build = fn(&Knobs) -> Result<Box<dyn Policy>, CoreError>;
 
 /// Names of all policies, in the order of the docs page.
 pub fn names() -> Vec<&'static str> {
@@ -64,7 +26,7 @@ pub fn build(name: &str, knobs: &[(String, f64)]) -> Result<Box<dyn Policy>, Cor
             nearest: nearest(name, names()),
         });
     };
-    build(&Knobs::resolve(spec, knobs)?)
+    build(&Knobs::resolve(&format!("policy {name}"), spec.knobs, knobs)?)
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! What a policy declares of itself: one source for validation, `lmetric-router policies`, the docs page and the
 //! conformance tests.
-use crate::error::{CoreError, nearest};
+use crate::error::CoreError;
+use crate::suggest::nearest;
 use std::borrow::Cow;
 
 /// Type and range of a knob.
@@ -122,21 +123,22 @@ pub struct Knobs {
 }
 
 impl Knobs {
-    /// The spec's defaults, overlaid with `given`, each checked against its declaration.
+    /// The defaults of `knobs`, overlaid with `given`, each checked against its declaration; errors
+    /// name the `owner`: `policy linear`.
     ///
     /// # Errors
     /// `UnknownName` with the nearest knob, or `BadValue` with the range.
-    pub fn resolve(spec: &PolicySpec, given: &[(String, f64)]) -> Result<Knobs, CoreError> {
-        let mut values: Vec<f64> = spec.knobs.iter().map(|k| k.default).collect();
+    pub fn resolve(owner: &str, knobs: &'static [Knob], given: &[(String, f64)]) -> Result<Knobs, CoreError> {
+        let mut values: Vec<f64> = knobs.iter().map(|k| k.default).collect();
         for (name, value) in given {
-            let Some(i) = spec.knobs.iter().position(|k| k.name == name) else {
+            let Some(i) = knobs.iter().position(|k| k.name == name) else {
                 return Err(CoreError::UnknownName {
-                    kind: format!("knob of policy {}", spec.name),
+                    kind: format!("knob of {owner}"),
                     name: name.clone(),
-                    nearest: nearest(name, spec.knobs.iter().map(|k| k.name)),
+                    nearest: nearest(name, knobs.iter().map(|k| k.name)),
                 });
             };
-            let (valid, expected) = match spec.knobs[i].kind {
+            let (valid, expected) = match knobs[i].kind {
                 KnobKind::Float { min, max } => {
                     ((min..=max).contains(value), format!("a number from {min} to {max}"))
                 }
@@ -148,14 +150,14 @@ impl Knobs {
             };
             if !valid {
                 return Err(CoreError::BadValue {
-                    what: format!("knob {name} of policy {}", spec.name),
+                    what: format!("knob {name} of {owner}"),
                     got: value.to_string(),
                     expected,
                 });
             }
             values[i] = *value;
         }
-        Ok(Knobs { values, names: spec.knobs.iter().map(|k| k.name).collect() })
+        Ok(Knobs { values, names: knobs.iter().map(|k| k.name).collect() })
     }
 
     /// The value of a declared knob.

@@ -9,9 +9,10 @@ pub mod star;
 #[cfg(test)]
 mod tests;
 
-use crate::error::{CoreError, nearest};
+use crate::error::CoreError;
 use crate::estimate::remaining::Remaining;
 use crate::ids::InstanceId;
+use crate::suggest::nearest;
 pub use llumnix::{Llumnix, LlumnixSettings};
 pub use star::{Star, StarSettings, Weights};
 

@@ -82,17 +82,17 @@ impl Router {
         Ok(())
     }
 
-    /// Sets how requests are cut from now on.
+    /// Sets how requests are split from now on that no roles split.
     ///
     /// # Errors
-    /// `BadValue` for a setting out of its range.
+    /// `UnknownName` for a planner or a setting, `BadValue` for a setting out of its range.
     pub fn set_split(&mut self, split: Split) -> Result<(), CoreError> {
         self.state.set_split(split)
     }
 
-    /// How requests are cut.
-    pub fn split(&self) -> Split {
-        self.state.split
+    /// How requests are split that no roles split.
+    pub fn split(&self) -> &Split {
+        &self.state.split
     }
 
     /// Says where an instance's engine can hand requests over and take them; a new one can

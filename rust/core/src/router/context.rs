@@ -1,4 +1,5 @@
 //! Everything that planning writes.
+use super::parts::Rest;
 use crate::guard::Restriction;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::policy::{PolicyRng, Scores};
@@ -54,6 +55,12 @@ impl DecisionContext {
     pub fn resize(&mut self, slots: usize) {
         self.hit_blocks.resize(slots, 0);
         self.derived.resize(slots);
+    }
+
+    /// Leaves the request in one piece, for this reason.
+    pub fn leave_whole(&mut self, reason: &str) -> Rest {
+        self.uncut = Some(reason.into());
+        Rest::new()
     }
 
     /// Forgets what was derived of a slot's instance.

@@ -1,6 +1,6 @@
 //! Decisions: match, score, commit.
 use super::decision::Decision;
-use super::plan::{Chosen, Rest, Turn};
+use super::parts::{Chosen, Rest, Turn};
 use super::router::Router;
 use super::tickets::TicketState;
 use crate::error::CoreError;

@@ -17,6 +17,7 @@
 //! | `state` | everything that a decision depends on |
 //! | `context` | everything that planning writes |
 //! | `decision`, `priorities`, `replicas` | decisions and totals; what goes first; peers' loads |
+//! | `parts` | what plans are made of |
 //! | `tickets` | the requests in flight |
 //! | `fetch_cost`, `ledger` | what prefix fetches cost; what is in flight on each instance |
 //! | `settings` | what a router is set up with |
@@ -30,6 +31,7 @@ mod fetch_cost;
 mod idle;
 pub mod ledger;
 pub mod lifecycle;
+mod parts;
 mod plan;
 pub mod priorities;
 mod replicas;
@@ -45,14 +47,13 @@ pub mod tickets;
 pub use decision::{Decision, Totals};
 pub use ledger::{Ahead, Share};
 pub use lifecycle::Carry;
-pub use plan::TtftSource;
+pub use plan::{TtftSource, planners};
 pub use priorities::Priorities;
 pub use replicas::MOST_REPLICAS;
 pub use rounds::NamedMove;
 pub use router::Router;
 pub use settings::{
-    Apart, Forecast, IndexFeed, Lengths, Libra, Mean, PullConfig, RescheduleConfig, Rescheduling,
-    RouterConfig, Rule, Split,
+    Forecast, IndexFeed, PullConfig, RescheduleConfig, Rescheduling, RouterConfig, Rule, Split,
 };
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;

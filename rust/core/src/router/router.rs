@@ -45,7 +45,8 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
-        Ok(Router {
+        let split = config.split.clone();
+        let mut router = Router {
             context: DecisionContext::new(config.seed),
             tickets: Tickets::default(),
             replicas: Replicas::default(),
@@ -54,7 +55,9 @@ impl Router {
             totals: Totals::default(),
             latest: 0.0,
             state: State::new(policy, config)?,
-        })
+        };
+        router.state.set_split(split)?;
+        Ok(router)
     }
 
     /// Indicators that its policies read.

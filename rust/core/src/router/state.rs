@@ -3,17 +3,20 @@
 use super::context::DecisionContext;
 use super::fetch_cost::Pulls;
 use super::ledger::{AHEAD, Ahead, Ledger, PROJECTED, WEIGHED};
+use super::parts::Rest;
 use super::settings::{IndexFeed, Rescheduling, RouterConfig, Split};
 use crate::error::CoreError;
 use crate::estimate::survival::BUCKET_TOKENS;
 use crate::estimate::{OutputLength, StepTime};
 use crate::fleet::{Fleet, Role};
 use crate::guard::Guard;
-use crate::ids::InstanceId;
+use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{IndicatorSet, Indicators};
 use crate::kv::index::KvIndex;
 use crate::plan::Cuts;
 use crate::policy::{Policy, registry};
+use crate::request::Request;
+use std::fmt::Debug;
 
 /// A policy that chooses the instances of segments.
 pub(super) struct Selector {
@@ -26,6 +29,36 @@ pub(super) struct Selector {
 impl Selector {
     pub fn new(policy: Box<dyn Policy>) -> Selector {
         Selector { reads: policy.reads(), policy, made: 0 }
+    }
+}
+
+/// A request whose first segment is placed on an instance of the role `both` that can hand over.
+pub(super) struct Asked<'a> {
+    pub request: &'a Request<'a>,
+    pub first: InstanceId,
+    /// Slots that are not asked.
+    pub failed: &'a [u32],
+    pub now: Seconds,
+}
+
+/// Plans what follows a first segment, where no roles do.
+pub(super) trait Planner: Debug + Send + Sync {
+    /// What follows. If nothing does, it leaves the reason in the context.
+    fn rest(&self, state: &State, context: &mut DecisionContext, asked: &Asked<'_>) -> Rest;
+
+    /// Learns the lengths of answers that it plans by; `None`: requests bring them, or it needs
+    /// none.
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    fn lengths(&self) -> Result<Option<OutputLength>, CoreError> {
+        Ok(None)
+    }
+
+    /// Time constant of the share of its time that an instance spends on prefills, if it reads
+    /// that.
+    fn recent_seconds(&self) -> Option<Seconds> {
+        None
     }
 }
 
@@ -57,6 +90,8 @@ pub(super) struct State {
     pub first: Selector,
     pub later: Selector,
     pub split: Split,
+    /// The planner that `split` names.
+    pub planner: Option<Box<dyn Planner>>,
     pub pulls: Option<Pulls>,
     /// Lengths of answers by class, if requests are cut by them.
     pub lengths: Option<OutputLength>,
@@ -64,7 +99,8 @@ pub(super) struct State {
 }
 
 impl State {
-    /// No instances yet. Segments that follow others go where there are the fewest requests.
+    /// No instances and no planner yet. Segments that follow others go where there are the fewest
+    /// requests.
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
@@ -77,13 +113,13 @@ impl State {
             guard: Guard::new(config.guard)?,
             first: Selector::new(policy),
             later: Selector::new(registry::build("least_requests", &[])?),
-            split: Split::None,
+            split: Split::NONE,
+            planner: None,
             pulls: config.pull.map(Pulls::new).transpose()?,
             lengths: None,
             rescheduling: None,
             config,
         };
-        state.set_split(state.config.split)?;
         state.look_ahead()?;
         Ok(state)
     }
@@ -113,22 +149,6 @@ impl State {
         self.ledger.clear(id.index());
         self.index.add_instance(id, cache_blocks);
         Ok(id)
-    }
-
-    /// Sets how requests are cut from now on.
-    ///
-    /// # Errors
-    /// `BadValue` for a setting out of its range.
-    pub fn set_split(&mut self, split: Split) -> Result<(), CoreError> {
-        split.check()?;
-        if split.estimate()?.is_none() || self.lengths.is_none() {
-            self.lengths = split.estimate()?;
-        }
-        if let Split::Apart(apart) = split {
-            self.ledger.set_recent(apart.settings.recent_seconds);
-        }
-        self.split = split;
-        Ok(())
     }
 
     /// Keeps what the load will be, where a policy asks for it.

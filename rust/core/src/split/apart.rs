@@ -19,7 +19,6 @@
 //! gain a little.
 //!
 //! What a prefill delays by being placed where it is, the score of the first choice weighs; it is the same for all places to decode at.
-use crate::error::CoreError;
 use crate::estimate::StepTime;
 use crate::ids::Seconds;
 
@@ -52,31 +51,6 @@ impl Default for Settings {
             transfer_fixed_seconds: 0.005,
             most_stall_seconds: 0.1,
         }
-    }
-}
-
-impl Settings {
-    /// # Errors
-    /// `BadValue` for a setting out of its range.
-    pub fn check(&self) -> Result<(), CoreError> {
-        let bad = |what: &str, got: f64, expected: &str| {
-            let what = format!("split: {what}");
-            Err(CoreError::BadValue { what, got: got.to_string(), expected: expected.into() })
-        };
-        if !(self.recent_seconds > 0.0 && self.recent_seconds <= 1e6) {
-            return bad("recent seconds", self.recent_seconds, "more than 0, up to 1e6 seconds");
-        }
-        for (what, value) in [
-            ("least gain seconds", self.least_gain_seconds),
-            ("transfer seconds per token", self.transfer_seconds_per_token),
-            ("transfer fixed seconds", self.transfer_fixed_seconds),
-            ("most stall seconds", self.most_stall_seconds),
-        ] {
-            if !(0.0..=1e6).contains(&value) {
-                return bad(what, value, "0 to 1e6 seconds");
-            }
-        }
-        Ok(())
     }
 }
 
@@ -151,21 +125,6 @@ mod tests {
             ] {
                 assert!(lost(more) > lost(base), "{more:?}");
             }
-        }
-    }
-
-    #[test]
-    fn settings_out_of_range_are_named() {
-        let base = Settings::default();
-        assert!(base.check().is_ok());
-        for (settings, what) in [
-            (Settings { recent_seconds: 0.0, ..base }, "recent seconds"),
-            (Settings { least_gain_seconds: f64::NAN, ..base }, "least gain"),
-            (Settings { transfer_seconds_per_token: -1.0, ..base }, "per token"),
-            (Settings { transfer_fixed_seconds: f64::INFINITY, ..base }, "fixed"),
-        ] {
-            let message = settings.check().unwrap_err().to_string();
-            assert!(message.contains(what), "{message}");
         }
     }
 }

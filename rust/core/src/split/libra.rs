@@ -282,23 +282,6 @@ mod tests {
         assert_eq!(force_at(0.5, &Whole { prompt_tokens: 1, expected_output_tokens: 0, ..whole }), None);
     }
 
-    #[test]
-    fn settings_out_of_range_are_named() {
-        let good = Settings::default();
-        assert_eq!(good.check(), Ok(()));
-        for (settings, what) in [
-            (Settings { probes: 0, ..good }, "probes"),
-            (Settings { epsilon: f64::NAN, ..good }, "epsilon"),
-            (Settings { least_gain: Some(2.0), ..good }, "least gain"),
-            (Settings { least_tokens: 0, ..good }, "least tokens"),
-            (Settings { transfer_seconds_per_token: -1.0, ..good }, "seconds per token"),
-            (Settings { transfer_fixed_seconds: f64::INFINITY, ..good }, "fixed seconds"),
-        ] {
-            let message = settings.check().unwrap_err().to_string();
-            assert!(message.contains(what), "{message}");
-        }
-    }
-
     prop_compose! {
         fn load()(queued in 0.0..20_000f64, decoding in 0.0..200f64, context in 0.0..4000f64, remaining in 0.0..1000f64) -> Load {
             Load {

@@ -16,7 +16,6 @@ pub mod three;
 pub use libra::{force_at, search};
 pub use three::{Placed, Three, search_return, search_three};
 
-use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::Cuts;
 
@@ -103,39 +102,6 @@ impl Default for Settings {
             transfer_fixed_seconds: 0.0,
             cuts: Cuts::Anywhere,
         }
-    }
-}
-
-impl Settings {
-    /// # Errors
-    /// `BadValue` for a setting out of its range.
-    pub fn check(&self) -> Result<(), CoreError> {
-        let bad = |what: &str, got: String, expected: &str| {
-            Err(CoreError::BadValue { what: format!("split: {what}"), got, expected: expected.into() })
-        };
-        if !(1..=32).contains(&self.probes) {
-            return bad("probes", self.probes.to_string(), "1 to 32");
-        }
-        if !(0.0..=1.0).contains(&self.epsilon) {
-            return bad("epsilon", self.epsilon.to_string(), "0 to 1, a share of the request's own seconds");
-        }
-        if let Some(gain) = self.least_gain
-            && !(0.0..=1.0).contains(&gain)
-        {
-            return bad("least gain", gain.to_string(), "0 to 1, a share of the request's own seconds");
-        }
-        if self.least_tokens == 0 {
-            return bad("least tokens", "0".into(), "1 or more");
-        }
-        for (what, seconds) in [
-            ("transfer seconds per token", self.transfer_seconds_per_token),
-            ("transfer fixed seconds", self.transfer_fixed_seconds),
-        ] {
-            if !(0.0..=1e6).contains(&seconds) {
-                return bad(what, seconds.to_string(), "0 to 1e6 seconds");
-            }
-        }
-        Ok(())
     }
 }
 

@@ -43,7 +43,7 @@ impl<'a> Cluster<'a> {
         if has(Role::Prefill) != has(Role::Decode) {
             return bad("roles", "prefill or decode alone", "instances of the other kind, to hand over to");
         }
-        if config.router.unlimited_prefill && config.router.split != Split::None {
+        if config.router.unlimited_prefill && config.router.split != Split::NONE {
             return bad("split", "requests that are cut", "none where prefills wait for nobody");
         }
         if config.router.unlimited_prefill && config.router.pull.is_some() {
@@ -76,7 +76,7 @@ impl<'a> Cluster<'a> {
         }
         let settings = Settings {
             admission: config.admission,
-            order: config.order,
+            order: config.order.clone(),
             preempt: config.preempt,
             kv_events: exact,
         };
@@ -91,7 +91,7 @@ impl<'a> Cluster<'a> {
                 let id = router.add_instance(&format!("engine-{i}"), role, Some(profile.cache_blocks))?;
                 router.set_step_time(id, config.step_times.get(i).copied())?;
             }
-            let mut engine = Engine::new(profile.clone(), settings, None)?;
+            let mut engine = Engine::new(profile.clone(), settings.clone(), None)?;
             engine.set_token_slo(config.token_slo);
             engines.push(engine);
         }

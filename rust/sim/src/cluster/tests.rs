@@ -8,8 +8,7 @@ use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::Binding;
 use lmetric_core::plan::Segment;
 use lmetric_core::policy::registry;
-use lmetric_core::router::{IndexFeed, Lengths, Libra, PullConfig, Split};
-use lmetric_core::split;
+use lmetric_core::router::{IndexFeed, PullConfig, Split};
 use proptest::prelude::*;
 
 fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig {
@@ -32,7 +31,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         transfer: Transfer::default(),
         pulling: Pulling::default(),
         admission: Admission::Reserve,
-        order: Order::Fcfs,
+        order: Order::default(),
         preempt: Preempt::Recompute,
         priorities: None,
         sharing_seconds: None,
@@ -166,8 +165,8 @@ const STEP: StepTime = StepTime {
 
 /// Three parts for whoever thinks, two for others, wherever there is a balance.
 fn in_three() -> Split {
-    let settings = split::Settings { least_gain: None, least_tokens: 1, ..split::Settings::default() };
-    Split::Libra(Libra { settings, lengths: Lengths::Given, parts: 3 })
+    let settings = [("least_gain", -1.0), ("least_tokens", 1.0), ("lengths_given", 1.0), ("parts", 3.0)];
+    Split::by("libra", &settings)
 }
 
 fn shape_outputs(workload: &Workload) -> u64 {
@@ -207,7 +206,7 @@ proptest! {
             config.transfer = Transfer { seconds_per_token, fixed_seconds: 0.1, overlap, unshared: false };
             config.router.binding = if late { Binding::Late } else { Binding::Early };
         } else if let Some(fraction) = cut {
-            config.router.split = if three { in_three() } else { Split::ForceAt(fraction) };
+            config.router.split = if three { in_three() } else { Split::by("force", &[("at", fraction)]) };
             config.router.step_time = Some(STEP);
             config.transfer = Transfer { seconds_per_token, fixed_seconds: 0.1, ..Transfer::default() };
         }

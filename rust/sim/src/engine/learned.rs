@@ -2,17 +2,26 @@
 //!
 //! It is taken over with every [`EVERY`]th request that ends, and what waits is ranked anew then: between two of these ranks do not move by themselves, so that a
 //! scheduler may do it beside its steps.
-use super::order::Order;
 use crate::profile::{Profile, StepWork};
 use lmetric_core::CoreError;
 use lmetric_core::estimate::survival::Survival;
 use lmetric_core::ids::Seconds;
-use lmetric_core::priority::TailRate;
+use lmetric_core::priority::{Settings, TailRate};
 
 /// Requests that end between two looks.
 const EVERY: u64 = 16;
 /// The share of what was measured since the last look that is taken over; of the first, all.
 const SMOOTHING: f64 = 0.2;
+
+/// What a local order needs to be learned.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Learns {
+    Nothing,
+    /// The lengths of answers, and what a token takes.
+    Lengths,
+    /// The same, and gamma from the tail of end-to-end times if the settings adapt it.
+    Tail(Settings),
+}
 
 /// What was learned, as it was when it was last taken over.
 #[derive(Clone, Debug)]
@@ -35,8 +44,8 @@ pub(super) struct Learned {
 impl Learned {
     /// # Errors
     /// `BadValue` for an order's setting out of its range.
-    pub fn new(order: &Order, profile: &Profile) -> Result<Learned, CoreError> {
-        let boost = if let Order::Boost(boost) = order { Some(boost.settings) } else { None };
+    pub fn new(learns: Learns, profile: &Profile) -> Result<Learned, CoreError> {
+        let boost = if let Learns::Tail(settings) = learns { Some(settings) } else { None };
         let mut full = StepWork::default();
         full.add_prefill(0, profile.max_batch_tokens);
         Ok(Learned {
@@ -48,7 +57,7 @@ impl Learned {
             },
             lengths: Survival::default(),
             observed: Survival::default(),
-            asked: boost.is_some() || *order == Order::Gittins,
+            asked: !matches!(learns, Learns::Nothing),
             seconds: 0.0,
             tokens: 0,
             ended: 0,
@@ -102,21 +111,23 @@ impl Learned {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
+    use crate::engine::order::Order;
     use crate::gaps::TokenSlo;
     use crate::profile::tests::round;
-    use lmetric_core::priority::Settings;
     use std::sync::LazyLock;
 
     /// Of an engine that has learned nothing yet: gamma 0.1, 0.1 s a token.
-    pub(in crate::engine) static NOTHING: LazyLock<Learned> = LazyLock::new(|| Learned {
-        token_seconds: 0.1,
-        ..Learned::new(&Order::named("uniboost", 0, TokenSlo::same(0.1)).unwrap(), &round()).unwrap()
-    });
+    pub(in crate::engine) static NOTHING: LazyLock<Learned> =
+        LazyLock::new(|| Learned { token_seconds: 0.1, ..learned("uniboost") });
+
+    fn learned(order: &str) -> Learned {
+        let order = Order::named(order, 0, TokenSlo::same(0.1)).unwrap();
+        Learned::new(order.rules().learns(), &round()).unwrap()
+    }
 
     #[test]
     fn what_a_token_takes_is_measured_every_sixteenth_request() {
-        let order = Order::named("distboost", 0, TokenSlo::same(0.1)).unwrap();
-        let mut learned = Learned::new(&order, &round()).unwrap();
+        let mut learned = learned("distboost");
         // 64 tokens: 1 + 0.64 + 64 x 32 x 0.0001 s.
         assert!((learned.token_seconds - 1.8448 / 64.0).abs() < 1e-12);
         let mut ends = |seconds, tokens, requests: u64| {
@@ -136,8 +147,7 @@ pub(super) mod tests {
     #[test]
     fn gamma_is_learned_only_where_the_order_asks() {
         for (name, adapts) in [("uniboost", true), ("uniboost_memguard", false), ("fcfs", false)] {
-            let mut learned =
-                Learned::new(&Order::named(name, 0, TokenSlo::same(0.1)).unwrap(), &round()).unwrap();
+            let mut learned = learned(name);
             let before = learned.gamma;
             (0..256).for_each(|i| learned.ended(f64::from(i), 7));
             assert_eq!(learned.look(0), name != "fcfs");

@@ -1,179 +1,145 @@
-//! Local orders: in which order an engine takes requests from its queue and, where an order preempts, which of those it runs get a
-//! step's prompt tokens and which go back for another.
+//! Local orders: in which order an engine takes requests from its queue and, if an order preempts,
+//! which running requests get a step's prompt tokens and which go back for another.
 //!
-//! An order is a file here. It gives every request a rank, lower first; ties go by arrival. The rank of a request that waits is taken
-//! when it enters the queue, for nothing that an order looks at changes while it waits (but for the cache, which is looked at once), and again where the engine has learned something
-//! that the order goes by.
-//! Decodes get their token in every step whatever the order, as in Sarathi and vLLM; an order may say how many prompt tokens go with them.
-use super::learned::Learned;
+//! An order is one file here and one row of `orders!`. It gives every request a rank; lower ranks
+//! run first, ties go by arrival. The rank of a waiting request is computed when it enters the
+//! queue, and again when the engine has learned something that the order reads: nothing else that
+//! an order reads changes while a request waits. Decodes get their token in every step whatever the
+//! order, as in Sarathi and vLLM; an order may limit the prompt tokens beside them.
+use super::learned::{Learned, Learns};
 use crate::gaps::{Makes, TokenSlo};
 use crate::profile::{Profile, StepWork};
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
+use std::fmt::Debug;
+use std::sync::Arc;
 
-mod boost;
-mod fcfs;
-mod gittins;
-mod las;
-mod ltr;
-mod priority;
-mod sjf;
-mod slo;
-mod spf;
-mod srpt;
-mod srpt_noisy;
-mod trail;
+/// Each row is a file with a list `ORDERS`.
+macro_rules! orders {
+    ($($file:ident,)*) => {
+        $(mod $file;)*
+        static ORDERS: &[&[OrderSpec]] = &[$($file::ORDERS,)*];
+    };
+}
+
+orders! {
+    fcfs,
+    priority,
+    sjf,
+    spf,
+    srpt,
+    srpt_noisy,
+    las,
+    slo,
+    boost,
+    ltr,
+    trail,
+    gittins,
+}
 
 pub use boost::Boost;
-pub use ltr::Ltr;
-pub use slo::{Slo, TOKEN_SECONDS};
-pub use srpt_noisy::SrptNoisy;
-pub use trail::Trail;
+pub use slo::TOKEN_SECONDS;
 
-/// Which order an engine goes by.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Order {
-    /// Arrival; priorities are ignored.
-    Fcfs,
-    /// Priority (lower first), then arrival.
-    Priority,
-    /// Shortest answer first, its length known.
-    Sjf,
-    /// Shortest uncached prompt first.
-    Spf,
-    /// Least remaining work first, lengths known; preempts.
-    Srpt,
-    /// The same with predicted lengths.
-    SrptNoisy(SrptNoisy),
-    /// Least attained service first, by levels; preempts.
-    Las,
-    /// Arrival, in steps that keep a token SLO.
-    Slo(Slo),
-    /// Arrival less a boost that falls with the work; preempts, but for the first of them.
-    Boost(Boost),
-    /// Shortest answer first, its length known; who has waited long before all others.
-    Ltr(Ltr),
-    /// Least remaining work first, lengths known; who has made most of its answer stays.
-    Trail(Trail),
-    /// Gittins' index by the lengths that the engine has seen; preempts.
-    Gittins,
+/// The declaration of a local order.
+pub struct OrderSpec {
+    /// Its name in configuration.
+    pub name: &'static str,
+    /// Which request comes first.
+    pub first: &'static str,
+    /// What it needs to know.
+    pub reads: &'static str,
+    /// Where the rule was read.
+    pub source: &'static str,
+    /// Names of its settings.
+    pub settings: &'static [&'static str],
+    build: fn(&Given<'_>) -> Result<Box<dyn LocalOrder>, CoreError>,
+}
+
+/// What an order is built from.
+struct Given<'a> {
+    /// Seed of its predictions.
+    seed: u64,
+    /// Seconds that a token may take.
+    slo: TokenSlo,
+    /// Settings by name; all of them are the order's.
+    settings: &'a [(&'a str, f64)],
+}
+
+/// The order that an engine goes by. Cloning shares it.
+#[derive(Clone, Debug)]
+pub struct Order {
+    text: String,
+    rules: Arc<dyn LocalOrder>,
+}
+
+impl Default for Order {
+    /// First come, first served.
+    fn default() -> Order {
+        Order { text: "fcfs".into(), rules: Arc::new(fcfs::Fcfs) }
+    }
 }
 
 impl Order {
-    /// The orders' names, as [`Order::named`] takes them.
-    pub const NAMES: [&str; 15] = [
-        "fcfs",
-        "priority",
-        "sjf",
-        "spf",
-        "srpt",
-        "srpt_noisy",
-        "las",
-        "slo",
-        "distboost",
-        "uniboost_base",
-        "uniboost_memguard",
-        "uniboost",
-        "ltr",
-        "trail",
-        "gittins",
-    ];
+    /// Declarations of all orders, in the order of the registry.
+    pub fn specs() -> impl Iterator<Item = &'static OrderSpec> {
+        ORDERS.iter().copied().flatten()
+    }
 
-    /// The order of this name, or with settings of its own: `uniboost(gamma=0.2, bin_tokens=64)`. `seed` is that of its predictions, where it makes any,
-    /// and `slo` what it asks of tokens, where it does.
+    /// The names that [`Order::named`] takes.
+    pub fn names() -> Vec<&'static str> {
+        Order::specs().map(|spec| spec.name).collect()
+    }
+
+    /// The order of this name, or with settings of its own: `uniboost(gamma=0.2, bin_tokens=64)`.
+    /// `seed` is the seed of its predictions; `slo` is the SLO of tokens that `slo` keeps.
     ///
     /// # Errors
-    /// `BadValue` for another name, for a setting that it does not have, naming those it has, for one out of range, and where the order is `slo` for a time that is
-    /// none.
+    /// `BadValue` for an unknown order or setting, a value out of range, or an SLO that is no time.
     pub fn named(text: &str, seed: u64, slo: TokenSlo) -> Result<Order, CoreError> {
         let text = text.trim();
         let (name, inner) = match text.split_once('(') {
             Some((name, rest)) => (name.trim(), rest.strip_suffix(')')),
             None => (text, Some("")),
         };
-        let plain = Order::plain(name, seed, slo)?;
+        let Some(spec) = Order::specs().find(|spec| spec.name == name) else {
+            let names = Order::names().join(", ");
+            return bad("local order", format!("{name:?}"), format!("one of {names}"));
+        };
         let each = inner.map(|inner| inner.split(',').map(str::trim).filter(|part| !part.is_empty()));
         let settings: Option<Vec<(&str, f64)>> = each.and_then(|parts| {
             parts
                 .map(|part| part.split_once('=').and_then(|(k, v)| Some((k.trim(), v.trim().parse().ok()?))))
                 .collect()
         });
-        match settings {
-            Some(settings) => plain.with(settings),
-            None => bad("local order", format!("{text:?}"), format!("{name}(setting=number, …)")),
+        let Some(settings) = settings else {
+            return bad("local order", format!("{text:?}"), format!("{name}(setting=number, …)"));
+        };
+        if let Some((unknown, _)) = settings.iter().find(|(name, _)| !spec.settings.contains(name)) {
+            let known = spec.settings.join(", ");
+            let has = if known.is_empty() { "none: it has no settings".into() } else { known };
+            return bad("setting of the local order", format!("{unknown:?}"), has);
         }
+        let rules = (spec.build)(&Given { seed, slo, settings: &settings })?;
+        Ok(Order { text: text.into(), rules: rules.into() })
     }
 
-    fn plain(name: &str, seed: u64, slo: TokenSlo) -> Result<Order, CoreError> {
-        Ok(match name {
-            "fcfs" => Order::Fcfs,
-            "priority" => Order::Priority,
-            "sjf" => Order::Sjf,
-            "spf" => Order::Spf,
-            "srpt" => Order::Srpt,
-            "srpt_noisy" => Order::SrptNoisy(SrptNoisy { seed }),
-            "las" => Order::Las,
-            "ltr" => Order::Ltr(Ltr::default()),
-            "trail" => Order::Trail(Trail::default()),
-            "gittins" => Order::Gittins,
-            "slo" => {
-                let slo = Slo { tokens: slo };
-                slo.check()?;
-                Order::Slo(slo)
-            }
-            other => match Boost::named(other) {
-                Some(boost) => Order::Boost(boost),
-                None => {
-                    return bad(
-                        "local order",
-                        format!("{other:?}"),
-                        format!("one of {}", Order::NAMES.join(", ")),
-                    );
-                }
-            },
-        })
+    /// Its name and settings, as given.
+    pub fn text(&self) -> &str {
+        &self.text
     }
 
-    fn with<'a>(mut self, settings: impl IntoIterator<Item = (&'a str, f64)>) -> Result<Order, CoreError> {
-        for (name, value) in settings {
-            let known = match &self {
-                Order::Boost(boost) => boost.settings.names(),
-                Order::Ltr(_) => Ltr::SETTINGS.to_vec(),
-                Order::Trail(_) => vec!["threshold"],
-                _ => vec![],
-            };
-            if !known.contains(&name) {
-                let has = if known.is_empty() { "none: it has no settings".into() } else { known.join(", ") };
-                return bad("setting of the local order", format!("{name:?}"), has);
-            }
-            match &mut self {
-                Order::Boost(boost) => boost.settings.set(name, value)?,
-                Order::Ltr(ltr) => ltr.set(name, value)?,
-                Order::Trail(trail) if (0.0..=1.0).contains(&value) => trail.threshold = value,
-                _ => return bad("local order: threshold", value.to_string(), "0 to 1".into()),
-            }
-        }
-        if let Order::Boost(boost) = &self {
-            boost.settings.check()?;
-        }
-        Ok(self)
+    /// Whether a waiting request can put a running one back into the queue.
+    pub fn preempts(&self) -> bool {
+        self.rules.preemption().is_some()
+    }
+
+    /// Whether it goes by the priorities that requests come with.
+    pub fn reads_priority(&self) -> bool {
+        self.rules.reads_priority()
     }
 
     pub(super) fn rules(&self) -> &dyn LocalOrder {
-        match self {
-            Order::Fcfs => &fcfs::Fcfs,
-            Order::Priority => &priority::Priority,
-            Order::Sjf => &sjf::Sjf,
-            Order::Spf => &spf::Spf,
-            Order::Srpt => &srpt::Srpt,
-            Order::SrptNoisy(order) => order,
-            Order::Las => &las::Las,
-            Order::Slo(order) => order,
-            Order::Boost(order) => order,
-            Order::Ltr(order) => order,
-            Order::Trail(order) => order,
-            Order::Gittins => &gittins::Gittins,
-        }
+        &*self.rules
     }
 }
 
@@ -186,10 +152,20 @@ fn seconds_to_rank(seconds: Seconds) -> i64 {
     (seconds * 1e9) as i64
 }
 
-/// What an order says of requests.
-pub(super) trait LocalOrder {
+/// How an order ranks requests.
+pub(super) trait LocalOrder: Debug + Send + Sync {
     /// Lower runs earlier.
     fn rank(&self, job: &Job<'_>) -> i64;
+
+    /// What the engine must learn of its requests for it.
+    fn learns(&self) -> Learns {
+        Learns::Nothing
+    }
+
+    /// Whether it reads the priority of a request.
+    fn reads_priority(&self) -> bool {
+        false
+    }
 
     /// Whether the rank of a request that waits depends on what the cache holds of it.
     fn reads_cache(&self) -> bool {
@@ -329,20 +305,12 @@ mod tests {
     }
 
     #[test]
-    fn every_name_is_an_order_and_others_are_refused() {
-        let orders: Vec<Order> =
-            Order::NAMES.iter().map(|name| Order::named(name, 5, TokenSlo::same(0.2)).unwrap()).collect();
-        for (i, order) in orders.iter().enumerate() {
-            assert!(!orders[..i].contains(order));
-        }
-        assert_eq!(orders[5], Order::SrptNoisy(SrptNoisy { seed: 5 }));
-        assert_eq!(orders[7], Order::Slo(Slo { tokens: TokenSlo::same(0.2) }));
-        let preempting: Vec<&str> = Order::NAMES
-            .into_iter()
-            .filter(|name| {
-                Order::named(name, 0, TokenSlo::same(TOKEN_SECONDS)).unwrap().rules().preemption().is_some()
-            })
-            .collect();
+    fn names_are_unique_and_others_are_refused() {
+        let named = |name| Order::named(name, 5, TokenSlo::same(TOKEN_SECONDS));
+        let names = Order::names();
+        assert!(names.iter().all(|name| names.iter().filter(|other| *other == name).count() == 1));
+        let preempting: Vec<&str> =
+            names.into_iter().filter(|name| named(name).unwrap().preempts()).collect();
         assert_eq!(
             preempting,
             [
@@ -356,7 +324,20 @@ mod tests {
                 "gittins"
             ]
         );
-        let error = Order::named("lifo", 0, TokenSlo::same(TOKEN_SECONDS)).unwrap_err().to_string();
+        let error = named("lifo").unwrap_err().to_string();
         assert!(error.contains("\"lifo\"") && error.contains("srpt_noisy, las, slo, distboost"), "{error}");
+    }
+
+    #[test]
+    fn every_declared_setting_is_known() {
+        for spec in Order::specs() {
+            for setting in spec.settings {
+                let text = format!("{}({setting}=1)", spec.name);
+                // A value may be out of range, but the name is known.
+                if let Err(error) = Order::named(&text, 0, TokenSlo::same(TOKEN_SECONDS)) {
+                    assert!(!error.to_string().contains("setting"), "{error}");
+                }
+            }
+        }
     }
 }

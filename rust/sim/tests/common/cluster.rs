@@ -29,7 +29,7 @@ pub fn config(profiles: Vec<Profile>) -> ClusterConfig {
         transfer: Transfer::default(),
         pulling: Pulling::default(),
         admission: Admission::Reserve,
-        order: Order::Fcfs,
+        order: Order::default(),
         preempt: Preempt::Recompute,
         priorities: None,
         sharing_seconds: None,

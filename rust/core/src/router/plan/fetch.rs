@@ -4,13 +4,13 @@
 //! Each instance has two options: compute what it misses, or fetch as much as the fullest holder
 //! with capacity has ([`Indicator::PullTokens`], [`Indicator::PullCostTokens`]). Scores may read
 //! these. Whatever they read, the chosen instance fetches if it pays.
-use super::parts::Rest;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, IndicatorSet};
 use crate::plan::{Cuts, Pull};
 use crate::receipt::Pulled;
 use crate::request::Request;
 use crate::router::context::DecisionContext;
+use crate::router::parts::Rest;
 use crate::router::state::State;
 use crate::router::tickets::Pulling;
 use rand::RngExt;

@@ -1,27 +1,24 @@
 //! Plans: where a request begins, where it goes on, where it is cut, and what its instances fetch.
 //! Planning reads [`State`] and writes [`DecisionContext`]; it places nothing.
-mod apart;
 mod derive;
 mod explain;
 mod fetch;
 mod lengths;
-mod parts;
+pub mod planners;
 mod segments;
 mod select;
-mod split;
 
 pub use derive::TtftSource;
-pub(super) use parts::{Chosen, Follow, Rest, Turn};
 
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
-use crate::plan::{Binding, Segment};
+use crate::plan::{Binding, Cuts, Segment};
 use crate::receipt::{Next, Nexts};
 use crate::request::Request;
 use crate::router::context::DecisionContext;
-use crate::router::settings::Split;
-use crate::router::state::State;
+use crate::router::parts::{Chosen, Follow, Rest, Turn};
+use crate::router::state::{Asked, Planner, State};
 
 impl State {
     /// How much of a prompt each instance holds.
@@ -44,10 +41,14 @@ impl State {
         context.balance = None;
         let rest = match self.fleet.role(first) {
             Role::Prefill => self.rest_of_prefill(context, request, first, now)?,
-            Role::Both if self.split != Split::None => {
-                self.rest_of_split(context, request, first, failed, now)
-            }
-            _ => Rest::new(),
+            Role::Both => match &self.planner {
+                Some(planner) => {
+                    let asked = Asked { request, first, failed, now };
+                    self.rest_of_split(context, &**planner, &asked)
+                }
+                None => Rest::new(),
+            },
+            Role::Decode => Rest::new(),
         };
         let pull = self.pull_for(context, request, first, &rest);
         Ok(Chosen { first, rest, pull, uncut: context.uncut.take(), balance: context.balance.take() })
@@ -69,6 +70,18 @@ impl State {
             Binding::Late => None,
         };
         Ok(Rest::from_iter([self.follow(context, request.prompt_tokens, instance, handoff)]))
+    }
+
+    /// What follows where no roles split. Whatever stands against a split leaves the request in one
+    /// piece, with the reason.
+    fn rest_of_split(&self, context: &mut DecisionContext, planner: &dyn Planner, asked: &Asked<'_>) -> Rest {
+        if let Some(reason) = asked.request.uncut {
+            return context.leave_whole(reason);
+        }
+        if self.instances[asked.first.index()].cuts == Cuts::Nowhere {
+            return context.leave_whole("its instance cannot hand over");
+        }
+        planner.rest(self, context, asked)
     }
 
     /// A segment on an instance that was chosen last, or is none yet.

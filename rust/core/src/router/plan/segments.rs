@@ -1,5 +1,4 @@
 //! The segments of a plan, with what they will count in the ledger.
-use super::parts::{Chosen, Replaced, Turn};
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
@@ -9,6 +8,7 @@ use crate::receipt::Next;
 use crate::request::Request;
 use crate::router::context::DecisionContext;
 use crate::router::ledger::{Entry, Stage};
+use crate::router::parts::{Chosen, Replaced, Turn};
 use crate::router::state::State;
 use crate::router::tickets::Leg;
 

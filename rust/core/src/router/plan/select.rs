@@ -1,6 +1,5 @@
 //! The choice of an instance: who may take a segment, what its policy reads, how it scores, who is
 //! best.
-use super::parts::Turn;
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::guard::Restriction;
@@ -10,6 +9,7 @@ use crate::plan::Cuts;
 use crate::policy::{Scores, select};
 use crate::request::Request;
 use crate::router::context::{DecisionContext, Selection};
+use crate::router::parts::Turn;
 use crate::router::state::{Selector, State};
 
 impl State {

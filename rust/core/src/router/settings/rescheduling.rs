@@ -1,8 +1,9 @@
 //! How running requests are moved.
-use crate::error::{CoreError, nearest};
+use crate::error::CoreError;
 use crate::estimate::length_error::{Bins, LengthError, Predictor};
 use crate::ids::Seconds;
 use crate::reschedule::{INTERVAL_STEPS, Llumnix, LlumnixSettings, Rescheduler, Star, StarSettings};
+use crate::suggest::nearest;
 
 /// Where the remaining length of a running request comes from.
 #[derive(Clone, Debug, Default)]

@@ -11,12 +11,59 @@
 //!
 //! Decodes get their token in every step, also under UniBoost: its one order of all phases (Algorithm 1) then says who shares the step's prompt tokens, who is
 //! taken off the queue, and who goes back.
-use super::{Job, LocalOrder, Preemption, seconds_to_rank};
+use super::super::learned::Learns;
+use super::{Given, Job, LocalOrder, OrderSpec, Preemption, seconds_to_rank};
+use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
 use lmetric_core::priority::{Settings, Work, boost_seconds};
 
-/// [`super::Order::Boost`].
-#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) const ORDERS: &[OrderSpec] = &[
+    OrderSpec {
+        name: "distboost",
+        first: "arrival less a boost by the prompt's uncached tokens (`gamma`)",
+        reads: "the cache, the time per token",
+        source: "UniBoost 3.1",
+        settings: &["gamma"],
+        build: |given| Boost::rung(0).build(given),
+    },
+    OrderSpec {
+        name: "uniboost_base",
+        first: "the same by prompt and answer so far",
+        reads: "the same",
+        source: "UniBoost 3.2",
+        settings: &["gamma"],
+        build: |given| Boost::rung(1).build(given),
+    },
+    OrderSpec {
+        name: "uniboost_memguard",
+        first: "the same in bins (`bin_tokens`, `hysteresis_seconds`)",
+        reads: "the same",
+        source: "UniBoost 3.3",
+        settings: &["gamma", "bin_tokens", "hysteresis_seconds"],
+        build: |given| Boost::rung(2).build(given),
+    },
+    OrderSpec {
+        name: "uniboost",
+        first: "the same, gamma learned from the tail",
+        reads: "the same, and end-to-end times",
+        source: "UniBoost 3.4",
+        settings: &[
+            "gamma",
+            "bin_tokens",
+            "hysteresis_seconds",
+            "window",
+            "least",
+            "every",
+            "smoothing",
+            "least_gamma",
+            "most_gamma",
+        ],
+        build: |given| Boost::rung(3).build(given),
+    },
+];
+
+/// A rung of UniBoost's ladder.
+#[derive(Clone, Copy, Debug)]
 pub struct Boost {
     /// Gamma, and when priorities change.
     pub settings: Settings,
@@ -25,21 +72,25 @@ pub struct Boost {
 }
 
 impl Boost {
-    /// The rungs' names.
-    pub const NAMES: [&str; 4] = ["distboost", "uniboost_base", "uniboost_memguard", "uniboost"];
-
-    /// The rung of this name.
-    pub fn named(name: &str) -> Option<Boost> {
-        let rung = Boost::NAMES.iter().position(|&known| known == name)?;
+    /// The rung of Figure 7 with its settings at their defaults.
+    fn rung(rung: u32) -> Boost {
         let all = Settings::default();
-        Some(Boost {
+        Boost {
             settings: Settings {
                 adaptive: all.adaptive.filter(|_| rung >= 3),
                 memguard: all.memguard.filter(|_| rung >= 2),
                 ..all
             },
             unified: rung >= 1,
-        })
+        }
+    }
+
+    fn build(mut self, given: &Given<'_>) -> Result<Box<dyn LocalOrder>, CoreError> {
+        for (name, value) in given.settings {
+            self.settings.set(name, *value)?;
+        }
+        self.settings.check()?;
+        Ok(Box::new(self))
     }
 
     /// The work that a request is known to be once `attained` tokens are computed of it.
@@ -57,6 +108,10 @@ impl Boost {
 }
 
 impl LocalOrder for Boost {
+    fn learns(&self) -> Learns {
+        Learns::Tail(self.settings)
+    }
+
     fn rank(&self, job: &Job<'_>) -> i64 {
         let (work, learned) = (self.work(job, job.attained), job.learned);
         seconds_to_rank(self.settings.boosted_arrival(
@@ -113,7 +168,8 @@ mod tests {
     use crate::profile::tests::round;
 
     fn boost(name: &str) -> Boost {
-        Boost::named(name).unwrap()
+        let names = ["distboost", "uniboost_base", "uniboost_memguard", "uniboost"];
+        Boost::rung(names.iter().position(|known| *known == name).unwrap() as u32)
     }
 
     /// What 1 / (1 - e^-(0.1 x 0.1 tokens)) is worth at gamma 0.1 and 0.1 s a token.

@@ -1,6 +1,16 @@
 //! First come, first served: what vLLM and SGLang do unless told otherwise.
-use super::{Job, LocalOrder};
+use super::{Job, LocalOrder, OrderSpec};
 
+pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
+    name: "fcfs",
+    first: "the earliest arrival",
+    reads: "",
+    source: "vLLM, SGLang",
+    settings: &[],
+    build: |_| Ok(Box::new(Fcfs)),
+}];
+
+#[derive(Debug)]
 pub struct Fcfs;
 
 impl LocalOrder for Fcfs {

@@ -5,10 +5,21 @@
 //! this engine, what is left of its prompt included. The lengths are kept in buckets of 64 tokens ([`Survival`]): *a* is the lower edge of its bucket, D ends at an edge, so that
 //! the index of a request that decodes changes only where it leaves a bucket. Who is longer than any answer seen goes last. Until the first 16 requests have ended all
 //! go by arrival.
-use super::{Job, LocalOrder, Preemption, seconds_to_rank};
+use super::super::learned::Learns;
+use super::{Job, LocalOrder, OrderSpec, Preemption, seconds_to_rank};
 use lmetric_core::estimate::survival::{BUCKET_TOKENS, FLOOR, Survival};
 use lmetric_core::ids::Seconds;
 
+pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
+    name: "gittins",
+    first: "the least expected work per chance to end with it (Gittins' index)",
+    reads: "lengths of ended answers, step times, the cache",
+    source: "Gittins",
+    settings: &[],
+    build: |_| Ok(Box::new(Gittins)),
+}];
+
+#[derive(Debug)]
 pub struct Gittins;
 
 /// The bucket of a request's answer so far.
@@ -35,6 +46,10 @@ fn index(lengths: &Survival, made: u32, prompt: Seconds, decode: Seconds) -> Sec
 }
 
 impl LocalOrder for Gittins {
+    fn learns(&self) -> Learns {
+        Learns::Lengths
+    }
+
     fn rank(&self, job: &Job<'_>) -> i64 {
         let lengths = &job.learned.lengths;
         if lengths.seen() == 0 {

@@ -6,13 +6,23 @@
 //!
 //! **No thrashing**: a request that was taken off the queue runs until it has passed the end of its level; then it goes back where one
 //! of a lower level waits. So others put it back at most once a level: nine times within 65,536 output tokens.
-use super::{Job, LocalOrder, Preemption};
+use super::{Job, LocalOrder, OrderSpec, Preemption};
 use crate::profile::Profile;
 use lmetric_core::ids::Seconds;
 
 /// Decodes of the first level.
 const FIRST: f64 = 256.0;
 
+pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
+    name: "las",
+    first: "the least service so far, by levels",
+    reads: "the engine's step times",
+    source: "MLFQ, UniBoost's LAS",
+    settings: &[],
+    build: |_| Ok(Box::new(Las)),
+}];
+
+#[derive(Debug)]
 pub struct Las;
 
 /// What a decode takes at least.

@@ -3,12 +3,29 @@
 //! request back, the promoted last.
 //!
 //! The values are ours, no source at hand states any: promoted after 1,000 steps, some half a minute of a usual engine, for 200.
-use super::{Job, LocalOrder};
-use lmetric_core::CoreError;
+use super::{Job, LocalOrder, OrderSpec};
 use lmetric_core::error::whole;
 
-/// [`super::Order::Ltr`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
+    name: "ltr",
+    first: "the shortest answer; a request that has waited for 1,000 steps (`starvation_steps`) before all others, for 200 (`quantum_steps`)",
+    reads: "its length",
+    source: "Fu et al. 2024: LTR with perfect prediction (\"SJF (LTR+)\" in UniBoost)",
+    settings: &["starvation_steps", "quantum_steps"],
+    build: |given| {
+        let mut order = Ltr::default();
+        for (name, value) in given.settings {
+            let steps = whole(&format!("local order: {name}"), *value)?;
+            match *name {
+                "starvation_steps" => order.starvation_steps = steps.max(1),
+                _ => order.quantum_steps = steps,
+            }
+        }
+        Ok(Box::new(order))
+    },
+}];
+
+#[derive(Clone, Copy, Debug)]
 pub struct Ltr {
     /// Steps in the queue after which a request is promoted; at least 1.
     pub starvation_steps: u32,
@@ -19,24 +36,6 @@ pub struct Ltr {
 impl Default for Ltr {
     fn default() -> Ltr {
         Ltr { starvation_steps: 1000, quantum_steps: 200 }
-    }
-}
-
-impl Ltr {
-    /// Names of what can be set.
-    pub const SETTINGS: [&'static str; 2] = ["starvation_steps", "quantum_steps"];
-
-    /// Sets one of these.
-    ///
-    /// # Errors
-    /// `BadValue` for what is not whole.
-    pub fn set(&mut self, name: &str, value: f64) -> Result<(), CoreError> {
-        let what = format!("local order: {name}");
-        match name {
-            "starvation_steps" => self.starvation_steps = whole(&what, value)?.max(1),
-            _ => self.quantum_steps = whole(&what, value)?,
-        }
-        Ok(())
     }
 }
 

@@ -1,7 +1,17 @@
 //! Shortest job first: the shortest answer, its length being known. LTR (Fu et al., 2024) with perfect prediction, without its
 //! guard against starvation.
-use super::{Job, LocalOrder};
+use super::{Job, LocalOrder, OrderSpec};
 
+pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
+    name: "sjf",
+    first: "the shortest answer",
+    reads: "its length",
+    source: "LTR with perfect prediction",
+    settings: &[],
+    build: |_| Ok(Box::new(Sjf)),
+}];
+
+#[derive(Debug)]
 pub struct Sjf;
 
 impl LocalOrder for Sjf {

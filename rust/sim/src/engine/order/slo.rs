@@ -8,7 +8,7 @@
 //!
 //! Where nothing decodes there is no token to be late: the step takes the whole token budget. Where the decodes alone take longer than the SLO,
 //! [`LEAST_TOKENS`] go with them all the same: M = 0 would keep every prompt waiting until enough answers have ended.
-use super::{Composition, Job, LocalOrder};
+use super::{Composition, Job, LocalOrder, OrderSpec};
 use crate::gaps::{Makes, TokenSlo};
 use crate::profile::{Profile, StepWork};
 use lmetric_core::CoreError;
@@ -19,8 +19,20 @@ const LEAST_TOKENS: u32 = 16;
 /// What the paper's evaluation asks of each token, seconds (section 6.1).
 pub const TOKEN_SECONDS: Seconds = 0.1;
 
-/// [`super::Order::Slo`].
-#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
+    name: "slo",
+    first: "the earliest arrival, with as many prompt tokens per step as `--order-slo` allows",
+    reads: "the engine's step times",
+    source: "Libra, Algorithm 2",
+    settings: &[],
+    build: |given| {
+        let slo = Slo { tokens: given.slo };
+        slo.check()?;
+        Ok(Box::new(slo))
+    },
+}];
+
+#[derive(Clone, Copy, Debug)]
 pub struct Slo {
     /// Seconds that a step may take in which a token of an answer is made, and one in which nothing but thoughts are.
     pub tokens: TokenSlo,

@@ -1,7 +1,17 @@
 //! Shortest prompt first, by the tokens that are neither cached nor sent by another engine when the request enters the queue:
 //! the "shortest prefill first" that UniBoost (section 2) names among the engines' heuristics, prefix hits left out as its A.5 does.
-use super::{Job, LocalOrder};
+use super::{Job, LocalOrder, OrderSpec};
 
+pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
+    name: "spf",
+    first: "the shortest prompt, by tokens that are neither cached nor sent when it enters the queue",
+    reads: "the cache",
+    source: "SGLang, vLLM; UniBoost A.5",
+    settings: &[],
+    build: |_| Ok(Box::new(Spf)),
+}];
+
+#[derive(Debug)]
 pub struct Spf;
 
 impl LocalOrder for Spf {

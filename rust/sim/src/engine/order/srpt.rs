@@ -8,9 +8,19 @@
 //! so it gains those seconds, each that goes back waits for about the waiting one's work, and everyone in the batch waits for the
 //! computing. In an engine of one place this is SRPT with a cost of changing, and each change lowers the sum of the end times. All that
 //! was computed counts as lost, though the cache may give some of it back.
-use super::{Exchange, Job, LocalOrder, Preemption, seconds_to_rank};
+use super::{Exchange, Job, LocalOrder, OrderSpec, Preemption, seconds_to_rank};
 use lmetric_core::ids::Seconds;
 
+pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
+    name: "srpt",
+    first: "the least work left: seconds to its end if it ran alone",
+    reads: "the length, the engine's step times, the cache",
+    source: "TRAIL with perfect prediction",
+    settings: &[],
+    build: |_| Ok(Box::new(Srpt)),
+}];
+
+#[derive(Debug)]
 pub struct Srpt;
 
 impl LocalOrder for Srpt {

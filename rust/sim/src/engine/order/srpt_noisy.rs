@@ -5,15 +5,23 @@
 //! id, so a request is predicted alike wherever it runs and however often it is put back. A request that has outlived its prediction
 //! counts as having nothing left: as long as it runs nothing goes back. The rules are those of `srpt` in all else.
 use super::srpt::{lasting_steps, pays, seconds_left};
-use super::{Exchange, Job, LocalOrder, Preemption, seconds_to_rank};
+use super::{Exchange, Job, LocalOrder, OrderSpec, Preemption, seconds_to_rank};
 use std::f64::consts::TAU;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Standard deviation of the logarithm of predicted over true length.
 const SIGMA: f64 = 0.5;
 
-/// [`super::Order::SrptNoisy`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
+    name: "srpt_noisy",
+    first: "the least work left by a predicted length",
+    reads: "a prediction",
+    source: "TRAIL",
+    settings: &[],
+    build: |given| Ok(Box::new(SrptNoisy { seed: given.seed })),
+}];
+
+#[derive(Clone, Copy, Debug)]
 pub struct SrptNoisy {
     /// Another seed gives other predictions.
     pub seed: u64,

@@ -3,10 +3,27 @@
 //!
 //! Work is counted as under `srpt`, in seconds; TRAIL counts output tokens. Whether an exchange pays is not asked: that is what tells it from `srpt`.
 use super::srpt::Srpt;
-use super::{Job, LocalOrder, Preemption};
+use super::{Job, LocalOrder, OrderSpec, Preemption, bad};
 
-/// [`super::Order::Trail`].
-#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
+    name: "trail",
+    first: "the least work left, as `srpt`; a request that has made 0.6 (`threshold`) of its answer stays",
+    reads: "the length, step times, the cache",
+    source: "TRAIL with perfect prediction (\"TRAIL+\" in UniBoost)",
+    settings: &["threshold"],
+    build: |given| {
+        let mut order = Trail::default();
+        for (_, value) in given.settings {
+            if !(0.0..=1.0).contains(value) {
+                return bad("local order: threshold", value.to_string(), "0 to 1".into());
+            }
+            order.threshold = *value;
+        }
+        Ok(Box::new(order))
+    },
+}];
+
+#[derive(Clone, Copy, Debug)]
 pub struct Trail {
     /// The share of its answer with which a request is safe, 0 to 1.
     pub threshold: f64,

@@ -1,13 +1,12 @@
 //! What plans are made of.
+use super::tickets::{Leg, Pulling};
 use crate::ids::{InstanceId, Seconds};
 use crate::receipt::{Balance, Nexts};
-use crate::router::context::DecisionContext;
-use crate::router::tickets::{Leg, Pulling};
 use smallvec::SmallVec;
 
 /// A segment that follows another.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(in crate::router) struct Follow {
+pub(super) struct Follow {
     /// Its first token: where the one before it ends.
     pub from_token: u32,
     /// Where it runs; `None`: chosen when its turn comes.
@@ -19,11 +18,11 @@ pub(in crate::router) struct Follow {
 }
 
 /// What follows a first segment, in order.
-pub(in crate::router) type Rest = SmallVec<[Follow; 2]>;
+pub(super) type Rest = SmallVec<[Follow; 2]>;
 
 /// Which of a plan's segments is placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::router) enum Turn {
+pub(super) enum Turn {
     /// The one that begins with the request.
     First,
     /// One that follows another, in a pool of its own.
@@ -35,7 +34,7 @@ pub(in crate::router) enum Turn {
 
 /// The instances of a plan.
 #[derive(Clone, Debug)]
-pub(in crate::router) struct Chosen {
+pub(super) struct Chosen {
     pub first: InstanceId,
     pub rest: Rest,
     /// What the first fetches before it begins.
@@ -55,12 +54,4 @@ impl Chosen {
 
 /// The segments of a request that was placed anew, what follows the first of them, and what the new
 /// plan says of its cut.
-pub(in crate::router) type Replaced = (Leg, Vec<Leg>, Nexts, Option<(Option<Box<str>>, Option<Balance>)>);
-
-impl DecisionContext {
-    /// Leaves the request in one piece, for this reason.
-    pub fn leave_whole(&mut self, reason: &str) -> Rest {
-        self.uncut = Some(reason.into());
-        Rest::new()
-    }
-}
+pub(super) type Replaced = (Leg, Vec<Leg>, Nexts, Option<(Option<Box<str>>, Option<Balance>)>);

@@ -1,14 +1,41 @@
-//! Pages of `docs/` that are made from the declarations: `cargo run -p lmetric-core --example docs -- policies` (or
-//! `indicators`) prints one; a test fails when the stored page differs.
-use crate::indicators::{INDICATORS, Owner, Scope};
-use crate::policy::{Knob, KnobKind, PolicySpec, registry};
+//! Prints a page of `docs/` that is generated from declarations:
+//! `cargo run -p lmetric-sim --example docs -- PAGE`. A test fails if a stored page differs.
+use lmetric_core::indicators::{INDICATORS, Owner, Scope};
+use lmetric_core::policy::{Knob, KnobKind, PolicySpec, registry};
+use lmetric_core::router::{lifecycle, planners};
+use lmetric_sim::{Order, TOKEN_SECONDS, TokenSlo};
 use std::fmt::Write;
+use std::process::ExitCode;
+
+/// Writes a page.
+type Page = fn() -> String;
+
+/// The pages, by name.
+const PAGES: &[(&str, Page)] = &[
+    ("policies", policies),
+    ("indicators", indicators),
+    ("lifecycle", lifecycle),
+    ("splits", splits),
+    ("local_orders", local_orders),
+];
+
+fn main() -> ExitCode {
+    let asked = std::env::args().nth(1);
+    let Some((_, page)) = PAGES.iter().find(|(name, _)| asked.as_deref() == Some(name)) else {
+        let names: Vec<&str> = PAGES.iter().map(|(name, _)| *name).collect();
+        let got = asked.as_deref().unwrap_or("nothing");
+        eprintln!("docs: which page? expected {}, got {got}", names.join(", "));
+        return ExitCode::from(2);
+    };
+    print!("{}", page());
+    ExitCode::SUCCESS
+}
 
 /// `docs/policies.md`: each registered policy with its rule, source and knobs.
-pub fn policy_markdown() -> String {
+fn policies() -> String {
     let mut page = String::from(
         "# Policies\n\n\
-         Made from the declarations by `cargo run -p lmetric-core --example docs -- policies`; change those.\n\n\
+         Made from the declarations by `cargo run -p lmetric-sim --example docs -- policies`; change those.\n\n\
          A policy gives each instance a score; the end named wins, and what is still equal is drawn at random. Names in the rules \
          are [indicators](indicators.md) and knobs. An instance whose score needs an absent indicator is left out of that \
          decision; if a policy scores no instance at all, the one with the fewest requests gets the request, and \
@@ -37,13 +64,17 @@ fn policy(page: &mut String, spec: &PolicySpec) {
         page.push_str(" The [hot-spot guard](guard.md) is on by default.");
     }
     page.push('\n');
-    if !spec.knobs.is_empty() {
+    knobs(page, spec.knobs);
+}
+
+/// A table of settings, if there are any.
+fn knobs(page: &mut String, knobs: &[Knob]) {
+    if !knobs.is_empty() {
         page.push_str("\n| knob | range | default | |\n| --- | --- | --- | --- |\n");
-        for knob in spec.knobs {
-            let (range, default) = (range(knob), default(knob));
-            writeln!(page, "| `{}` | {range} | {default} | {} |", knob.name, cell(knob.about))
-                .expect("a string");
-        }
+    }
+    for knob in knobs {
+        let (range, default) = (range(knob), default(knob));
+        writeln!(page, "| `{}` | {range} | {default} | {} |", knob.name, cell(knob.about)).expect("a string");
     }
 }
 
@@ -58,6 +89,7 @@ fn range(knob: &Knob) -> String {
 fn default(knob: &Knob) -> String {
     match knob.kind {
         KnobKind::Bool => (knob.default == 1.0).to_string(),
+        _ if knob.default.is_nan() => "none".into(),
         _ => number(knob.default),
     }
 }
@@ -69,10 +101,10 @@ fn number(x: f64) -> String {
 }
 
 /// `docs/indicators.md`: each indicator with unit, owner, freshness and what its absence means.
-pub fn indicator_markdown() -> String {
+fn indicators() -> String {
     let mut page = String::from(
         "# Indicators\n\n\
-         Made from the declarations by `cargo run -p lmetric-core --example docs -- indicators`; change those.\n\n\
+         Made from the declarations by `cargo run -p lmetric-sim --example docs -- indicators`; change those.\n\n\
          Use these names in score expressions, in any case; Python's symbols are the same in capitals (`lm.P_TOKEN`).\n",
     );
     for (scope, title) in [
@@ -103,17 +135,62 @@ pub fn indicator_markdown() -> String {
 }
 
 /// `docs/lifecycle.md`: what each event does to a request.
-pub fn lifecycle_markdown() -> String {
+fn lifecycle() -> String {
     format!(
         "# The life of a request in the core\n\n\
-         Made from `rust/core/src/router/lifecycle/machine.rs` by `cargo run -p lmetric-core --example docs -- lifecycle`; \
+         Made from `rust/core/src/router/lifecycle/machine.rs` by `cargo run -p lmetric-sim --example docs -- lifecycle`; \
          change that.\n\n\
          A request is a chain of segments, of which one is open. The caller reports events of the open segment \
          (`Router::advance`, in Python the methods of `Ticket`). The first table says what each event does. Its effects are \
          applied in order. A *prefill segment* ends with the prompt, and the next one makes the first token; an *other \
          segment* ends in the answer. Any event may come at any time. A closed ticket answers with an error.\n\n{}",
-        crate::router::lifecycle::markdown()
+        lifecycle::markdown()
     )
+}
+
+/// `docs/splits.md`: each planner with its source and settings.
+fn splits() -> String {
+    let mut page = String::from(
+        "# Splits\n\n\
+         Made from the declarations by `cargo run -p lmetric-sim --example docs -- splits`; change those.\n\n\
+         A split sends the first tokens of a request to one instance and the rest to another. Instances of the role `prefill` \
+         split each request at the end of its prompt. Between instances of the role `both`, a planner decides (`split: libra`, \
+         `split_settings`); [the architecture](architecture.md#plans-of-several-segments) says how a plan is carried out.\n",
+    );
+    for spec in planners::specs() {
+        write!(page, "\n## `{}`\n\nIt {}.\n\nSource: {}.\n", spec.name, spec.about, spec.source)
+            .expect("a string");
+        knobs(&mut page, spec.settings);
+    }
+    page
+}
+
+/// The table of local orders in `docs/local_orders.md`.
+fn local_orders() -> String {
+    let mut page = String::from(
+        "# Local orders\n\n\
+         Made from the declarations by `cargo run -p lmetric-sim --example docs -- local_orders`; change those.\n\n\
+         A local order says in which order a simulated or emulated engine takes requests from its queue \
+         (`--local-order`, `lmetric-router engine --order`). [The simulator's page](simulator.md#local-orders) says how they \
+         work. Names in parentheses are settings: `uniboost(gamma=0.2, bin_tokens=64)`.\n\n\
+         | order | first comes | what it knows | preempts | settings | source |\n| --- | --- | --- | --- | --- | --- |\n",
+    );
+    for spec in Order::specs() {
+        let order = Order::named(spec.name, 0, TokenSlo::same(TOKEN_SECONDS)).expect("a registered order");
+        let preempts = if order.preempts() { "yes" } else { "" };
+        let settings: Vec<String> = spec.settings.iter().map(|name| format!("`{name}`")).collect();
+        writeln!(
+            page,
+            "| `{}` | {} | {} | {preempts} | {} | {} |",
+            spec.name,
+            cell(spec.first),
+            cell(spec.reads),
+            settings.join(", "),
+            cell(spec.source)
+        )
+        .expect("a string");
+    }
+    page
 }
 
 fn cell(text: &str) -> String {
@@ -127,16 +204,13 @@ mod tests {
     #[test]
     fn the_stored_pages_are_fresh() {
         let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/");
-        for (name, page) in [
-            ("policies", policy_markdown()),
-            ("indicators", indicator_markdown()),
-            ("lifecycle", lifecycle_markdown()),
-        ] {
+        for (name, page) in PAGES {
+            let page = page();
             let stored = std::fs::read_to_string(format!("{docs}{name}.md")).unwrap_or_default();
             let first = stored.lines().zip(page.lines()).position(|(s, p)| s != p).unwrap_or(0) + 1;
             assert!(
                 stored == page,
-                "docs/{name}.md is stale from line {first}: cargo run -p lmetric-core --example docs -- {name} > docs/{name}.md"
+                "docs/{name}.md is stale from line {first}: cargo run -p lmetric-sim --example docs -- {name} > docs/{name}.md"
             );
         }
     }

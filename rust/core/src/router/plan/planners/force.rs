@@ -1,0 +1,59 @@
+//! Splits each request at a fraction of its prompt and expected output: to test engines and streams
+//! with.
+use super::*;
+use crate::router::parts::Rest;
+use crate::split;
+
+pub static SPEC: PlannerSpec = PlannerSpec {
+    name: "force",
+    about: "splits each request at the fraction `at` of its prompt and expected output; a test of engines and streams",
+    source: "ours",
+    settings: &[Knob::float(
+        "at",
+        0.0,
+        1.0,
+        f64::NAN,
+        "the fraction, more than 0 and less than 1; it must be given",
+    )],
+    keeps_tokens: false,
+    build,
+};
+
+#[derive(Debug)]
+struct Force {
+    fraction: f64,
+}
+
+fn build(settings: &Knobs) -> Result<Box<dyn Planner>, CoreError> {
+    let fraction = settings.get("at");
+    if !(fraction > 0.0 && fraction < 1.0) {
+        return Err(CoreError::BadValue {
+            what: "knob at of split force".into(),
+            got: fraction.to_string(),
+            expected: "more than 0 and less than 1".into(),
+        });
+    }
+    Ok(Box::new(Force { fraction }))
+}
+
+impl Planner for Force {
+    fn rest(&self, state: &State, context: &mut DecisionContext, asked: &Asked<'_>) -> Rest {
+        let Some((second, follow)) = state.second(context, asked) else { return Rest::new() };
+        let whole = state.whole(context, asked, second);
+        match self.token(state, &whole, [asked.first, second]) {
+            Ok(from_token) => Rest::from_iter([Follow { from_token, ..follow }]),
+            Err(reason) => context.leave_whole(reason),
+        }
+    }
+}
+
+impl Force {
+    /// The token at which the request is split; or why it is not.
+    fn token(&self, state: &State, whole: &Whole, on: [InstanceId; 2]) -> Result<u32, &'static str> {
+        let able = state.cuts_of(&on);
+        let wished = split::force_at(self.fraction, whole).ok_or("too short to be cut")?;
+        let token = able.nearest(wished, whole.prompt_tokens).ok_or("its instances cannot hand over")?;
+        // The last token is never computed, only made.
+        if token + 1 < whole.tokens() { Ok(token) } else { Err("too short to be cut") }
+    }
+}
