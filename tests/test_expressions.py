@@ -379,4 +379,4 @@ def test_policies_route() -> None:
 def test_the_examples_in_the_docstrings_run() -> None:
     for module in (policies, symbols):
         assert doctest.testmod(module).failed == 0
-    assert doctest.testmod(policies).attempted == 2
+    assert doctest.testmod(policies).attempted == 4

@@ -81,7 +81,9 @@ async def test_engines_that_hand_nothing_over_take_requests_whole() -> None:
 )
 def test_settings_in_whole_numbers_are_whole(kind: str, name: str) -> None:
     for wrong in (2.5, -1.0, float("nan"), 2.0**32):
-        with pytest.raises(BadValueError, match=f"knob {name} of split {kind}: .* expected a whole number from"):
+        with pytest.raises(
+            BadValueError, match=f"knob {name} of split {kind}: .* expected a whole number from"
+        ):
             Router().set_split(kind, **{name: wrong})
     Router().set_split(kind, **{name: 2.0})
 

@@ -33,6 +33,7 @@ __all__ = [
     "LmetricError",
     "NoInstanceError",
     "PolicyError",
+    "PolicyTimeout",
     "Program",
     "RequestHead",
     "RequestReader",
@@ -74,6 +75,7 @@ class BadValueError(LmetricError): ...
 class NoInstanceError(LmetricError): ...
 class TicketError(LmetricError): ...
 class PolicyError(LmetricError): ...
+class PolicyTimeout(BaseException): ...  # raised inside a policy that exceeds its time limit
 
 @final
 class Router:
@@ -194,7 +196,14 @@ class Router:
     def tick(self, now: float | None = None) -> tuple[list[dict[str, Any]], float]: ...
     def set_guard(self, on: bool) -> None: ...
     @property
-    def guard_reason(self) -> str: ...  # why the guard was on or off at the start
+    def guard_reason(self) -> str: ...  # why the policy has the guard on or off
+    def set_policy(
+        self, policy: str | Expr | Policy | PolicyFunction, *, knobs: Mapping[str, float] | None = None
+    ) -> None: ...
+    def set_decode_policy(
+        self, policy: str | Expr | Policy | PolicyFunction, *, knobs: Mapping[str, float] | None = None
+    ) -> None: ...
+    def policy_fallbacks(self) -> dict[str, Any]: ...  # errors, overruns, paused, problem
     @property
     def unscored(self) -> int: ...  # choices in which a policy scored no candidate
     def policy_warnings(self) -> list[str]: ...

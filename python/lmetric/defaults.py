@@ -1,6 +1,10 @@
 """Defaults that the command line shows without loading what they belong to."""
 
+from pathlib import Path
 from typing import Literal
+
+SLICE = Path(__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
+"""The trace in the package; data/README.md says where it is from."""
 
 DEFAULT_PROFILE = "independent-sim"
 """What engines and simulations run on unless told otherwise; its note says what it is."""

@@ -13,12 +13,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
 import aiohttp
 import orjson
 
 from lmetric._core import LmetricError
+from lmetric.defaults import SLICE
 from lmetric.engines.embedded import EmbeddedEngines, stop_process
 from lmetric.engines.emulated import EngineOptions
 from lmetric.engines.emulated.options import BOTH_WAYS
@@ -27,7 +27,6 @@ from lmetric.sim.prompts import PromptWriter
 from lmetric.sim.synthetic import read_synthetic
 from lmetric.sim.traces import Trace, load_trace
 
-SLICE = Path(__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.5

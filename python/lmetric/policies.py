@@ -1,5 +1,6 @@
 """Policies of one's own: expressions (`Policy`) or a Python function over columns (`policy_function`)."""
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, final
@@ -7,7 +8,7 @@ from typing import Any, Literal, TypeAlias, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lmetric import _core
+from lmetric import _core, plugins
 from lmetric.expr import Expr
 
 End: TypeAlias = Literal["min", "max"]
@@ -105,19 +106,22 @@ class Policy:
         *,
         knobs: Mapping[str, float] | None = None,
         policies: Collection[str] | None = None,
-    ) -> "Policy | str":
+        references: bool = True,
+    ) -> "Policy | PolicyFunction | str":
         """What a configuration or ``--policy`` says: the name of a registered policy (returned as it is), the
-        text of a score expression, or a mapping with ``score`` and, where wanted, ``filter``, ``prefer``,
-        ``then``, ``knobs``, ``name``, ``guard``. In a mapping, an entry of ``then`` is a text or
-        ``{max: text}``.
+        text of a score expression, a Python object (``file.py:name``, ``package.module:name``, or the name of
+        an entry point in the group ``lmetric.policies``), or a mapping with ``score`` and, where wanted,
+        ``filter``, ``prefer``, ``then``, ``knobs``, ``name``, ``guard``. In a mapping, an entry of ``then``
+        is a text or ``{max: text}``.
 
         ``knobs``: values given beside it, below those of the mapping; a registered policy takes its own.
-        ``policies``: the registered names, those of `lmetric.policy_table` where not given. Raises as
+        ``policies``: the registered names, those of `lmetric.policy_table` where not given. ``references``:
+        whether Python objects are accepted, which runs their code. Raises as
         `Policy`, and `lmetric.UnknownNameError` for one word that is neither a policy nor an indicator, or
         for an unknown key, with the nearest.
         """
         if isinstance(value, str):
-            return cls._from_text(value, knobs, policies)
+            return cls._from_text(value, knobs, policies, references)
         if not isinstance(value, Mapping):
             raise _bad("policy", value, "a name, a score expression, or a mapping with `score`")
         for key in value:
@@ -139,13 +143,25 @@ class Policy:
 
     @classmethod
     def _from_text(
-        cls, text: str, knobs: Mapping[str, float] | None, policies: Collection[str] | None
-    ) -> "Policy | str":
+        cls,
+        text: str,
+        knobs: Mapping[str, float] | None,
+        policies: Collection[str] | None,
+        references: bool,
+    ) -> "Policy | PolicyFunction | str":
         word = text.strip()
         if policies is None:
             policies = [row["name"] for row in _core.policy_table()]
         if word in policies:
             return word
+        if not references and plugins.is_reference(word):
+            raise _bad(
+                "policy", word, "a policy's name or an expression; Python objects are not accepted here"
+            )
+        if references and (found := referenced(word)) is not None:
+            if knobs:
+                raise _bad("knobs", dict(knobs), "none for a Python policy")
+            return found
         indicators = [row["name"] for row in _core.indicator_table()]
         known = [*indicators, *(knobs or {})]
         if re.fullmatch(r"[A-Za-z_][\w-]*", word, re.ASCII) and word.lower() not in known:
@@ -163,28 +179,51 @@ class Policy:
 class PolicyFunction:
     """A Python function as a policy. Made by `policy_function`; the router calls ``fn``."""
 
-    __slots__ = ("fn", "guard", "name", "reads")
+    __slots__ = ("fallback", "fn", "guard", "name", "reads", "time_limit_seconds")
 
     fn: Callable[[Columns], ArrayLike]
     reads: list[str]
     name: str
     guard: bool | None
+    fallback: Policy | str | None
+    time_limit_seconds: float | None
 
     def __init__(
-        self, fn: Callable[[Columns], ArrayLike], reads: list[str], name: str, guard: bool | None = None
+        self,
+        fn: Callable[[Columns], ArrayLike],
+        reads: list[str],
+        name: str,
+        guard: bool | None = None,
+        fallback: Policy | str | None = None,
+        time_limit_seconds: float | None = None,
     ) -> None:
         self.fn, self.reads, self.name, self.guard = fn, reads, name, guard
+        self.fallback, self.time_limit_seconds = fallback, time_limit_seconds
+
+    def with_fallback(self, fallback: Policy | str, time_limit_seconds: float | None) -> "PolicyFunction":
+        """The same, with what it leaves open of its fallback."""
+        limit = self.time_limit_seconds
+        return PolicyFunction(
+            self.fn,
+            self.reads,
+            self.name,
+            self.guard,
+            fallback if self.fallback is None else self.fallback,
+            time_limit_seconds if limit is None else limit,
+        )
 
     def __repr__(self) -> str:
         return f"policy_function({self.name}, reads={self.reads!r})"
 
 
 def policy_function(
-    fn: Callable[[Columns], ArrayLike],
-    reads: Iterable[Expr | str],
+    fn: Callable[..., ArrayLike],
+    reads: Iterable[Expr | str] | None = None,
     *,
     name: str | None = None,
     guard: bool | None = None,
+    fallback: Policy | Expr | str | None = None,
+    time_limit_seconds: float | None = None,
 ) -> PolicyFunction:
     """A policy that asks ``fn``: for what expressions cannot say, at the price of the interpreter in each
     decision.
@@ -195,21 +234,86 @@ def policy_function(
     leaves an instance out. It must not keep the arrays. ``guard``: whether the hot-spot guard filters the
     candidates (docs/guard.md); None: if ``reads`` names an indicator that depends on prefix hits.
 
+    Without ``reads``, the parameters of ``fn`` are the indicators that it gets, one each.
+
+    ``fallback``: the policy (a name, an expression, a `Policy`) that makes a decision in which ``fn`` raises
+    or exceeds ``time_limit_seconds``; after three of these in a row, it decides for a second, then ``fn`` is
+    tried again. `Router.policy_fallbacks` counts them. Without a fallback the request fails with
+    `lmetric.PolicyError`. Time limits do not hold in simulations.
+
     Raises `TypeError` where ``fn`` cannot be called, `lmetric.UnknownNameError` for a name that is no
-    indicator.
+    indicator, `lmetric.BadValueError` for a time limit that is none.
 
     >>> policy_function(lambda c: c["p_token"] * (c["bs"] + 1), reads=["p_token", "bs"], name="mine")
     policy_function(mine, reads=['p_token', 'bs'])
+    >>> def score(p_token, bs):
+    ...     return p_token * (bs + 1)
+    >>> policy_function(score)
+    policy_function(score, reads=['p_token', 'bs'])
     """
     if not callable(fn):
         raise TypeError(f"{fn!r} cannot be called; expected a function from columns to scores")
+    if time_limit_seconds is not None and not 0 < time_limit_seconds <= 60:
+        raise _bad("time_limit_seconds", time_limit_seconds, "more than 0, at most 60")
+    name = name or str(getattr(fn, "__name__", type(fn).__name__))
+    if reads is None:
+        fn, reads = _by_parameters(fn, name)
     known = [row["name"] for row in _core.indicator_table()]
     names = [str(symbol).lower() for symbol in ([reads] if isinstance(reads, Expr | str) else reads)]
     for one in names:
         if one not in known:
             raise _core.UnknownNameError(f"unknown indicator {one!r}{_hint(one, known)}")
-    name = name or str(getattr(fn, "__name__", type(fn).__name__))
-    return PolicyFunction(fn, names, name, _guard(guard))
+    if isinstance(fallback, Expr):
+        fallback = Policy(fallback)
+    return PolicyFunction(fn, names, name, _guard(guard), fallback, time_limit_seconds)
+
+
+def referenced(text: str) -> Policy | PolicyFunction | str | None:
+    """The policy that a reference or the name of an entry point stands for; None: it is neither, but a name
+    or an expression of its own. (The core asks this, too.)
+
+    The object may be a `Policy`, a `PolicyFunction`, an `Expr`, the text of a score, or a plain function
+    whose parameters are indicators.
+
+    Raises:
+        BadValueError: it cannot be loaded, or is no policy.
+    """
+    if plugins.is_reference(text):
+        found = plugins.load_object(text)
+    elif re.fullmatch(r"[A-Za-z_][\w-]*", text.strip(), re.ASCII):
+        found = plugins.entry_point(text.strip()) if _unregistered(text.strip()) else None
+    else:
+        found = None
+    if found is None or isinstance(found, Policy | PolicyFunction):
+        return found
+    if isinstance(found, Expr | str):
+        return Policy(found)
+    if callable(found):
+        return policy_function(found)
+    raise _bad(f"policy {text}", found, "a Policy, an expression or a function")
+
+
+def _unregistered(word: str) -> bool:
+    """Whether neither a policy nor an indicator has that name."""
+    names = {row["name"] for row in (*_core.policy_table(), *_core.indicator_table())}
+    return word not in names and word.lower() not in names
+
+
+def _by_parameters(
+    fn: Callable[..., ArrayLike], name: str
+) -> tuple[Callable[[Columns], ArrayLike], list[str]]:
+    """A function of one parameter an indicator as a function of columns, and what it reads."""
+    known = [row["name"] for row in _core.indicator_table()]
+    reads = list(inspect.signature(fn).parameters)
+    for parameter in reads:
+        if parameter not in known:
+            raise _core.UnknownNameError(
+                f"policy {name}: its parameter {parameter!r} is no indicator{_hint(parameter, known)}; "
+                "a function of columns needs lmetric.policy_function(..., reads=[...])"
+            )
+    if not reads:
+        raise _bad(f"policy {name}", "a function without parameters", "one parameter an indicator")
+    return (lambda columns: fn(*(columns[each] for each in reads))), reads
 
 
 def _bad(what: str, got: object, expected: str) -> Exception:

@@ -18,7 +18,21 @@ BackendName = StrEnum("BackendName", {"threads": "threads", "ray": "ray"})
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The study, a YAML file; see examples/study.yaml.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="The study, a YAML file (see examples/study.yaml); not needed with --policy."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B,…",
+            help="Policies in place of the file's: names, scores, mine.py:score; repeatable.",
+        ),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A,B,…", help="Policies to compare --policy with, or all; repeatable."),
+    ] = None,
     trace: Annotated[
         list[Path] | None, typer.Option(help="Run on this trace in place of the file's; repeatable.")
     ] = None,
@@ -44,6 +58,7 @@ def command(
     it takes up what is missing: after Ctrl-C (exit code 130), a crash, or a change of the file.
     """
     from lmetric.cli.show import note, print_json, warn_unscored, write_json, write_report
+    from lmetric.sim.setups import split_policies
     from lmetric.sim.store import Store, write_csv
     from lmetric.sim.study import summary
     from lmetric.sim.study_file import load_study
@@ -52,8 +67,13 @@ def command(
         from lmetric.sim.figures import require_matplotlib
 
         require_matplotlib()
-    study = load_study(file, trace)
-    directory = out if out is not None else Path(f"{file.stem}-results")
+    if file is None and not policy:
+        raise typer.BadParameter("give a study file, or --policy", param_hint="FILE")
+    if against and not policy:
+        raise typer.BadParameter("goes with --policy", param_hint="--against")
+    policies = list(dict.fromkeys(split_policies([*(policy or []), *(against or [])])))
+    study = load_study(file, trace, policies)
+    directory = out if out is not None else Path(f"{file.stem if file else 'comparison'}-results")
     directory.mkdir(parents=True, exist_ok=True)
     with Store(directory / "runs.jsonl") as store:
         where = _backend(backend, ray_address, jobs)

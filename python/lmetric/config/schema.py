@@ -146,7 +146,8 @@ class PoolSettings(Strict):
 
     policy: str | dict[str, Any] = Field(
         "lmetric",
-        description="a policy's name, a score expression, or a mapping with filter, score, prefer, then",
+        description="a policy's name, a score expression, a mapping with filter, score, prefer, then, or a "
+        "Python object: file.py:name, package.module:name, or an entry point's name (docs/extending.md)",
     )
     knobs: dict[str, float] = Field(default_factory=dict, description="the policy's knobs by name")
     decode_policy: str | dict[str, Any] = Field(
@@ -155,6 +156,17 @@ class PoolSettings(Strict):
     )
     decode_knobs: dict[str, float] = Field(
         default_factory=dict, description="the decode policy's knobs by name"
+    )
+    policies: dict[str, str | dict[str, Any]] = Field(
+        default_factory=dict,
+        description="policies by names of their own, as policy; PUT /admin/policy takes these names",
+    )
+    policy_fallback: str | dict[str, Any] = Field(
+        "lmetric",
+        description="what decides if a Python policy fails or exceeds its time limit; as policy",
+    )
+    policy_time_limit_seconds: float = Field(
+        0.001, gt=0, le=60, description="seconds that a Python policy may take for a decision"
     )
     binding: Literal["auto", "early", "late"] = Field(
         "auto",
@@ -332,6 +344,17 @@ class PoolSettings(Strict):
     def cuts_between_equals(self) -> bool:
         """Whether requests may be cut between engines of role both."""
         return self.split_by != "none" or self.split_force_at is not None
+
+
+class PolicyChange(Strict):
+    """What PUT /admin/policy takes: policies that replace those of a model, or of all models."""
+
+    policy: str | dict[str, Any] = Field("lmetric", description="as policy of the configuration")
+    knobs: dict[str, float] = Field(default_factory=dict, description="the policy's knobs by name")
+    decode_policy: str | dict[str, Any] = Field("least_requests", description="as policy")
+    decode_knobs: dict[str, float] = Field(
+        default_factory=dict, description="the decode policy's knobs by name"
+    )
 
 
 class ModelConfig(PoolSettings):

@@ -16,6 +16,7 @@ from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.policies import RELOADED
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.pages import pages
 from lmetric.server.http.port import bind, port_error
@@ -102,15 +103,17 @@ class Server:
         )
 
     def reload(self, config: ServerConfig) -> None:
-        """Takes over API keys, tenants and the engines' API keys from a configuration read anew; other
-        settings stay. Raises ConfigError, and then nothing has changed."""
+        """Takes over API keys, tenants, the engines' API keys and policies from a configuration read anew;
+        other settings stay. Raises ConfigError, and then nothing has changed."""
         front = self.front
         keys = Keys.load(config.auth.keys_file)
         added, removed = front.keys.changes(keys)
+        self.fleet.check_policies(config)
         old, new = front.config.tenants, config.tenants
         tenants = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         front.reload(keys, config)
         engines = self._discovery.set_keys(config)
+        self.fleet.reload_policies(config)
         log.info(
             "configuration reloaded",
             keys_added=added,
@@ -119,7 +122,7 @@ class Server:
             tenants_changed=tenants,
             engine_keys_changed=engines,
         )
-        reloaded = {"auth", "tenants", "engines", "models", "discovery"}
+        reloaded = {"auth", "tenants", "engines", "models", "discovery", *RELOADED}
         others = [
             name
             for name in ServerConfig.model_fields
@@ -175,8 +178,8 @@ async def serve(
 ) -> int:
     """Serves until SIGTERM (returns 0) or Ctrl-C (130), then drains; a second signal hurries it.
 
-    SIGHUP reloads keys and tenants (`Server.reload`) from what ``reread`` returns; SIGUSR1 and SIGUSR2 are
-    ignored. ``started`` is called once the server listens. Raises LmetricError, PortError, or
+    SIGHUP reloads keys, tenants and policies (`Server.reload`) from what ``reread`` returns; SIGUSR1 and
+    SIGUSR2 are ignored. ``started`` is called once the server listens. Raises LmetricError, PortError, or
     EngineStartError.
     """
     loop = asyncio.get_running_loop()

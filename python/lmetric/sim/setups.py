@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from lmetric import _core
+from lmetric import _core, plugins
 from lmetric._core import LmetricError
 from lmetric.defaults import DEFAULT_PROFILE, PLANNER
-from lmetric.policies import Policy
+from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
 from lmetric.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
 
@@ -74,7 +74,12 @@ class PolicyChoice:
             return self.policy
         return str(self.policy.get("name") or self.policy.get("score"))
 
-    def build(self) -> Policy | str:
+    def code(self) -> str | None:
+        """Digest of the file that holds a Python policy: another file is another policy."""
+        file = plugins.file_of(self.policy) if isinstance(self.policy, str) else None
+        return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
+
+    def build(self) -> Policy | PolicyFunction | str:
         """What the router takes. Raises as `Policy.from_config`, and for knobs that are not the policy's."""
         policy = self.policy
         if not isinstance(policy, str):  # its own knobs would go before those beside it
@@ -216,6 +221,9 @@ class Setup:
         for name in ("path", "label"):
             del told["trace"][name]
         del told["policy"]["label"], told["fraction_of_max"], told["block_tokens"]
+        for name, choice in (("code", self.policy), ("decode_code", self.decode_policy)):
+            if choice is not None and (code := choice.code()) is not None:
+                told[name] = code
         if self.decode_policy is None:
             del told["decode_policy"]
         else:

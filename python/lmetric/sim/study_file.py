@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
-from lmetric.defaults import DEFAULT_PROFILE
+from lmetric.defaults import DEFAULT_PROFILE, SLICE
 from lmetric.profiles import load_profile, shipped_profiles
 from lmetric.queueing import Swap, checked_order
 from lmetric.sim.max_load import Rule
@@ -309,13 +309,31 @@ class Study:
     reference: tuple[PolicyChoice, PolicyChoice | None]  # the second of decode pools
 
 
-def load_study(path: Path, traces: list[Path] | None = None) -> Study:
-    """Read and check a study file; `traces` stand for those it names.
+# What policies are compared on without a file: examples/study.yaml, at three loads.
+COMPARISON: dict[str, Any] = {
+    "traces": [str(SLICE)],
+    "instances": 16,
+    "block_tokens": 64,
+    "seeds": 3,
+    "measure": "0.1:0.9",
+    "loads": [{"fraction_of_max": fraction} for fraction in (0.25, 0.5, 0.85)],
+    "max_load": {"reference": "lmetric"},
+}
+
+
+def load_study(
+    path: Path | None, traces: list[Path] | None = None, policies: list[str] | None = None
+) -> Study:
+    """Reads and checks a study file; ``traces`` and ``policies`` replace those that it names. Without a file,
+    `COMPARISON` is the rest.
 
     Raises `ConfigError`, naming the file, the key, the value and the nearest right key; for a policy, knob or
     profile that cannot be used, too.
     """
-    content = read_yaml_mapping(path)
+    content = dict(COMPARISON) if path is None else read_yaml_mapping(path)
+    path = path or Path("comparison")
+    if policies:
+        content["policies"] = policies
     if traces:
         content["traces"] = [str(trace.resolve()) for trace in traces]
     try:

@@ -5,11 +5,11 @@ use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::plan::{Event, Failure};
-use lmetric_core::policy::registry;
+use lmetric_core::policy::Policy;
 use lmetric_core::request::Request;
 use lmetric_core::router::{IndexFeed, PullConfig, Router, RouterConfig};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyString};
 use std::time::Instant;
 
 /// Adds its functions to the module.
@@ -38,7 +38,7 @@ fn prompt(tokens: usize, which: usize, iteration: usize) -> Vec<u32> {
 }
 
 fn measure(
-    policy: &str,
+    policy: Box<dyn Policy>,
     instances: usize,
     prompt_tokens: usize,
     iterations: usize,
@@ -46,7 +46,6 @@ fn measure(
     stored_pairs: usize,
     feed: IndexFeed,
 ) -> std::result::Result<[Timing; 5], CoreError> {
-    let policy = registry::build(policy, &[])?;
     // What reads of pulls is timed with them.
     let pulls = policy.reads().contains(Indicator::PullTokens);
     let config = RouterConfig {
@@ -161,8 +160,9 @@ fn bench_decision<'py>(
     for policy in &policies {
         for &n in &instances {
             for &tokens in &prompt_tokens {
+                let built = crate::policies::build(Some(PyString::new(py, policy).as_any()), None)?;
                 let timings =
-                    py.detach(|| measure(policy, n, tokens, iterations, block_size, stored_pairs, feed))?;
+                    py.detach(|| measure(built, n, tokens, iterations, block_size, stored_pairs, feed))?;
                 for (stage, timing) in STAGES.iter().zip(&timings) {
                     let row = PyDict::new(py);
                     row.set_item("policy", policy)?;

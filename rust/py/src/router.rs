@@ -29,6 +29,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("SHARE_NAMES", Share::NAMES.to_vec())?;
     module.add_class::<Decision>()?;
     module.add_class::<Ticket>()?;
+    module.add("PolicyTimeout", module.py().get_type::<policies::PolicyTimeout>())?;
     module.add_function(wrap_pyfunction!(policies::policy_table, module)?)
 }
 
@@ -104,8 +105,8 @@ pub struct Router {
     clock: Clock,
     /// What all prompts share: the key scheme is made anew where the block size changes.
     parts: Vec<Option<String>>,
-    /// Why the hot-spot guard was on or off at the start.
-    guard_reason: String,
+    /// Whether the caller said if the hot-spot guard is on, and why it is on or off.
+    guard: Mutex<(Option<bool>, String)>,
     /// Scratch of the prompt's chain.
     chain: Mutex<Vec<u64>>,
     /// The key scheme, and the engines' own names of their blocks.
@@ -313,6 +314,7 @@ impl Router {
         let parts = domain.unwrap_or_default();
         let keys = Keys::new(&parts, block_size, text_block_bytes)?;
         let policy = policies::build(policy, knobs)?;
+        let guard_chosen = guard;
         let (guard, guard_reason) = GuardSettings {
             on: guard,
             window_seconds: guard_window_seconds,
@@ -347,7 +349,7 @@ impl Router {
             shared,
             clock: Clock::new(py)?,
             parts,
-            guard_reason,
+            guard: Mutex::new((guard_chosen, guard_reason)),
             chain: Mutex::default(),
         })
     }
@@ -957,10 +959,58 @@ impl Router {
         })
     }
 
-    /// Why the hot-spot guard was on or off when the router was made. `stats()["guard_on"]` says whether it is on now.
+    /// Why the policy has the hot-spot guard on or off. `stats()["guard_on"]` says whether it is on now.
     #[getter]
-    fn guard_reason(&self) -> &str {
-        &self.guard_reason
+    fn guard_reason(&self) -> String {
+        self.guard.lock().1.clone()
+    }
+
+    /// Replaces the policy while requests are in flight. They stay where they are; index, in-flight ledger and learned rates stay. The
+    /// hot-spot guard is on or off as the new policy declares, unless `guard=` was given to the constructor. Raises as the constructor;
+    /// nothing changes then.
+    #[pyo3(signature = (policy, *, knobs=None))]
+    fn set_policy(
+        &self,
+        py: Python<'_>,
+        policy: &Bound<'_, PyAny>,
+        knobs: Option<&Bound<'_, PyDict>>,
+    ) -> Result<()> {
+        let policy = policies::build(Some(policy), knobs)?;
+        let chosen = self.guard.lock().0;
+        let (on, reason) = lmetric_core::guard::applies(&*policy, chosen);
+        self.with_core(py, |router| {
+            router.set_policy(policy)?;
+            if router.guard().config().on != on {
+                router.set_guard(on);
+            }
+            Ok(())
+        })?;
+        self.guard.lock().1 = reason;
+        Ok(())
+    }
+
+    /// Replaces the policy that chooses where requests decode whose prompt another instance computed, as `set_policy` does.
+    #[pyo3(signature = (policy, *, knobs=None))]
+    fn set_decode_policy(
+        &self,
+        py: Python<'_>,
+        policy: &Bound<'_, PyAny>,
+        knobs: Option<&Bound<'_, PyDict>>,
+    ) -> Result<()> {
+        let policy = policies::build(Some(policy), knobs)?;
+        self.with_core(py, |router| Ok(router.set_decode_policy(policy)?))
+    }
+
+    /// Decisions that fallbacks made for Python policies since the start, by cause: `errors`, `overruns` (of their time limits) and
+    /// `paused`; `problem`: what went wrong last, or None.
+    fn policy_fallbacks<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
+        let fallbacks = self.with_core(py, |router| Ok(router.fallbacks()))?;
+        let dict = PyDict::new(py);
+        dict.set_item("errors", fallbacks.errors)?;
+        dict.set_item("overruns", fallbacks.overruns)?;
+        dict.set_item("paused", fallbacks.paused)?;
+        dict.set_item("problem", fallbacks.problem)?;
+        Ok(dict)
     }
 
     /// Choices in which a policy scored no candidate, since the start. The instance with the fewest requests was chosen.

@@ -159,9 +159,10 @@ fn simulate<'py>(
     }
     let each = (0..routers)
         .map(|_| {
-            let decode =
-                decode_policy.map(|policy| policies::build(Some(policy), decode_knobs)).transpose()?;
-            Ok(Policies { place: policies::build(policy, knobs)?, decode })
+            let decode = decode_policy
+                .map(|policy| policies::build_timed(Some(policy), decode_knobs, false))
+                .transpose()?;
+            Ok(Policies { place: policies::build_timed(policy, knobs, false)?, decode })
         })
         .collect::<PyResult<Vec<Policies>>>()?;
     let seen = match signals {

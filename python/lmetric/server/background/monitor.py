@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
+from lmetric._core import LmetricError
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.fleet import Fleet
@@ -17,6 +18,7 @@ from lmetric.server.upstream.connection import UpstreamError
 LAG_PERIOD_SECONDS = 0.1
 REMINDER_SECONDS = 30.0  # between two warnings that there is no usable engine
 UNSCORED_LOG_SECONDS = 60.0
+POLICY_WATCH_SECONDS = 1.0
 
 log = structlog.get_logger("lmetric.health")
 
@@ -101,6 +103,7 @@ class Monitor:
         if self.config.load.interval is not None:
             self._spawn("load", self.config.load.interval, self._load)
         self._spawn("KV events", 1.0, self._kv)
+        self._spawn("policy files", POLICY_WATCH_SECONDS, self._watch_policies)
         self._tasks.append(asyncio.create_task(self._measure_lag(), name="event loop lag"))
         self._spawn("wall clock", CLOCK_SECONDS, self._clocks)
         self._tasks.append(asyncio.create_task(self._tick(), name="guard"))
@@ -219,6 +222,7 @@ class Monitor:
                     continue
                 following = min(following, deadline)
                 self._log_unscored(pool, now)
+                self._log_fallbacks(pool, now)
                 for event in events:
                     kind = str(event["event"])
                     self.metrics.events[pool.name, kind] += 1
@@ -237,6 +241,32 @@ class Monitor:
                 choices=count - logged,
                 total=count,
             )
+
+    def _log_fallbacks(self, pool: Pool, now: float) -> None:
+        """Logs, at most once a minute, decisions that a fallback made for a Python policy."""
+        counts = pool.router.policy_fallbacks()
+        count, (logged, at) = pool.fallbacks(counts), pool.fallbacks_logged
+        if count > logged and now >= at + UNSCORED_LOG_SECONDS:
+            pool.fallbacks_logged = (count, now)
+            log.warning(
+                "policy failed; its fallback decided",
+                model=pool.name,
+                decisions=count - logged,
+                total=count,
+                reason=counts["problem"],
+            )
+
+    async def _watch_policies(self) -> None:
+        """Replaces policies whose files have changed."""
+        for pool in self.fleet.pools:
+            if not pool.policies.changed():
+                continue
+            try:
+                pool.replace_policies(pool.policies.settings)
+            except LmetricError as error:
+                log.error(
+                    "a policy's file cannot be used; the old policy stays", model=pool.name, reason=str(error)
+                )
 
     async def _reschedule(self) -> None:
         """Rounds of rescheduling, each pool's in its own time."""

@@ -4,17 +4,20 @@ import asyncio
 import difflib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 import structlog
 
+from lmetric._core import LmetricError
 from lmetric.config import CONFIGURED, EngineConfig, ModelConfig, ServerConfig
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.server.api.errors import ApiError
 from lmetric.server.fleet.engine import Engine, unusable
+from lmetric.server.fleet.policies import RELOADED, Policies
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.upstream.connection import UpstreamError
 
@@ -76,6 +79,36 @@ class Fleet:
         elif engine in self.unplaced:
             self.unplaced.remove(engine)
             engine.upstream.close()
+
+    def check_policies(self, config: ServerConfig) -> None:
+        """Raises LmetricError if a policy of this configuration cannot be built."""
+        for settings in (config.pool_settings(), *map(config.pool_settings, config.models)):
+            Policies(settings)
+
+    def reload_policies(self, config: ServerConfig) -> None:
+        """Takes over the policies of a configuration read anew. Raises LmetricError."""
+        models = {model.name: model for model in config.models}
+        for pool in self.pools:
+            new = config.pool_settings(models.get(pool.name))
+            changes = {name: getattr(new, name) for name in RELOADED}
+            pool.replace_policies(pool.policies.settings.model_copy(update=changes))
+        self.config = self.config.model_copy(update={name: getattr(config, name) for name in RELOADED})
+
+    def replace_policies(self, changes: Mapping[str, Any], model: str | None) -> list[Pool]:
+        """Replaces policies of a model, or of all models; returns their pools. Raises LmetricError."""
+        pools = self.pools if model is None else [self.find(model)[0]]
+        before = [pool.policies.settings for pool in pools]
+        try:
+            for pool in pools:
+                pool.replace_policies(pool.policies.settings.model_copy(update=dict(changes)))
+        except LmetricError:
+            for pool, settings in zip(pools, before, strict=True):
+                if pool.policies.settings is not settings:
+                    pool.replace_policies(settings)
+            raise
+        if model is None:
+            self.config = self.config.model_copy(update=dict(changes))
+        return pools
 
     def pool_of(self, engine: Engine) -> Pool | None:
         """The pool that an engine is in; None: its model is not known, or it was removed."""

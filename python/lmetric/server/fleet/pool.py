@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ from lmetric._core import DecisionLabels, NoInstanceError, Router
 from lmetric.config import PoolSettings
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.handover import CONNECTORS
-from lmetric.policies import Policy
 from lmetric.profiles import load_profile
 from lmetric.server.api.eligibility import split_ineligibility, unpulled_reason
 from lmetric.server.api.errors import ApiError, no_engine_error
@@ -25,6 +25,7 @@ from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import PoolFacts
+from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.server.upstream.connection import UpstreamError
 from lmetric.tokens import NotVerifiable, PromptTokenizer, TokenizerError, find_folder, verify
@@ -95,12 +96,14 @@ class Pool:
         self.unserved_since: float | None = time.monotonic()  # None: it has engines
         self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
         self.block_size_from = "default" if settings.block_size is None else "the configuration"
-        policy = Policy.from_config(settings.policy, knobs=settings.knobs)
-        decode_policy = Policy.from_config(settings.decode_policy, knobs=settings.decode_knobs)
+        self.policies = Policies(settings)
+        first, decode = self.policies.first, self.policies.decode
+        # Decisions by fallbacks that are logged, and when.
+        self.fallbacks_logged = (0, -math.inf)
         self.unscored_logged = (0, -math.inf)  # choices without a score that are logged, and when
         self.router = Router(
-            policy,
-            knobs=settings.knobs if isinstance(policy, str) else None,
+            first.policy,
+            knobs=first.knobs,
             block_size=self.block_size,
             text_block_bytes=settings.text_block_bytes,
             domain=[name],
@@ -115,8 +118,8 @@ class Pool:
             guard_release_factor=settings.guard_release_factor,
             step_time=_step_time(settings.profile),
             seed=settings.seed,
-            decode_policy=decode_policy,
-            decode_knobs=settings.decode_knobs if isinstance(decode_policy, str) else None,
+            decode_policy=decode.policy,
+            decode_knobs=decode.knobs,
             binding="late" if settings.binding == "auto" else settings.binding,
             colocate=settings.colocate,
         )
@@ -150,6 +153,18 @@ class Pool:
         self.handovers: Counter[str] = Counter()  # from prefill to decode engines, by what came of them
         self._pooled: PoolFacts | None = None
         self.asking = asyncio.Lock()  # for a tokenizer: the others wait until it is known
+
+    def replace_policies(self, settings: PoolSettings) -> None:
+        """Decides by the policies of these settings. Raises LmetricError; then nothing changed."""
+        self.policies.replace(self.router, settings)
+        names = {name: getattr(settings, name) for name in ("policy", "decode_policy")}
+        log.info("policies replaced", model=self.name or "any", **names)
+        self.report_policy()
+
+    @staticmethod
+    def fallbacks(counts: Mapping[str, Any]) -> int:
+        """Decisions that fallbacks made, of `Router.policy_fallbacks`."""
+        return int(counts["errors"] + counts["overruns"] + counts["paused"])
 
     def report_policy(self) -> None:
         """Logs whether the hot-spot guard is on, and what the policies cannot score on an idle fleet."""

@@ -16,7 +16,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from lmetric._core import LmetricError
-from lmetric.config import ADMIN, CONFIGURED, EngineConfig, KvEvents, Role
+from lmetric.config import ADMIN, CONFIGURED, EngineConfig, KvEvents, PolicyChange, Role
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.request import read_object
 from lmetric.server.background import replicas
@@ -24,6 +24,7 @@ from lmetric.server.discovery import Found
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.observe.metrics import CONTENT_TYPE
@@ -211,6 +212,10 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         for pool in front.fleet.pools:
             pool.router.set_guard(body["on"])
         return _json({"guard": body["on"]})
+    if path == "/admin/policy":
+        _only(request, path, "PUT", "GET")
+        pools = front.fleet.pools if request.method == "GET" else await _set_policy(front, request)
+        return _json([_policy(pool) for pool in pools])
     named = {engine.name: engine for engine in front.fleet.engines()}
     name, verb = path.removeprefix("/admin/engines/"), ""
     if unquote(name) not in named:  # a name may have slashes itself
@@ -233,6 +238,44 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
     engine.draining = verb == "drain"
     engine.hold()
     return _json(*_engines(front.fleet, [engine]))
+
+
+def _policy(pool: Pool) -> dict[str, Any]:
+    stats, settings = pool.router.stats(), pool.policies.settings
+    return {
+        "model": pool.name,
+        **{name: getattr(settings, name) for name in ("policy", "knobs", "decode_policy", "decode_knobs")},
+        "guard": bool(stats["guard_on"]),
+        "guard_reason": pool.router.guard_reason,
+        "fallbacks": pool.router.policy_fallbacks(),
+    }
+
+
+async def _set_policy(front: Frontend, request: web.BaseRequest) -> list[Pool]:
+    """Replaces policies while requests are in flight. Code comes from the configuration alone."""
+    fields = ("policy", "knobs", "decode_policy", "decode_knobs")
+    body = await _object(front, request, {*fields, "model"})
+    model = body.pop("model", None)
+    if model is not None and not isinstance(model, str):
+        raise bad("model must be a name", "model")
+    if not {"policy", "decode_policy"} & body.keys():
+        raise bad("policy or decode_policy must be given", "policy")
+    try:
+        changes = PolicyChange(**body).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise not_valid(error) from None
+    for policy, knobs in (("policy", "knobs"), ("decode_policy", "decode_knobs")):
+        if policy in changes:
+            changes.setdefault(knobs, {})
+    try:
+        for pool in front.fleet.pools if model is None else [front.fleet.find(model)[0]]:
+            settings = pool.policies.settings.model_copy(update=changes)
+            for policy, knobs in (("policy", "knobs"), ("decode_policy", "decode_knobs")):
+                if policy in changes:
+                    check_policy(settings, getattr(settings, policy), getattr(settings, knobs))
+        return front.fleet.replace_policies(changes, model)
+    except LmetricError as error:
+        raise ApiError(400, str(error), param="policy", code="bad_policy") from None
 
 
 async def _switch(fleet: Fleet, engine: Engine, body: dict[str, Any]) -> None:

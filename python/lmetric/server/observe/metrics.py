@@ -211,6 +211,16 @@ class Metrics(Collector):
             for pool, values in stats:
                 counter.add_metric((pool.name,), values[_NAMED.get(name, name)])
             yield counter
+        fallbacks = CounterMetricFamily(
+            "lmetric_policy_fallbacks",
+            "Decisions that a fallback made for a Python policy, by cause",
+            labels=("model", "cause"),
+        )
+        for pool, _ in stats:
+            counts = pool.router.policy_fallbacks()
+            for cause in ("errors", "overruns", "paused"):
+                fallbacks.add_metric((pool.name, cause), counts[cause])
+        yield fallbacks
         failed = CounterMetricFamily("lmetric_failures", "Failures by kind", labels=("model", "kind"))
         for pool, values in stats:
             for kind, count in values["failed"].items():

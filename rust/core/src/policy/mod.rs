@@ -143,6 +143,31 @@ impl Scores {
     }
 }
 
+/// Decisions that a fallback made for a policy, by cause.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Fallbacks {
+    /// The policy failed.
+    pub errors: u64,
+    /// It exceeded its time limit.
+    pub overruns: u64,
+    /// It was not asked, because it had failed or exceeded its limit again and again.
+    pub paused: u64,
+    /// What went wrong last.
+    pub problem: Option<String>,
+}
+
+impl Fallbacks {
+    /// These and `later` ones.
+    pub fn and(self, later: Fallbacks) -> Fallbacks {
+        Fallbacks {
+            errors: self.errors + later.errors,
+            overruns: self.overruns + later.overruns,
+            paused: self.paused + later.paused,
+            problem: later.problem.or(self.problem),
+        }
+    }
+}
+
 /// One way to choose an instance.
 pub trait Policy: Send + Sync {
     /// Its declaration.
@@ -154,6 +179,11 @@ pub trait Policy: Send + Sync {
     /// How the curve of answer lengths behind the `handoff_` indicators is kept for it.
     fn length_curve(&self) -> CurveSettings {
         CurveSettings::default()
+    }
+
+    /// Decisions that its fallback made for it since it was built.
+    fn fallbacks(&self) -> Fallbacks {
+        Fallbacks::default()
     }
 
     /// Scores every eligible slot of the snapshot into `scores`, which was reset to the snapshot's slots.

@@ -3,7 +3,8 @@ use super::fetch_cost::Pulls;
 use super::priorities::{Ordering, Priorities};
 use super::router::Router;
 use super::settings::{IndexFeed, PullConfig, Rescheduling, Split};
-use super::state::Selector;
+use super::state::{Selector, State};
+use super::tickets;
 use crate::error::CoreError;
 use crate::estimate::StepTime;
 use crate::ids::{InstanceId, Seconds};
@@ -11,22 +12,53 @@ use crate::plan::{Binding, Cuts};
 use crate::policy::Policy;
 
 impl Router {
-    /// Sets the policy that chooses the instances of segments which follow others: where a request
-    /// decodes whose prompt is prefilled elsewhere.
+    /// Replaces the policy that chooses the instances of first segments. Requests in flight stay
+    /// where they are; the index, the ledger and what was learned stay.
     ///
     /// # Errors
-    /// `BadValue` while requests are in flight, of which nothing was kept for it, or if its curve
-    /// of answer lengths does not suit the other policy.
+    /// `BadValue` if its curve of answer lengths does not suit the other policy; nothing changes
+    /// then.
+    pub fn set_policy(&mut self, policy: Box<dyn Policy>) -> Result<(), CoreError> {
+        self.replace(policy, |state| &mut state.first)
+    }
+
+    /// Replaces the policy that chooses the instances of segments which follow others: where a
+    /// request decodes whose prompt is prefilled elsewhere. What [`Router::set_policy`] keeps stays.
+    ///
+    /// # Errors
+    /// As [`Router::set_policy`].
     pub fn set_decode_policy(&mut self, policy: Box<dyn Policy>) -> Result<(), CoreError> {
-        if self.in_flight() > 0 {
-            return Err(CoreError::BadValue {
-                what: "decode policy".into(),
-                got: format!("{} while {} requests are in flight", policy.spec().name, self.in_flight()),
-                expected: "one that is set before the first request".into(),
-            });
+        self.replace(policy, |state| &mut state.later)
+    }
+
+    fn replace(
+        &mut self,
+        policy: Box<dyn Policy>,
+        place: impl Fn(&mut State) -> &mut Selector,
+    ) -> Result<(), CoreError> {
+        let selector = place(&mut self.state);
+        let new = Selector { made: selector.made, ..Selector::new(policy) };
+        let old = std::mem::replace(selector, new);
+        if let Err(error) = self.look_ahead() {
+            *place(&mut self.state) = old;
+            return Err(error);
         }
-        self.state.later = Selector::new(policy);
-        self.state.look_ahead()
+        self.fallbacks = std::mem::take(&mut self.fallbacks).and(old.policy.fallbacks());
+        Ok(())
+    }
+
+    /// Keeps what the load will be, if anything asks for it, from the requests in flight on.
+    fn look_ahead(&mut self) -> Result<(), CoreError> {
+        if !self.state.look_ahead()? {
+            return Ok(());
+        }
+        let now = self.latest;
+        for (id, request) in self.tickets.iter() {
+            for leg in std::iter::once(&request.leg).chain(&request.later) {
+                self.state.foresee(tickets::slot(id), leg, now);
+            }
+        }
+        Ok(())
     }
 
     /// When the instance of a second segment is chosen; what is bound already stays so.
@@ -137,23 +169,9 @@ impl Router {
     /// forecast, answers are learned from now on.
     ///
     /// # Errors
-    /// `BadValue` while requests are in flight of which nothing was kept for such a curve.
+    /// `BadValue` if the curves of answer lengths of the policies do not suit each other.
     pub fn set_rescheduling(&mut self, rescheduling: Option<Rescheduling>) -> Result<(), CoreError> {
-        let curve = rescheduling.as_ref().is_some_and(Rescheduling::learns_lengths);
-        if curve && self.state.ledger.ahead().is_none() && self.in_flight() > 0 {
-            return Err(CoreError::BadValue {
-                what: "rescheduling".into(),
-                got: format!(
-                    "a forecast by learned lengths while {} requests are in flight",
-                    self.in_flight()
-                ),
-                expected: "one that is set before the first request".into(),
-            });
-        }
         self.state.rescheduling = rescheduling;
-        if curve && self.state.ledger.ahead().is_none() {
-            self.state.look_ahead()?;
-        }
-        Ok(())
+        self.look_ahead()
     }
 }

@@ -15,7 +15,7 @@ use crate::guard::{Guard, GuardEvent};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, IndicatorSet, Indicators};
 use crate::kv::index::KvIndex;
-use crate::policy::Policy;
+use crate::policy::{Fallbacks, Policy};
 use crate::receipt::{Receipt, ReceiptRing};
 use crate::request::Request;
 
@@ -35,6 +35,8 @@ pub struct Router {
     pub(super) ordering: Option<Ordering>,
     pub(super) receipts: ReceiptRing,
     pub(super) totals: Totals,
+    /// Of policies that were replaced.
+    pub(super) fallbacks: Fallbacks,
     pub(super) latest: Seconds,
 }
 
@@ -53,6 +55,7 @@ impl Router {
             ordering: None,
             receipts: ReceiptRing::new(config.receipt_bytes),
             totals: Totals::default(),
+            fallbacks: Fallbacks::default(),
             latest: 0.0,
             state: State::new(policy, config)?,
         };
@@ -141,6 +144,12 @@ impl Router {
     /// The policy for segments that follow others.
     pub fn decode_policy(&self) -> &dyn Policy {
         &*self.state.later.policy
+    }
+
+    /// Decisions that fallbacks made for the policies, since the start.
+    pub fn fallbacks(&self) -> Fallbacks {
+        let State { first, later, .. } = &self.state;
+        self.fallbacks.clone().and(first.policy.fallbacks()).and(later.policy.fallbacks())
     }
 
     /// Counters since the start.

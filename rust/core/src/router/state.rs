@@ -151,8 +151,12 @@ impl State {
         Ok(id)
     }
 
-    /// Keeps what the load will be, where a policy asks for it.
-    pub fn look_ahead(&mut self) -> Result<(), CoreError> {
+    /// Keeps what the load will be, if a policy asks for it. What is kept once stays kept, with what
+    /// was learned. Returns whether the requests in flight must be added to it.
+    ///
+    /// # Errors
+    /// `BadValue` if the curves of answer lengths of both policies do not suit each other.
+    pub fn look_ahead(&mut self) -> Result<bool, CoreError> {
         let reads = self.reads();
         let projects = [&self.later, &self.first].into_iter().find(|each| each.reads.intersects(PROJECTED));
         let curve = projects.map(|each| each.policy.length_curve()).unwrap_or_default();
@@ -165,8 +169,14 @@ impl State {
         }
         let forecasts = self.rescheduling.as_ref().is_some_and(Rescheduling::learns_lengths);
         let wanted = reads.intersects(AHEAD) || forecasts;
-        self.ledger.set_ahead(wanted.then(|| Ahead::new(reads, self.fleet.slots(), curve)));
-        Ok(())
+        let ahead = match self.ledger.ahead() {
+            _ if !wanted => return Ok(false),
+            Some(ahead) if ahead.suits(reads, curve) => return Ok(false),
+            Some(ahead) => ahead.widened(reads, curve),
+            None => Ahead::new(reads, self.fleet.slots(), curve),
+        };
+        self.ledger.set_ahead(Some(ahead));
+        Ok(true)
     }
 
     /// Indicators that its policies read.

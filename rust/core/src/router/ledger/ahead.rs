@@ -77,6 +77,7 @@ pub struct Ahead {
     paces: Vec<Pace>,
     /// Over all instances.
     pace: Pace,
+    curve: CurveSettings,
     survival: Survival,
     /// Mean seconds from the end of a first segment to the first token of the second.
     lag: Seconds,
@@ -94,9 +95,52 @@ impl Ahead {
     pub fn new(reads: IndicatorSet, slots: usize, curve: CurveSettings) -> Ahead {
         let left = reads.contains(Indicator::DecodePressureKnown).then(Vec::new);
         let survival = Survival::new(curve);
-        let mut ahead = Ahead { left, weighs: reads.intersects(WEIGHED), survival, ..Ahead::default() };
+        let weighs = reads.intersects(WEIGHED);
+        let mut ahead = Ahead { left, weighs, curve, survival, ..Ahead::default() };
         ahead.resize(slots);
         ahead
+    }
+
+    /// Whether it keeps all that `reads` asks for, by this curve.
+    pub fn suits(&self, reads: IndicatorSet, curve: CurveSettings) -> bool {
+        self.curve == curve
+            && (self.left.is_some() || !reads.contains(Indicator::DecodePressureKnown))
+            && (self.weighs || !reads.intersects(WEIGHED))
+    }
+
+    /// One that keeps what `reads` asks for besides what this one keeps. It has learned the same,
+    /// but no request is in it yet.
+    pub fn widened(&self, reads: IndicatorSet, curve: CurveSettings) -> Ahead {
+        let mut kept = reads;
+        if self.left.is_some() {
+            kept.insert(Indicator::DecodePressureKnown);
+        }
+        if self.weighs {
+            kept.insert(Indicator::DecodePressure);
+        }
+        let idle = |pace: &Pace| Pace { requests: 0.0, ..*pace };
+        let empty = Ahead::new(kept, self.loads.len(), curve);
+        Ahead {
+            paces: self.paces.iter().map(idle).collect(),
+            pace: idle(&self.pace),
+            survival: if self.curve == curve { self.survival.clone() } else { empty.survival },
+            lag: self.lag,
+            lag_known: self.lag_known,
+            mean_prompt_tokens: self.mean_prompt_tokens,
+            ..empty
+        }
+    }
+
+    /// A segment decodes on a slot that began to before this was kept.
+    pub fn resume(&mut self, slot: usize, entry: &Entry, now: Seconds) {
+        self.loads[slot].enter(entry.prompt_tokens, entry.output_tokens);
+        if let Some(left) = &mut self.left {
+            left[slot].put(entry.left(), entry.prompt_tokens + entry.output_tokens);
+        }
+        for pace in [&mut self.paces[slot], &mut self.pace] {
+            pace.pass(now);
+            pace.requests += 1.0;
+        }
     }
 
     /// Makes room for `slots` slots.

@@ -113,6 +113,11 @@ impl Ledger {
         self.write(slot);
     }
 
+    /// A segment decodes on a slot that began to before its load was looked ahead.
+    pub fn resume(&mut self, slot: usize, entry: &Entry, now: Seconds) {
+        self.ahead.iter_mut().for_each(|ahead| ahead.resume(slot, entry, now));
+    }
+
     /// A segment (see `Leg::key`) that was placed is expected to decode from `start` on.
     pub fn expect(&mut self, slot: usize, key: (u32, u32), entry: &Entry, start: Seconds) {
         self.ahead.iter_mut().for_each(|ahead| ahead.bind(slot, key, entry, start));

@@ -39,12 +39,7 @@ impl Router {
         if leg.segment.from_token > 0 {
             self.state.later.made += 1;
         }
-        if !leg.prefills_only() && self.state.ledger.ahead().is_some() {
-            let (prompt, new) = (leg.entry.prompt_tokens, leg.entry.new_tokens);
-            let start =
-                leg.start.unwrap_or_else(|| now + self.state.prefill_seconds(slot, prompt - new, new, now));
-            self.state.ledger.expect(slot, leg.key(ticket), &leg.entry, start);
-        }
+        self.state.foresee(ticket, leg, now);
     }
 
     /// Takes a segment off the ledger, however it ended.

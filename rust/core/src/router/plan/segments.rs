@@ -70,6 +70,22 @@ impl State {
         }
     }
 
+    /// Adds a segment to what the load will be, if that is kept: one that decodes as it is, another
+    /// as one that is expected.
+    pub fn foresee(&mut self, ticket: u32, leg: &Leg, now: Seconds) {
+        let current = self.fleet.is_current(leg.segment.instance, leg.instance_generation);
+        if leg.prefills_only() || !current || self.ledger.ahead().is_none() {
+            return;
+        }
+        let slot = leg.segment.instance.index();
+        if leg.entry.stage == Stage::Decoding {
+            return self.ledger.resume(slot, &leg.entry, now);
+        }
+        let (prompt, new) = (leg.entry.prompt_tokens, leg.entry.new_tokens);
+        let start = leg.start.unwrap_or_else(|| now + self.prefill_seconds(slot, prompt - new, new, now));
+        self.ledger.expect(slot, leg.key(ticket), &leg.entry, start);
+    }
+
     /// Whether a bound segment's instance still takes it.
     pub fn serves(&self, leg: &Leg) -> bool {
         let instance = leg.segment.instance;

@@ -1,20 +1,38 @@
 //! Policies from Python: a registered name, expressions, or a callable over numpy columns.
+mod callable;
+mod fallback;
+mod watchdog;
+
+use callable::Callable;
+use fallback::WithFallback;
+
+pub use watchdog::PolicyTimeout;
+
 use crate::errors::Result;
 use lmetric_core::CoreError;
-use lmetric_core::indicators::{Indicator, IndicatorSet, Scope, Snapshot};
+use lmetric_core::indicators::Indicator;
 use lmetric_core::policy::expression::{ExpressionPolicy, ExpressionSource};
-use lmetric_core::policy::{KnobKind, Policy, PolicyRng, PolicySpec, Prefer, Scores, registry};
+use lmetric_core::policy::{KnobKind, Policy, Prefer, registry};
 use lmetric_core::suggest::nearest;
-use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
-use std::borrow::Cow;
+use std::time::Duration;
 
-/// Builds the policy that `policy` describes: `None` (lmetric), a name, the text of a score expression, an `lmetric.Expr`, an `lmetric.Policy` (texts),
-/// or an `lmetric.policy_function` (a callable).
+/// Builds the policy that `policy` describes: `None` (lmetric), a name, the text of a score expression, a reference to a Python
+/// object (`file.py:name`), an `lmetric.Expr`, an `lmetric.Policy` (texts), or an `lmetric.policy_function` (a callable).
 pub fn build(
     policy: Option<&Bound<'_, PyAny>>,
     knobs: Option<&Bound<'_, PyDict>>,
+) -> Result<Box<dyn Policy>> {
+    build_timed(policy, knobs, true)
+}
+
+/// [`build`]; `timed`: whether time limits of Python policies hold. They do not in simulations, whose results must not depend on
+/// the machine.
+pub fn build_timed(
+    policy: Option<&Bound<'_, PyAny>>,
+    knobs: Option<&Bound<'_, PyDict>>,
+    timed: bool,
 ) -> Result<Box<dyn Policy>> {
     let mut given: Vec<(String, f64)> = match knobs {
         None => Vec::new(),
@@ -27,10 +45,22 @@ pub fn build(
         return Ok(registry::build("lmetric", &given)?);
     };
     if let Ok(text) = policy.cast::<PyString>() {
+        let found = policy.py().import("lmetric.policies")?.call_method1("referenced", (text,))?;
+        if !found.is_none() {
+            return build_timed(Some(&found), knobs, timed);
+        }
         return Ok(from_text(text.to_str()?, &given)?);
     }
     if let Ok(function) = policy.getattr("fn") {
-        return Ok(Box::new(Callable::new(policy, function.unbind())?));
+        if let Some((name, _)) = given.first() {
+            return Err(CoreError::BadValue {
+                what: "knobs".into(),
+                got: format!("{name} of a Python policy"),
+                expected: "none: keep constants in the function's module".into(),
+            }
+            .into());
+        }
+        return python_policy(policy, function.unbind(), timed);
     }
     if policy.is_instance(&policy.py().import("lmetric.expr")?.getattr("Expr")?)? {
         let source = ExpressionSource { score: policy.str()?.extract()?, ..ExpressionSource::default() };
@@ -58,6 +88,19 @@ pub fn build(
     };
     let guard: Option<bool> = policy.getattr("guard")?.extract()?;
     Ok(Box::new(ExpressionPolicy::custom(name.as_deref(), source, &given)?.with_guard(guard)))
+}
+
+/// A Python function as a policy, with its fallback if it has one.
+fn python_policy(policy: &Bound<'_, PyAny>, function: Py<PyAny>, timed: bool) -> Result<Box<dyn Policy>> {
+    let callable = Callable::new(policy, function)?;
+    let fallback = policy.getattr("fallback")?;
+    if fallback.is_none() {
+        return Ok(Box::new(callable));
+    }
+    let limit: Option<f64> = policy.getattr("time_limit_seconds")?.extract()?;
+    let limit = limit.filter(|_| timed).map(Duration::from_secs_f64);
+    let fallback = build_timed(Some(&fallback), None, timed)?;
+    Ok(Box::new(WithFallback::new(callable, fallback, limit)))
 }
 
 /// A registered name, or the text of a score expression.
@@ -91,97 +134,6 @@ fn prefer(end: &str) -> Result<Prefer> {
             expected: "\"min\" or \"max\"".into(),
         }
         .into()),
-    }
-}
-
-/// A Python function from numpy columns to an array of scores: the escape hatch.
-struct Callable {
-    spec: PolicySpec,
-    function: Py<PyAny>,
-    reads: Vec<Indicator>,
-}
-
-impl Callable {
-    fn new(policy: &Bound<'_, PyAny>, function: Py<PyAny>) -> Result<Callable> {
-        let names: Vec<String> = policy.getattr("reads")?.extract()?;
-        let reads = names
-            .iter()
-            .map(|name| {
-                Indicator::from_name(name).ok_or_else(|| {
-                    CoreError::UnknownName {
-                        kind: "indicator".into(),
-                        name: name.clone(),
-                        nearest: nearest(name, lmetric_core::indicators::INDICATORS.iter().map(|d| d.name)),
-                    }
-                    .into()
-                })
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let name: Option<String> = policy.getattr("name")?.extract()?;
-        let spec = PolicySpec {
-            name: Cow::Owned(name.unwrap_or_else(|| "callable".into())),
-            formula: Cow::Borrowed("a Python function over numpy columns"),
-            source: Cow::Borrowed("the embedding program"),
-            knobs: &[],
-            symmetric: false,
-            random: false,
-            guard: policy.getattr("guard")?.extract()?,
-        };
-        Ok(Callable { spec, function, reads })
-    }
-
-    fn call(&self, py: Python<'_>, snapshot: &Snapshot<'_>, scores: &mut Scores) -> PyResult<()> {
-        let slots: Vec<usize> = snapshot.eligible_slots().collect();
-        let columns = PyDict::new(py);
-        for &id in &self.reads {
-            let decl = id.decl();
-            if decl.scope == Scope::Request {
-                columns.set_item(decl.name, snapshot.request(id))?;
-            } else {
-                let column = snapshot.column(id);
-                columns.set_item(decl.name, PyArray1::from_iter(py, slots.iter().map(|&i| column[i])))?;
-            }
-        }
-        let numpy = py.import("numpy")?;
-        let result = numpy.call_method1("asarray", (self.function.call1(py, (columns,))?, "float64"))?;
-        let result = result.cast::<PyArray1<f64>>()?.readonly();
-        let values = result.as_slice()?;
-        if values.len() != slots.len() {
-            return Err(crate::errors::BadValueError::new_err(format!(
-                "policy {}: returned {} scores for {} instances; expected one each",
-                self.spec.name,
-                values.len(),
-                slots.len()
-            )));
-        }
-        for (&slot, &value) in slots.iter().zip(values) {
-            scores.score[slot] = value;
-        }
-        Ok(())
-    }
-}
-
-impl Policy for Callable {
-    fn spec(&self) -> &PolicySpec {
-        &self.spec
-    }
-
-    fn reads(&self) -> IndicatorSet {
-        IndicatorSet::of(&self.reads)
-    }
-
-    fn score(
-        &self,
-        snapshot: &Snapshot<'_>,
-        _rng: &mut PolicyRng,
-        scores: &mut Scores,
-    ) -> std::result::Result<(), CoreError> {
-        Python::attach(|py| {
-            self.call(py, snapshot, scores).map_err(|error| CoreError::Policy {
-                policy: self.spec.name.to_string(),
-                problem: error.to_string(),
-            })
-        })
     }
 }
 

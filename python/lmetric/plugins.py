@@ -1,0 +1,123 @@
+"""Python objects that a configuration or a command line names: ``file.py:name``, ``package.module:name``, or
+the name of an entry point."""
+
+import importlib
+import importlib.util
+import itertools
+import re
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+
+from lmetric import _core
+
+ENTRY_POINTS = "lmetric.policies"
+"""Group of the entry points that packages register policies in."""
+
+_FILE = re.compile(r"(?P<place>.+\.py):(?P<name>[A-Za-z_]\w*)", re.ASCII)
+_MODULE = re.compile(r"(?P<place>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)", re.ASCII)
+
+_numbers = itertools.count(1)
+_imported: set[str] = set()
+
+
+def is_reference(text: str) -> bool:
+    """Whether it names an object in a file or a module. Expressions have no colon."""
+    return ":" in text and bool(_FILE.fullmatch(text.strip()) or _MODULE.fullmatch(text.strip()))
+
+
+def file_of(text: str) -> Path | None:
+    """The file that holds what a reference or an entry point's name stands for; None: it is neither."""
+    text = text.strip()
+    if found := _FILE.fullmatch(text):
+        return Path(found["place"])
+    if not (found := _MODULE.fullmatch(text)):
+        points = list(entry_points(group=ENTRY_POINTS, name=text)) if text.isidentifier() else []
+        found = _MODULE.fullmatch(points[0].value) if points else None
+    try:
+        spec = importlib.util.find_spec(found["place"]) if found else None
+    except ImportError:
+        return None
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def load_object(text: str) -> object:
+    """The object that a reference names. A file is run anew each time; a module that was loaded by a
+    reference before is reloaded.
+
+    Raises:
+        BadValueError: it cannot be loaded, or has no such name; with the reason.
+    """
+    text = text.strip()
+    try:
+        if found := _FILE.fullmatch(text):
+            module = _run(Path(found["place"]))
+        elif found := _MODULE.fullmatch(text):
+            module = _import(found["place"])
+        else:
+            raise _core.BadValueError(f"{text!r} is not valid; expected file.py:name or package.module:name")
+    except _core.LmetricError:
+        raise
+    except Exception as error:
+        raise _core.BadValueError(f"{text}: it cannot be loaded: {_described(error)}") from error
+    try:
+        return getattr(module, found["name"])
+    except AttributeError:
+        names = [name for name in vars(module) if not name.startswith("_")]
+        near = _core.nearest_name(found["name"], names)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise _core.BadValueError(f"{text}: {found['place']} has no {found['name']!r}{hint}") from None
+
+
+def entry_point(name: str) -> object | None:
+    """The object that an installed package registers under this name in `ENTRY_POINTS`; None: there is none.
+
+    Raises:
+        BadValueError: it cannot be loaded, or several packages register the name.
+    """
+    found = list(entry_points(group=ENTRY_POINTS, name=name))
+    if not found:
+        return None
+    if len(found) > 1:
+        packages = ", ".join(sorted(str(point.dist and point.dist.name) for point in found))
+        raise _core.BadValueError(f"policy {name!r}: several packages register it: {packages}")
+    try:
+        loaded: object = found[0].load()
+    except Exception as error:
+        raise _core.BadValueError(
+            f"policy {name!r}: {found[0].value} cannot be loaded: {_described(error)}"
+        ) from error
+    return loaded
+
+
+def _run(file: Path) -> ModuleType:
+    name = f"lmetric_plugin_{next(_numbers)}_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None  # it ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
+    try:
+        # Not by the loader: it would take byte code that is as old as the file, to the second.
+        exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+    finally:
+        del sys.modules[name]
+    return module
+
+
+def _import(name: str) -> ModuleType:
+    module = sys.modules.get(name) if name in _imported else None
+    module = importlib.import_module(name) if module is None else importlib.reload(module)
+    _imported.add(name)
+    return module
+
+
+def _described(error: Exception) -> str:
+    """Kind, text and, if the error came from a file's code, its last line."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    where = f" ({frame.tb_frame.f_code.co_filename}:{frame.tb_lineno})" if frame is not None else ""
+    if isinstance(error, OSError | SyntaxError | ImportError):
+        where = ""
+    return f"{type(error).__name__}: {error}{where}"

@@ -1,0 +1,103 @@
+"""The policies of a model: built from the configuration, replaced while requests are in flight, watched."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lmetric import plugins
+from lmetric._core import BadValueError, Router
+from lmetric.config.schema import PoolSettings
+from lmetric.policies import Policy, PolicyFunction
+
+Value = str | dict[str, Any]
+RELOADED = (
+    *("policy", "knobs", "decode_policy", "decode_knobs"),
+    *("policies", "policy_fallback", "policy_time_limit_seconds"),
+)
+"""The settings of policies, all of which can change while the router serves."""
+
+
+class Built(NamedTuple):
+    """A policy as the router takes it."""
+
+    policy: Policy | PolicyFunction | str
+    knobs: dict[str, float] | None
+
+
+def build(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> Built:
+    """A policy of the configuration; a Python one with its fallback. Raises LmetricError."""
+    value = _definition(settings, policy)
+    built = Policy.from_config(value, knobs=knobs)
+    if isinstance(built, PolicyFunction):
+        fallback = Policy.from_config(settings.policy_fallback)
+        if isinstance(fallback, PolicyFunction):
+            raise BadValueError(
+                f"policy_fallback: {settings.policy_fallback!r} is not valid; expected a built-in policy or "
+                "an expression: it decides if a Python policy fails"
+            )
+        built = built.with_fallback(fallback, settings.policy_time_limit_seconds)
+    return Built(built, dict(knobs) if isinstance(built, str) else None)
+
+
+def check(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> None:
+    """Raises LmetricError for a policy that must not come over HTTP: code that the configuration does not
+    name."""
+    if not (isinstance(policy, str) and policy in settings.policies):
+        Policy.from_config(policy, knobs=knobs, references=False)
+
+
+class Policies:
+    """Both policies of a pool's router."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        for value in settings.policies.values():
+            build(settings, value, {})  # an error is told at the start
+        self.settings = settings
+        self.first, self.decode = self._both(settings)
+        self._stamps = _stamps(settings)
+
+    def replace(self, router: Router, settings: PoolSettings) -> None:
+        """Decides by the policies of these settings. Raises LmetricError; then nothing changed."""
+        first, decode = self._both(settings)
+        stamps = _stamps(settings)
+        router.set_policy(first.policy, knobs=first.knobs)
+        try:
+            router.set_decode_policy(decode.policy, knobs=decode.knobs)
+        except Exception:
+            router.set_policy(self.first.policy, knobs=self.first.knobs)
+            raise
+        self.settings, self.first, self.decode, self._stamps = settings, first, decode, stamps
+
+    def changed(self) -> bool:
+        """Whether a file that a policy was loaded from has changed since; tells it once."""
+        stamps = _stamps(self.settings)
+        if stamps == self._stamps:
+            return False
+        self._stamps = stamps
+        return True
+
+    @staticmethod
+    def _both(settings: PoolSettings) -> tuple[Built, Built]:
+        return (
+            build(settings, settings.policy, settings.knobs),
+            build(settings, settings.decode_policy, settings.decode_knobs),
+        )
+
+
+def _stamps(settings: PoolSettings) -> dict[Path, tuple[int, int] | None]:
+    """Time and size of the files that hold policies of these settings; None: there is no such file."""
+    stamps: dict[Path, tuple[int, int] | None] = {}
+    for value in (settings.policy, settings.decode_policy):
+        text = _definition(settings, value)
+        if isinstance(text, str) and (file := plugins.file_of(text)) is not None:
+            try:
+                status = file.stat()
+                stamps[file] = (status.st_mtime_ns, status.st_size)
+            except OSError:
+                stamps[file] = None
+    return stamps
+
+
+def _definition(settings: PoolSettings, policy: Value) -> Value:
+    """What a name of the configuration stands for."""
+    return settings.policies.get(policy, policy) if isinstance(policy, str) else policy

@@ -1,0 +1,101 @@
+//! A Python function from numpy columns to scores.
+use crate::errors::Result;
+use lmetric_core::CoreError;
+use lmetric_core::indicators::{Indicator, IndicatorSet, Scope, Snapshot};
+use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores};
+use lmetric_core::suggest::nearest;
+use numpy::{PyArray1, PyArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::borrow::Cow;
+
+/// A Python function from numpy columns to an array of scores: the escape hatch.
+pub struct Callable {
+    spec: PolicySpec,
+    function: Py<PyAny>,
+    reads: Vec<Indicator>,
+}
+
+impl Callable {
+    pub fn new(policy: &Bound<'_, PyAny>, function: Py<PyAny>) -> Result<Callable> {
+        let names: Vec<String> = policy.getattr("reads")?.extract()?;
+        let reads = names
+            .iter()
+            .map(|name| {
+                Indicator::from_name(name).ok_or_else(|| {
+                    CoreError::UnknownName {
+                        kind: "indicator".into(),
+                        name: name.clone(),
+                        nearest: nearest(name, lmetric_core::indicators::INDICATORS.iter().map(|d| d.name)),
+                    }
+                    .into()
+                })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let name: Option<String> = policy.getattr("name")?.extract()?;
+        let spec = PolicySpec {
+            name: Cow::Owned(name.unwrap_or_else(|| "callable".into())),
+            formula: Cow::Borrowed("a Python function over numpy columns"),
+            source: Cow::Borrowed("the embedding program"),
+            knobs: &[],
+            symmetric: false,
+            random: false,
+            guard: policy.getattr("guard")?.extract()?,
+        };
+        Ok(Callable { spec, function, reads })
+    }
+
+    fn call(&self, py: Python<'_>, snapshot: &Snapshot<'_>, scores: &mut Scores) -> PyResult<()> {
+        let slots: Vec<usize> = snapshot.eligible_slots().collect();
+        let columns = PyDict::new(py);
+        for &id in &self.reads {
+            let decl = id.decl();
+            if decl.scope == Scope::Request {
+                columns.set_item(decl.name, snapshot.request(id))?;
+            } else {
+                let column = snapshot.column(id);
+                columns.set_item(decl.name, PyArray1::from_iter(py, slots.iter().map(|&i| column[i])))?;
+            }
+        }
+        let numpy = py.import("numpy")?;
+        let result = numpy.call_method1("asarray", (self.function.call1(py, (columns,))?, "float64"))?;
+        let result = result.cast::<PyArray1<f64>>()?.readonly();
+        let values = result.as_slice()?;
+        if values.len() != slots.len() {
+            return Err(crate::errors::BadValueError::new_err(format!(
+                "policy {}: returned {} scores for {} instances; expected one each",
+                self.spec.name,
+                values.len(),
+                slots.len()
+            )));
+        }
+        for (&slot, &value) in slots.iter().zip(values) {
+            scores.score[slot] = value;
+        }
+        Ok(())
+    }
+}
+
+impl Policy for Callable {
+    fn spec(&self) -> &PolicySpec {
+        &self.spec
+    }
+
+    fn reads(&self) -> IndicatorSet {
+        IndicatorSet::of(&self.reads)
+    }
+
+    fn score(
+        &self,
+        snapshot: &Snapshot<'_>,
+        _rng: &mut PolicyRng,
+        scores: &mut Scores,
+    ) -> std::result::Result<(), CoreError> {
+        Python::attach(|py| {
+            self.call(py, snapshot, scores).map_err(|error| CoreError::Policy {
+                policy: self.spec.name.to_string(),
+                problem: error.to_string(),
+            })
+        })
+    }
+}

@@ -1,0 +1,114 @@
+//! A Python policy and the policy that takes over when it fails or takes too long.
+use super::callable::Callable;
+use super::watchdog;
+use lmetric_core::CoreError;
+use lmetric_core::indicators::{IndicatorSet, Snapshot};
+use lmetric_core::policy::{Fallbacks, Policy, PolicyRng, PolicySpec, Scores};
+use parking_lot::Mutex;
+use std::time::{Duration, Instant};
+
+/// Failures and overruns in a row after which the policy is not asked for a while.
+const MOST_IN_A_ROW: u32 = 3;
+/// For how long.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// A Python policy with a fallback. A decision in which the policy fails or exceeds its time limit
+/// is the fallback's. After three of these in a row, the fallback decides for a second, then the
+/// policy is tried again.
+pub struct WithFallback {
+    spec: PolicySpec,
+    policy: Callable,
+    fallback: Box<dyn Policy>,
+    limit: Option<Duration>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    fallbacks: Fallbacks,
+    in_a_row: u32,
+    paused_until: Option<Instant>,
+}
+
+impl WithFallback {
+    pub fn new(policy: Callable, fallback: Box<dyn Policy>, limit: Option<Duration>) -> WithFallback {
+        // By what the policy reads itself, not by what its fallback reads.
+        let hits = policy.reads().intersects(IndicatorSet::PREFIX_HITS);
+        let spec = PolicySpec { guard: policy.spec().guard.or(Some(hits)), ..policy.spec().clone() };
+        WithFallback { spec, policy, fallback, limit, state: Mutex::default() }
+    }
+
+    /// Whether the policy is asked now.
+    fn asks(&self) -> bool {
+        let state = &mut *self.state.lock();
+        match state.paused_until {
+            Some(until) if Instant::now() < until => {
+                state.fallbacks.paused += 1;
+                false
+            }
+            _ => true,
+        }
+    }
+
+    /// Counts what came of a decision; `problem`: why the fallback makes it.
+    fn count(&self, problem: Option<(String, bool)>) {
+        let state = &mut *self.state.lock();
+        let Some((problem, overran)) = problem else {
+            (state.in_a_row, state.paused_until) = (0, None);
+            return;
+        };
+        match overran {
+            true => state.fallbacks.overruns += 1,
+            false => state.fallbacks.errors += 1,
+        }
+        state.fallbacks.problem = Some(problem);
+        state.in_a_row += 1;
+        if state.in_a_row >= MOST_IN_A_ROW {
+            state.paused_until = Some(Instant::now() + PAUSE);
+        }
+    }
+}
+
+impl Policy for WithFallback {
+    fn spec(&self) -> &PolicySpec {
+        &self.spec
+    }
+
+    fn reads(&self) -> IndicatorSet {
+        self.policy.reads().union(self.fallback.reads())
+    }
+
+    fn fallbacks(&self) -> Fallbacks {
+        self.state.lock().fallbacks.clone()
+    }
+
+    fn score(
+        &self,
+        snapshot: &Snapshot<'_>,
+        rng: &mut PolicyRng,
+        scores: &mut Scores,
+    ) -> Result<(), CoreError> {
+        if self.asks() {
+            let begin = Instant::now();
+            let watched = self.limit.map(|limit| watchdog::watch(begin + limit));
+            let scored = self.policy.score(snapshot, rng, scores);
+            drop(watched);
+            let taken = begin.elapsed();
+            let problem = match (scored, self.limit) {
+                (_, Some(limit)) if taken > limit => {
+                    let name = &self.spec().name;
+                    Some((format!("policy {name}: it took {taken:.1?}; its limit is {limit:.1?}"), true))
+                }
+                (Err(error), _) => Some((error.to_string(), false)),
+                (Ok(()), _) => None,
+            };
+            let scored = problem.is_none();
+            self.count(problem);
+            if scored {
+                return Ok(());
+            }
+            scores.reset(snapshot.slots());
+        }
+        self.fallback.score(snapshot, rng, scores)
+    }
+}

@@ -1,0 +1,119 @@
+//! Stops Python policies that exceed their time limits, also those that never return.
+//!
+//! A thread waits for the earliest limit and then raises [`PolicyTimeout`] in the policy's thread,
+//! which Python does at the next bytecode. Code in C cannot be stopped.
+use parking_lot::{Condvar, Mutex};
+use pyo3::exceptions::PyBaseException;
+use pyo3::prelude::*;
+use pyo3::{create_exception, ffi};
+use std::ffi::c_long;
+use std::sync::LazyLock;
+use std::time::{Duration, Instant};
+
+create_exception!(
+    lmetric,
+    PolicyTimeout,
+    PyBaseException,
+    "Raised inside a policy that exceeds its time limit. Do not catch it."
+);
+
+/// A policy that goes on is interrupted again after this.
+const AGAIN: Duration = Duration::from_millis(20);
+
+struct Run {
+    id: u64,
+    thread: c_long,
+    due: Instant,
+    /// Whether the exception was raised, and may still wait to be.
+    raised: bool,
+}
+
+#[derive(Default)]
+struct Runs {
+    running: Vec<Run>,
+    last: u64,
+}
+
+static RUNS: Mutex<Runs> = Mutex::new(Runs { running: Vec::new(), last: 0 });
+static CHANGED: Condvar = Condvar::new();
+static THREAD: LazyLock<()> = LazyLock::new(|| {
+    let thread = std::thread::Builder::new().name("policy-watchdog".into()).spawn(wait);
+    thread.expect("a thread can be started");
+});
+
+thread_local! {
+    /// What Python calls this thread.
+    static IDENT: c_long = Python::attach(|py| {
+        let ident = py.import("threading").and_then(|module| module.call_method0("get_ident"));
+        ident.and_then(|ident| ident.extract()).unwrap_or(0)
+    });
+}
+
+/// A policy that runs on this thread until this is dropped.
+pub struct Watched {
+    id: u64,
+    thread: c_long,
+}
+
+/// Watches the policy that this thread runs next.
+pub fn watch(due: Instant) -> Watched {
+    LazyLock::force(&THREAD);
+    let thread = IDENT.with(|ident| *ident);
+    let mut runs = RUNS.lock();
+    runs.last += 1;
+    let id = runs.last;
+    let earliest = runs.running.iter().all(|run| due < run.due);
+    runs.running.push(Run { id, thread, due, raised: false });
+    if earliest {
+        CHANGED.notify_one();
+    }
+    Watched { id, thread }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        // Attached: the exception is raised by an attached thread only, and to this one only while
+        // its run is listed. So nothing is raised from here on.
+        Python::attach(|_| {
+            let mut runs = RUNS.lock();
+            let place = runs.running.iter().position(|run| run.id == self.id);
+            if place.is_some_and(|place| runs.running.swap_remove(place).raised) {
+                // SAFETY: this thread is attached to the interpreter. NULL takes back an exception
+                // that has not been raised yet.
+                unsafe { ffi::PyThreadState_SetAsyncExc(self.thread, std::ptr::null_mut()) };
+            }
+        });
+    }
+}
+
+/// The watchdog's thread.
+fn wait() {
+    let mut runs = RUNS.lock();
+    loop {
+        match runs.running.iter().map(|run| run.due).min() {
+            None => CHANGED.wait(&mut runs),
+            Some(due) if Instant::now() < due => drop(CHANGED.wait_until(&mut runs, due)),
+            Some(_) => {
+                drop(runs);
+                // None: the interpreter is about to end.
+                if Python::try_attach(interrupt).is_none() {
+                    return;
+                }
+                runs = RUNS.lock();
+            }
+        }
+    }
+}
+
+/// Raises the exception in all runs that are due.
+fn interrupt(py: Python<'_>) {
+    let exception = py.get_type::<PolicyTimeout>();
+    let mut runs = RUNS.lock();
+    let now = Instant::now();
+    for run in runs.running.iter_mut().filter(|run| run.due <= now) {
+        (run.raised, run.due) = (true, now + AGAIN);
+        // SAFETY: this thread is attached to the interpreter, and the exception's type lives as
+        // long as that. An unknown thread is none that Python knows, and nothing happens.
+        unsafe { ffi::PyThreadState_SetAsyncExc(run.thread, exception.as_ptr()) };
+    }
+}

@@ -1,0 +1,396 @@
+"""Policies from files, modules and entry points, replaced while requests are in flight; their fallbacks."""
+
+import asyncio
+import os
+import pickle
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import lmetric as lm
+from lmetric import plugins
+from lmetric.cli.app import build
+from lmetric.sim.setups import PolicyChoice
+from server_world import world
+from test_server_process import engine, router
+from test_server_reload import logged
+
+LMETRIC = "def score(p_token, bs):\n    return p_token * (bs + 1)\n"
+
+
+def fleet(policy: Any, instances: int = 3, **kwargs: Any) -> lm.Router:
+    made = lm.Router(policy, **kwargs)
+    for i in range(instances):
+        made.add_instance(f"e{i}")
+    return made
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.py"
+    file.write_text(LMETRIC)
+    return file
+
+
+# What names a policy.
+
+
+def test_a_function_in_a_file_decides_as_the_same_expression(mine: Path) -> None:
+    one, other = fleet(f"{mine}:score"), fleet("p_token * (bs + 1)")
+    for i in range(60):
+        text = f"prompt {i % 7} " * 50
+        now = time.monotonic()
+        got, got_ticket = one.route(text=text, now=now)
+        expected, expected_ticket = other.route(text=text, now=now)
+        assert got.scores().tolist() == expected.scores().tolist()
+        if i % 3:
+            got_ticket.finished(now=now)
+            expected_ticket.finished(now=now)
+
+
+def test_a_reference_may_name_any_kind_of_policy(tmp_path: Path) -> None:
+    file = tmp_path / "kinds.py"
+    file.write_text(
+        "import lmetric as lm\n"
+        "text = 'bs'\n"
+        "expression = lm.BS + lm.Q_BS\n"
+        "policy = lm.Policy('bs', name='named')\n"
+        "function = lm.policy_function(lambda c: c['bs'], reads=['bs'], name='by hand')\n"
+        "def columns(c): return c['bs']\n"
+        "number = 3\n"
+    )
+    for name in ("text", "expression", "policy", "function"):
+        made = fleet(f"{file}:{name}")
+        assert made.route(text="x")[0].instance.startswith("e")
+    assert fleet(f"{file}:policy").stats()["policy"] == "named"
+    with pytest.raises(lm.UnknownNameError, match=r"parameter 'c' is no indicator.*policy_function"):
+        lm.Router(f"{file}:columns")
+    with pytest.raises(lm.BadValueError, match="expected a Policy, an expression or a function"):
+        lm.Router(f"{file}:number")
+
+
+def test_a_module_is_found_and_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "plugged"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "scores.py").write_text("def score(bs):\n    return bs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    made = fleet("plugged.scores:score")
+    assert made.route(text="x")[0].scores().tolist() == [0, 0, 0]
+    later = package / "scores.py"
+    later.write_text("def score(bs):\n    return bs + 7\n")
+    os.utime(later, ns=(1, time.time_ns() + 10**10))  # byte code is as old as its file, to the second
+    made.set_policy("plugged.scores:score")
+    assert made.route(text="x")[0].scores().min() >= 7
+    assert plugins.file_of("plugged.scores:score") == later
+    sys.modules.pop("plugged.scores")
+
+
+def test_an_entry_point_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sold.py").write_text(LMETRIC)
+    info = tmp_path / "sold-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sold\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[lmetric.policies]\nsold_score = sold:score\nbroken = sold:none\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert fleet("sold_score").stats()["policy"] == "score"
+    assert isinstance(lm.Policy.from_config("sold_score"), lm.PolicyFunction)
+    with pytest.raises(lm.UnknownNameError):
+        lm.Policy.from_config("sold_score", references=False)
+    with pytest.raises(lm.BadValueError, match="'broken': sold:none cannot be loaded: AttributeError"):
+        lm.Router("broken")
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (LMETRIC, "scor", "has no 'scor'; did you mean 'score'"),
+        ("1 / 0", "score", r"cannot be loaded: ZeroDivisionError.*mine\.py:1"),
+        ("def score(:", "score", "cannot be loaded: SyntaxError"),
+        ("def score(p_tokens): return 1", "score", "'p_tokens' is no indicator; did you mean 'p_token'"),
+        ("def score(): return 1", "score", "expected one parameter an indicator"),
+        (None, "score", "cannot be loaded: FileNotFoundError"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told(mine: Path, content: str | None, name: str, message: str) -> None:
+    mine.unlink() if content is None else mine.write_text(content)
+    with pytest.raises(lm.LmetricError, match=message):
+        lm.Router(f"{mine}:{name}")
+    with pytest.raises(lm.LmetricError, match=message):
+        lm.Policy.from_config(f"{mine}:{name}")
+
+
+def test_a_python_policy_has_no_knobs(mine: Path) -> None:
+    with pytest.raises(lm.BadValueError, match="knobs"):
+        lm.Router(f"{mine}:score", knobs={"x": 1.0})
+    with pytest.raises(lm.BadValueError, match="knobs"):
+        lm.Policy.from_config(f"{mine}:score", knobs={"x": 1.0})
+
+
+# Replaced while requests are in flight.
+
+
+def test_a_policy_is_replaced_and_everything_else_stays(mine: Path) -> None:
+    made = fleet("lmetric")
+    open_tickets = [made.route(text=f"{i} " * 400)[1] for i in range(9)]
+    before = {name: made.stats()[name] for name in ("index_bytes", "in_flight", "decisions")}
+    assert (made.stats()["guard_on"], made.guard_reason) == (True, "policy lmetric declares guard: on")
+    for policy, guard in (("round_robin", False), (f"{mine}:score", True), ("bs", False), ("sibyl", False)):
+        made.set_policy(policy)
+        assert made.stats()["guard_on"] is guard, policy
+    made.set_decode_policy("sibyl", knobs={"alpha": 0.9})
+    after = made.stats()
+    assert {name: after[name] for name in before} == before
+    assert (after["policy"], after["decode_policy"]) == ("sibyl", "sibyl")
+    with pytest.raises(lm.UnknownNameError):
+        made.set_policy("lmetrik")
+    made.set_decode_policy("sibyl_plus")
+    with pytest.raises(lm.BadValueError, match="bucket_tokens"):
+        made.set_policy("sibyl", knobs={"bucket_tokens": 128})
+    assert made.stats()["policy"] == "sibyl"
+    for ticket in open_tickets:
+        ticket.finished()
+    assert made.in_flight() == 0
+
+
+def test_a_guard_that_was_chosen_stays() -> None:
+    made = fleet("lmetric", guard=False)
+    made.set_policy("p_token * (bs + 1)")
+    assert made.stats()["guard_on"] is False
+    assert made.guard_reason == "the setting `guard` is off"
+
+
+# Fallbacks.
+
+
+def test_a_policy_that_fails_has_a_fallback() -> None:
+    broken = True
+
+    def moody(columns: Any) -> Any:
+        if broken:
+            raise RuntimeError("out of mood")
+        return columns["bs"]
+
+    made = fleet(lm.policy_function(moody, reads=["bs"], fallback="p_token * (bs + 1)"))
+    same = fleet("p_token * (bs + 1)", guard=False)
+    for i in range(5):
+        text, now = f"{i % 2} " * 400, time.monotonic()
+        got, expected = (each.route(text=text, now=now)[0] for each in (made, same))
+        assert got.scores().tolist() == expected.scores().tolist()
+    told = made.policy_fallbacks()
+    assert (told["errors"], told["overruns"], told["paused"]) == (3, 0, 2)
+    assert "out of mood" in told["problem"]
+    broken = False
+    time.sleep(1.05)
+    made.route(text="x")
+    made.route(text="x")
+    assert made.policy_fallbacks() == told
+    made.set_policy("bs")
+    assert made.policy_fallbacks() == told, "the counts of a replaced policy stay"
+
+
+def test_a_policy_that_never_returns_is_stopped() -> None:
+    def forever(bs: Any) -> Any:
+        while True:
+            try:
+                len(bs)
+            except Exception:
+                continue
+
+    made = fleet(lm.policy_function(forever, fallback="bs", time_limit_seconds=0.002))
+    for _ in range(4):
+        assert made.route(text="x")[0].scores().max() >= 0
+    told = made.policy_fallbacks()
+    assert (told["errors"], told["overruns"], told["paused"]) == (0, 3, 1)
+    assert "its limit is 2.0ms" in told["problem"]
+    # Nothing is raised in this thread afterwards.
+    for _ in range(200_000):
+        pass
+
+
+def test_a_slow_policy_is_not_interrupted_after_it_has_returned() -> None:
+    def slow(bs: Any) -> Any:
+        end = time.perf_counter() + 0.004
+        while time.perf_counter() < end:
+            pass
+        return bs
+
+    made = fleet(lm.policy_function(slow, fallback="bs", time_limit_seconds=0.0035))
+    for _ in range(40):
+        made.route(text="x")[1].finished()
+        sum(range(2000))
+    told = made.policy_fallbacks()
+    assert told["errors"] == 0
+    assert told["overruns"] > 0
+    assert made.in_flight() == 0
+
+
+def test_without_a_fallback_a_policy_that_fails_is_an_error() -> None:
+    made = fleet(lm.policy_function(lambda bs: 1 / 0, fallback=None))
+    with pytest.raises(lm.PolicyError, match="division by zero"):
+        made.route(text="x")
+    for limit in (0, -1, 61, float("nan")):
+        with pytest.raises(lm.BadValueError, match="time_limit_seconds"):
+            lm.policy_function(lambda bs: bs, time_limit_seconds=limit)
+
+
+def test_the_guard_goes_by_what_the_policy_itself_reads() -> None:
+    made = fleet(lm.policy_function(lambda bs: bs, fallback="lmetric"))
+    assert made.stats()["guard_on"] is False
+
+
+# On the command line.
+
+
+def test_simulate_bench_and_study_take_a_file(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke
+    done = run(
+        build([]),
+        ["bench", "--policy", "mine.py:score", "--instances", "4", "--prompt-tokens", "100", "--json"],
+    )
+    assert done.exit_code == 0, done.output
+    arguments = [
+        "study",
+        "--policy",
+        "mine.py:score",
+        "--against",
+        "lmetric,round_robin",
+        "--out",
+        "out",
+        "--no-report",
+    ]
+    done = run(build([]), [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    rows = [orjson.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_bytes().splitlines()]
+    assert len(rows) == 1 + 27  # the maximum load, and the runs
+    again = run(build([]), arguments)
+    assert "27 of them there already" in again.output
+    # Another text is another policy.
+    mine.write_text(LMETRIC.replace("+ 1", "+ 2"))
+    again = run(build([]), arguments)
+    assert "18 of them there already" in again.output
+    for wrong, message in (
+        (["study"], "give a study file, or --policy"),
+        (["study", "--against", "all"], "--policy"),
+    ):
+        done = run(build([]), wrong)
+        assert done.exit_code == 2
+        assert message in done.output
+
+
+def test_a_policy_choice_can_be_sent_to_a_worker(mine: Path) -> None:
+    (choice,) = PolicyChoice.parse(f"{mine}:score")
+    assert pickle.loads(pickle.dumps(choice)).code() == choice.code()
+    assert np.isfinite(fleet(choice.build()).route(text="x")[0].scores()).all()
+    assert isinstance(choice.build(), lm.PolicyFunction)
+
+
+# In the server.
+
+
+async def put(w: Any, body: dict[str, Any]) -> tuple[int, Any]:
+    async with w.client.put(w.url + "/admin/policy", json=body) as response:
+        return response.status, orjson.loads(await response.read())
+
+
+async def test_an_administrator_replaces_the_policy_under_load(mine: Path) -> None:
+    named = {"mine": f"{mine}:score", "fewest": {"score": "bs", "then": ["q_bs"]}}
+    async with world(2, admin=True, policy="lmetric", policies=named) as w:
+        load = [asyncio.create_task(w.post()) for _ in range(20)]
+        for policy in (
+            "round_robin",
+            "mine",
+            "fewest",
+            "p_token * (bs + 1)",
+            {"score": "bs", "prefer": "min"},
+        ):
+            status, told = await put(w, {"policy": policy})
+            assert (status, told[0]["policy"]) == (200, policy)
+            assert (await w.post())[0] == 200
+        status, told = await put(w, {"policy": "linear", "knobs": {"lam": 0.3}, "decode_policy": "sibyl"})
+        assert (status, told[0]["knobs"], told[0]["decode_policy"]) == (200, {"lam": 0.3}, "sibyl")
+        assert [status for status, *_ in await asyncio.gather(*load)] == [200] * 20
+        pool = w.server.fleet.pools[0]
+        assert pool.router.stats()["policy"] == "linear"
+        assert pool.router.in_flight() == 0
+        assert orjson.loads((await w.get("/admin/policy"))[1])[0]["policy"] == "linear"
+        for body, message in (
+            ({"policy": f"{mine}:score"}, "Python objects are not accepted here"),
+            ({"policy": "os:system"}, "Python objects are not accepted here"),
+            ({"policy": "lmetrik"}, "did you mean the policy 'lmetric'"),
+            ({"policy": "bs +"}, "expected"),
+            ({"policy": {"score": "bs", "fn": "x"}}, "unknown key 'fn'"),
+            ({"policy": "linear", "knobs": {"lan": 1}}, 'did you mean "lam"'),
+            ({"policy": "mine", "knobs": {"x": 1}}, "knobs"),
+            ({"policy": 3}, "policy"),
+            ({"knobs": {"lam": 1}}, "policy or decode_policy must be given"),
+            ({"policy": "bs", "model": "none"}, "none"),
+            ({"polcy": "bs"}, "polcy"),
+        ):
+            status, told = await put(w, body)
+            assert status in (400, 404), told
+            assert message in told["error"]["message"], told
+        assert pool.router.stats()["policy"] == "linear"
+        assert (await w.post({"policy": "bs"}, "/admin/policy"))[0] == 405
+    async with world(1) as w:
+        assert (await put(w, {"policy": "bs"}))[0] == 403
+
+
+async def test_a_failing_policy_falls_back_and_is_counted(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text("def score(bs):\n    raise ValueError('no idea')\n")
+    async with world(2, policy=f"{file}:score", policy_fallback="round_robin") as w:
+        for _ in range(5):
+            assert (await w.post())[0] == 200
+        text = (await w.get("/metrics"))[1].decode()
+        assert 'lmetric_policy_fallbacks_total{cause="errors",model="tiny"} 3.0' in text
+        assert 'lmetric_policy_fallbacks_total{cause="paused",model="tiny"} 2.0' in text
+
+
+async def test_a_watched_file_replaces_the_policy(mine: Path) -> None:
+    def write(text: str) -> None:
+        mine.write_text(text)
+
+    async with world(2, policy=f"{mine}:score") as w:
+        stats = w.server.fleet.pools[0].router.stats
+        assert stats()["policy"] == "score"
+        write("import lmetric as lm\nscore = lm.Policy('bs', name='second')\n")
+        await w.until(lambda: stats()["policy"] == "second")
+        write("def score(:")
+        await asyncio.sleep(1.2)
+        assert stats()["policy"] == "second"
+        assert (await w.post())[0] == 200
+        write("import lmetric as lm\nscore = lm.Policy('bs', name='third')\n")
+        await w.until(lambda: stats()["policy"] == "third")
+
+
+async def test_sighup_replaces_the_policy(tmp_path: Path) -> None:
+    async with engine() as fake:
+        config = tmp_path / "config.yaml"
+
+        def write(policy: str) -> None:
+            values = {"policy": policy, "engines": [{"url": fake.url, "name": "e0"}]}
+            config.write_text(yaml.safe_dump(values))
+
+        write("lmetric")
+        async with router("--config", str(config)) as process:
+            await process.listening()
+            write("round_robin")
+            process.process.send_signal(signal.SIGHUP)
+            assert "round_robin" in await logged(process, "policies replaced")
+            write("rond_robin")
+            process.process.send_signal(signal.SIGHUP)
+            assert "round_robin" in await logged(process, "cannot be reloaded")
