@@ -1,4 +1,4 @@
-"""Reruns the LMETRIC paper's study in the simulator and writes the tables of docs/reproduction.md."""
+"""Reruns the LMETRIC paper's study in the simulator and writes the tables of docs/studies/lmetric.md."""
 
 from __future__ import annotations
 
