@@ -180,6 +180,7 @@ class Rerun:
         options = parser.parse_args()
         results = options.results or self.folder / "results"
         page = PAGES / self.page
+        shipped = not (options.quick or options.results or getattr(options, "scenario", None))
         if options.check:
             text = page.read_text()
             sys.exit(f"run.py: {page} is stale: --render" if self.filled(text, results) != text else 0)
@@ -187,12 +188,11 @@ class Rerun:
             names = options.figure.split(",") if options.figure else list(self.figures)
             if unknown := [name for name in names if name not in self.figures]:
                 parser.error(f"no figure {', '.join(unknown)}; there are {', '.join(self.figures)}")
-            keeps = options.results is not None or not options.quick
             try:
-                self._make(names, world(options), results if keeps else None)
+                self._make(names, world(options), results if options.results or shipped else None)
             except FileNotFoundError as error:
                 sys.exit(f"run.py: {error}; --traces DIR says where the traces are")
-        if options.render or not (options.quick or options.results):
+        if options.render or shipped:
             page.write_text(self.filled(page.read_text(), results))
 
     def filled(self, text: str, results: Path) -> str:

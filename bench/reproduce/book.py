@@ -59,7 +59,9 @@ class Claim:
         return f"{100 * value:{'' if self.unit == 'share' else '+'}.1f}"
 
     def cell(self, one: Ours) -> str:
-        """``-42.7% [-43.7, -42.1] ✓``: mean, least and most, verdict."""
+        """``-42.7% [-43.7, -42.1] ✓``: mean, least and most, verdict. A dash if there is no mean."""
+        if np.isnan(one.mean):
+            return "–"
         unit = {"ratio": "", "points": " points"}.get(self.unit, "%")
         told = self.shown(one.mean) + unit
         if len(set(one.values)) > 1:
@@ -97,7 +99,7 @@ def to_tables(made: Made) -> Row:
     """`claims` has a row per claim, `rows` a row per stage with a column per claim."""
     told: Row = {"claims": []}
     by_stage: dict[str, Row] = {}
-    for claim in made.claims:
+    for claim in (claim for claim in made.claims if claim.ours):
         told["claims"].append({name: getattr(claim, name) for name in ("text", "paper", "expected", "unit")})
         for ours in claim.ours:
             by_stage.setdefault(ours.stage, {"stage": ours.stage})[claim.text] = rounded(ours.values)
@@ -116,6 +118,8 @@ def claims_of(told: Row) -> list[Claim]:
 def rendered(told: Row) -> str:
     """A figure's part of the page: its claims, or the table `traces` if it has no claims."""
     claims = claims_of(told)
+    if not claims and "traces" not in told:
+        return "Not simulated: no scenario has prompts that share prefixes."
     if not claims:
         return markdown(list(told["traces"][0]), (list(row.values()) for row in told["traces"]))
     by_stages: dict[tuple[str, ...], list[Claim]] = {}

@@ -137,7 +137,8 @@ def figure_11(world: World) -> Made:
             for label, other in chosen.items()
             if label != stage.label
         ]
-        borrowed.append(Ours(stage.label, max(others, key=lambda each: sum(each))))
+        if others:  # one scenario alone has no other weight to borrow
+            borrowed.append(Ours(stage.label, max(others, key=lambda each: sum(each))))
     return Made(
         [
             Claim("hits rise with the weight, 0.4 to 0.9 (Figure 9)", "rise", "more", hits, "points"),

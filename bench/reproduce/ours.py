@@ -85,16 +85,16 @@ def signals(world: World) -> Made:
             Claim("the simulation-based policy as live, mean TTFT", "", "",
                   under(world, SIMULATION, "ttft_mean", usual)),
         ],
-        {"runs": [row for at in (0, -1) for row in settings_table(world, world.stages[at], LMETRIC, DELAYS)]},
+        {"runs": [row for stage in world.outer for row in settings_table(world, stage, LMETRIC, DELAYS)]},
     )  # fmt: skip
 
 
 def _without_attention(world: World, way: dict[str, Any]) -> Ours:
-    """The conversation on engines whose prefill takes as long for each token, wherever it stands."""
-    usual = world.stage("conversation")
+    """The first stage on engines whose prefill takes as long for each token, wherever it stands."""
+    usual = world.stages[0]
     profile = usual.profile.model_copy(update={"prefill_seconds_per_attention_pair": 0.0})
     tune, judge = (world.part(part.workload.trace, profile) for part in (usual.tune, usual.judge[0]))
-    stage = Stage("conversation, no attention", profile, tune, (judge,))
+    stage = Stage(f"{usual.label}, no attention", profile, tune, (judge,))
     late, exact = (world.runs(stage, LMETRIC, **settings) for settings in (way, {}))
     return Ours(stage.label, change(late, exact, "ttft_mean"))
 
@@ -197,7 +197,7 @@ def robust(world: World) -> Made:
 
     def each(quantity: str, old: Callable[[Stage], Choice]) -> list[Ours]:
         found = []
-        for stage in world.stages[:1] + world.stages[-1:]:
+        for stage in world.outer:
             for name, way in WAYS.items():
                 load = HALF * way.get("instances", 16) / 16
                 a, b = world.many(stage, [LMETRIC, old(stage)], fraction=load, **way)
