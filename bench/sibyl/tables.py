@@ -10,6 +10,9 @@ import numpy as np
 from rerun import bounds, grouped, markdown, spread
 
 Row = dict[str, Any]
+# Figures whose page has one line for each stage, of what the paper shows; the rest is in their CSV.
+BY_STAGE = {"6": ("p99",), "12": ("p99",), "9": ("p99", "least_loaded"), "15": ("p99",)}
+HEADINGS = {"p99": ("P99 TPOT, ms", 1.0), "least_loaded": ("assigned to a least loaded instance, %", 100.0)}
 LEAST = "least requests, bound ones too (REQLEVEL)"
 
 
@@ -19,7 +22,24 @@ def rendered(told: dict[str, Any]) -> str:
         return survival_errors(told["rows"], told["surfaces"])
     if "compare" in told:
         return compared(told["rows"], told["compare"])
-    return "\n\n".join(stage_table(stage, here) for stage, here in grouped(told["rows"], "stage").items())
+    stages = grouped(told["rows"], "stage")
+    if told["figure"] in BY_STAGE:
+        return "\n\n".join(by_stage(stages, name) for name in BY_STAGE[told["figure"]])
+    return "\n\n".join(stage_table(stage, here) for stage, here in stages.items())
+
+
+def by_stage(stages: dict[str, list[Row]], name: str) -> str:
+    """One figure of all policies, a line for each stage; the lowest P99 is bold."""
+    heading, scale = HEADINGS[name]
+    lines = []
+    for stage, here in stages.items():
+        lowest = min(float(np.mean(row[name])) for row in here) if name == "p99" else 0.0
+        cells = [spread(row[name], scale, 1) for row in here]
+        bold = [np.mean(row[name]) <= lowest * 1.001 for row in here]
+        lines.append(
+            [stage, *(f"**{text}**" if best else text for text, best in zip(cells, bold, strict=True))]
+        )
+    return markdown([heading, *(row["policy"] for row in next(iter(stages.values())))], lines)
 
 
 def stage_table(stage: str, rows: Sequence[Row]) -> str:
