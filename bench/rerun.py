@@ -51,6 +51,12 @@ def columns(found: Sequence[Any], digits: int = 4) -> dict[str, list[float]]:
     return {name: [float(f"{float(one[name]):.{digits}g}") for one in each] for name in each[0]}
 
 
+def command(script: str, figures: str, told: Told) -> str:
+    """The command that reruns figures with the seeds of one of them."""
+    first = f" --first-seed {told['first_seed']}" if told["first_seed"] else ""
+    return f"python bench/{script} --figure {figures} --seeds {told['seeds']}{first}"
+
+
 def grouped(rows: Iterable[Told], by: str) -> dict[str, list[Told]]:
     """Rows that have the same `by`, in the order in which they came."""
     groups: dict[str, list[Told]] = {}
@@ -131,14 +137,17 @@ class Pool:
 class Rerun:
     """The figures of a study.
 
-    `page` is the name of its page in `docs/studies`; each figure stands there between `<!-- figure NAME -->`
-    and `<!-- /figure -->`. A maker takes the study's world (with `seeds`, `quick`, `close`) and returns the
-    figure's tables, as `result_files` stores them. `rendered` makes Markdown of them.
+    `driver` is the script in `folder`, `page` the name of the study's page in `docs/studies`. A figure stands
+    there between `<!-- figure NAME -->` and `<!-- /figure -->`.
+
+    A maker takes the study's world (with `seeds`, `quick`, `close`) and returns the figure's tables, as
+    `result_files` stores them. `rendered` makes Markdown of them.
     """
 
     folder: Path
     page: str
     rendered: Callable[[Told], str]
+    driver: str = "run.py"
     figures: dict[str, tuple[str, Callable[[Any], Told]]] = field(default_factory=dict)
 
     def figure(self, name: str, title: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
@@ -206,7 +215,8 @@ class Rerun:
             told = read_figure(results, name)
             stored = self.folder.relative_to(ROOT) / "results"
             files = ", ".join(f"[{p.name}](../../{stored}/{p.name})" for p in paths_of(results, name))
-            origin = f"{told['seeds']} seeds, at commit {told['commit']}. All values: {files}."
+            again = command(f"{self.folder.name}/{self.driver}", name, told)
+            origin = f"`{again}` at commit {told['commit']}. All values: {files}."
             return f"<!-- figure {name} -->\n\n{self.rendered(told)}\n\n{origin}\n\n<!-- /figure -->"
 
         return re.sub(r"<!-- figure (\w+) -->.*?<!-- /figure -->", part, text, flags=re.DOTALL)
@@ -217,7 +227,8 @@ class Rerun:
             for name in names:
                 title, maker = self.figures[name]
                 started = time.perf_counter()
-                about = {"commit": commit, "seeds": len(world.seeds), "quick": world.quick}
+                about = {"commit": commit, "seeds": len(world.seeds), "first_seed": world.seeds[0]}
+                about["quick"] = world.quick
                 told = {"figure": name, "title": title, **about, **maker(world)}
                 print(f"\n## {title}\n\n{self.rendered(told)}", flush=True)
                 print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)

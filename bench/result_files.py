@@ -2,10 +2,11 @@
 
 A `results` folder holds:
 
-- `figures.csv`: one line per figure with its title, the commit of the code that ran, the number of seeds,
-  and what the page shows of it. Lists such as `columns` are joined by `"; "`.
+- `figures.csv`: one line per figure with its title, the commit of the code that ran, the seeds, and what the
+  page shows of it. Lists such as `columns` are joined by `"; "`.
 - `FIGURE.csv`: the rows of a figure. The columns left of `seed` are text and name the row. The columns right
-  of `seed` are numbers; a row takes one line per seed, counted from 0. An empty cell is a missing value.
+  of `seed` are numbers; a row takes one line per seed, counted from the figure's first. An empty cell is a
+  missing value.
 - `FIGURE.TABLE.csv`: further tables of a figure in the same form. Without `seed`, all cells are text.
 
 In memory a figure is a dictionary: `rows` and the other tables are lists of dictionaries, in which the values
@@ -139,4 +140,5 @@ def _cell(values: Sequence[float], seed: int) -> str:
 def _typed(row: Row) -> Row:
     told: Row = {name: cell for name, cell in row.items() if cell}
     told |= {name: cell.split(SEPARATOR) for name, cell in told.items() if name in LISTS}
-    return told | {"seeds": int(row["seeds"]), "quick": row["quick"] == "True"}
+    numbers = {name: int(row[name]) for name in ("seeds", "first_seed")}
+    return told | numbers | {"quick": row["quick"] == "True"}

@@ -11,7 +11,8 @@ import pytest
 from studies import ROOT, result_files
 
 TOLD: dict[str, Any] = {
-    "figure": "9", "title": "A title, with a comma", "commit": "abc", "seeds": 2, "quick": False,
+    "figure": "9", "title": "A title, with a comma", "commit": "abc", "seeds": 2, "first_seed": 0,
+    "quick": False,
     "columns": ["slope, s a request", "e2e p99"],
     "rows": [
         {"stage": "a, b", "policy": "x", "p99": [0.1 + 0.2, math.inf], "mean": [1.0, 2.0]},
