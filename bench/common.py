@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
+WIDTH = 240
 RIVALS = ("ai-dynamo-runtime", "sglang-router", "smg", "vllm-router", "aiohttp", "uvloop")
 
 
@@ -60,10 +61,29 @@ def percentile(ordered: list[float], share: float) -> float:
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
 
 
+def compact(value: Any, indent: int = 0) -> str:
+    """JSON in which whatever fits into `WIDTH` characters stands on one line."""
+    text = json.dumps(value)
+    if len(text) + indent <= WIDTH or not isinstance(value, dict | list) or not value:
+        return text
+    inner = indent + 1
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(name)}: {compact(each, inner)}" for name, each in value.items()]
+        opening, closing = "{}"
+    else:
+        parts = [compact(each, inner) for each in value]
+        opening, closing = "[]"
+    lines = ",\n".join(" " * inner + part for part in parts)
+    return f"{opening}\n{lines}\n{' ' * indent}{closing}"
+
+
 def write_result(result: dict[str, Any], what: str, path: Path | None = None) -> Path:
-    """Writes the raw file, ``bench/results/DATE-what.json`` where no path is given."""
+    """Writes a report as JSON, to ``bench/results/DATE-what.json`` if no path is given.
+
+    Reports of a machine stay JSON: each has a structure of its own, and none is a table.
+    """
     if path is None:
         path = ROOT / "bench" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-{what}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(compact(result) + "\n")
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All figures of docs/reproduction.md anew, study by study, and the planner's picture: bench/reproduce_all.sh [FLAG ...], each FLAG for every study
+# Reruns all studies of docs/reproduction.md and draws the planner's picture: bench/reproduce_all.sh [FLAG ...]. Each study gets every FLAG
 # (--quick: small ones that write nothing; --traces DIR). Some take minutes on two cores, UniBoost's clusters hours.
 set -euo pipefail
 cd "$(dirname "$0")/.."

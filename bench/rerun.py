@@ -1,10 +1,8 @@
-"""A paper's simulations rerun, figure by figure: each figure makes `results/FIGURE.json`, and its part of
-docs/reproduction.md is made of that file alone."""
+"""Drivers of the studies: each figure is simulated, stored in `results`, and rendered into a page."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -21,11 +19,12 @@ from scipy import stats
 
 from common import ROOT
 from common import commit as git_commit
+from result_files import paths_of, read_figure, read_index, write_figure
 
-PAGE = ROOT / "docs" / "reproduction.md"
+PAGES = ROOT / "docs" / "studies"
 Told = dict[str, Any]
 Stage, Rival, Outcome = TypeVar("Stage"), TypeVar("Rival"), TypeVar("Outcome")
-HOW = """Each figure makes results/FIGURE.json, its tables in docs/reproduction.md are made of that."""
+HOW = """Each figure is stored as CSV in results; docs/studies shows its tables."""
 
 
 def spread(found: Sequence[float], scale: float = 1, digits: int = 2) -> str:
@@ -50,6 +49,12 @@ def columns(found: Sequence[Any], digits: int = 4) -> dict[str, list[float]]:
     """What came of some seeds (dataclasses or dicts), turned into a list for each figure."""
     each = [one if isinstance(one, dict) else asdict(one) for one in found]
     return {name: [float(f"{float(one[name]):.{digits}g}") for one in each] for name in each[0]}
+
+
+def command(script: str, figures: str, told: Told) -> str:
+    """The command that reruns figures with the seeds of one of them."""
+    first = f" --first-seed {told['first_seed']}" if told["first_seed"] else ""
+    return f"python bench/{script} --figure {figures} --seeds {told['seeds']}{first}"
 
 
 def grouped(rows: Iterable[Told], by: str) -> dict[str, list[Told]]:
@@ -130,13 +135,19 @@ class Pool:
 
 @dataclass
 class Rerun:
-    """The figures of a study. `marker` is what its parts of the page stand between; a maker takes the study's
-    world (with `seeds`, `quick`, `close`) and gives what its JSON file holds beside its name and origin;
-    `rendered` makes Markdown of that."""
+    """The figures of a study.
+
+    `driver` is the script in `folder`, `page` the name of the study's page in `docs/studies`. A figure stands
+    there between `<!-- figure NAME -->` and `<!-- /figure -->`.
+
+    A maker takes the study's world (with `seeds`, `quick`, `close`) and returns the figure's tables, as
+    `result_files` stores them. `rendered` makes Markdown of them.
+    """
 
     folder: Path
-    marker: str
+    page: str
     rendered: Callable[[Told], str]
+    driver: str = "run.py"
     figures: dict[str, tuple[str, Callable[[Any], Told]]] = field(default_factory=dict)
 
     def figure(self, name: str, title: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
@@ -174,37 +185,41 @@ class Rerun:
         self.main(parser, world)
 
     def main(self, parser: argparse.ArgumentParser, world: Callable[[argparse.Namespace], Any]) -> None:
-        """Does what was asked for; `world` is made where figures are."""
+        """Runs the driver; `world` is called only if figures are made."""
         options = parser.parse_args()
         results = options.results or self.folder / "results"
+        page = PAGES / self.page
+        shipped = not (options.quick or options.results or getattr(options, "scenario", None))
         if options.check:
-            text = PAGE.read_text()
-            sys.exit(f"run.py: {PAGE} is stale: --render" if self.page(text, results) != text else 0)
+            text = page.read_text()
+            sys.exit(f"run.py: {page} is stale: --render" if self.filled(text, results) != text else 0)
         if not options.render:
             names = options.figure.split(",") if options.figure else list(self.figures)
             if unknown := [name for name in names if name not in self.figures]:
                 parser.error(f"no figure {', '.join(unknown)}; there are {', '.join(self.figures)}")
-            keeps = options.results is not None or not options.quick
             try:
-                self._make(names, world(options), results if keeps else None)
+                self._make(names, world(options), results if options.results or shipped else None)
             except FileNotFoundError as error:
                 sys.exit(f"run.py: {error}; --traces DIR says where the traces are")
-        if options.render or not (options.quick or options.results):
-            PAGE.write_text(self.page(PAGE.read_text(), results))
+        if options.render or shipped:
+            page.write_text(self.filled(page.read_text(), results))
 
-    def page(self, text: str, results: Path) -> str:
-        """The page with every part between its markers made anew."""
+    def filled(self, text: str, results: Path) -> str:
+        """The page with every figure rendered from its results."""
+        known = read_index(results)
 
-        def filled(match: re.Match[str]) -> str:
-            path = results / f"{match[1]}.json"
-            if not path.exists():
-                sys.exit(f"run.py: no {path}: run it with --figure {match[1]}")
-            told = json.loads(path.read_text())
-            origin = f"{told['seeds']} seeds, at commit {told['commit']}."
-            return f"<!-- {self.marker} {match[1]} -->\n\n{self.rendered(told)}\n\n{origin}\n\n{end}"
+        def part(match: re.Match[str]) -> str:
+            name = match[1]
+            if name not in known:
+                sys.exit(f"run.py: {results} has no figure {name}: run it with --figure {name}")
+            told = read_figure(results, name)
+            stored = self.folder.relative_to(ROOT) / "results"
+            files = ", ".join(f"[{p.name}](../../{stored}/{p.name})" for p in paths_of(results, name))
+            again = command(f"{self.folder.name}/{self.driver}", name, told)
+            origin = f"`{again}` at commit {told['commit']}. All values: {files}."
+            return f"<!-- figure {name} -->\n\n{self.rendered(told)}\n\n{origin}\n\n<!-- /figure -->"
 
-        end = f"<!-- /{self.marker} -->"
-        return re.sub(rf"<!-- {self.marker} (\w+) -->.*?{end}", filled, text, flags=re.DOTALL)
+        return re.sub(r"<!-- figure (\w+) -->.*?<!-- /figure -->", part, text, flags=re.DOTALL)
 
     def _make(self, names: list[str], world: Any, results: Path | None) -> None:
         commit = git_commit()  # of the code as it is loaded, not as it may be when a figure is done
@@ -212,13 +227,12 @@ class Rerun:
             for name in names:
                 title, maker = self.figures[name]
                 started = time.perf_counter()
-                about = {"commit": commit, "seeds": len(world.seeds), "quick": world.quick}
+                about = {"commit": commit, "seeds": len(world.seeds), "first_seed": world.seeds[0]}
+                about["quick"] = world.quick
                 told = {"figure": name, "title": title, **about, **maker(world)}
                 print(f"\n## {title}\n\n{self.rendered(told)}", flush=True)
                 print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
                 if results is not None:
-                    results.mkdir(parents=True, exist_ok=True)
-                    text = json.dumps(told, indent=1, ensure_ascii=False)
-                    (results / f"{name}.json").write_text(text + "\n")
+                    write_figure(told, results)
         finally:
             world.close()

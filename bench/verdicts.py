@@ -1,14 +1,15 @@
-"""Renders the verdicts of `docs/reproduction.md`: every measured number in them comes from a raw result file.
+"""Renders the verdicts: `docs/reproduction.md` and the explanations in `docs/studies`.
 
-    python bench/verdicts.py            # writes the page
-    python bench/verdicts.py --check    # fails if the page differs from the raw files
+    python bench/verdicts.py            # writes the pages
+    python bench/verdicts.py --check    # fails if a page differs from the results
 
 Each study has two sources. `bench/STUDY/verdicts.md` holds the text; a field such as `{linear_ttft:+.0%}`
-is Python's format syntax. In `bench/STUDY/verdict_figures.py`, `figures(raw)` reads the raw files and returns
-the value of each field, and `WRITTEN` lists the numbers that a person may write: settings and figures of the
-paper. Any other number is an error, except in backquotes and in the first column of a table (a claim).
+is Python's format syntax, and `{command[9,15]}` is the commands that rerun two figures. In
+`bench/STUDY/verdict_figures.py`, `figures(raw)` reads the results and returns the value of each field, and
+`WRITTEN` lists the numbers that a person may write: settings and figures of the paper. Any other number is an
+error, except in backquotes and in the columns `claim` and `paper` of a table.
 
-The text stands in the page between `<!-- verdicts STUDY -->` and `<!-- /verdicts -->`. What follows a line
+The table of claims stands between `<!-- verdicts STUDY -->` and `<!-- /verdicts -->`. Text after a line
 `<!-- part NAME -->` in `verdicts.md` stands between `<!-- verdicts STUDY NAME -->` and `<!-- /verdicts -->`.
 """
 
@@ -20,7 +21,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from string import Formatter
@@ -30,11 +31,12 @@ from typing import Any
 import numpy as np
 
 from common import ROOT
-from rerun import bounds
+from rerun import bounds, command
+from result_files import read_figure, read_index
 
 sys.modules.setdefault("verdicts", sys.modules[__name__])  # `verdict_figures.py` imports it by this name
 
-PAGE = ROOT / "docs" / "reproduction.md"
+DOCS = ROOT / "docs"
 STUDIES = ("reproduce", "sibyl", "libra", "star", "uniboost")
 MARKED = re.compile(r"(<!-- verdicts (\w+)(?: (\w+))? -->\n).*?(\n<!-- /verdicts -->)", re.DOTALL)
 PART = re.compile(r"^<!-- part (\w+) -->\n", re.MULTILINE)
@@ -134,14 +136,13 @@ def full_name(rival: str, rows: Mapping[str, Row]) -> str:
 
 @dataclass
 class Raw:
-    """The raw files of a study."""
+    """The results of a study."""
 
     folder: Path
-    read: set[Path] = field(default_factory=set)
 
     def __call__(self, figure: str) -> dict[str, Any]:
-        """A figure's file."""
-        return self._load(self.folder / f"{figure}.json")
+        """A figure's tables."""
+        return read_figure(self.folder, figure)
 
     def scenarios(self, *figures: str) -> Scenarios:
         """Rows of one or more figures."""
@@ -149,12 +150,28 @@ class Raw:
 
     def bench(self, kind: str) -> dict[str, Any]:
         """The newest raw file of a kind in `bench/results`."""
-        return self._load(sorted((ROOT / "bench" / "results").glob(f"*-{kind}.json"))[-1])
-
-    def _load(self, path: Path) -> dict[str, Any]:
-        self.read.add(path)
+        path = sorted((ROOT / "bench" / "results").glob(f"*-{kind}.json"))[-1]
         loaded: dict[str, Any] = json.loads(path.read_text())
         return loaded
+
+
+@dataclass
+class Commands:
+    """Of the figures of a study: the field `{command[9,15]}` is the commands that rerun both."""
+
+    study: str
+    raw: Raw
+
+    def __getitem__(self, figures: int | str) -> str:
+        """One command for figures with the same seeds, else several."""
+        by_seeds: dict[tuple[int, int], list[str]] = {}
+        for figure in str(figures).split(","):
+            told = self.raw(figure)
+            by_seeds.setdefault((told["seeds"], told["first_seed"]), []).append(figure)
+        return "; ".join(
+            f"`{command(f'{self.study}/run.py', ','.join(names), self.raw(names[0]))}`"
+            for names in by_seeds.values()
+        )
 
 
 def module(study: str) -> ModuleType:
@@ -168,16 +185,17 @@ def module(study: str) -> ModuleType:
 
 
 def results_of(study: str) -> Path:
-    """The folder with a study's raw files."""
+    """The folder with a study's results."""
     return ROOT / "bench" / study / "results"
 
 
 def render(study: str, results: Callable[[str], Path] = results_of) -> dict[str | None, str]:
-    """The parts of a study's verdicts, by name, with every field filled from the raw files."""
+    """The parts of a study's verdicts, by name, with every field filled from the results."""
     source_module = module(study)
     source = ROOT / "bench" / study / "verdicts.md"
     template = source.read_text()
-    figures: dict[str, object] = source_module.figures(Raw(results(study)))
+    raw = Raw(results(study))
+    figures: dict[str, object] = source_module.figures(raw) | {"command": Commands(study, raw)}
     refuse_written_numbers(PART.sub("", template), source_module.WRITTEN, source)
     fields = {re.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(template) if name}
     if wrong := fields ^ set(figures):
@@ -193,7 +211,7 @@ def refuse_written_numbers(template: str, written: Sequence[str], source: Path) 
     """Exits if an outcome holds a number that is not in `written`, or if `written` holds an unused one."""
     unused = set(written)
     for line in template.splitlines():
-        text = line.split(" | ", 1)[-1] if line.startswith("| ") else line
+        text = line.split(" | ", 2)[-1] if line.startswith("| ") else line
         literal = "".join(f"{before}\0" for before, *_ in Formatter().parse(text))
         literal = re.sub(r"\]\([^)]*\)|`[^`]*`", "", literal)  # addresses of links, names in code
         for allowed in sorted(written, key=len, reverse=True):
@@ -211,44 +229,56 @@ def refuse_written_numbers(template: str, written: Sequence[str], source: Path) 
 
 
 def ages(results: Callable[[str], Path]) -> str:
-    """The commit of every raw file, by study."""
-    lines = ["| study | commits of the code that made its raw files (number of figures) |", "| --- | --- |"]
+    """The commits of the figures, by study."""
+    lines = ["| study | commits of the code that ran (number of figures) |", "| --- | --- |"]
     for study in (*STUDIES, "planner"):
-        commits = Counter(json.loads(path.read_text())["commit"] for path in results(study).glob("*.json"))
+        commits = Counter(told["commit"] for told in read_index(results(study)).values())
         told = ", ".join(f"{commit} ({number})" for commit, number in sorted(commits.items()))
         lines.append(f"| `bench/{study}` | {told} |")
     return "\n".join(lines)
 
 
-def render_page(text: str, results: Callable[[str], Path] = results_of) -> str:
-    """The page with all verdicts rendered anew."""
+def pages_in(docs: Path) -> dict[Path, str]:
+    """The pages that hold verdicts, by path in the folder of the documentation."""
+    paths = [docs / "reproduction.md", *sorted((docs / "studies").glob("*.md"))]
+    return {path.relative_to(docs): path.read_text() for path in paths}
+
+
+def render_pages(pages: Mapping[Path, str], results: Callable[[str], Path] = results_of) -> dict[Path, str]:
+    """The pages with all verdicts rendered anew."""
     made: dict[tuple[str, str | None], str] = {("ages", None): ages(results)}
     for study in STUDIES:
         made |= {(study, name): part for name, part in render(study, results).items()}
-    found = Counter((match[2], match[3]) for match in MARKED.finditer(text))
+    found = Counter((match[2], match[3]) for text in pages.values() for match in MARKED.finditer(text))
     if wrong := {part for part in found.keys() | made.keys() if found[part] != 1 or part not in made}:
         names = sorted(" ".join(filter(None, part)) for part in wrong)
-        sys.exit(f"verdicts.py: the page and the sources must each have once: {', '.join(names)}")
-    return MARKED.sub(lambda match: f"{match[1]}\n{made[match[2], match[3]]}\n{match[4]}", text)
+        sys.exit(f"verdicts.py: the pages and the sources must each have once: {', '.join(names)}")
+
+    def part(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{made[match[2], match[3]]}\n{match[4]}"
+
+    return {path: MARKED.sub(part, text) for path, text in pages.items()}
 
 
 def main() -> None:
-    """Renders or checks the page."""
+    """Renders or checks the pages."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page would change")
-    parser.add_argument("--page", type=Path, default=PAGE, help="another page")
-    parser.add_argument("--results", type=Path, metavar="DIR", help="raw files of each study in DIR/STUDY")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page would change")
+    parser.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="another folder of pages")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="results of each study in DIR/STUDY")
     options = parser.parse_args()
-    old = options.page.read_text()
-    new = render_page(old, results_of if options.results is None else lambda study: options.results / study)
-    if not options.check:
-        options.page.write_text(new)
-    elif old != new:
-        pairs = zip(old.splitlines(), new.splitlines(), strict=False)
-        line = next((f"{a!r}, the raw files make {b!r}" for a, b in pairs if a != b), "its length differs")
-        sys.exit(f"verdicts.py: {options.page} is stale, run bench/verdicts.py: {line}")
+    before = pages_in(options.docs)
+    results = results_of if options.results is None else lambda study: options.results / study
+    for path, new in render_pages(before, results).items():
+        old = before[path]
+        if not options.check:
+            (options.docs / path).write_text(new)
+        elif old != new:
+            pairs = zip(old.splitlines(), new.splitlines(), strict=False)
+            line = next((f"{a!r}, the results make {b!r}" for a, b in pairs if a != b), "its length differs")
+            sys.exit(f"verdicts.py: {options.docs / path} is stale, run bench/verdicts.py: {line}")
 
 
 if __name__ == "__main__":

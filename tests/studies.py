@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+
+
+def _load(name: str) -> ModuleType:
+    """A module of `bench`, without its folder on the path."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+result_files = _load("result_files")
+
+
+def add(folder: Path, figure: str, number: float) -> None:
+    """Adds to the first number of a figure."""
+    path = result_files.path_of(folder, figure)
+    rows = result_files.read_table(path)
+    first = next(values for values in rows[0].values() if isinstance(values, list))
+    first[0] += number
+    result_files.write_table(path, rows)
 
 
 @dataclass(frozen=True)
@@ -33,10 +56,10 @@ class Study:
         return subprocess.run([sys.executable, self.driver, *argv], capture_output=True, text=True, cwd=ROOT)
 
     def made(self, folder: Path, *argv: str) -> dict[str, Any]:
-        """What a run that succeeds wrote to `folder`, by figure."""
+        """The figures that a successful run wrote to `folder`, by name."""
         done = self.run(*argv, "--results", folder)
         assert done.returncode == 0, done.stderr
-        return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+        return {name: result_files.read_figure(folder, name) for name in result_files.read_index(folder)}
 
     def importable(self) -> Iterator[None]:
         """What lies beside the driver can be imported for a while: studies have modules of the same names."""

@@ -96,6 +96,7 @@ def test_others_are_counted_by_hand() -> None:
 
 
 def test_the_best_of_all_is_chosen_figure_by_figure() -> None:
+    from goal_best import by_stage
     from goal_best_tables import rendered
     from goal_bound import TWICE
 
@@ -105,12 +106,13 @@ def test_the_best_of_all_is_chosen_figure_by_figure() -> None:
         "quick": outcome(3.0, ttft=1.0), "even": outcome(2.0), TWICE.label: outcome(1.0),
         "planner": outcome(2.0, ttft=0.89, tpot_p99=1.5), "alone": outcome(0.5),
     }  # fmt: skip
-    told = {
-        "stage": "50%", "others": 2, "kept_up": 2, "worse_in_all": 0, "within_slack": 1,
+    load = {
+        "stage": "50%",
+        "counts": {"others": 2, "kept_up": 2, "worse_in_all": 0, "within_slack": 1},
         "families": {"even": "even"}, "leading": ["quick", "even"],
         "rows": [{"policy": label, **columns([each, each])} for label, each in made.items()],
     }  # fmt: skip
-    text = rendered({"most": {"an hour": {"a": 2.0, "b": 1.234}}, "loads": [told]})
+    text = rendered({"most": [{"recording": "an hour", "a": "2.00", "b": "1.23"}], **by_stage([load])})
     assert "| an hour | 2.00 | 1.23 |" in text
     assert (
         "| TTFT mean, s | quick | 1.000 ±0.000 | 0.890 ±0.000 | -11.0% | -10%: yes | +0.0% | -50.0% |" in text

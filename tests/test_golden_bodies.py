@@ -875,10 +875,12 @@ def stored() -> dict[str, list[dict[str, Any]]]:
 
 
 def store(cases: dict[str, list[dict[str, Any]]]) -> None:
-    """Writes the file, cases by name."""
+    """Writes the file, cases by name, one line for each request."""
     texts = []
     for case in sorted(cases):
-        requests = ",\n".join("\n".join(shown(request)) for request in cases[case])
+        requests = ",\n".join(
+            " " + json.dumps(request, ensure_ascii=False, sort_keys=True) for request in cases[case]
+        )
         texts.append(f"{json.dumps(case)}: [\n{requests}\n]")
     FILE.write_text("{\n" + ",\n".join(texts) + "\n}\n")
     stored.cache_clear()

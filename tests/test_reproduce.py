@@ -13,6 +13,7 @@ from studies import Study
 
 ROOT = Path(__file__).parent.parent
 STUDY = Study("reproduce")
+SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
 
 
 @pytest.fixture
@@ -24,13 +25,14 @@ def test_quick_figures_and_the_policy_that_must_lose(tmp_path: Path) -> None:
     told = STUDY.made(tmp_path, "--quick", "--figure", "21")["21"]
     assert told["quick"]
     assert told["seeds"] == 2
-    for table in told["tables"]:
-        means = {row[0]: float(row[1].split()[0]) for row in table["rows"]}
+    for stage in ("conversation", "chat"):
+        runs = [row for row in told["runs"] if row["stage"] == stage]
+        means = {row["policy"]: np.mean(row["ttft_mean_s"]) for row in runs}
         assert max(means, key=lambda name: means[name]) == "always_worst"
         assert means["lmetric"] < means["vllm"] < means["always_worst"]
-    against_vllm = told["claims"][0]
-    assert [ours["stage"] for ours in against_vllm["ours"]] == ["conversation", "chat"]
-    assert all(value < 0 for ours in against_vllm["ours"] for value in ours["values"])
+    against_vllm = told["claims"][0]["text"]
+    assert [row["stage"] for row in told["rows"]] == ["conversation", "chat"]
+    assert all(value < 0 for row in told["rows"] for value in row[against_vllm])
 
 
 def test_missing_traces_are_named(tmp_path: Path) -> None:
@@ -38,6 +40,42 @@ def test_missing_traces_are_named(tmp_path: Path) -> None:
     assert missing.returncode == 1
     assert "mooncake_conversation.jsonl.gz" in missing.stderr
     assert "--traces" in missing.stderr
+
+
+def test_a_trace_file_is_a_scenario(tmp_path: Path) -> None:
+    argv = ["--scenario", str(SLICE), "--profile", "qwen2-7b-h20", "--seeds", "1"]
+    told = STUDY.made(tmp_path, *argv, "--figure", "stages,7,11,signals")
+    assert {row["stage"] for row in told["7"]["rows"]} == {"mooncake_conversation_slice"}
+    assert told["7"]["rows"][0]["KV-awareness lowers the mean TTFT (4.2)"][0] < 0
+    (shown,) = told["stages"]["traces"]
+    assert (shown["stage"], shown["block"]) == ("`mooncake_conversation_slice`", "512")
+    assert int(shown["cache, thousand tokens"].replace(",", "")) == 1345  # of qwen2-7b-h20
+    assert len(told["signals"]["runs"]) == len({row["signals"] for row in told["signals"]["runs"]})
+
+
+def test_a_trace_without_prefixes_is_a_scenario(tmp_path: Path) -> None:
+    lines = [f"2023-11-16 18:{at // 60:02}:{at % 60:02}.0,{200 + at % 7},{50 + at % 11}" for at in range(600)]
+    (path := tmp_path / "flat.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines))
+    told = STUDY.made(tmp_path / "made", "--scenario", str(path), "--seeds", "1", "--figure", "7,19")
+    assert told["7"]["rows"] == []
+    assert [row["stage"] for row in told["19"]["rows"]] == ["flat"]
+
+
+def test_a_scenario_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    def error(*argv: str | Path) -> str:
+        done = STUDY.run("--figure", "7", *argv)
+        assert done.returncode != 0
+        return done.stderr.splitlines()[-1]
+
+    missing, bad = tmp_path / "missing.jsonl", tmp_path / "bad.jsonl"
+    bad.write_text("no trace\n")
+    assert f"{missing}: No such file" in error("--scenario", missing)
+    assert f"{bad}: no request in it that is recognised; known formats: mooncake" in error("--scenario", bad)
+    bad.write_text('{"timestamp": 0, "input_length": 9, "output_length": 9}\n' * 30)
+    assert "30 requests in one half" in error("--scenario", bad)
+    assert "is named 'mooncake_conversation_slice' already" in error("--scenario", SLICE, "--scenario", SLICE)
+    assert "profile 'h2000'" in error("--scenario", SLICE, "--profile", "h2000")
+    assert "guard has scenarios of its own" in error("--scenario", SLICE, "--figure", "guard")
 
 
 @pytest.mark.usefixtures("reproduce")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from studies import Study
+from studies import Study, result_files
 
 ROOT = Path(__file__).parent.parent
 STUDY = Study("star")
@@ -39,7 +38,7 @@ def test_a_quick_figure(tmp_path: Path) -> None:
 def test_a_shipped_row_comes_out_again(tmp_path: Path) -> None:
     made = STUDY.made(tmp_path, "--figure", "3", "--seeds", "1")
     again = made["3"]["rows"]
-    shipped = json.loads((STUDY.results / "3.json").read_text())["rows"]
+    shipped = result_files.read_figure(STUDY.results, "3")["rows"]
     for row, before in zip(again, shipped, strict=True):
         for name in ("throughput", "goodput", "p50", "p99", "variance", "oom", "moves"):
             assert row[name][0] == pytest.approx(before[name][0], rel=1e-6), (row["policy"], name)

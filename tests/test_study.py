@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from lmetric.config import ConfigError
 from lmetric.sim import max_load
 from lmetric.sim.backends import Ray, Threads
 from lmetric.sim.max_load import Rule
-from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, run, split_policies
-from lmetric.sim.store import Store, StoreError
+from lmetric.sim.setups import PolicyChoice, Result, Setup, TraceChoice, run, split_policies
+from lmetric.sim.store import Store, StoreError, write_csv, write_parquet
 from lmetric.sim.study import Library, cells, run_study, summary
 from lmetric.sim.study_file import load_study
 
@@ -327,6 +328,35 @@ def test_ray_gives_the_same(tmp_path: Path) -> None:
     finally:
         backend.close()
     assert [(r.key, r.curves) for r in there.results] == [(r.key, r.curves) for r in here.results]
+
+
+def results_of(tmp_path: Path) -> Sequence[Result]:
+    with Store(tmp_path / "runs.jsonl") as store:
+        return run_study(load_study(write(tmp_path / "s.yaml", STUDY)), store, Threads(2)).results
+
+
+def test_parquet_holds_the_table_of_the_csv(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra: lmetric-router[parquet]")
+    results = results_of(tmp_path)
+    write_csv(tmp_path / "runs.csv", results)
+    write_parquet(tmp_path / "runs.parquet", results)
+    rows = parquet.read_table(tmp_path / "runs.parquet").to_pylist()
+    with (tmp_path / "runs.csv").open() as file:
+        for row, cells in zip(rows, csv.DictReader(file), strict=True):
+            numbers = {name: cell for name, cell in row.items() if isinstance(cell, float)}
+            assert {name: float(cells.pop(name)) for name in numbers} == numbers
+            rest = {name: cell for name, cell in row.items() if name not in numbers}
+            assert {name: "" if cell is None else str(cell) for name, cell in rest.items()} == cells
+    assert isinstance(rows[0]["ttft_seconds_p99"], float)
+
+
+def test_parquet_without_pyarrow_fails_before_the_runs(tmp_path: Path) -> None:
+    write(tmp_path / "s.yaml", STUDY)
+    (tmp_path / "pyarrow.py").write_text("raise ImportError")  # found before an installed one
+    done = study("s.yaml", "--parquet", "--no-report", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "pip install 'lmetric-router[parquet]'" in done.stderr
+    assert not (tmp_path / "s-results").exists()
 
 
 # -- the command ---------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from world import (
 from rerun import Rerun, columns
 
 Row = dict[str, Any]
-RERUN = Rerun(Path(__file__).parent, "libra", rendered)
+RERUN = Rerun(Path(__file__).parent, "libra.md", rendered)
 figure = RERUN.figure
 A100 = Fleet()
 SHAPES = ("8192/32", "2048/512", "219/1467")  # Table 1

@@ -24,11 +24,11 @@ Row = dict[str, Any]
 
 def rendered(told: Row) -> str:
     """A figure's part of the page."""
-    tables = goal_best_tables if {"loads", "worlds"} & set(told) else goal_tables
+    tables = goal_best_tables if "families" in told else goal_tables
     return tables.rendered(told)
 
 
-RERUN = Rerun(Path(__file__).parent, "goal", rendered)
+RERUN = Rerun(Path(__file__).parent, "planner.md", rendered, "goal.py")
 figure = RERUN.figure
 
 SHORT_OR_LONG = ("completion", "extraction", "reasoning", "long-form")
@@ -42,7 +42,7 @@ def rows(world: Pool, stages: Sequence[Stage], rivals: Sequence[Rival], base: Ri
     for stage, rival, found in world.all(play, stages[:1] if world.quick else stages, rivals):
         made.append({"stage": stage.label, "policy": rival.label, **columns(found, digits=5)})
         print(f"{stage.label}: {rival.label}: E2E {made[-1]['e2e']}", file=sys.stderr, flush=True)
-    return {"base": base.label, "fixed": [rival.label for rival in FIXED], "rows": made}
+    return {"base": base.label, "rows": made}
 
 
 @figure("goal_knobs", "The weight of the batch and how long a prefill counts: what they were chosen by")

@@ -84,20 +84,36 @@ def best(world: Pool) -> Row:
         everyone = {name: rivals[-1:] for name, rivals in everyone.items()}
     stages = {share: at(share) for share in (SHARES[:1] if world.quick else SHARES)}
     loads = [load(world, named(share, stage), stage, everyone) for share, stage in stages.items()]
-    return {"most": {} if world.quick else carried(), "loads": loads}
+    return {"most": [] if world.quick else carried(), **by_stage(loads)}
 
 
-def carried() -> dict[str, dict[str, float]]:
+def by_stage(found: Sequence[Row]) -> Row:
+    """Tables with a column `stage`, made of what was found at each stage."""
+    told: Row = {"rows": [], "families": []}
+    for one in found:
+        stage = {"stage": one["stage"]}
+        told["rows"] += [stage | row for row in one["rows"]]
+        told["families"] += [
+            stage | {"family": name, "policy": each} for name, each in one["families"].items()
+        ]
+        if "counts" in one:
+            told.setdefault("counts", []).append(stage | {name: str(n) for name, n in one["counts"].items()})
+            told.setdefault("leading", []).extend(stage | {"policy": label} for label in one["leading"])
+    return told
+
+
+def carried() -> list[dict[str, str]]:
     """How many times as fast as recorded each keeps up."""
     recordings = {
         CONVERSATION: (CONVERSATION, True),
         f"{CONVERSATION}, nothing shared": (CONVERSATION, False),
         AZURE: (AZURE, True),
     }
-    return {
-        name: {rival.label: round(most(*told, rival), 2) for rival in (LMETRIC, PULLING, PLANNER)}
+    return [
+        {"recording": name}
+        | {rival.label: f"{most(*told, rival):.2f}" for rival in (LMETRIC, PULLING, PLANNER)}
         for name, told in recordings.items()
-    }
+    ]
 
 
 def load(world: Pool, name: str, stage: Stage, everyone: Mapping[str, Sequence[Rival]]) -> Row:
@@ -110,7 +126,7 @@ def load(world: Pool, name: str, stage: Stage, everyone: Mapping[str, Sequence[R
     print(f"{name}: {len(flat)} rivals; {', '.join(strong)}", file=sys.stderr, flush=True)
     return {
         "stage": name,
-        **counts(planner, flat),
+        "counts": counts(planner, flat),
         "families": {family: rival.label for family, rival in strong.items()},
         "leading": [rival.label for rival in flat if rival in leading],
         "rows": rows(world, stage, [r for r in flat if r in leading or r in strong.values()]),
@@ -175,7 +191,7 @@ def robust(world: Pool) -> Row:
         print(f"{name}: {[rival.label for rival in chosen.values()]}", file=sys.stderr, flush=True)
         labels = {family: rival.label for family, rival in chosen.items()}
         told.append({"stage": name, "families": labels, "rows": rows(world, stage, list(chosen.values()))})
-    return {"worlds": told}
+    return by_stage(told)
 
 
 def ablation(world: Pool) -> Row:
@@ -187,4 +203,4 @@ def ablation(world: Pool) -> Row:
     for (stage, rival), found in world.each(play, cases):
         told.append({"stage": names[stage], "policy": rival.label, **columns(found)})
         print(f"{stage.label}: {rival.label}: E2E {told[-1]['e2e']}", file=sys.stderr, flush=True)
-    return {"base": PLANNER.label, "fixed": [], "rows": told}
+    return {"base": PLANNER.label, "rows": told}

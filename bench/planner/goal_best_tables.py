@@ -10,7 +10,7 @@ from goal_bound import TWICE
 from goal_tables import FIGURES, NINE, change
 
 from lmetric.sim.max_load import Rule
-from rerun import bounds, markdown, spread
+from rerun import bounds, grouped, markdown, spread
 
 Row = dict[str, Any]
 
@@ -27,18 +27,22 @@ def heading(name: str) -> str:
 
 def rendered(told: Row) -> str:
     """A figure's part of the page."""
-    if "worlds" in told:
-        return against(told["worlds"])
-    loads = [
-        f"{load['stage']}:\n\n{of_all(load)}\n\n{lost(load)}\n\n{against([load])}" for load in told["loads"]
+    parts = ("rows", "families", "counts", "leading")
+    tables = {name: grouped(told.get(name, []), "stage") for name in parts}
+    stages = [
+        {"stage": stage, **{name: groups[stage] for name, groups in tables.items() if stage in groups}}
+        for stage in tables["rows"]
     ]
-    return "\n\n".join([most(told["most"]), *loads] if told["most"] else loads)
+    if not tables["counts"]:
+        return against(stages)
+    loads = [f"{load['stage']}:\n\n{of_all(load)}\n\n{lost(load)}\n\n{against([load])}" for load in stages]
+    return "\n\n".join([most(told["most"]), *loads] if told.get("most") else loads)
 
 
-def most(told: dict[str, dict[str, float]]) -> str:
+def most(told: Sequence[Row]) -> str:
     """How many times as fast as recorded each keeps up."""
-    labels = list(next(iter(told.values())))
-    rows = [[name, *(f"{found[label]:.2f}" for label in labels)] for name, found in told.items()]
+    _, *labels = told[0]
+    rows = (list(row.values()) for row in told)
     return markdown(["keeps up with so many times the recorded arrivals", *labels], rows)
 
 
@@ -51,7 +55,7 @@ def one(load: Row, label: str) -> Row:
 def of_all(load: Row) -> str:
     """Figure by figure: the best of all others, the planner, whether that is what was wanted, and bounds."""
     planner, twice, alone = (one(load, label) for label in ("planner", TWICE.label, "alone"))
-    leaders = [one(load, label) for label in load["leading"]]
+    leaders = [one(load, label) for label in (row["policy"] for row in load["leading"])]
     lines = []
     for name in NINE:
         shown = FIGURES[name][1:]
@@ -68,10 +72,11 @@ def of_all(load: Row) -> str:
 
 def lost(load: Row) -> str:
     """How many others lose."""
-    kept, in_all, within = load["kept_up"], load["worse_in_all"], load["within_slack"]
+    (counts,) = load["counts"]
+    kept, in_all, within = (int(counts[name]) for name in ("kept_up", "worse_in_all", "within_slack"))
     return (
-        f"Of {load['others']} others {kept} keep up. The planner is better than {in_all} of them in all nine "
-        f"figures and at most 2% worse in any than {within} more; {kept - in_all - within} are better "
+        f"Of {counts['others']} others {kept} keep up. The planner is better than {in_all} of them in all "
+        f"nine figures and at most 2% worse in any than {within} more; {kept - in_all - within} are better "
         "in some."
     )
 
@@ -82,7 +87,7 @@ def against(loads: Sequence[Row]) -> str:
     for load in loads:
         planner = one(load, "planner")
         late = "" if np.mean(planner["kept_up"]) >= Rule().keep_up else "; the planner does not keep up"
-        for family, label in load["families"].items():
+        for family, label in ((row["family"], row["policy"]) for row in load["families"]):
             what = label if label.startswith(family) else f"{family}: {label}"
             cells = [change(planner[name], one(load, label)[name]) for name in NINE]
             lines.append([what, *cells] if len(loads) == 1 else [load["stage"] + late, what, *cells])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from goal_world import FIXED
 from tables import LATENCIES
 
 from rerun import bounds, grouped, markdown, spread
@@ -20,6 +21,7 @@ FIGURES = {
     "e2e_p99": ("p99", 1, 1),
     "apart": ("apart, %", 100, 0),
 }
+FIXED_ROLES = {rival.label for rival in FIXED}
 NINE = [name for name in FIGURES if name != "apart"]
 
 
@@ -33,7 +35,7 @@ def rendered(told: Row) -> str:
 def table(rows: Sequence[Row], told: Row) -> str:
     """All rivals on a stage; of those with fixed roles, the one with the least mean E2E latency, seen from
     behind. The last column holds the mean E2E latency against that of the base, seed by seed."""
-    fixed = [row for row in rows if row["policy"] in told["fixed"]]
+    fixed = [row for row in rows if row["policy"] in FIXED_ROLES]
     best = min(fixed, key=lambda row: float(np.mean(row["e2e"]))) if fixed else None
     (against,) = (row for row in rows if row["policy"] == told["base"])
     lines = []

@@ -16,7 +16,7 @@ from world import BESIDE, GUARDED, HOT_SPEED, LMETRIC, VLLM, WEIGHING, Rival, St
 from rerun import Pool, Rerun, columns
 
 Row = dict[str, Any]
-RERUN = Rerun(Path(__file__).parent, "planner", rendered)
+RERUN = Rerun(Path(__file__).parent, "prefix_fetch.md", rendered)
 figure = RERUN.figure
 
 HOUR = [Stage(speed) for speed in (1.5, 2.2, 3.0)]
@@ -50,7 +50,7 @@ def claim(world: Pool) -> Row:
         cost: WEIGHING.pulling(FREE, link(cost, shared=False), f"at {cost:.0%} of the prefill")
         for cost in COSTS
     }
-    said = {rival.label: CLAIMED[cost] for cost, rival in rivals.items()}
+    said = [{"policy": rival.label, **CLAIMED[cost]} for cost, rival in rivals.items()]
     return rows(world, HOUR, [LMETRIC, *rivals.values()], changes=said)
 
 

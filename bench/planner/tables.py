@@ -59,7 +59,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
     return f"{change:+.1f}% [{low:+.1f}, {high:+.1f}]"
 
 
-def changes(stages: dict[str, list[Row]], base: str, claimed: dict[str, dict[str, str]]) -> str:
+def changes(stages: dict[str, list[Row]], base: str, claimed: Sequence[Row]) -> str:
     """What each rival changes of `base`'s figures, a line for each stage and rival, beside what was claimed
     of it over all stages."""
     names = ("ttft", "ttft_p50", "tpot")
@@ -68,7 +68,7 @@ def changes(stages: dict[str, list[Row]], base: str, claimed: dict[str, dict[str
         (against,) = (row for row in rows if row["policy"] == base)
         for row in rows:
             if row is not against:
-                said = claimed.get(row["policy"], {})
+                said = next((each for each in claimed if each["policy"] == row["policy"]), {})
                 cells = (ratio(row[name], against[name]) for name in names)
                 beside = [
                     f"{cell} ({said[name]})" if name in said else cell

@@ -1,9 +1,9 @@
-"""Claims, tables and figures: what a reproduction says, as JSON and as Markdown."""
+"""Claims, tables and figures: what a reproduction says, as tables and as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +59,9 @@ class Claim:
         return f"{100 * value:{'' if self.unit == 'share' else '+'}.1f}"
 
     def cell(self, one: Ours) -> str:
-        """``-42.7% [-43.7, -42.1] ✓``: mean, least and most, verdict."""
+        """``-42.7% [-43.7, -42.1] ✓``: mean, least and most, verdict. A dash if there is no mean."""
+        if np.isnan(one.mean):
+            return "–"
         unit = {"ratio": "", "points": " points"}.get(self.unit, "%")
         told = self.shown(one.mean) + unit
         if len(set(one.values)) > 1:
@@ -67,63 +69,70 @@ class Claim:
         return f"{told} {MARKS[one.verdict(self.expected)]}".strip()
 
 
-@dataclass
-class Table:
-    """Figures beside each other; cells are text."""
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
+Row = dict[str, Any]  # text that names the row, and lists with a number per seed
 
 
 @dataclass
 class Made:
-    """What a figure's function makes."""
+    """What a figure's function makes. Without claims, the page shows the table `traces`."""
 
     claims: list[Claim] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
+    tables: dict[str, list[Row]] = field(default_factory=dict)
+
+
+def rounded(values: Iterable[float]) -> list[float]:
+    """To five digits."""
+    return [float(f"{value:.5g}") for value in values]
 
 
 def figure(name: str, title: str) -> Callable[[Callable[[World], Made]], object]:
     """Registers a function as the maker of a figure."""
 
     def register(maker: Callable[[World], Made]) -> Callable[[World], Made]:
-        RERUN.figure(name, title)(lambda world: to_json(maker(world)))
+        RERUN.figure(name, title)(lambda world: to_tables(maker(world)))
         return maker
 
     return register
 
 
-def to_json(made: Made) -> dict[str, Any]:
-    told: dict[str, Any] = asdict(made)
-    for claim in told["claims"]:
-        for ours in claim["ours"]:
-            ours["values"] = [float(f"{value:.5g}") for value in ours["values"]]
-    return told
+def to_tables(made: Made) -> Row:
+    """`claims` has a row per claim, `rows` a row per stage with a column per claim."""
+    told: Row = {"claims": []}
+    by_stage: dict[str, Row] = {}
+    for claim in (claim for claim in made.claims if claim.ours):
+        told["claims"].append({name: getattr(claim, name) for name in ("text", "paper", "expected", "unit")})
+        for ours in claim.ours:
+            by_stage.setdefault(ours.stage, {"stage": ours.stage})[claim.text] = rounded(ours.values)
+    return told | {"rows": list(by_stage.values())} | made.tables
 
 
-def from_json(told: dict[str, Any]) -> Made:
-    claims = [Claim(**{**c, "ours": [Ours(**ours) for ours in c["ours"]]}) for c in told["claims"]]
-    return Made(claims, [Table(**table) for table in told["tables"]])
+def claims_of(told: Row) -> list[Claim]:
+    """The claims of a figure with our values."""
+    return [
+        Claim(**about, ours=[Ours(row["stage"], row[text]) for row in told["rows"] if text in row])
+        for about in told.get("claims", [])
+        for text in [about["text"]]
+    ]
 
 
-def rendered(told: dict[str, Any]) -> str:
-    """A figure's part of the page."""
-    made = from_json(told)
+def rendered(told: Row) -> str:
+    """A figure's part of the page: its claims, or the table `traces` if it has no claims."""
+    claims = claims_of(told)
+    if not claims and "traces" not in told:
+        return "Not simulated: no scenario has prompts that share prefixes."
+    if not claims:
+        return markdown(list(told["traces"][0]), (list(row.values()) for row in told["traces"]))
     by_stages: dict[tuple[str, ...], list[Claim]] = {}
-    for claim in made.claims:
+    for claim in claims:
         by_stages.setdefault(tuple(one.stage for one in claim.ours), []).append(claim)
     parts = [
         markdown(
             ["claim", "paper", *stages],
-            ([claim.text, claim.paper, *map(claim.cell, claim.ours)] for claim in claims),
+            ([claim.text, claim.paper, *map(claim.cell, claim.ours)] for claim in same),
         )
-        for stages, claims in by_stages.items()
+        for stages, same in by_stages.items()
     ]
-    shown = [f"{table.title}\n\n{markdown(table.head, table.rows)}".strip() for table in made.tables]
-    if made.claims and shown:
-        shown = ["<details><summary>All figures</summary>", *shown, "</details>"]
-    return "\n\n".join(parts + shown)
+    return "\n\n".join(parts)
 
 
-RERUN = Rerun(Path(__file__).parent, "figure", rendered)
+RERUN = Rerun(Path(__file__).parent, "lmetric.md", rendered)

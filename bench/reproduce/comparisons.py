@@ -2,57 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from book import Claim, Made, Ours, Table, figure
+from book import Claim, Made, Ours, Row, figure, rounded
 from world import HALF, LMETRIC, SIMULATION, VLLM, Choice, Figures, Stage, World, change, mean, values
 
 from lmetric.sim.traces import summarize_trace
-from rerun import spread
 
 LAMBDAS = [round(0.1 * step, 1) for step in range(1, 10)]
 WEIGHTS = LAMBDAS
 RANGES = [1, 2, 4, 8, 16, 32]
 
-HEAD = ["TTFT mean, s", "p50", "p99", "TPOT mean, ms", "p50", "p99", "hits, %", "imbalance"]
+# Columns of the tables of runs: figure of a run and factor to the column's unit.
+COLUMNS = {
+    **{f"ttft_{part}_s": (f"ttft_{part}", 1.0) for part in ("mean", "p50", "p99")},
+    **{f"tpot_{part}_ms": (f"tpot_{part}", 1e3) for part in ("mean", "p50", "p99")},
+    "hit_ratio": ("hit_ratio", 1.0),
+    "imbalance": ("imbalance", 1.0),
+}
+MEANS = ("ttft_mean_s", "tpot_mean_ms", "hit_ratio")
 
 
-def cells(runs: Sequence[Figures]) -> list[str]:
-    """A policy's cells under `HEAD`."""
-    ttft = [spread(values(runs, f"ttft_{part}"), 1, 3) for part in ("mean", "p50", "p99")]
-    tpot = [spread(values(runs, f"tpot_{part}"), 1e3, 1) for part in ("mean", "p50", "p99")]
-    hits, imbalance = spread(values(runs, "hit_ratio"), 100, 1), spread(values(runs, "imbalance"))
-    return [*ttft, *tpot, hits, imbalance]
-
-
-def table(world: World, stage: Stage, choices: list[Choice], title: str = "", **more: float) -> Table:
-    """All figures of some policies on a stage."""
-    found = world.many(stage, choices, **more)
-    load = f"{sum(part.requests_per_second for part in stage.judge) / len(stage.judge):.1f} requests/s"
-    rows = [[choice.name, *cells(runs)] for choice, runs in zip(choices, found, strict=True)]
-    return Table(title or f"`{stage.label}`, {load}:", ["policy", *HEAD], rows)
-
-
-SWEPT = (
-    ("TTFT mean, s", "ttft_mean", 1, 3),
-    ("TPOT mean, ms", "tpot_mean", 1e3, 1),
-    ("hits, %", "hit_ratio", 100, 1),
-)
-
-
-def side_by_side(world: World, rows: dict[str, Callable[[Stage], Choice]]) -> list[Table]:
-    """A table for each quantity, a row for each policy, a column for each stage."""
-    found = {
-        stage.label: world.many(stage, [choice(stage) for choice in rows.values()]) for stage in world.sharing
+def columns(runs: Sequence[Figures], names: Iterable[str] = COLUMNS) -> Row:
+    """Figures of each seed's run, for a row of a table."""
+    return {
+        name: rounded(value * factor for value in values(runs, quantity))
+        for name in names
+        for quantity, factor in [COLUMNS[name]]
     }
+
+
+def table(world: World, stage: Stage, choices: Sequence[Choice], **more: float) -> list[Row]:
+    """All figures of some policies on a stage, a row for each policy."""
+    found = world.many(stage, choices, **more)
     return [
-        Table("", [title, *found], [
-            [name, *(spread(values(runs[at], quantity), scale, digits) for runs in found.values())]
-            for at, name in enumerate(rows)
-        ])
-        for title, quantity, scale, digits in SWEPT
-    ]  # fmt: skip
+        {"stage": stage.label, "policy": choice.name, **columns(runs)}
+        for choice, runs in zip(choices, found, strict=True)
+    ]
+
+
+def side_by_side(world: World, rows: dict[str, Callable[[Stage], Choice]]) -> list[Row]:
+    """Means of some policies, chosen for each stage, on all stages."""
+    return [
+        {"stage": stage.label, "policy": name, **columns(runs, MEANS)}
+        for stage in world.sharing
+        for name, runs in zip(rows, world.many(stage, [each(stage) for each in rows.values()]), strict=True)
+    ]
 
 
 def linear(world: World, stage: Stage) -> Choice:
@@ -87,16 +83,20 @@ def stages(world: World) -> Made:
     for stage in world.stages:
         told = summarize_trace(stage.judge[0].workload.trace)
         batch = values(world.runs(stage, LMETRIC), "batch")
-        rows.append([
-            f"`{stage.label}`", f"{told.requests:,}", f"{told.input_tokens.mean:,.0f}",
-            f"{told.input_tokens.p99:,.0f}", f"{told.output_tokens.mean:,.0f}", f"{told.ideal_hit_ratio:.0%}",
-            f"{stage.judge[0].requests_per_second / HALF:.1f}", f"{np.mean(batch):.1f}",
-            f"{stage.profile.cache_blocks * stage.profile.block_tokens / 1000:,.0f}",
-            f"{stage.profile.block_tokens}",
-        ])  # fmt: skip
-    head = ["stage", "requests", "prompt, mean", "p99", "answer, mean", "hits in an endless cache",
-            "maximum, requests/s", "batch at half", "cache, thousand tokens", "block"]  # fmt: skip
-    return Made([], [Table("The judged part (of synthetic ones the first seed's):", head, rows)])
+        block = stage.profile.block_tokens
+        rows.append({
+            "stage": f"`{stage.label}`",
+            "requests": f"{told.requests:,}",
+            "prompt, mean": f"{told.input_tokens.mean:,.0f}",
+            "p99": f"{told.input_tokens.p99:,.0f}",
+            "answer, mean": f"{told.output_tokens.mean:,.0f}",
+            "hits in an endless cache": f"{told.ideal_hit_ratio:.0%}",
+            "maximum, requests/s": f"{stage.judge[0].requests_per_second / HALF:.1f}",
+            "batch at half": f"{np.mean(batch):.1f}",
+            "cache, thousand tokens": f"{stage.profile.cache_blocks * block / 1000:,.0f}",
+            "block": f"{block}",
+        })  # fmt: skip
+    return Made(tables={"traces": rows})
 
 
 @figure("7", "Figures 7 and 8: vLLM's balancer, and with KV-awareness (tuned linear combination)")
@@ -137,7 +137,8 @@ def figure_11(world: World) -> Made:
             for label, other in chosen.items()
             if label != stage.label
         ]
-        borrowed.append(Ours(stage.label, max(others, key=lambda each: sum(each))))
+        if others:  # one scenario alone has no other weight to borrow
+            borrowed.append(Ours(stage.label, max(others, key=lambda each: sum(each))))
     return Made(
         [
             Claim("hits rise with the weight, 0.4 to 0.9 (Figure 9)", "rise", "more", hits, "points"),
@@ -148,7 +149,7 @@ def figure_11(world: World) -> Made:
             Claim("so it must be tuned: TTFT with the worst of the others' tuned weights, against its own",
                   "no figure", "more", borrowed),
         ],
-        side_by_side(world, {choice.name: lambda _, choice=choice: choice for choice in [*sweep, LMETRIC]}),
+        {"runs": side_by_side(world, {each.name: lambda _, each=each: each for each in [*sweep, LMETRIC]})},
     )  # fmt: skip
 
 
@@ -179,11 +180,11 @@ def figure_12(world: World) -> Made:
             Claim("AIBrix's own (least loaded, else the longest match within mean + 1 sigma) against the "
                   "tuned filter, mean TTFT", "not in the paper", "", own),
         ],
-        side_by_side(world, {
+        {"runs": side_by_side(world, {
             **{choice.name: lambda _, choice=choice: choice for choice in [*sweep, aibrix]},
             "linear, tuned": lambda stage: linear(world, stage),
             "lmetric": lambda _: LMETRIC,
-        }),
+        })},
     )  # fmt: skip
 
 
@@ -251,17 +252,18 @@ def figure_21(world: World) -> Made:
             Claim("and against the tuned linear combination's (Figure 26)", "comparable", "about 0",
                   against(world, sharing, LMETRIC, "linear", "hit_ratio")),
         ],
-        [table(world, stage, rivals(world, stage)) for stage in stages],
+        {"runs": [row for stage in stages for row in table(world, stage, rivals(world, stage))]},
     )  # fmt: skip
 
 
 LOADS = [0.25, 0.5, 0.7, 0.85, 0.95]
 
 
-def maximum_loads(world: World) -> tuple[list[Ours], list[Ours], list[Ours], list[list[str]]]:
+def maximum_loads(world: World) -> tuple[list[Ours], list[Ours], list[Ours], list[Row]]:
     """Every policy's own maximum beside LMETRIC's; and LMETRIC against vLLM at half of vLLM's."""
     most, bailian, own_half = [], [], []
-    rows = [["stage", "lmetric", "vllm", "linear, tuned", "dynamo_linear, tuned", "simulation"]]
+    rows: list[Row] = []
+    names = ("lmetric", "vllm", "linear, tuned", "dynamo_linear, tuned", "simulation")
     for stage in world.stages:
         choices = [VLLM, linear(world, stage), paper_dynamo(world, stage), SIMULATION]
 
@@ -278,7 +280,10 @@ def maximum_loads(world: World) -> tuple[list[Ours], list[Ours], list[Ours], lis
              for speed in own]
             for seed, own in enumerate(each)
         ]  # fmt: skip
-        rows.append([stage.label, *(spread(column, 1, 1) for column in zip(*rates, strict=True))])
+        rows += [
+            {"stage": stage.label, "policy": name, "requests_per_second": rounded(column)}
+            for name, column in zip(names, zip(*rates, strict=True), strict=True)
+        ]
         fraction = HALF * sum(own[1] / own[0] for own in each) / len(each)
         new, old = world.many(stage, [LMETRIC, VLLM], fraction=fraction)
         own_half.append(Ours(stage.label, change(new, old, "ttft_mean")))
@@ -288,23 +293,19 @@ def maximum_loads(world: World) -> tuple[list[Ours], list[Ours], list[Ours], lis
 @figure("25", "Figure 25: rates")
 def figure_25(world: World) -> Made:
     loads = [0.5, 0.85] if world.quick else LOADS
-    ttft, gap, tables = [], [], []
+    ttft, gap = [], []
+    runs: list[Row] = []
     computed: dict[float, list[Ours]] = {HALF: [], loads[-1]: []}
     late: dict[str, list[Ours]] = {"ttft_mean": [], "tpot_mean": []}
     llmd = {"ttft_mean": [], "tpot_mean": []}  # type: dict[str, list[Ours]]
     for stage in world.stages:
         choices = [LMETRIC, VLLM, linear(world, stage), paper_dynamo(world, stage), SIMULATION]
         by_load = {load: world.many(stage, choices, fraction=load) for load in loads}
-        for quantity, title, scale, digits in (
-            ("ttft_mean", "TTFT, s", 1, 3),
-            ("tpot_mean", "TPOT, ms", 1e3, 1),
-        ):
-            rows = [
-                [choice.name, *(spread(values(by_load[load][at], quantity), scale, digits) for load in loads)]
-                for at, choice in enumerate(choices)
-            ]
-            head = ["mean " + title, *(f"{load:.0%} of the maximum" for load in loads)]
-            tables.append(Table(f"`{stage.label}`:", head, rows))
+        runs += [
+            {"stage": stage.label, "policy": choice.name, "load": f"{load:.0%}", **columns(found, MEANS[:2])}
+            for load, each in by_load.items()
+            for choice, found in zip(choices, each, strict=True)
+        ]
         high = by_load[loads[-1]]
         ttft.append(Ours(stage.label, change(high[0], high[1], "ttft_mean")))
         low = by_load[loads[0]]
@@ -320,8 +321,7 @@ def figure_25(world: World) -> Made:
         for load, found in computed.items():
             found.append(Ours(stage.label, change(by_load[load][2], by_load[load][0], "computed")))
     top = f"{loads[-1]:.0%}"
-    most, bailian, own_half, rows = maximum_loads(world)
-    tables.append(Table("Maximum load, requests/s:", ["stage", *(rows[0][1:])], rows[1:]))
+    most, bailian, own_half, maximum = maximum_loads(world)
     return Made(
         [
             Claim("vLLM's maximum load against LMETRIC's", "no figure", "less", most),
@@ -342,5 +342,5 @@ def figure_25(world: World) -> Made:
             Claim(f"LMETRIC against llm-d at {top}, mean TPOT (6)", "-30% (ToolAgent), else less", "less",
                   llmd["tpot_mean"]),
         ],
-        tables,
+        {"runs": runs, "maximum": maximum},
     )  # fmt: skip

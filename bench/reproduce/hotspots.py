@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from book import Claim, Made, Ours, Table, figure
+from book import Claim, Made, Ours, Row, figure, rounded
 from comparisons import against
 from numpy.typing import NDArray
 from world import HALF, INSTANCES, LMETRIC, VLLM, Choice, Stage, World, values
@@ -18,7 +18,6 @@ from lmetric.policies import Columns, policy_function
 from lmetric.sim.run import Run, prepare
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import Trace
-from rerun import spread
 
 WINDOW_SECONDS = 60.0  # the paper's
 TRACKED = 10  # classes with the most hits in a window ("samples the classes with the highest KV$ hits")
@@ -130,6 +129,13 @@ def figure_20(world: World) -> Made:
 
 SHARES, PREFIXES = (0.1, 0.2, 0.4), (2000, 8000, 16000)
 FRACTION = 0.3
+# Columns of the table of runs: figure of a run and factor to the column's unit.
+HOT_COLUMNS = {
+    "ttft_mean_s": ("ttft", 1.0),
+    "tpot_mean_ms": ("tpot", 1e3),
+    "others_tpot_mean_ms": ("others", 1e3),
+    "filters": ("filters", 1.0),
+}
 
 
 @figure("guard", "Section 5.2: a made hot spot, the guard on and off")
@@ -178,17 +184,22 @@ def guard(world: World) -> Made:
         return [list(column) for column in zip(*world.each_seed(each), strict=True)]
 
     shares, prefixes = (SHARES[-1:], PREFIXES[-1:]) if world.quick else (SHARES, PREFIXES)
-    rows = []
+    rows: list[Row] = []
+    names = ("off", "on", "on, 15 s", "vllm")
     for known in (False, True):
         for share in shares:
             for tokens in prefixes:
-                found = played(known, share, tokens)
-                rows.append([
-                    "known" if known else "new", f"{share:.0%}", f"{tokens:,}",
-                    *(spread([each["ttft"] for each in one], 1, 2) for one in found),
-                    *(spread([each["tpot"] for each in one], 1e3, 0) for one in found),
-                    spread([each["filters"] for each in found[1]], 1, 1),
-                ])  # fmt: skip
+                key = {
+                    "prefix": "known" if known else "new",
+                    "share": f"{share:.0%}",
+                    "tokens": f"{tokens:,}",
+                }
+                for name, one in zip(names, played(known, share, tokens), strict=True):
+                    figures = {
+                        column: rounded(each[quantity] * factor for each in one)
+                        for column, (quantity, factor) in HOT_COLUMNS.items()
+                    }
+                    rows.append({**key, "guard": name, **figures})
 
     def ratio(known: bool, new: int, old: int, quantity: str, free_context: bool = False) -> list[Ours]:
         return [
@@ -200,7 +211,6 @@ def guard(world: World) -> Made:
             for share in shares for tokens in prefixes[-2:]
         ]  # fmt: skip
 
-    names = ["off", "on", "on, 15 s", "vllm"]
     return Made(
         [
             Claim("a hot spot breaks the score: TPOT of the hot requests, guard off, against "
@@ -215,8 +225,5 @@ def guard(world: World) -> Made:
             Claim("their TTFT, on against off", "mends, no figure", "less", ratio(True, 1, 0, "ttft")),
             Claim("the others' TPOT, on against off", "no figure", "", ratio(True, 1, 0, "others")),
         ],
-        [Table(f"The hot requests at {FRACTION:.0%} of the maximum load of the traffic without them "
-               f"({part.requests_per_second * FRACTION / HALF:.0f} requests/s):",
-               ["prefix", "share", "tokens", *(f"TTFT, s, {name}" for name in names),
-                *(f"TPOT, ms, {name}" for name in names), "filters, on"], rows)],
+        {"runs": rows},
     )  # fmt: skip

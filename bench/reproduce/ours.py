@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from book import Claim, Made, Ours, Table, figure
-from comparisons import HEAD, against, cells, linear
-from world import HALF, LMETRIC, SIMULATION, VLLM, Choice, Figures, Stage, World, change, values
+from book import Claim, Made, Ours, Row, figure
+from comparisons import MEANS, against, columns, linear, table
+from world import HALF, LMETRIC, SIMULATION, VLLM, Choice, Figures, Stage, World, change
 
 from lmetric.policies import Columns, policy_function
 from lmetric.sim.run import prepare
 from lmetric.sim.traces import Trace
-from rerun import spread
 
 BS_ALONE = Choice("lmetric", {"bs_offset": 0}, "p_token * bs")
+BOTH = [BS_ALONE, LMETRIC]
 LIGHT = [0.02, 0.1, 0.25, 0.5, 0.85]
 
 
 @figure("offset", "BS as printed against BS + 1, as in the authors' code")
 def offset(world: World) -> Made:
-    tables = []
-    for stage in world.sharing:
-        rows: dict[str, list[str]] = {"hits, %": [], "TTFT mean, s": [], "TPOT mean, ms": []}
-        for fraction in LIGHT:
-            joined, alone = world.many(stage, [LMETRIC, BS_ALONE], fraction=fraction)
-            for title, quantity, scale, digits in (
-                ("hits, %", "hit_ratio", 100, 1), ("TTFT mean, s", "ttft_mean", 1, 3),
-                ("TPOT mean, ms", "tpot_mean", 1e3, 1),
-            ):  # fmt: skip
-                two = (spread(values(runs, quantity), scale, digits) for runs in (alone, joined))
-                rows[title].append(" / ".join(two))
-        head = [f"`{stage.label}`, BS / BS + 1", *(f"{fraction:.0%} of the maximum" for fraction in LIGHT)]
-        tables.append(Table("", head, [[title, *row] for title, row in rows.items()]))
+    rows = [
+        {"stage": stage.label, "load": f"{fraction:.0%}", "policy": choice.name, **columns(runs, MEANS)}
+        for stage in world.sharing
+        for fraction in LIGHT
+        for choice, runs in zip(BOTH, world.many(stage, BOTH, fraction=fraction), strict=True)
+    ]
 
     def changes(quantity: str, fraction: float) -> list[Ours]:
         return against(world, world.sharing, BS_ALONE, LMETRIC, quantity, fraction=fraction)
@@ -47,20 +40,16 @@ def offset(world: World) -> Made:
             Claim("hits at half of the maximum", "", "less", changes("hit_ratio", HALF)),
             Claim("mean TTFT at half", "", "more", changes("ttft_mean", HALF)),
         ],
-        tables,
+        {"runs": rows},
     )  # fmt: skip
 
 
-def settings_table(
-    world: World, stage: Stage, policies: Sequence[Choice], ways: dict[str, dict[str, Any]]
-) -> Table:
-    """Every policy under every way of setting the simulator."""
-    rows = [
-        [f"{choice.name}, {name}", *cells(world.runs(stage, choice, **way))]
-        for choice in policies
+def settings_table(world: World, stage: Stage, choice: Choice, ways: dict[str, dict[str, Any]]) -> list[Row]:
+    """A policy under every way of setting the simulator."""
+    return [
+        {"stage": stage.label, "signals": name, **columns(world.runs(stage, choice, **way))}
         for name, way in ways.items()
     ]
-    return Table(f"`{stage.label}`:", ["policy and setting", *HEAD], rows)
 
 
 def under(world: World, choice: Choice, quantity: str, way: dict[str, Any]) -> list[Ours]:
@@ -96,16 +85,16 @@ def signals(world: World) -> Made:
             Claim("the simulation-based policy as live, mean TTFT", "", "",
                   under(world, SIMULATION, "ttft_mean", usual)),
         ],
-        [settings_table(world, world.stages[at], [LMETRIC], DELAYS) for at in (0, -1)],
+        {"runs": [row for stage in world.outer for row in settings_table(world, stage, LMETRIC, DELAYS)]},
     )  # fmt: skip
 
 
 def _without_attention(world: World, way: dict[str, Any]) -> Ours:
-    """The conversation on engines whose prefill takes as long for each token, wherever it stands."""
-    usual = world.stage("conversation")
+    """The first stage on engines whose prefill takes as long for each token, wherever it stands."""
+    usual = world.stages[0]
     profile = usual.profile.model_copy(update={"prefill_seconds_per_attention_pair": 0.0})
     tune, judge = (world.part(part.workload.trace, profile) for part in (usual.tune, usual.judge[0]))
-    stage = Stage("conversation, no attention", profile, tune, (judge,))
+    stage = Stage(f"{usual.label}, no attention", profile, tune, (judge,))
     late, exact = (world.runs(stage, LMETRIC, **settings) for settings in (way, {}))
     return Ours(stage.label, change(late, exact, "ttft_mean"))
 
@@ -153,16 +142,8 @@ def ties(world: World) -> Made:
             for fraction in (0.1, HALF)
             for name, quantity in (("hits", "hit_ratio"), ("mean TTFT", "ttft_mean"))
         ],
-        [table_at(world, world.stages[0], [FIRST, RANDOM, FIRST_LEAST, RANDOM_LEAST], 0.1)],
+        {"runs": table(world, world.stages[0], [FIRST, RANDOM, FIRST_LEAST, RANDOM_LEAST], fraction=0.1)},
     )  # fmt: skip
-
-
-def table_at(world: World, stage: Stage, choices: list[Choice], fraction: float) -> Table:
-    rows = [
-        [choice.name, *cells(runs)]
-        for choice, runs in zip(choices, world.many(stage, choices, fraction=fraction), strict=True)
-    ]
-    return Table(f"`{stage.label}` at {fraction:.0%} of the maximum:", ["policy", *HEAD], rows)
 
 
 SIZES = {"conversation": (64, 128, 512, 2048), "chat": (16, 64, 256, 512)}
@@ -172,7 +153,8 @@ SIZES = {"conversation": (64, 128, 512, 2048), "chat": (16, 64, 256, 512)}
 def blocks(world: World) -> Made:
     """The same cache in tokens, cut into blocks of other sizes, at the load found for the stage's own size.
     The conversation says nothing below 512 tokens; `chat` is made anew with 16."""
-    tables, ours = [], []
+    rows: list[Row] = []
+    ours = []
     for label, sizes in SIZES.items():
         stage = world.stage(label)
         found: dict[int, list[Figures]] = {}
@@ -184,14 +166,13 @@ def blocks(world: World) -> Made:
             )
             cut = replace(stage, label=f"{label}, blocks of {size}", profile=profile, judge=judge)
             found[size] = world.runs(cut, LMETRIC)
-        rows = [[f"{size}", *cells(runs)] for size, runs in found.items()]
-        tables.append(Table(f"`{label}`:", ["tokens a block", *HEAD], rows))
+        rows += [{"stage": label, "block_tokens": f"{size}", **columns(runs)} for size, runs in found.items()]
         coarse, fine = sizes[-1], sizes[0]
         ours.append(
             Ours(f"{label}, {coarse} against {fine}", change(found[coarse], found[fine], "ttft_mean"))
         )
     claim = Claim("mean TTFT under LMETRIC, coarsest against finest blocks", "16 (vLLM)", "", ours)
-    return Made([claim], tables)
+    return Made([claim], {"runs": rows})
 
 
 def _in_small_blocks(world: World, stage: Stage, seed: int) -> Trace:
@@ -216,7 +197,7 @@ def robust(world: World) -> Made:
 
     def each(quantity: str, old: Callable[[Stage], Choice]) -> list[Ours]:
         found = []
-        for stage in world.stages[:1] + world.stages[-1:]:
+        for stage in world.outer:
             for name, way in WAYS.items():
                 load = HALF * way.get("instances", 16) / 16
                 a, b = world.many(stage, [LMETRIC, old(stage)], fraction=load, **way)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from book import Claim, Made, Ours, Table, figure
-from comparisons import HEAD, against, cells, linear
+from book import Claim, Made, Ours, Row, figure
+from comparisons import against, linear, table
 from world import HALF, SIMULATION, Choice, Stage, World, change
 
 from lmetric.policies import Columns, policy_function
@@ -61,7 +61,7 @@ def errors(world: World, stage: Stage, seed: int, predictor: Profile) -> np.ndar
 @figure("15", "Figures 15 and 16: the simulation-based policy and its simulator")
 def figure_15(world: World) -> Made:
     far, far_wrong, ttft, tpot, beside_linear = [], [], [], [], []
-    tables = []
+    rows: list[Row] = []
     for stage in world.stages:
         bad = wrong(world, stage)
         for found, predictor in ((far, stage.profile), (far_wrong, bad)):
@@ -73,12 +73,11 @@ def figure_15(world: World) -> Made:
             believing("simulation, prefill taken for nothing", misjudged(stage)),
             linear(world, stage),
         ]
-        right, other, _, bailian = runs = world.many(stage, choices)
+        right, other, _, bailian = world.many(stage, choices)
         ttft.append(Ours(stage.label, change(right, other, "ttft_p99")))
         tpot.append(Ours(stage.label, change(right, other, "tpot_p99")))
         beside_linear.append(Ours(stage.label, change(right, bailian, "tpot_p99")))
-        rows = [[choice.name, *cells(run)] for choice, run in zip(choices, runs, strict=True)]
-        tables.append(Table(f"`{stage.label}`:", ["policy", *HEAD], rows))
+        rows += table(world, stage, choices)
     return Made(
         [
             Claim("requests whose TTFT the right simulator misses by over 20% (Figure 16)", "about 10%", "",
@@ -91,5 +90,5 @@ def figure_15(world: World) -> Made:
             Claim("mean TTFT, right simulator against tuned linear (4.6)", "less on some traces", "",
                   against(world, world.stages, SIMULATION, "linear", "ttft_mean")),
         ],
-        tables,
+        {"runs": rows},
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""What the figures are played on: traces, profiles, loads, and runs that are made once and shared.
+"""The scenarios of the study: traces, profiles, loads, and runs that are made once and shared.
 
-A *stage* is a trace on a profile. Knobs are tuned on one part of the trace (`tune`) and judged on another
-(`judge`): two halves of a recorded hour, or synthetic traces of other seeds. Each part has a maximum load of
-its own, found as `lmetric-router study` finds it; figures are played at half of it, as in the paper (section
-4.1), unless they say otherwise.
+A *stage* (scenario) is a trace on a profile. Parameters are tuned on one part of the trace (`tune`) and
+measured on another (`judge`): two halves of a recorded trace, or synthetic traces of other seeds. Each part
+has its own maximum load, found as `lmetric-router study` finds it. Figures use half of it, as the paper does
+(section 4.1), unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice
 from lmetric.sim.summary import Slo, figures, measured, prefill_windows
 from lmetric.sim.synthetic import check_synthetic
-from lmetric.sim.traces import Trace, load_trace
+from lmetric.sim.traces import Trace, TraceError, load_trace
 from rerun import ROOT
 
+PROFILE = "qwen3-30b-a3b-h20"
+LEAST_REQUESTS = 200  # of a trace file: below, half a trace has no load worth measuring
 SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
 INSTANCES = 16
 HALF = 0.5  # of the maximum load
@@ -113,6 +115,11 @@ class Stage:
     def part(self, seed: int) -> Part:
         return self.judge[seed % len(self.judge)]
 
+    @property
+    def shares(self) -> bool:
+        """Whether prompts of the trace share prefixes."""
+        return bool(self.tune.workload.trace.hash_ids.size)
+
 
 Figures = dict[str, float]
 
@@ -146,8 +153,18 @@ def figures_of(run: Run) -> Figures:
 class World:
     """All stages, made when first asked for, and every run made so far."""
 
-    def __init__(self, traces: Path, *, seeds: int, quick: bool) -> None:
+    def __init__(
+        self,
+        traces: Path,
+        *,
+        seeds: int,
+        quick: bool,
+        scenarios: Mapping[str, Trace] | None = None,
+        profile: str = PROFILE,
+    ) -> None:
+        """`scenarios`: traces by label, simulated on `profile` in place of the study's own."""
         self.traces, self.quick = traces, quick
+        self.scenarios, self.scenario_profile = dict(scenarios or {}), profile
         self.seeds = list(range(seeds))
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="simulate")
         self._made: dict[Any, Any] = {}
@@ -160,6 +177,8 @@ class World:
     def labels(self) -> list[str]:
         """The stages of the main comparison. `-7b`: on Qwen2-7B; `-ref`: on the independent simulator's
         constants, faster and with six times the cache."""
+        if self.scenarios:
+            return list(self.scenarios)
         if self.quick:
             return ["conversation", "chat"]
         return ["conversation", "conversation-7b", "conversation-ref", "azure", "chat", "agent", "coder"]
@@ -171,7 +190,12 @@ class World:
     @property
     def sharing(self) -> list[Stage]:
         """Those whose prompts share prefixes."""
-        return [stage for stage in self.stages if stage.label != "azure"]
+        return [stage for stage in self.stages if stage.shares]
+
+    @property
+    def outer(self) -> list[Stage]:
+        """The first and the last."""
+        return list(dict.fromkeys((self.stages[0], self.stages[-1])))
 
     def profile(self, name: str, block_tokens: int) -> Profile:
         """A shipped profile with the same cache in blocks of this size: what a trace does not tell apart
@@ -179,9 +203,14 @@ class World:
         return load_profile(name).in_blocks_of(block_tokens)
 
     def _stage(self, label: str) -> Stage:
+        if label in self.scenarios:
+            trace = self.scenarios[label]
+            profile = self.profile(self.scenario_profile, trace.block_tokens)
+            tune, judge = (self.part(half, profile) for half in halves(trace))
+            return Stage(label, profile, tune, (judge,))
         base, _, on = label.partition("-")
         synthetic = base in DESCRIPTIONS
-        model = {"7b": "qwen2-7b-h20", "ref": "independent-sim"}.get(on, "qwen3-30b-a3b-h20")
+        model = {"7b": "qwen2-7b-h20", "ref": "independent-sim"}.get(on, PROFILE)
         if base == "agent":
             model = "qwen2-7b-h20"  # as in Figure 22
         profile = self.profile(model, 64 if synthetic else 512)
@@ -209,8 +238,7 @@ class World:
             trace = load_trace(self.traces / "azure_conv_2023.csv.gz").without_prefixes()
         else:
             trace = load_trace(self.traces / "mooncake_conversation.jsonl.gz")
-        middle = trace.duration_seconds / 2
-        return trace.between(0, middle), trace.between(middle, np.inf)
+        return halves(trace)
 
     def part(self, trace: Trace, profile: Profile) -> Part:
         """`trace` with the load that LMETRIC sustains on `INSTANCES` engines of `profile`."""
@@ -299,6 +327,26 @@ class World:
         self._profiles.cleanup()
 
 
+def halves(trace: Trace) -> tuple[Trace, Trace]:
+    """A trace cut in the middle of its time."""
+    middle = trace.duration_seconds / 2
+    return trace.between(0, middle), trace.between(middle, np.inf)
+
+
+def read_scenario(path: Path) -> Trace:
+    """A trace file, all requests arriving as recorded.
+
+    Raises `OSError` if it cannot be read, `TraceError` if it is no trace, or too small to cut in halves.
+    """
+    trace = load_trace(path, closed_loop=False)
+    if (least := min(map(len, halves(trace)))) < LEAST_REQUESTS // 2:
+        raise TraceError(
+            f"{path}: {least} of {len(trace)} requests in one half of its time; "
+            f"expected at least {LEAST_REQUESTS // 2} in each: tuning takes one half, measuring the other"
+        )
+    return trace
+
+
 def mean(runs: Sequence[Figures], quantity: str) -> float:
     return float(np.mean([run[quantity] for run in runs]))
 
@@ -308,5 +356,6 @@ def values(runs: Sequence[Figures], quantity: str) -> list[float]:
 
 
 def change(new: Sequence[Figures], old: Sequence[Figures], quantity: str) -> list[float]:
-    """Relative change, one value a seed, each against the run of the same seed and trace."""
-    return [a[quantity] / b[quantity] - 1 for a, b in zip(new, old, strict=True)]
+    """Relative change for each seed, against the run of the same seed and trace; NaN if that has 0."""
+    pairs = [(a[quantity], b[quantity]) for a, b in zip(new, old, strict=True)]
+    return [a / b - 1 if b else np.nan for a, b in pairs]

@@ -38,7 +38,7 @@ from world import (
 from rerun import Rerun, columns
 
 Row = dict[str, Any]
-RERUN = Rerun(Path(__file__).parent, "sibyl", rendered)
+RERUN = Rerun(Path(__file__).parent, "sibyl.md", rendered)
 figure = RERUN.figure
 
 
@@ -231,7 +231,16 @@ def traces(world: World) -> Row:
 
 @figure("7", "Figure 7: how far the learned chance to go on is off")
 def figure_7(world: World) -> Row:
-    return {"errors": [errors(lengths, seed) for lengths in LENGTHS for seed in world.seeds]}
+    found: Row = {"rows": [], "surfaces": []}
+    for lengths in LENGTHS:
+        for seeds in zip(*(errors(lengths, seed) for seed in world.seeds), strict=True):
+            key = {"lengths": lengths, "seen": str(seeds[0]["seen"]), "curve": seeds[0]["curve"]}
+            figures = {name: [one[name] for one in seeds] for name in ("mean", "p95", "largest")}
+            found["rows"].append(key | figures)
+            for g, parts in enumerate(zip(*(one["surface"] for one in seeds), strict=True), 1):
+                by_m = {f"m {m}": list(cells) for m, cells in enumerate(zip(*parts, strict=True), 1)}
+                found["surfaces"].append({**key, "g": str(g), **by_m})
+    return found
 
 
 if __name__ == "__main__":

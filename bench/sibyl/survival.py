@@ -31,9 +31,9 @@ def outputs(lengths: str, count: int, seed: int) -> NDArray[np.int64]:
     return np.asarray(made[:count])
 
 
-def errors(lengths: str, seed: int) -> dict[str, Any]:
-    """Errors after each number of answers."""
-    told: dict[str, Any] = {"lengths": lengths, "seen": list(SEEN), "eq4": [], "product_limit": []}
+def errors(lengths: str, seed: int) -> list[dict[str, Any]]:
+    """Errors after each number of answers (`seen`), for both curves."""
+    told: list[dict[str, Any]] = []
     test = np.sort(outputs(lengths, 50_000, seed + 1000))
     router = lm.Router("round_robin", decode_policy="sibyl")
     router.add_instance("p", role="prefill")
@@ -62,14 +62,14 @@ def errors(lengths: str, seed: int) -> dict[str, Any]:
                 for curve in ("eq4", "product_limit"):
                     known = router.survival(product_limit=curve == "product_limit")
                     assert known is not None
-                    told[curve].append(held_against(known, test))
+                    told.append({"seen": ended, "curve": curve, **held_against(known, test)})
         open_ = going
     return told
 
 
 def held_against(curve: NDArray[np.float64], test: NDArray[np.int64]) -> dict[str, Any]:
     """Mean, 95th percentile and largest of the error on the grid, and its means in `SURFACE` parts of both
-    axes (by g, then by m); None where hardly an answer gets to."""
+    axes (by g, then by m), NaN where fewer than one answer in a hundred reaches g."""
     step = max(STEP, test[-1] / GRID)
     places = np.arange(0.0, test[-1], step)
     true = 1 - np.searchsorted(test, np.add.outer(places, places), side="right") / len(test)
@@ -78,7 +78,7 @@ def held_against(curve: NDArray[np.float64], test: NDArray[np.int64]) -> dict[st
     off = np.abs(at / at[:, :1] - true / np.maximum(true[:, :1], 1e-12))
     parts = np.array_split(np.arange(len(places)), SURFACE)
     surface = [
-        [float(off[g[reached[g]]][:, m].mean()) if reached[g].any() else None for m in parts] for g in parts
+        [float(off[g[reached[g]]][:, m].mean()) if reached[g].any() else np.nan for m in parts] for g in parts
     ]
     off = off[reached]
     told = {"mean": float(off.mean()), "p95": float(np.percentile(off, 95)), "largest": float(off.max())}

@@ -10,16 +10,36 @@ import numpy as np
 from rerun import bounds, grouped, markdown, spread
 
 Row = dict[str, Any]
+# Figures whose page has one line for each stage, of what the paper shows; the rest is in their CSV.
+BY_STAGE = {"6": ("p99",), "12": ("p99",), "9": ("p99", "least_loaded"), "15": ("p99",)}
+HEADINGS = {"p99": ("P99 TPOT, ms", 1.0), "least_loaded": ("assigned to a least loaded instance, %", 100.0)}
 LEAST = "least requests, bound ones too (REQLEVEL)"
 
 
 def rendered(told: dict[str, Any]) -> str:
     """A figure's part of the page."""
-    if "errors" in told:
-        return survival_errors(told["errors"])
+    if "surfaces" in told:
+        return survival_errors(told["rows"], told["surfaces"])
     if "compare" in told:
         return compared(told["rows"], told["compare"])
-    return "\n\n".join(stage_table(stage, here) for stage, here in grouped(told["rows"], "stage").items())
+    stages = grouped(told["rows"], "stage")
+    if told["figure"] in BY_STAGE:
+        return "\n\n".join(by_stage(stages, name) for name in BY_STAGE[told["figure"]])
+    return "\n\n".join(stage_table(stage, here) for stage, here in stages.items())
+
+
+def by_stage(stages: dict[str, list[Row]], name: str) -> str:
+    """One figure of all policies, a line for each stage; the lowest P99 is bold."""
+    heading, scale = HEADINGS[name]
+    lines = []
+    for stage, here in stages.items():
+        lowest = min(float(np.mean(row[name])) for row in here) if name == "p99" else 0.0
+        cells = [spread(row[name], scale, 1) for row in here]
+        bold = [np.mean(row[name]) <= lowest * 1.001 for row in here]
+        lines.append(
+            [stage, *(f"**{text}**" if best else text for text, best in zip(cells, bold, strict=True))]
+        )
+    return markdown([heading, *(row["policy"] for row in next(iter(stages.values())))], lines)
 
 
 def stage_table(stage: str, rows: Sequence[Row]) -> str:
@@ -59,30 +79,27 @@ def compared(rows: Sequence[Row], chosen: str) -> str:
     return markdown(head + [f"over {other}" for other in others], lines)
 
 
-def survival_errors(errors: Sequence[Row]) -> str:
-    """Mean and largest error of the learned chance to go on, by the answers seen."""
+def survival_errors(errors: Sequence[Row], surfaces: Sequence[Row]) -> str:
+    """Mean, P95 and largest error of the learned chance to go on, by the answers seen."""
+    seen = grouped(errors, "seen")
+    curves = {"eq4": "Eq. 4", "product_limit": "product limit"}
     lines = []
-    for lengths in dict.fromkeys(each["lengths"] for each in errors):
-        here = [each for each in errors if each["lengths"] == lengths]
-        for number, seen in enumerate(here[0]["seen"]):
-            cells = [lengths, f"{seen:,}"]
-            for curve in ("eq4", "product_limit"):
-                for figure in ("mean", "p95", "largest"):
-                    cells.append(spread([each[curve][number][figure] for each in here], 100, 1))
-            lines.append(cells)
+    for lengths, here in grouped(errors, "lengths").items():
+        for number, both in grouped(here, "seen").items():
+            by_curve = {row["curve"]: row for row in both}
+            cells = [spread(by_curve[c][name], 100, 1) for c in curves for name in ("mean", "p95", "largest")]
+            lines.append([lengths, f"{int(number):,}", *cells])
     head = ["lengths", "answers seen"]
-    head += [
-        f"{curve}: {figure}" for curve in ("Eq. 4", "product limit") for figure in ("mean", "p95", "largest")
-    ]
+    head += [f"{curve}: {figure}" for curve in curves.values() for figure in ("mean", "p95", "largest")]
     parts = ["Error of S(g + m) / S(g), percentage points, over a grid of g and m:", markdown(head, lines)]
-    for lengths in dict.fromkeys(each["lengths"] for each in errors):
-        here = [each["product_limit"][-1]["surface"] for each in errors if each["lengths"] == lengths]
-        surface = np.array(here, dtype=float).mean(axis=0) * 100
-        lines = [
-            [f"{g + 1} of {len(surface)}", *("" if np.isnan(cell) else f"{cell:.1f}" for cell in row)]
-            for g, row in enumerate(surface)
-        ]
-        head = ["g in part", *(f"m in part {m + 1}" for m in range(len(surface)))]
+    shown = [row for row in surfaces if (row["seen"], row["curve"]) == (list(seen)[-1], "product_limit")]
+    for lengths, here in grouped(shown, "lengths").items():
+        lines = []
+        for row in here:
+            means = [float(np.mean(row[f"m {m}"])) * 100 for m in range(1, len(here) + 1)]
+            cells = ["" if np.isnan(mean) else f"{mean:.1f}" for mean in means]
+            lines.append([f"{row['g']} of {len(here)}", *cells])
+        head = ["g in part", *(f"m in part {m + 1}" for m in range(len(here)))]
         parts += [
             f"The product limit's surface, {lengths}, both axes up to the longest answer:",
             markdown(head, lines),

@@ -32,7 +32,7 @@ from world import (
 from rerun import Pool, Rerun, columns
 
 Row = dict[str, Any]
-RERUN = Rerun(Path(__file__).parent, "star", rendered)
+RERUN = Rerun(Path(__file__).parent, "star.md", rendered)
 figure = RERUN.figure
 
 
@@ -141,7 +141,7 @@ def worth(world: Pool) -> Row:
         ORACLE,
     ]
     columns = ["p99", "goodput", "gap", "variance", "oom", "moves"]
-    return rows(world, stages, rivals, CURRENT, columns=columns, over=ORACLE.label)
+    return rows(world, stages, rivals, CURRENT, columns=columns, compare=ORACLE.label)
 
 
 @figure("t3", "Table 3: how finely lengths are known")

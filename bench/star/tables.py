@@ -16,7 +16,7 @@ def rendered(told: dict[str, Any]) -> str:
     """A figure's part of the page."""
     stages = grouped(told["rows"], "stage")
     if "columns" in told:
-        over = (told["over"], told["base"]) if "over" in told else None
+        over = (told["compare"], told["base"]) if "compare" in told else None
         return "\n\n".join(by_column(stages, column, over) for column in told["columns"])
     return "\n\n".join(stage_table(stage, here, told["base"]) for stage, here in stages.items())
 

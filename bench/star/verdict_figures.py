@@ -1,4 +1,4 @@
-"""Figures that the verdicts of the STAR study quote, from its raw files."""
+"""Figures that the verdicts of the STAR study quote, from its results."""
 
 from __future__ import annotations
 

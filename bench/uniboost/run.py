@@ -36,7 +36,7 @@ from world import (
 from rerun import Pool, Rerun, columns
 
 Row = dict[str, Any]
-RERUN = Rerun(Path(__file__).parent, "uniboost", rendered)
+RERUN = Rerun(Path(__file__).parent, "uniboost.md", rendered)
 figure = RERUN.figure
 
 LLAMA = "Llama-8B, A100"
@@ -92,8 +92,8 @@ def figure_7(world: Pool) -> Row:
 @figure("8", "Figure 8: the strictest SLO that is kept")
 def figure_8(world: Pool) -> Row:
     head = [
-        "",
-        "",
+        "stage",
+        "order",
         *(f"{what}, {share:.0%} of requests" for what in ("TTFT", "end to end") for share in (0.95, 0.99)),
     ]
     lines = []
@@ -111,7 +111,7 @@ def figure_8(world: Pool) -> Row:
                     ]
                     cells.append(attained(each))
             lines.append(cells)
-    return {"kind": "plain", "head": head, "lines": lines}
+    return {"kind": "plain", "table": [dict(zip(head, line, strict=True)) for line in lines]}
 
 
 @figure("t3", "Tables 3 to 5: do long requests starve?")
@@ -257,7 +257,7 @@ def gamma(world: Pool) -> Row:
             [f"{before:g}", f"{after:g}", f"{np.mean(each):,.0f}", f"{min(each):,}", f"{max(each):,}"]
         )
     head = ["tail's rate before, 1/s", "after", "ends until gamma is within a third of it", "least", "most"]
-    return {"kind": "plain", "head": head, "lines": lines}
+    return {"kind": "plain", "table": [dict(zip(head, line, strict=True)) for line in lines]}
 
 
 if __name__ == "__main__":

@@ -106,8 +106,9 @@ def improvement(told: dict[str, Any]) -> str:
 
 
 def plain(told: dict[str, Any]) -> str:
-    """A table that is told as it is."""
-    return markdown(told["head"], told["lines"])
+    """A table of text as it is."""
+    head = list(told["table"][0])
+    return markdown(head, (list(row.values()) for row in told["table"]))
 
 
 KINDS = {"absolute": absolute, "relative": relative, "improvement": improvement, "plain": plain}

@@ -1,4 +1,4 @@
-"""Figures that the verdicts of the UniBoost study quote, from its raw files."""
+"""Figures that the verdicts of the UniBoost study quote, from its results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def figures(raw: Raw) -> dict[str, Any]:
     small = chunks.of("128 tokens a step")
     large = chunks.without("128 places")
     middle, low, high = bounds(reasoning.row(FCFS)["e2e p99"], reasoning.row(UNIBOOST)["e2e p99"])
-    slo = {(stage.split(", ")[2], order): row for stage, order, *row in raw("8")["lines"]}
+    slo = {
+        (stage.split(", ")[2], order): row
+        for stage, order, *row in (line.values() for line in raw("8")["table"])
+    }
 
     def kept(order: str, *columns: int, of: tuple[str, ...] = ("mix-1", "mix-2", "azure")) -> Span:
         """How strict an SLO an order keeps, by workload."""
@@ -50,7 +53,10 @@ def figures(raw: Raw) -> dict[str, Any]:
         found = [fleet.of("azure", f"under {router}") for router in routers]
         return reduce(or_, found)
 
-    ends = [int(line[2].replace(",", "")) for line in raw("gamma")["lines"]]
+    ends = [
+        int(line["ends until gamma is within a third of it"].replace(",", ""))
+        for line in raw("gamma")["table"]
+    ]
     routed = behind("lmetric").mean(FCFS, "ttft mean")
     azure_gammas, mix_gammas = gammas.of("azure"), gammas.of("mix-2")
     prompts = "fixed at 0.1, prompts only"

@@ -50,6 +50,9 @@ def command(
         bool, typer.Option("--report/--no-report", help="Write report.html (needs matplotlib).")
     ] = True,
     figures: Annotated[bool, typer.Option("--figures", help="Write the figures as PNGs, too.")] = False,
+    parquet: Annotated[
+        bool, typer.Option("--parquet", help="Write runs.parquet, too (needs pyarrow).")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Run every combination of policies, knobs, loads, seeds, traces, fleets and settings of a file.
@@ -59,7 +62,7 @@ def command(
     """
     from lmetric.cli.show import note, print_json, warn_unscored, write_json, write_report
     from lmetric.sim.setups import split_policies
-    from lmetric.sim.store import Store, write_csv
+    from lmetric.sim.store import Store, require_pyarrow, write_csv, write_parquet
     from lmetric.sim.study import summary
     from lmetric.sim.study_file import load_study
 
@@ -67,6 +70,8 @@ def command(
         from lmetric.sim.figures import require_matplotlib
 
         require_matplotlib()
+    if parquet:
+        require_pyarrow()
     if file is None and not policy:
         raise typer.BadParameter("give a study file, or --policy", param_hint="FILE")
     if against and not policy:
@@ -88,6 +93,8 @@ def command(
         told = summary(outcome)
         write_json(directory / "summary.json", told)
         write_csv(directory / "runs.csv", outcome.results)
+        if parquet:
+            write_parquet(directory / "runs.parquet", outcome.results)
         if report or figures:
             write_report(
                 outcome.results,

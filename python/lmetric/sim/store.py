@@ -85,13 +85,46 @@ class Store:
 
 
 def write_csv(path: Path, results: Iterable[Result]) -> None:
-    """One row a run, spreads flattened (``ttft_seconds_p99``), settings as columns."""
-    rows = [_row(result) for result in results]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    """Writes a row for each run: settings and flat figures (``ttft_seconds_p99``) as columns."""
+    columns = _columns(results)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+
+
+def require_pyarrow() -> None:
+    """Raises `LmetricError` if pyarrow is missing, so that a command can fail before its runs."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise LmetricError(
+            "Parquet files need pyarrow, which is not installed: pip install 'lmetric-router[parquet]'"
+        ) from None
+
+
+def write_parquet(path: Path, results: Iterable[Result]) -> None:
+    """Writes the table of `write_csv` as Parquet. Numbers keep their type; a column of mixed types is text.
+
+    Raises `LmetricError` if pyarrow is missing.
+    """
+    require_pyarrow()
+    import pyarrow
+    import pyarrow.parquet
+
+    table = {}
+    for name, cells in _columns(results).items():
+        known = [None if cell == "" else cell for cell in cells]
+        kinds = {float if type(cell) is int else type(cell) for cell in known if cell is not None}
+        plain = len(kinds) == 1 and kinds <= {float, bool, str}
+        table[name] = known if plain else [None if cell is None else str(cell) for cell in known]
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+
+
+def _columns(results: Iterable[Result]) -> dict[str, list[Any]]:
+    rows = [_row(result) for result in results]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: ["" if (cell := row.get(name)) is None else cell for row in rows] for name in names}
 
 
 def _row(result: Result) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 //!
 //! From SIBYL it has the length curve and the sight of what is bound; not its question. The load at one moment in the future is no better guide than the
 //! present one: both send a cohort to where a cohort will soon be gone, and it comes back with its whole life. `estimate/pressure.rs` has the rule,
-//! docs/reproduction.md what it gains.
+//! docs/studies/sibyl.md what it gains.
 use super::*;
 
 const KNOBS: &[Knob] = &[Knob::flag(
