@@ -45,6 +45,7 @@ __all__ = [
     "UnknownNameError",
     "WireError",
     "Workload",
+    "__version__",
     "bench_decision",
     "check_expression",
     "check_local_order",
@@ -56,6 +57,8 @@ __all__ = [
     "read_request",
     "simulate",
 ]
+
+__version__: str
 
 # A C-contiguous buffer: numpy array, array.array, bytes, memoryview. Never a list on the fast path.
 _Buffer = Any

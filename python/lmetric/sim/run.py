@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +35,11 @@ from lmetric.profiles import Profile, load_profile
 from lmetric.queueing import Swap
 from lmetric.sim.pools import Roles, Transfer
 from lmetric.sim.pulls import Pull
-from lmetric.sim.summary import optimal_assignment_ratio
-from lmetric.sim.traces import Trace
+from lmetric.sim.summary import RunFigures, Slo, figures, optimal_assignment_ratio
+from lmetric.sim.traces import Trace, load_trace
+
+if TYPE_CHECKING:
+    import pandas
 
 Signals = Literal["exact", "step_end", "delayed"]
 Admission = Literal["reserve", "vllm"]
@@ -48,6 +53,9 @@ SwapLike = str | Mapping[str, float] | Swap | None
 PolicyLike = str | Expr | Policy | PolicyFunction | None
 ProfileLike = str | Profile | Mapping[str, Any]
 
+
+# Arrays of a run that do not have one entry per request.
+_NOT_PER_REQUEST = ("gap_edges_seconds", "gap_counts")
 
 # What chooses where requests decode, and how their KV moves, where nothing else is said.
 DECODE_POLICY = "least_requests"
@@ -64,7 +72,7 @@ class Timeline:
     prefill_tokens: NDArray[np.float64]  # prompt tokens computed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Run:
     """What came of one run: columns with one entry a request, in the trace's order; times on its clock."""
 
@@ -162,6 +170,69 @@ class Run:
         """From arrival to the last output token."""
         return self.finished_seconds - self.arrival_seconds
 
+    def summary(
+        self,
+        *,
+        slo_ttft_seconds: float | None = None,
+        slo_tpot_seconds: float | None = None,
+        share: tuple[float, float] = (0.0, 1.0),
+    ) -> RunFigures:
+        """Latency percentiles, hit ratios, rates, goodput and load imbalance of the run.
+
+        Args:
+            slo_ttft_seconds, slo_tpot_seconds: bounds that an answer must keep to count as goodput; None: no
+                bound.
+            share: the requests to summarize, as fractions in order of arrival: ``(0.1, 0.9)`` leaves out the
+                first and the last tenth.
+        """
+        return figures(self, Slo(slo_ttft_seconds, slo_tpot_seconds), share)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A data frame with one row per request, in the trace's order: every column of the run, and
+        ``ttft_seconds``, ``tpot_seconds`` and ``e2e_seconds``. Seconds are on the simulated clock.
+
+        Raises:
+            ImportError: pandas is not installed; the extra ``pandas`` has it.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError(
+                "Run.to_pandas needs pandas, which is not installed; "
+                "run: pip install 'lmetric-router[pandas]'"
+            ) from None
+        columns = {
+            each.name: column
+            for each in fields(self)
+            if each.name not in _NOT_PER_REQUEST
+            and isinstance(column := getattr(self, each.name), np.ndarray)
+        }
+        for name in ("ttft_seconds", "tpot_seconds", "e2e_seconds"):
+            columns[name] = getattr(self, name)
+        return pandas.DataFrame(columns)
+
+    def _rows(self) -> list[tuple[str, str]]:
+        shown = self.summary()
+        rows = [("requests", f"{shown.requests:,}" + (f", {shown.failed:,} failed" if shown.failed else ""))]
+        for name, spread in (
+            ("TTFT", shown.ttft_seconds), ("TPOT", shown.tpot_seconds), ("end to end", shown.e2e_seconds)
+        ):  # fmt: skip
+            if spread is not None:
+                rows.append((name, f"mean {spread.mean:.3g} s, p99 {spread.p99:.3g} s"))
+        if shown.hit_ratio is not None:
+            rows.append(("cached prompt tokens", f"{shown.hit_ratio:.1%}"))
+        rows.append(("throughput", f"{shown.requests_per_second:.3g} requests/s"))
+        return rows
+
+    def __repr__(self) -> str:
+        rows = "; ".join(f"{name} {value}" for name, value in self._rows())
+        return f"Run(policy={self.policy!r}, instances={self.instances}, seed={self.seed}; {rows})"
+
+    def _repr_html_(self) -> str:
+        rows = [("policy", self.policy), ("instances", str(self.instances)), *self._rows()]
+        cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+        return f"<table>{''.join(cells)}</table>"
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -216,7 +287,7 @@ def prepare(trace: Trace, profile: ProfileLike = DEFAULT_PROFILE) -> Workload:
 
 
 def simulate(
-    trace: Trace | Workload,
+    trace: str | Path | Trace | Workload,
     *,
     policy: PolicyLike = "lmetric",
     knobs: Mapping[str, float] | None = None,
@@ -267,7 +338,8 @@ def simulate(
     """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
 
     Args:
-        trace: what arrives; from `prepare` where it is played more than once.
+        trace: the path of a trace file (read with `load_trace`), a `Trace`, or the result of `prepare`, which
+            saves time if a trace is played more than once.
         policy: what `lmetric.Router` takes (name, expression, `Policy`, `policy_function`), with `knobs`.
         profile: a shipped name, a path, a mapping, or a `Profile`.
         decode_profile: of the instances that only decode, where theirs is another: more GPUs each, say. The
@@ -338,8 +410,11 @@ def simulate(
     Raises:
         LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
         ProfileError: an unknown or bad profile.
+        TraceError: a file that is not a trace, or a bad line in it. FileNotFoundError: no such file.
     """
     chosen = resolve_profile(profile)
+    if isinstance(trace, str | Path):
+        trace = load_trace(trace)
     workload = trace if isinstance(trace, Workload) else prepare(trace, chosen)
     pools = None if roles is None else Roles.of(roles)
     if pools is not None:

@@ -34,6 +34,8 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Longer prompts count as this long, so that token positions behind the prompt fit into 32 bits.
 const MOST_PROMPT_TOKENS: u32 = i32::MAX as u32;
+/// Instances whose names a router's repr shows.
+const NAMES_SHOWN: usize = 4;
 /// Seconds by which times that a program gives may be off.
 const DAY: f64 = 86_400.0;
 /// How long a policy function may wait for another router, whose holder may wait for the function's own.
@@ -1008,6 +1010,24 @@ impl Router {
             Ok(Stats::of(router))
         })?;
         Ok(stats.dict(py)?)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let read = |router: &mut CoreRouter| {
+            let names: Vec<String> = router.fleet().live_names().map(str::to_string).collect();
+            Ok((router.policy().spec().name.to_string(), names, router.in_flight()))
+        };
+        // A policy function may print its own router, which is taken while the function runs.
+        let Ok((policy, names, in_flight)) = self.with_core(py, read) else {
+            return "Router(in use)".into();
+        };
+        let shown: Vec<String> = names.iter().take(NAMES_SHOWN).map(|name| format!("'{name}'")).collect();
+        let more = match names.len().saturating_sub(NAMES_SHOWN) {
+            0 => String::new(),
+            more => format!(", ... {more} more"),
+        };
+        let shown = shown.join(", ");
+        format!("Router(policy='{policy}', instances=[{shown}{more}], in_flight={in_flight})")
     }
 }
 

@@ -126,9 +126,10 @@ impl Decision {
     }
 
     fn __repr__(&self) -> String {
+        let next = self.next.as_ref().map_or_else(String::new, |name| format!(", decode_instance='{name}'"));
         format!(
-            "Decision(id={}, instance={:?}, predicted_hit_tokens={})",
-            self.id, &*self.name, self.predicted_hit_tokens
+            "Decision(id={}, instance='{}'{next}, predicted_hit_tokens={} of {})",
+            self.id, self.name, self.predicted_hit_tokens, self.prompt_tokens
         )
     }
 }
@@ -367,8 +368,14 @@ impl Ticket {
         })
     }
 
-    fn __repr__(&self) -> String {
-        format!("Ticket(instance={:?})", &*self.place.lock().1)
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let name = self.place.lock().1.clone();
+        let state = match self.open(py) {
+            Ok(true) => "open",
+            Ok(false) => "closed",
+            Err(_) => "in use",
+        };
+        format!("Ticket(id={}, instance='{name}', {state})", self.ticket.id().0)
     }
 }
 
