@@ -9,6 +9,7 @@ import pytest
 
 from lmetric import BadValueError, Router
 from lmetric.config import load_config
+from lmetric.options import from_settings
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, split
 
 
@@ -82,8 +83,8 @@ async def test_engines_that_hand_nothing_over_take_requests_whole() -> None:
 def test_settings_in_whole_numbers_are_whole(kind: str, name: str) -> None:
     for wrong in (2.5, -1.0, float("nan"), 2.0**32):
         with pytest.raises(BadValueError, match=f"split: {name}: .* expected a whole number from 0"):
-            Router().set_split(kind, **{name: wrong})
-    Router().set_split(kind, **{name: 2.0})
+            Router().configure(split=from_settings("split", kind, {name: wrong}))
+    Router().configure(split=from_settings("split", kind, {name: 2.0}))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
 """lmetric: route requests over a fleet of LLM engines.
 
->>> from array import array
 >>> import lmetric as lm
 >>> router = lm.Router("lmetric", block_size=16)
 >>> for name in ("gpu-0", "gpu-1"):
 ...     _ = router.add_instance(name, cache_blocks=4_000)
->>> decision, ticket = router.route(tokens=array("I", range(64)))
+>>> decision, ticket = router.route(lm.Request(range(64), max_tokens=20))
 >>> with ticket:  # leaving the block closes the ticket, also after an exception
 ...     ticket.sent()
 ...     ticket.first_token()
-...     _ = ticket.finished(output_tokens=20)
+...     ticket.done(output_tokens=20)
 >>> router.in_flight()
 0
 
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
         LmetricError,
         NoInstanceError,
         PolicyError,
+        Request,
         Router,
         Ticket,
         TicketError,
@@ -108,6 +108,17 @@ if TYPE_CHECKING:
     from lmetric.expr import abs as abs
     from lmetric.expr import max as max
     from lmetric.expr import min as min
+    from lmetric.options import (
+        DecodePlacement,
+        FairShares,
+        Guard,
+        LibraSplit,
+        Llumnix,
+        PrefixFetch,
+        SplitAt,
+        Star,
+        UniBoost,
+    )
     from lmetric.policies import Policy, PolicyFunction, policy_function
     from lmetric.sim.run import Run, simulate
     from lmetric.sim.traces import Trace, load_trace
@@ -158,19 +169,29 @@ __all__ = [
     "WINDOW_PREFILL_TOKENS",
     "BadValueError",
     "Decision",
+    "DecodePlacement",
     "EventFeed",
     "Expr",
     "ExpressionError",
+    "FairShares",
+    "Guard",
+    "LibraSplit",
+    "Llumnix",
     "LmetricError",
     "NoInstanceError",
     "Policy",
     "PolicyError",
     "PolicyFunction",
+    "PrefixFetch",
+    "Request",
     "Router",
     "Run",
+    "SplitAt",
+    "Star",
     "Ticket",
     "TicketError",
     "Trace",
+    "UniBoost",
     "UnknownNameError",
     "__version__",
     "check_expression",
@@ -196,7 +217,7 @@ __all__ = [
 
 # `lm.min`, `lm.max` and `lm.abs` are not in `__all__`: `from lmetric import *` keeps the builtins.
 _SHADOWS = ("abs", "max", "min")
-_MODULES = ("expr", "policies")
+_MODULES = ("expr", "options", "policies")
 _HOMES = {"Run": "sim.run", "simulate": "sim.run", "Trace": "sim.traces", "load_trace": "sim.traces"}
 
 
@@ -204,7 +225,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"lmetric.{name}")
     if name in __all__ or name in _SHADOWS:
-        for home in (_HOMES[name],) if name in _HOMES else ("_core", "expr", "policies"):
+        for home in (_HOMES[name],) if name in _HOMES else ("_core", "expr", "options", "policies"):
+            if home == "_core":
+                import_module("lmetric._deprecated").install()
             if (found := getattr(import_module(f"lmetric.{home}"), name, None)) is not None:
                 globals()[name] = found
                 return found

@@ -30,6 +30,7 @@ from lmetric.defaults import (
     default_split,
 )
 from lmetric.expr import Expr
+from lmetric.options import Guard, PriorityOption, RebalanceOption, SplitOption, core_settings
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
 from lmetric.queueing import Swap
@@ -299,7 +300,7 @@ def simulate(
     admission: Admission = "reserve",
     index: Index = "exact",
     index_bytes: int = 512 * 1024 * 1024,
-    guard: bool | None = None,
+    guard: bool | Guard | None = None,
     guard_window_seconds: float = 60.0,
     guard_period_seconds: float = 1.0,
     guard_classes: int = 64,
@@ -322,11 +323,11 @@ def simulate(
     order_slo: float = ORDER_SLO,
     order_think_slo: float | None = None,
     preempt: SwapLike = "recompute",
-    priority: Priority = "none",
+    priority: Priority | PriorityOption = "none",
     priority_settings: Mapping[str, float] | None = None,
-    split: Split | None = None,
+    split: Split | SplitOption | None = None,
     split_settings: Mapping[str, float] | str | None = None,
-    reschedule: Reschedule = "none",
+    reschedule: Reschedule | RebalanceOption = "none",
     reschedule_settings: Mapping[str, float | str] | None = None,
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
@@ -379,15 +380,16 @@ def simulate(
         preempt: what becomes of the KV of requests that go back: ``"recompute"``, or ``"swap:25, host=64"``,
             it is copied to the host's memory and in again, at so many GB/s (`lmetric.queueing.Swap`); only
             with admission vllm.
+        priority, split, reschedule, guard: also as options of `lmetric.options`, which hold their settings.
         priority: what gives requests the numbers that local order ``"priority"`` goes by: ``"uniboost"`` or
-            ``"vtc"`` (a session is a tenant), with the `priority_settings` of `Router.set_priorities`, as a
+            ``"vtc"`` (a session is a tenant), with the settings of `lmetric.UniBoost`, as a
             server gives them to stock engines: once, at submission.
-        split: how requests are cut that no `roles` cut: ``"none"``; ``"apart"``, behind the prompt, where all
-            requests together lose less time then; ``"libra"``, between the instance of the
-            policy and that of `decode_policy`, where this balances them and pays, by `split_settings` (a
-            mapping, or text as ``"parts=3, lengths_given=1"``: with ``parts=3`` a request with thoughts is
-            cut in three, prompt, thoughts and answer); see
-            `Router.set_split`; or ``"force"``, at the fraction ``at``. What is cut moves as `transfer` says.
+        split: how requests are split that no `roles` split: ``"none"``; ``"apart"``, behind the prompt, if
+            all requests together lose less time then; ``"libra"``, between the instance of the policy and
+            that of `decode_policy`, if this balances them and pays, by `split_settings` (a mapping, or text
+            such as ``"parts=3, lengths_given=1"``: with ``parts=3`` a request with reasoning is split in
+            three: prompt, reasoning and answer; see `lmetric.LibraSplit`); or ``"force"``, at the fraction
+            ``at``. What is split moves as `transfer` says.
             None: ``"apart"`` where the policy is planner and there are no `roles`, else ``"none"``.
         reschedule: how running requests are moved between engines that decode: ``"none"``; ``"star"`` (by
             predicted loads), ``"star_current"`` (by present ones), ``"star_oracle"`` (lengths known),
@@ -433,6 +435,31 @@ def simulate(
         split = "none" if pools is not None and pools.decode else default_split(name)
     if pull is None:
         pull = default_pull(name)
+    kinds: dict[str, str] = {}
+    all_settings: dict[str, Any] = {
+        "priority": priority_settings,
+        "split": _numbers(split_settings) if isinstance(split_settings, str) else split_settings,
+        "rebalance": reschedule_settings,
+    }
+    for what, option in (("priority", priority), ("split", split), ("rebalance", reschedule)):
+        if isinstance(option, str):
+            kinds[what] = option
+        elif all_settings[what]:
+            raise _core.BadValueError(f"{what}: settings beside {option!r}; set them in the option")
+        else:
+            kinds[what], all_settings[what] = core_settings(what, option)
+    guarding: dict[str, Any] = {
+        "guard": guard,
+        "guard_window_seconds": guard_window_seconds,
+        "guard_period_seconds": guard_period_seconds,
+        "guard_classes": guard_classes,
+        "guard_min_requests": guard_min_requests,
+        "guard_phase2_factor": guard_phase2_factor,
+        "guard_release_factor": guard_release_factor,
+    }
+    if isinstance(guard, Guard):
+        guarding = {f"guard_{each.name}": getattr(guard, each.name) for each in fields(guard)}
+        guarding["guard"] = guarding.pop("guard_enabled")
     started = time.perf_counter()
     columns = _core.simulate(
         workload.core,
@@ -444,13 +471,6 @@ def simulate(
         admission=admission,
         index=index,
         index_bytes=index_bytes,
-        guard=guard,
-        guard_window_seconds=guard_window_seconds,
-        guard_period_seconds=guard_period_seconds,
-        guard_classes=guard_classes,
-        guard_min_requests=guard_min_requests,
-        guard_phase2_factor=guard_phase2_factor,
-        guard_release_factor=guard_release_factor,
         event_delay_seconds=event_delay_seconds,
         report_period_seconds=report_period_seconds,
         token_stride=token_stride,
@@ -461,12 +481,12 @@ def simulate(
         order_slo_seconds=order_slo,
         order_think_slo_seconds=order_think_slo,
         swap=None if (swap := Swap.of(preempt)) is None else swap.constants(chosen),
-        priority=priority,
-        priority_settings=priority_settings,
-        split=split,
-        split_settings=_numbers(split_settings) if isinstance(split_settings, str) else split_settings,
-        reschedule=reschedule,
-        reschedule_settings=reschedule_settings,
+        priority=kinds["priority"],
+        priority_settings=all_settings["priority"],
+        split=kinds["split"],
+        split_settings=all_settings["split"],
+        reschedule=kinds["rebalance"],
+        reschedule_settings=all_settings["rebalance"],
         silent_segments=silent_segments,
         token_slo_seconds=token_slo_seconds,
         think_slo_seconds=think_slo_seconds,
@@ -480,9 +500,10 @@ def simulate(
             binding,
             transfer,
             prefill,
-            split != "none" or reschedule != "none",
+            kinds["split"] != "none" or kinds["rebalance"] != "none",
             Pull.of(pull),
         ),
+        **guarding,
     )
     wall_seconds = time.perf_counter() - started
     block = chosen.block_tokens
@@ -493,12 +514,12 @@ def simulate(
     return Run(
         policy=name,
         decode_policy=None
-        if (pools is None or not pools.decode) and (split, reschedule) == ("none", "none")
+        if (pools is None or not pools.decode) and (kinds["split"], kinds["rebalance"]) == ("none", "none")
         else policy_name(DECODE_POLICY if decode_policy is None else decode_policy),
         roles=pools,
         local_order=local_order,
-        split=split,
-        reschedule=reschedule,
+        split=kinds["split"],
+        reschedule=kinds["rebalance"],
         token_slo_seconds=token_slo_seconds,
         think_slo_seconds=token_slo_seconds if think_slo_seconds is None else think_slo_seconds,
         seed=seed,
