@@ -120,6 +120,7 @@ if TYPE_CHECKING:
         UniBoost,
     )
     from lmetric.policies import Policy, PolicyFunction, policy_function
+    from lmetric.relay import Relay, RelayError
     from lmetric.sim.run import Run, simulate
     from lmetric.sim.traces import Trace, load_trace
 
@@ -183,6 +184,8 @@ __all__ = [
     "PolicyError",
     "PolicyFunction",
     "PrefixFetch",
+    "Relay",
+    "RelayError",
     "Request",
     "Router",
     "Run",
@@ -218,7 +221,14 @@ __all__ = [
 # `lm.min`, `lm.max` and `lm.abs` are not in `__all__`: `from lmetric import *` keeps the builtins.
 _SHADOWS = ("abs", "max", "min")
 _MODULES = ("expr", "options", "policies")
-_HOMES = {"Run": "sim.run", "simulate": "sim.run", "Trace": "sim.traces", "load_trace": "sim.traces"}
+_HOMES = {
+    "Relay": "relay",
+    "RelayError": "relay",
+    "Run": "sim.run",
+    "simulate": "sim.run",
+    "Trace": "sim.traces",
+    "load_trace": "sim.traces",
+}
 
 
 def __getattr__(name: str) -> Any:
