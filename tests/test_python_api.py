@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import doctest
 import importlib.metadata
 import re
@@ -388,3 +389,40 @@ def test_old_keywords_are_checked() -> None:
             router.route(tokns=[1])  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="tokns"):
             router.score(tokns=[1])  # type: ignore[call-arg]
+
+
+# -- the page ------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
+
+
+def test_the_page_has_every_option_with_its_default() -> None:
+    for name in lm.options.__all__:
+        option = getattr(lm.options, name)
+        if not (isinstance(option, type) and dataclasses.is_dataclass(option)):
+            continue
+        section = PAGE.partition(f"### `{name}` (")[2].partition("\n#")[0]
+        assert section, name
+        rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| [\w`]", section, re.MULTILINE))
+        assert rows == {
+            each.name: "" if each.default is dataclasses.MISSING else f"`{each.default!r}`"
+            for each in dataclasses.fields(option)
+        }, name
+
+
+def test_the_page_has_every_name_that_changed() -> None:
+    for owner, names in _deprecated.ATTRIBUTES.items():
+        for old, new in names.items():
+            shown = new if isinstance(new, str) else new[0]
+            assert f"| `{owner}.{old}` | `{owner}.{shown}` |" in PAGE
+    for old, keyword in _deprecated.REQUEST.items():
+        assert f"| `Router.route({old}=)` | `Request({keyword}=)` |" in PAGE
+    for where, keywords in _deprecated.KEYWORDS.items():
+        for old, keyword in keywords.items():
+            assert f"| `{where}({old}=)` | `{where}({keyword}=)` |" in PAGE
+
+
+def test_the_page_has_every_field_of_a_request() -> None:
+    fields = [name for name in lm.Request.__dict__ if not name.startswith("_")]
+    assert len(fields) == 19
+    assert [name for name in fields if f"`{name}`" not in PAGE] == []
