@@ -34,7 +34,7 @@ import zmq
 
 from common import about, percentile, write_result
 from fleet import BLOCK, INSTANCES, Fleet
-from lmetric._core import EventFeed, Router
+from lmetric._core import EventFeed, Request, Router
 
 BATCH_BLOCKS = 32
 CHAINS = 128  # of each instance, half of them cached at a time
@@ -168,9 +168,9 @@ def decide(router: Router, fleet: Fleet, calls: int) -> list[float]:
     for call in range(calls):
         tokens = prompts[call % len(prompts)].tokens
         began = time.perf_counter_ns()
-        _, ticket = router.route(tokens=tokens)
+        _, ticket = router.route(Request(token_ids=tokens))
         samples.append((time.perf_counter_ns() - began) / 1e3)
-        ticket.finished()
+        ticket.segment_done()
         time.sleep(PAUSE)
     return samples
 

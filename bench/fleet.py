@@ -73,10 +73,10 @@ class Fleet:
 
     def router(self, policy: str = "lmetric", **options: object) -> Router:
         """Our router over the fleet, fed by the engines' reports."""
-        router = Router(policy, block_size=BLOCK, index="exact", index_bytes=1 << 30, **options)  # type: ignore[arg-type]
+        router = Router(policy, block_size=BLOCK, kv_source="exact", index_bytes=1 << 30, **options)  # type: ignore[arg-type]
         for i, name in enumerate(self.names):
             router.add_instance(name)
-            router.engine_report(name, waiting=float(i % 3), running=float(i % 17), kv_usage=i % 10 / 10)
+            router.report_load(name, waiting=float(i % 3), running=float(i % 17), kv_usage=i % 10 / 10)
         for instance, parent, hashes, tokens in self.stored():
             router.blocks_stored(self.names[instance], hashes, tokens, parent=parent)
         return router

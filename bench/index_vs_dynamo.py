@@ -36,7 +36,7 @@ import numpy as np
 
 from common import ROOT, about, percentile, write_result
 from fleet import BLOCK, INSTANCES, SHARED_BLOCKS, Fleet, Prompt
-from lmetric._core import Router
+from lmetric._core import Request, Router
 
 EVENTS_PER_SECOND = 100_000
 EVENT_BLOCKS = 64
@@ -107,22 +107,24 @@ def by_hashes(fleet: Fleet, hashes: dict[int, list[int]]) -> tuple[Router, dict[
 
     Also the session that leads to each instance.
     """
-    router = Router("session_affinity", block_size=BLOCK, index="approximate", index_bytes=1 << 30)
+    router = Router("session_affinity", block_size=BLOCK, kv_source="approximate", index_bytes=1 << 30)
     sessions: dict[int, str] = {}
     for name in fleet.names:
         router.add_instance(name)
     # Which instance a session sticks to is the policy's affair: try sessions until each instance has one.
     for i in range(100 * INSTANCES):
-        decision, ticket = router.route(prompt_tokens=1, session=str(i))
+        decision, ticket = router.route(Request(prompt_tokens=1, session=str(i)))
         ticket.failed("cancelled")
-        sessions.setdefault(decision.index, str(i))
+        sessions.setdefault(decision.slot, str(i))
         if len(sessions) == INSTANCES:
             break
     else:
         sys.exit("index_vs_dynamo.py: no session for some instance")
 
     def store(local: list[int], instance: int) -> None:
-        router.route(block_hashes=np.array(local, dtype=np.uint64), session=sessions[instance])[1].finished()
+        router.route(Request(block_hashes=np.array(local, dtype=np.uint64), session=sessions[instance]))[
+            1
+        ].segment_done()
 
     any_prompt = next(iter(fleet.prompts.values()))[0]
     for instance in range(INSTANCES):
@@ -138,7 +140,7 @@ def match(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
     """Rows of the match."""
     hashes = {id(p): local_hashes(p) for prompts in fleet.prompts.values() for p in prompts}
     tree, (router, sessions) = radix_tree(fleet, hashes), by_hashes(fleet, hashes)
-    ask = router.hit_tokens
+    ask = router.cached_tokens
     rows = []
     for blocks, prompts in fleet.prompts.items():
         theirs: list[int] = []
@@ -155,15 +157,17 @@ def match(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
             theirs.append(clock() - start)
             array = array.copy()  # just written, as their list was
             start = clock()
-            kept = ask(block_hashes=array)  # the answer's end is no part of the call, as with theirs
+            kept = ask(Request(block_hashes=array))  # the answer's end is no part of the call, as with theirs
             ours.append(clock() - start)
             del kept
             if i < 5:
                 check("Dynamo", max(found.scores.values()), stored)
-                decision, ticket = router.route(block_hashes=array, session=sessions[prompt.holders[0]])
+                decision, ticket = router.route(
+                    Request(block_hashes=array, session=sessions[prompt.holders[0]])
+                )
                 ticket.failed("cancelled")
-                check("ours", decision.predicted_hit_tokens, stored * BLOCK)
-        rows.append(row("match", f"{blocks} blocks", figures(theirs), figures(ours), "Router.hit_tokens"))
+                check("ours", decision.predicted_cached_tokens, stored * BLOCK)
+        rows.append(row("match", f"{blocks} blocks", figures(theirs), figures(ours), "Router.cached_tokens"))
     return rows
 
 
@@ -198,7 +202,7 @@ def hashing(calls: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(1)
     router = Router("round_robin", block_size=BLOCK)
     router.add_instance("engine")
-    ask = router.hit_tokens
+    ask = router.cached_tokens
     rows = []
     for thousands in (8, 100):
         theirs: list[int] = []
@@ -210,12 +214,12 @@ def hashing(calls: int) -> list[dict[str, Any]]:
             start = clock()
             compute_block_hash_for_seq(as_list, BLOCK)
             theirs.append(clock() - start)
-            ask(tokens=first)
+            ask(Request(first))
             tokens = tokens.copy()  # just written, as their list was
             start = clock()
-            ask(tokens=first)
+            ask(Request(first))
             middle = clock()
-            ask(tokens=tokens)
+            ask(Request(tokens))
             ours.append(clock() - middle)
             least.append(middle - start)
         # Nothing is stored: what a long prompt takes beyond one block is its hashing.
@@ -296,9 +300,9 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
     await selection.feed()
     prompts = fleet.prompts[512]
     prompt = prompts[3]
-    decision, ticket = router.route(tokens=prompt.tokens)
+    decision, ticket = router.route(Request(token_ids=prompt.tokens))
     ticket.failed("cancelled")
-    check("ours", decision.predicted_hit_tokens, len(prompt.hashes) * BLOCK)
+    check("ours", decision.predicted_cached_tokens, len(prompt.hashes) * BLOCK)
 
     async def theirs(
         call: Callable[[dict[str, Any]], Awaitable[Any]], count: int, flush: Any = None
@@ -333,9 +337,9 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
             if new:
                 tokens = tokens.copy()  # as from a tokenizer: what was just written is in the cache
             start = clock()
-            _, ticket = router.route(tokens=tokens)
+            _, ticket = router.route(Request(token_ids=tokens))
             middle = clock()
-            ticket.finished()
+            ticket.segment_done()
             closing.append(clock() - middle)
             samples.append(middle - start)
         return samples, closing
@@ -382,7 +386,7 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
         row("decide 8k, warm", "16 prompts in turn; select: 500", select_figures, figures(warm), call),
         row("decide 8k, warm", "500 prompts in turn; select", select_figures, figures(wide), call),
         row("decide 8k, warm", "500 prompts in turn; reserve", figures(reserve), figures(wide), call),
-        row("end of a booking", "500 prompts in turn", figures(free), figures(close), "Ticket.finished"),
+        row("end of a booking", "500 prompts in turn", figures(free), figures(close), "Ticket.segment_done"),
         row("decide 8k, caches flushed", "prompt just written; select", cold_select, figures(cold_new), call),
         row("decide 8k, caches flushed", "prompt flushed, too", None, figures(cold), call),
         row("decide 8k, index beyond the caches", "5,000 prompts in turn", None, figures(far), call),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fleet import BLOCK, INSTANCES, SHARED_BLOCKS, Fleet
-from lmetric._core import Router
+from lmetric._core import Request, Router
 
 Benchmark = Callable[..., Any]
 
@@ -47,9 +47,9 @@ def test_route(benchmark: Benchmark, fleet: Fleet, router: Router, blocks: int) 
     prompts = cycle(fleet.prompts[blocks][:16])
 
     def call() -> int:
-        decision, ticket = router.route(tokens=next(prompts).tokens)
-        ticket.finished()
-        return int(decision.predicted_hit_tokens)
+        decision, ticket = router.route(Request(token_ids=next(prompts).tokens))
+        ticket.segment_done()
+        return int(decision.predicted_cached_tokens)
 
     # Whatever is chosen, it holds what all hold; who holds more may be busier.
     assert benchmark(call) >= SHARED_BLOCKS * BLOCK

@@ -33,7 +33,7 @@ import orjson
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from common import ROOT, about, median_range, write_result
-from lmetric._core import FAST_TOKENIZER, Router
+from lmetric._core import FAST_TOKENIZER, Request, Router
 from lmetric.engines.handover import CHAT
 from lmetric.server.api.request import parse
 from lmetric.tokens import PromptTokenizer
@@ -163,7 +163,7 @@ def measure(folder: Path, sizes: list[int], turns: int) -> tuple[dict[str, Any],
         at.append(time.thread_time_ns())
         tokens = tokenizer.encode(text, at_most=1 << 30)
         at.append(time.thread_time_ns())
-        _, ticket = router.route(tokens=tokens)
+        _, ticket = router.route(Request(token_ids=tokens))
         at.append(time.thread_time_ns())
         ticket.sent()
         for name, start, end in zip(("parse", "render", "tokenise", "decide"), at, at[1:], strict=False):

@@ -27,11 +27,11 @@ for policy in ("lmetric", close, weighed, rounded):
     router = lm.Router(policy, seed=1)
     for number in range(4):
         router.add_instance(f"gpu-{number}")
-        router.engine_report(f"gpu-{number}", waiting=number, running=5)
+        router.report_load(f"gpu-{number}", waiting=number, running=5)
     chosen = []
     tickets = []  # held open: each decision sees those before it
     for _ in range(8):
-        decision, ticket = router.route(tokens=prompt)
+        decision, ticket = router.route(lm.Request(token_ids=prompt))
         chosen.append(decision.instance)
         tickets.append(ticket)
     print(f"{policy!r}: {' '.join(chosen)}")

@@ -131,7 +131,7 @@ class Bed:
     """A router of two instances and its feed."""
 
     def __init__(self) -> None:
-        self.router = lm.Router(index="exact", block_size=BLOCK, seed=1)
+        self.router = lm.Router(kv_source="exact", block_size=BLOCK, seed=1)
         for name in ("e0", "e1"):
             self.router.add_instance(name)
         self.feed = EventFeed(self.router)
@@ -139,7 +139,7 @@ class Bed:
     def held(self, tokens: list[int], name: str = "e0", **of: Any) -> int:
         """Blocks of the prompt that the instance holds from its front on."""
         prompt = np.array([*tokens, 0], dtype=np.uint32)
-        hits = self.router.hit_tokens(tokens=prompt, **of)
+        hits = self.router.cached_tokens(lm.Request(token_ids=prompt, **of))
         return int(hits[self.router.instances().index(name)]) // BLOCK
 
     def status(self, name: str = "e0", rank: int = 0) -> dict[str, Any]:
@@ -354,10 +354,10 @@ def test_adapters_salts_pictures_tiers_and_groups(bed: Bed) -> None:
         )
         bed.settle(engine, "live")
         assert bed.held(tokens) == 0
-        assert bed.held(tokens, salt="tenant") == 3
-        assert bed.held(tokens, adapter="sql", salt="tenant") == 2
-        assert bed.held(tokens, adapter="sql") == 1
-        assert bed.held(tokens, salt="by field") == 1
+        assert bed.held(tokens, cache_salt="tenant") == 3
+        assert bed.held(tokens, lora_name="sql", cache_salt="tenant") == 2
+        assert bed.held(tokens, lora_name="sql") == 1
+        assert bed.held(tokens, cache_salt="by field") == 1
         assert bed.held([5] * BLOCK) == 1
         status = bed.status()
         assert status["skipped"] == {
@@ -428,10 +428,10 @@ def test_instances_come_and_go(bed: Bed) -> None:
         until(lambda: bed.held([2] * BLOCK) == 1, engine)
         assert bed.held([1] * BLOCK) == 0
         # So it does where it changes how it learns.
-        bed.router.set_index_feed("e0", "approximate")
+        bed.router.update_instance("e0", kv_source="approximate")
         engine.publish(stored([3], [3] * BLOCK))
         until(lambda: bed.status()["skipped"].get("not_exact"), engine)
-        bed.router.set_index_feed("e0", "exact")
+        bed.router.update_instance("e0", kv_source="exact")
         until(lambda: bed.held([3] * BLOCK) == 1, engine)
         # And where it is taken for gone while it is not.
         bed.router.blocks_cleared("e0")
@@ -459,11 +459,11 @@ def test_another_block_size_is_learned_from_the_start(bed: Bed) -> None:
         bed.settle(engine, "live")
         assert bed.status()["skipped"] == {"block_size": 2}
         assert bed.status()["block_size"] == 32
-        bed.router.set_block_size(32)
+        bed.router.configure(block_size=32)
         assert bed.router.block_size == 32
         until(lambda: bed.held(tokens) == 4, engine)
         with pytest.raises(lm.BadValueError, match="block_size"):
-            bed.router.set_block_size(0)
+            bed.router.configure(block_size=0)
         with pytest.raises(lm.BadValueError, match="32, the router's"):
             bed.feed.subscribe("e1", engine.endpoint, block_size=16)
 
@@ -517,7 +517,7 @@ def test_what_vllm_said(bed: Bed) -> None:
     """Recorded: a prompt of three blocks, the same with a salt, and a full report of the first."""
     recorded = json.loads((Path(__file__).parent / "samples" / "vllm-0.32.0.json").read_text())["events"]
     tokens = recorded[0][2][1][0]["token_ids"]
-    bed.router.set_block_size(32)
+    bed.router.configure(block_size=32)
     with publisher(topic=recorded[0][0]) as engine:
         bed.subscribe(engine, topic=recorded[0][0], block_size=32)
         bed.settle(engine, "live")
@@ -527,7 +527,7 @@ def test_what_vllm_said(bed: Bed) -> None:
         bed.settle(engine, "live")
         assert bed.status()["skipped"] == {}
         # `held` counts blocks of 16 tokens. The report was no second copy.
-        assert (bed.held(tokens), bed.held(tokens, salt="tenantA")) == (4, 6)
+        assert (bed.held(tokens), bed.held(tokens, cache_salt="tenantA")) == (4, 6)
 
 
 async def test_what_is_predicted_is_what_the_engine_has_cached(bed: Bed) -> None:
@@ -562,7 +562,7 @@ async def test_what_is_predicted_is_what_the_engine_has_cached(bed: Bed) -> None
                     break
                 await asyncio.sleep(0.002)
             tokens = np.array(prompt, dtype=np.uint32)
-            predicted = int(bed.router.hit_tokens(tokens=tokens, salt=salt)[0])
+            predicted = int(bed.router.cached_tokens(lm.Request(token_ids=tokens, cache_salt=salt))[0])
             body = {"prompt": prompt, "max_tokens": 3} | ({} if salt is None else {"cache_salt": salt})
             async with http.post(f"{server.url}/v1/completions", json=body) as response:
                 usage = (await response.json())["usage"]

@@ -11,7 +11,11 @@ import pytest
 from lmetric.config import load_config
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SAYS = {"embed_router.py": "turn 3: ", "custom_policy.py": "did you mean `p_token`?"}
+SAYS = {
+    "embed_router.py": "turn 3: ",
+    "custom_policy.py": "did you mean `p_token`?",
+    "gateway.py": "in_flight=0",
+}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

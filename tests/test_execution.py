@@ -33,7 +33,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmetric._core import NoInstanceError, RequestReader, Ticket
+from lmetric._core import NoInstanceError, Request, RequestReader, Ticket
 from lmetric.config import EngineConfig, ServerConfig
 from lmetric.engines.adapter import Capabilities, Handover
 from lmetric.engines.emulated.protocol import Shape, StreamOptions
@@ -151,12 +151,12 @@ class Setup:
 
     def computed(self, pool: Pool, path: str) -> None:
         """Has one engine compute the prompt, so that another may fetch it."""
-        decision, ticket = pool.router.route(tokens=array("I", prompt_of(path, False)))
+        decision, ticket = pool.router.route(Request(token_ids=array("I", prompt_of(path, False))))
         following: str | None = decision.instance
         while following is not None:
             ticket.sent()
             ticket.first_token()
-            following = ticket.finished()
+            following = ticket.segment_done()
 
 
 @functools.cache
@@ -597,12 +597,16 @@ class Driver:
         unpulled = pool.unpulled(ask.path, call) if pool.pulls else None
         moves = pool.joins and uncut is None
         decision, ticket = pool.router.route(
-            tokens=call.tokens,
-            prompt_tokens=len(call.tokens),
-            expected_output_tokens=call.max_tokens,
-            length_class="a" if pool.splits else None,
-            uncut=uncut,
-            unpulled=unpulled,
+            Request(
+                token_ids=call.tokens,
+                prompt_tokens=len(call.tokens),
+                max_tokens=call.max_tokens,
+                length_class="a" if pool.splits else None,
+                allow_split=uncut is None,
+                split_reason=uncut,
+                allow_fetch=unpulled is None,
+                fetch_reason=unpulled,
+            ),
             now=self.clock.now,
         )
         self.ticket: Ticket = ticket

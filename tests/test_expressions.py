@@ -370,10 +370,10 @@ def test_policies_route() -> None:
         for name in "abc":
             router.add_instance(name)
         tokens = np.arange(64, dtype=np.uint32)
-        taken = [router.route(tokens=tokens + 1000 * i) for i in range(3)]
+        taken = [router.route(lm.Request(token_ids=tokens + 1000 * i)) for i in range(3)]
         assert sorted(decision.instance for decision, _ in taken) == ["a", "b", "c"]
         for _, ticket in taken:
-            ticket.finished()
+            ticket.segment_done()
 
 
 def test_the_examples_in_the_docstrings_run() -> None:

@@ -286,7 +286,7 @@ class Golden:
         pieces = shared_text().pieces
         expected = b"".join(pieces[said(prompt + n)] for n in range(count)).decode()
         assert (heard(answer) if self.stream else told(answer))["text"] == expected
-        receipt = pool(w).router.receipt(int(headers["x-lmetric-decision"].split("-")[-2]))
+        receipt = pool(w).router.explain(int(headers["x-lmetric-decision"].split("-")[-2]))
         assert receipt is not None
         return {**receipt, "answered": headers["x-lmetric-instance"], "count": prompt}
 

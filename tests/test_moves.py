@@ -2,7 +2,8 @@
 
 import pytest
 
-from lmetric import BadValueError, NoInstanceError, Router, TicketError, UnknownNameError
+from lmetric import BadValueError, NoInstanceError, Request, Router, TicketError, UnknownNameError
+from lmetric.options import Llumnix, Star, from_settings
 
 
 def fleet(rule: str = "star_oracle", **settings: float | str) -> Router:
@@ -20,7 +21,7 @@ def fleet(rule: str = "star_oracle", **settings: float | str) -> Router:
     )
     for name in ("a", "b", "c"):
         router.add_instance(name, cache_blocks=6250)
-    router.set_rescheduling(rule, **settings)
+    router.configure(rebalance=from_settings("rebalance", rule, settings))
     return router
 
 
@@ -28,93 +29,95 @@ def test_a_round_names_the_move_that_makes_loads_even_and_the_ticket_makes_it() 
     router = fleet()
     tickets = []
     for _ in range(4):
-        _, ticket = router.route(prompt_tokens=1000, expected_output_tokens=4000, session="s", now=0.0)
+        _, ticket = router.route(Request(prompt_tokens=1000, max_tokens=4000, session="s"), now=0.0)
         ticket.sent(0.0)
         ticket.first_token(0.5)
         tickets.append(ticket)
     (home,) = {ticket.instance for ticket in tickets}
-    (move,), why = router.reschedule(1.0)
+    (move,), why = router.rebalance(1.0)
     assert why == "the most moves of a round were found"
     assert move["source"] == home != move["target"]
     assert move["variance_after"] < move["variance_before"]
     (ticket,) = (ticket for ticket in tickets if ticket.id == move["ticket"])
     with pytest.raises(TicketError, match="no move of it has begun"):
-        ticket.moved()
+        ticket.migrated()
     with pytest.raises(UnknownNameError):
-        ticket.begin_move("d")
+        ticket.begin_migration("d")
     with pytest.raises(TicketError, match="it runs there already"):
-        ticket.begin_move(home)
-    ticket.begin_move(move["target"], now=1.0)
+        ticket.begin_migration(home)
+    ticket.begin_migration(move["target"], now=1.0)
     with pytest.raises(TicketError, match="another segment is to follow"):
-        ticket.begin_move(move["target"], now=1.0)
+        ticket.begin_migration(move["target"], now=1.0)
     ticket.tokens(9, 1.5)
     slots = router.instances()
     bs = router.indicators(1.5)["bs"]
     assert (bs[slots.index(home)], bs[slots.index(move["target"])]) == (4, 1)
-    assert ticket.moved(2.0) == move["target"] == ticket.instance
+    assert ticket.migrated(2.0) == move["target"] == ticket.instance
     assert (ticket.from_token, ticket.to_token) == (1010, None)
     ticket.sent(2.0)
     # What came before is computed anew there: 1,010 tokens.
     assert router.indicators(2.0)["queued_prefill_tokens"][slots.index(move["target"])] == 1010
     ticket.first_token(2.2)
-    ticket.finished(now=3.0)
+    ticket.segment_done(now=3.0)
     assert router.stats()["moved"] == 1
-    receipts = [router.receipt(number) for number in range(1, 5)]
+    receipts = [router.explain(number) for number in range(1, 5)]
     assert [each["moves"] for each in receipts if each and each["moves"]] == [[(1010, move["target"])]]
     for each in tickets:
         if each.open:
-            each.finished(now=4.0)
+            each.segment_done(now=4.0)
     assert router.in_flight() == 0
     assert list(router.indicators(4.0)["tokens"]) == [0, 0, 0]
-    assert router.reschedule(4.0) == ([], "no instance is overloaded")
+    assert router.rebalance(4.0) == ([], "no instance is overloaded")
 
 
 def test_a_move_that_is_given_up_leaves_nothing() -> None:
     router = fleet()
-    _, ticket = router.route(prompt_tokens=100, session="s", now=0.0)
+    _, ticket = router.route(Request(prompt_tokens=100, session="s"), now=0.0)
     with pytest.raises(TicketError, match="it has no token yet"):
-        ticket.begin_move("a" if ticket.instance != "a" else "b")
+        ticket.begin_migration("a" if ticket.instance != "a" else "b")
     ticket.first_token(0.1)
     target = next(name for name in ("a", "b", "c") if name != ticket.instance)
-    ticket.begin_move(target, recompute=False, now=0.2)
-    ticket.cancel_move(0.3)
+    ticket.begin_migration(target, recompute=False, now=0.2)
+    ticket.cancel_migration(0.3)
     assert router.indicators(0.3)["bs"][router.instances().index(target)] == 0
-    ticket.begin_move(target, recompute=False, now=0.4)
-    router.set_health(target, False)
-    router.set_health(ticket.instance, False)
+    ticket.begin_migration(target, recompute=False, now=0.4)
+    router.update_instance(target, healthy=False)
+    router.update_instance(ticket.instance, healthy=False)
     (left,) = {"a", "b", "c"} - {target, ticket.instance}
-    assert ticket.moved(0.5) == left
+    assert ticket.migrated(0.5) == left
     ticket.failed("cancelled")
     assert router.in_flight() == 0
 
 
 def test_what_cannot_be_is_named() -> None:
     router = Router()
-    with pytest.raises(UnknownNameError, match='did you mean "star"'):
-        router.set_rescheduling("sta")
-    with pytest.raises(BadValueError, match='reschedule: speed with "star"'):
-        router.set_rescheduling("star", speed=3)
+    with pytest.raises(BadValueError, match="'sta' is not valid; expected one of 'none', 'star'"):
+        from_settings("rebalance", "sta", {})
+    with pytest.raises(BadValueError, match="rebalance: speed with 'star'"):
+        from_settings("rebalance", "star", {"speed": 3})
     with pytest.raises(BadValueError, match="threshold"):
-        router.set_rescheduling("star", threshold=2.0)
+        router.configure(rebalance=Star(threshold=2.0))
     with pytest.raises(BadValueError, match="curve, given, bins_2"):
-        router.set_rescheduling("star", forecast="tarot")
+        router.configure(rebalance=Star(forecast="tarot"))
     with pytest.raises(BadValueError, match="period_seconds"):
-        router.set_rescheduling("llumnix", period_seconds=0)
-    assert router.reschedule() == ([], "rescheduling is off")
+        router.configure(rebalance=Llumnix(period_seconds=0))
+    assert router.rebalance() == ([], "rescheduling is off")
     with pytest.raises(NoInstanceError):
-        router.route(prompt_tokens=1)
+        router.route(Request(prompt_tokens=1))
 
 
 def test_what_must_not_be_cut_does_not_move_either_and_its_receipt_says_why() -> None:
     for rule, why in (("star", "it has a seed"), ("none", None)):
         router = fleet(rule)
-        decision, ticket = router.route(prompt_tokens=10, uncut="it has a seed", now=0.0)
-        receipt = router.receipt(decision.id)
+        decision, ticket = router.route(
+            Request(prompt_tokens=10, allow_split=False, split_reason="it has a seed"), now=0.0
+        )
+        receipt = router.explain(decision.id)
         assert receipt is not None
         assert receipt["uncut"] == why
-        decision, other = router.route(prompt_tokens=10, now=0.0)
-        receipt = router.receipt(decision.id)
+        decision, other = router.route(Request(prompt_tokens=10), now=0.0)
+        receipt = router.explain(decision.id)
         assert receipt is not None
         assert receipt["uncut"] is None
-        ticket.finished()
-        other.finished()
+        ticket.segment_done()
+        other.segment_done()

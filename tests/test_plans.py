@@ -16,25 +16,25 @@ def fleet(**settings: object) -> lm.Router:
 def test_a_request_goes_from_prefill_to_decode() -> None:
     """Bound at the decision; handed over at the prefill's end; the receipt tells."""
     router = fleet(decode_policy="sibyl")
-    decision, ticket = router.route(prompt_tokens=500, now=0.0)
+    decision, ticket = router.route(lm.Request(prompt_tokens=500), now=0.0)
     bound = decision.decode_instance
     assert decision.instance == "p"
     assert bound in ("d0", "d1")
-    assert ticket.follows
+    assert ticket.has_next
     stats = router.stats()
     assert stats["decode_policy"] == "sibyl"
     assert stats["instances"]["p"]["role"] == "prefill"
     assert stats["instances"][bound]["bound_bs"] == 1
     assert stats["instances"][bound]["decode_bs"] == 0
     ticket.sent(0.0)
-    assert ticket.finished(prompt_tokens=500, cached_tokens=0, now=0.2) == bound
-    assert (ticket.instance, ticket.from_token, ticket.follows) == (bound, 500, False)
+    assert ticket.segment_done(prompt_tokens=500, cached_tokens=0, now=0.2) == bound
+    assert (ticket.instance, ticket.from_token, ticket.has_next) == (bound, 500, False)
     ticket.sent(0.2)
     ticket.first_token(0.3)
-    assert ticket.finished(output_tokens=1, now=0.4) is None
+    assert ticket.segment_done(output_tokens=1, now=0.4) is None
     assert not ticket.open
     assert router.in_flight() == 0
-    receipt = router.receipt(decision.id)
+    receipt = router.explain(decision.id)
     assert receipt is not None
     assert (receipt["instance"], receipt["decode_instance"]) == ("p", bound)
     assert receipt["handed_over_seconds"] == pytest.approx(0.2)
@@ -43,25 +43,25 @@ def test_a_request_goes_from_prefill_to_decode() -> None:
 def test_late_binding_and_an_expression() -> None:
     """Any policy serves for decode, and the instance may be chosen late."""
     router = fleet(decode_policy=lm.DECODE_BS + lm.BOUND_BS, binding="late")
-    decision, ticket = router.route(prompt_tokens=500)
+    decision, ticket = router.route(lm.Request(prompt_tokens=500))
     assert decision.decode_instance is None
-    assert ticket.follows
-    assert ticket.finished() in ("d0", "d1")
+    assert ticket.has_next
+    assert ticket.segment_done() in ("d0", "d1")
     ticket.failed("cancelled")
 
 
 def test_roles_change_and_nobody_left_is_told() -> None:
     """An instance may change its role; where each keeps to it, a missing one is an error."""
     router = fleet(colocate=False)
-    router.set_role("d0", "prefill")
-    router.set_role("d1", "prefill")
+    router.update_instance("d0", role="prefill")
+    router.update_instance("d1", role="prefill")
     with pytest.raises(lm.NoInstanceError, match="role decode"):
-        router.route(prompt_tokens=5)
-    router.set_role("d1", "decode")
-    _, ticket = router.route(prompt_tokens=5)
-    router.set_health("d1", False)
+        router.route(lm.Request(prompt_tokens=5))
+    router.update_instance("d1", role="decode")
+    _, ticket = router.route(lm.Request(prompt_tokens=5))
+    router.update_instance("d1", healthy=False)
     with pytest.raises(lm.NoInstanceError, match="role decode"):
-        ticket.finished()
+        ticket.segment_done()
     assert not ticket.open
     assert router.in_flight() == 0
 

@@ -13,6 +13,7 @@ import pytest
 import lmetric as lm
 from lmetric import _core
 from lmetric.engines.emulated import EngineOptions
+from lmetric.options import from_settings
 from lmetric.server.background import monitor as health
 from lmetric.server.fleet import priority
 from pd_world import BODY, Pd, pd
@@ -23,12 +24,12 @@ SHORT, LONG = "a river " * 4, "the history of the quiet river and of all who liv
 def ordered(kind: str, **settings: float) -> _core.Router:
     router = _core.Router("lmetric")
     router.add_instance("a")
-    router.set_priorities(kind, **settings)
+    router.configure(priority=from_settings("priority", kind, settings))
     return router
 
 
 def given(router: _core.Router, tokens: int, now: float, **more: Any) -> tuple[int, _core.Ticket]:
-    decision, ticket = router.route(prompt_tokens=tokens, now=now, **more)
+    decision, ticket = router.route(lm.Request(prompt_tokens=tokens, **more), now=now)
     assert decision.priority is not None
     return decision.priority, ticket
 
@@ -41,18 +42,19 @@ def test_boosted_arrivals_by_hand() -> None:
     # 8,000 tokens/s until an instance was seen to prefill: 512 tokens are 0.064 s of work.
     # Against 1,024 tokens, 0.128 s.
     boost = (math.log(1 - math.exp(-0.1 * 0.128)) - math.log(1 - math.exp(-0.1 * 0.064))) / 0.1
-    decision, ticket = router.route(prompt_tokens=700, now=50.0)
+    decision, ticket = router.route(lm.Request(prompt_tokens=700), now=50.0)
     assert decision.priority == round((1e9 + 50.0 - boost) * 1e3)
-    assert router.gamma() == (0.1, 0)
-    ticket.finished(now=51.0)
-    told = router.receipt(decision.id)
+    learned = router.learned()
+    assert (learned["gamma"], learned["gamma_estimates"]) == (0.1, 0)
+    ticket.segment_done(now=51.0)
+    told = router.explain(decision.id)
     assert told is not None
     assert told["boost_seconds"] == pytest.approx(boost)
     assert told["priority"] == decision.priority
     # Cached tokens are no work: the same prompt comes again, a longer new one does not pass it.
     first, _ = given(router, 4096, 60.0, handicap_seconds=30.0)
     assert first - given(router, 4096, 60.0)[0] == 30_000
-    assert ordered("none").route(prompt_tokens=10)[0].priority is None
+    assert ordered("none").route(lm.Request(prompt_tokens=10))[0].priority is None
 
 
 def test_numbers_compare_whatever_gamma_was_when_they_were_given() -> None:
@@ -79,11 +81,10 @@ def test_gamma_is_learned_from_ends() -> None:
         now += 1000.0
         _, ticket = given(router, 100, now)
         ticket.first_token(now=now)
-        ticket.finished(now=now - 10 * math.log(1 - (i % 512 + 0.5) / 512))
-    learned = router.gamma()
-    assert learned is not None
-    assert learned[0] == pytest.approx(0.1, rel=0.15)
-    assert learned[1] > 20
+        ticket.segment_done(now=now - 10 * math.log(1 - (i % 512 + 0.5) / 512))
+    learned = router.learned()
+    assert learned["gamma"] == pytest.approx(0.1, rel=0.15)
+    assert learned["gamma_estimates"] > 20
 
 
 def test_tenants_are_served_in_turn() -> None:
@@ -94,11 +95,11 @@ def test_tenants_are_served_in_turn() -> None:
     assert other == 0
     assert given(router, 100, 1.0, tenant="chat", tenant_weight=2.0)[0] == 50_000
     # 30 tokens of an answer cost 60 virtual tokens, half of that with this weight, however they are known.
-    ticket.finished(output_tokens=30, now=2.0)
+    ticket.segment_done(output_tokens=30, now=2.0)
     assert given(router, 100, 2.0, tenant="chat", tenant_weight=2.0)[0] == 130_000
     # What is in flight says what is served now; a tenant that comes begins there, and not at nothing.
     for _, each in bulk:
-        each.finished(now=2.5)
+        each.segment_done(now=2.5)
     assert given(router, 1, 3.0, tenant="new")[0] == 3_000_000
     assert router.in_flight() == 0
 
@@ -107,25 +108,24 @@ def test_what_cannot_be_is_named() -> None:
     router = ordered("none")
     for kind, settings, told in (
         ("fastest", {}, "uniboost"),
-        ("uniboost", {"gama": 1.0}, 'gama with "uniboost" is not valid; expected gamma, bin_tokens, win'),
+        ("uniboost", {"gama": 1.0}, "gama with 'uniboost' is not valid; expected gamma, adaptive, window"),
         ("uniboost", {"gamma": math.nan}, "gamma"),
         ("uniboost", {"gamma": -1.0}, "gamma"),
         ("uniboost", {"smoothing": 2.0}, "smoothing"),
-        ("uniboost", {"window": 500.5}, "priority: window: 500.5 is not valid; expected a whole number"),
+        ("uniboost", {"window": 500.5}, "window: 500.5 is not valid; expected a whole number"),
         ("uniboost", {"bin_tokens": 0.5}, "bin_tokens: 0.5 is not valid; expected a whole number"),
         ("uniboost", {"window": 200.0, "least": 300.0}, "least: 300 is not valid"),
-        ("uniboost", {"adaptive": 0.0, "window": 200.0}, 'window with "uniboost" and adaptive 0'),
         ("uniboost", {"adaptive": 0.5}, "adaptive: 0.5 is not valid; expected 0 or 1"),
         ("uniboost", {"hysteresis_seconds": 1.0}, "hysteresis_seconds with"),
         ("uniboost", {"most_boost_seconds": -1.0}, "most seconds"),
         ("vtc", {"gamma": 1.0}, "nothing"),
     ):
         with pytest.raises(lm.BadValueError, match=told):
-            router.set_priorities(kind, **settings)
-    router.set_priorities("uniboost", window=100.0)  # fewer than there must be without it
-    router.set_priorities("vtc")
+            router.configure(priority=from_settings("priority", kind, settings))
+    router.configure(priority=lm.UniBoost(window=100.0))  # fewer than there must be without it
+    router.configure(priority=lm.FairShares())
     with pytest.raises(lm.BadValueError, match="weight"):
-        router.route(prompt_tokens=1, tenant="a", tenant_weight=0.0)
+        router.route(lm.Request(prompt_tokens=1, tenant="a", tenant_weight=0.0))
     assert router.in_flight() == 0
 
 

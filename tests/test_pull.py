@@ -11,56 +11,61 @@ import numpy as np
 import pytest
 
 import lmetric as lm
+from lmetric.options import from_settings
 from lmetric.profiles import load_profile
 from lmetric.sim.pulls import Pull
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.synthetic import check_synthetic
 
 PROMPT = np.arange(1601, dtype=np.uint32)  # 100 blocks of 16 tokens, and one more
-PULL = {"seconds_per_token": 1e-5, "fixed_seconds": 0.002, "least_tokens": 64, "most_pulls": 2}
+PULL = {"seconds_per_token": 1e-5, "fixed_seconds": 0.002, "min_tokens": 64, "max_fetches": 2}
 
 
 def fleet(policy: object = "least_requests", **pull: float) -> lm.Router:
     """`e0` holds the prompt, computed at 10,000 tokens/s, and takes no more requests."""
     router = lm.Router(policy)  # type: ignore[arg-type]
-    router.set_pull(**PULL | pull)
+    router.configure(prefix_fetch=lm.PrefixFetch(**PULL | pull))  # type: ignore[arg-type]
     router.add_instance("e0")
-    _, ticket = router.route(tokens=PROMPT, now=0.0)
+    _, ticket = router.route(lm.Request(token_ids=PROMPT), now=0.0)
     ticket.first_token(now=0.1601)
-    ticket.finished(now=0.2)
+    ticket.segment_done(now=0.2)
     router.add_instance("e1")
-    router.drain("e0")
+    router.update_instance("e0", draining=True)
     return router
 
 
 def test_nothing_is_pulled_for_a_request_that_must_not_be() -> None:
     router = fleet()
-    decision, ticket = router.route(tokens=PROMPT, unpulled="it says why", now=1.0)
-    assert (decision.instance, decision.pull, ticket.pull) == ("e1", None, None)
-    receipt = router.receipt(decision.id)
+    decision, ticket = router.route(
+        lm.Request(token_ids=PROMPT, allow_fetch=False, fetch_reason="it says why"), now=1.0
+    )
+    assert (decision.instance, decision.fetch, ticket.fetch) == ("e1", None, None)
+    receipt = router.explain(decision.id)
     assert receipt is not None
     assert (receipt["unpulled"], receipt["pull_instance"]) == ("it says why", None)
     router.add_instance("e2")  # nor where it goes when that fails
     assert ticket.failed("refused", now=1.1) == "e2"
-    assert (ticket.pull, router.stats()["pulls"]) == (None, 0)
-    router.set_pull(False)
-    decision, _ = router.route(tokens=PROMPT, unpulled="it says why", now=2.0)
-    receipt = router.receipt(decision.id)
+    assert (ticket.fetch, router.stats()["pulls"]) == (None, 0)
+    router.configure(prefix_fetch=None)
+    decision, _ = router.route(
+        lm.Request(token_ids=PROMPT, allow_fetch=False, fetch_reason="it says why"), now=2.0
+    )
+    receipt = router.explain(decision.id)
     assert receipt is not None
     assert receipt["unpulled"] is None
 
 
 def test_a_decision_names_what_to_pull_and_the_ticket_tells_of_it() -> None:
     router = fleet()
-    decision, ticket = router.route(tokens=PROMPT, now=1.0)
+    decision, ticket = router.route(lm.Request(token_ids=PROMPT), now=1.0)
     assert decision.instance == "e1"
-    assert decision.pull == ticket.pull == ("e0", 0, 1600)
+    assert decision.fetch == ticket.fetch == ("e0", 0, 1600)
     assert router.indicators(now=1.0)["pulls"].tolist() == [1, 0]
     ticket.sent(now=1.0)
-    ticket.pulled(1600, 0.02, now=1.02)
-    assert ticket.pull is None
+    ticket.fetched(1600, 0.02, now=1.02)
+    assert ticket.fetch is None
     assert router.indicators(now=1.02)["pulls"].tolist() == [0, 0]
-    receipt = router.receipt(decision.id)
+    receipt = router.explain(decision.id)
     assert receipt is not None
     told = {name: receipt[name] for name in receipt if "pull" in name}
     assert told.pop("expected_pull_seconds") == pytest.approx(0.018)
@@ -70,19 +75,18 @@ def test_a_decision_names_what_to_pull_and_the_ticket_tells_of_it() -> None:
     }  # fmt: skip
     stats = router.stats()
     assert (stats["pulls"], stats["pulled_tokens"]) == (1, 1600)
-    cost = router.pull_cost()
-    assert cost is not None
-    assert cost[2] == 1
-    assert cost[1] + 1600 * cost[0] > 0.018
+    learned = router.learned()
+    assert learned["fetches"] == 1
+    assert learned["fetch_fixed_seconds"] + 1600 * learned["fetch_seconds_per_token"] > 0.018
     with pytest.raises(lm.TicketError, match="pulls nothing"):
-        router.route(tokens=np.arange(9000, 9100, dtype=np.uint32))[1].pulled(1, 0.1)
+        router.route(lm.Request(token_ids=np.arange(9000, 9100, dtype=np.uint32)))[1].fetched(1, 0.1)
 
 
 def test_any_score_may_read_it() -> None:
     router = fleet(lm.P_TOKEN - lm.PULL_TOKENS + lm.PULL_COST_TOKENS)
-    decision, _ticket = router.route(tokens=PROMPT, now=1.0)
+    decision, _ticket = router.route(lm.Request(token_ids=PROMPT), now=1.0)
     assert decision.scores()[1] == pytest.approx(1 + 0.018 * 10_000)
-    receipt = router.receipt(decision.id)
+    receipt = router.explain(decision.id)
     assert receipt is not None
     terms = receipt["best"][0]["terms"]
     assert terms["pull_tokens"] == 1600
@@ -91,17 +95,17 @@ def test_any_score_may_read_it() -> None:
 
 def test_switched_off_it_pulls_nothing() -> None:
     router = fleet("lmetric_pull")
-    router.set_pull(False)
-    decision, _ticket = router.route(tokens=PROMPT, now=1.0)
-    assert decision.pull is None
-    assert router.pull_cost() is None
+    router.configure(prefix_fetch=None)
+    decision, _ticket = router.route(lm.Request(token_ids=PROMPT), now=1.0)
+    assert decision.fetch is None
+    assert router.learned()["fetches"] is None
     assert decision.scores()[1] == 1601
 
 
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"speed": 1.0}, "most_pulls or most_kv_usage"),
+        ({"speed": 1.0}, "max_fetches, max_kv_usage"),
         ({"most_pulls": 0.0}, "at least 1"),
         ({"least_tokens": 1.5}, "whole number"),
         ({"fixed_seconds": -1.0}, "fixed_seconds"),
@@ -109,7 +113,7 @@ def test_switched_off_it_pulls_nothing() -> None:
 )
 def test_bad_settings_are_named(settings: dict[str, float], part: str) -> None:
     with pytest.raises(lm.BadValueError, match=part):
-        lm.Router().set_pull(**settings)
+        lm.Router().configure(prefix_fetch=from_settings("prefix_fetch", "on", settings))
 
 
 SHARED = {

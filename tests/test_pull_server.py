@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from lmetric import BadValueError
 from lmetric.config import ServerConfig
 from lmetric.engines.emulated import EngineOptions
+from lmetric.options import from_settings
 from lmetric.server.fleet.fleet import Fleet
 from moves_world import move, plain
 from pd_world import Pd, nixl
@@ -102,7 +103,9 @@ async def test_any_request_whose_front_another_holds() -> None:
         router = w.server.fleet.pools[0].router
 
         async def tried(case: dict[str, Any]) -> None:
-            router.set_pull(True, **SETTINGS)  # what is learned would end it: these engines are fast
+            router.configure(
+                prefix_fetch=from_settings("prefix_fetch", "on", SETTINGS)
+            )  # what is learned would end it: these engines are fast
             path, prompt = case["path"], " ".join(front[: 300 + case["words"]]) + " " + case["prompt"]
             body = body_of(
                 path,
@@ -173,7 +176,7 @@ async def test_what_is_not_pulled_for_says_why(
         for _ in range(2):
             status, headers, _ = await w.post(body_of(COMPLETIONS, LONG) | fields)
             assert status == (200 if config else 400)  # these engines have one answer to one prompt
-            receipt = w.server.fleet.pools[0].router.receipt(decision_id(headers))
+            receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
             assert receipt is not None
             assert why in receipt["unpulled"]
             assert receipt["pull_instance"] is None
@@ -252,5 +255,5 @@ def test_pull_that_there_is_not() -> None:
 
 
 def test_settings_that_there_are_not() -> None:
-    with pytest.raises(BadValueError, match="most_pulls or most_kv_usage"):
+    with pytest.raises(BadValueError, match="max_fetches, max_kv_usage"):
         Fleet(ServerConfig.model_validate({"pull": "on", "pull_settings": {"most": 3}})).build()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lmetric._core import END, OUT, PASS, READY, UNSEEN, ResponseReader, Router, WireError
+from lmetric._core import END, OUT, PASS, READY, UNSEEN, Request, ResponseReader, Router, WireError
 from server_world import STREAM_HEAD, STREAM_TAIL, chunk, token
 
 
@@ -39,7 +39,7 @@ def test_what_may_pass_is_written_as_it_came_and_nobody_is_asked() -> None:
     written: list[bytes] = []
     router = Router()
     router.add_instance("a")
-    _, ticket = router.route(text="x")
+    _, ticket = router.route(Request(text="x"))
     reader, sink = begun(written.append, ticket=ticket)
     reader.data_received(STREAM_HEAD)
     reader.data_received(chunk(token("a")))

@@ -34,7 +34,7 @@ def policy(function: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def told(router: _core.Router, decision: _core.Decision) -> dict[str, Any]:
-    receipt = router.receipt(decision.id)
+    receipt = router.explain(decision.id)
     assert receipt is not None
     return receipt
 
@@ -45,7 +45,7 @@ def test_terms_belong_to_the_choice_that_they_explain() -> None:
     router.add_instance("p", role="prefill")
     for name in ("d0", "d1", "d2"):
         router.add_instance(name, role="decode")
-    decision, _ticket = router.route(prompt_tokens=1000)
+    decision, _ticket = router.route(lm.Request(prompt_tokens=1000))
     receipt = told(router, decision)
     assert receipt["decode_instance"] in ("d0", "d1", "d2")
     assert receipt["best"] == [{"instance": "p", "score": 1.0, "terms": {"bs": 0.0, "instances": 1.0}}]
@@ -55,8 +55,8 @@ def test_terms_belong_to_the_choice_that_they_explain() -> None:
 def test_a_second_segment_counts_the_instances_that_may_take_it() -> None:
     """Rust B2: in a fleet of `both`, a decode score that divides by `instances` scores the others."""
     router = fleet(decode_policy="bs / instances")
-    router.set_split("force", at=0.5)
-    decision, _ticket = router.route(prompt_tokens=1000, expected_output_tokens=100)
+    router.configure(split=lm.SplitAt(fraction=0.5))
+    decision, _ticket = router.route(lm.Request(prompt_tokens=1000, max_tokens=100))
     receipt = told(router, decision)
     assert receipt["uncut"] is None
     assert receipt["cuts"] == [550]
@@ -66,7 +66,7 @@ def test_a_second_segment_counts_the_instances_that_may_take_it() -> None:
 def test_decode_instances_that_take_whole_requests_are_counted() -> None:
     """Rust B2: `instances` is not 0 where decode instances take whole requests."""
     router = fleet("bs / instances", role="decode")
-    decision, _ticket = router.route(prompt_tokens=1000)
+    decision, _ticket = router.route(lm.Request(prompt_tokens=1000))
     assert told(router, decision)["best"][0]["terms"]["instances"] == 3
 
 
@@ -76,26 +76,26 @@ def test_an_engine_that_returns_under_its_name_has_its_score() -> None:
     router.remove_instance("e1")
     router.remove_instance("e0")
     assert router.add_instance("e1") == 0  # another slot than before
-    decision, _ticket = router.route(prompt_tokens=1000)
+    decision, _ticket = router.route(lm.Request(prompt_tokens=1000))
     scores = told(router, decision)["scores"]
     assert set(scores) == {"e1", "e2"}
     assert all(score is not None for score in scores.values())
 
 
 CALLS: dict[str, Callable[[_core.Router, _core.Ticket, float], object]] = {
-    "route": lambda router, _, now: router.route(tokens=TOKENS, now=now),
-    "score": lambda router, _, now: router.score(tokens=TOKENS, now=now),
-    "score_batch": lambda router, _, now: router.score_batch(TOKENS, np.array([0, 9], np.uint64), now=now),
-    "engine_report": lambda router, _, now: router.engine_report("e0", waiting=1, now=now),
-    "share": lambda router, _, now: router.share(now=now),
-    "hear": lambda router, _, now: router.hear("other", [], now=now),
-    "forget_silent": lambda router, _, now: router.forget_silent(5.0, now=now),
+    "route": lambda router, _, now: router.route(lm.Request(token_ids=TOKENS), now=now),
+    "score": lambda router, _, now: router.score(lm.Request(token_ids=TOKENS), now=now),
+    "score_batch": lambda router, _, now: router.score_batch([lm.Request(TOKENS)], now=now),
+    "report_load": lambda router, _, now: router.report_load("e0", waiting=1, now=now),
+    "export_load": lambda router, _, now: router.export_load(now=now),
+    "import_load": lambda router, _, now: router.import_load("other", [], now=now),
+    "expire_peers": lambda router, _, now: router.expire_peers(5.0, now=now),
     "indicators": lambda router, _, now: router.indicators(now=now),
     "tick": lambda router, _, now: router.tick(now=now),
     "first_token": lambda _, ticket, now: ticket.first_token(now=now),
-    "begin_move": lambda _, ticket, now: ticket.begin_move("e1", now=now),
-    "elsewhere": lambda _, ticket, now: ticket.elsewhere(now=now),
-    "cancel_move": lambda _, ticket, now: ticket.cancel_move(now=now),
+    "begin_migration": lambda _, ticket, now: ticket.begin_migration("e1", now=now),
+    "choose_failover": lambda _, ticket, now: ticket.choose_failover(now=now),
+    "cancel_migration": lambda _, ticket, now: ticket.cancel_migration(now=now),
 }
 
 
@@ -103,11 +103,11 @@ CALLS: dict[str, Callable[[_core.Router, _core.Ticket, float], object]] = {
 def test_a_time_of_another_clock_is_refused(call: str) -> None:
     """Rust B5: `now=time.time()` raises, and the router's time goes on as if it had not been called."""
     router = fleet()
-    _, ticket = router.route(tokens=TOKENS)
+    _, ticket = router.route(lm.Request(token_ids=TOKENS))
     with pytest.raises(lm.BadValueError, match=r"^now: .*within a day of time\.monotonic\(\)"):
         CALLS[call](router, ticket, time.time())
     started = time.monotonic()
-    decision, _held = router.route(tokens=TOKENS)
+    decision, _held = router.route(lm.Request(token_ids=TOKENS))
     assert started <= told(router, decision)["at_seconds"] <= time.monotonic()
 
 
@@ -115,12 +115,12 @@ def test_a_clock_of_the_programs_own_is_taken_until_it_jumps() -> None:
     """Rust B5: a program may count from 0, but not jump by more than a day."""
     router = fleet()
     for now in (0.0, 5.0, 5.0 + 0.9 * DAY):
-        decision, _ticket = router.route(tokens=TOKENS, now=now)
+        decision, _ticket = router.route(lm.Request(token_ids=TOKENS), now=now)
         assert told(router, decision)["at_seconds"] == now
     with pytest.raises(lm.BadValueError, match="within a day"):
-        router.route(tokens=TOKENS, now=time.monotonic() + 10 * DAY)
+        router.route(lm.Request(token_ids=TOKENS), now=time.monotonic() + 10 * DAY)
     with pytest.raises(lm.BadValueError, match="within a day"):
-        router.route(tokens=TOKENS, now=min(0.0, time.monotonic() - 10 * DAY))
+        router.route(lm.Request(token_ids=TOKENS), now=min(0.0, time.monotonic() - 10 * DAY))
 
 
 def test_the_module_asks_for_the_interpreter_lock() -> None:
@@ -142,11 +142,11 @@ def test_a_decision_goes_between_the_prompts_of_a_batch() -> None:
 
     router = fleet(scores)
     prompts = 300
-    offsets = np.arange(prompts + 1, dtype=np.uint64)
-    batch = threading.Thread(target=lambda: router.score_batch(TOKENS, offsets))
+    requests = [lm.Request(prompt_tokens=10)] * prompts
+    batch = threading.Thread(target=lambda: router.score_batch(requests))
     batch.start()
     begun.wait()
-    router.route(prompt_tokens=10)
+    router.route(lm.Request(prompt_tokens=10))
     batch.join()
     assert len(calls) == prompts + 1
     assert calls.index(threading.get_ident()) < prompts / 2
@@ -173,7 +173,7 @@ def test_a_batch_has_a_column_for_each_instance_of_its_start() -> None:
     changing = threading.Thread(target=change)
     changing.start()
     prompts = 400
-    rows = router.score_batch(TOKENS, np.arange(prompts + 1, dtype=np.uint64))
+    rows = router.score_batch([lm.Request(prompt_tokens=10)] * prompts)
     changing.join()
     assert changed.is_set()
     assert rows.shape == (prompts, 3)
@@ -200,7 +200,7 @@ def test_results_are_built_while_the_router_is_free(call: str) -> None:
         router = lm.Router()
         for i in range(50):
             router.add_instance(f"e{{i}}")
-        decision, ticket = router.route(prompt_tokens=100)
+        decision, ticket = router.route(lm.Request(prompt_tokens=100))
         seen = []
         def collected(phase, info):
             seen.append(router.in_flight())  # as a finaliser may
@@ -234,10 +234,10 @@ def test_a_policy_function_may_wait_for_another_router() -> None:
         return columns["bs"]
 
     router = fleet(asks)
-    holder = threading.Thread(target=lambda: other.score(prompt_tokens=10))
+    holder = threading.Thread(target=lambda: other.score(lm.Request(prompt_tokens=10)))
     holder.start()
     begun.wait()
-    router.score(prompt_tokens=10)
+    router.score(lm.Request(prompt_tokens=10))
     holder.join()
     assert seen == [3]
 
@@ -261,7 +261,7 @@ def test_policy_functions_that_wait_for_each_other_are_refused() -> None:
 
     def score(router: _core.Router) -> None:
         try:
-            router.score(prompt_tokens=10)
+            router.score(lm.Request(prompt_tokens=10))
         except lm.PolicyError as error:
             errors.append(error)
 
@@ -283,7 +283,7 @@ def test_a_policy_function_may_not_feed_or_score_batches() -> None:
     def asks(columns: dict[str, Any]) -> Any:
         for call in (
             lambda: router.blocks_cleared("e0"),
-            lambda: router.score_batch(TOKENS, np.array([0, 9], np.uint64)),
+            lambda: router.score_batch([lm.Request(TOKENS)]),
             router.instances,
         ):
             with pytest.raises(lm.PolicyError) as refused:
@@ -292,7 +292,7 @@ def test_a_policy_function_may_not_feed_or_score_batches() -> None:
         return columns["bs"]
 
     router = fleet(asks)
-    router.score(prompt_tokens=10)
+    router.score(lm.Request(prompt_tokens=10))
     assert ["fed a router's index" in said[0], "scored a batch" in said[1], "its own router" in said[2]] == [
         True
     ] * 3
@@ -301,15 +301,17 @@ def test_a_policy_function_may_not_feed_or_score_batches() -> None:
 def test_a_retry_says_why_the_request_is_not_cut_now() -> None:
     """Rust B11: the reason of a plan belongs to that plan: after a retry, to the new one."""
     router = fleet(n=2)
-    router.set_split("force", at=0.5)
-    decision, ticket = router.route(prompt_tokens=1000, expected_output_tokens=100)
+    router.configure(split=lm.SplitAt(fraction=0.5))
+    decision, ticket = router.route(lm.Request(prompt_tokens=1000, max_tokens=100))
     assert told(router, decision)["uncut"] is None
     assert ticket.failed("refused") is not None
     receipt = told(router, decision)
     assert receipt["cuts"] == []
     assert receipt["uncut"] == "no second instance takes over"
     # One that its caller keeps whole keeps the caller's words.
-    decision, ticket = router.route(prompt_tokens=1000, uncut="it has a seed")
+    decision, ticket = router.route(
+        lm.Request(prompt_tokens=1000, allow_split=False, split_reason="it has a seed")
+    )
     assert ticket.failed("refused") is not None
     assert told(router, decision)["uncut"] == "it has a seed"
 
@@ -317,13 +319,13 @@ def test_a_retry_says_why_the_request_is_not_cut_now() -> None:
 def test_the_longest_prompt_leaves_room_for_its_answer() -> None:
     """Rust section 6: token positions do not wrap around behind a prompt of 2^32 - 1 tokens."""
     router = fleet(n=2)
-    decision, ticket = router.route(prompt_tokens=2**32 - 1, extra_tokens=2**32 - 1)
+    decision, ticket = router.route(lm.Request(prompt_tokens=2**32 - 1, extra_tokens=2**32 - 1))
     assert decision.prompt_tokens == 2**31 - 1
     ticket.sent()
     ticket.first_token()
     ticket.tokens(5)
-    ticket.begin_move("e1" if decision.instance == "e0" else "e0")
-    assert ticket.moved() != decision.instance
+    ticket.begin_migration("e1" if decision.instance == "e0" else "e0")
+    assert ticket.migrated() != decision.instance
     assert ticket.from_token == decision.prompt_tokens + 6
 
 
@@ -340,7 +342,7 @@ def scores(columns):
 def broken():
     router = lm.Router(lm.policy_function(scores, reads=["bs"]))
     router.add_instance("e")
-    decision, ticket = router.route(prompt_tokens=10)
+    decision, ticket = router.route(lm.Request(prompt_tokens=10))
     try:
         lm.Router("bs +")  # the class is made with the first error that passes from Python to Rust
     except lm.LmetricError:
@@ -348,7 +350,7 @@ def broken():
     for kind in [kind for kind in BaseException.__subclasses__() if kind.__name__ == "PanicException"]:
         panic[:] = [kind]  # each extension has a class of its own
         try:
-            router.route(prompt_tokens=10)
+            router.route(lm.Request(prompt_tokens=10))
         except BaseException:
             pass
     return router, ticket

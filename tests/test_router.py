@@ -29,32 +29,32 @@ TOKENS = np.arange(8192, dtype=np.uint32)
 
 def placed(router: _core.Router, **prompt: object) -> _core.Decision:
     """Routes a request and finishes it at once, so that load never outweighs the cache."""
-    decision, ticket = router.route(**prompt)  # type: ignore[arg-type]
+    decision, ticket = router.route(lm.Request(**prompt))  # type: ignore[arg-type]
     ticket.first_token()
-    ticket.finished()
+    ticket.segment_done()
     return decision
 
 
 def test_a_request_goes_back_to_its_cache_and_the_receipt_says_why() -> None:
     router = fleet()
-    first, ticket = router.route(tokens=TOKENS, request_id="r-1")
-    assert first.predicted_hit_tokens == 0
+    first, ticket = router.route(lm.Request(token_ids=TOKENS, request_id="r-1"))
+    assert first.predicted_cached_tokens == 0
     ticket.sent()
     ticket.first_token()
     ticket.tokens(3)
-    ticket.finished(prompt_tokens=8192, cached_tokens=0, output_tokens=4)
-    second, _held = router.route(tokens=TOKENS)
+    ticket.segment_done(prompt_tokens=8192, cached_tokens=0, output_tokens=4)
+    second, _held = router.route(lm.Request(token_ids=TOKENS))
     assert second.instance == first.instance
-    assert second.predicted_hit_tokens == 8176  # whole blocks, never the last token
+    assert second.predicted_cached_tokens == 8176  # whole blocks, never the last token
     assert second.ranking()[0] == second.instance
-    receipt = router.receipt(first.id)
+    receipt = router.explain(first.id)
     assert receipt is not None
     assert receipt["request_id"] == "r-1"
     assert receipt["outcome"] == "finished"
     assert receipt["cached_tokens"] == 0
     assert set(receipt["best"][0]["terms"]) == {"p_token", "bs"}
     assert len(receipt["scores"]) == 4
-    assert router.receipt(10**9) is None
+    assert router.explain(10**9) is None
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,38 @@ def test_a_request_goes_back_to_its_cache_and_the_receipt_says_why() -> None:
         array.array("I", TOKENS.tolist()),
         TOKENS.tobytes(),
         memoryview(TOKENS),
+        TOKENS.tolist(),
+        tuple(TOKENS.tolist()),
+        list(TOKENS),
+        np.repeat(TOKENS, 2)[::2],
+        TOKENS.astype(np.uint64),
+        array.array("q", TOKENS.tolist()),
     ],
-    ids=["u32", "i32", "i64", "array", "bytes", "memoryview"],
+    ids=[
+        "u32",
+        "i32",
+        "i64",
+        "array",
+        "bytes",
+        "memoryview",
+        "list",
+        "tuple",
+        "list of numpy",
+        "strided",
+        "u64",
+        "array q",
+    ],
 )
-def test_every_buffer_of_the_same_tokens_is_the_same_prompt(tokens: object) -> None:
+def test_every_sequence_of_the_same_tokens_is_the_same_prompt(tokens: object) -> None:
     router = fleet()
-    first, again = placed(router, tokens=TOKENS), placed(router, tokens=tokens)
-    assert (again.instance, again.predicted_hit_tokens) == (first.instance, 8176)
+    first, again = placed(router, token_ids=TOKENS), placed(router, token_ids=tokens)
+    assert (again.instance, again.predicted_cached_tokens) == (first.instance, 8176)
 
 
 def test_an_empty_prompt_goes_somewhere() -> None:
     router = fleet()
-    for empty in (TOKENS[:0], b"", array.array("I")):
-        assert placed(router, tokens=empty).predicted_hit_tokens == 0
+    for empty in (TOKENS[:0], b"", array.array("I"), [], np.array([])):
+        assert placed(router, token_ids=empty).predicted_cached_tokens == 0
     assert placed(router, text="").prompt_tokens == 0
 
 
@@ -87,32 +106,47 @@ def test_text_and_block_hashes_match_too_and_salts_never() -> None:
     text = "the quick brown fox " * 500
     first, again = placed(router, text=text), placed(router, text=text.encode())
     assert again.instance == first.instance
-    assert again.predicted_hit_tokens > 2000
-    assert placed(router, text=text, salt="tenant").predicted_hit_tokens == 0
+    assert again.predicted_cached_tokens > 2000
+    assert placed(router, text=text, cache_salt="tenant").predicted_cached_tokens == 0
     hashes = np.arange(100, dtype=np.uint64)
     placed(router, block_hashes=hashes)
     longer = placed(router, block_hashes=np.arange(101, dtype=np.uint64))
-    assert longer.predicted_hit_tokens == 1600
-    assert placed(router, tokens=hashes).predicted_hit_tokens == 0, "tokens and hashes are different domains"
+    assert longer.predicted_cached_tokens == 1600
+    assert placed(router, token_ids=hashes).predicted_cached_tokens == 0, (
+        "tokens and hashes are different domains"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tokens": [1, 2, 3]}, "not a list"),
-        ({"tokens": np.zeros(3)}, "integers"),
-        ({"tokens": np.array([-1], dtype=np.int64)}, "0 to 2"),
-        ({"tokens": np.zeros((2, 2), dtype=np.uint32)}, "one dimension"),
-        ({"tokens": np.zeros(20, dtype=np.uint32)[::2]}, "C-contiguous"),
-        ({"tokens": b"abc"}, "multiple of 4"),
+        ({"token_ids": "abc"}, "str is not valid; expected a sequence of integers"),
+        ({"token_ids": {1, 2}}, "set is not valid; expected a sequence of integers"),
+        ({"token_ids": 7}, "int is not valid; expected a sequence of integers"),
+        (
+            {"token_ids": [1, 2, -3]},
+            r"token_ids\[2\]: -3 is not valid; expected an integer from 0 to 4294967295",
+        ),
+        ({"token_ids": (1, 2**32)}, r"token_ids\[1\]: 4294967296 is not valid"),
+        ({"token_ids": [0, True]}, r"token_ids\[1\]: True is not valid"),
+        ({"token_ids": [1.5]}, r"token_ids\[0\]: 1.5 is not valid"),
+        ({"token_ids": np.zeros(3)}, r"token_ids\[0\]: .*0\.0.* is not valid"),
+        ({"token_ids": np.array([5, -1], dtype=np.int64)}, r"token_ids\[1\]: -1 is not valid"),
+        ({"token_ids": np.array([5, -1], dtype=np.int8)}, r"token_ids\[1\]: .*-1.* is not valid"),
+        ({"token_ids": np.array([0, 2**32], dtype=np.uint64)}, r"token_ids\[1\]: 4294967296 is not valid"),
+        ({"token_ids": np.zeros((2, 2), dtype=np.uint32)}, r"token_ids\[0\]: array\(\[0, 0\]"),
+        ({"token_ids": b"abc"}, "multiple of 4"),
+        ({"block_hashes": [2**64]}, r"block_hashes\[0\]: 18446744073709551616 is not valid"),
+        ({"text": 7}, "int is not valid; expected str or bytes"),
         ({}, "exactly one"),
-        ({"tokens": TOKENS, "text": "x"}, "exactly one"),
+        ({"token_ids": TOKENS, "text": "x"}, "exactly one"),
+        ({"text": "x", "split_reason": "why"}, "expected None unless allow_split is False"),
     ],
 )
 def test_prompts_of_the_wrong_kind_are_refused(arguments: dict[str, object], message: str) -> None:
     router = fleet()
     with pytest.raises(lm.BadValueError, match=message):
-        router.route(**arguments)  # type: ignore[arg-type]
+        router.route(lm.Request(**arguments))  # type: ignore[arg-type]
     assert router.in_flight() == 0
 
 
@@ -123,28 +157,28 @@ def test_wrong_names_offer_the_nearest() -> None:
         _core.Router("p_tokn * (bs + 1)")
     router = fleet()
     with pytest.raises(lm.UnknownNameError, match="e3"):
-        router.set_health("e_3", False)
+        router.update_instance("e_3", healthy=False)
     with pytest.raises(lm.UnknownNameError, match="refused"):
-        router.route(tokens=TOKENS)[1].failed("refussed")
+        router.route(lm.Request(token_ids=TOKENS))[1].failed("refussed")
     with pytest.raises(lm.BadValueError, match="approximate"):
-        _core.Router(index="fuzzy")
+        _core.Router(kv_source="fuzzy")
     with pytest.raises(lm.BadValueError, match="no instance"):
         router.add_instance("e0")
 
 
 def test_nobody_there_is_an_error() -> None:
     with pytest.raises(lm.NoInstanceError, match="no instances"):
-        _core.Router().route(tokens=TOKENS)
+        _core.Router().route(lm.Request(token_ids=TOKENS))
     router = fleet(n=2)
-    router.set_health("e0", False)
-    router.drain("e1")
+    router.update_instance("e0", healthy=False)
+    router.update_instance("e1", draining=True)
     with pytest.raises(lm.NoInstanceError, match="none of the 2"):
-        router.route(tokens=TOKENS)
+        router.route(lm.Request(token_ids=TOKENS))
 
 
 def test_a_refused_request_moves_on_and_a_closed_ticket_says_so() -> None:
     router = fleet(n=2)
-    decision, ticket = router.route(tokens=TOKENS)
+    decision, ticket = router.route(lm.Request(token_ids=TOKENS))
     other = ticket.failed("refused")
     assert other is not None
     assert other != decision.instance
@@ -157,10 +191,10 @@ def test_a_refused_request_moves_on_and_a_closed_ticket_says_so() -> None:
 
 def test_with_and_del_close_the_ticket() -> None:
     router = fleet()
-    with router.route(tokens=TOKENS)[1]:
+    with router.route(lm.Request(token_ids=TOKENS))[1]:
         assert router.in_flight() == 1
     assert router.in_flight() == 0
-    held = router.route(tokens=TOKENS)
+    held = router.route(lm.Request(token_ids=TOKENS))
     del held
     gc.collect()
     assert router.in_flight() == 0
@@ -169,51 +203,50 @@ def test_with_and_del_close_the_ticket() -> None:
 
 def test_load_reports_and_indicators() -> None:
     router = fleet("4 * q_bs + r_bs", n=2)
-    router.engine_report("e0", waiting=3, running=1, kv_usage=0.5)
+    router.report_load("e0", waiting=3, running=1, kv_usage=0.5)
     columns = router.indicators()
     np.testing.assert_array_equal(columns["bs"], [4, 0])
     assert columns["kv_usage"][0] == 0.5
     assert np.isnan(columns["kv_usage"][1])
-    np.testing.assert_array_equal(router.score(tokens=TOKENS), [13, 0])
+    np.testing.assert_array_equal(router.score(lm.Request(token_ids=TOKENS)), [13, 0])
     with pytest.raises(lm.BadValueError, match="waiting"):
-        router.engine_report("e0", waiting=-1)
+        router.report_load("e0", waiting=-1)
 
 
 def test_batch_scores_equal_single_ones() -> None:
     router = fleet(n=3)
-    placed(router, tokens=TOKENS)
+    placed(router, token_ids=TOKENS)
     prompts = [TOKENS[:100], TOKENS[:0], TOKENS]
-    offsets = np.cumsum([0, *map(len, prompts)])
-    batch = router.score_batch(np.concatenate(prompts), offsets)
+    batch = router.score_batch([lm.Request(prompt) for prompt in prompts])
     assert batch.shape == (3, 3)
     for row, prompt in zip(batch, prompts, strict=True):
-        np.testing.assert_array_equal(row, router.score(tokens=prompt))
-    with pytest.raises(lm.BadValueError, match="offsets"):
-        router.score_batch(TOKENS, np.array([0, 99999]))
+        np.testing.assert_array_equal(row, router.score(lm.Request(token_ids=prompt)))
 
 
 def test_hit_tokens_of_every_live_instance() -> None:
     router = fleet(n=3)
-    held = placed(router, tokens=TOKENS).instance
+    held = placed(router, token_ids=TOKENS).instance
     router.remove_instance(next(name for name in router.instances() if name != held))
-    hits = dict(zip(router.instances(), router.hit_tokens(tokens=TOKENS).tolist(), strict=True))
+    hits = dict(
+        zip(router.instances(), router.cached_tokens(lm.Request(token_ids=TOKENS)).tolist(), strict=True)
+    )
     assert hits == {name: 8176 if name == held else 0 for name in router.instances()}
     assert router.in_flight() == 0
 
 
 def test_exact_feed_by_engine_hashes() -> None:
-    router = fleet(index="exact", block_size=16)
+    router = fleet(kv_source="exact", block_size=16)
     tokens = TOKENS[:64]
-    assert placed(router, tokens=tokens).predicted_hit_tokens == 0
+    assert placed(router, token_ids=tokens).predicted_cached_tokens == 0
     hashes = np.array([11, 22, 33], dtype=np.uint64)
     assert router.blocks_stored("e2", hashes, tokens[:48]) == 0
-    decision = placed(router, tokens=tokens)
-    assert (decision.instance, decision.predicted_hit_tokens) == ("e2", 48)
+    decision = placed(router, token_ids=tokens)
+    assert (decision.instance, decision.predicted_cached_tokens) == ("e2", 48)
     router.blocks_removed("e2", hashes[2:])
-    assert placed(router, tokens=tokens).predicted_hit_tokens == 32
+    assert placed(router, token_ids=tokens).predicted_cached_tokens == 32
     assert router.blocks_stored("e2", np.array([44], dtype=np.uint64), tokens[48:], parent=99) == 1
     router.blocks_cleared("e2")
-    assert placed(router, tokens=tokens).predicted_hit_tokens == 0
+    assert placed(router, token_ids=tokens).predicted_cached_tokens == 0
     with pytest.raises(lm.BadValueError, match="16 a block"):
         router.blocks_stored("e2", hashes, tokens[:40])
 
@@ -226,15 +259,15 @@ def test_a_python_function_decides_and_its_faults_are_told() -> None:
         return -np.arange(len(columns["bs"]), dtype=float)
 
     router = fleet(lm.policy_function(last, reads=[lm.BS, lm.P_TOKEN]), n=3)
-    assert router.route(tokens=TOKENS)[0].instance == "e2"
+    assert router.route(lm.Request(token_ids=TOKENS))[0].instance == "e2"
     assert calls == [{"bs", "p_token"}]
 
     wrong = fleet(lm.policy_function(lambda columns: np.zeros(7), reads=[lm.BS]), n=3)
     with pytest.raises(lm.LmetricError, match="7 scores for 3"):
-        wrong.route(tokens=TOKENS)
+        wrong.route(lm.Request(token_ids=TOKENS))
     broken = fleet(lm.policy_function(lambda columns: columns["nope"], reads=[lm.BS]), n=3)
     with pytest.raises(lm.LmetricError, match="nope"):
-        broken.route(tokens=TOKENS)
+        broken.route(lm.Request(token_ids=TOKENS))
     assert broken.in_flight() == 0
 
 
@@ -248,7 +281,7 @@ def test_the_papers_expressions_run_as_written() -> None:
     ):
         router = lm.Router(score)
         router.add_instance("a")
-        assert router.route(tokens=TOKENS)[0].instance == "a"
+        assert router.route(lm.Request(token_ids=TOKENS))[0].instance == "a"
     with pytest.raises(AttributeError, match="did you mean 'P_TOKEN'"):
         _ = lm.P_TOKN  # type: ignore[attr-defined]
 
@@ -261,21 +294,23 @@ def nothing(columns: Mapping[str, Any]) -> np.ndarray:
 def test_a_policy_that_scores_nobody_falls_back_to_least_requests(policy: Any) -> None:
     """UX scores absent: a request is placed by the fewest requests, counted, and shown in its record."""
     router = fleet(policy)
-    decision, ticket = router.route(tokens=TOKENS)
-    receipt = router.receipt(decision.id)
+    decision, ticket = router.route(lm.Request(token_ids=TOKENS))
+    receipt = router.explain(decision.id)
     assert receipt is not None
     assert receipt["unscored"]
     assert set(receipt["scores"].values()) == {0.0}
     assert (router.unscored, router.stats()["unscored"], router.stats()["no_instance"]) == (1, 1, 0)
     if policy != "p_token / bs":  # which takes the one that is not idle from now on
         idle = {*router.instances()} - {decision.instance}
-        assert {router.route(tokens=TOKENS)[0].instance for _ in range(50)} == idle
+        assert {router.route(lm.Request(token_ids=TOKENS))[0].instance for _ in range(50)} == idle
     ticket.failed("refused")
-    assert not np.isfinite(fleet(policy).score(tokens=TOKENS)).any()  # what the policy itself says
+    assert not np.isfinite(
+        fleet(policy).score(lm.Request(token_ids=TOKENS))
+    ).any()  # what the policy itself says
     for name in router.instances():
-        router.set_health(name, False)
+        router.update_instance(name, healthy=False)
     with pytest.raises(lm.NoInstanceError, match="healthy"):
-        router.route(tokens=TOKENS)
+        router.route(lm.Request(token_ids=TOKENS))
 
 
 def test_a_policy_says_beforehand_what_it_cannot_score() -> None:
@@ -303,7 +338,7 @@ def test_a_policy_function_may_not_call_its_router() -> None:
 
     routers.append(fleet(lm.policy_function(nosy, reads=[lm.BS])))
     with pytest.raises(lm.PolicyError, match="its own router"):
-        routers[0].route(tokens=TOKENS)
+        routers[0].route(lm.Request(token_ids=TOKENS))
     assert routers[0].in_flight() == 0
 
 
@@ -317,38 +352,38 @@ def test_a_profile_predicts_the_first_token() -> None:
         "max_batch_tokens": 4096,
     }
     router = fleet("simulation", step_time=constants)
-    np.testing.assert_allclose(router.score(tokens=TOKENS), 2 * 0.01 + 8192e-4)
+    np.testing.assert_allclose(router.score(lm.Request(token_ids=TOKENS)), 2 * 0.01 + 8192e-4)
     # One of them has more GPUs, until it has not.
     first = router.instances()[0]
-    router.set_step_time(first, {**constants, "prefill_seconds_per_token": 2.5e-5})
-    scores = router.score(tokens=TOKENS)
+    router.update_instance(first, step_time={**constants, "prefill_seconds_per_token": 2.5e-5})
+    scores = router.score(lm.Request(token_ids=TOKENS))
     np.testing.assert_allclose(scores[0], 2 * 0.01 + 8192 * 2.5e-5)
     np.testing.assert_allclose(scores[1:], 2 * 0.01 + 8192e-4)
-    router.set_step_time(first, None)
-    np.testing.assert_allclose(router.score(tokens=TOKENS), 2 * 0.01 + 8192e-4)
+    router.update_instance(first, step_time=None)
+    np.testing.assert_allclose(router.score(lm.Request(token_ids=TOKENS)), 2 * 0.01 + 8192e-4)
     with pytest.raises(lm.UnknownNameError):
-        router.set_step_time("nobody", None)
+        router.update_instance("nobody", step_time=None)
     with pytest.raises(lm.BadValueError, match="fixed_seconds"):
         fleet(step_time={**constants, "fixed_seconds": -1})
     with pytest.raises(lm.BadValueError, match="now"):
-        router.route(tokens=TOKENS, now=float("inf"))
+        router.route(lm.Request(token_ids=TOKENS), now=float("inf"))
 
 
 def test_a_request_may_move_to_an_instance_newer_than_its_decision() -> None:
     router = fleet(n=1)
-    decision, ticket = router.route(tokens=TOKENS)
+    decision, ticket = router.route(lm.Request(token_ids=TOKENS))
     router.add_instance("new")
     assert ticket.failed("refused") == "new"
-    receipt = router.receipt(decision.id)
+    receipt = router.explain(decision.id)
     assert receipt is not None
     assert receipt["tried"] == ["e0", "new"]
     assert ticket.failed("status", retry=False) is None
-    assert router.receipt(decision.id)["outcome"] == "status"  # type: ignore[index]
+    assert router.explain(decision.id)["outcome"] == "status"  # type: ignore[index]
 
 
 def test_equal_instances_share_idle_traffic() -> None:
     router = fleet(n=4)
-    counts = Counter(router.route(tokens=TOKENS[:10])[0].instance for _ in range(400))
+    counts = Counter(router.route(lm.Request(token_ids=TOKENS[:10]))[0].instance for _ in range(400))
     assert set(counts) == {"e0", "e1", "e2", "e3"}
     assert min(counts.values()) > 50
 
@@ -362,14 +397,14 @@ def test_what_is_left_of_prefills_never_falls_below_zero() -> None:
     for _ in range(20_000):
         now += rng.random() * 0.01
         if len(tickets) < 6 or rng.random() < 0.4:
-            _, ticket = router.route(text="x", prompt_tokens=rng.randrange(1, 3000), now=now)
+            _, ticket = router.route(lm.Request(text="x", prompt_tokens=rng.randrange(1, 3000)), now=now)
             ticket.sent(now)
             tickets.append(ticket)
         else:
             ticket = tickets.pop(rng.randrange(len(tickets)))
             if rng.random() < 0.5:
                 ticket.first_token(now)
-                ticket.finished(now=now)
+                ticket.segment_done(now=now)
             else:
                 ticket.failed("cancelled", now)
 
@@ -381,10 +416,10 @@ def test_threads_share_a_router() -> None:
         rng = np.random.default_rng(seed)
         for _ in range(300):
             prompt = rng.integers(0, 1000, 256, dtype=np.uint32)
-            _, ticket = router.route(tokens=prompt)
+            _, ticket = router.route(lm.Request(token_ids=prompt))
             ticket.first_token()
             if rng.random() < 0.5:
-                ticket.finished()
+                ticket.segment_done()
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -431,14 +466,14 @@ def test_step_times_are_learned_from_streams_and_predictions_say_what_they_rest_
     for number in range(30):
         # 10 ms a step, 0.1 ms a prompt token.
         prompt = 100 + 50 * (number % 7)
-        decision, ticket = router.route(prompt_tokens=prompt, now=now)
+        decision, ticket = router.route(lm.Request(prompt_tokens=prompt), now=now)
         ticket.sent(now=now)
         now += 0.01 + 1e-4 * prompt
         ticket.first_token(now=now)
         for _ in range(40):
             now += 0.01
             ticket.tokens(1, now=now)
-        ticket.finished(now=now)
+        ticket.segment_done(now=now)
         if number == 0:
             assert router.stats()["instances"]["a"]["predicted_ttft_source"] == "learned_rate"
         now += 1.0
@@ -468,7 +503,7 @@ def test_step_times_are_learned_from_streams_and_predictions_say_what_they_rest_
             ("decode_seconds_per_context_token", 1000),
         )
     )
-    assert tpot.score(prompt_tokens=1000)[0] == pytest.approx(wanted)
+    assert tpot.score(lm.Request(prompt_tokens=1000))[0] == pytest.approx(wanted)
 
 
 def test_the_length_curve_of_sibyl_has_settings() -> None:
@@ -478,7 +513,7 @@ def test_the_length_curve_of_sibyl_has_settings() -> None:
     assert (knobs["alpha"]["default"], knobs["bucket_tokens"]["default"]) == (0.999, 64)
     for width, points in ((None, 513), (16, 2049), (256, 129)):
         chosen = {} if width is None else {"bucket_tokens": width}
-        curve = lm.Router(decode_policy="sibyl", decode_knobs=chosen).survival()
+        curve = lm.Router(decode_policy="sibyl", decode_knobs=chosen).learned()["length_survival"]
         assert curve is not None
         assert len(curve) == points  # up to 32,768 tokens
     for wrong in ({"alpha": 1.5}, {"bucket_tokens": 4}, {"bucket_tokens": 64.5}):
@@ -490,10 +525,10 @@ def test_the_length_curve_of_sibyl_has_settings() -> None:
 
 def answers(router: _core.Router, lengths: list[int]) -> None:
     for length in lengths:
-        _, ticket = router.route(prompt_tokens=100)
+        _, ticket = router.route(lm.Request(prompt_tokens=100))
         ticket.first_token()
         ticket.tokens(length - 1)
-        ticket.finished(output_tokens=length)
+        ticket.segment_done(output_tokens=length)
 
 
 @pytest.mark.parametrize(("alpha", "left"), [(0.5, 0.5**10), (0.999, 0.5)])
@@ -502,6 +537,6 @@ def test_alpha_is_what_the_curve_keeps_of_former_answers(alpha: float, left: flo
     router = lm.Router(decode_policy="sibyl", decode_knobs={"alpha": alpha, "bucket_tokens": 32})
     router.add_instance("a")
     answers(router, [320] * 10 + [32] * 10)
-    curve = router.survival()
+    curve = router.learned()["length_survival"]
     assert curve is not None
     assert curve[:3] == pytest.approx([1.0, left, left])  # at 0, 32 and 64 tokens

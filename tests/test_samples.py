@@ -45,7 +45,7 @@ def publisher() -> Iterator[tuple[str, Callable[[Any], None]]]:
 def hearing(block_size: int, endpoint: str, topic: str) -> Iterator[tuple[lm.Router, EventFeed]]:
     router = lm.Router("lmetric", block_size=block_size)
     router.add_instance("e0")
-    router.set_index_feed("e0", "exact")
+    router.update_instance("e0", kv_source="exact")
     with EventFeed(router) as feed:
         feed.subscribe("e0", endpoint, topic=topic)
         until(lambda: feed.status("e0")[0]["connected"])
@@ -53,7 +53,7 @@ def hearing(block_size: int, endpoint: str, topic: str) -> Iterator[tuple[lm.Rou
 
 
 def held(router: lm.Router, tokens: list[int], **domain: str) -> int:
-    return int(router.hit_tokens(tokens=array("I", [*tokens, 1]), **domain)[0])
+    return int(router.cached_tokens(lm.Request(token_ids=array("I", [*tokens, 1]), **domain))[0])
 
 
 def test_vllm_events() -> None:
@@ -63,9 +63,9 @@ def test_vllm_events() -> None:
     with publisher() as (endpoint, send), hearing(32, endpoint, topic) as (router, feed):
         send(events[0])
         until(lambda: held(router, tokens) == 96)
-        assert held(router, tokens, salt="tenantA") == 0
+        assert held(router, tokens, cache_salt="tenantA") == 0
         send(events[1])
-        until(lambda: held(router, tokens, salt="tenantA") == 96)
+        until(lambda: held(router, tokens, cache_salt="tenantA") == 96)
         send(events[2])  # the same again, on request: no further copies of the blocks
         removed = {"type": "BlockRemoved", "block_hashes": stored["block_hashes"][2:], "medium": "GPU"}
         send([topic, 3, [0.0, [removed], 0]])
@@ -84,12 +84,12 @@ def test_sglang_events() -> None:
         send(plain)
         until(lambda: held(router, tokens) == 4)
         send(salted)
-        until(lambda: held(router, tokens, salt="tenant") == 8)
+        until(lambda: held(router, tokens, cache_salt="tenant") == 8)
         send(adapted)
         until(lambda: held(router, tokens) == 8)
-        assert held(router, tokens, adapter="sql") == 4
+        assert held(router, tokens, lora_name="sql") == 4
         send(moved)
-        until(lambda: held(router, tokens, salt="tenant") == 0)
+        until(lambda: held(router, tokens, cache_salt="tenant") == 0)
         status = feed.status("e0")[0]
         assert status["tiers"] == {"CPU_PINNED": 1}
         assert held(router, tokens) == 8  # a copy elsewhere takes none away

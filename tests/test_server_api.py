@@ -226,7 +226,7 @@ async def test_adapters_and_salts_never_share_a_prefix() -> None:
             {"model": "tiny", "cache_salt": "s"},
         ):
             _, headers, _ = await w.post(body | {"prompt": prompt})
-            receipt = w.server.fleet.pools[0].router.receipt(decision_id(headers))
+            receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
             hits.append(receipt["predicted_cached_tokens"] > 0)
         assert hits == [False, True, False, False]
 

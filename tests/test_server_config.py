@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from lmetric import Router
 from lmetric.config import ConfigError, KvEvents, ServerConfig, load_config, render
+from lmetric.options import LibraSplit, Star
 from lmetric.server.api.auth import Keys
 
 
@@ -212,6 +213,6 @@ def test_what_only_a_simulation_knows_is_refused(
 def test_the_simulator_keeps_what_only_it_knows() -> None:
     """Fidelity gap 5: simulated forecasts and three parts stay there."""
     for forecast in ("curve", *FORECASTS):
-        Router().set_rescheduling("star", forecast=forecast)
-    Router().set_rescheduling("star_oracle")
-    Router().set_split("libra", parts=3.0)
+        Router().configure(rebalance=Star(forecast=forecast))
+    Router().configure(rebalance=Star(forecast="given"))
+    Router().configure(split=LibraSplit(parts=3.0))

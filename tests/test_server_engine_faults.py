@@ -40,7 +40,7 @@ def engine_of(it: World, name: str = "e0") -> Any:
 def hits(it: World, name: str) -> int:
     """Tokens of the long prompt that an engine is known to have."""
     router = it.server.fleet.pools[0].router
-    return int(dict(zip(router.instances(), router.hit_tokens(text=LONG), strict=True))[name])
+    return int(dict(zip(router.instances(), router.cached_tokens(lm.Request(text=LONG)), strict=True))[name])
 
 
 async def moved_to(it: World, address: str) -> tuple[int, Any]:
@@ -157,7 +157,7 @@ async def test_a_usage_that_cannot_be_is_not_learned_from() -> None:
         # Whatever a caller estimates, it is no error.
         router = it.server.fleet.pools[0].router
         for far in (2**32 - 1, 2**32, 2**63):
-            router.route(prompt_tokens=far, extra_tokens=far)[1].failed("cancelled")
+            router.route(lm.Request(prompt_tokens=far, extra_tokens=far))[1].failed("cancelled")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -293,7 +293,7 @@ def test_one_engines_rate_is_read_alone() -> None:
     for name in ("a", "b"):
         router.add_instance(name)
     assert router.prefill_rate("a") is None
-    decision, ticket = router.route(prompt_tokens=4000, now=1.0)
+    decision, ticket = router.route(lm.Request(prompt_tokens=4000), now=1.0)
     ticket.sent(1.0)
     ticket.first_token(1.5)
     rates = dict(zip(router.instances(), router.indicators(2.0)["prefill_tokens_per_second"], strict=True))

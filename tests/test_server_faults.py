@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import lmetric as lm
 from server_world import FakeEngine, Request, decision_id, plain, says, usage, world
 
 GOOD: dict[str, Any] = {
@@ -49,7 +50,7 @@ async def test_used_up_attempts_are_booked_as_what_they_were() -> None:
         status, headers, _ = await it.post()
         assert status == 503
         router = it.server.fleet.pools[0].router
-        receipt = router.receipt(decision_id(headers))
+        receipt = router.explain(decision_id(headers))
         assert receipt is not None
         assert (len(receipt["tried"]), receipt["outcome"]) == (3, "status")
         stats = router.stats()
@@ -70,12 +71,12 @@ async def test_a_refused_connection_ends_what_is_believed_of_the_cache() -> None
         _, headers, _ = await it.post({"model": "tiny", "prompt": prompt})
         holder = next(e for e in it.engines if e.name == headers["x-lmetric-instance"])
         router = it.server.fleet.pools[0].router
-        hits = dict(zip(router.instances(), router.hit_tokens(text=prompt), strict=True))
+        hits = dict(zip(router.instances(), router.cached_tokens(lm.Request(text=prompt)), strict=True))
         assert hits[holder.name] > 500
         await holder.stop()
         assert (await it.post({"model": "tiny", "prompt": prompt}))[0] == 200
         await it.until(lambda: not it.server.fleet.pools[0].engines[holder.name].healthy)
-        hits = dict(zip(router.instances(), router.hit_tokens(text=prompt), strict=True))
+        hits = dict(zip(router.instances(), router.cached_tokens(lm.Request(text=prompt)), strict=True))
         assert hits[holder.name] == 0
 
 

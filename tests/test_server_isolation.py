@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import aiohttp
 import orjson
 import pytest
 
+import lmetric as lm
 from lmetric.config import ConfigError, load_config
 from server_world import FakeEngine, World, world
 from test_server_kv import IDS, connected, emulated
@@ -211,8 +210,8 @@ async def test_a_right_guess_looks_like_a_wrong_one(keys: Path, api: str, mode: 
                     await connected(it)
                 assert await cached(it, ALICE, secret(1)) == (0, 0)
                 salt = it.server.front.isolation.salt("alice", None) if isolated else None
-                ask = partial(it.server.fleet.pools[0].router.hit_tokens, tokens=array("I", secret(1)))
-                await it.until(lambda ask=ask, salt=salt: ask(salt=salt)[0] == 192)
+                router, asked = it.server.fleet.pools[0].router, lm.Request(secret(1), cache_salt=salt)
+                await it.until(lambda router=router, asked=asked: router.cached_tokens(asked)[0] == 192)
                 right, wrong = [await cached(it, BOB, secret(number)) for number in (1, 2)]
                 assert wrong == (0, 0)
                 assert right == ((0, 0) if isolated else (192, 192))

@@ -13,6 +13,7 @@ import orjson
 import pytest
 import zmq
 
+from lmetric import Request
 from lmetric.engines.emulated import EngineOptions, EngineServer
 from lmetric.server.fleet import kv_feed
 from lmetric.server.fleet.engine import Engine
@@ -68,7 +69,7 @@ async def through(w: World, ids: list[int], **body: Any) -> tuple[str, int, int]
     """A request through the router: where it went, and the cached tokens predicted and found."""
     _, headers, answer = await w.post({"model": "tiny", "prompt": ids, "max_tokens": 1, **body})
     [pool] = w.server.fleet.pools
-    receipt = pool.router.receipt(decision_id(headers))
+    receipt = pool.router.explain(decision_id(headers))
     assert receipt is not None
     found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return headers["x-lmetric-instance"], receipt["predicted_cached_tokens"], found
@@ -78,7 +79,7 @@ async def hears(w: World, name: str, ids: list[int], tokens: int) -> None:
     """Waits until the router knows so many tokens of a prompt at an engine."""
     router = w.server.fleet.pools[0].router
     index, key = router.instances().index(name), array("I", ids)
-    await w.until(lambda: router.hit_tokens(tokens=key)[index] == tokens)
+    await w.until(lambda: router.cached_tokens(Request(token_ids=key))[index] == tokens)
 
 
 async def connected(w: World) -> None:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmetric.engines.emulated import EngineOptions
+from lmetric.options import SplitAt
 from moves_world import LONG, at_token, move, mover, moving, place, plain, shoved
 from pd_world import Pd, nixl
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
@@ -312,7 +313,7 @@ async def test_what_was_cut_runs_in_legs_too() -> None:
         for path in PATHS:
             for stream in (False, True):
                 for at in (0.5, 0.8):
-                    pool.router.set_split("force", at=at)
+                    pool.router.configure(split=SplitAt(fraction=at))
                     body = request(path, stream=stream, max_tokens=200)
                     said = await asked(w, path, body)
                     equal(said, await alone(w, path, body))

@@ -223,7 +223,7 @@ async def told_in_two(w: World, count: int) -> tuple[bool, Any, dict[str, Any]]:
     status, headers, raw = await task
     moves.outcomes.clear()
     assert status == 200
-    receipt = pool.router.receipt(decision_id(headers))
+    receipt = pool.router.explain(decision_id(headers))
     assert receipt is not None
     return began, heard(raw), receipt
 
@@ -263,7 +263,7 @@ async def test_what_cannot_be_joined_stays(behave: Behaviour, why: str) -> None:
         # From now on such requests are passed on as they are, and their receipts say why.
         body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
         _, headers, _ = await w.post(body)
-        receipt = w.server.fleet.pools[0].router.receipt(decision_id(headers)) or {}
+        receipt = w.server.fleet.pools[0].router.explain(decision_id(headers)) or {}
         assert why in receipt["uncut"]
         last = [fake.requests[-1].json for fake in w.engines if fake.requests]
         assert any("return_token_ids" not in asked for asked in last)

@@ -32,7 +32,7 @@ async def test_the_answer_is_one_engines(binding: str) -> None:
             assert headers["x-lmetric-instance"][0] == "d"
             assert said["usage"]["completion_tokens"] == 20
             assert "kv_transfer_params" not in said or said["kv_transfer_params"] is None
-            receipt = pool.router.receipt(decision_id(headers))
+            receipt = pool.router.explain(decision_id(headers))
             assert receipt is not None
             assert (receipt["outcome"], receipt["instance"]) == ("finished", headers["x-lmetric-prefill"])
             assert await w.stream() == alone

@@ -9,6 +9,7 @@ import pytest
 
 from lmetric import BadValueError, Router
 from lmetric.config import load_config
+from lmetric.options import from_settings
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, split
 
 
@@ -84,8 +85,8 @@ def test_settings_in_whole_numbers_are_whole(kind: str, name: str) -> None:
         with pytest.raises(
             BadValueError, match=f"knob {name} of split {kind}: .* expected a whole number from"
         ):
-            Router().set_split(kind, **{name: wrong})
-    Router().set_split(kind, **{name: 2.0})
+            Router().configure(split=from_settings("split", kind, {name: wrong}))
+    Router().configure(split=from_settings("split", kind, {name: 2.0}))
 
 
 @pytest.mark.parametrize(

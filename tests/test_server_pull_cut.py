@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmetric.engines.emulated import EngineOptions
+from lmetric.options import SplitAt, from_settings
 from moves_world import move, mover
 from pd_world import Pd
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal, renders_otherwise
@@ -38,9 +39,9 @@ def cut_at(w: Pd, fraction: float | None) -> None:
     """Where requests are cut from now on."""
     router = w.server.fleet.pools[0].router
     if fraction is None:
-        router.set_split("none")
+        router.configure(split=None)
     else:
-        router.set_split("force", at=fraction)
+        router.configure(split=SplitAt(fraction=fraction))
 
 
 async def ready(w: Pd, path: str, body: dict[str, Any], tokens: int = 0) -> tuple[str, dict[str, Any]]:
@@ -117,7 +118,9 @@ async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
         both_ways: list[bool] = []
 
         async def tried(case: dict[str, Any]) -> None:
-            router.set_pull(True, **SETTINGS)  # what is learned would end it: these engines are fast
+            router.configure(
+                prefix_fetch=from_settings("prefix_fetch", "on", SETTINGS)
+            )  # what is learned would end it: these engines are fast
             words = " ".join([str(len(both_ways)), *front[: 100 + case["words"]]])
             path, most = case["path"], case["max_tokens"]
             cut_at(w, None)

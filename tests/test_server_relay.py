@@ -51,7 +51,7 @@ async def test_stream_passes_bytes_exactly_and_counts_tokens() -> None:
         usage_event = event({"choices": [], "usage": usage()})
         assert got == token("a") + token("b") + token("c", "length") + usage_event + event(b"[DONE]")
         assert (status, headers["transfer-encoding"]) == (200, "chunked")
-        receipt = w.server.fleet.pools[0].router.receipt(decision_id(headers))
+        receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
         assert receipt is not None
         assert (receipt["outcome"], receipt["output_tokens"]) == ("finished", 3)
         assert receipt["ttft_seconds"] > 0
@@ -243,7 +243,7 @@ async def test_dying_in_mid_stream_ends_with_an_error_event(tail: bytes, then: s
         problem = orjson.loads(error.removeprefix(b"data: "))["error"]
         assert problem["message"].startswith("the engine's answer broke off (e0: ")
         assert (done, rest) == (b"data: [DONE]", b"")
-        receipt = w.server.fleet.pools[0].router.receipt(decision_id(headers))
+        receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
         assert receipt is not None
         assert receipt["outcome"] not in ("finished", "running", "dropped")
         # The client's connection is whole and serves the next request.
@@ -258,7 +258,7 @@ async def test_an_engine_that_aborts_is_no_success() -> None:
     async with world([FakeEngine(behave=fault)]) as w:
         _, headers, got = await w.post(STREAM)
         assert b'"abort"' in got
-        receipt = w.server.fleet.pools[0].router.receipt(decision_id(headers))
+        receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
         assert receipt is not None
         assert receipt["outcome"] == "engine_error"
 

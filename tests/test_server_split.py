@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmetric.engines.emulated import EngineOptions
+from lmetric.options import SplitAt
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal, split
 
 PATHS = [CHAT, COMPLETIONS]
@@ -57,7 +58,7 @@ async def test_any_request_cut_anywhere() -> None:
         cuts: list[int] = []
 
         async def tried(case: dict[str, Any]) -> None:
-            pool.router.set_split("force", at=case["at"])
+            pool.router.configure(split=SplitAt(fraction=case["at"]))
             usage = case["usage"] and case["usage"] | {"continuous_usage_stats": case["continuous"]}
             more = {"stream_options": usage} if case["stream"] else {}
             body = body_of(
@@ -144,7 +145,7 @@ async def test_an_answer_that_ends_before_its_cut(path: str, stream: bool) -> No
             assert said["headers"]["x-lmetric-instance"] == said["receipt"]["instance"]
         assert w.outcomes == {}
         # Behind the cut it ends as it does alone, too.
-        w.server.fleet.pools[0].router.set_split("force", at=(prompt + 4) / (prompt + 40))
+        w.server.fleet.pools[0].router.configure(split=SplitAt(fraction=(prompt + 4) / (prompt + 40)))
         said = await asked(w, path, stopping)
         equal(said, await alone(w, path, stopping))
         assert w.outcomes == {"handed_over": 1}
@@ -175,7 +176,7 @@ async def test_only_the_output_is_cut_without_the_bidirectional_mode() -> None:
         expected = await alone(w, COMPLETIONS, body)
         equal(said, expected)
         assert said["receipt"]["cuts"] == [expected["usage"]["prompt_tokens"]]
-        w.server.fleet.pools[0].router.set_split("force", at=0.95)
+        w.server.fleet.pools[0].router.configure(split=SplitAt(fraction=0.95))
         equal(await asked(w, COMPLETIONS, body), expected)
         assert w.outcomes == {"handed_over": 2}
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from lmetric.engines.emulated.text import TOKENIZER_PATH
+from lmetric.options import SplitAt
 from pd_world import Pd
 from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, decision_id, event, plain, world
 from split_world import (
@@ -48,7 +49,7 @@ async def cut_after(w: Pd, path: str, body: dict[str, Any], tokens: int) -> dict
     expected = await alone(w, path, body | {"stream": False})
     prompt = expected["usage"]["prompt_tokens"]
     at = (prompt + tokens) / (prompt + body["max_tokens"])
-    w.server.fleet.pools[0].router.set_split("force", at=at)
+    w.server.fleet.pools[0].router.configure(split=SplitAt(fraction=at))
     return expected
 
 
@@ -368,10 +369,10 @@ async def test_a_seam_inside_a_character(stream: bool) -> None:
     async with faulty(tells) as w:
         pool = w.server.fleet.pools[0]
         for cut in range(1, 39):
-            pool.router.set_split("force", at=(29.5 + cut) / 70)
+            pool.router.configure(split=SplitAt(fraction=(29.5 + cut) / 70))
             status, headers, got = await w.post({**ASKED, "stream": stream})
             assert (status, said_in(got)) == (200, STORY_TEXT)
-            receipt = pool.router.receipt(decision_id(headers))
+            receipt = pool.router.explain(decision_id(headers))
             assert receipt is not None
             assert receipt["cuts"] == [30 + cut]
         assert dict(pool.handovers) == {"handed_over": 38}
@@ -454,7 +455,7 @@ async def test_what_cannot_be_joined_is_asked_for_whole(change: Any, why: str, s
             assert said_in(got) == STORY_TEXT
         # From now on nothing is cut, and the receipt says why.
         _, headers, _ = await w.post(ASKED)
-        receipt = w.server.fleet.pools[0].router.receipt(decision_id(headers))
+        receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
         assert receipt is not None
         assert why in receipt["uncut"]
 
@@ -557,7 +558,7 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         cuts = []
         for _ in range(2):
             _, headers, _ = await w.post(ASKED)
-            receipt = router.receipt(decision_id(headers)) or {}
+            receipt = router.explain(decision_id(headers)) or {}
             cuts.append((receipt["cuts"], receipt["uncut"]))
         assert cuts[0] == ([40], None)
         assert "the engine's text is not that of its tokens" in cuts[1][1]
@@ -567,7 +568,7 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         pool._not_joinable[COMPLETIONS] = (why, time.monotonic())
         status, headers, got = await w.post(ASKED)
         assert (status, said_in(got)) == (200, STORY_TEXT)
-        receipt = router.receipt(decision_id(headers)) or {}
+        receipt = router.explain(decision_id(headers)) or {}
         assert (receipt["cuts"], receipt["uncut"]) == ([40], None)
         # An engine that comes back as something else is a reason to try at once.
         pool.not_joinable(COMPLETIONS, "as a test wants")
@@ -576,5 +577,5 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         engine.ask_anew()
         await w.server._monitor.check([engine])
         _, headers, _ = await w.post(ASKED)
-        receipt = router.receipt(decision_id(headers)) or {}
+        receipt = router.explain(decision_id(headers)) or {}
         assert receipt["uncut"] is None

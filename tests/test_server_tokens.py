@@ -37,7 +37,7 @@ async def receipt(w: World, body: dict[str, Any], path: str = CHAT) -> dict[str,
     """The receipt of a request that went well."""
     status, headers, answer = await w.post(body, path)
     assert status == 200, answer
-    got = w.server.fleet.pools[0].router.receipt(decision_id(headers))
+    got = w.server.fleet.pools[0].router.explain(decision_id(headers))
     assert got is not None
     return got
 
@@ -165,7 +165,7 @@ async def test_long_new_text_waits_for_a_thread_while_others_pass(
         held.set()
         status, headers, _ = await long
         assert status == 200
-        got = w.server.fleet.pools[0].router.receipt(decision_id(headers))
+        got = w.server.fleet.pools[0].router.explain(decision_id(headers))
         assert got is not None
         assert got["prompt_tokens"] == len(PromptTokenizer.load(folder).chat(chat(LONG)))
 

@@ -45,26 +45,26 @@ def test_the_router_cuts_a_request_that_thinks_in_three_and_says_so() -> None:
     router = lm.Router("least_requests", block_size=16, step_time=STEP)
     for name in "abc":
         router.add_instance(name)
-    router.set_split("libra", parts=3, lengths_given=1, least_gain=-1)
-    told = {"prompt_tokens": 512, "expected_output_tokens": 1536}
-    decision, ticket = router.route(**told, think_tokens=1200)
-    receipt = router.receipt(decision.id)
+    router.configure(split=lm.LibraSplit(parts=3, lengths_given=True, min_gain=-1))
+    told = {"prompt_tokens": 512, "max_tokens": 1536}
+    decision, ticket = router.route(lm.Request(**told, reasoning_tokens=1200))
+    receipt = router.explain(decision.id)
     assert receipt is not None
     first, second = receipt["cuts"]
     assert 0 < first < second <= 1712
     assert {decision.instance, receipt["decode_instance"], receipt["answer_instance"]} == set("abc")
     assert receipt["balance_third_seconds"] > 0
     assert receipt["balance_cut_seconds"] is None
-    assert ticket.finished() == receipt["decode_instance"]
-    assert ticket.finished() == receipt["answer_instance"]
-    assert ticket.finished() is None
+    assert ticket.segment_done() == receipt["decode_instance"]
+    assert ticket.segment_done() == receipt["answer_instance"]
+    assert ticket.segment_done() is None
     assert router.in_flight() == 0
-    decision, _ = router.route(**told)
-    plain = router.receipt(decision.id)
+    decision, _ = router.route(lm.Request(**told))
+    plain = router.explain(decision.id)
     assert plain is not None
     assert (len(plain["cuts"]), plain["balance_third_seconds"]) == (1, None)
     with pytest.raises(lm.BadValueError, match="parts"):
-        router.set_split("libra", parts=4)
+        router.configure(split=lm.LibraSplit(parts=4))
 
 
 def test_thoughts_are_parts_of_their_own_in_the_simulator() -> None:

@@ -10,7 +10,7 @@ from collections import deque
 
 import mock  # noqa: UP026 - the mock engines beside this file
 
-from lmetric._core import ResponseReader, Router
+from lmetric._core import Request, ResponseReader, Router
 
 EVENT = mock.CHUNK % 12
 CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
@@ -31,7 +31,7 @@ def main() -> None:
     """Reads so many chunks, each of which is written at once."""
     router = Router()
     router.add_instance("engine")
-    _, ticket = router.route(prompt_tokens=10)
+    _, ticket = router.route(Request(prompt_tokens=10))
     ticket.sent()
     reader = ResponseReader()
     reader.begin(Sink(), ticket, True, True)

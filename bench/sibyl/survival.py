@@ -44,8 +44,8 @@ def errors(lengths: str, seed: int) -> list[dict[str, Any]]:
     while ended < SEEN[-1]:
         now += 1.0
         while len(open_) < AT_ONCE and waiting:
-            _, ticket = router.route(prompt_tokens=100, now=now)
-            ticket.finished(prompt_tokens=100, now=now)
+            _, ticket = router.route(lm.Request(prompt_tokens=100), now=now)
+            ticket.segment_done(prompt_tokens=100, now=now)
             ticket.first_token(now)
             open_.append((ticket, 1, waiting.pop()))
         going = []
@@ -56,13 +56,15 @@ def errors(lengths: str, seed: int) -> list[dict[str, Any]]:
             if made + more < length:
                 going.append((ticket, made + more, length))
                 continue
-            ticket.finished(output_tokens=length, now=now)
+            ticket.segment_done(output_tokens=length, now=now)
             ended += 1
             if ended in SEEN:
-                for curve in ("eq4", "product_limit"):
-                    known = router.survival(product_limit=curve == "product_limit")
-                    assert known is not None
-                    told.append({"seen": ended, "curve": curve, **held_against(known, test)})
+                learned = router.learned()
+                for curve, name in (
+                    ("eq4", "length_survival"),
+                    ("product_limit", "length_survival_product_limit"),
+                ):
+                    told.append({"seen": ended, "curve": curve, **held_against(learned[name], test)})
         open_ = going
     return told
 

@@ -17,17 +17,16 @@ def ends_until_learned(before: float, after: float, seed: int) -> int:
     e^-(rate t) is longer than t, with rate `before` at first."""
     router = lm.Router(policy="least_requests")
     router.add_instance("a")
-    router.set_priorities("uniboost", gamma=1.0)
+    router.configure(priority=lm.UniBoost(gamma=1.0))
     rng = np.random.default_rng(seed)
     now = 0.0
     for end in range(BEFORE + MOST):
         now += 1.0
-        _, ticket = router.route(prompt_tokens=100, now=now)
+        _, ticket = router.route(lm.Request(prompt_tokens=100), now=now)
         seconds = float(rng.exponential(1 / (before if end < BEFORE else after)))
         ticket.first_token(now=now)
-        ticket.finished(now=now + seconds)
-        learned = router.gamma()
-        assert learned is not None
-        if end >= BEFORE and abs(math.log(learned[0] / after)) < math.log(4 / 3):
+        ticket.segment_done(now=now + seconds)
+        gamma = router.learned()["gamma"]
+        if end >= BEFORE and abs(math.log(gamma / after)) < math.log(4 / 3):
             return end - BEFORE + 1
-    raise RuntimeError(f"gamma is {learned[0]:.3g} after {MOST} ends of rate {after}")
+    raise RuntimeError(f"gamma is {gamma:.3g} after {MOST} ends of rate {after}")

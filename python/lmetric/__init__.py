@@ -1,6 +1,27 @@
-"""lmetric: the request router for fleets of LLM engines.
+"""lmetric: route requests over a fleet of LLM engines.
 
-The names below are imported when first used, so that `lmetric-router --help` does not wait for them.
+>>> import lmetric as lm
+>>> router = lm.Router("lmetric", block_size=16)
+>>> for name in ("gpu-0", "gpu-1"):
+...     _ = router.add_instance(name, cache_blocks=4_000)
+>>> decision, ticket = router.route(lm.Request(range(64), max_tokens=20))
+>>> with ticket:  # leaving the block closes the ticket, also after an exception
+...     ticket.sent()
+...     ticket.first_token()
+...     ticket.done(output_tokens=20)
+>>> router.in_flight()
+0
+
+Simulate a trace and look at the result:
+
+>>> run = lm.simulate("trace.jsonl", policy="lmetric", instances=8)  # doctest: +SKIP
+>>> run.summary().ttft_seconds.p99  # doctest: +SKIP
+1.3
+
+Policies are scores: a registered name (`policy_table`), an expression such as ``lm.P_TOKEN * (lm.BS + 1)``,
+a `Policy` or a `policy_function`. Guide and reference: docs/python.md.
+
+All names are imported on first use, so ``import lmetric`` is fast.
 """
 
 from difflib import get_close_matches
@@ -9,12 +30,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmetric._core import (
+        SHARE_NAMES,
         BadValueError,
         Decision,
+        EventFeed,
         ExpressionError,
         LmetricError,
         NoInstanceError,
         PolicyError,
+        Request,
         Router,
         Ticket,
         TicketError,
@@ -23,6 +47,7 @@ if TYPE_CHECKING:
         indicator_table,
         policy_table,
     )
+    from lmetric._core import __version__ as __version__
     from lmetric.expr import (
         BOUND_BS,
         BOUND_TOKENS,
@@ -67,24 +92,37 @@ if TYPE_CHECKING:
         WINDOW_OUTPUT_TOKENS,
         WINDOW_PREFILL_TOKENS,
         Expr,
-        abs,
         clip,
         evaluate,
         exp,
         knob,
         log,
-        max,
         maximum,
         mean,
-        min,
         minimum,
         norm,
         sqrt,
         std,
         where,
     )
+    from lmetric.expr import abs as abs
+    from lmetric.expr import max as max
+    from lmetric.expr import min as min
+    from lmetric.options import (
+        DecodePlacement,
+        FairShares,
+        Guard,
+        LibraSplit,
+        Llumnix,
+        PrefixFetch,
+        SplitAt,
+        Star,
+        UniBoost,
+    )
     from lmetric.policies import Policy, PolicyFunction, policy_function
+    from lmetric.relay import Relay, RelayError
     from lmetric.sim.run import Run, simulate
+    from lmetric.sim.traces import Trace, load_trace
 
 __all__ = [
     "BOUND_BS",
@@ -124,6 +162,7 @@ __all__ = [
     "REPORTED_WAITING",
     "REPORT_AGE_SECONDS",
     "R_BS",
+    "SHARE_NAMES",
     "STEP_RELATIVE_ERROR",
     "STEP_SECONDS",
     "TOKENS",
@@ -131,30 +170,43 @@ __all__ = [
     "WINDOW_PREFILL_TOKENS",
     "BadValueError",
     "Decision",
+    "DecodePlacement",
+    "EventFeed",
     "Expr",
     "ExpressionError",
+    "FairShares",
+    "Guard",
+    "LibraSplit",
+    "Llumnix",
     "LmetricError",
     "NoInstanceError",
     "Policy",
     "PolicyError",
     "PolicyFunction",
+    "PrefixFetch",
+    "Relay",
+    "RelayError",
+    "Request",
     "Router",
     "Run",
+    "SplitAt",
+    "Star",
     "Ticket",
     "TicketError",
+    "Trace",
+    "UniBoost",
     "UnknownNameError",
-    "abs",
+    "__version__",
     "check_expression",
     "clip",
     "evaluate",
     "exp",
     "indicator_table",
     "knob",
+    "load_trace",
     "log",
-    "max",
     "maximum",
     "mean",
-    "min",
     "minimum",
     "norm",
     "policy_function",
@@ -166,15 +218,27 @@ __all__ = [
 ]
 
 
+# `lm.min`, `lm.max` and `lm.abs` are not in `__all__`: `from lmetric import *` keeps the builtins.
+_SHADOWS = ("abs", "max", "min")
+_MODULES = ("expr", "options", "policies")
+_HOMES = {
+    "Relay": "relay",
+    "RelayError": "relay",
+    "Run": "sim.run",
+    "simulate": "sim.run",
+    "Trace": "sim.traces",
+    "load_trace": "sim.traces",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("expr", "policies"):
+    if name in _MODULES:
         return import_module(f"lmetric.{name}")
-    if name in __all__:
-        simulator = name in ("Run", "simulate")
-        for home in (
-            ("lmetric.sim.run",) if simulator else ("lmetric._core", "lmetric.expr", "lmetric.policies")
-        ):
-            if (found := getattr(import_module(home), name, None)) is not None:
+    if name in __all__ or name in _SHADOWS:
+        for home in (_HOMES[name],) if name in _HOMES else ("_core", "expr", "options", "policies"):
+            if home == "_core":
+                import_module("lmetric._deprecated").install()
+            if (found := getattr(import_module(f"lmetric.{home}"), name, None)) is not None:
                 globals()[name] = found
                 return found
     near = get_close_matches(name, __all__, n=1)
@@ -183,4 +247,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "expr", "policies"]
+    return [*__all__, *_SHADOWS, *_MODULES]

@@ -1,13 +1,26 @@
 """The compiled core. Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=None`` reads it."""
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, final
+from typing import Any, Self, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
 from lmetric.expr import Expr
+from lmetric.options import (
+    Binding,
+    Failure,
+    Guard,
+    Handoff,
+    KvSource,
+    PrefixFetch,
+    PriorityOption,
+    RebalanceOption,
+    Role,
+    SplitOption,
+)
 from lmetric.policies import Policy, PolicyFunction
 
 __all__ = [
@@ -35,6 +48,7 @@ __all__ = [
     "PolicyError",
     "PolicyTimeout",
     "Program",
+    "Request",
     "RequestHead",
     "RequestReader",
     "ResponseReader",
@@ -46,6 +60,7 @@ __all__ = [
     "UnknownNameError",
     "WireError",
     "Workload",
+    "__version__",
     "bench_decision",
     "check_expression",
     "check_local_order",
@@ -54,13 +69,17 @@ __all__ = [
     "indicator_table",
     "local_orders",
     "nearest_name",
+    "parsed_option",
     "policy_table",
     "read_request",
     "simulate",
 ]
 
-# A C-contiguous buffer: numpy array, array.array, bytes, memoryview. Never a list on the fast path.
-_Buffer = Any
+__version__: str
+
+# Integers: list, tuple, range, numpy array of any integer dtype, array.array, memoryview; bytes are packed integers of 32
+# bits (token IDs) or 64 bits (hashes). A contiguous numpy array of the width that is read is not copied.
+_Integers: TypeAlias = Sequence[int] | NDArray[np.integer[Any]] | array[int] | bytes | bytearray | memoryview
 
 class LmetricError(Exception): ...
 
@@ -78,6 +97,69 @@ class PolicyError(LmetricError): ...
 class PolicyTimeout(BaseException): ...  # raised inside a policy that exceeds its time limit
 
 @final
+class Request:
+    def __new__(
+        cls,
+        token_ids: _Integers | None = None,
+        text: str | bytes | None = None,
+        block_hashes: _Integers | None = None,  # 64-bit, one per block; the router chains them
+        prompt_tokens: int | None = None,
+        max_tokens: int | None = None,
+        session: str | None = None,
+        request_id: str | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extra_tokens: int = 0,
+        tenant: str | None = None,
+        tenant_weight: float = 1.0,
+        handicap_seconds: float = 0.0,
+        length_class: str | None = None,
+        reasoning_tokens: int | None = None,
+        allow_split: bool = True,
+        split_reason: str | None = None,
+        allow_fetch: bool = True,
+        fetch_reason: str | None = None,
+    ) -> Request: ...
+    @property
+    def token_ids(self) -> NDArray[np.uint32] | None: ...
+    @property
+    def text(self) -> str | bytes | None: ...
+    @property
+    def block_hashes(self) -> NDArray[np.uint64] | None: ...
+    @property
+    def prompt_tokens(self) -> int | None: ...
+    @property
+    def extra_tokens(self) -> int: ...
+    @property
+    def max_tokens(self) -> int | None: ...
+    @property
+    def reasoning_tokens(self) -> int | None: ...
+    @property
+    def length_class(self) -> str | None: ...
+    @property
+    def session(self) -> str | None: ...
+    @property
+    def lora_name(self) -> str | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def request_id(self) -> str | None: ...
+    @property
+    def allow_split(self) -> bool: ...
+    @property
+    def split_reason(self) -> str | None: ...
+    @property
+    def allow_fetch(self) -> bool: ...
+    @property
+    def fetch_reason(self) -> str | None: ...
+    @property
+    def tenant(self) -> str | None: ...
+    @property
+    def tenant_weight(self) -> float: ...
+    @property
+    def handicap_seconds(self) -> float: ...
+
+@final
 class Router:
     def __new__(
         cls,
@@ -87,84 +169,65 @@ class Router:
         block_size: int = 16,
         text_block_bytes: int = 256,
         domain: Sequence[str | None] | None = None,
-        index: str = "approximate",  # or "exact"
-        index_bytes: int = 512 * 1024 * 1024,
-        receipt_bytes: int = 16 * 1024 * 1024,
-        guard: bool | None = None,  # None: as the policy declares
-        guard_window_seconds: float = 60.0,
-        guard_period_seconds: float = 1.0,
-        guard_classes: int = 64,
-        guard_min_requests: int = 16,
-        guard_phase2_factor: float = 2.0,
-        guard_release_factor: float = 0.8,
+        kv_source: KvSource = "approximate",
+        index_bytes: int = 536870912,
+        receipt_bytes: int = 16777216,
+        guard: bool | Guard | None = None,  # None: as the policy declares
         step_time: Mapping[str, float] | None = None,  # a profile's constants
-        drain: bool = True,
+        decay_queued_prefill: bool = True,
         seed: int = 0,
         decode_policy: str | Expr | Policy | PolicyFunction | None = None,  # least_requests
         decode_knobs: Mapping[str, float] | None = None,
-        binding: str = "early",  # or "late"
+        binding: Binding = "early",
         colocate: bool = True,
+        split: SplitOption | None = None,
+        prefix_fetch: PrefixFetch | None = None,
+        priority: PriorityOption | None = None,
+        rebalance: RebalanceOption | None = None,
     ) -> Router: ...
-    def add_instance(self, name: str, *, cache_blocks: int | None = None, role: str = "both") -> int: ...
-    def set_role(self, name: str, role: str) -> None: ...  # "both", "prefill" or "decode"
+    def configure(
+        self,
+        *,
+        split: SplitOption | None = ...,
+        prefix_fetch: PrefixFetch | None = ...,
+        priority: PriorityOption | None = ...,
+        rebalance: RebalanceOption | None = ...,
+        guard: bool = ...,
+        binding: Binding = ...,
+        block_size: int = ...,
+    ) -> None: ...
+    def add_instance(self, name: str, *, cache_blocks: int | None = None, role: Role = "both") -> int: ...
+    def update_instance(
+        self,
+        name: str,
+        *,
+        role: Role = ...,
+        healthy: bool = ...,
+        draining: bool = ...,
+        cache_blocks: int | None = ...,
+        handoff: Handoff = ...,
+        step_time: Mapping[str, float] | None = ...,
+        kv_source: KvSource = ...,
+    ) -> None: ...
     def remove_instance(self, name: str) -> None: ...
-    def set_health(self, name: str, healthy: bool) -> None: ...
-    def set_binding(self, binding: str) -> None: ...  # "early" or "late", from now on
-    def set_split(
-        self, kind: str, **settings: float
-    ) -> None: ...  # "none", "libra", "apart"; "force": each at the fraction `at`
-    def set_priorities(self, kind: str, **settings: float) -> None: ...  # none, uniboost, vtc
-    def set_clock_offset(self, seconds: float) -> None: ...  # of uniboost: wall clock minus router's clock
-    def gamma(self) -> tuple[float, int] | None: ...  # 1/s, and how often it was estimated
-    def set_pull(
-        self, on: bool = True, **settings: float
-    ) -> None: ...  # seconds_per_token, fixed_seconds, least_tokens, most_pulls, most_kv_usage
-    def pull_cost(self) -> tuple[float, float, int] | None: ...  # s/token, fixed s, learned from how many
-    def set_rescheduling(
-        self, name: str, **settings: float | str
-    ) -> None: ...  # none, star, star_current, star_oracle, llumnix
-    def reschedule(
+    def set_clock_offset(
+        self, seconds: float
+    ) -> None: ...  # of UniBoost: wall clock minus the router's clock
+    def rebalance(
         self, now: float | None = None
     ) -> tuple[list[dict[str, Any]], str]: ...  # moves, and why there are no more
-    def set_cuts(
-        self, name: str, cuts: str
-    ) -> None: ...  # "nowhere", "prompt_end", "output" or "anywhere": what its engine can do
-    def set_step_time(
-        self, name: str, step_time: Mapping[str, float] | None
-    ) -> None: ...  # a profile's constants; None: as the router was told of all
-    def drain(self, name: str, draining: bool = True) -> None: ...
-    def set_index_feed(self, name: str, index: str) -> None: ...  # "approximate" or "exact"
-    def set_cache_blocks(
-        self, name: str, cache_blocks: int | None
-    ) -> None: ...  # all ranks together; None: not known
-    def set_block_size(self, block_size: int) -> None: ...  # what was cached is forgotten
+    def learned(self) -> dict[str, Any]: ...
     @property
     def block_size(self) -> int: ...
     def instances(self) -> list[str]: ...
     def in_flight(self) -> int: ...
-    def route(
-        self,
-        *,
-        tokens: _Buffer | None = None,  # u32 token ids
-        text: str | bytes | None = None,
-        block_hashes: _Buffer | None = None,  # u64 local block hashes, chained by the router
-        prompt_tokens: int | None = None,
-        expected_output_tokens: int | None = None,
-        think_tokens: int | None = None,  # of these, the first that nobody reads as they come
-        length_class: str | None = None,  # whatever answers alike: tenant, endpoint, task
-        extra_tokens: int = 0,
-        session: str | None = None,
-        adapter: str | None = None,  # LoRA adapter; prompts with other adapters or salts never match
-        salt: str | None = None,
-        request_id: str | None = None,
-        uncut: str | None = None,  # why it must stay in one piece, where it must: for the receipt
-        unpulled: str | None = None,  # why nothing must be pulled for it, where that is so: for the receipt
-        tenant: str | None = None,
-        tenant_weight: float = 1.0,
-        handicap_seconds: float = 0.0,
-        now: float | None = None,
-    ) -> tuple[Decision, Ticket]: ...
-    def engine_report(
+    def route(self, request: Request, *, now: float | None = None) -> tuple[Decision, Ticket]: ...
+    def cached_tokens(self, request: Request) -> NDArray[np.uint32]: ...
+    def score(self, request: Request, *, now: float | None = None) -> NDArray[np.float64]: ...
+    def score_batch(  # (requests, instances)
+        self, requests: Sequence[Request], *, now: float | None = None
+    ) -> NDArray[np.float64]: ...
+    def report_load(
         self,
         name: str,
         *,
@@ -173,28 +236,27 @@ class Router:
         kv_usage: float | None = None,
         now: float | None = None,
     ) -> None: ...
-    def share(self, *, now: float | None = None) -> list[tuple[str, list[float]]]: ...
-    def hear(
+    def export_load(self, *, now: float | None = None) -> list[tuple[str, list[float]]]: ...
+    def import_load(
         self, replica: str, shares: Sequence[tuple[str, Sequence[float]]], *, now: float | None = None
     ) -> None: ...
-    def forget_silent(self, seconds: float, *, now: float | None = None) -> list[str]: ...
+    def expire_peers(self, seconds: float, *, now: float | None = None) -> list[str]: ...
     def blocks_stored(
         self,
         name: str,
-        block_hashes: _Buffer,
-        tokens: _Buffer,
+        block_hashes: _Integers,
+        token_ids: _Integers,
         *,
         parent: int | None = None,
-        adapter: str | None = None,
-        salt: str | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
         rank: int = 0,
     ) -> int: ...  # blocks that could not be placed
-    def blocks_removed(self, name: str, block_hashes: _Buffer, *, rank: int = 0) -> None: ...
+    def blocks_removed(self, name: str, block_hashes: _Integers, *, rank: int = 0) -> None: ...
     def blocks_cleared(
         self, name: str, *, rank: int | None = None
     ) -> None: ...  # None: all ranks, and guesses
     def tick(self, now: float | None = None) -> tuple[list[dict[str, Any]], float]: ...
-    def set_guard(self, on: bool) -> None: ...
     @property
     def guard_reason(self) -> str: ...  # why the policy has the guard on or off
     def set_policy(
@@ -207,41 +269,11 @@ class Router:
     @property
     def unscored(self) -> int: ...  # choices in which a policy scored no candidate
     def policy_warnings(self) -> list[str]: ...
-    def hit_tokens(
-        self,
-        *,
-        tokens: _Buffer | None = None,
-        text: str | bytes | None = None,
-        block_hashes: _Buffer | None = None,
-        prompt_tokens: int | None = None,
-        adapter: str | None = None,
-        salt: str | None = None,
-    ) -> NDArray[np.uint32]: ...
-    def score(  # of all instances; nothing is booked
-        self,
-        *,
-        tokens: _Buffer | None = None,
-        text: str | bytes | None = None,
-        block_hashes: _Buffer | None = None,
-        prompt_tokens: int | None = None,
-        expected_output_tokens: int | None = None,
-        session: str | None = None,
-        adapter: str | None = None,
-        salt: str | None = None,
-        now: float | None = None,
-    ) -> NDArray[np.float64]: ...
-    def score_batch(  # (prompts, instances)
-        self, tokens: _Buffer, offsets: _Buffer, *, now: float | None = None
-    ) -> NDArray[np.float64]: ...
     def indicators(self, now: float | None = None) -> dict[str, NDArray[np.float64]]: ...
     def prefill_rate(
         self, instance: str
     ) -> float | None: ...  # tokens/s, learned from first tokens; None: none seen
-    def receipt(self, decision_id: int) -> dict[str, Any] | None: ...
-    def survival(self, *, product_limit: bool = False) -> NDArray[np.float64] | None:
-        """The learned curve of answer lengths (SIBYL, section 4.2): the chance that an answer is longer than 0, 64, 128, ...
-        tokens; None where no policy asks for it. `product_limit`: by the Kaplan-Meier estimator, which counts answers that
-        still run (`sibyl_plus`), else as SIBYL's Eq. 4 updates it."""
+    def explain(self, decision_id: int) -> dict[str, Any] | None: ...
     def stats(self) -> dict[str, Any]: ...  # counters and gauges, see `lmetric.server.metrics`
 
 @final
@@ -289,11 +321,11 @@ class Decision:
     @property
     def decode_instance(self) -> str | None: ...  # where it goes on, as far as chosen
     @property
-    def pull(self) -> tuple[str, int, int] | None: ...  # holder, first token, one past the last
+    def fetch(self) -> tuple[str, int, int] | None: ...  # holder, first token, one past the last
     @property
-    def index(self) -> int: ...
+    def slot(self) -> int: ...
     @property
-    def predicted_hit_tokens(self) -> int: ...
+    def predicted_cached_tokens(self) -> int: ...
     @property
     def prompt_tokens(self) -> int: ...
     @property
@@ -309,19 +341,21 @@ class Ticket:
     def from_token(self) -> int: ...  # where the open segment begins
     @property
     def id(self) -> int: ...  # unique among open tickets
-    def begin_move(self, target: str, *, recompute: bool = True, now: float | None = None) -> None: ...
-    def elsewhere(self, now: float | None = None) -> str: ...  # its instance has failed it: where to go on
-    def cancel_move(self, now: float | None = None) -> None: ...
-    def moved(self, now: float | None = None) -> str: ...  # where it goes on
+    def begin_migration(self, target: str, *, recompute: bool = True, now: float | None = None) -> None: ...
+    def choose_failover(
+        self, now: float | None = None
+    ) -> str: ...  # its instance has failed it: where to go on
+    def cancel_migration(self, now: float | None = None) -> None: ...
+    def migrated(self, now: float | None = None) -> str: ...  # where it goes on
     @property
     def to_token(self) -> int | None: ...  # one past its last token; None: it goes to the request's end
     @property
-    def follows(self) -> bool: ...  # whether another segment follows it
+    def has_next(self) -> bool: ...  # whether another segment follows it
     @property
     def next_instance(self) -> str | None: ...  # where that is bound to; None: nowhere yet
     @property
-    def pull(self) -> tuple[str, int, int] | None: ...  # as the decision's; None once it is over
-    def pulled(
+    def fetch(self) -> tuple[str, int, int] | None: ...  # as the decision's; None once it is over
+    def fetched(
         self, tokens: int, seconds: float, now: float | None = None
     ) -> None: ...  # 0 tokens: none came
     def sent(self, now: float | None = None) -> None: ...
@@ -331,7 +365,7 @@ class Ticket:
     ) -> None: ...  # optional: exact prefill progress
     def first_token(self, now: float | None = None) -> None: ...
     def tokens(self, n: int, now: float | None = None) -> None: ...  # n further output tokens
-    def finished(
+    def segment_done(
         self,
         *,
         prompt_tokens: int | None = None,
@@ -339,7 +373,7 @@ class Ticket:
         output_tokens: int | None = None,
         now: float | None = None,
     ) -> str | None: ...  # where the next segment goes; None: the request ended
-    def ended(
+    def done(
         self,
         *,
         prompt_tokens: int | None = None,
@@ -347,7 +381,7 @@ class Ticket:
         output_tokens: int | None = None,
         now: float | None = None,
     ) -> None: ...  # the request ended inside the open segment, whatever was to follow
-    def failed(self, kind: str, now: float | None = None, *, retry: bool = True) -> str | None: ...
+    def failed(self, kind: Failure | str, now: float | None = None, *, retry: bool = True) -> str | None: ...
     # kind: "refused" | "dns" | "tls" | "unreachable" | "reset" | "timeout" | "status" -> before the first token the
     # ticket moves to the next of the ranking and its name is returned (call sent() again); None: the ranking is used
     # up, or a token was seen: closed.
@@ -357,7 +391,7 @@ class Ticket:
     def __enter__(self) -> Ticket: ...
     def __exit__(self, *args: object) -> None: ...  # closes as an abort where still open
 
-SHARE_NAMES: list[str]  # of the numbers of Router.share
+SHARE_NAMES: list[str]  # of the numbers of Router.export_load
 FAST_TOKENIZER: bool  # built with the cargo feature fast-tokenizer
 MAX_EXPRESSION_LENGTH: int
 
@@ -375,6 +409,7 @@ def policy_table() -> list[dict[str, Any]]: ...
 def check_expression(
     text: str, kind: str = "score", knobs: dict[str, float] | None = None
 ) -> list[str]: ...  # names of the indicators read; raises ExpressionError
+def parsed_option(what: str, kind: str, settings: dict[str, Any]) -> str: ...
 def nearest_name(name: str, known: list[str]) -> str | None: ...
 def bench_decision(
     *,
@@ -602,7 +637,7 @@ class Engine:
     def __new__(
         cls,
         profile: Mapping[str, Any],
-        words: _Buffer,
+        words: _Integers,
         vocabulary: int,
         *,
         admission: str = "vllm",  # or "reserve"
@@ -613,7 +648,7 @@ class Engine:
     ) -> Engine: ...
     def submit(
         self,
-        prompt: _Buffer,
+        prompt: _Integers,
         output_tokens: int,
         now: float,
         *,
@@ -635,7 +670,7 @@ class Engine:
     def load(self) -> dict[str, Any]: ...  # waiting, running, kv_usage (0..1), counters
 
 def generate(
-    words: _Buffer, vocabulary: int, prompt: _Buffer, n: int
+    words: _Integers, vocabulary: int, prompt: _Integers, n: int
 ) -> list[int]: ...  # what an engine answers
 
 # -- tokens (rust/py/src/tokens.rs) -------------------------------------------------------------------------------

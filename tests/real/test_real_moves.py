@@ -106,7 +106,7 @@ class Here:
         raise AssertionError(f"not moved {len(counts)} times in {ATTEMPTS} attempts: {self.mover.outcomes}")
 
     def receipt(self, said: dict[str, Any]) -> Any:
-        return self.server.fleet.pools[0].router.receipt(decision_id(said["headers"]))
+        return self.server.fleet.pools[0].router.explain(decision_id(said["headers"]))
 
 
 @contextlib.asynccontextmanager

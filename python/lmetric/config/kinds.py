@@ -6,10 +6,12 @@ import contextlib
 import ipaddress
 import re
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, SecretStr
+
+from lmetric.options import Role as Role
 
 
 def _http_url(url: str, whose: str) -> str:
@@ -115,7 +117,6 @@ def _on(word: object) -> object:
     return "on" if word is True else word
 
 
-Role = Literal["both", "prefill", "decode"]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Positive = Annotated[int, Field(ge=1)]

@@ -8,7 +8,7 @@ from array import array
 from typing import Any
 from urllib.parse import urlsplit
 
-from lmetric._core import EventFeed, LmetricError, Router
+from lmetric._core import EventFeed, LmetricError, Request, Router
 from lmetric.config import KvEvents
 from lmetric.doctor.subject import Subject
 from lmetric.server.fleet.kv_mode import PoolFacts, Subscription, choose, mismatch
@@ -21,7 +21,9 @@ class Ear:
 
     def __init__(self, model: str, block_size: int, block_size_from: str) -> None:
         self.pool = PoolFacts(block_size, block_size_from, knows_tokens=True)
-        self._router = Router(block_size=block_size, domain=[model], index="exact", drain=False)
+        self._router = Router(
+            block_size=block_size, domain=[model], kv_source="exact", decay_queued_prefill=False
+        )
         self._feed = EventFeed(self._router)
 
     def subscribe(self, name: str, sources: tuple[Subscription, ...], cache_blocks: int | None) -> None:
@@ -32,7 +34,7 @@ class Ear:
 
     def predict(self, name: str, prompt: list[int]) -> int:
         """Leading tokens of a prompt that the engine holds, by its events."""
-        hits = self._router.hit_tokens(tokens=array("I", prompt))
+        hits = self._router.cached_tokens(Request(token_ids=array("I", prompt)))
         return int(hits[self._router.instances().index(name)])
 
     def connected(self, name: str, rank: int) -> bool:

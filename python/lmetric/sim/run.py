@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +30,17 @@ from lmetric.defaults import (
     default_split,
 )
 from lmetric.expr import Expr
+from lmetric.options import Guard, PriorityOption, RebalanceOption, SplitOption, core_settings
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
 from lmetric.queueing import Swap
 from lmetric.sim.pools import Roles, Transfer
 from lmetric.sim.pulls import Pull
-from lmetric.sim.summary import optimal_assignment_ratio
-from lmetric.sim.traces import Trace
+from lmetric.sim.summary import RunFigures, Slo, figures, optimal_assignment_ratio
+from lmetric.sim.traces import Trace, load_trace
+
+if TYPE_CHECKING:
+    import pandas
 
 Signals = Literal["exact", "step_end", "delayed"]
 Admission = Literal["reserve", "vllm"]
@@ -48,6 +54,9 @@ SwapLike = str | Mapping[str, float] | Swap | None
 PolicyLike = str | Expr | Policy | PolicyFunction | None
 ProfileLike = str | Profile | Mapping[str, Any]
 
+
+# Arrays of a run that do not have one entry per request.
+_NOT_PER_REQUEST = ("gap_edges_seconds", "gap_counts")
 
 # What chooses where requests decode, and how their KV moves, where nothing else is said.
 DECODE_POLICY = "least_requests"
@@ -64,7 +73,7 @@ class Timeline:
     prefill_tokens: NDArray[np.float64]  # prompt tokens computed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Run:
     """What came of one run: columns with one entry a request, in the trace's order; times on its clock."""
 
@@ -162,6 +171,69 @@ class Run:
         """From arrival to the last output token."""
         return self.finished_seconds - self.arrival_seconds
 
+    def summary(
+        self,
+        *,
+        slo_ttft_seconds: float | None = None,
+        slo_tpot_seconds: float | None = None,
+        share: tuple[float, float] = (0.0, 1.0),
+    ) -> RunFigures:
+        """Latency percentiles, hit ratios, rates, goodput and load imbalance of the run.
+
+        Args:
+            slo_ttft_seconds, slo_tpot_seconds: bounds that an answer must keep to count as goodput; None: no
+                bound.
+            share: the requests to summarize, as fractions in order of arrival: ``(0.1, 0.9)`` leaves out the
+                first and the last tenth.
+        """
+        return figures(self, Slo(slo_ttft_seconds, slo_tpot_seconds), share)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A data frame with one row per request, in the trace's order: every column of the run, and
+        ``ttft_seconds``, ``tpot_seconds`` and ``e2e_seconds``. Seconds are on the simulated clock.
+
+        Raises:
+            ImportError: pandas is not installed; the extra ``pandas`` has it.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError(
+                "Run.to_pandas needs pandas, which is not installed; "
+                "run: pip install 'lmetric-router[pandas]'"
+            ) from None
+        columns = {
+            each.name: column
+            for each in fields(self)
+            if each.name not in _NOT_PER_REQUEST
+            and isinstance(column := getattr(self, each.name), np.ndarray)
+        }
+        for name in ("ttft_seconds", "tpot_seconds", "e2e_seconds"):
+            columns[name] = getattr(self, name)
+        return pandas.DataFrame(columns)
+
+    def _rows(self) -> list[tuple[str, str]]:
+        shown = self.summary()
+        rows = [("requests", f"{shown.requests:,}" + (f", {shown.failed:,} failed" if shown.failed else ""))]
+        for name, spread in (
+            ("TTFT", shown.ttft_seconds), ("TPOT", shown.tpot_seconds), ("end to end", shown.e2e_seconds)
+        ):  # fmt: skip
+            if spread is not None:
+                rows.append((name, f"mean {spread.mean:.3g} s, p99 {spread.p99:.3g} s"))
+        if shown.hit_ratio is not None:
+            rows.append(("cached prompt tokens", f"{shown.hit_ratio:.1%}"))
+        rows.append(("throughput", f"{shown.requests_per_second:.3g} requests/s"))
+        return rows
+
+    def __repr__(self) -> str:
+        rows = "; ".join(f"{name} {value}" for name, value in self._rows())
+        return f"Run(policy={self.policy!r}, instances={self.instances}, seed={self.seed}; {rows})"
+
+    def _repr_html_(self) -> str:
+        rows = [("policy", self.policy), ("instances", str(self.instances)), *self._rows()]
+        cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+        return f"<table>{''.join(cells)}</table>"
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -216,7 +288,7 @@ def prepare(trace: Trace, profile: ProfileLike = DEFAULT_PROFILE) -> Workload:
 
 
 def simulate(
-    trace: Trace | Workload,
+    trace: str | Path | Trace | Workload,
     *,
     policy: PolicyLike = "lmetric",
     knobs: Mapping[str, float] | None = None,
@@ -228,7 +300,7 @@ def simulate(
     admission: Admission = "reserve",
     index: Index = "exact",
     index_bytes: int = 512 * 1024 * 1024,
-    guard: bool | None = None,
+    guard: bool | Guard | None = None,
     guard_window_seconds: float = 60.0,
     guard_period_seconds: float = 1.0,
     guard_classes: int = 64,
@@ -251,11 +323,11 @@ def simulate(
     order_slo: float = ORDER_SLO,
     order_think_slo: float | None = None,
     preempt: SwapLike = "recompute",
-    priority: Priority = "none",
+    priority: Priority | PriorityOption = "none",
     priority_settings: Mapping[str, float] | None = None,
-    split: Split | None = None,
+    split: Split | SplitOption | None = None,
     split_settings: Mapping[str, float] | str | None = None,
-    reschedule: Reschedule = "none",
+    reschedule: Reschedule | RebalanceOption = "none",
     reschedule_settings: Mapping[str, float | str] | None = None,
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
@@ -267,7 +339,8 @@ def simulate(
     """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
 
     Args:
-        trace: what arrives; from `prepare` where it is played more than once.
+        trace: the path of a trace file (read with `load_trace`), a `Trace`, or the result of `prepare`, which
+            saves time if a trace is played more than once.
         policy: what `lmetric.Router` takes (name, expression, `Policy`, `policy_function`), with `knobs`.
         profile: a shipped name, a path, a mapping, or a `Profile`.
         decode_profile: of the instances that only decode, where theirs is another: more GPUs each, say. The
@@ -307,15 +380,16 @@ def simulate(
         preempt: what becomes of the KV of requests that go back: ``"recompute"``, or ``"swap:25, host=64"``,
             it is copied to the host's memory and in again, at so many GB/s (`lmetric.queueing.Swap`); only
             with admission vllm.
+        priority, split, reschedule, guard: also as options of `lmetric.options`, which hold their settings.
         priority: what gives requests the numbers that local order ``"priority"`` goes by: ``"uniboost"`` or
-            ``"vtc"`` (a session is a tenant), with the `priority_settings` of `Router.set_priorities`, as a
+            ``"vtc"`` (a session is a tenant), with the settings of `lmetric.UniBoost`, as a
             server gives them to stock engines: once, at submission.
-        split: how requests are cut that no `roles` cut: ``"none"``; ``"apart"``, behind the prompt, where all
-            requests together lose less time then; ``"libra"``, between the instance of the
-            policy and that of `decode_policy`, where this balances them and pays, by `split_settings` (a
-            mapping, or text as ``"parts=3, lengths_given=1"``: with ``parts=3`` a request with thoughts is
-            cut in three, prompt, thoughts and answer); see
-            `Router.set_split`; or ``"force"``, at the fraction ``at``. What is cut moves as `transfer` says.
+        split: how requests are split that no `roles` split: ``"none"``; ``"apart"``, behind the prompt, if
+            all requests together lose less time then; ``"libra"``, between the instance of the policy and
+            that of `decode_policy`, if this balances them and pays, by `split_settings` (a mapping, or text
+            such as ``"parts=3, lengths_given=1"``: with ``parts=3`` a request with reasoning is split in
+            three: prompt, reasoning and answer; see `lmetric.LibraSplit`); or ``"force"``, at the fraction
+            ``at``. What is split moves as `transfer` says.
             None: ``"apart"`` where the policy is planner and there are no `roles`, else ``"none"``.
         reschedule: how running requests are moved between engines that decode: ``"none"``; ``"star"`` (by
             predicted loads), ``"star_current"`` (by present ones), ``"star_oracle"`` (lengths known),
@@ -338,8 +412,11 @@ def simulate(
     Raises:
         LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
         ProfileError: an unknown or bad profile.
+        TraceError: a file that is not a trace, or a bad line in it. FileNotFoundError: no such file.
     """
     chosen = resolve_profile(profile)
+    if isinstance(trace, str | Path):
+        trace = load_trace(trace)
     workload = trace if isinstance(trace, Workload) else prepare(trace, chosen)
     pools = None if roles is None else Roles.of(roles)
     if pools is not None:
@@ -358,6 +435,31 @@ def simulate(
         split = "none" if pools is not None and pools.decode else default_split(name)
     if pull is None:
         pull = default_pull(name)
+    kinds: dict[str, str] = {}
+    all_settings: dict[str, Any] = {
+        "priority": priority_settings,
+        "split": _numbers(split_settings) if isinstance(split_settings, str) else split_settings,
+        "rebalance": reschedule_settings,
+    }
+    for what, option in (("priority", priority), ("split", split), ("rebalance", reschedule)):
+        if isinstance(option, str):
+            kinds[what] = option
+        elif all_settings[what]:
+            raise _core.BadValueError(f"{what}: settings beside {option!r}; set them in the option")
+        else:
+            kinds[what], all_settings[what] = core_settings(what, option)
+    guarding: dict[str, Any] = {
+        "guard": guard,
+        "guard_window_seconds": guard_window_seconds,
+        "guard_period_seconds": guard_period_seconds,
+        "guard_classes": guard_classes,
+        "guard_min_requests": guard_min_requests,
+        "guard_phase2_factor": guard_phase2_factor,
+        "guard_release_factor": guard_release_factor,
+    }
+    if isinstance(guard, Guard):
+        guarding = {f"guard_{each.name}": getattr(guard, each.name) for each in fields(guard)}
+        guarding["guard"] = guarding.pop("guard_enabled")
     started = time.perf_counter()
     columns = _core.simulate(
         workload.core,
@@ -369,13 +471,6 @@ def simulate(
         admission=admission,
         index=index,
         index_bytes=index_bytes,
-        guard=guard,
-        guard_window_seconds=guard_window_seconds,
-        guard_period_seconds=guard_period_seconds,
-        guard_classes=guard_classes,
-        guard_min_requests=guard_min_requests,
-        guard_phase2_factor=guard_phase2_factor,
-        guard_release_factor=guard_release_factor,
         event_delay_seconds=event_delay_seconds,
         report_period_seconds=report_period_seconds,
         token_stride=token_stride,
@@ -386,12 +481,12 @@ def simulate(
         order_slo_seconds=order_slo,
         order_think_slo_seconds=order_think_slo,
         swap=None if (swap := Swap.of(preempt)) is None else swap.constants(chosen),
-        priority=priority,
-        priority_settings=priority_settings,
-        split=split,
-        split_settings=_numbers(split_settings) if isinstance(split_settings, str) else split_settings,
-        reschedule=reschedule,
-        reschedule_settings=reschedule_settings,
+        priority=kinds["priority"],
+        priority_settings=all_settings["priority"],
+        split=kinds["split"],
+        split_settings=all_settings["split"],
+        reschedule=kinds["rebalance"],
+        reschedule_settings=all_settings["rebalance"],
         silent_segments=silent_segments,
         token_slo_seconds=token_slo_seconds,
         think_slo_seconds=think_slo_seconds,
@@ -405,9 +500,10 @@ def simulate(
             binding,
             transfer,
             prefill,
-            split != "none" or reschedule != "none",
+            kinds["split"] != "none" or kinds["rebalance"] != "none",
             Pull.of(pull),
         ),
+        **guarding,
     )
     wall_seconds = time.perf_counter() - started
     block = chosen.block_tokens
@@ -418,12 +514,12 @@ def simulate(
     return Run(
         policy=name,
         decode_policy=None
-        if (pools is None or not pools.decode) and (split, reschedule) == ("none", "none")
+        if (pools is None or not pools.decode) and (kinds["split"], kinds["rebalance"]) == ("none", "none")
         else policy_name(DECODE_POLICY if decode_policy is None else decode_policy),
         roles=pools,
         local_order=local_order,
-        split=split,
-        reschedule=reschedule,
+        split=kinds["split"],
+        reschedule=kinds["rebalance"],
         token_slo_seconds=token_slo_seconds,
         think_slo_seconds=token_slo_seconds if think_slo_seconds is None else think_slo_seconds,
         seed=seed,

@@ -1,13 +1,13 @@
-//! Buffers in: numpy arrays, `array.array`, bytes, memoryviews, read in place.
+//! Integers in: numpy arrays, `array.array` and memoryviews are read in place, other sequences copied.
 use crate::errors::{BadValueError, Result};
 use lmetric_core::CoreError;
 use numpy::{Element, PyArray1, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyMemoryView, PyString};
 use std::borrow::Cow;
 
-/// A C-contiguous buffer of integers, held as long as this lives.
+/// Integers: a C-contiguous buffer, or any other sequence. Held as long as this lives.
 pub enum Ints<'py> {
     /// A numpy array of token ids: asked directly, which is several times as fast as the buffer protocol.
     Tokens(Bound<'py, PyArray1<u32>>),
@@ -23,75 +23,60 @@ pub enum Ints<'py> {
     Wide(PyBuffer<u64>),
     /// Signed 64-bit integers.
     SignedWide(PyBuffer<i64>),
-    /// An empty buffer of whatever kind: its pointer may be anything.
-    Empty,
+    /// Any other sequence, whose elements are copied one by one.
+    Sequence(Bound<'py, PyAny>),
 }
 
 impl<'py> Ints<'py> {
     /// Takes `value`'s buffer. `what` names the argument in errors.
     pub fn take(value: &Bound<'py, PyAny>, what: &str) -> Result<Ints<'py>> {
-        if let Ok(array) = value.cast::<PyArray1<u32>>() {
-            return if array.is_c_contiguous() {
-                Ok(Ints::Tokens(array.clone()))
-            } else {
-                Err(bad(value, what, CONTIGUOUS))
-            };
+        if let Ok(array) = value.cast::<PyArray1<u32>>()
+            && array.is_c_contiguous()
+        {
+            return Ok(Ints::Tokens(array.clone()));
         }
-        if let Ok(array) = value.cast::<PyArray1<u64>>() {
-            return if array.is_c_contiguous() {
-                Ok(Ints::Hashes(array.clone()))
-            } else {
-                Err(bad(value, what, CONTIGUOUS))
-            };
+        if let Ok(array) = value.cast::<PyArray1<u64>>()
+            && array.is_c_contiguous()
+        {
+            return Ok(Ints::Hashes(array.clone()));
         }
+        if value.is_instance_of::<PyString>() {
+            return Err(bad(value, what, SEQUENCE));
+        }
+        let packed = value.is_instance_of::<PyBytes>()
+            || value.is_instance_of::<PyByteArray>()
+            || value.is_instance_of::<PyMemoryView>();
         let taken = PyBuffer::<u32>::get(value)
             .map(Ints::Narrow)
             .or_else(|_| PyBuffer::<u64>::get(value).map(Ints::Wide))
             .or_else(|_| PyBuffer::<i64>::get(value).map(Ints::SignedWide))
-            .or_else(|_| PyBuffer::<i32>::get(value).map(Ints::Signed))
-            .or_else(|_| PyBuffer::<u8>::get(value).map(Ints::Bytes));
-        let Ok(taken) = taken else {
-            if value.len().is_ok_and(|n| n == 0) && !value.is_instance_of::<PyList>() {
-                return Ok(Ints::Empty);
-            }
-            return Err(bad(
-                value,
-                what,
-                "a buffer of 32- or 64-bit integers (numpy array, array.array, bytes), not a list",
-            ));
+            .or_else(|_| PyBuffer::<i32>::get(value).map(Ints::Signed));
+        let taken = match taken {
+            Err(_) if packed => PyBuffer::<u8>::get(value).map(Ints::Bytes).ok(),
+            other => other.ok(),
         };
-        let contiguous = match &taken {
+        let in_place = taken.filter(|taken| match taken {
             Ints::Narrow(b) => b.is_c_contiguous() && b.dimensions() == 1,
             Ints::Bytes(b) => b.is_c_contiguous() && b.dimensions() == 1,
             Ints::Signed(b) => b.is_c_contiguous() && b.dimensions() == 1,
             Ints::Wide(b) => b.is_c_contiguous() && b.dimensions() == 1,
             Ints::SignedWide(b) => b.is_c_contiguous() && b.dimensions() == 1,
-            Ints::Empty | Ints::Tokens(_) | Ints::Hashes(_) => true,
-        };
-        if !contiguous {
-            return Err(bad(value, what, CONTIGUOUS));
+            Ints::Tokens(_) | Ints::Hashes(_) | Ints::Sequence(_) => true,
+        });
+        match in_place {
+            Some(taken) => Ok(taken),
+            None if is_sequence(value) => Ok(Ints::Sequence(value.clone())),
+            None => Err(bad(value, what, SEQUENCE)),
         }
-        Ok(taken)
     }
 
     /// As token ids: in place where they are 32 bits wide, else checked and narrowed.
     pub fn tokens<'a>(&'a self, py: Python<'a>, what: &str) -> Result<Cow<'a, [u32]>> {
-        let too_big = || -> crate::errors::Error {
-            CoreError::BadValue {
-                what: what.into(),
-                got: "an element out of range".into(),
-                expected: "token ids from 0 to 2^32 - 1".into(),
-            }
-            .into()
-        };
         Ok(match self {
-            Ints::Empty => Cow::Borrowed(&[]),
             Ints::Tokens(array) => Cow::Borrowed(slice(array)),
-            Ints::Hashes(array) => {
-                let all: Option<Vec<u32>> = slice(array).iter().map(|t| u32::try_from(*t).ok()).collect();
-                Cow::Owned(all.ok_or_else(too_big)?)
-            }
+            Ints::Hashes(array) => Cow::Owned(narrowed(slice(array), what)?),
             Ints::Narrow(b) => Cow::Borrowed(in_place(py, b)),
+            Ints::Sequence(values) => Cow::Owned(elements(values, what, TOKEN_IDS)?),
             Ints::Bytes(b) => {
                 let bytes = in_place(py, b);
                 if bytes.len() % 4 != 0 {
@@ -106,31 +91,22 @@ impl<'py> Ints<'py> {
                     bytes.chunks_exact(4).map(|c| u32::from_ne_bytes([c[0], c[1], c[2], c[3]])).collect(),
                 )
             }
-            Ints::Signed(b) => {
-                let all: Option<Vec<u32>> = in_place(py, b).iter().map(|t| u32::try_from(*t).ok()).collect();
-                Cow::Owned(all.ok_or_else(too_big)?)
-            }
-            Ints::Wide(b) => {
-                let all: Option<Vec<u32>> = in_place(py, b).iter().map(|t| u32::try_from(*t).ok()).collect();
-                Cow::Owned(all.ok_or_else(too_big)?)
-            }
-            Ints::SignedWide(b) => {
-                let all: Option<Vec<u32>> = in_place(py, b).iter().map(|t| u32::try_from(*t).ok()).collect();
-                Cow::Owned(all.ok_or_else(too_big)?)
-            }
+            Ints::Signed(b) => Cow::Owned(narrowed(in_place(py, b), what)?),
+            Ints::Wide(b) => Cow::Owned(narrowed(in_place(py, b), what)?),
+            Ints::SignedWide(b) => Cow::Owned(narrowed(in_place(py, b), what)?),
         })
     }
 
     /// As 64-bit hashes: in place where they are 64 bits wide.
     pub fn hashes<'a>(&'a self, py: Python<'a>, what: &str) -> Result<Cow<'a, [u64]>> {
         Ok(match self {
-            Ints::Empty => Cow::Borrowed(&[]),
             Ints::Hashes(array) => Cow::Borrowed(slice(array)),
             Ints::Tokens(array) => Cow::Owned(slice(array).iter().map(|h| u64::from(*h)).collect()),
             Ints::Wide(b) => Cow::Borrowed(in_place(py, b)),
             Ints::SignedWide(b) => Cow::Owned(in_place(py, b).iter().map(|h| *h as u64).collect()),
             Ints::Narrow(b) => Cow::Owned(in_place(py, b).iter().map(|h| u64::from(*h)).collect()),
             Ints::Signed(b) => Cow::Owned(in_place(py, b).iter().map(|h| *h as u64).collect()),
+            Ints::Sequence(values) => Cow::Owned(elements(values, what, HASHES)?),
             Ints::Bytes(b) => {
                 let bytes = in_place(py, b);
                 if bytes.len() % 8 != 0 {
@@ -148,7 +124,7 @@ impl<'py> Ints<'py> {
     }
 }
 
-fn bad(value: &Bound<'_, PyAny>, what: &str, expected: &str) -> crate::errors::Error {
+pub fn bad(value: &Bound<'_, PyAny>, what: &str, expected: &str) -> crate::errors::Error {
     let kind = value.get_type().name().map_or_else(|_| "?".into(), |n| n.to_string());
     BadValueError::new_err(format!("{what}: {kind} is not valid; expected {expected}")).into()
 }
@@ -164,10 +140,74 @@ fn in_place<'a, T: pyo3::buffer::Element>(_py: Python<'a>, buffer: &'a PyBuffer<
     unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<T>(), count) }
 }
 
-const CONTIGUOUS: &str = "a C-contiguous buffer of one dimension";
+const SEQUENCE: &str = "a sequence of integers (list, tuple, range, array, numpy array or bytes)";
+const TOKEN_IDS: &str = "an integer from 0 to 4294967295";
+const HASHES: &str = "an integer from -2^63 to 2^64 - 1";
+
+fn is_sequence(value: &Bound<'_, PyAny>) -> bool {
+    let indexed = value.hasattr("__getitem__").unwrap_or(false) && !value.is_instance_of::<PyDict>();
+    indexed && value.len().is_ok()
+}
+
+/// An element that cannot be, with its position.
+fn bad_element(what: &str, position: usize, got: &str, expected: &str) -> crate::errors::Error {
+    CoreError::BadValue { what: format!("{what}[{position}]"), got: got.into(), expected: expected.into() }
+        .into()
+}
+
+/// The elements as token IDs.
+fn narrowed<T: Copy + std::fmt::Display>(values: &[T], what: &str) -> Result<Vec<u32>>
+where
+    u32: TryFrom<T>,
+{
+    let one = |(position, value): (usize, &T)| {
+        u32::try_from(*value).map_err(|_| bad_element(what, position, &value.to_string(), TOKEN_IDS))
+    };
+    values.iter().enumerate().map(one).collect()
+}
+
+/// What an element of a sequence is read as.
+trait FromElement: Sized {
+    fn of(value: &Bound<'_, PyAny>) -> Option<Self>;
+}
+
+impl FromElement for u32 {
+    fn of(value: &Bound<'_, PyAny>) -> Option<u32> {
+        value.extract().ok()
+    }
+}
+
+impl FromElement for u64 {
+    /// Negative ones as their two's complement: engines give hashes either way.
+    fn of(value: &Bound<'_, PyAny>) -> Option<u64> {
+        value.extract().ok().or_else(|| value.extract::<i64>().ok().map(|hash| hash as u64))
+    }
+}
+
+/// The elements of a sequence, one by one.
+fn elements<T: FromElement>(values: &Bound<'_, PyAny>, what: &str, expected: &str) -> Result<Vec<T>> {
+    let mut all = Vec::with_capacity(values.len()?);
+    for (position, value) in values.try_iter()?.enumerate() {
+        let value = value?;
+        let one = if value.is_instance_of::<PyBool>() { None } else { T::of(&value) };
+        all.push(one.ok_or_else(|| {
+            let got = value.repr().map_or_else(|_| "?".into(), |text| text.to_string());
+            bad_element(what, position, &shortened(got), expected)
+        })?);
+    }
+    Ok(all)
+}
+
+/// At most 60 characters of a text.
+fn shortened(text: String) -> String {
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
+    }
+}
 
 /// The array's elements, in place.
-fn slice<'a, T: Element>(array: &'a Bound<'_, PyArray1<T>>) -> &'a [T] {
+pub fn slice<'a, T: Element>(array: &'a Bound<'_, PyArray1<T>>) -> &'a [T] {
     // SAFETY: contiguous (checked in `take`); the interpreter lock is held as long as the slice lives, so no Python code changes it.
     unsafe { array.as_slice() }.unwrap_or(&[])
 }

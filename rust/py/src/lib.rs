@@ -12,6 +12,7 @@ mod guard;
 mod policies;
 mod priorities;
 mod pull;
+mod request;
 mod reschedule;
 mod router;
 mod simulate;
@@ -23,6 +24,7 @@ mod wire;
 // Free-threaded interpreters must take their lock for it: buffers are read in place (see `buffers`), which only that lock makes sound.
 #[pymodule(gil_used = true)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     errors::register(module)?;
     router::register(module)?;
     feed::register(module)?;

@@ -1,40 +1,42 @@
 //! `Router`: the core's router in Python.
-use crate::buffers::Ints;
+use crate::buffers::{self, Ints};
 use crate::errors::Result;
 use crate::guard::GuardSettings;
 use crate::policies;
+use crate::request::{self, Request};
 use crate::ticket::{Decision, Stats, Ticket};
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{INDICATORS, Indicator, IndicatorDecl, Scope};
-use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::plan::{Binding, Cuts};
-use lmetric_core::request::{Request, Tenant};
+use lmetric_core::request::Request as CoreRequest;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{IndexFeed, NamedMove, Router as CoreRouter, RouterConfig, Share, SharedRouter};
 use lmetric_core::{CoreError, InstanceId};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use parking_lot::Mutex;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyString};
+use pyo3::types::{PyDict, PyString};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use xxhash_rust::xxh3::xxh3_64;
 
 /// Adds the classes to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Router>()?;
+    module.add_class::<Request>()?;
     module.add("SHARE_NAMES", Share::NAMES.to_vec())?;
     module.add_class::<Decision>()?;
     module.add_class::<Ticket>()?;
     module.add("PolicyTimeout", module.py().get_type::<policies::PolicyTimeout>())?;
+    module.add_function(wrap_pyfunction!(parsed_option, module)?)?;
     module.add_function(wrap_pyfunction!(policies::policy_table, module)?)
 }
 
-/// Longer prompts count as this long, so that token positions behind the prompt fit into 32 bits.
-const MOST_PROMPT_TOKENS: u32 = i32::MAX as u32;
+/// Instances whose names a router's repr shows.
+const NAMES_SHOWN: usize = 4;
 /// Seconds by which times that a program gives may be off.
 const DAY: f64 = 86_400.0;
 /// How long a policy function may wait for another router, whose holder may wait for the function's own.
@@ -84,19 +86,18 @@ impl Clock {
 /// Routes the requests of one pool: the instances of one model.
 ///
 /// `policy`: a registered name, the text of a score expression, an `lmetric.Policy` or an `lmetric.policy_function`; default
-/// `"lmetric"`. `knobs`: its settings. `block_size`: tokens a block. `text_block_bytes`: bytes a block where prompts are text.
-/// `domain`: whatever prompts must share to match (model, tokenizer). `index`: `"approximate"` (what was placed somewhere is
-/// believed to be cached there) or `"exact"` (`blocks_stored`, `blocks_removed`, `blocks_cleared` tell). `index_bytes`,
-/// `receipt_bytes`: hard bounds. `guard`: the hot-spot guard; None: as the policy declares (`guard_reason` says which). It takes
-/// shares over `guard_window_seconds`, looks at them every `guard_period_seconds`, counts `guard_classes` prefixes, suspects those
-/// with at least `guard_min_requests`, filters after `guard_phase2_factor` times as many requests as there are holders, and ends at
-/// `guard_release_factor` of the alarm; see docs/guard.md. `step_time`: a profile's constants (`fixed_seconds`, ...,
-/// `max_batch_tokens`), from which `predicted_ttft_seconds` is made instead of from the learned prefill rate. `drain`: whether queued
-/// prefill tokens drain between events at the learned rate. `seed`: of every random choice.
+/// `"lmetric"`. `knobs`: its parameters. `block_size`: tokens per block. `text_block_bytes`: bytes per block of prompts given as
+/// text. `domain`: what prompts must share to match (model, tokenizer). `kv_source`: what the KV index learns from:
+/// `"approximate"` (from where requests were placed) or `"exact"` (from engines' KV events: `EventFeed`, `blocks_stored`, ...).
+/// `index_bytes`, `receipt_bytes`: hard bounds of the index and of the decision records. `guard`: the hot-spot guard, on or off
+/// or with settings (`lmetric.Guard`); None: as the policy declares (`guard_reason` says why). `step_time`: a profile's constants
+/// (`fixed_seconds`, ..., `max_batch_tokens`), from which `predicted_ttft_seconds` is computed instead of from the learned prefill
+/// rate. `decay_queued_prefill`: whether queued prefill tokens decay between events at the learned rate. `seed`: of all
+/// random choices. `split`, `prefix_fetch`, `priority`, `rebalance`: options of `lmetric.options`, as for `configure`.
 ///
-/// Where instances have roles, a request whose prompt goes to one that prefills only goes on at one that decodes only, chosen by `decode_policy` (and
-/// `decode_knobs`; default `"least_requests"`): at the decision (`binding="early"`) or when the prompt was computed (`"late"`). `colocate`: where
-/// nobody of the other role is there, an instance takes whole requests whatever its role.
+/// With roles, a request is prefilled on an instance of role `"prefill"` and decodes on one of role `"decode"`, which
+/// `decode_policy` (with `decode_knobs`; default `"least_requests"`) chooses with the decision (`binding="early"`) or after the
+/// prefill (`"late"`). `colocate`: whether instances take whole requests if the other role is missing.
 ///
 /// Raises `UnknownNameError`, `ExpressionError`, `BadValueError`. Threads may share a router.
 #[pyclass(frozen, module = "lmetric")]
@@ -111,24 +112,6 @@ pub struct Router {
     chain: Mutex<Vec<u64>>,
     /// The key scheme, and the engines' own names of their blocks.
     feed: Arc<KvFeed>,
-}
-
-/// A request's prompt and what else is known of it, as Python gives it.
-struct Prompt<'py> {
-    tokens: Option<Bound<'py, PyAny>>,
-    text: Option<Bound<'py, PyAny>>,
-    block_hashes: Option<Bound<'py, PyAny>>,
-    prompt_tokens: Option<u32>,
-    extra_tokens: u32,
-    expected_output_tokens: Option<u32>,
-    think_tokens: Option<u32>,
-    length_class: Option<&'py str>,
-    session: Option<&'py str>,
-    adapter: Option<&'py str>,
-    salt: Option<&'py str>,
-    uncut: Option<&'py str>,
-    unpulled: Option<&'py str>,
-    tenant: Tenant,
 }
 
 impl Router {
@@ -162,75 +145,43 @@ impl Router {
         with_router(&self.shared, py, with)
     }
 
-    /// Calls `with` with the request that the prompt makes, and its chain apart from it.
+    /// Sets one of the options of `lmetric.options`; None switches it off.
+    fn set_option(&self, py: Python<'_>, what: &str, option: &Bound<'_, PyAny>) -> Result<()> {
+        let (kind, settings) = core_settings(what, option)?;
+        let settings = Some(&settings);
+        match what {
+            "split" => {
+                let split = crate::split::split_of(&kind, settings)?;
+                self.with_core(py, |router| Ok(router.set_split(split)?))
+            }
+            "prefix_fetch" => {
+                let fetch = crate::pull::pull_of(settings)?;
+                self.with_core(py, |router| Ok(router.set_pull((kind != "none").then_some(fetch))?))
+            }
+            "priority" => {
+                let priorities = crate::priorities::priorities_of(&kind, settings)?;
+                self.with_core(py, |router| Ok(router.set_priorities(priorities)?))
+            }
+            _ => {
+                let config = crate::reschedule::reschedule_of(&kind, settings)?;
+                let built = config.map(|config| config.build()).transpose()?;
+                self.with_core(py, |router| Ok(router.set_rescheduling(built)?))
+            }
+        }
+    }
+
+    /// Calls `with` with the core's request, and its chain apart from it.
     fn with_request<T>(
         &self,
         py: Python<'_>,
-        prompt: &Prompt<'_>,
-        with: impl FnOnce(Request<'_>, &mut Vec<u64>) -> Result<T>,
+        request: &Request,
+        with: impl FnOnce(CoreRequest<'_>, &mut Vec<u64>) -> Result<T>,
     ) -> Result<T> {
         // Another thread may be hashing: then a buffer of our own, rather than a wait under the interpreter lock.
         let mut own = Vec::new();
         let mut scratch = self.chain.try_lock();
         let chain = scratch.as_deref_mut().unwrap_or(&mut own);
-        let (prompt_tokens, tokens_per_block) = self.hash(py, prompt, chain)?;
-        let request = Request {
-            chain: &[],
-            prompt_tokens: prompt_tokens.saturating_add(prompt.extra_tokens).min(MOST_PROMPT_TOKENS),
-            tokens_per_block,
-            expected_output_tokens: prompt.expected_output_tokens,
-            think_tokens: prompt.think_tokens,
-            length_class: prompt.length_class.map(|class| xxh3_64(class.as_bytes())),
-            session: prompt.session.map(|s| xxh3_64(s.as_bytes())),
-            uncut: prompt.uncut,
-            unpulled: prompt.unpulled,
-            tenant: prompt.tenant,
-        };
-        with(request, chain)
-    }
-
-    /// Hashes the prompt into `chain`; returns its tokens and the tokens a block stands for.
-    fn hash(&self, py: Python<'_>, prompt: &Prompt<'_>, chain: &mut Vec<u64>) -> Result<(u32, f64)> {
-        chain.clear();
-        let given = [prompt.tokens.is_some(), prompt.text.is_some(), prompt.block_hashes.is_some()];
-        let count = given.iter().filter(|g| **g).count();
-        if count > 1 || (count == 0 && prompt.prompt_tokens.is_none()) {
-            return Err(CoreError::BadValue {
-                what: "prompt".into(),
-                got: format!("{count} of tokens=, text= and block_hashes="),
-                expected: "exactly one of them, or prompt_tokens= alone where nothing can match".into(),
-            }
-            .into());
-        }
-        let keys = self.feed.keys();
-        let of = |domain: Domain| domain.of_request(prompt.adapter, prompt.salt);
-        let length = |tokens: usize| u32::try_from(tokens).unwrap_or(u32::MAX);
-        if let Some(tokens) = &prompt.tokens {
-            let ints = Ints::take(tokens, "tokens")?;
-            let tokens = ints.tokens(py, "tokens")?;
-            hash::hash_tokens(of(keys.tokens), keys.block_size, &tokens, chain);
-            return Ok((prompt.prompt_tokens.unwrap_or(length(tokens.len())), keys.block_size as f64));
-        }
-        if let Some(text) = &prompt.text {
-            let bytes: &[u8] = if let Ok(text) = text.cast::<PyString>() {
-                text.to_str()?.as_bytes()
-            } else {
-                text.cast::<PyBytes>().map_err(PyErr::from)?.as_bytes()
-            };
-            hash::hash_text(of(keys.text), keys.text_block_bytes, bytes, chain);
-            // Four bytes a token is English under today's tokenizers; callers that know better say so.
-            let tokens = prompt.prompt_tokens.unwrap_or(length(bytes.len().div_ceil(4)));
-            let per_byte = f64::from(tokens) / bytes.len().max(1) as f64;
-            return Ok((tokens, per_byte * keys.text_block_bytes as f64));
-        }
-        if let Some(hashes) = &prompt.block_hashes {
-            let ints = Ints::take(hashes, "block_hashes")?;
-            let local = ints.hashes(py, "block_hashes")?;
-            hash::chain(of(keys.hashes), &local, chain);
-            let tokens = prompt.prompt_tokens.unwrap_or(length(local.len() * keys.block_size));
-            return Ok((tokens, keys.block_size as f64));
-        }
-        Ok((prompt.prompt_tokens.unwrap_or(0), keys.block_size as f64))
+        with(request.core(py, &self.feed.keys(), chain)?, chain)
     }
 }
 
@@ -277,14 +228,50 @@ fn refuse_in_policy(what: &str) -> Result<()> {
     Err(CoreError::Policy { policy: "function".into(), problem }.into())
 }
 
+/// A change of an instance that is made with the router taken.
+enum InstanceChange {
+    Role(Role),
+    Healthy(bool),
+    Draining(bool),
+    Handoff(Cuts),
+    StepTime(Option<StepTime>),
+}
+
+/// An option of `lmetric.options` as its kind and settings.
+pub fn core_settings<'py>(what: &str, option: &Bound<'py, PyAny>) -> Result<(String, Bound<'py, PyDict>)> {
+    let settings = option.py().import("lmetric.options")?.call_method1("core_settings", (what, option))?;
+    Ok(settings.extract::<(String, Bound<'py, PyDict>)>()?)
+}
+
+/// What Python says of a keyword that a function does not have.
+fn unexpected(method: &str, keyword: &str) -> crate::errors::Error {
+    PyTypeError::new_err(format!("Router.{method}() got an unexpected keyword argument '{keyword}'")).into()
+}
+
+/// The core's view of an option: equal texts are equal settings. For tests of the defaults in `lmetric.options`.
+#[pyfunction]
+pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Result<String> {
+    let settings = Some(settings);
+    Ok(match what {
+        "split" => format!("{:?}", crate::split::split_of(kind, settings)?),
+        "prefix_fetch" => format!("{:?}", crate::pull::pull_of(settings)?),
+        "priority" => format!("{:?}", crate::priorities::priorities_of(kind, settings)?),
+        "rebalance" => format!("{:?}", crate::reschedule::reschedule_of(kind, settings)?),
+        other => return Err(unexpected("configure", other)),
+    })
+}
+
 #[pymethods]
 impl Router {
     #[new]
     #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None,
-        index="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, guard_window_seconds=60.0,
-        guard_period_seconds=1.0, guard_classes=64, guard_min_requests=16, guard_phase2_factor=2.0,
-        guard_release_factor=0.8, step_time=None, drain=true, seed=0, decode_policy=None, decode_knobs=None,
-        binding="early", colocate=true))]
+        kv_source="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, step_time=None,
+        decay_queued_prefill=true, seed=0, decode_policy=None, decode_knobs=None, binding="early", colocate=true,
+        split=None, prefix_fetch=None, priority=None, rebalance=None, **old),
+        text_signature = "(policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None, \
+        kv_source='approximate', index_bytes=536870912, receipt_bytes=16777216, guard=None, step_time=None, \
+        decay_queued_prefill=True, seed=0, decode_policy=None, decode_knobs=None, binding='early', colocate=True, \
+        split=None, prefix_fetch=None, priority=None, rebalance=None)")]
     fn new(
         py: Python<'_>,
         policy: Option<&Bound<'_, PyAny>>,
@@ -292,45 +279,49 @@ impl Router {
         block_size: usize,
         text_block_bytes: usize,
         domain: Option<Vec<Option<String>>>,
-        index: &str,
+        kv_source: &str,
         index_bytes: usize,
         receipt_bytes: usize,
-        guard: Option<bool>,
-        guard_window_seconds: f64,
-        guard_period_seconds: f64,
-        guard_classes: i64,
-        guard_min_requests: i64,
-        guard_phase2_factor: f64,
-        guard_release_factor: f64,
+        guard: Option<Bound<'_, PyAny>>,
         step_time: Option<&Bound<'_, PyDict>>,
-        drain: bool,
+        decay_queued_prefill: bool,
         seed: u64,
         decode_policy: Option<&Bound<'_, PyAny>>,
         decode_knobs: Option<&Bound<'_, PyDict>>,
         binding: &str,
         colocate: bool,
+        split: Option<Bound<'_, PyAny>>,
+        prefix_fetch: Option<Bound<'_, PyAny>>,
+        priority: Option<Bound<'_, PyAny>>,
+        rebalance: Option<Bound<'_, PyAny>>,
+        old: Option<&Bound<'_, PyDict>>,
     ) -> Result<Router> {
-        let index_feed = index_feed_of("index", index)?;
+        let (mut kv_source, mut decay_queued_prefill, mut guard) =
+            (kv_source.to_string(), decay_queued_prefill, guard);
+        if let Some(old) = old {
+            let renamed = py.import("lmetric._deprecated")?.call_method1("router_keywords", (old, &guard))?;
+            let renamed = renamed.cast_into::<PyDict>().map_err(PyErr::from)?;
+            if let Some(value) = renamed.get_item("kv_source")? {
+                kv_source = value.extract()?;
+            }
+            if let Some(value) = renamed.get_item("decay_queued_prefill")? {
+                decay_queued_prefill = value.extract()?;
+            }
+            guard = renamed.get_item("guard")?.or(guard);
+        }
+        let index_feed = index_feed_of("kv_source", &kv_source)?;
         let parts = domain.unwrap_or_default();
         let keys = Keys::new(&parts, block_size, text_block_bytes)?;
         let policy = policies::build(policy, knobs)?;
-        let guard_chosen = guard;
-        let (guard, guard_reason) = GuardSettings {
-            on: guard,
-            window_seconds: guard_window_seconds,
-            period_seconds: guard_period_seconds,
-            classes: guard_classes,
-            min_requests: guard_min_requests,
-            phase2_factor: guard_phase2_factor,
-            release_factor: guard_release_factor,
-        }
-        .under(&*policy)?;
+        let guard = GuardSettings::of(guard.as_ref())?;
+        let guard_chosen = guard.on;
+        let (guard, guard_reason) = guard.under(&*policy)?;
         let config = RouterConfig {
             index_feed,
             index_bytes,
             receipt_bytes,
             seed,
-            drain,
+            drain: decay_queued_prefill,
             guard,
             step_time: step_time.map(step_time_of).transpose()?,
             binding: binding_of(binding)?,
@@ -344,14 +335,26 @@ impl Router {
             router.set_decode_policy(policies::build(Some(decode_policy), decode_knobs)?)?;
         }
         let shared = SharedRouter::new(router);
-        Ok(Router {
+        let made = Router {
             feed: Arc::new(KvFeed::new(shared.clone(), keys, index_bytes, index_feed == IndexFeed::Exact)),
             shared,
             clock: Clock::new(py)?,
             parts,
             guard: Mutex::new((guard_chosen, guard_reason)),
             chain: Mutex::default(),
-        })
+        };
+        let options = [
+            ("split", split),
+            ("prefix_fetch", prefix_fetch),
+            ("priority", priority),
+            ("rebalance", rebalance),
+        ];
+        for (what, option) in options {
+            if let Some(option) = option {
+                made.set_option(py, what, &option)?;
+            }
+        }
+        Ok(made)
     }
 
     /// Adds an instance under a name of its own; returns its slot, an index into `Decision.scores()`.
@@ -370,14 +373,128 @@ impl Router {
         self.with_core(py, |router| Ok(router.add_instance(name, role, cache_blocks)?.index()))
     }
 
-    /// Changes what an instance may be asked to do: `"both"`, `"prefill"` or `"decode"`. What runs there runs on; drain it first where that matters.
-    /// Raises `UnknownNameError`, `BadValueError`.
-    fn set_role(&self, py: Python<'_>, name: &str, role: &str) -> Result<()> {
-        let role = named(&format!("role of {name}"), role, &Role::NAMES)?;
+    /// Changes an instance. What is not given stays.
+    ///
+    /// `role`: `"both"`, `"prefill"` or `"decode"`. `healthy`: an unhealthy instance gets no requests. `draining`: nor does one
+    /// that drains. `cache_blocks`: blocks that its KV cache holds, all ranks together; None: unknown. `handoff`: where its engine
+    /// can hand a request over and take one: `"nowhere"`, `"prompt_end"`, `"output"` (there and behind any output token) or
+    /// `"anywhere"` (also inside the prompt; a new instance's). `step_time`: a profile's constants if its engine is not like the
+    /// others; None: those of the router. `kv_source`: `"approximate"` or `"exact"`, as for `Router`; a change to exact forgets
+    /// what was guessed. Running requests are not affected.
+    ///
+    /// Raises `UnknownNameError`, `BadValueError`; a value that is not valid changes nothing.
+    #[pyo3(signature = (name, **changes), text_signature = "($self, name, *, role=..., healthy=..., draining=..., \
+        cache_blocks=..., handoff=..., step_time=..., kv_source=...)")]
+    fn update_instance(&self, py: Python<'_>, name: &str, changes: Option<&Bound<'_, PyDict>>) -> Result<()> {
+        let Some(changes) = changes else {
+            return self.with_core(py, |router| Ok(router.fleet().find(name).map(drop)?));
+        };
+        let mut under_router: Vec<InstanceChange> = Vec::new();
+        let (mut cache_blocks, mut kv_source) = (None, None);
+        for (key, value) in changes.iter() {
+            let key = key.extract::<String>()?;
+            let of = |what: &str| format!("{what} of {name}");
+            match key.as_str() {
+                "role" => {
+                    under_router.push(InstanceChange::Role(named(
+                        &of(&key),
+                        value.extract()?,
+                        &Role::NAMES,
+                    )?));
+                }
+                "healthy" => under_router.push(InstanceChange::Healthy(value.extract()?)),
+                "draining" => under_router.push(InstanceChange::Draining(value.extract()?)),
+                "handoff" => {
+                    under_router.push(InstanceChange::Handoff(named(
+                        &of(&key),
+                        value.extract()?,
+                        &Cuts::NAMES,
+                    )?));
+                }
+                "step_time" => {
+                    let constants = if value.is_none() {
+                        None
+                    } else {
+                        Some(value.cast::<PyDict>().map_err(PyErr::from)?)
+                    };
+                    let constants = constants.map(step_time_of).transpose()?;
+                    under_router.push(InstanceChange::StepTime(constants));
+                }
+                "cache_blocks" => cache_blocks = Some(value.extract::<Option<u32>>()?),
+                "kv_source" => kv_source = Some(index_feed_of(&of(&key), value.extract()?)?),
+                _ => return Err(unexpected("update_instance", &key)),
+            }
+        }
         self.with_core(py, |router| {
             let id = router.fleet().find(name)?;
-            Ok(router.fleet_mut().set_role(id, role)?)
-        })
+            for change in under_router {
+                match change {
+                    InstanceChange::Role(role) => router.fleet_mut().set_role(id, role)?,
+                    InstanceChange::Healthy(healthy) => router.fleet_mut().set_healthy(id, healthy)?,
+                    InstanceChange::Draining(draining) => router.fleet_mut().set_draining(id, draining)?,
+                    InstanceChange::Handoff(cuts) => router.set_cuts(id, cuts)?,
+                    InstanceChange::StepTime(constants) => router.set_step_time(id, constants)?,
+                }
+            }
+            Ok(())
+        })?;
+        if let Some(blocks) = cache_blocks {
+            self.feeding(py, |feed| feed.set_cache_blocks(name, blocks))?;
+        }
+        if let Some(source) = kv_source {
+            self.feeding(py, |feed| feed.set_index_feed(name, source))?;
+        }
+        Ok(())
+    }
+
+    /// Changes settings of the router from now on. What is not given stays; None switches an option off.
+    ///
+    /// `split`: how requests are split that roles do not split (`lmetric.LibraSplit`, `DecodePlacement`, `SplitAt`).
+    /// `prefix_fetch`: whether instances fetch prefixes from each other (`PrefixFetch`). `priority`: what the engines' queues are
+    /// ordered by (`UniBoost`, `FairShares`); `Decision.priority` has the number, lower goes first. `rebalance`: how running
+    /// requests move (`Star`, `Llumnix`; set it before the first request). `guard`: whether the hot-spot guard is on; off, it
+    /// forgets what it counted. `binding`: when the decode instance is chosen, `"early"` or `"late"`. `block_size`: tokens per
+    /// block; the KV index is emptied, and an `EventFeed` asks the engines for their blocks again.
+    ///
+    /// Raises `BadValueError`.
+    #[pyo3(signature = (**changes), text_signature = "($self, *, split=..., prefix_fetch=..., priority=..., \
+        rebalance=..., guard=..., binding=..., block_size=...)")]
+    fn configure(&self, py: Python<'_>, changes: Option<&Bound<'_, PyDict>>) -> Result<()> {
+        for (key, value) in changes.into_iter().flat_map(|changes| changes.iter()) {
+            let key = key.extract::<String>()?;
+            match key.as_str() {
+                "guard" => {
+                    let on: bool = value.extract().map_err(|_| {
+                        buffers::bad(
+                            &value,
+                            "guard",
+                            "True or False; its settings are those of lmetric.Router",
+                        )
+                    })?;
+                    self.with_core(py, |router| {
+                        router.set_guard(on);
+                        Ok(())
+                    })?;
+                }
+                "binding" => {
+                    let binding = binding_of(value.extract()?)?;
+                    self.with_core(py, |router| {
+                        router.set_binding(binding);
+                        Ok(())
+                    })?;
+                }
+                "block_size" => {
+                    let keys = Keys::new(&self.parts, value.extract()?, self.feed.keys().text_block_bytes)?;
+                    self.feeding(py, |feed| {
+                        feed.set_keys(keys);
+                        Ok(())
+                    })?;
+                }
+                "split" | "prefix_fetch" | "priority" | "rebalance" => self.set_option(py, &key, &value)?,
+                _ => return Err(unexpected("configure", &key)),
+            }
+        }
+        Ok(())
     }
 
     /// Removes an instance. Tickets open on it stay valid and touch no books any more. Raises `UnknownNameError`.
@@ -385,51 +502,10 @@ impl Router {
         self.feeding(py, |feed| feed.remove_instance(name))
     }
 
-    /// Says who feeds the index of an instance: `"approximate"` (it learns from what is placed there) or `"exact"` (from the engine's
-    /// events). A new instance has the router's `index`. Switched to exact, what was guessed is forgotten; switched to
-    /// approximate, what events said stays as a guess. Raises `UnknownNameError`, `BadValueError`.
-    fn set_index_feed(&self, py: Python<'_>, name: &str, index: &str) -> Result<()> {
-        let index_feed = index_feed_of(&format!("index of {name}"), index)?;
-        self.feeding(py, |feed| feed.set_index_feed(name, index_feed))
-    }
-
-    /// Says how many blocks an instance's KV cache holds, all ranks together; None: not known. The index keeps no more of it.
-    /// Raises `UnknownNameError`.
-    fn set_cache_blocks(&self, py: Python<'_>, name: &str, cache_blocks: Option<u32>) -> Result<()> {
-        self.feeding(py, |feed| feed.set_cache_blocks(name, cache_blocks))
-    }
-
-    /// Changes the tokens a block. What was cached is forgotten, since blocks of another size never match; an `EventFeed` asks
-    /// the engines to tell it again. Raises `BadValueError`.
-    fn set_block_size(&self, py: Python<'_>, block_size: usize) -> Result<()> {
-        let keys = Keys::new(&self.parts, block_size, self.feed.keys().text_block_bytes)?;
-        self.feeding(py, |feed| {
-            feed.set_keys(keys);
-            Ok(())
-        })
-    }
-
     /// Tokens a block, of prompts and of the engines' events.
     #[getter]
     fn block_size(&self) -> usize {
         self.feed.keys().block_size
-    }
-
-    /// Says whether an instance answers; one that does not gets no requests. Raises `UnknownNameError`.
-    fn set_health(&self, py: Python<'_>, name: &str, healthy: bool) -> Result<()> {
-        self.with_core(py, |router| {
-            let id = router.fleet().find(name)?;
-            Ok(router.fleet_mut().set_healthy(id, healthy)?)
-        })
-    }
-
-    /// Stops (or resumes) placing requests on an instance; what runs there runs on. Raises `UnknownNameError`.
-    #[pyo3(signature = (name, draining=true))]
-    fn drain(&self, py: Python<'_>, name: &str, draining: bool) -> Result<()> {
-        self.with_core(py, |router| {
-            let id = router.fleet().find(name)?;
-            Ok(router.fleet_mut().set_draining(id, draining)?)
-        })
     }
 
     /// Names of the instances, in slot order.
@@ -442,70 +518,62 @@ impl Router {
         self.with_core(py, |router| Ok(router.in_flight()))
     }
 
-    /// Decides where a request goes, books it there at once, and opens its ticket.
+    /// Decides where a request runs, counts it there at once, and opens its ticket.
     ///
-    /// Exactly one of `tokens` (buffer of token ids), `text` (str or UTF-8 bytes) and `block_hashes` (buffer of 64-bit hashes, one a
-    /// block of `block_size` tokens, chained here); or `prompt_tokens` alone, where nothing can match. `prompt_tokens`: prompt
-    /// length in tokens, where the caller knows better (text is taken for 4 bytes a token). `expected_output_tokens`: output
-    /// length, where known. `think_tokens`: of these, the first that nobody reads as they come (what a model thinks before it answers), where known: see `set_split`.
-    /// `length_class`: whatever answers alike (tenant, endpoint, task), for lengths that are estimated. `extra_tokens`: of further prompts in the same request, which count as load and match nothing. `session`: key of session affinity. `adapter`: the LoRA adapter's name; `salt`: cache salt; prompts where they differ never
-    /// match. `request_id`: for the receipt. `uncut`: why the request must stay in one piece, where it must (for the receipt). `unpulled`: why nothing must be
-    /// pulled for it (`set_pull`), where that is so (for the receipt). Where requests are ordered (`set_priorities`): `tenant`, whose
-    /// it is; `tenant_weight`, its share beside others; `handicap_seconds`, by which its requests go behind others'. `now`: seconds on the monotonic clock.
-    ///
-    /// Returns the decision and the ticket; a ticket that is dropped while open is an abort. Raises `NoInstanceError` (nothing is
-    /// booked), `BadValueError` (a prompt of the wrong kind), `PolicyError` (a policy function failed).
+    /// `now`: seconds on the monotonic clock. Returns the decision and the ticket; a ticket that is dropped while open is an
+    /// abort. Raises `NoInstanceError` (nothing is counted), `PolicyError` (a policy function failed).
     /// Source: LMETRIC, Figure 4 and section 5.
-    #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
-        think_tokens=None, length_class=None, extra_tokens=0, session=None, adapter=None, salt=None, request_id=None, uncut=None,
-        unpulled=None, tenant=None, tenant_weight=1.0, handicap_seconds=0.0, now=None))]
+    // The old keywords one by one, and not as `**old`: that would give up the faster way of calling.
+    #[pyo3(signature = (request=None, *, now=None, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None, think_tokens=None, length_class=None, extra_tokens=None, session=None, adapter=None, salt=None, request_id=None, uncut=None, unpulled=None, tenant=None, tenant_weight=None, handicap_seconds=None), text_signature = "($self, request, *, now=None)")]
     fn route<'py>(
         &self,
         py: Python<'py>,
+        request: Option<Bound<'py, PyAny>>,
+        now: Option<f64>,
         tokens: Option<Bound<'py, PyAny>>,
         text: Option<Bound<'py, PyAny>>,
         block_hashes: Option<Bound<'py, PyAny>>,
-        prompt_tokens: Option<u64>,
-        expected_output_tokens: Option<u32>,
-        think_tokens: Option<u32>,
-        length_class: Option<&'py str>,
-        extra_tokens: u64,
-        session: Option<&'py str>,
-        adapter: Option<&'py str>,
-        salt: Option<&'py str>,
-        request_id: Option<&str>,
-        uncut: Option<&'py str>,
-        unpulled: Option<&'py str>,
-        tenant: Option<&str>,
-        tenant_weight: f64,
-        handicap_seconds: f64,
-        now: Option<f64>,
+        prompt_tokens: Option<Bound<'py, PyAny>>,
+        expected_output_tokens: Option<Bound<'py, PyAny>>,
+        think_tokens: Option<Bound<'py, PyAny>>,
+        length_class: Option<Bound<'py, PyAny>>,
+        extra_tokens: Option<Bound<'py, PyAny>>,
+        session: Option<Bound<'py, PyAny>>,
+        adapter: Option<Bound<'py, PyAny>>,
+        salt: Option<Bound<'py, PyAny>>,
+        request_id: Option<Bound<'py, PyAny>>,
+        uncut: Option<Bound<'py, PyAny>>,
+        unpulled: Option<Bound<'py, PyAny>>,
+        tenant: Option<Bound<'py, PyAny>>,
+        tenant_weight: Option<Bound<'py, PyAny>>,
+        handicap_seconds: Option<Bound<'py, PyAny>>,
     ) -> Result<(Decision, Ticket)> {
-        let prompt = Prompt {
-            tokens,
-            text,
-            block_hashes,
-            // Estimates may be beyond all measure: they count as the most there is.
-            prompt_tokens: prompt_tokens.map(saturated),
-            extra_tokens: saturated(extra_tokens),
-            expected_output_tokens,
-            think_tokens,
-            length_class,
-            session,
-            adapter,
-            salt,
-            uncut,
-            unpulled,
-            tenant: Tenant {
-                id: tenant.map_or(0, |name| xxh3_64(name.as_bytes())),
-                weight: tenant_weight,
-                handicap_seconds,
-            },
-        };
-        self.with_request(py, &prompt, |request, chain| {
+        let old = [
+            ("tokens", &tokens),
+            ("text", &text),
+            ("block_hashes", &block_hashes),
+            ("prompt_tokens", &prompt_tokens),
+            ("expected_output_tokens", &expected_output_tokens),
+            ("think_tokens", &think_tokens),
+            ("length_class", &length_class),
+            ("extra_tokens", &extra_tokens),
+            ("session", &session),
+            ("adapter", &adapter),
+            ("salt", &salt),
+            ("request_id", &request_id),
+            ("uncut", &uncut),
+            ("unpulled", &unpulled),
+            ("tenant", &tenant),
+            ("tenant_weight", &tenant_weight),
+            ("handicap_seconds", &handicap_seconds),
+        ];
+        let old = request::under_old_names(py, &old)?;
+        let given = request::given(py, "Router.route", request, old.as_ref())?;
+        let id = given.get().id(py)?;
+        self.with_request(py, given.get(), |request, chain| {
             let (decision, name, next, pull) = self.with_core(py, |router| {
                 let now = self.clock.now(now, router)?;
-                let decision = router.route_taking(&request, chain, request_id, now)?;
+                let decision = router.route_taking(&request, chain, id, now)?;
                 let name = router.fleet().name(decision.segment.instance).clone();
                 let next = decision.next.map(|next| router.fleet().name(next.instance).clone());
                 let pull = decision.pull.map(|pull| crate::ticket::pull_told(router, pull));
@@ -526,78 +594,37 @@ impl Router {
         })
     }
 
-    /// How many leading prompt tokens each instance holds, by the KV index: uint32, in the order of `instances()`.
+    /// Leading prompt tokens that each instance holds, by the KV index: uint32, in the order of `instances()`.
     ///
-    /// The prompt as for `route`. The last token never counts: every engine computes it. Nothing is booked or touched.
-    /// Raises `BadValueError`.
-    #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, adapter=None, salt=None))]
-    fn hit_tokens<'py>(
+    /// The last token never counts: every engine computes it. Nothing is counted or touched.
+    #[pyo3(signature = (request=None, **old), text_signature = "($self, request)")]
+    fn cached_tokens<'py>(
         &self,
         py: Python<'py>,
-        tokens: Option<Bound<'py, PyAny>>,
-        text: Option<Bound<'py, PyAny>>,
-        block_hashes: Option<Bound<'py, PyAny>>,
-        prompt_tokens: Option<u32>,
-        adapter: Option<&'py str>,
-        salt: Option<&'py str>,
+        request: Option<Bound<'py, PyAny>>,
+        old: Option<&Bound<'py, PyDict>>,
     ) -> Result<Bound<'py, PyArray1<u32>>> {
-        let prompt = Prompt {
-            tokens,
-            text,
-            block_hashes,
-            prompt_tokens,
-            extra_tokens: 0,
-            expected_output_tokens: None,
-            think_tokens: None,
-            length_class: None,
-            session: None,
-            adapter,
-            salt,
-            uncut: None,
-            unpulled: None,
-            tenant: Tenant::default(),
-        };
-        let hits = self.with_request(py, &prompt, |request, chain| {
-            let request = Request { chain, ..request };
+        let given = request::given(py, "Router.cached_tokens", request, old)?;
+        let hits = self.with_request(py, given.get(), |request, chain| {
+            let request = CoreRequest { chain, ..request };
             self.with_core(py, |router| Ok(router.hit_tokens(&request)))
         })?;
         Ok(PyArray1::from_slice(py, &hits))
     }
 
-    /// Scores of the live instances, in the order of `instances()`; nothing is booked.
-    #[pyo3(signature = (*, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None,
-        session=None, adapter=None, salt=None, now=None))]
+    /// Scores of the live instances, float64, in the order of `instances()`; NaN for an instance that may not take the request.
+    /// Nothing is counted.
+    #[pyo3(signature = (request=None, *, now=None, **old), text_signature = "($self, request, *, now=None)")]
     fn score<'py>(
         &self,
         py: Python<'py>,
-        tokens: Option<Bound<'py, PyAny>>,
-        text: Option<Bound<'py, PyAny>>,
-        block_hashes: Option<Bound<'py, PyAny>>,
-        prompt_tokens: Option<u32>,
-        expected_output_tokens: Option<u32>,
-        session: Option<&'py str>,
-        adapter: Option<&'py str>,
-        salt: Option<&'py str>,
+        request: Option<Bound<'py, PyAny>>,
         now: Option<f64>,
+        old: Option<&Bound<'py, PyDict>>,
     ) -> Result<Bound<'py, PyArray1<f64>>> {
-        let prompt = Prompt {
-            tokens,
-            text,
-            block_hashes,
-            prompt_tokens,
-            extra_tokens: 0,
-            expected_output_tokens,
-            think_tokens: None,
-            length_class: None,
-            session,
-            adapter,
-            salt,
-            uncut: None,
-            unpulled: None,
-            tenant: Tenant::default(),
-        };
-        let out = self.with_request(py, &prompt, |request, chain| {
-            let request = Request { chain, ..request };
+        let given = request::given(py, "Router.score", request, old)?;
+        let out = self.with_request(py, given.get(), |request, chain| {
+            let request = CoreRequest { chain, ..request };
             self.with_core(py, |router| {
                 let now = self.clock.now(now, router)?;
                 let (members, mut out) = (members(router), Vec::new());
@@ -608,66 +635,60 @@ impl Router {
         Ok(PyArray1::from_vec(py, out))
     }
 
-    /// Scores of many prompts at once: `tokens` holds them back to back, prompt `i` at `offsets[i]:offsets[i + 1]`. A row for each prompt, a column for each of
-    /// the instances that were there at the call; NaN once an instance has gone. Other calls of the router run between two prompts.
-    #[pyo3(signature = (tokens, offsets, *, now=None))]
+    /// Scores of many requests at once, float64: a row per request, a column for each instance that was there at the call;
+    /// NaN as for `score`, and once an instance has gone. Other calls of the router run between two requests.
+    #[pyo3(signature = (requests, offsets=None, *, now=None), text_signature = "($self, requests, *, now=None)")]
     fn score_batch<'py>(
         &self,
         py: Python<'py>,
-        tokens: Bound<'py, PyAny>,
-        offsets: Bound<'py, PyAny>,
+        requests: Bound<'py, PyAny>,
+        offsets: Option<Bound<'py, PyAny>>,
         now: Option<f64>,
     ) -> Result<Bound<'py, PyArray2<f64>>> {
-        let (ints, bounds) = (Ints::take(&tokens, "tokens")?, Ints::take(&offsets, "offsets")?);
-        let tokens: Vec<u32> = ints.tokens(py, "tokens")?.into_owned();
-        let offsets: Vec<u64> = bounds.hashes(py, "offsets")?.into_owned();
-        let in_order = offsets.windows(2).all(|w| w[0] <= w[1]);
-        if offsets.is_empty() || !in_order || offsets[offsets.len() - 1] > tokens.len() as u64 {
-            return Err(CoreError::BadValue {
-                what: "offsets".into(),
-                got: "an empty, descending or too large one".into(),
-                expected: format!(
-                    "ascending positions within the {} tokens, one more than prompts",
-                    tokens.len()
-                ),
+        let requests = match offsets {
+            None => requests,
+            Some(offsets) => {
+                py.import("lmetric._deprecated")?.call_method1("requests", (requests, offsets))?
             }
-            .into());
-        }
+        };
+        let requests: Vec<Bound<'_, Request>> = requests
+            .try_iter()?
+            .map(|each| request::given(py, "an element of requests", Some(each?), None))
+            .collect::<Result<_>>()?;
         refuse_in_policy("scored a batch")?;
+        // Hashed here, since that reads memory of Python; the chains stand back to back.
+        let keys = self.feed.keys();
+        let (mut chains, mut chain) = (Vec::new(), Vec::new());
+        let mut cores = Vec::with_capacity(requests.len());
+        for request in &requests {
+            let core = request.get().core(py, &keys, &mut chain)?;
+            cores.push((core, chains.len()..chains.len() + chain.len()));
+            chains.extend_from_slice(&chain);
+        }
         let (values, columns) = py.detach(|| {
             self.shared.check()?;
-            let keys = self.feed.keys();
             let (now, members) = {
                 let router = self.shared.lock();
                 (self.clock.now(now, &router)?, members(&router))
             };
-            let mut out = Vec::with_capacity(members.len() * (offsets.len() - 1));
-            let mut chain = Vec::new();
-            for bounds in offsets.windows(2) {
-                let tokens = &tokens[bounds[0] as usize..bounds[1] as usize];
-                chain.clear();
-                hash::hash_tokens(keys.tokens, keys.block_size, tokens, &mut chain);
-                let request = Request {
-                    chain: &chain,
-                    prompt_tokens: tokens.len() as u32,
-                    tokens_per_block: keys.block_size as f64,
-                    ..Request::default()
-                };
-                // Taken for one prompt at a time: decisions go between.
+            let mut out = Vec::with_capacity(members.len() * cores.len());
+            for (core, range) in &cores {
+                let request = CoreRequest { chain: &chains[range.clone()], ..core.clone() };
+                // Taken for one request at a time: decisions go between.
                 let mut router = self.shared.lock_behind();
                 self.shared.check()?;
                 scores_of(&mut router, &request, now, &members, &mut out)?;
             }
             Ok::<_, crate::errors::Error>((out, members.len()))
         })?;
-        Ok(PyArray1::from_vec(py, values).reshape([offsets.len() - 1, columns])?)
+        Ok(PyArray1::from_vec(py, values).reshape([cores.len(), columns])?)
     }
 
     /// Takes in an engine's load report: requests `waiting` and `running`, `kv_usage` from 0 to 1; absent ones are kept.
     ///
     /// Others' load is what is reported beyond the router's own requests in flight. Raises `UnknownNameError`, `BadValueError`.
     #[pyo3(signature = (name, *, waiting=None, running=None, kv_usage=None, now=None))]
-    fn engine_report(
+    fn report_load(
         &self,
         py: Python<'_>,
         name: &str,
@@ -682,17 +703,17 @@ impl Router {
         })
     }
 
-    /// What this router has on each instance, for those beside it: names, and the numbers that `SHARE_NAMES` names.
+    /// The load that this router placed on each instance, for routers beside it: names, and the numbers that `SHARE_NAMES` names.
     #[pyo3(signature = (*, now=None))]
-    fn share(&self, py: Python<'_>, now: Option<f64>) -> Result<Vec<(String, Vec<f64>)>> {
+    fn export_load(&self, py: Python<'_>, now: Option<f64>) -> Result<Vec<(String, Vec<f64>)>> {
         let told = self.with_core(py, |router| Ok(router.share(self.clock.now(now, router)?)))?;
         Ok(told.iter().map(|(name, share)| (name.to_string(), share.numbers().to_vec())).collect())
     }
 
-    /// What the router `replica` has on each instance, as its `share` tells; it counts as if it had been placed here, until the next
+    /// What the router `replica` has on each instance, as its `export_load` returned it; it counts as if it had been placed here, until the next
     /// word from there. Instances that are not known are passed over. Raises `BadValueError`; nothing has changed then.
     #[pyo3(signature = (replica, shares, *, now=None))]
-    fn hear(
+    fn import_load(
         &self,
         py: Python<'_>,
         replica: &str,
@@ -716,9 +737,9 @@ impl Router {
         })
     }
 
-    /// Forgets what routers told that have told nothing for `seconds`; their names.
+    /// Forgets the load of routers whose last message is older than `seconds`; returns their names.
     #[pyo3(signature = (seconds, *, now=None))]
-    fn forget_silent(&self, py: Python<'_>, seconds: f64, now: Option<f64>) -> Result<Vec<String>> {
+    fn expire_peers(&self, py: Python<'_>, seconds: f64, now: Option<f64>) -> Result<Vec<String>> {
         self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
             Ok(router.forget_silent(seconds, now).into_iter().map(String::from).collect())
@@ -726,33 +747,47 @@ impl Router {
     }
 
     /// The engine stored consecutive blocks: one physical copy more of each. `block_hashes`: its own 64-bit hashes (a buffer);
-    /// `tokens`: a block's worth of ids to each; `parent`: its hash of the block before the first, None where they start the
-    /// prompt (then `adapter` and `salt` count); `rank`: its data-parallel rank, a cache of its own. Returns how many blocks could not be placed (unknown
+    /// `token_ids`: a block's worth of them for each; `parent`: its hash of the block before the first, None where they start the
+    /// prompt (then `lora_name` and `cache_salt` count); `rank`: its data-parallel rank, a cache of its own. Returns how many blocks could not be placed (unknown
     /// parent, no room, or the instance does not learn by events). Raises `UnknownNameError`, `BadValueError`.
-    #[pyo3(signature = (name, block_hashes, tokens, *, parent=None, adapter=None, salt=None, rank=0))]
+    #[pyo3(signature = (name, block_hashes, token_ids=None, *, parent=None, lora_name=None, cache_salt=None, rank=0,
+        tokens=None, adapter=None, salt=None), text_signature = "($self, name, block_hashes, token_ids, *, parent=None, \
+        lora_name=None, cache_salt=None, rank=0)")]
     fn blocks_stored(
         &self,
         py: Python<'_>,
         name: &str,
         block_hashes: Bound<'_, PyAny>,
-        tokens: Bound<'_, PyAny>,
+        token_ids: Option<Bound<'_, PyAny>>,
         parent: Option<u64>,
+        lora_name: Option<&str>,
+        cache_salt: Option<&str>,
+        rank: u32,
+        tokens: Option<Bound<'_, PyAny>>,
         adapter: Option<&str>,
         salt: Option<&str>,
-        rank: u32,
     ) -> Result<usize> {
-        let (hashes, ids) = (Ints::take(&block_hashes, "block_hashes")?, Ints::take(&tokens, "tokens")?);
-        let (hashes, ids) = (hashes.hashes(py, "block_hashes")?, ids.tokens(py, "tokens")?);
+        let olds = [("tokens", tokens.is_some()), ("adapter", adapter.is_some()), ("salt", salt.is_some())];
+        for (old, _) in olds.iter().filter(|(_, given)| *given) {
+            py.import("lmetric._deprecated")?.call_method1("keyword", ("Router.blocks_stored", *old))?;
+        }
+        let (lora_name, cache_salt) = (lora_name.or(adapter), cache_salt.or(salt));
+        let token_ids = token_ids
+            .or(tokens)
+            .ok_or_else(|| PyTypeError::new_err("Router.blocks_stored() missing the argument 'token_ids'"))?;
+        let (hashes, ids) =
+            (Ints::take(&block_hashes, "block_hashes")?, Ints::take(&token_ids, "token_ids")?);
+        let (hashes, ids) = (hashes.hashes(py, "block_hashes")?, ids.tokens(py, "token_ids")?);
         let keys = self.feed.keys();
         if hashes.len() * keys.block_size != ids.len() {
             return Err(CoreError::BadValue {
-                what: "tokens".into(),
+                what: "token_ids".into(),
                 got: format!("{} tokens for {} blocks", ids.len(), hashes.len()),
                 expected: format!("{} a block", keys.block_size),
             }
             .into());
         }
-        let domain = keys.tokens.of_request(adapter, salt);
+        let domain = keys.tokens.of_request(lora_name, cache_salt);
         // Owned: the buffers may change while the interpreter lock is not held.
         let (hashes, ids) = (hashes.into_owned(), ids.into_owned());
         self.feeding(py, |feed| {
@@ -826,7 +861,7 @@ impl Router {
     ///
     /// Keys: `scores` of all instances, `best` (up to 8, with the `terms` the policy read), `margin_to_runner_up`,
     /// `load_report_age_seconds`, `predicted_cached_tokens` and later `cached_tokens`, `ttft_seconds`, `outcome`, and more.
-    fn receipt<'py>(&self, py: Python<'py>, decision_id: u64) -> Result<Option<Bound<'py, PyDict>>> {
+    fn explain<'py>(&self, py: Python<'py>, decision_id: u64) -> Result<Option<Bound<'py, PyDict>>> {
         let kept = self.with_core(py, |router| {
             let policy = router.policy().spec().name.clone();
             Ok(router.receipt(decision_id).map(|receipt| (receipt.clone(), policy)))
@@ -844,85 +879,53 @@ impl Router {
         Ok((events, next))
     }
 
-    /// When the instance of a second segment is chosen from now on: `"early"`, at the decision, or `"late"`, when the first has ended.
-    fn set_binding(&self, py: Python<'_>, binding: &str) -> Result<()> {
-        let binding = binding_of(binding)?;
-        self.with_core(py, |router| {
-            router.set_binding(binding);
-            Ok(())
-        })
-    }
-
-    /// What requests are ordered by in their engines' queues from now on: `"none"`; `"uniboost"`, boosted arrivals in milliseconds, with the settings `gamma` (1/s),
-    /// `adaptive` (0: gamma stays, and has none of the following), `window`, `least`, `every`, `smoothing`, `least_gamma`, `most_gamma`, `bin_tokens`,
-    /// `most_boost_seconds`, `clock_offset_seconds` (added to the router's clock); or `"vtc"`, start tags by tenant in thousandths of a virtual token. `Decision.priority` has it: lower goes first. Raises `BadValueError`.
-    /// Source: UniBoost, section 3; Sheng et al., OSDI 2024.
-    #[pyo3(signature = (kind, **settings))]
-    fn set_priorities(&self, py: Python<'_>, kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {
-        let priorities = crate::priorities::priorities_of(kind, settings)?;
-        self.with_core(py, |router| Ok(router.set_priorities(priorities)?))
-    }
-
     /// Replaces `clock_offset_seconds` of the order `"uniboost"` and keeps what was learned. Other orders have no clock. Raises
     /// `BadValueError`.
     fn set_clock_offset(&self, py: Python<'_>, seconds: f64) -> Result<()> {
         self.with_core(py, |router| Ok(router.set_clock_offset(seconds)?))
     }
 
-    /// UniBoost's gamma as it is now, 1/s, and how often it was estimated; None where nobody is boosted.
-    fn gamma(&self, py: Python<'_>) -> Result<Option<(f64, u64)>> {
-        self.with_core(py, |router| Ok(router.gamma()))
-    }
-
-    /// How requests are cut from now on that no roles cut: `"none"`; `"libra"`, where that balances two instances and pays, with the settings `parts` (3: one that says
-    /// how many `think_tokens` its answer has is cut into prompt, thoughts and answer, whether that pays or not; where it cannot be, into two), `probes`,
-    /// `epsilon`, `least_gain` (shares of a request's own seconds; a gain below 0: wherever there is a balance), `least_tokens`,
-    /// `transfer_seconds_per_token`, `transfer_fixed_seconds`, `quantile` and `margin_tokens` of the expected answer, or `lengths_given` (1: requests say how
-    /// long their answers get); `"apart"`, behind the prompt, where all requests together lose less time then, with the settings `recent_seconds` (how long a prefill counts
-    /// as what its instance does), `least_gain_seconds`, `transfer_seconds_per_token`, `transfer_fixed_seconds` (of a hand-over; pulls teach the former),
-    /// `most_stall_seconds` (the client gets the prefill's own token where the hand-over behind it takes no longer), and
-    /// `prior_tokens` of an answer, until some have ended, or `lengths_given`; or `"force"` with the fraction of prompt and expected output at which each is cut
-    /// (`at`, for tests). Raises `BadValueError`.
-    #[pyo3(signature = (kind, **settings))]
-    fn set_split(&self, py: Python<'_>, kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {
-        let split = crate::split::split_of(kind, settings)?;
-        self.with_core(py, |router| Ok(router.set_split(split)?))
-    }
-
-    /// Whether an instance, before a request begins there, fetches the part of the prompt's KV from now on that another instance holds and it does not, where that takes
-    /// less time than computing it. Settings: `seconds_per_token` and `fixed_seconds` of a pull (until `Ticket.pulled` taught others), `least_tokens` worth a pull,
-    /// `most_pulls` that one holder serves at once, and `most_kv_usage` (1): while an instance reports that this share of its KV cache is in use, it pulls nothing.
-    /// `Decision.pull` says what to fetch; `pull_tokens` and `pull_cost_tokens` are what scores may read of it, as `lmetric_pull` does. Both engines must be able to hand
-    /// over anywhere (`set_cuts`). Raises `BadValueError`.
-    #[pyo3(signature = (on=true, **settings))]
-    fn set_pull(&self, py: Python<'_>, on: bool, settings: Option<&Bound<'_, PyDict>>) -> Result<()> {
-        let pull = crate::pull::pull_of(settings)?;
-        self.with_core(py, |router| Ok(router.set_pull(on.then_some(pull))?))
-    }
-
-    /// Seconds that a pulled token takes, and that a pull takes besides, as learned, and from how many pulls; None where nothing is pulled.
-    fn pull_cost(&self, py: Python<'_>) -> Result<Option<(f64, f64, u64)>> {
-        self.with_core(py, |router| Ok(router.pull_cost()))
-    }
-
-    /// How running requests are moved from now on: `"none"`, `"star"`, `"star_current"`, `"star_oracle"` or `"llumnix"`, with the settings of `lmetric.simulate`'s
-    /// `reschedule_settings`. With a forecast by the learned curve, set it before the first request. Raises `UnknownNameError`, `BadValueError`.
-    #[pyo3(signature = (name, **settings))]
-    fn set_rescheduling(
-        &self,
-        py: Python<'_>,
-        name: &str,
-        settings: Option<&Bound<'_, PyDict>>,
-    ) -> Result<()> {
-        let config = crate::reschedule::reschedule_of(name, settings)?;
-        let built = config.map(|config| config.build()).transpose()?;
-        self.with_core(py, |router| Ok(router.set_rescheduling(built)?))
+    /// What the router has learned, as a dictionary; None for what no option or policy learns.
+    ///
+    /// `gamma` (of UniBoost, 1/s) and `gamma_estimates` (how often it was estimated). `fetch_seconds_per_token`,
+    /// `fetch_fixed_seconds` and `fetches` (from how many prefix fetches). `length_survival`: the chance that an answer is longer than
+    /// 0, 64, 128, ... tokens (multiples of the `bucket_tokens` of `sibyl`; SIBYL, Eq. 4), and `length_survival_product_limit`, the
+    /// same by the Kaplan-Meier estimator, which counts running answers. `prefill_tokens_per_second` by instance.
+    fn learned<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
+        let (gamma, fetch, curves, rates) = self.with_core(py, |router| {
+            let curves = router.ahead().map(|ahead| {
+                let survival = ahead.survival();
+                [survival.boundaries().to_vec(), survival.product_limit().boundaries().to_vec()]
+            });
+            let rate = router.columns().get(Indicator::PrefillTokensPerSecond);
+            let rate = |id: InstanceId| Some(rate[id.index()]).filter(|rate| !rate.is_nan());
+            let rates: Vec<(Arc<str>, Option<f64>)> = members(router)
+                .into_iter()
+                .map(|(id, _)| (router.fleet().name(id).clone(), rate(id)))
+                .collect();
+            Ok((router.gamma(), router.pull_cost(), curves, rates))
+        })?;
+        let dict = PyDict::new(py);
+        dict.set_item("gamma", gamma.map(|(gamma, _)| gamma))?;
+        dict.set_item("gamma_estimates", gamma.map(|(_, count)| count))?;
+        dict.set_item("fetch_seconds_per_token", fetch.map(|(per_token, _, _)| per_token))?;
+        dict.set_item("fetch_fixed_seconds", fetch.map(|(_, fixed, _)| fixed))?;
+        dict.set_item("fetches", fetch.map(|(_, _, count)| count))?;
+        let [plain, limit] = curves.map_or([None, None], |curves| curves.map(Some));
+        dict.set_item("length_survival", plain.map(|curve| PyArray1::from_vec(py, curve)))?;
+        dict.set_item("length_survival_product_limit", limit.map(|curve| PyArray1::from_vec(py, curve)))?;
+        let by_instance = PyDict::new(py);
+        for (name, rate) in rates {
+            by_instance.set_item(&*name, rate)?;
+        }
+        dict.set_item("prefill_tokens_per_second", by_instance)?;
+        Ok(dict)
     }
 
     /// One round of rescheduling: the moves that are worth making, and why there are no more. Each is a dictionary of `ticket` (a `Ticket.id`), `source`, `target`,
-    /// `source_load`, `target_load`, `mean_load`, `variance_before` and `variance_after` (STAR, Algorithm 1). Nothing is booked: see `Ticket.begin_move`.
+    /// `source_load`, `target_load`, `mean_load`, `variance_before` and `variance_after` (STAR, Algorithm 1). Nothing is counted: see `Ticket.begin_migration`.
     #[pyo3(signature = (now=None))]
-    fn reschedule<'py>(
+    fn rebalance<'py>(
         &self,
         py: Python<'py>,
         now: Option<f64>,
@@ -936,27 +939,6 @@ impl Router {
         })?;
         let told = moves.iter().map(|(named, names)| crate::ticket::move_dict(py, named, names));
         Ok((told.collect::<PyResult<_>>()?, stop.reason()))
-    }
-
-    /// Where the instance's engine can hand requests over and take them: `"nowhere"`, `"prompt_end"`, `"output"` (there and behind any output
-    /// token) or `"anywhere"` (inside the prompt, too; a new instance's). Raises `UnknownNameError`, `BadValueError`.
-    fn set_cuts(&self, py: Python<'_>, name: &str, cuts: &str) -> Result<()> {
-        let cuts = named(&format!("cuts of {name}"), cuts, &Cuts::NAMES)?;
-        self.with_core(py, |router| {
-            let id = router.fleet().find(name)?;
-            Ok(router.set_cuts(id, cuts)?)
-        })
-    }
-
-    /// What an instance's steps cost where its engine is not like the others (another GPU, more of them): a profile's constants, or None: as the router was
-    /// told of all, if it was. A new instance has none. Raises `UnknownNameError`, `BadValueError`.
-    #[pyo3(signature = (name, step_time))]
-    fn set_step_time(&self, py: Python<'_>, name: &str, step_time: Option<&Bound<'_, PyDict>>) -> Result<()> {
-        let step_time = step_time.map(step_time_of).transpose()?;
-        self.with_core(py, |router| {
-            let id = router.fleet().find(name)?;
-            Ok(router.set_step_time(id, step_time)?)
-        })
     }
 
     /// Why the policy has the hot-spot guard on or off. `stats()["guard_on"]` says whether it is on now.
@@ -1025,32 +1007,6 @@ impl Router {
         self.with_core(py, |router| Ok(router.policy_warnings()?))
     }
 
-    /// Switches the hot-spot guard on or off. Off, it forgets what it saw.
-    fn set_guard(&self, py: Python<'_>, on: bool) -> Result<()> {
-        self.with_core(py, |router| {
-            router.set_guard(on);
-            Ok(())
-        })
-    }
-
-    /// The learned curve of answer lengths (SIBYL, section 4.2): the chance that an answer is longer than 0, 64, 128, ... tokens
-    /// (multiples of the `bucket_tokens` of `sibyl`); None where no policy asks for it. `product_limit`: by the Kaplan-Meier estimator, which counts answers that still run (`sibyl_plus`),
-    /// else as SIBYL's Eq. 4 updates it.
-    #[pyo3(signature = (*, product_limit=false))]
-    fn survival<'py>(
-        &self,
-        py: Python<'py>,
-        product_limit: bool,
-    ) -> Result<Option<Bound<'py, PyArray1<f64>>>> {
-        let curve = self.with_core(py, |router| {
-            Ok(router.ahead().map(|ahead| match product_limit {
-                true => ahead.survival().product_limit().boundaries().to_vec(),
-                false => ahead.survival().boundaries().to_vec(),
-            }))
-        })?;
-        Ok(curve.map(|curve| PyArray1::from_vec(py, curve)))
-    }
-
     /// Counters since the start, gauges, and for each instance its state and indicators.
     fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
         let stats = self.with_core(py, |router| {
@@ -1059,11 +1015,24 @@ impl Router {
         })?;
         Ok(stats.dict(py)?)
     }
-}
 
-/// A count of tokens as the core has them.
-fn saturated(tokens: u64) -> u32 {
-    u32::try_from(tokens).unwrap_or(u32::MAX)
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let read = |router: &mut CoreRouter| {
+            let names: Vec<String> = router.fleet().live_names().map(str::to_string).collect();
+            Ok((router.policy().spec().name.to_string(), names, router.in_flight()))
+        };
+        // A policy function may print its own router, which is taken while the function runs.
+        let Ok((policy, names, in_flight)) = self.with_core(py, read) else {
+            return "Router(in use)".into();
+        };
+        let shown: Vec<String> = names.iter().take(NAMES_SHOWN).map(|name| format!("'{name}'")).collect();
+        let more = match names.len().saturating_sub(NAMES_SHOWN) {
+            0 => String::new(),
+            more => format!(", ... {more} more"),
+        };
+        let shown = shown.join(", ");
+        format!("Router(policy='{policy}', instances=[{shown}{more}], in_flight={in_flight})")
+    }
 }
 
 /// Who feeds an index, by name.
@@ -1122,7 +1091,7 @@ fn members(router: &CoreRouter) -> Vec<(InstanceId, u32)> {
 /// Appends the scores of these instances; NaN for those that have gone or may not take the request.
 fn scores_of(
     router: &mut CoreRouter,
-    request: &Request<'_>,
+    request: &CoreRequest<'_>,
     now: f64,
     members: &[(InstanceId, u32)],
     out: &mut Vec<f64>,

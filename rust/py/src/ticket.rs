@@ -25,10 +25,10 @@ pub struct Decision {
     id: u64,
     /// Slot of the chosen instance.
     #[pyo3(get)]
-    index: u32,
+    slot: u32,
     /// Leading prompt tokens that the instance is believed to hold.
     #[pyo3(get)]
-    predicted_hit_tokens: u32,
+    predicted_cached_tokens: u32,
     /// Prompt length in tokens, as given or estimated.
     #[pyo3(get)]
     prompt_tokens: u32,
@@ -63,8 +63,8 @@ impl Decision {
     ) -> Decision {
         Decision {
             id: decision.id,
-            index: decision.segment.instance.0,
-            predicted_hit_tokens: decision.predicted_hit_tokens,
+            slot: decision.segment.instance.0,
+            predicted_cached_tokens: decision.predicted_hit_tokens,
             prompt_tokens,
             priority: decision.priority.map(|priority| priority.value),
             name,
@@ -95,15 +95,15 @@ impl Decision {
     }
 
     /// Name of the instance on which the request decodes after its prompt was computed on `instance`; None where it stays there, or where that is
-    /// chosen later (`Ticket.follows` tells).
+    /// chosen later (`Ticket.has_next` is true then).
     #[getter]
     fn decode_instance(&self) -> Option<&str> {
         self.next.as_deref()
     }
 
-    /// What the instance is to fetch before the request begins there: name of the holder, first token, one past the last; None: nothing. Tell `Ticket.pulled` of it.
+    /// What the instance is to fetch before the request begins there: name of the holder, first token, one past the last; None: nothing. Report the outcome with `Ticket.fetched`.
     #[getter]
-    fn pull(&self) -> Option<(&str, u32, u32)> {
+    fn fetch(&self) -> Option<(&str, u32, u32)> {
         self.pull.as_ref().map(|(holder, from, to)| (&**holder, *from, *to))
     }
 
@@ -117,7 +117,7 @@ impl Decision {
         let (scores, names, prefer) = self.receipt(py, |r| (r.scores.clone(), r.names.clone(), r.prefer))?;
         let sign = if prefer == Prefer::Max { -1.0 } else { 1.0 };
         let mut order: Vec<usize> = (0..scores.len()).filter(|&i| !scores[i].is_nan()).collect();
-        let first = self.index as usize;
+        let first = self.slot as usize;
         // The chosen one leads its equals.
         order.sort_by(|&a, &b| {
             (sign * scores[a]).total_cmp(&(sign * scores[b])).then((a != first).cmp(&(b != first)))
@@ -126,9 +126,10 @@ impl Decision {
     }
 
     fn __repr__(&self) -> String {
+        let next = self.next.as_ref().map_or_else(String::new, |name| format!(", decode_instance='{name}'"));
         format!(
-            "Decision(id={}, instance={:?}, predicted_hit_tokens={})",
-            self.id, &*self.name, self.predicted_hit_tokens
+            "Decision(id={}, instance='{}'{next}, predicted_cached_tokens={} of {})",
+            self.id, self.name, self.predicted_cached_tokens, self.prompt_tokens
         )
     }
 }
@@ -195,7 +196,7 @@ impl Ticket {
 
     /// Whether another segment follows the open one.
     #[getter]
-    fn follows(&self) -> bool {
+    fn has_next(&self) -> bool {
         self.place.lock().0.to_token.is_some()
     }
 
@@ -208,9 +209,9 @@ impl Ticket {
         })
     }
 
-    /// What its instance still has to fetch before it begins, as `Decision.pull`: after a retry it may be another pull. None: nothing, or that is over.
+    /// What its instance still has to fetch before it begins, as `Decision.fetch`: after a retry it may be another pull. None: nothing, or that is over.
     #[getter]
-    fn pull(&self, py: Python<'_>) -> Result<Option<(String, u32, u32)>> {
+    fn fetch(&self, py: Python<'_>) -> Result<Option<(String, u32, u32)>> {
         self.with_core(py, |router| {
             let pull = router.pull_of(self.ticket.id()).map(|pull| pull_told(router, pull));
             Ok(pull.map(|(holder, from, to)| (holder.to_string(), from, to)))
@@ -220,11 +221,11 @@ impl Ticket {
     /// Its pull is over: so many leading tokens came (0: none did), so many seconds after they were asked for. The instance computes the rest, and begins now. Raises
     /// `TicketError` where nothing was to be pulled, `BadValueError` for more tokens than were.
     #[pyo3(signature = (tokens, seconds, now=None))]
-    fn pulled(&self, py: Python<'_>, tokens: u32, seconds: f64, now: Option<f64>) -> Result<()> {
+    fn fetched(&self, py: Python<'_>, tokens: u32, seconds: f64, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::Pulled { tokens, seconds }, now).map(drop)
     }
 
-    /// Its number, unique among open tickets: `Router.reschedule` names moves by it.
+    /// Its number, unique among open tickets: `Router.rebalance` names moves by it.
     #[getter]
     fn id(&self) -> u64 {
         self.ticket.id().0
@@ -233,7 +234,7 @@ impl Ticket {
     /// Begins to move the running request to the instance `target`, which is booked now. `recompute`: the target computes what came before again; else its KV is sent.
     /// Raises `UnknownNameError`, and `TicketError` where it cannot move: closed, without a token, another segment bound, `target` not able.
     #[pyo3(signature = (target, *, recompute=true, now=None))]
-    fn begin_move(&self, py: Python<'_>, target: &str, recompute: bool, now: Option<f64>) -> Result<()> {
+    fn begin_migration(&self, py: Python<'_>, target: &str, recompute: bool, now: Option<f64>) -> Result<()> {
         self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
             let target = router.fleet().find(target)?;
@@ -246,7 +247,7 @@ impl Ticket {
     /// The instance of the running request has failed it, and is not asked for it again: the name of the one where it would best go on. Books nothing. Raises
     /// `NoInstanceError`, and `TicketError` where it is closed or has no token yet.
     #[pyo3(signature = (now=None))]
-    fn elsewhere(&self, py: Python<'_>, now: Option<f64>) -> Result<String> {
+    fn choose_failover(&self, py: Python<'_>, now: Option<f64>) -> Result<String> {
         self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
             let next = router.elsewhere(self.ticket.id(), now)?;
@@ -256,7 +257,7 @@ impl Ticket {
 
     /// Gives up a move that has begun; does nothing where none has. Raises `TicketError` on a closed ticket.
     #[pyo3(signature = (now=None))]
-    fn cancel_move(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
+    fn cancel_migration(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
         self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
             Ok(router.cancel_move(self.ticket.id(), now)?)
@@ -266,7 +267,7 @@ impl Ticket {
     /// The open segment is closed with the output tokens told of so far, and the one that a move bound is open: the name of its instance (another one, where that has
     /// gone meanwhile). Then call `sent`. Raises `TicketError` where no move has begun, `NoInstanceError` where nobody takes it: the request has failed.
     #[pyo3(signature = (now=None))]
-    fn moved(&self, py: Python<'_>, now: Option<f64>) -> Result<String> {
+    fn migrated(&self, py: Python<'_>, now: Option<f64>) -> Result<String> {
         Ok(self.advance(py, Event::Moved, now)?.map(|name| name.to_string()).unwrap_or_default())
     }
 
@@ -306,11 +307,11 @@ impl Ticket {
         self.advance(py, Event::Tokens(n), now).map(drop)
     }
 
-    /// The open segment ended well; what the engine says it did, in tokens. Where another follows (`follows`), returns the name of its instance (then call
+    /// The open segment ended well; what the engine says it did, in tokens. If another follows (`has_next`), returns the name of its instance (then call
     /// `sent` again; with `from_token` 0 it is the whole request anew, since nobody was left to go on). Else the request ended: None, and the ticket is closed.
     /// Raises `NoInstanceError` where nobody takes the next segment: the request has failed.
     #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, now=None))]
-    fn finished(
+    fn segment_done(
         &self,
         py: Python<'_>,
         prompt_tokens: Option<u32>,
@@ -322,9 +323,9 @@ impl Ticket {
         Ok(self.advance(py, Event::Finished(usage), now)?.map(|name| name.to_string()))
     }
 
-    /// The request ended well inside its open segment, whatever was to follow: its answer was shorter than expected. The ticket is closed.
+    /// The request ended well, also if another segment was to follow; what the engine reports, in tokens. The ticket is closed.
     #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, now=None))]
-    fn ended(
+    fn done(
         &self,
         py: Python<'_>,
         prompt_tokens: Option<u32>,
@@ -367,8 +368,14 @@ impl Ticket {
         })
     }
 
-    fn __repr__(&self) -> String {
-        format!("Ticket(instance={:?})", &*self.place.lock().1)
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let name = self.place.lock().1.clone();
+        let state = match self.open(py) {
+            Ok(true) => "open",
+            Ok(false) => "closed",
+            Err(_) => "in use",
+        };
+        format!("Ticket(id={}, instance='{name}', {state})", self.ticket.id().0)
     }
 }
 

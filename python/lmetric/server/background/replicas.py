@@ -129,7 +129,7 @@ class Replicas:
             raise ApiError(409, f"{MOST_ADDRESSES} routers are heard already", code="too_many")
         try:
             for pool in self.fleet.pools:
-                pool.router.hear(told.router, told.models.get(pool.name, []))
+                pool.router.import_load(told.router, told.models.get(pool.name, []))
         except BadValueError as error:
             self._counts["heard", "refused"] += 1
             raise bad(str(error)) from None
@@ -149,7 +149,7 @@ class Replicas:
     async def _round(self) -> None:
         """Tells all once, and forgets who is silent."""
         for pool in self.fleet.pools:
-            pool.router.forget_silent(self.config.silent_after)
+            pool.router.expire_peers(self.config.silent_after)
         now = time.monotonic()
         for router, at in list(self.heard.items()):
             if now - at > self.config.silent_after:
@@ -167,7 +167,7 @@ class Replicas:
             address.telling = asyncio.create_task(self._tell(address, message))
 
     def _message(self) -> bytes:
-        models = {pool.name: pool.router.share() for pool in self.fleet.pools}
+        models = {pool.name: pool.router.export_load() for pool in self.fleet.pools}
         return orjson.dumps({"router": self.id, "names": SHARE_NAMES, "models": models})
 
     async def _tell(self, address: Address, message: bytes) -> None:

@@ -342,7 +342,7 @@ class RequestExecution(Progress):
         """Sends the segment that is open to its engine; the ticket says which of the plan's it is."""
         engine = self.pool.engines[name]
         self.has_tokens = False
-        if not self.pool.pulls or self.begun or self.ticket.pull is None:
+        if not self.pool.pulls or self.begun or self.ticket.fetch is None:
             self._send_segment(engine, now, event)
         elif (why := (fetch := PrefixFetch(self, engine, now)).why_not()) is not None:
             self._fetch_over(fetch, why, now)
@@ -357,7 +357,7 @@ class RequestExecution(Progress):
         """Sends the open segment, or the next slice of it, or the same once more."""
         ticket = self.ticket
         self.in_slices = False
-        if ticket.follows:
+        if ticket.has_next:
             if self.unmergeable:
                 self._next_segment(None, None, now, event)
             elif self.transcript is None and (self.call is None or engine.role == "prefill"):
@@ -454,7 +454,7 @@ class RequestExecution(Progress):
     def _ask(self, step: Step) -> None:
         refill, decision = step.engine.refill, self.decision
         if refill is not None and step.refills:
-            unknown = decision.prompt_tokens - decision.predicted_hit_tokens
+            unknown = decision.prompt_tokens - decision.predicted_cached_tokens
             step.body = refill.body(self.asked.path, step.body, unknown)
         self._acts.append(step)
 
@@ -466,7 +466,7 @@ class RequestExecution(Progress):
     def _next_segment(self, prompt: int | None, cached: int | None, now: float, event: Event) -> None:
         """The open segment is over: on to the next."""
         try:
-            following = self.ticket.finished(prompt_tokens=prompt, cached_tokens=cached)
+            following = self.ticket.segment_done(prompt_tokens=prompt, cached_tokens=cached)
         except NoInstanceError as error:
             self._finish(event, "engine_error", self.pool.no_engine_error(error))
             return
@@ -499,7 +499,7 @@ class RequestExecution(Progress):
         came = fetch.tokens - fetch.from_token if outcome == "pulled" else 0
         # No engine tells how long it fetches: that much is as the configuration says, the rest was seen.
         seconds = now - fetch.began + came * self.pool.transfer_seconds_per_token
-        self.ticket.pulled(came, seconds, now)
+        self.ticket.fetched(came, seconds, now)
         self.kv = None
         if came:
             self.kv = fetch.kv
@@ -561,14 +561,14 @@ class RequestExecution(Progress):
             return  # the answer is on its way
         if attempt.reader.status != 200:
             self._refused(attempt, now)
-        elif self.ticket.follows:  # else the prompt was computed again for another decode engine
+        elif self.ticket.has_next:  # else the prompt was computed again for another decode engine
             reader = attempt.reader
             self._next_segment(reader.prompt_tokens, reader.cached_tokens, now, "ANSWERED")
 
     def _second_begins(self, step: Step, now: float) -> bool:
         """The second of two steps that run at once answers, maybe before the first: so that is over, too.
         Whether the answer is of use: the router may now have another engine for it, or none."""
-        if self.ticket.follows:
+        if self.ticket.has_next:
             self._next_segment(None, None, now, "ANSWERED")
         return self.main is step
 
@@ -767,7 +767,7 @@ class RequestExecution(Progress):
             answer = transcript.answer(delta)
             self._begin(b"application/json", len(answer), engine)
             self._acts.append(Write(answer, last=True))
-        close = self.ticket.ended if ended else self.ticket.finished
+        close = self.ticket.done if ended else self.ticket.segment_done
         close(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.output_ids))
         self._finish(event)
 
@@ -788,7 +788,7 @@ class RequestExecution(Progress):
             if migration.gap_too_long():
                 return self._count("long_gap")
             transcript.catch_up()
-            self.ticket.begin_move(target.name, recompute=migration.recomputes)
+            self.ticket.begin_migration(target.name, recompute=migration.recomputes)
         except MergeError as error:
             self.pool.not_joinable(self.asked.path, str(error))
             return self._count("not_joinable")
@@ -890,7 +890,7 @@ class RequestExecution(Progress):
             self.kv.tokens = self.total
         self.slice_fetches = self.kv is not None
         try:
-            following = self.ticket.moved()
+            following = self.ticket.migrated()
         except NoInstanceError as error:
             self._count("no_instance")
             self._finish(event, "engine_error", self.pool.no_engine_error(error))
@@ -904,8 +904,8 @@ class RequestExecution(Progress):
         self._end_migration()
         migration.kv.forget("source_failed", "the engine that computed the tokens has failed")
         try:
-            self.ticket.cancel_move()
-            self.ticket.begin_move(migration.target.name, recompute=True)
+            self.ticket.cancel_migration()
+            self.ticket.begin_migration(migration.target.name, recompute=True)
         except TicketError:
             return self._count("not_movable")
         except UnknownNameError:  # removed since the migration began
@@ -916,7 +916,7 @@ class RequestExecution(Progress):
         """The source runs on; False."""
         self._end_migration()
         if self.ticket.open:
-            self.ticket.cancel_move()
+            self.ticket.cancel_migration()
         return self._count(outcome)
 
     def _end_migration(self) -> None:

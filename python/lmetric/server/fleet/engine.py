@@ -127,7 +127,7 @@ class Engine:
     def hold(self) -> None:
         """Tells the router whether it is held; to be called when that changed."""
         if self.pool is not None:
-            self.pool.router.drain(self.name, self.held)
+            self.pool.router.update_instance(self.name, draining=self.held)
 
     def succeeded(self) -> None:
         """A good check or answer."""
@@ -154,7 +154,7 @@ class Engine:
         """Takes in what it says of its load; ``source`` is where."""
         if load and self.pool is not None:
             self.load_reports[source] += 1
-            self.pool.router.engine_report(
+            self.pool.router.report_load(
                 self.name, waiting=load.waiting, running=load.running, kv_usage=load.kv_usage
             )
 
@@ -167,7 +167,7 @@ class Engine:
         """Nobody listens there: the process is gone, and with it its cache and what others asked of it."""
         if self.pool is not None:
             self.pool.router.blocks_cleared(self.name)
-            self.pool.router.engine_report(self.name, waiting=0, running=0)
+            self.pool.router.report_load(self.name, waiting=0, running=0)
             self.lost_blocks = True
 
     def _turn(self, healthy: bool, reason: str | None) -> None:
@@ -176,7 +176,7 @@ class Engine:
         if not healthy:
             self.ask_anew()
         if self.pool is not None:
-            self.pool.router.set_health(self.name, healthy)
+            self.pool.router.update_instance(self.name, healthy=healthy)
             if healthy:
                 log.info("engine up", model=self.pool.name, engine=self.name)
             else:

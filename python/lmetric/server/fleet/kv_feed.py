@@ -14,6 +14,7 @@ import structlog
 
 from lmetric._core import EventFeed, LmetricError, Router
 from lmetric.engines.endpoints import EndpointError, reachable
+from lmetric.options import KvSource
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import UNASKED, Mode, PoolFacts, Subscription, choose, mismatch
@@ -201,7 +202,7 @@ class KvFeed:
     ) -> None:
         feed, name = self._opened(), engine.name
         self._heard[name] = _Heard(subscriptions, mode, pooled, connected_at=time.monotonic())
-        self._router.set_index_feed(name, "exact")
+        self._router.update_instance(name, kv_source="exact")
         for one in subscriptions:
             one.open(feed, name, pooled.block_size)
 
@@ -227,8 +228,8 @@ class KvFeed:
         before, engine.mode = engine.mode, mode
         if mode.name != before.name:
             # An engine that caches nothing learns by events that never come.
-            feed = "approximate" if mode.name == "approximate" else "exact"
-            self._router.set_index_feed(engine.name, feed)
+            feed: KvSource = "approximate" if mode.name == "approximate" else "exact"
+            self._router.update_instance(engine.name, kv_source=feed)
         if mode.name != "exact":
             engine.refill = None
         if before is not UNASKED:  # else it is told with what the engine is

@@ -17,6 +17,7 @@ from lmetric._core import DecisionLabels, NoInstanceError, Router
 from lmetric.config import PoolSettings
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.handover import CONNECTORS
+from lmetric.options import Guard, Handoff, PrefixFetch, SplitAt, from_settings
 from lmetric.profiles import load_profile
 from lmetric.server.api.eligibility import split_ineligibility, unpulled_reason
 from lmetric.server.api.errors import ApiError, no_engine_error
@@ -36,7 +37,7 @@ DEFAULT_BLOCK_SIZE = 16  # until an engine tells
 UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # as the router assumes, until an instance was seen to prefill
 # Over the core's own. vLLM holds what a request had that pulled for another lease behind its end: full of
 # that, an engine would serve nobody.
-PULL_SETTINGS = {"most_kv_usage": 0.8}
+PULL_SETTINGS = {"max_kv_usage": 0.8}
 NOT_JOINABLE_SECONDS = 300.0  # that requests of a path stay whole after an answer that could not be merged
 
 
@@ -109,13 +110,15 @@ class Pool:
             domain=[name],
             index_bytes=settings.index_bytes,
             receipt_bytes=settings.receipt_bytes,
-            guard=settings.guard,
-            guard_window_seconds=settings.guard_window_seconds,
-            guard_period_seconds=settings.guard_period_seconds,
-            guard_classes=settings.guard_classes,
-            guard_min_requests=settings.guard_min_requests,
-            guard_phase2_factor=settings.guard_phase2_factor,
-            guard_release_factor=settings.guard_release_factor,
+            guard=Guard(
+                enabled=settings.guard,
+                window_seconds=settings.guard_window_seconds,
+                period_seconds=settings.guard_period_seconds,
+                classes=settings.guard_classes,
+                min_requests=settings.guard_min_requests,
+                phase2_factor=settings.guard_phase2_factor,
+                release_factor=settings.guard_release_factor,
+            ),
             step_time=_step_time(settings.profile),
             seed=settings.seed,
             decode_policy=decode.policy,
@@ -127,20 +130,20 @@ class Pool:
         # Whether requests may be cut between equals.
         self.splits = settings.cuts_between_equals
         if settings.split_force_at is not None:
-            self.router.set_split("force", at=settings.split_force_at)
+            self.router.configure(split=SplitAt(settings.split_force_at))
         elif self.splits:
-            self.router.set_split(settings.split_by, **settings.split_settings)
+            self.router.configure(split=from_settings("split", settings.split_by, settings.split_settings))
         self.pulls = settings.pulls_prefixes  # whether engines fetch prefixes from each other
         self.pull_outcomes: Counter[str] = Counter()
         self.transfer_seconds_per_token = 0.0
         if self.pulls:
-            self.router.set_pull(True, **(PULL_SETTINGS | settings.pull_settings))
-            cost = self.router.pull_cost()
-            assert cost is not None  # just set
-            self.transfer_seconds_per_token = cost[0]  # as configured: none was seen yet
+            fetch: PrefixFetch = from_settings("prefix_fetch", "on", PULL_SETTINGS | settings.pull_settings)
+            self.router.configure(prefix_fetch=fetch)
+            self.transfer_seconds_per_token = fetch.seconds_per_token
         self.mover: Rebalancer | None = None  # where requests move while they run
         if settings.reschedule != "none":
-            self.router.set_rescheduling(settings.reschedule, **settings.reschedule_settings)
+            rule = from_settings("rebalance", settings.reschedule, settings.reschedule_settings)
+            self.router.configure(rebalance=rule)
             self.mover = Rebalancer(name, settings, self.router, self.engines, self.prefill_seconds)
         # Whether one answer may come from several engines of role both.
         self.joins = self.splits or self.mover is not None
@@ -183,7 +186,7 @@ class Pool:
             cache_blocks=engine.config.cache_blocks or self.settings.cache_blocks,
             role=engine.role,
         )
-        self.router.set_health(engine.name, engine.healthy)
+        self.router.update_instance(engine.name, healthy=engine.healthy)
         engine.pool = self
         engine.hold()
         self.engines[engine.name] = engine
@@ -204,19 +207,21 @@ class Pool:
     def set_role(self, engine: Engine) -> None:
         """Has the router heed an engine's role; to be called when it may have changed."""
         role, handover = engine.role, engine.handover
-        self.router.set_role(engine.name, role)
+        self.router.update_instance(engine.name, role=role)
         self._see_cuts()
         connector = CONNECTORS.get(handover.connector) if handover else None
         fetches = self.splits or self.pulls or (self.mover is not None and self.mover.by != "recompute")
         between_equals = fetches and connector is not None and not connector.at_once
         engine.connector = connector if role != "both" or between_equals else None
         if self.splits or self.pulls:
-            self.router.set_cuts(engine.name, self._cuts_of(engine))
+            self.router.update_instance(engine.name, handoff=self._cuts_of(engine))
         elif self.mover is not None:
-            self.router.set_cuts(engine.name, "output")  # by computing it again
+            self.router.update_instance(engine.name, handoff="output")  # by computing it again
         if self.settings.binding == "auto":
             connectors = [each.connector for each in self.engines.values()]
-            self.router.set_binding("early" if any(each and each.at_once for each in connectors) else "late")
+            self.router.configure(
+                binding="early" if any(each and each.at_once for each in connectors) else "late"
+            )
         engine.unfit = None
         if role != "both" and engine.identified:
             told, does = engine.capabilities.role, engine.connector
@@ -231,7 +236,7 @@ class Pool:
                     "binding is late, but both legs have to be sent at once: set binding: early, or auto"
                 )
 
-    def _cuts_of(self, engine: Engine) -> str:
+    def _cuts_of(self, engine: Engine) -> Handoff:
         """Where an engine can hand a request over, and take one."""
         handover = engine.handover
         if engine.connector is None:
@@ -316,7 +321,7 @@ class Pool:
         for each in wired:
             held = each.capabilities.cache_tokens
             if held and not (each.config.cache_blocks or self.settings.cache_blocks):
-                self.router.set_cache_blocks(each.name, self._blocks_of(held))
+                self.router.update_instance(each.name, cache_blocks=self._blocks_of(held))
             self.kv.wire(each, pooled)
 
     def _take_block_size(self, told: Capabilities) -> None:
@@ -327,7 +332,7 @@ class Pool:
         size = told.block_size if told.event_sources else max(told.block_size, DEFAULT_BLOCK_SIZE)
         standing = [e.name for e in self.engines.values() if e.capabilities.block_size == self.block_size]
         if size != self.block_size and not standing:
-            self.router.set_block_size(size)
+            self.router.configure(block_size=size)
             self.block_size = size
             standing = [e.name for e in self.engines.values() if e.capabilities is told]
         if standing and self.block_size_from not in standing:

@@ -9,13 +9,14 @@ import orjson
 from lmetric._core import Router
 from lmetric.config import PoolSettings
 from lmetric.engines.handover import with_fields
+from lmetric.options import from_settings
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.engine import Engine
 
 
 def set_up(router: Router, settings: PoolSettings) -> None:
     """Has the router order requests as the settings say. Raises LmetricError for settings that are none."""
-    router.set_priorities(settings.priority, **settings.priority_settings)
+    router.configure(priority=from_settings("priority", settings.priority, settings.priority_settings))
     follow_clock(router, settings)
 
 

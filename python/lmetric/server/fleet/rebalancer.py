@@ -1,4 +1,4 @@
-"""Which running requests move: the router decides (`Router.reschedule`), and what it names is begun here.
+"""Which running requests move: the router decides (`Router.rebalance`), and what it names is begun here.
 
 STAR, section 5.2: rounds of rescheduling. `execution/planners/migration.py` has the migration itself.
 """
@@ -76,7 +76,7 @@ class Rebalancer:
         self.due = now + self.period_seconds
         if not self.running:
             return
-        moves, stop = self._router.reschedule(now)
+        moves, stop = self._router.rebalance(now)
         for move in moves:
             self.begin(move["ticket"], move["target"], now)
         if moves:

@@ -184,7 +184,7 @@ def _record(front: Frontend, request: web.BaseRequest, label: str) -> dict[str, 
     pool = next((pool for pool in front.fleet.pools if pool.index == index), None)
     if pool is not None and number < 2**64:
         own = hmac.compare_digest(pool.labels.label(number, tenant), label)
-        record = pool.router.receipt(number) if own or admin else None
+        record = pool.router.explain(number) if own or admin else None
         if record is not None:
             shown = {"model": pool.name, **record, "id": label}
             engine = pool.engines.get(record["instance"])
@@ -210,7 +210,7 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         if not isinstance(body.get("on"), bool):
             raise bad("on must be true or false", "on")
         for pool in front.fleet.pools:
-            pool.router.set_guard(body["on"])
+            pool.router.configure(guard=body["on"])
         return _json({"guard": body["on"]})
     if path == "/admin/policy":
         _only(request, path, "PUT", "GET")

@@ -197,8 +197,8 @@ class Metrics(Collector):
             "lmetric_priority_gamma", "Rate of the tail that requests are boosted by, 1/s", labels=("model",)
         )
         for pool in self.fleet.pools:
-            if (learned := pool.router.gamma()) is not None:
-                gamma.add_metric((pool.name,), learned[0])
+            if (learned := pool.router.learned()["gamma"]) is not None:
+                gamma.add_metric((pool.name,), learned)
         yield gamma
         yield from self._routers()
         for further in self.further:

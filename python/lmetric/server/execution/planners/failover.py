@@ -12,9 +12,9 @@ def next_engine(p: Progress, engine: Engine, kind: str) -> str | None:
     ticket = p.ticket
     try:
         following = None
-        if p.paired_body is not None and engine is not p.prefill_engine and ticket.follows:
+        if p.paired_body is not None and engine is not p.prefill_engine and ticket.has_next:
             # Both ran at once, and it is the second segment that failed: let it be the open one.
-            following = ticket.finished()
+            following = ticket.segment_done()
             if following == engine.name:
                 following = None
         if following is None:
@@ -29,6 +29,6 @@ def next_engine(p: Progress, engine: Engine, kind: str) -> str | None:
 def elsewhere(p: Progress) -> Engine | None:
     """Where a segment goes on that has told tokens; None: nowhere."""
     try:
-        return p.pool.engines.get(p.ticket.elsewhere())
+        return p.pool.engines.get(p.ticket.choose_failover())
     except (NoInstanceError, TicketError):
         return None

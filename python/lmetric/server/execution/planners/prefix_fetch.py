@@ -26,7 +26,7 @@ class PrefixFetch:
     __slots__ = ("began", "from_token", "holder", "kv", "target", "tokens")
 
     def __init__(self, p: Progress, target: Engine, now: float) -> None:
-        pull = p.ticket.pull
+        pull = p.ticket.fetch
         assert pull is not None  # else nothing is to be fetched
         name, self.from_token, to_token = pull
         self.target = target

@@ -1,0 +1,227 @@
+"""Names of the Python API that changed. The old names work for one release and warn with the new ones.
+
+The table below is the only place that knows them. Remove an entry, and its name is gone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from lmetric import _core, options
+
+# Keywords of `Router.route`, `score` and `cached_tokens` before there was `Request`.
+REQUEST = {
+    "tokens": "token_ids",
+    "expected_output_tokens": "max_tokens",
+    "think_tokens": "reasoning_tokens",
+    "adapter": "lora_name",
+    "salt": "cache_salt",
+    "uncut": "split_reason",
+    "unpulled": "fetch_reason",
+}
+# Keywords of other calls.
+KEYWORDS = {
+    "Router": {"index": "kv_source", "drain": "decay_queued_prefill"},
+    "Router.blocks_stored": {"tokens": "token_ids", "adapter": "lora_name", "salt": "cache_salt"},
+}
+_GUARD = ("window_seconds", "period_seconds", "classes", "min_requests", "phase2_factor", "release_factor")
+
+
+def _update(keyword: str) -> tuple[str, Callable[[Any], Any]]:
+    def of(router: Any) -> Callable[..., None]:
+        return lambda name, value=True: router.update_instance(name, **{keyword: value})
+
+    return f"update_instance(name, {keyword}=...)", of
+
+
+def _configure(keyword: str) -> tuple[str, Callable[[Any], Any]]:
+    return f"configure({keyword}=...)", lambda router: lambda value: router.configure(**{keyword: value})
+
+
+def _option(keyword: str, kinds: str) -> tuple[str, Callable[[Any], Any]]:
+    def of(router: Any) -> Callable[..., None]:
+        def configure(kind: str, **settings: Any) -> None:
+            router.configure(**{keyword: options.from_settings(keyword, kind, settings)})
+
+        return configure
+
+    return f"configure({keyword}={kinds})", of
+
+
+def _set_pull(router: Any) -> Callable[..., None]:
+    def configure(on: bool = True, **settings: Any) -> None:
+        kind = "on" if on else "none"
+        router.configure(prefix_fetch=options.from_settings("prefix_fetch", kind, settings))
+
+    return configure
+
+
+def _cached_tokens(router: Any) -> Callable[..., Any]:
+    return lambda **old: router.cached_tokens(_core.Request(**_renamed(old)))
+
+
+def _gamma(router: Any) -> Callable[[], tuple[float, int] | None]:
+    def learned() -> tuple[float, int] | None:
+        known = router.learned()
+        return None if known["gamma"] is None else (known["gamma"], known["gamma_estimates"])
+
+    return learned
+
+
+def _pull_cost(router: Any) -> Callable[[], tuple[float, float, int] | None]:
+    def learned() -> tuple[float, float, int] | None:
+        known = router.learned()
+        if known["fetch_seconds_per_token"] is None:
+            return None
+        return known["fetch_seconds_per_token"], known["fetch_fixed_seconds"], known["fetches"]
+
+    return learned
+
+
+def _survival(router: Any) -> Callable[..., Any]:
+    def learned(*, product_limit: bool = False) -> Any:
+        return router.learned()["length_survival_product_limit" if product_limit else "length_survival"]
+
+    return learned
+
+
+# Attributes by class: the old name, what replaces it, and what the old one returns if that is not simply the
+# attribute of the new name.
+ATTRIBUTES: dict[str, dict[str, str | tuple[str, Callable[[Any], Any]]]] = {
+    "Router": {
+        "engine_report": "report_load",
+        "share": "export_load",
+        "hear": "import_load",
+        "forget_silent": "expire_peers",
+        "receipt": "explain",
+        "reschedule": "rebalance",
+        "hit_tokens": ("cached_tokens(Request(...))", _cached_tokens),
+        "set_health": _update("healthy"),
+        "drain": _update("draining"),
+        "set_role": _update("role"),
+        "set_cuts": _update("handoff"),
+        "set_step_time": _update("step_time"),
+        "set_cache_blocks": _update("cache_blocks"),
+        "set_index_feed": _update("kv_source"),
+        "set_block_size": _configure("block_size"),
+        "set_binding": _configure("binding"),
+        "set_guard": _configure("guard"),
+        "set_split": _option("split", "LibraSplit(...) or DecodePlacement(...)"),
+        "set_priorities": _option("priority", "UniBoost(...) or FairShares()"),
+        "set_rescheduling": _option("rebalance", "Star(...) or Llumnix(...)"),
+        "set_pull": ("configure(prefix_fetch=PrefixFetch(...))", _set_pull),
+        "gamma": ("learned()['gamma']", _gamma),
+        "pull_cost": ("learned()['fetch_seconds_per_token']", _pull_cost),
+        "survival": ("learned()['length_survival']", _survival),
+    },
+    "Ticket": {
+        "finished": "segment_done",
+        "ended": "done",
+        "moved": "migrated",
+        "begin_move": "begin_migration",
+        "cancel_move": "cancel_migration",
+        "elsewhere": "choose_failover",
+        "follows": "has_next",
+        "pull": "fetch",
+        "pulled": "fetched",
+    },
+    "Decision": {"pull": "fetch", "index": "slot", "predicted_hit_tokens": "predicted_cached_tokens"},
+}
+
+
+class _Old:
+    """An attribute under its old name: a descriptor that warns when it is read."""
+
+    def __init__(self, cls: type, old: str, new: str, read: Callable[[Any], Any]) -> None:
+        self._message = _message(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
+        self._read = read
+        self.__doc__ = self._message
+
+    def __get__(self, owner: Any, cls: type) -> Any:
+        if owner is None:
+            return self
+        warnings.warn(self._message, DeprecationWarning, stacklevel=2)
+        return self._read(owner)
+
+
+@cache
+def install() -> None:
+    """Gives the classes of the core their old names."""
+    for owner, names in ATTRIBUTES.items():
+        cls = getattr(_core, owner)
+        for old, new in names.items():
+            shown, read = new if isinstance(new, tuple) else (new, _reads(new))
+            setattr(cls, old, _Old(cls, old, shown, read))
+
+
+def _reads(name: str) -> Callable[[Any], Any]:
+    return lambda owner: getattr(owner, name)
+
+
+def _message(old: str, new: str) -> str:
+    return f"lmetric: {old} is deprecated and will be removed in the next release; use {new}"
+
+
+def _warn(old: str, new: str) -> None:
+    # Called by the core, which has no frame of its own: the caller of the core is two levels up.
+    warnings.warn(_message(old, new), DeprecationWarning, stacklevel=3)
+
+
+def _renamed(old: Mapping[str, Any]) -> dict[str, Any]:
+    new = {REQUEST.get(name, name): value for name, value in old.items()}
+    for what in ("split", "fetch"):
+        if new.get(f"{what}_reason") is not None:
+            new[f"allow_{what}"] = False
+    return new
+
+
+def request(method: str, request: object, old: Mapping[str, Any] | None) -> _core.Request:
+    """The request that keywords under their old names make. Called by the core."""
+    if old is None:
+        raise TypeError(f"{method}() needs a request: lmetric.Request(token_ids)")
+    if request is not None:
+        name = next(iter(old))
+        raise TypeError(f"{method}() takes no {name!r} beside a request; give it to lmetric.Request")
+    _warn(f"{method}({', '.join(f'{name}=' for name in old)})", f"{method}(lmetric.Request(...))")
+    return _core.Request(**_renamed(old))
+
+
+def requests(tokens: Any, offsets: Any) -> list[_core.Request]:
+    """The requests of a call of `Router.score_batch` with tokens and offsets. Called by the core."""
+    _warn("Router.score_batch(tokens, offsets)", "Router.score_batch([lmetric.Request(...), ...])")
+    ids, bounds = np.asarray(tokens), np.asarray(offsets).tolist()
+    if not bounds or bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > len(ids):
+        raise _core.BadValueError(
+            f"offsets: {bounds!r} is not valid; expected ascending positions within the {len(ids)} tokens, "
+            "one more than prompts"
+        )
+    return [_core.Request(ids[begin:end]) for begin, end in pairwise(bounds)]
+
+
+def keyword(method: str, name: str) -> None:
+    """Warns of a keyword under its old name. Called by the core."""
+    _warn(f"{method}({name}=)", f"{method}({KEYWORDS[method][name]}=)")
+
+
+def router_keywords(old: Mapping[str, Any], guard: object) -> dict[str, Any]:
+    """The keywords of `Router` that are given under their old names. Called by the core."""
+    new: dict[str, Any] = {}
+    settings = {}
+    for name, value in old.items():
+        if name in KEYWORDS["Router"]:
+            _warn(f"Router({name}=)", f"Router({KEYWORDS['Router'][name]}=)")
+            new[KEYWORDS["Router"][name]] = value
+        elif name.startswith("guard_") and name.removeprefix("guard_") in _GUARD:
+            _warn(f"Router({name}=)", f"Router(guard=lmetric.Guard({name.removeprefix('guard_')}=))")
+            settings[name.removeprefix("guard_")] = value
+        else:
+            raise TypeError(f"Router() got an unexpected keyword argument {name!r}")
+    if settings:
+        new["guard"] = options.Guard(enabled=guard if isinstance(guard, bool) else None, **settings)
+    return new

@@ -1,0 +1,254 @@
+"""Sends one request to an engine and keeps the router informed: for gateways of your own, on aiohttp.
+
+``async with Relay(...) as answer`` routes the request, sends it, tries the next engine if one fails before
+its answer begins, reports tokens and the end to the router, and closes the ticket whatever happens.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import AsyncIterator, Collection, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import orjson
+
+from lmetric._core import (
+    END,
+    ENGINE_ERROR,
+    INCOMPLETE,
+    OUT,
+    READY,
+    BadValueError,
+    Decision,
+    LmetricError,
+    Request,
+    ResponseReader,
+    Router,
+    Ticket,
+    WireError,
+)
+from lmetric.options import Failure
+
+_UNFINISHED = "the answer holds an error or ends without a finish_reason"
+RETRY_STATUSES = frozenset({500, 502, 503, 504})
+
+
+class RelayError(LmetricError):
+    """No engine answered, or an answer broke off.
+
+    ``failure``: why, as `lmetric.Ticket.failed` takes it; ``instance``: the last instance that was tried;
+    ``begun``: whether the answer had begun, so that its start was already given away.
+    """
+
+    def __init__(self, failure: Failure, instance: str, reason: str, *, begun: bool) -> None:
+        super().__init__(f"instance {instance!r}: {failure}: {reason}")
+        self.failure: Failure = failure
+        self.instance = instance
+        self.begun = begun
+
+
+class Relay:
+    """One request to an engine, from the decision to the closed ticket.
+
+    >>> async with Relay(router, request, http, engines, body, path="/v1/completions") as answer:
+    ...     async for piece in answer:  # bytes of the engine's answer, as they come
+    ...         await response.write(piece)  # doctest: +SKIP
+
+    Entering it routes the request and waits until the answer is worth committing to: a plain answer until it
+    is whole, an event stream until its first token or error. Until then a failure sends the request to the
+    next instance of the ranking. Leaving the block early, by an exception or by a cancelled task, closes the
+    connection, so that the engine stops, and counts as ``cancelled``.
+
+    Args:
+        router: the router; its requests must run whole (no roles, or ``allow_split=False``).
+        request: what the router is told of the request.
+        http: the client; its timeouts hold.
+        engines: base URL of each instance, ``{"gpu-0": "http://10.0.0.1:8000"}``.
+        body: the JSON body for the engine, as bytes or as a mapping.
+        path: path of the engine's API.
+        headers: further header fields for the engine.
+        retry_statuses: HTTP statuses that count as a failure of the instance.
+
+    Raises (on entering and while the answer is read):
+        RelayError: no engine answered, or the answer broke off.
+        NoInstanceError: the router has no instance for the request.
+        BadValueError: an instance has no URL, or the router split the request.
+    """
+
+    decision: Decision
+    """The router's decision."""
+    instance: str
+    """The instance that answers."""
+    status: int
+    """HTTP status of the answer."""
+    content_type: str
+    """Its content type."""
+
+    def __init__(
+        self,
+        router: Router,
+        request: Request,
+        http: aiohttp.ClientSession,
+        engines: Mapping[str, str],
+        body: bytes | Mapping[str, Any],
+        *,
+        path: str = "/v1/chat/completions",
+        headers: Mapping[str, str] | None = None,
+        retry_statuses: Collection[int] = RETRY_STATUSES,
+    ) -> None:
+        self._router, self._request, self._http, self._engines = router, request, http, engines
+        self._body = body if isinstance(body, bytes) else orjson.dumps(body)
+        self._path = path
+        self._headers = {"content-type": "application/json", **(headers or {})}
+        self._retry_statuses = retry_statuses
+        self._ticket: Ticket | None = None
+        self._response: aiohttp.ClientResponse | None = None
+        self._reader = ResponseReader()
+        self._held: list[bytes] = []
+        self._flags = 0
+
+    async def __aenter__(self) -> Self:
+        self.decision, self._ticket = self._router.route(self._request)
+        try:
+            await self._begin(self._ticket)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._pieces()
+
+    async def read(self) -> bytes:
+        """The whole answer."""
+        return b"".join([piece async for piece in self])
+
+    async def _begin(self, ticket: Ticket) -> None:
+        instance: str | None = self.decision.instance
+        while instance is not None:
+            self.instance = instance
+            if ticket.has_next:
+                raise BadValueError(
+                    f"request: the router split it between {instance!r} and another instance; Relay sends "
+                    "requests whole: give it allow_split=False, or a router without roles"
+                )
+            if instance not in self._engines:
+                known = ", ".join(map(repr, self._engines)) or "none"
+                raise BadValueError(f"engines: no URL of instance {instance!r}; expected one beside {known}")
+            if ticket.fetch is not None:
+                ticket.fetched(0, 0.0)  # nothing is fetched: the instance computes the prefix
+            try:
+                await self._send(ticket, self._engines[instance])
+                return
+            except (aiohttp.ClientError, TimeoutError, WireError, _EngineFailedError) as error:
+                failure, reason = _failure(error), str(error) or type(error).__name__
+            self._drop()
+            instance = ticket.failed(failure)
+        raise RelayError(failure, self.instance, reason, begun=False)
+
+    async def _send(self, ticket: Ticket, url: str) -> None:
+        """Sends the request and reads its answer up to where it is worth committing to."""
+        ticket.sent()
+        self._held, self._flags = [], 0
+        response = self._response = await self._http.post(
+            url.rstrip("/") + self._path, data=self._body, headers=self._headers
+        )
+        self.status, self.content_type = response.status, response.content_type
+        if response.status in self._retry_statuses:
+            raise _EngineFailedError("status", f"status {response.status}")
+        # The reader takes HTTP; aiohttp has undone transfer and content encodings.
+        self._reader.begin(self, ticket, False, True)
+        head = f"HTTP/1.1 {response.status} \r\ncontent-type: {response.content_type}\r\nconnection: close"
+        self._reader.data_received(head.encode() + b"\r\n\r\n")
+        async for piece in response.content.iter_any():
+            self._held.append(piece)
+            self._reader.data_received(piece)
+            if self._flags & READY:
+                break
+        else:
+            self._flags |= self._reader.eof()
+        if self._flags & (ENGINE_ERROR | INCOMPLETE) and response.status == 200:
+            raise _EngineFailedError("engine_error", _UNFINISHED)
+        self._reader.commit(b"", True)
+        self._flags &= ~READY
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        ticket, response = self._ticket, self._response
+        if ticket is None or response is None:
+            raise RuntimeError("a Relay is read inside its `async with` block")
+        try:
+            while self._held:
+                yield self._held.pop(0)
+            async for piece in response.content.iter_any():
+                self._reader.data_received(piece)
+                yield piece
+                self._raise_errors()
+            self._flags |= self._reader.eof()
+            self._raise_errors()
+        except (aiohttp.ClientError, TimeoutError, WireError, _EngineFailedError) as error:
+            failure = _failure(error)
+            if ticket.open:
+                ticket.failed(failure, retry=False)
+            reason = str(error) or type(error).__name__
+            raise RelayError(failure, self.instance, reason, begun=True) from error
+        if ticket.open:
+            self._reader.finish_ticket()
+
+    def _raise_errors(self) -> None:
+        if self._flags & (ENGINE_ERROR | INCOMPLETE) and self.status == 200:
+            raise _EngineFailedError("engine_error", _UNFINISHED)
+
+    def received(self, flags: int, _data: bytes) -> None:
+        """Called by the reader with what a piece of the answer meant."""
+        self._flags |= flags & (READY | END | ENGINE_ERROR | INCOMPLETE)
+        if flags & OUT:
+            self._reader.take()  # the client gets the engine's own bytes
+
+    def failed(self, error: Exception) -> None:
+        """Called by the reader if the answer is malformed."""
+        raise error
+
+    def _drop(self) -> None:
+        """Closes the connection to the engine, which then stops."""
+        self._reader.detach()
+        if self._response is not None:
+            self._response.close()
+            self._response = None
+
+    def _close(self) -> None:
+        self._drop()
+        if self._ticket is not None and self._ticket.open:
+            self._ticket.failed("cancelled", retry=False)
+
+
+class _EngineFailedError(Exception):
+    """The engine answered, and its answer is a failure."""
+
+    def __init__(self, failure: Failure, reason: str) -> None:
+        super().__init__(reason)
+        self.failure: Failure = failure
+
+
+def _failure(error: Exception) -> Failure:
+    match error:
+        case _EngineFailedError():
+            return error.failure
+        case TimeoutError():
+            return "timeout"
+        case aiohttp.ClientConnectorDNSError():
+            return "dns"
+        case aiohttp.ClientSSLError():
+            return "tls"
+        case aiohttp.ClientConnectorError():
+            return "refused" if error.os_error.errno == errno.ECONNREFUSED else "unreachable"
+    return "reset"
+
+
+__all__ = ["RETRY_STATUSES", "Relay", "RelayError"]

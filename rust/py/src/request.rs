@@ -1,0 +1,364 @@
+//! `Request`: what a program knows of a request, checked when it is made.
+use crate::buffers::{self, Ints};
+use crate::errors::Result;
+use lmetric_core::CoreError;
+use lmetric_core::kv::hash::{self, Domain};
+use lmetric_core::kv::keys::Keys;
+use lmetric_core::request::{Request as CoreRequest, Tenant};
+use numpy::{PyArray1, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyString};
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Longer prompts count as this long, so that token positions behind the prompt fit into 32 bits.
+const MAX_PROMPT_TOKENS: u32 = i32::MAX as u32;
+
+/// A request to be routed or scored. It does not change, and may be used any number of times.
+///
+/// The prompt is exactly one of `token_ids` (integers from 0 to 2^32 - 1: a list, tuple, range, array or
+/// buffer of any integer type, or bytes of packed 32-bit integers), `text` (str or UTF-8 bytes) and
+/// `block_hashes` (64-bit integers, one per block of `block_size` tokens, chained by the router); or
+/// `prompt_tokens` alone if no prefix can match. A contiguous numpy array of uint32 is read in place: do not
+/// change it while the request is in use. Everything else is copied.
+///
+/// Raises `BadValueError` with the position and the value of a token that is out of range.
+#[pyclass(frozen, module = "lmetric")]
+pub struct Request {
+    prompt: Prompt,
+    /// Prompt length in tokens, if the caller knows it; None: as many as `token_ids` has, a quarter of the bytes of `text`.
+    #[pyo3(get)]
+    prompt_tokens: Option<u64>,
+    /// Tokens of further prompts in the same request: they count as load and match nothing.
+    #[pyo3(get)]
+    extra_tokens: u64,
+    /// Output tokens that the request may produce, or will produce if that is known.
+    #[pyo3(get)]
+    max_tokens: Option<u64>,
+    /// Leading output tokens that the client does not see, if known.
+    #[pyo3(get)]
+    reasoning_tokens: Option<u64>,
+    /// Any key of requests whose answers are about equally long: tenant, endpoint, task.
+    #[pyo3(get)]
+    length_class: Text,
+    /// Key of session affinity.
+    #[pyo3(get)]
+    session: Text,
+    /// Name of the LoRA adapter. Prompts with other adapters never match.
+    #[pyo3(get)]
+    lora_name: Text,
+    /// Salt of the prefix cache. Prompts with other salts never match.
+    #[pyo3(get)]
+    cache_salt: Text,
+    /// Name in the decision record.
+    #[pyo3(get)]
+    request_id: Text,
+    /// Whether the router may split the request between instances, or move it.
+    #[pyo3(get)]
+    allow_split: bool,
+    /// Why `allow_split` is false, for the decision record.
+    #[pyo3(get)]
+    split_reason: Text,
+    /// Whether the router may fetch a prefix for it from another instance.
+    #[pyo3(get)]
+    allow_fetch: bool,
+    /// Why `allow_fetch` is false, for the decision record.
+    #[pyo3(get)]
+    fetch_reason: Text,
+    /// Owner of the request, for `FairShares`; see docs/priorities.md.
+    #[pyo3(get)]
+    tenant: Text,
+    /// The tenant's share beside others, above 0.
+    #[pyo3(get)]
+    tenant_weight: f64,
+    /// Its requests count as if they came this much later, for `UniBoost`; below 0: earlier.
+    #[pyo3(get)]
+    handicap_seconds: f64,
+}
+
+type Text = Option<Py<PyString>>;
+
+enum Prompt {
+    Absent,
+    /// Contiguous; read in place.
+    Array(Py<PyArray1<u32>>),
+    Tokens(Vec<u32>),
+    Text(Py<PyString>),
+    Bytes(Py<PyBytes>),
+    Hashes(Vec<u64>),
+}
+
+impl Prompt {
+    /// # Errors
+    /// `BadValue` for none or several of them without a length, and for what is none of them.
+    fn of(
+        py: Python<'_>,
+        token_ids: Option<&Bound<'_, PyAny>>,
+        text: Option<&Bound<'_, PyAny>>,
+        block_hashes: Option<&Bound<'_, PyAny>>,
+        has_length: bool,
+    ) -> Result<Prompt> {
+        match (token_ids, text, block_hashes) {
+            (None, None, None) if has_length => Ok(Prompt::Absent),
+            (Some(ids), None, None) => match ids.cast::<PyArray1<u32>>() {
+                Ok(array) if array.is_c_contiguous() => Ok(Prompt::Array(array.clone().unbind())),
+                _ => Ok(Prompt::Tokens(Ints::take(ids, "token_ids")?.tokens(py, "token_ids")?.into_owned())),
+            },
+            (None, Some(text), None) => match (text.cast::<PyString>(), text.cast::<PyBytes>()) {
+                (Ok(text), _) => Ok(Prompt::Text(text.clone().unbind())),
+                (_, Ok(text)) => Ok(Prompt::Bytes(text.clone().unbind())),
+                _ => Err(buffers::bad(text, "text", "str or bytes")),
+            },
+            (None, None, Some(hashes)) => {
+                let ints = Ints::take(hashes, "block_hashes")?;
+                Ok(Prompt::Hashes(ints.hashes(py, "block_hashes")?.into_owned()))
+            }
+            _ => {
+                let given = [token_ids.is_some(), text.is_some(), block_hashes.is_some()];
+                let count = given.iter().filter(|given| **given).count();
+                Err(CoreError::BadValue {
+                    what: "prompt".into(),
+                    got: format!("{count} of token_ids=, text= and block_hashes="),
+                    expected: "exactly one of them, or prompt_tokens= alone if no prefix can match".into(),
+                }
+                .into())
+            }
+        }
+    }
+}
+
+#[pymethods]
+impl Request {
+    #[new]
+    // Positional, too: the server makes every request so, since each keyword costs about 50 ns.
+    #[pyo3(signature = (token_ids=None, text=None, block_hashes=None, prompt_tokens=None, max_tokens=None, session=None, request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0, handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true, split_reason=None, allow_fetch=true, fetch_reason=None))]
+    fn new(
+        py: Python<'_>,
+        token_ids: Option<&Bound<'_, PyAny>>,
+        text: Option<&Bound<'_, PyAny>>,
+        block_hashes: Option<&Bound<'_, PyAny>>,
+        prompt_tokens: Option<u64>,
+        max_tokens: Option<u64>,
+        session: Text,
+        request_id: Text,
+        lora_name: Text,
+        cache_salt: Text,
+        extra_tokens: u64,
+        tenant: Text,
+        tenant_weight: f64,
+        handicap_seconds: f64,
+        length_class: Text,
+        reasoning_tokens: Option<u64>,
+        allow_split: bool,
+        split_reason: Text,
+        allow_fetch: bool,
+        fetch_reason: Text,
+    ) -> Result<Request> {
+        for (what, allowed, reason) in
+            [("split_reason", allow_split, &split_reason), ("fetch_reason", allow_fetch, &fetch_reason)]
+        {
+            if let (true, Some(reason)) = (allowed, reason) {
+                let expected = format!("None unless allow_{} is False", &what[..5]);
+                let got = format!("'{}'", reason.bind(py).to_string_lossy());
+                return Err(CoreError::BadValue { what: what.into(), got, expected }.into());
+            }
+        }
+        Ok(Request {
+            prompt: Prompt::of(py, token_ids, text, block_hashes, prompt_tokens.is_some())?,
+            prompt_tokens,
+            extra_tokens,
+            max_tokens,
+            reasoning_tokens,
+            length_class,
+            session,
+            lora_name,
+            cache_salt,
+            request_id,
+            allow_split,
+            split_reason,
+            allow_fetch,
+            fetch_reason,
+            tenant,
+            tenant_weight,
+            handicap_seconds,
+        })
+    }
+
+    /// Token IDs of the prompt, uint32; None if it is given in another way.
+    #[getter]
+    fn token_ids<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyArray1<u32>>> {
+        match &self.prompt {
+            Prompt::Array(array) => Some(array.bind(py).clone()),
+            Prompt::Tokens(ids) => Some(PyArray1::from_slice(py, ids)),
+            _ => None,
+        }
+    }
+
+    /// Text of the prompt, as given; None if it is given in another way.
+    #[getter]
+    fn text<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        match &self.prompt {
+            Prompt::Text(text) => Some(text.bind(py).clone().into_any()),
+            Prompt::Bytes(text) => Some(text.bind(py).clone().into_any()),
+            _ => None,
+        }
+    }
+
+    /// Block hashes of the prompt, uint64; None if it is given in another way.
+    #[getter]
+    fn block_hashes<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyArray1<u64>>> {
+        match &self.prompt {
+            Prompt::Hashes(hashes) => Some(PyArray1::from_slice(py, hashes)),
+            _ => None,
+        }
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let prompt = match &self.prompt {
+            Prompt::Absent => None,
+            Prompt::Array(array) => Some(format!("{} token IDs", array.bind(py).len())),
+            Prompt::Tokens(ids) => Some(format!("{} token IDs", ids.len())),
+            Prompt::Text(text) => Some(format!("text of {} characters", text.bind(py).len()?)),
+            Prompt::Bytes(text) => Some(format!("text of {} bytes", text.bind(py).len()?)),
+            Prompt::Hashes(hashes) => Some(format!("{} block hashes", hashes.len())),
+        };
+        let numbers = [
+            ("prompt_tokens", self.prompt_tokens),
+            ("extra_tokens", Some(self.extra_tokens).filter(|n| *n > 0)),
+            ("max_tokens", self.max_tokens),
+            ("reasoning_tokens", self.reasoning_tokens),
+        ];
+        let numbers = numbers.iter().filter_map(|(name, n)| n.map(|n| format!("{name}={n}")));
+        let texts = [
+            ("session", &self.session),
+            ("lora_name", &self.lora_name),
+            ("cache_salt", &self.cache_salt),
+            ("request_id", &self.request_id),
+            ("tenant", &self.tenant),
+        ];
+        let texts = texts.iter().filter_map(|(name, text)| {
+            text.as_ref().map(|text| Ok(format!("{name}={}", text.bind(py).repr()?)))
+        });
+        let allowed = [("allow_split", self.allow_split), ("allow_fetch", self.allow_fetch)];
+        let denied = allowed.iter().filter(|(_, allowed)| !allowed).map(|(name, _)| format!("{name}=False"));
+        let fields: Vec<String> = prompt
+            .into_iter()
+            .map(Ok)
+            .chain(numbers.map(Ok))
+            .chain(texts)
+            .chain(denied.map(Ok))
+            .collect::<PyResult<_>>()?;
+        Ok(format!("Request({})", fields.join(", ")))
+    }
+}
+
+/// The text, of an option that outlives the request.
+fn of<'a>(py: Python<'a>, text: &'a Text) -> PyResult<Option<&'a str>> {
+    text.as_ref().map(|text| text.bind(py).to_str()).transpose()
+}
+
+impl Request {
+    /// The core's request, with an empty chain; the chain comes into `chain`.
+    pub fn core<'a>(&'a self, py: Python<'a>, keys: &Keys, chain: &mut Vec<u64>) -> Result<CoreRequest<'a>> {
+        let (prompt_tokens, tokens_per_block) = self.hash(py, keys, chain)?;
+        let key =
+            |text: &Text| -> PyResult<Option<u64>> { Ok(of(py, text)?.map(|text| xxh3_64(text.as_bytes()))) };
+        let denied = |allowed: bool, reason: &'a Text| -> PyResult<Option<&'a str>> {
+            if allowed { Ok(None) } else { Ok(of(py, reason)?.or(Some(NOT_ALLOWED))) }
+        };
+        Ok(CoreRequest {
+            chain: &[],
+            prompt_tokens: prompt_tokens.saturating_add(saturated(self.extra_tokens)).min(MAX_PROMPT_TOKENS),
+            tokens_per_block,
+            expected_output_tokens: self.max_tokens.map(saturated),
+            think_tokens: self.reasoning_tokens.map(saturated),
+            length_class: key(&self.length_class)?,
+            session: key(&self.session)?,
+            uncut: denied(self.allow_split, &self.split_reason)?,
+            unpulled: denied(self.allow_fetch, &self.fetch_reason)?,
+            tenant: Tenant {
+                id: key(&self.tenant)?.unwrap_or(0),
+                weight: self.tenant_weight,
+                handicap_seconds: self.handicap_seconds,
+            },
+        })
+    }
+
+    /// The name in the decision record.
+    pub fn id<'a>(&'a self, py: Python<'a>) -> PyResult<Option<&'a str>> {
+        of(py, &self.request_id)
+    }
+
+    /// Hashes the prompt into `chain`; returns its tokens and the tokens that a block stands for.
+    fn hash(&self, py: Python<'_>, keys: &Keys, chain: &mut Vec<u64>) -> Result<(u32, f64)> {
+        chain.clear();
+        let (adapter, salt) = (of(py, &self.lora_name)?, of(py, &self.cache_salt)?);
+        let domain = |domain: Domain| domain.of_request(adapter, salt);
+        let length = |tokens: usize| u32::try_from(tokens).unwrap_or(u32::MAX);
+        let given = self.prompt_tokens.map(saturated);
+        let mut of_tokens = |ids: &[u32]| {
+            hash::hash_tokens(domain(keys.tokens), keys.block_size, ids, chain);
+            (given.unwrap_or(length(ids.len())), keys.block_size as f64)
+        };
+        let text = match &self.prompt {
+            Prompt::Absent => return Ok((given.unwrap_or(0), keys.block_size as f64)),
+            Prompt::Array(array) => return Ok(of_tokens(buffers::slice(array.bind(py)))),
+            Prompt::Tokens(ids) => return Ok(of_tokens(ids)),
+            Prompt::Hashes(local) => {
+                hash::chain(domain(keys.hashes), local, chain);
+                let tokens = given.unwrap_or(length(local.len() * keys.block_size));
+                return Ok((tokens, keys.block_size as f64));
+            }
+            Prompt::Text(text) => text.bind(py).to_str()?.as_bytes(),
+            Prompt::Bytes(text) => text.bind(py).as_bytes(),
+        };
+        hash::hash_text(domain(keys.text), keys.text_block_bytes, text, chain);
+        // Four bytes per token is English under today's tokenizers; callers that know better give the length.
+        let tokens = given.unwrap_or(length(text.len().div_ceil(4)));
+        let per_byte = f64::from(tokens) / text.len().max(1) as f64;
+        Ok((tokens, per_byte * keys.text_block_bytes as f64))
+    }
+}
+
+/// Stands in the decision record if a caller gives no reason.
+const NOT_ALLOWED: &str = "the caller does not allow it";
+
+/// A count of tokens as the core has them.
+fn saturated(tokens: u64) -> u32 {
+    u32::try_from(tokens).unwrap_or(u32::MAX)
+}
+
+/// The keywords that are given, as a dictionary; None if there is none.
+pub fn under_old_names<'py>(
+    py: Python<'py>,
+    keywords: &[(&str, &Option<Bound<'py, PyAny>>)],
+) -> PyResult<Option<Bound<'py, PyDict>>> {
+    if keywords.iter().all(|(_, value)| value.is_none()) {
+        return Ok(None);
+    }
+    let old = PyDict::new(py);
+    for (name, value) in keywords {
+        if let Some(value) = value {
+            old.set_item(name, value)?;
+        }
+    }
+    Ok(Some(old))
+}
+
+/// The request that a caller gives, or makes of keywords under their old names.
+pub fn given<'py>(
+    py: Python<'py>,
+    method: &str,
+    request: Option<Bound<'py, PyAny>>,
+    old: Option<&Bound<'py, PyDict>>,
+) -> Result<Bound<'py, Request>> {
+    let request = match (request, old) {
+        (Some(request), None) => request,
+        (request, old) => {
+            py.import("lmetric._deprecated")?.call_method1("request", (method, request, old))?
+        }
+    };
+    request.cast_into::<Request>().map_err(|error| {
+        let value = error.into_inner();
+        buffers::bad(&value, method, "an lmetric.Request, such as lmetric.Request(token_ids)")
+    })
+}

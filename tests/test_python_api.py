@@ -1,0 +1,428 @@
+"""The Python API as programs see it: names, reprs, runs of the simulator."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import doctest
+import importlib.metadata
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lmetric as lm
+from lmetric import _core, _deprecated
+
+SLICE = Path(lm.__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
+
+
+@pytest.fixture(scope="module")
+def run() -> lm.Run:
+    return lm.simulate(SLICE, policy="round_robin", instances=8)
+
+
+def test_every_public_name_exists_and_none_shadows_a_builtin() -> None:
+    assert [name for name in lm.__all__ if not hasattr(lm, name)] == []
+    assert not set(lm.__all__) & set(dir(builtins))
+    names: dict[str, object] = {}
+    exec("from lmetric import *", names)
+    assert names["EventFeed"] is lm.EventFeed
+    assert "min" not in names
+    assert str(lm.min(lm.BS)) == "min(bs)"
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert lm.__version__ == importlib.metadata.version("lmetric-router")
+
+
+def test_the_example_at_the_top_of_the_module_runs() -> None:
+    outcome = doctest.testmod(lm)
+    assert outcome.attempted >= 5
+    assert outcome.failed == 0
+
+
+def test_importing_loads_neither_numpy_nor_pydantic() -> None:
+    code = "import sys, lmetric; print([m for m in ('numpy', 'pydantic', 'aiohttp') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_reprs_are_one_short_line() -> None:
+    router = lm.Router("lmetric")
+    for number in range(6):
+        router.add_instance(f"gpu-{number}")
+    decision, ticket = router.route(lm.Request(token_ids=np.arange(64, dtype=np.uint32)))
+    shown = "'gpu-0', 'gpu-1', 'gpu-2', 'gpu-3', ... 2 more"
+    assert repr(router) == f"Router(policy='lmetric', instances=[{shown}], in_flight=1)"
+    assert (
+        repr(decision)
+        == f"Decision(id={decision.id}, instance='{decision.instance}', predicted_cached_tokens=0 of 64)"
+    )
+    assert repr(ticket) == f"Ticket(id={ticket.id}, instance='{ticket.instance}', open)"
+    with ticket:
+        pass
+    assert repr(ticket).endswith("closed)")
+
+
+def test_a_policy_function_may_print_its_own_router() -> None:
+    seen = []
+
+    def score(columns: lm.policies.Columns) -> object:
+        seen.append(repr(router))
+        return columns["bs"]
+
+    router = lm.Router(lm.policy_function(score, reads=[lm.BS]))
+    router.add_instance("gpu-0")
+    router.route(lm.Request(token_ids=np.arange(64, dtype=np.uint32)))
+    assert seen == ["Router(in use)"]
+
+
+def test_a_run_is_shown_in_few_words(run: lm.Run) -> None:
+    assert len(repr(run)) < 400
+    assert "policy='round_robin'" in repr(run)
+    assert "TTFT mean" in repr(run)
+    assert run._repr_html_().startswith("<table><tr><th>policy</th><td>round_robin</td>")
+
+
+def test_the_html_of_a_run_escapes_its_policy() -> None:
+    run = lm.simulate(lm.load_trace(SLICE), policy="where(bs < 2, bs, 2 * bs)", instances=8)
+    assert "<td>where(bs &lt; 2, bs, 2 * bs)</td>" in run._repr_html_()
+
+
+def test_a_path_is_played_like_its_trace(run: lm.Run) -> None:
+    trace = lm.load_trace(SLICE)
+    again = lm.simulate(trace, policy="round_robin", instances=8)
+    np.testing.assert_array_equal(again.finished_seconds, run.finished_seconds)
+    np.testing.assert_array_equal(
+        lm.simulate(str(SLICE), policy="round_robin", instances=8).finished_seconds, run.finished_seconds
+    )
+    with pytest.raises(FileNotFoundError, match=r"missing\.jsonl"):
+        lm.simulate("missing.jsonl")
+
+
+def test_the_summary_has_the_figures_of_the_columns(run: lm.Run) -> None:
+    summary = run.summary(slo_ttft_seconds=1.0)
+    assert summary.requests == len(run)
+    assert summary.ttft_seconds is not None
+    assert summary.ttft_seconds.mean == pytest.approx(run.ttft_seconds.mean())
+    assert summary.goodput.share == pytest.approx((run.ttft_seconds <= 1.0).mean())
+    assert run.summary(share=(0.1, 0.9)).requests == pytest.approx(0.8 * len(run), abs=1)
+
+
+def test_a_run_as_a_data_frame_has_one_row_per_request(run: lm.Run) -> None:
+    pytest.importorskip("pandas", reason="the extra pandas is not installed")
+    frame = run.to_pandas()
+    assert len(frame) == len(run)
+    assert frame["ttft_seconds"].mean() == pytest.approx(run.ttft_seconds.mean())
+    assert {"arrival_seconds", "instance", "hit_tokens", "e2e_seconds"} <= set(frame.columns)
+    assert "gap_counts" not in frame.columns
+
+
+def test_without_pandas_the_error_says_what_to_install(run: lm.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"pip install 'lmetric-router\[pandas\]'"):
+        run.to_pandas()
+
+
+# -- requests ------------------------------------------------------------------------------------------------
+
+TOKENS = list(range(64))
+
+
+def one_instance(policy: str = "lmetric") -> lm.Router:
+    router = lm.Router(policy)
+    router.add_instance("gpu-0")
+    return router
+
+
+def test_a_request_has_its_fields_and_does_not_change() -> None:
+    request = lm.Request(TOKENS, max_tokens=20, session="s", lora_name="sql", allow_fetch=False)
+    assert request.token_ids is not None
+    assert request.token_ids.tolist() == TOKENS
+    assert (request.max_tokens, request.session, request.tenant_weight) == (20, "s", 1.0)
+    assert (request.text, request.block_hashes) == (None, None)
+    assert repr(request) == (
+        "Request(64 token IDs, max_tokens=20, session='s', lora_name='sql', allow_fetch=False)"
+    )
+    with pytest.raises(AttributeError):
+        request.session = "t"  # type: ignore[misc]
+
+
+def test_a_list_is_copied_and_a_numpy_array_of_uint32_is_not() -> None:
+    router, ids = one_instance(), list(TOKENS)
+    request = lm.Request(ids)
+    router.route(request)[1].done()
+    ids[0] = 99
+    assert router.cached_tokens(request).tolist() == [48]
+    array = np.array(TOKENS, np.uint32)
+    assert lm.Request(array).token_ids is array
+
+
+def test_one_request_serves_all_calls() -> None:
+    router = one_instance()
+    request = lm.Request(TOKENS, max_tokens=20, request_id="r-1")
+    decision, ticket = router.route(request)
+    with ticket:
+        record = router.explain(decision.id)
+        assert record is not None
+        assert (record["request_id"], record["prompt_tokens"]) == ("r-1", 64)
+        assert router.cached_tokens(request).tolist() == [0]  # learned when the request is sent
+        ticket.sent()
+        assert router.cached_tokens(request).tolist() == [48]
+        now = time.monotonic()
+        score = router.score(request, now=now)
+        batch = router.score_batch([request, lm.Request([1])], now=now)
+        assert batch.shape == (2, 1)
+        np.testing.assert_array_equal(batch[0], score)
+        ticket.done(output_tokens=20)
+    assert router.in_flight() == 0
+
+
+def test_what_is_no_request_is_refused_by_name() -> None:
+    router = one_instance()
+    with pytest.raises(lm.BadValueError, match=r"Router.route: list is not valid; expected an lmetric.Req"):
+        router.route([1, 2, 3])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Router.route\(\) needs a request"):
+        router.route()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Router.route\(\) takes no 'session' beside a request"):
+        router.route(lm.Request(TOKENS), session="s")  # type: ignore[call-arg]
+    with pytest.raises(lm.BadValueError, match="an element of requests: int is not valid"):
+        router.score_batch([1])  # type: ignore[list-item]
+    assert router.in_flight() == 0
+
+
+def test_the_decision_record_says_why_a_request_is_not_split() -> None:
+    router = one_instance()
+    router.configure(split=lm.SplitAt(0.5))
+    for fields, reason in (
+        ({"split_reason": "it has a seed"}, "it has a seed"),
+        ({}, "the caller does not allow it"),
+    ):
+        decision, _ticket = router.route(lm.Request(TOKENS, allow_split=False, **fields))
+        record = router.explain(decision.id)
+        assert record is not None
+        assert record["uncut"] == reason
+
+
+# -- instances and options -----------------------------------------------------------------------------------
+
+
+def test_an_instance_changes_in_one_call() -> None:
+    router = one_instance()
+    router.update_instance("gpu-0", role="prefill", healthy=False, draining=True, cache_blocks=10)
+    stats = router.stats()["instances"]["gpu-0"]
+    assert (stats["role"], stats["healthy"], stats["draining"]) == ("prefill", False, True)
+    router.update_instance("gpu-0", healthy=True, cache_blocks=None, step_time=None, kv_source="exact")
+    stats = router.stats()["instances"]["gpu-0"]
+    assert (stats["role"], stats["healthy"], stats["draining"]) == ("prefill", True, True)
+    with pytest.raises(lm.BadValueError, match='handoff of gpu-0: "here" is not valid; expected "nowhere"'):
+        router.update_instance("gpu-0", role="both", handoff="here")  # type: ignore[arg-type]
+    assert router.stats()["instances"]["gpu-0"]["role"] == "prefill"
+    with pytest.raises(lm.UnknownNameError, match="gpu-1"):
+        router.update_instance("gpu-1")
+    with pytest.raises(TypeError, match=r"update_instance\(\) got an unexpected keyword argument 'roles'"):
+        router.update_instance("gpu-0", roles="both")  # type: ignore[call-arg]
+
+
+def test_options_are_set_at_construction_or_later() -> None:
+    fetch = lm.PrefixFetch(seconds_per_token=1e-6, fixed_seconds=0.5)
+    router = lm.Router(
+        "planner", split=lm.DecodePlacement(), prefix_fetch=fetch, priority=lm.UniBoost(gamma=2.0)
+    )
+    learned = router.learned()
+    assert (learned["fetch_seconds_per_token"], learned["fetch_fixed_seconds"]) == (1e-6, 0.5)
+    assert (learned["gamma"], learned["gamma_estimates"], learned["length_survival"]) == (2.0, 0, None)
+    router.configure(prefix_fetch=None, priority=None)
+    learned = router.learned()
+    assert (learned["fetches"], learned["gamma"]) == (None, None)
+    router.configure(block_size=32, guard=False, binding="late", rebalance=None)
+    assert router.block_size == 32
+    assert router.stats()["guard_on"] is False
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"split": "libra"}, r"split: 'libra' is not valid; expected lmetric.LibraSplit\(...\), lmetric.Dec"),
+        ({"prefix_fetch": True}, r"prefix_fetch: True is not valid; expected lmetric.PrefixFetch\(...\) or"),
+        ({"priority": lm.Star()}, r"priority: Star\(.*\) is not valid; expected lmetric.UniBoost"),
+        ({"rebalance": lm.Star(threshold=2.0)}, "threshold"),
+        ({"guard": lm.Guard()}, "guard: Guard is not valid; expected True or False"),
+        ({"binding": "soon"}, 'binding: "soon" is not valid; expected "early" or "late"'),
+    ],
+)
+def test_a_bad_option_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(lm.BadValueError, match=message):
+        lm.Router().configure(**change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("what", "option"),
+    [
+        ("split", lm.LibraSplit()),
+        ("split", lm.DecodePlacement()),
+        ("prefix_fetch", lm.PrefixFetch()),
+        ("priority", lm.UniBoost()),
+        ("priority", lm.UniBoost(adaptive=False)),
+        ("rebalance", lm.Star()),
+        ("rebalance", lm.Star(prediction=False)),
+        ("rebalance", lm.Llumnix()),
+    ],
+    ids=lambda each: each if isinstance(each, str) else repr(each)[:24],
+)
+def test_options_have_the_defaults_of_the_core(what: str, option: lm.options.Option) -> None:
+    kind, settings = lm.options.core_settings(what, option)
+    plain = {"adaptive": 0.0} if option == lm.UniBoost(adaptive=False) else {}
+    assert len(settings) >= 5
+    assert _core.parsed_option(what, kind, settings) == _core.parsed_option(what, kind, plain)
+
+
+def test_settings_of_configurations_become_options() -> None:
+    of = lm.options.from_settings
+    assert of("split", "none", {}) is None
+    assert of("split", "libra", {"least_tokens": 64.0, "lengths_given": 1}) == lm.LibraSplit(
+        min_tokens=64, lengths_given=True
+    )
+    assert of("rebalance", "star_current", {"most_moves": 2}) == lm.Star(prediction=False, max_moves=2)
+    with pytest.raises(
+        lm.BadValueError, match="split: speed with 'libra' is not valid; expected parts, probes"
+    ):
+        of("split", "libra", {"speed": 1})
+    with pytest.raises(
+        lm.BadValueError, match="priority: 'fast' is not valid; expected one of 'none', 'uniboost'"
+    ):
+        of("priority", "fast", {})
+
+
+def test_the_simulator_takes_options_too() -> None:
+    trace = lm.load_trace(SLICE)
+    by_option = lm.simulate(
+        trace, instances=8, split=lm.LibraSplit(min_tokens=64), guard=lm.Guard(enabled=False, classes=8)
+    )
+    by_name = lm.simulate(
+        trace, instances=8, split="libra", split_settings={"least_tokens": 64}, guard=False, guard_classes=8
+    )
+    assert (by_option.cut_tokens >= 0).any()
+    np.testing.assert_array_equal(by_option.finished_seconds, by_name.finished_seconds)
+    with pytest.raises(lm.BadValueError, match="split: settings beside LibraSplit"):
+        lm.simulate(trace, split=lm.LibraSplit(), split_settings={"least_tokens": 64})
+
+
+# -- names that changed --------------------------------------------------------------------------------------
+
+
+def warned(call: Callable[[], object]) -> tuple[object, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = call()
+    assert all(each.filename == __file__ for each in caught), "a warning names the caller's line"
+    return outcome, [str(each.message) for each in caught]
+
+
+def test_every_old_name_of_the_table_works_and_names_a_new_one() -> None:
+    router = one_instance()
+    decision, ticket = router.route(lm.Request(TOKENS))
+    for owner, names in _deprecated.ATTRIBUTES.items():
+        value = {"Router": router, "Decision": decision, "Ticket": ticket}[owner]
+        for old, new in names.items():
+            shown = new if isinstance(new, str) else new[0]
+            _, messages = warned(lambda value=value, old=old: getattr(value, old))  # type: ignore[misc]
+            gone = "is deprecated and will be removed in the next release"
+            assert messages == [f"lmetric: {owner}.{old} {gone}; use {owner}.{shown}"]
+            assert hasattr(type(value), re.split(r"\W", shown)[0]), shown
+
+
+def test_a_program_with_the_old_names_still_runs() -> None:
+    def program() -> None:
+        router: Any = lm.Router("lmetric", index="exact", drain=False, guard_classes=8)
+        router.add_instance("gpu-0")
+        router.set_role("gpu-0", "both")
+        router.set_index_feed("gpu-0", "approximate")
+        router.drain("gpu-0")
+        router.drain("gpu-0", False)
+        router.set_split("libra", least_tokens=64)
+        router.set_pull(seconds_per_token=1e-6)
+        assert router.pull_cost() == (1e-6, 0.005, 0)
+        router.set_priorities("uniboost", gamma=2.0, adaptive=0)
+        assert router.gamma() == (2.0, 0)
+        router.engine_report("gpu-0", waiting=0, running=0)
+        decision, ticket = router.route(
+            tokens=np.array(TOKENS, np.uint32),
+            expected_output_tokens=9,
+            adapter="sql",
+            salt="s",
+            uncut="a seed",
+        )
+        assert (decision.index, decision.predicted_hit_tokens, ticket.follows) == (0, 0, False)
+        ticket.sent()
+        assert router.receipt(decision.id)["uncut"] == "a seed"
+        assert router.hit_tokens(tokens=np.array(TOKENS, np.uint32), adapter="sql", salt="s").tolist() == [48]
+        assert router.score_batch(np.arange(9), np.array([0, 4, 9])).shape == (2, 1)
+        assert ticket.finished() is None
+        assert router.blocks_stored("gpu-0", [1], tokens=range(16), salt="s") == 1
+
+    _, messages = warned(program)
+    assert len(messages) == 23
+    old = "Router.route(tokens=, expected_output_tokens=, adapter=, salt=, uncut=)"
+    assert any(f"lmetric: {old} is deprecated" in each for each in messages)
+    assert any(each.endswith("use Router.route(lmetric.Request(...))") for each in messages)
+    assert any(each.endswith("use Router(guard=lmetric.Guard(classes=))") for each in messages)
+
+
+def test_old_keywords_are_checked() -> None:
+    router = one_instance()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'indx'"):
+        lm.Router(indx="exact")  # type: ignore[call-arg]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(lm.BadValueError, match="offsets"):
+            router.score_batch(np.arange(9), np.array([0, 10]))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="tokns"):
+            router.route(tokns=[1])  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="tokns"):
+            router.score(tokns=[1])  # type: ignore[call-arg]
+
+
+# -- the page ------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
+
+
+def test_the_page_has_every_option_with_its_default() -> None:
+    for name in lm.options.__all__:
+        option = getattr(lm.options, name)
+        if not (isinstance(option, type) and dataclasses.is_dataclass(option)):
+            continue
+        section = PAGE.partition(f"### `{name}` (")[2].partition("\n#")[0]
+        assert section, name
+        rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| [\w`]", section, re.MULTILINE))
+        assert rows == {
+            each.name: "" if each.default is dataclasses.MISSING else f"`{each.default!r}`"
+            for each in dataclasses.fields(option)
+        }, name
+
+
+def test_the_page_has_every_name_that_changed() -> None:
+    for owner, names in _deprecated.ATTRIBUTES.items():
+        for old, new in names.items():
+            shown = new if isinstance(new, str) else new[0]
+            assert f"| `{owner}.{old}` | `{owner}.{shown}` |" in PAGE
+    for old, keyword in _deprecated.REQUEST.items():
+        assert f"| `Router.route({old}=)` | `Request({keyword}=)` |" in PAGE
+    for where, keywords in _deprecated.KEYWORDS.items():
+        for old, keyword in keywords.items():
+            assert f"| `{where}({old}=)` | `{where}({keyword}=)` |" in PAGE
+
+
+def test_the_page_has_every_field_of_a_request() -> None:
+    fields = [name for name in lm.Request.__dict__ if not name.startswith("_")]
+    assert len(fields) == 19
+    assert [name for name in fields if f"`{name}`" not in PAGE] == []

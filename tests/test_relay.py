@@ -1,0 +1,288 @@
+"""`lmetric.Relay` between a router and emulated engines, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+import lmetric as lm
+from lmetric.engines.emulated.options import EngineOptions
+from lmetric.engines.emulated.server import EngineServer
+from waiting import until
+
+PROMPT = list(range(1, 101))
+PATH = "/v1/completions"
+
+
+@contextlib.asynccontextmanager
+async def engines(count: int = 2, **options: Any) -> AsyncIterator[dict[str, str]]:
+    given = {"port": 0, "model": "tiny", "clock_speed": 50.0} | options
+    async with contextlib.AsyncExitStack() as stack:
+        made = [
+            await stack.enter_async_context(EngineServer(EngineOptions.model_validate(given)))
+            for _ in range(count)
+        ]
+        yield {f"gpu-{number}": engine.url for number, engine in enumerate(made)}
+
+
+@contextlib.asynccontextmanager
+async def fake(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post(PATH, handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def a_router(urls: dict[str, str], policy: str = "round_robin") -> lm.Router:
+    router = lm.Router(policy)
+    for name in urls:
+        router.add_instance(name)
+    return router
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, **more}
+
+
+def totals(router: lm.Router) -> dict[str, Any]:
+    assert router.in_flight() == 0
+    stats = router.stats()
+    return {"finished": stats["finished"], "retries": stats["retries"]} | {
+        name: count for name, count in stats["failed"].items() if count
+    }
+
+
+REQUEST = lm.Request(PROMPT, max_tokens=8, request_id="r-1")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_is_relayed_and_the_router_knows_its_tokens(stream: bool) -> None:
+    async with engines(1) as urls, aiohttp.ClientSession() as http:
+        router = a_router(urls)
+        asked = body(stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
+        async with lm.Relay(router, REQUEST, http, urls, asked, path=PATH) as answer:
+            assert router.in_flight() == 1
+            assert (answer.instance, answer.status) == ("gpu-0", 200)
+            text = await answer.read()
+        async with http.post(urls["gpu-0"] + PATH, json=asked) as alone:
+            plain = await alone.read()
+        assert answer.content_type == ("text/event-stream" if stream else "application/json")
+        if stream:
+            assert text.count(b"\n\n") == plain.count(b"\n\n")
+            assert text.endswith(b"data: [DONE]\n\n")
+        else:
+            assert json.loads(text)["choices"] == json.loads(plain)["choices"]
+        record = router.explain(answer.decision.id)
+        assert record is not None
+        assert (record["outcome"], record["output_tokens"], record["request_id"]) == ("finished", 8, "r-1")
+        assert (record["ttft_seconds"] is not None) is stream
+        assert totals(router) == {"finished": 1, "retries": 0}
+
+
+async def test_tokens_are_counted_while_the_answer_runs() -> None:
+    async with engines(1, clock_speed=2.0) as urls, aiohttp.ClientSession() as http:
+        router = a_router(urls)
+        asked = body(stream=True, max_tokens=30)
+        seen = []
+        async with lm.Relay(router, REQUEST, http, urls, asked, path=PATH) as answer:
+            async for _piece in answer:
+                seen.append(router.stats()["instances"]["gpu-0"]["decode_tokens"])
+        assert seen[0] is not None
+        assert seen[-2] > seen[0]
+
+
+async def test_an_engine_that_refuses_is_followed_by_the_next() -> None:
+    async with engines(1) as urls, aiohttp.ClientSession() as http:
+        urls = {"gpu-9": "http://127.0.0.1:9", **urls}
+        router = a_router(urls)
+        async with lm.Relay(router, REQUEST, http, urls, body(stream=True), path=PATH) as answer:
+            assert (answer.decision.instance, answer.instance) == ("gpu-9", "gpu-0")
+            assert b"[DONE]" in await answer.read()
+        assert totals(router) == {"finished": 1, "retries": 1}
+
+
+async def test_if_nobody_answers_the_error_says_why() -> None:
+    urls = {"gpu-0": "http://127.0.0.1:9", "gpu-1": "http://127.0.0.1:9"}
+    router = a_router(urls)
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(lm.RelayError, match=r"instance 'gpu-1': refused: ") as caught:
+            async with lm.Relay(router, REQUEST, http, urls, body(), path=PATH):
+                raise AssertionError("not entered")
+    assert (caught.value.failure, caught.value.instance, caught.value.begun) == ("refused", "gpu-1", False)
+    assert totals(router) == {"finished": 0, "retries": 1, "refused": 1}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_bad_request_is_the_clients_and_is_not_tried_again(stream: bool) -> None:
+    async with engines(2) as urls, aiohttp.ClientSession() as http:
+        router = a_router(urls)
+        asked = body(max_tokens=-1, stream=stream)
+        async with lm.Relay(router, REQUEST, http, urls, asked, path=PATH) as answer:
+            assert answer.status == 400
+            assert b"max_tokens" in await answer.read()
+        assert totals(router)["retries"] == 0
+
+
+async def test_a_status_of_the_engines_own_trouble_is_tried_again() -> None:
+    async def busy(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "busy"}}, status=503)
+
+    async with fake(busy) as url, engines(1) as urls, aiohttp.ClientSession() as http:
+        urls = {"busy": url, **urls}
+        router = a_router(urls)
+        async with lm.Relay(router, REQUEST, http, urls, body(), path=PATH) as answer:
+            assert answer.instance == "gpu-0"
+            await answer.read()
+        assert totals(router) == {"finished": 1, "retries": 1}
+
+
+@pytest.mark.parametrize("how", ["leave", "raise", "cancel"])
+async def test_leaving_early_stops_the_engine_and_closes_the_ticket(how: str) -> None:
+    async with engines(1, clock_speed=1.0) as urls, aiohttp.ClientSession() as http:
+        router = a_router(urls)
+        begun = asyncio.Event()
+
+        async def one() -> None:
+            asked = body(stream=True, max_tokens=2000)
+            async with lm.Relay(router, REQUEST, http, urls, asked, path=PATH) as answer:
+                async for _piece in answer:
+                    begun.set()
+                    if how == "raise":
+                        raise ValueError("a client went away")
+                    if how == "leave":
+                        break
+                    await asyncio.sleep(0)
+
+        async def running() -> float:
+            async with http.get(urls["gpu-0"] + "/metrics") as page:
+                lines = (await page.text()).splitlines()
+            return sum(
+                float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running")
+            )
+
+        task = asyncio.create_task(one())
+        await begun.wait()
+        if how == "cancel":
+            task.cancel()
+        with contextlib.suppress(ValueError, asyncio.CancelledError):
+            await task
+        assert totals(router) == {"finished": 0, "retries": 0, "cancelled": 1}
+        for _ in range(500):
+            if await running() == 0:
+                break
+            await asyncio.sleep(0.01)
+        assert await running() == 0
+
+
+async def test_cancelled_while_it_waits_for_the_engine() -> None:
+    waits = asyncio.Event()
+
+    async def silent(_: web.Request) -> web.Response:
+        waits.set()
+        await asyncio.sleep(60)
+        raise AssertionError("cancelled before")
+
+    async with fake(silent) as url, aiohttp.ClientSession() as http:
+        router = a_router({"gpu-0": url})
+
+        async def one() -> None:
+            async with lm.Relay(router, REQUEST, http, {"gpu-0": url}, body(), path=PATH):
+                raise AssertionError("not entered")
+
+        task = asyncio.create_task(one())
+        await waits.wait()
+        assert router.in_flight() == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert totals(router) == {"finished": 0, "retries": 0, "cancelled": 1}
+
+
+def event(text: str, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "failure"), [("reset", "reset"), ("unfinished", "engine_error"), ("error", "engine_error")]
+)
+async def test_an_answer_that_breaks_off_is_an_error(end: str, failure: str) -> None:
+    async def breaks(asked: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(asked)
+        await response.write(event("a"))
+        await asyncio.sleep(0.05)
+        await response.write(event("b"))
+        if end == "reset":
+            assert asked.transport is not None
+            asked.transport.abort()
+        if end == "error":
+            await response.write(b'data: {"error": {"message": "out of memory", "code": 500}}\n\n')
+        return response
+
+    got = []
+
+    async def one(router: lm.Router, http: aiohttp.ClientSession, urls: dict[str, str]) -> None:
+        async with lm.Relay(router, REQUEST, http, urls, body(stream=True), path=PATH) as answer:
+            async for piece in answer:
+                got.append(piece)
+
+    async with fake(breaks) as url, aiohttp.ClientSession() as http:
+        router = a_router({"gpu-0": url})
+        with pytest.raises(lm.RelayError) as caught:
+            await one(router, http, {"gpu-0": url})
+        assert (caught.value.failure, caught.value.begun) == (failure, True)
+        assert b"".join(got).startswith(event("a"))
+        assert totals(router) == {"finished": 0, "retries": 0, failure: 1}
+
+
+async def test_a_request_that_the_router_splits_is_refused() -> None:
+    router = lm.Router("least_requests", split=lm.SplitAt(0.5))
+    urls = {"gpu-0": "http://127.0.0.1:9", "gpu-1": "http://127.0.0.1:9"}
+    for name in urls:
+        router.add_instance(name)
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(lm.BadValueError, match="allow_split=False"):
+            async with lm.Relay(router, lm.Request(PROMPT, max_tokens=100), http, urls, body(), path=PATH):
+                raise AssertionError("not entered")
+    assert router.in_flight() == 0
+
+
+async def test_an_instance_without_a_url_is_named() -> None:
+    router = a_router({"gpu-0": ""})
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(lm.BadValueError, match="engines: no URL of instance 'gpu-0'"):
+            async with lm.Relay(router, REQUEST, http, {}, body(), path=PATH):
+                raise AssertionError("not entered")
+    assert router.in_flight() == 0
+
+
+async def test_many_at_once_leave_nothing_in_flight() -> None:
+    async with engines(3) as urls, aiohttp.ClientSession() as http:
+        router = a_router(urls, "lmetric")
+
+        async def one(number: int) -> bytes:
+            request = lm.Request([number, *PROMPT], max_tokens=8)
+            async with lm.Relay(
+                router, request, http, urls, body(stream=number % 2 == 0), path=PATH
+            ) as answer:
+                return await answer.read()
+
+        answers = await asyncio.gather(*(one(number) for number in range(60)))
+        assert all(answers)
+        await until(lambda: router.in_flight() == 0)
+        assert totals(router) == {"finished": 60, "retries": 0}
+        assert all(each["decisions"] for each in router.stats()["instances"].values())
