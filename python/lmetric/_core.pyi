@@ -70,6 +70,7 @@ __all__ = [
     "local_orders",
     "nearest_name",
     "parsed_option",
+    "planners",
     "policy_table",
     "read_request",
     "simulate",
@@ -405,6 +406,7 @@ class Program:
     ) -> NDArray[np.float64] | NDArray[np.bool_]: ...
 
 def indicator_table() -> list[dict[str, str]]: ...
+def planners() -> list[str]: ...
 def policy_table() -> list[dict[str, Any]]: ...
 def check_expression(
     text: str, kind: str = "score", knobs: dict[str, float] | None = None

@@ -15,9 +15,6 @@ Reschedule = Literal["none", "star", "star_current", "star_oracle", "llumnix"]
 ORDER_SLO = 0.1
 """Seconds that a step may take under the local order `slo`: Libra's, section 6.1."""
 
-Split = Literal["none", "libra", "apart", "force"]
-"""How requests are cut that no roles cut; see docs/architecture.md, "Plans of several segments"."""
-
 Priority = Literal["none", "uniboost", "vtc"]
 """What the engines' queues are ordered by; see docs/priorities.md."""
 
@@ -35,6 +32,6 @@ def default_pull(policy: str) -> Pull:
     return "on" if policy == PLANNER else "none"
 
 
-def default_split(policy: str) -> Split:
+def default_split(policy: str) -> str:
     """How requests are cut under this policy where nothing is said."""
     return "apart" if policy == PLANNER else "none"

@@ -7,7 +7,7 @@ raises `lmetric.BadValueError` for an option with a value out of range.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 Forecast = Literal[
@@ -240,7 +240,21 @@ class Guard:
     """An alarm ends at this fraction of the ratio that raised it."""
 
 
-SplitOption: TypeAlias = LibraSplit | DecodePlacement | SplitAt
+@dataclass(frozen=True, slots=True)
+class SplitBy:
+    """Split requests by a planner of the core, by its name: for planners without a class here."""
+
+    planner: str
+    settings: Mapping[str, float] = field(default_factory=dict)
+    """By name; docs/splits.md lists them."""
+
+    @property
+    def core_kind(self) -> str:
+        """The planner's name."""
+        return self.planner
+
+
+SplitOption: TypeAlias = LibraSplit | DecodePlacement | SplitAt | SplitBy
 PriorityOption: TypeAlias = UniBoost | FairShares
 RebalanceOption: TypeAlias = Star | Llumnix
 Option: TypeAlias = SplitOption | PrefixFetch | PriorityOption | RebalanceOption
@@ -263,6 +277,13 @@ def _core_name(name: str) -> str:
     return _CORE_NAMES.get(name, name)
 
 
+def split_names() -> list[str]:
+    """What configurations may say of `split`: ``none`` or a planner; ``force`` is for tests of engines."""
+    from lmetric._core import planners
+
+    return ["none", *(name for name in planners() if name != SplitAt.core_kind)]
+
+
 def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
     """An option as the core takes it: its kind (``"none"`` for None) and its settings by the core's names.
 
@@ -280,8 +301,10 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
 
         names = ", ".join(f"lmetric.{kind.__name__}(...)" for kind in kinds)
         raise BadValueError(f"{what}: {option!r} is not valid; expected {names} or None")
-    values = {each.name: getattr(option, each.name) for each in fields(option)}
     kind = option.core_kind
+    if isinstance(option, SplitBy):
+        return kind, dict(option.settings)
+    values = {each.name: getattr(option, each.name) for each in fields(option)}
     if isinstance(option, Star):
         kind = "star" if values.pop("prediction") else "star_current"
     dropped = _ADAPTIVE if isinstance(option, UniBoost) and not option.adaptive else ()
@@ -301,9 +324,13 @@ def from_settings(what: str, kind: str, settings: Mapping[str, Any]) -> Any:
     Raises:
         BadValueError: an unknown kind or setting, with those that exist.
     """
-    from lmetric._core import BadValueError
+    from lmetric._core import BadValueError, planners
 
-    kinds = {each.core_kind: each for each in get_args(_CHOICES[what]) or (_CHOICES[what],)}
+    kinds = {
+        each.core_kind: each for each in get_args(_CHOICES[what]) or (_CHOICES[what],) if each is not SplitBy
+    }
+    if what == "split" and kind not in kinds and kind in planners():
+        return SplitBy(kind, dict(settings))
     presets: dict[str, Any] = {}
     if what == "rebalance" and kind in ("star_current", "star_oracle"):
         presets = {"prediction": False} if kind == "star_current" else {"forecast": "given"}
@@ -354,9 +381,11 @@ __all__ = [
     "RebalanceOption",
     "Role",
     "SplitAt",
+    "SplitBy",
     "SplitOption",
     "Star",
     "UniBoost",
     "core_settings",
     "from_settings",
+    "split_names",
 ]

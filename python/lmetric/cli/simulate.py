@@ -27,11 +27,12 @@ from lmetric.defaults import (
     PLANNER,
     Priority,
     Reschedule,
-    Split,
     default_split,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lmetric.sim.setups import PolicyChoice, Result, Setup
     from lmetric.sim.study import Cell
 
@@ -229,6 +230,7 @@ def command(
     same command gives the same figures. Ctrl-C ends without any, with exit code 130.
     """
     from lmetric.cli.show import note, warn_unscored
+    from lmetric.options import split_names
     from lmetric.queueing import Swap
     from lmetric.sim.pools import Roles, Transfer
     from lmetric.sim.pulls import Pull
@@ -239,8 +241,8 @@ def command(
     orders = _orders(local_order)
     if "priority" in orders and priority in (None, "none"):
         raise typer.BadParameter("priority needs --priority uniboost or vtc", param_hint="--local-order")
-    splits = _each("--split", split, Split, leave_out="force")
-    moves = _each("--reschedule", reschedule, Reschedule)
+    splits = _each("--split", split, split_names())
+    moves = _each("--reschedule", reschedule, get_args(Reschedule))
     pooled = pools is not None and bool(pools.decode)
     choices = _choices(policy or ["vllm", "lmetric"])
     planned = not pooled and any(choice.base == PLANNER for choice in choices)
@@ -349,10 +351,9 @@ def _orders(texts: list[str] | None) -> list[str]:
         raise typer.BadParameter(str(error), param_hint="--local-order") from None
 
 
-def _each(option: str, texts: list[str] | None, known: Any, leave_out: str = "") -> list[str]:
+def _each(option: str, texts: list[str] | None, allowed: Sequence[str]) -> list[str]:
     """The names that these texts give, each once; none: nothing was given."""
     names = [name.strip() for text in texts or [] for name in text.split(",")]
-    allowed = [name for name in get_args(known) if name != leave_out]
     if wrong := [name for name in names if name not in allowed]:
         raise typer.BadParameter(f"{wrong[0]!r} is not one of {', '.join(allowed)}", param_hint=option)
     return list(dict.fromkeys(names))

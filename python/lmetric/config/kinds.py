@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, SecretStr
 
 from lmetric.options import Role as Role
+from lmetric.options import split_names
 
 
 def _http_url(url: str, whose: str) -> str:
@@ -50,6 +51,12 @@ def _origin(text: str) -> str:
     if not parts.scheme or not parts.netloc or text != f"{parts.scheme}://{parts.netloc}" or "@" in text:
         raise ValueError('an origin looks like https://host or https://host:port, without a path, or is "*"')
     return text.lower()
+
+
+def _split(name: str) -> str:
+    if name not in (names := split_names()):
+        raise ValueError(f"{name!r} is not one of {', '.join(names)}")
+    return name
 
 
 def _port(value: object) -> int | str:
@@ -116,6 +123,9 @@ def _on(word: object) -> object:
     """YAML reads on as true."""
     return "on" if word is True else word
 
+
+SplitName = Annotated[str, AfterValidator(_split)]
+"""How requests are split that no roles split."""
 
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]

@@ -29,12 +29,13 @@ from lmetric.config.kinds import (
     Role,
     RouterUrl,
     Seconds,
+    SplitName,
     Strict,
     Token,
     ZmqEndpoint,
     is_loopback,
 )
-from lmetric.defaults import Priority, Pull, Split, default_pull, default_split
+from lmetric.defaults import Priority, Pull, default_pull, default_split
 
 # Sources of engines beside those in `discovery`.
 CONFIGURED = "configuration"
@@ -186,7 +187,7 @@ class PoolSettings(Strict):
         description="after the prompt was computed, its KV cache is fetched within this time or computed "
         "again; default: two thirds of the engine's lease, 20 where it does not tell",
     )
-    split: Literal["none", "libra", "apart"] | None = Field(
+    split: SplitName | None = Field(
         None,
         description="whether a request may be cut and go on at another engine of role both: none; libra, at "
         "any of its tokens, where it pays; apart, behind its prompt, where all requests together lose less "
@@ -331,7 +332,7 @@ class PoolSettings(Strict):
         return self.policy if isinstance(self.policy, str) else str(self.policy.get("name"))
 
     @property
-    def split_by(self) -> Split:
+    def split_by(self) -> str:
         """What cuts requests between equals: what is said, or what goes with the policy."""
         return default_split(self._policy_name) if self.split is None else self.split
 

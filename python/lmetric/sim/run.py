@@ -25,7 +25,6 @@ from lmetric.defaults import (
     ORDER_SLO,
     Priority,
     Reschedule,
-    Split,
     default_pull,
     default_split,
 )
@@ -325,7 +324,7 @@ def simulate(
     preempt: SwapLike = "recompute",
     priority: Priority | PriorityOption = "none",
     priority_settings: Mapping[str, float] | None = None,
-    split: Split | SplitOption | None = None,
+    split: str | SplitOption | None = None,
     split_settings: Mapping[str, float] | str | None = None,
     reschedule: Reschedule | RebalanceOption = "none",
     reschedule_settings: Mapping[str, float | str] | None = None,

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
+from lmetric.config.kinds import SplitName
 from lmetric.defaults import DEFAULT_PROFILE, SLICE
 from lmetric.profiles import load_profile, shipped_profiles
 from lmetric.queueing import Swap, checked_order
@@ -249,7 +250,7 @@ class SettingsEntry(Strict):
         description="prefixes are pulled from who holds them: none, on, or least=TOKENS, ...; default: on "
         "where the policy is planner",
     )
-    split: Annotated[list[Literal["none", "libra", "apart"]], Listed] | None = Field(
+    split: Annotated[list[SplitName], Listed] | None = Field(
         None,
         description="where requests are cut that no roles cut; default: apart where the policy is planner",
     )

@@ -32,6 +32,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Ticket>()?;
     module.add("PolicyTimeout", module.py().get_type::<policies::PolicyTimeout>())?;
     module.add_function(wrap_pyfunction!(parsed_option, module)?)?;
+    module.add_function(wrap_pyfunction!(crate::split::planners, module)?)?;
     module.add_function(wrap_pyfunction!(policies::policy_table, module)?)
 }
 
@@ -253,7 +254,7 @@ fn unexpected(method: &str, keyword: &str) -> crate::errors::Error {
 pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Result<String> {
     let settings = Some(settings);
     Ok(match what {
-        "split" => format!("{:?}", crate::split::split_of(kind, settings)?),
+        "split" => format!("{kind} {:?}", crate::split::split_of(kind, settings)?.check()?),
         "prefix_fetch" => format!("{:?}", crate::pull::pull_of(settings)?),
         "priority" => format!("{:?}", crate::priorities::priorities_of(kind, settings)?),
         "rebalance" => format!("{:?}", crate::reschedule::reschedule_of(kind, settings)?),

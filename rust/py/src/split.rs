@@ -2,10 +2,16 @@
 use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::router::Split;
-use lmetric_core::router::planners;
+use lmetric_core::router::planners as registry;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::BTreeMap;
+
+/// The names of the planners, of which `split` takes one.
+#[pyfunction]
+pub fn planners() -> Vec<&'static str> {
+    registry::specs().iter().map(|spec| spec.name).collect()
+}
 
 /// The split of this name with its settings.
 ///
@@ -17,7 +23,7 @@ pub fn split_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Spli
         None => Vec::new(),
     };
     let planner = (kind != "none").then(|| kind.to_string());
-    let names: Vec<&str> = planners::specs().iter().map(|spec| spec.name).collect();
+    let names = planners();
     if planner.is_some() && !names.contains(&kind) {
         return Err(bad("split", format!("{kind:?}"), format!("none, {}", names.join(", "))));
     }

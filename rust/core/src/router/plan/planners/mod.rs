@@ -72,18 +72,24 @@ impl Split {
         matches!(self.spec(), Ok(Some(spec)) if spec.keeps_tokens)
     }
 
-    /// Checks the planner's name and settings.
+    /// All settings of the planner with their values, those that were not given at their defaults.
     ///
     /// # Errors
     /// `UnknownName` for a planner or a setting, `BadValue` for a setting out of its range.
-    pub fn check(&self) -> Result<(), CoreError> {
-        self.build().map(drop)
+    pub fn check(&self) -> Result<Vec<(&'static str, f64)>, CoreError> {
+        let Some(spec) = self.spec()? else { return Ok(Vec::new()) };
+        let settings = self.resolve(spec)?;
+        (spec.build)(&settings)?;
+        Ok(settings.iter().collect())
+    }
+
+    fn resolve(&self, spec: &PlannerSpec) -> Result<Knobs, CoreError> {
+        Knobs::resolve(&format!("split {}", spec.name), spec.settings, &self.settings)
     }
 
     fn build(&self) -> Result<Option<Box<dyn Planner>>, CoreError> {
         let Some(spec) = self.spec()? else { return Ok(None) };
-        let settings = Knobs::resolve(&format!("split {}", spec.name), spec.settings, &self.settings)?;
-        Ok(Some((spec.build)(&settings)?))
+        Ok(Some((spec.build)(&self.resolve(spec)?)?))
     }
 }
 
