@@ -28,7 +28,7 @@ def rendered(told: Row) -> str:
     return tables.rendered(told)
 
 
-RERUN = Rerun(Path(__file__).parent, "planner.md", rendered, "goal.py")
+RERUN = Rerun(Path(__file__).parent, "planner.md", rendered)
 figure = RERUN.figure
 
 SHORT_OR_LONG = ("completion", "extraction", "reasoning", "long-form")
