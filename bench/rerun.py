@@ -24,6 +24,7 @@ from result_files import paths_of, read_figure, read_index, write_figure
 PAGES = ROOT / "docs" / "studies"
 Told = dict[str, Any]
 Stage, Rival, Outcome = TypeVar("Stage"), TypeVar("Rival"), TypeVar("Outcome")
+SEEDS = ("seeds", "first_seed")
 HOW = """Each figure is stored as CSV in results; docs/studies shows its tables."""
 
 
@@ -49,12 +50,6 @@ def columns(found: Sequence[Any], digits: int = 4) -> dict[str, list[float]]:
     """What came of some seeds (dataclasses or dicts), turned into a list for each figure."""
     each = [one if isinstance(one, dict) else asdict(one) for one in found]
     return {name: [float(f"{float(one[name]):.{digits}g}") for one in each] for name in each[0]}
-
-
-def command(script: str, figures: str, told: Told) -> str:
-    """The command that reruns figures with the seeds of one of them."""
-    first = f" --first-seed {told['first_seed']}" if told["first_seed"] else ""
-    return f"python bench/{script} --figure {figures} --seeds {told['seeds']}{first}"
 
 
 def grouped(rows: Iterable[Told], by: str) -> dict[str, list[Told]]:
@@ -137,8 +132,8 @@ class Pool:
 class Rerun:
     """The figures of a study.
 
-    `driver` is the script in `folder`, `page` the name of the study's page in `docs/studies`. A figure stands
-    there between `<!-- figure NAME -->` and `<!-- /figure -->`.
+    `page` is the name of the study's page in `docs/studies`. A figure stands there between
+    `<!-- figure NAME -->` and `<!-- /figure -->`.
 
     A maker takes the study's world (with `seeds`, `quick`, `close`) and returns the figure's tables, as
     `result_files` stores them. `rendered` makes Markdown of them.
@@ -147,7 +142,6 @@ class Rerun:
     folder: Path
     page: str
     rendered: Callable[[Told], str]
-    driver: str = "run.py"
     figures: dict[str, tuple[str, Callable[[Any], Told]]] = field(default_factory=dict)
 
     def figure(self, name: str, title: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
@@ -165,9 +159,8 @@ class Rerun:
             description=about, epilog=HOW, formatter_class=argparse.RawTextHelpFormatter
         )
         parser.add_argument("--figure", help=f"some of {', '.join(self.figures)} [default: all]")
-        parser.add_argument(
-            "--seeds", type=int, default=seeds, help=f"for arrivals, lengths and ties [{seeds}]"
-        )
+        parser.add_argument("--seeds", type=int, help=f"how many [as many as are stored, else {seeds}]")
+        parser.set_defaults(usual_seeds=seeds)
         parser.add_argument("--quick", action="store_true", help="few seeds, small; nothing is written")
         folder = ROOT.parent / "shared" / "traces"
         parser.add_argument("--traces", type=Path, default=folder, metavar="DIR", help=f"with {traces}")
@@ -181,7 +174,7 @@ class Rerun:
     def main_of_pool(self, about: str | None, world: type[Pool], *, seeds: int, traces: str) -> None:
         """`main` of a study that is played in processes."""
         parser = self.parser(about, seeds=seeds, traces=traces)
-        parser.add_argument("--first-seed", type=int, default=0, help="[0]")
+        parser.add_argument("--first-seed", type=int, help="[the stored one, else 0]")
         self.main(parser, world)
 
     def main(self, parser: argparse.ArgumentParser, world: Callable[[argparse.Namespace], Any]) -> None:
@@ -198,7 +191,9 @@ class Rerun:
             if unknown := [name for name in names if name not in self.figures]:
                 parser.error(f"no figure {', '.join(unknown)}; there are {', '.join(self.figures)}")
             try:
-                self._make(names, world(options), results if options.results or shipped else None)
+                for seeds, some in self._by_seeds(names, options).items():
+                    of = argparse.Namespace(**vars(options) | dict(zip(SEEDS, seeds, strict=True)))
+                    self._make(some, world(of), results if options.results or shipped else None)
             except FileNotFoundError as error:
                 sys.exit(f"run.py: {error}; --traces DIR says where the traces are")
         if options.render or shipped:
@@ -215,11 +210,23 @@ class Rerun:
             told = read_figure(results, name)
             stored = self.folder.relative_to(ROOT) / "results"
             files = ", ".join(f"[{p.name}](../../{stored}/{p.name})" for p in paths_of(results, name))
-            again = command(f"{self.folder.name}/{self.driver}", name, told)
-            origin = f"`{again}` at commit {told['commit']}. All values: {files}."
+            first = f" from {told['first_seed']} on" if told["first_seed"] else ""
+            origin = f"{told['seeds']} seeds{first}, at commit {told['commit']}. All values: {files}."
             return f"<!-- figure {name} -->\n\n{self.rendered(told)}\n\n{origin}\n\n<!-- /figure -->"
 
         return re.sub(r"<!-- figure (\w+) -->.*?<!-- /figure -->", part, text, flags=re.DOTALL)
+
+    def _by_seeds(self, names: list[str], options: argparse.Namespace) -> dict[tuple[int, ...], list[str]]:
+        """The figures by number of seeds and first seed: those asked for, else those of the stored figure."""
+        results = self.folder / "results"
+        stored = read_index(results) if results.exists() and not options.quick else {}
+        usual = {"seeds": options.usual_seeds, "first_seed": 0}
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name in names:
+            asked = {each: value for each in SEEDS if (value := vars(options).get(each)) is not None}
+            told = usual | stored.get(name, {}) | asked
+            groups.setdefault(tuple(told[each] for each in SEEDS), []).append(name)
+        return groups
 
     def _make(self, names: list[str], world: Any, results: Path | None) -> None:
         commit = git_commit()  # of the code as it is loaded, not as it may be when a figure is done

@@ -4,10 +4,9 @@
     python bench/verdicts.py --check    # fails if a page differs from the results
 
 Each study has two sources. `bench/STUDY/verdicts.md` holds the text; a field such as `{linear_ttft:+.0%}`
-is Python's format syntax, and `{command[9,15]}` is the commands that rerun two figures. In
-`bench/STUDY/verdict_figures.py`, `figures(raw)` reads the results and returns the value of each field, and
-`WRITTEN` lists the numbers that a person may write: settings and figures of the paper. Any other number is an
-error, except in backquotes and in the columns `claim` and `paper` of a table.
+is Python's format syntax. In `bench/STUDY/verdict_figures.py`, `figures(raw)` reads the results and returns
+the value of each field, and `WRITTEN` lists the numbers that a person may write: settings and figures of the
+paper. Any other number is an error, except in backquotes and in the columns `claim` and `paper` of a table.
 
 The table of claims stands between `<!-- verdicts STUDY -->` and `<!-- /verdicts -->`. Text after a line
 `<!-- part NAME -->` in `verdicts.md` stands between `<!-- verdicts STUDY NAME -->` and `<!-- /verdicts -->`.
@@ -31,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from common import ROOT
-from rerun import bounds, command
+from rerun import bounds
 from result_files import read_figure, read_index
 
 sys.modules.setdefault("verdicts", sys.modules[__name__])  # `verdict_figures.py` imports it by this name
@@ -155,25 +154,6 @@ class Raw:
         return loaded
 
 
-@dataclass
-class Commands:
-    """Of the figures of a study: the field `{command[9,15]}` is the commands that rerun both."""
-
-    study: str
-    raw: Raw
-
-    def __getitem__(self, figures: int | str) -> str:
-        """One command for figures with the same seeds, else several."""
-        by_seeds: dict[tuple[int, int], list[str]] = {}
-        for figure in str(figures).split(","):
-            told = self.raw(figure)
-            by_seeds.setdefault((told["seeds"], told["first_seed"]), []).append(figure)
-        return "; ".join(
-            f"`{command(f'{self.study}/run.py', ','.join(names), self.raw(names[0]))}`"
-            for names in by_seeds.values()
-        )
-
-
 def module(study: str) -> ModuleType:
     """`verdict_figures.py` of a study."""
     spec = spec_from_file_location(f"verdict_figures_{study}", ROOT / "bench" / study / "verdict_figures.py")
@@ -194,8 +174,7 @@ def render(study: str, results: Callable[[str], Path] = results_of) -> dict[str 
     source_module = module(study)
     source = ROOT / "bench" / study / "verdicts.md"
     template = source.read_text()
-    raw = Raw(results(study))
-    figures: dict[str, object] = source_module.figures(raw) | {"command": Commands(study, raw)}
+    figures: dict[str, object] = source_module.figures(Raw(results(study)))
     refuse_written_numbers(PART.sub("", template), source_module.WRITTEN, source)
     fields = {re.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(template) if name}
     if wrong := fields ^ set(figures):

@@ -41,10 +41,11 @@ class Study:
     """A study by its folder in `bench`."""
 
     name: str
+    script: str = "run.py"
 
     @property
     def driver(self) -> Path:
-        return ROOT / "bench" / self.name / "run.py"
+        return ROOT / "bench" / self.name / self.script
 
     @property
     def results(self) -> Path:

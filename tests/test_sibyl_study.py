@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,20 @@ def test_bounds_of_a_ratio_by_hand() -> None:
     assert ratio == pytest.approx(2.0)
     # Logarithms 0, 0.693, 1.386: deviation 0.693, over the root of 3, times 4.303.
     assert (low, high) == (pytest.approx(2 / 5.594, rel=1e-3), pytest.approx(2 * 5.594, rel=1e-3))
+
+
+@pytest.mark.usefixtures("study")
+def test_a_figure_is_rerun_with_the_seeds_of_its_results() -> None:
+    from run import RERUN
+
+    def groups(**asked: int | bool | None) -> dict[tuple[int, ...], list[str]]:
+        told = {"quick": False, "seeds": None, "first_seed": None, "usual_seeds": 3} | asked
+        return RERUN._by_seeds(["7", "8", "new"], argparse.Namespace(**told))
+
+    assert groups() == {(10, 100): ["7"], (2, 0): ["8"], (3, 0): ["new"]}
+    assert groups(seeds=1) == {(1, 100): ["7"], (1, 0): ["8", "new"]}
+    assert groups(first_seed=0) == {(10, 0): ["7"], (2, 0): ["8"], (3, 0): ["new"]}
+    assert groups(quick=True) == {(3, 0): ["7", "8", "new"]}
 
 
 @pytest.mark.usefixtures("study")

@@ -24,11 +24,15 @@ Row = dict[str, Any]
 
 def rendered(told: Row) -> str:
     """A figure's part of the page."""
+    if told["figure"] in OVER_RIVALS:
+        return goal_best_tables.over_rivals(told)
     tables = goal_best_tables if "families" in told else goal_tables
     return tables.rendered(told)
 
 
-RERUN = Rerun(Path(__file__).parent, "planner.md", rendered, "goal.py")
+# Figures over many stages: the page shows the planner against its rivals, the CSV all values.
+OVER_RIVALS = ("goal_lengths", "goal_delayed", "goal_engines")
+RERUN = Rerun(Path(__file__).parent, "planner.md", rendered)
 figure = RERUN.figure
 
 SHORT_OR_LONG = ("completion", "extraction", "reasoning", "long-form")

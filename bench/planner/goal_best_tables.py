@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from goal_bound import TWICE
-from goal_tables import FIGURES, NINE, change
+from goal_tables import FIGURES, NINE, best_fixed, change
 
 from lmetric.sim.max_load import Rule
 from rerun import bounds, grouped, markdown, spread
@@ -37,6 +37,17 @@ def rendered(told: Row) -> str:
         return against(stages)
     loads = [f"{load['stage']}:\n\n{of_all(load)}\n\n{lost(load)}\n\n{against([load])}" for load in stages]
     return "\n\n".join([most(told["most"]), *loads] if told.get("most") else loads)
+
+
+def over_rivals(told: Row) -> str:
+    """The planner's figures over those of the base and of the best fixed roles, stage by stage."""
+    stages = []
+    for stage, rows in grouped(told["rows"], "stage").items():
+        families = [{"family": told["base"], "policy": told["base"]}]
+        if best := best_fixed(rows):
+            families.append({"family": "best of fixed roles", "policy": best["policy"]})
+        stages.append({"stage": stage, "rows": rows, "families": families})
+    return against(stages)
 
 
 def most(told: Sequence[Row]) -> str:

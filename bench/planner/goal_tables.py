@@ -32,15 +32,20 @@ def rendered(told: Row) -> str:
     return "\n\n".join(parts)
 
 
+def best_fixed(rows: Sequence[Row]) -> Row | None:
+    """Of a stage's rivals with fixed roles, the one with the least mean E2E latency."""
+    fixed = [row for row in rows if row["policy"] in FIXED_ROLES]
+    return min(fixed, key=lambda row: float(np.mean(row["e2e"]))) if fixed else None
+
+
 def table(rows: Sequence[Row], told: Row) -> str:
     """All rivals on a stage; of those with fixed roles, the one with the least mean E2E latency, seen from
     behind. The last column holds the mean E2E latency against that of the base, seed by seed."""
-    fixed = [row for row in rows if row["policy"] in FIXED_ROLES]
-    best = min(fixed, key=lambda row: float(np.mean(row["e2e"]))) if fixed else None
+    best = best_fixed(rows)
     (against,) = (row for row in rows if row["policy"] == told["base"])
     lines = []
     for row in rows:
-        if row in fixed and row is not best:
+        if row["policy"] in FIXED_ROLES and row is not best:
             continue
         label = f"best of fixed roles: {row['policy']}" if row is best else row["policy"]
         cells = [spread(row[name], *shown[1:]) for name, shown in FIGURES.items()]
