@@ -48,12 +48,12 @@ def test_a_function_in_a_file_decides_as_the_same_expression(mine: Path) -> None
     for i in range(60):
         text = f"prompt {i % 7} " * 50
         now = time.monotonic()
-        got, got_ticket = one.route(text=text, now=now)
-        expected, expected_ticket = other.route(text=text, now=now)
+        got, got_ticket = one.route(lm.Request(text=text), now=now)
+        expected, expected_ticket = other.route(lm.Request(text=text), now=now)
         assert got.scores().tolist() == expected.scores().tolist()
         if i % 3:
-            got_ticket.finished(now=now)
-            expected_ticket.finished(now=now)
+            got_ticket.segment_done(now=now)
+            expected_ticket.segment_done(now=now)
 
 
 def test_a_reference_may_name_any_kind_of_policy(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_reference_may_name_any_kind_of_policy(tmp_path: Path) -> None:
     )
     for name in ("text", "expression", "policy", "function"):
         made = fleet(f"{file}:{name}")
-        assert made.route(text="x")[0].instance.startswith("e")
+        assert made.route(lm.Request(text="x"))[0].instance.startswith("e")
     assert fleet(f"{file}:policy").stats()["policy"] == "named"
     with pytest.raises(lm.UnknownNameError, match=r"parameter 'c' is no indicator.*policy_function"):
         lm.Router(f"{file}:columns")
@@ -84,12 +84,12 @@ def test_a_module_is_found_and_reloaded(tmp_path: Path, monkeypatch: pytest.Monk
     (package / "scores.py").write_text("def score(bs):\n    return bs\n")
     monkeypatch.syspath_prepend(tmp_path)
     made = fleet("plugged.scores:score")
-    assert made.route(text="x")[0].scores().tolist() == [0, 0, 0]
+    assert made.route(lm.Request(text="x"))[0].scores().tolist() == [0, 0, 0]
     later = package / "scores.py"
     later.write_text("def score(bs):\n    return bs + 7\n")
     os.utime(later, ns=(1, time.time_ns() + 10**10))  # byte code is as old as its file, to the second
     made.set_policy("plugged.scores:score")
-    assert made.route(text="x")[0].scores().min() >= 7
+    assert made.route(lm.Request(text="x"))[0].scores().min() >= 7
     assert plugins.file_of("plugged.scores:score") == later
     sys.modules.pop("plugged.scores")
 
@@ -142,7 +142,7 @@ def test_a_python_policy_has_no_knobs(mine: Path) -> None:
 
 def test_a_policy_is_replaced_and_everything_else_stays(mine: Path) -> None:
     made = fleet("lmetric")
-    open_tickets = [made.route(text=f"{i} " * 400)[1] for i in range(9)]
+    open_tickets = [made.route(lm.Request(text=f"{i} " * 400))[1] for i in range(9)]
     before = {name: made.stats()[name] for name in ("index_bytes", "in_flight", "decisions")}
     assert (made.stats()["guard_on"], made.guard_reason) == (True, "policy lmetric declares guard: on")
     for policy, guard in (("round_robin", False), (f"{mine}:score", True), ("bs", False), ("sibyl", False)):
@@ -159,7 +159,7 @@ def test_a_policy_is_replaced_and_everything_else_stays(mine: Path) -> None:
         made.set_policy("sibyl", knobs={"bucket_tokens": 128})
     assert made.stats()["policy"] == "sibyl"
     for ticket in open_tickets:
-        ticket.finished()
+        ticket.segment_done()
     assert made.in_flight() == 0
 
 
@@ -185,15 +185,15 @@ def test_a_policy_that_fails_has_a_fallback() -> None:
     same = fleet("p_token * (bs + 1)", guard=False)
     for i in range(5):
         text, now = f"{i % 2} " * 400, time.monotonic()
-        got, expected = (each.route(text=text, now=now)[0] for each in (made, same))
+        got, expected = (each.route(lm.Request(text=text), now=now)[0] for each in (made, same))
         assert got.scores().tolist() == expected.scores().tolist()
     told = made.policy_fallbacks()
     assert (told["errors"], told["overruns"], told["paused"]) == (3, 0, 2)
     assert "out of mood" in told["problem"]
     broken = False
     time.sleep(1.05)
-    made.route(text="x")
-    made.route(text="x")
+    made.route(lm.Request(text="x"))
+    made.route(lm.Request(text="x"))
     assert made.policy_fallbacks() == told
     made.set_policy("bs")
     assert made.policy_fallbacks() == told, "the counts of a replaced policy stay"
@@ -209,7 +209,7 @@ def test_a_policy_that_never_returns_is_stopped() -> None:
 
     made = fleet(lm.policy_function(forever, fallback="bs", time_limit_seconds=0.002))
     for _ in range(4):
-        assert made.route(text="x")[0].scores().max() >= 0
+        assert made.route(lm.Request(text="x"))[0].scores().max() >= 0
     told = made.policy_fallbacks()
     assert (told["errors"], told["overruns"], told["paused"]) == (0, 3, 1)
     assert "its limit is 2.0ms" in told["problem"]
@@ -227,7 +227,7 @@ def test_a_slow_policy_is_not_interrupted_after_it_has_returned() -> None:
 
     made = fleet(lm.policy_function(slow, fallback="bs", time_limit_seconds=0.0035))
     for _ in range(40):
-        made.route(text="x")[1].finished()
+        made.route(lm.Request(text="x"))[1].segment_done()
         sum(range(2000))
     told = made.policy_fallbacks()
     assert told["errors"] == 0
@@ -238,7 +238,7 @@ def test_a_slow_policy_is_not_interrupted_after_it_has_returned() -> None:
 def test_without_a_fallback_a_policy_that_fails_is_an_error() -> None:
     made = fleet(lm.policy_function(lambda bs: 1 / 0, fallback=None))
     with pytest.raises(lm.PolicyError, match="division by zero"):
-        made.route(text="x")
+        made.route(lm.Request(text="x"))
     for limit in (0, -1, 61, float("nan")):
         with pytest.raises(lm.BadValueError, match="time_limit_seconds"):
             lm.policy_function(lambda bs: bs, time_limit_seconds=limit)
@@ -294,7 +294,7 @@ def test_simulate_bench_and_study_take_a_file(
 def test_a_policy_choice_can_be_sent_to_a_worker(mine: Path) -> None:
     (choice,) = PolicyChoice.parse(f"{mine}:score")
     assert pickle.loads(pickle.dumps(choice)).code() == choice.code()
-    assert np.isfinite(fleet(choice.build()).route(text="x")[0].scores()).all()
+    assert np.isfinite(fleet(choice.build()).route(lm.Request(text="x"))[0].scores()).all()
     assert isinstance(choice.build(), lm.PolicyFunction)
 
 

@@ -93,7 +93,7 @@ def test_what_cannot_be_is_named() -> None:
     router = Router()
     with pytest.raises(BadValueError, match="'sta' is not valid; expected one of 'none', 'star'"):
         from_settings("rebalance", "sta", {})
-    with pytest.raises(BadValueError, match="rebalance: speed with 'star'"):
+    with pytest.raises(BadValueError, match="rebalance: setting of 'star': 'speed' is not valid"):
         from_settings("rebalance", "star", {"speed": 3})
     with pytest.raises(BadValueError, match="threshold"):
         router.configure(rebalance=Star(threshold=2.0))

@@ -108,7 +108,11 @@ def test_what_cannot_be_is_named() -> None:
     router = ordered("none")
     for kind, settings, told in (
         ("fastest", {}, "uniboost"),
-        ("uniboost", {"gama": 1.0}, "gama with 'uniboost' is not valid; expected gamma, adaptive, window"),
+        (
+            "uniboost",
+            {"gama": 1.0},
+            "setting of 'uniboost': 'gama' is not valid; expected gamma, adaptive",
+        ),
         ("uniboost", {"gamma": math.nan}, "gamma"),
         ("uniboost", {"gamma": -1.0}, "gamma"),
         ("uniboost", {"smoothing": 2.0}, "smoothing"),
@@ -116,7 +120,7 @@ def test_what_cannot_be_is_named() -> None:
         ("uniboost", {"bin_tokens": 0.5}, "bin_tokens: 0.5 is not valid; expected a whole number"),
         ("uniboost", {"window": 200.0, "least": 300.0}, "least: 300 is not valid"),
         ("uniboost", {"adaptive": 0.5}, "adaptive: 0.5 is not valid; expected 0 or 1"),
-        ("uniboost", {"hysteresis_seconds": 1.0}, "hysteresis_seconds with"),
+        ("uniboost", {"hysteresis_seconds": 1.0}, "'hysteresis_seconds' is not valid"),
         ("uniboost", {"most_boost_seconds": -1.0}, "most seconds"),
         ("vtc", {"gamma": 1.0}, "nothing"),
     ):

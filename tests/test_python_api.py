@@ -255,6 +255,10 @@ def test_options_are_set_at_construction_or_later() -> None:
         ({"prefix_fetch": True}, r"prefix_fetch: True is not valid; expected lmetric.PrefixFetch\(...\) or"),
         ({"priority": lm.Star()}, r"priority: Star\(.*\) is not valid; expected lmetric.UniBoost"),
         ({"rebalance": lm.Star(threshold=2.0)}, "threshold"),
+        (
+            {"split": lm.LibraSplit(probes="6")},
+            "split: probes of LibraSplit: '6' is not valid; expected a num",
+        ),  # type: ignore[arg-type]
         ({"guard": lm.Guard()}, "guard: Guard is not valid; expected True or False"),
         ({"binding": "soon"}, 'binding: "soon" is not valid; expected "early" or "late"'),
     ],
@@ -293,7 +297,7 @@ def test_settings_of_configurations_become_options() -> None:
     )
     assert of("rebalance", "star_current", {"most_moves": 2}) == lm.Star(prediction=False, max_moves=2)
     with pytest.raises(
-        lm.BadValueError, match="split: speed with 'libra' is not valid; expected parts, probes"
+        lm.BadValueError, match="split: setting of 'libra': 'speed' is not valid; expected parts"
     ):
         of("split", "libra", {"speed": 1})
     with pytest.raises(

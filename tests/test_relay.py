@@ -249,6 +249,24 @@ async def test_an_answer_that_breaks_off_is_an_error(end: str, failure: str) -> 
         assert totals(router) == {"finished": 0, "retries": 0, failure: 1}
 
 
+async def test_a_data_parallel_rank_is_a_target() -> None:
+    async with engines(1, ranks=2) as urls, aiohttp.ClientSession() as http:
+        (url,) = urls.values()
+        targets = {f"gpu-0-dp{rank}": lm.EngineTarget(url, data_parallel_rank=rank) for rank in (0, 1)}
+        router = lm.Router("session_affinity")
+        for name in targets:
+            router.add_instance(name)
+        cached: dict[str, list[int]] = {}
+        for number in (0, 1, 2, 3, 0, 1, 2, 3):
+            request = lm.Request(PROMPT, session=f"session {number}")
+            async with lm.Relay(router, request, http, targets, body(), path=PATH) as answer:
+                usage = json.loads(await answer.read())["usage"]
+            cached.setdefault(answer.instance, []).append(usage["prompt_tokens_details"]["cached_tokens"])
+        assert set(cached) == set(targets)
+        for hits in cached.values():  # each rank computes the prompt once, and finds it from then on
+            assert hits == [0, *[96] * (len(hits) - 1)]
+
+
 async def test_a_request_that_the_router_splits_is_refused() -> None:
     router = lm.Router("least_requests", split=lm.SplitAt(0.5))
     urls = {"gpu-0": "http://127.0.0.1:9", "gpu-1": "http://127.0.0.1:9"}

@@ -120,7 +120,7 @@ if TYPE_CHECKING:
         UniBoost,
     )
     from lmetric.policies import Policy, PolicyFunction, policy_function
-    from lmetric.relay import Relay, RelayError
+    from lmetric.relay import EngineTarget, Relay, RelayError
     from lmetric.sim.run import Run, simulate
     from lmetric.sim.traces import Trace, load_trace
 
@@ -171,6 +171,7 @@ __all__ = [
     "BadValueError",
     "Decision",
     "DecodePlacement",
+    "EngineTarget",
     "EventFeed",
     "Expr",
     "ExpressionError",
@@ -222,6 +223,7 @@ __all__ = [
 _SHADOWS = ("abs", "max", "min")
 _MODULES = ("expr", "options", "policies")
 _HOMES = {
+    "EngineTarget": "relay",
     "Relay": "relay",
     "RelayError": "relay",
     "Run": "sim.run",

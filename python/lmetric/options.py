@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 Forecast = Literal[
@@ -297,14 +298,15 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
         return "none", {}
     kinds = get_args(_CHOICES[what]) or (_CHOICES[what],)
     if not isinstance(option, kinds):
-        from lmetric._core import BadValueError
-
         names = ", ".join(f"lmetric.{kind.__name__}(...)" for kind in kinds)
-        raise BadValueError(f"{what}: {option!r} is not valid; expected {names} or None")
-    kind = option.core_kind
+        raise _bad(what, option, f"{names} or None")
     if isinstance(option, SplitBy):
-        return kind, dict(option.settings)
+        return option.core_kind, dict(option.settings)
     values = {each.name: getattr(option, each.name) for each in fields(option)}
+    for name, value in values.items():
+        if name != "forecast" and value is not None and not isinstance(value, Real):
+            raise _bad(f"{what}: {name} of {type(option).__name__}", value, "a number")
+    kind = option.core_kind
     if isinstance(option, Star):
         kind = "star" if values.pop("prediction") else "star_current"
     dropped = _ADAPTIVE if isinstance(option, UniBoost) and not option.adaptive else ()
@@ -313,6 +315,12 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
         for name, value in values.items()
         if value is not None and name not in dropped
     }
+
+
+def _bad(what: str, got: object, expected: str) -> Exception:
+    from lmetric._core import BadValueError
+
+    return BadValueError(f"{what}: {got!r} is not valid; expected {expected}")
 
 
 def from_settings(what: str, kind: str, settings: Mapping[str, Any]) -> Any:
@@ -324,7 +332,7 @@ def from_settings(what: str, kind: str, settings: Mapping[str, Any]) -> Any:
     Raises:
         BadValueError: an unknown kind or setting, with those that exist.
     """
-    from lmetric._core import BadValueError, planners
+    from lmetric._core import planners
 
     kinds = {
         each.core_kind: each for each in get_args(_CHOICES[what]) or (_CHOICES[what],) if each is not SplitBy
@@ -338,7 +346,7 @@ def from_settings(what: str, kind: str, settings: Mapping[str, Any]) -> Any:
     option = None if kind == "none" else kinds.get(kind)
     if option is None and kind != "none":
         known = ", ".join(repr(name) for name in ("none", *kinds))
-        raise BadValueError(f"{what}: {kind!r} is not valid; expected one of {known}")
+        raise _bad(what, kind, f"one of {known}")
     names = {} if option is None else {each.name: each for each in fields(option)}
     cores = {_core_name(name): name for name in names}
     given = dict(presets)
@@ -346,19 +354,17 @@ def from_settings(what: str, kind: str, settings: Mapping[str, Any]) -> Any:
         own = name if name in names else cores.get(name)
         if own is None or own == "prediction":
             known = ", ".join(name for name in names if name != "prediction") or "nothing"
-            raise BadValueError(f"{what}: {name} with {kind!r} is not valid; expected {known}")
+            raise _bad(f"{what}: setting of {kind!r}", name, known)
         given[own] = _as_declared(f"{what}: {name}", str(names[own].type), value)
     return None if option is None else option(**given)
 
 
 def _as_declared(what: str, declared: str, value: Any) -> Any:
     """A number of a configuration as the field is declared: ``0`` and ``1`` are flags of a field of bool."""
-    from lmetric._core import BadValueError
-
     if declared == "bool":
         if value in (0, 1):
             return bool(value)
-        raise BadValueError(f"{what}: {value!r} is not valid; expected 0 or 1")
+        raise _bad(what, value, "0 or 1")
     if declared.startswith("int") and isinstance(value, float) and value.is_integer():
         return int(value)
     return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,6 +34,22 @@ from lmetric.options import Failure
 
 _UNFINISHED = "the answer holds an error or ends without a finish_reason"
 RETRY_STATUSES = frozenset({500, 502, 503, 504})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTarget:
+    """Where an instance is: an engine, or one data-parallel rank of a vLLM engine.
+
+    Ranks have a queue and a cache of their own. Give each rank an instance of the router, its events
+    (`EventFeed.subscribe`) and its load, and requests go to the rank that the router chose.
+    """
+
+    url: str
+    """Base URL of the engine, ``http://host:port``."""
+    data_parallel_rank: int | None = None
+    """Rank that serves the instance's requests (header ``X-data-parallel-rank``); None: the engine picks."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Further header fields for this engine, such as its ``authorization``."""
 
 
 class RelayError(LmetricError):
@@ -65,7 +82,7 @@ class Relay:
         router: the router; its requests must run whole (no roles, or ``allow_split=False``).
         request: what the router is told of the request.
         http: the client; its timeouts hold.
-        engines: base URL of each instance, ``{"gpu-0": "http://10.0.0.1:8000"}``.
+        engines: base URL of each instance, ``{"gpu-0": "http://10.0.0.1:8000"}``, or its `EngineTarget`.
         body: the JSON body for the engine, as bytes or as a mapping.
         path: path of the engine's API.
         headers: further header fields for the engine.
@@ -91,7 +108,7 @@ class Relay:
         router: Router,
         request: Request,
         http: aiohttp.ClientSession,
-        engines: Mapping[str, str],
+        engines: Mapping[str, str | EngineTarget],
         body: bytes | Mapping[str, Any],
         *,
         path: str = "/v1/chat/completions",
@@ -153,12 +170,16 @@ class Relay:
             instance = ticket.failed(failure)
         raise RelayError(failure, self.instance, reason, begun=False)
 
-    async def _send(self, ticket: Ticket, url: str) -> None:
+    async def _send(self, ticket: Ticket, engine: str | EngineTarget) -> None:
         """Sends the request and reads its answer up to where it is worth committing to."""
         ticket.sent()
         self._held, self._flags = [], 0
+        target = EngineTarget(engine) if isinstance(engine, str) else engine
+        headers = {**self._headers, **target.headers}
+        if target.data_parallel_rank is not None:
+            headers["x-data-parallel-rank"] = str(target.data_parallel_rank)
         response = self._response = await self._http.post(
-            url.rstrip("/") + self._path, data=self._body, headers=self._headers
+            target.url.rstrip("/") + self._path, data=self._body, headers=headers
         )
         self.status, self.content_type = response.status, response.content_type
         if response.status in self._retry_statuses:
@@ -251,4 +272,4 @@ def _failure(error: Exception) -> Failure:
     return "reset"
 
 
-__all__ = ["RETRY_STATUSES", "Relay", "RelayError"]
+__all__ = ["RETRY_STATUSES", "EngineTarget", "Relay", "RelayError"]

@@ -119,7 +119,16 @@ class EngineConfig(Strict):
 
     url: EngineUrl = Field(description="where it listens, http://host:port")
     name: Annotated[str, Field(pattern="^[!-~]{1,200}$")] | None = Field(
-        None, description="its name in metrics, headers and receipts; default host:port"
+        None,
+        description="its name in metrics, headers and receipts; default host:port, and -dpRANK of a rank",
+    )
+    data_parallel_rank: int | None = Field(
+        None,
+        ge=0,
+        le=65_535,
+        description="the entry is this data-parallel rank of a vLLM engine: requests carry "
+        "X-data-parallel-rank, and its KV events and load are those of the rank; give each rank an entry; "
+        "default: the entry is the whole engine, which picks the rank of each request",
     )
     cache_blocks: Positive | None = Field(
         None, description="blocks its prefix cache holds; default: the model's cache_blocks"
@@ -138,8 +147,9 @@ class EngineConfig(Strict):
 
     @property
     def label(self) -> str:
-        """The engine's name, or host:port."""
-        return self.name or urlsplit(self.url).netloc
+        """The engine's name, or host:port and the rank."""
+        rank = "" if self.data_parallel_rank is None else f"-dp{self.data_parallel_rank}"
+        return self.name or urlsplit(self.url).netloc + rank
 
 
 class PoolSettings(Strict):

@@ -12,7 +12,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -135,6 +135,22 @@ class Capabilities:
     handover: Handover | None = None
     no_handover: str | None = None
     role: Role | None = None  # what it is there for
+    data_parallel_rank: int | None = None  # of which these are the capabilities; None: of all together
+
+    def of_rank(self, rank: int) -> Capabilities:
+        """The capabilities of one data-parallel rank. Raises ValueError if the engine takes no such rank."""
+        if self.engine != "vllm":
+            raise ValueError(
+                f"data_parallel_rank: {rank}: the engine is {self.engine}; only vLLM takes a rank by header"
+            )
+        known = [source.rank for source in self.event_sources]
+        if known and rank not in known:
+            raise ValueError(
+                f"data_parallel_rank: {rank}: the engine has the ranks {', '.join(map(str, known))}"
+            )
+        sources = tuple(source for source in self.event_sources if source.rank == rank)
+        # The load header does not name the rank that it is of.
+        return replace(self, event_sources=sources, load_header=False, data_parallel_rank=rank)
 
     @property
     def cache_tokens(self) -> int | None:
@@ -281,6 +297,16 @@ def read_gauges(page: bytes, prefix: str, gauges: Mapping[str, str]) -> Load:
         found[meaning] = max(before, number) if meaning == "kv_usage" else before + number
         names[prefix + name] = None
     return Load(**found, names=tuple(names))
+
+
+_RANK_LABEL = re.compile(rb'[{,]engine="(\d+)"')
+
+
+def page_of_rank(page: bytes, rank: int) -> bytes:
+    """A page of metrics without the samples that another data-parallel rank labels with its number."""
+    own = b"%d" % rank
+    lines = page.splitlines(keepends=True)
+    return b"".join(line for line in lines if (of := _RANK_LABEL.search(line)) is None or of[1] == own)
 
 
 def number_of(value: Any) -> float | None:

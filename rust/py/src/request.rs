@@ -22,7 +22,7 @@ const MAX_PROMPT_TOKENS: u32 = i32::MAX as u32;
 /// change it while the request is in use. Everything else is copied.
 ///
 /// Raises `BadValueError` with the position and the value of a token that is out of range.
-#[pyclass(frozen, module = "lmetric")]
+#[pyclass(frozen, freelist = 16, module = "lmetric")]
 pub struct Request {
     prompt: Prompt,
     /// Prompt length in tokens, if the caller knows it; None: as many as `token_ids` has, a quarter of the bytes of `text`.
@@ -327,21 +327,18 @@ fn saturated(tokens: u64) -> u32 {
     u32::try_from(tokens).unwrap_or(u32::MAX)
 }
 
-/// The keywords that are given, as a dictionary; None if there is none.
+/// The keywords that are given, as a dictionary.
 pub fn under_old_names<'py>(
     py: Python<'py>,
     keywords: &[(&str, &Option<Bound<'py, PyAny>>)],
-) -> PyResult<Option<Bound<'py, PyDict>>> {
-    if keywords.iter().all(|(_, value)| value.is_none()) {
-        return Ok(None);
-    }
+) -> PyResult<Bound<'py, PyDict>> {
     let old = PyDict::new(py);
     for (name, value) in keywords {
         if let Some(value) = value {
             old.set_item(name, value)?;
         }
     }
-    Ok(Some(old))
+    Ok(old)
 }
 
 /// The request that a caller gives, or makes of keywords under their old names.

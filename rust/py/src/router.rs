@@ -549,26 +549,47 @@ impl Router {
         tenant_weight: Option<Bound<'py, PyAny>>,
         handicap_seconds: Option<Bound<'py, PyAny>>,
     ) -> Result<(Decision, Ticket)> {
-        let old = [
-            ("tokens", &tokens),
-            ("text", &text),
-            ("block_hashes", &block_hashes),
-            ("prompt_tokens", &prompt_tokens),
-            ("expected_output_tokens", &expected_output_tokens),
-            ("think_tokens", &think_tokens),
-            ("length_class", &length_class),
-            ("extra_tokens", &extra_tokens),
-            ("session", &session),
-            ("adapter", &adapter),
-            ("salt", &salt),
-            ("request_id", &request_id),
-            ("uncut", &uncut),
-            ("unpulled", &unpulled),
-            ("tenant", &tenant),
-            ("tenant_weight", &tenant_weight),
-            ("handicap_seconds", &handicap_seconds),
-        ];
-        let old = request::under_old_names(py, &old)?;
+        let old = if tokens.is_some()
+            || text.is_some()
+            || block_hashes.is_some()
+            || prompt_tokens.is_some()
+            || expected_output_tokens.is_some()
+            || think_tokens.is_some()
+            || length_class.is_some()
+            || extra_tokens.is_some()
+            || session.is_some()
+            || adapter.is_some()
+            || salt.is_some()
+            || request_id.is_some()
+            || uncut.is_some()
+            || unpulled.is_some()
+            || tenant.is_some()
+            || tenant_weight.is_some()
+            || handicap_seconds.is_some()
+        {
+            let old = [
+                ("tokens", &tokens),
+                ("text", &text),
+                ("block_hashes", &block_hashes),
+                ("prompt_tokens", &prompt_tokens),
+                ("expected_output_tokens", &expected_output_tokens),
+                ("think_tokens", &think_tokens),
+                ("length_class", &length_class),
+                ("extra_tokens", &extra_tokens),
+                ("session", &session),
+                ("adapter", &adapter),
+                ("salt", &salt),
+                ("request_id", &request_id),
+                ("uncut", &uncut),
+                ("unpulled", &unpulled),
+                ("tenant", &tenant),
+                ("tenant_weight", &tenant_weight),
+                ("handicap_seconds", &handicap_seconds),
+            ];
+            Some(request::under_old_names(py, &old)?)
+        } else {
+            None
+        };
         let given = request::given(py, "Router.route", request, old.as_ref())?;
         let id = given.get().id(py)?;
         self.with_request(py, given.get(), |request, chain| {

@@ -196,7 +196,10 @@ class Fleet:
         before = engine.capabilities
         try:
             async with asyncio.timeout(3 * self.config.health.timeout):
-                engine.adapter, engine.capabilities = await identify(ask)
+                adapter, told = await identify(ask)
+                rank = engine.config.data_parallel_rank
+                engine.adapter = adapter
+                engine.capabilities = told if rank is None else told.of_rank(rank)
         except (ValueError, TimeoutError) as error:
             reason = str(error) or f"its pages took longer than {3 * self.config.health.timeout:g} s"
             if engine.pool is None:

@@ -119,7 +119,7 @@ def _sources(capabilities: Capabilities, given: KvEvents) -> tuple[EventSource, 
             source.replay_endpoint,
             connects=given.bind,
         )
-        for source in told or (EventSource(0, given.endpoint),)
+        for source in told or (EventSource(capabilities.data_parallel_rank or 0, given.endpoint),)
     )
 
 

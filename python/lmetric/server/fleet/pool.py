@@ -223,7 +223,10 @@ class Pool:
                 binding="early" if any(each and each.at_once for each in connectors) else "late"
             )
         engine.unfit = None
-        if role != "both" and engine.identified:
+        rank, told_of = engine.config.data_parallel_rank, engine.capabilities
+        if engine.identified and rank is not None and told_of.data_parallel_rank != rank:
+            engine.unfit = told_of.no_events or f"it did not confirm data_parallel_rank {rank}"
+        elif role != "both" and engine.identified:
             told, does = engine.capabilities.role, engine.connector
             if does is None:
                 engine.unfit = (

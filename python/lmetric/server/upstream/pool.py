@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr
 
 from lmetric.config import EngineConfig, ServerConfig
+from lmetric.engines.adapter import page_of_rank
 from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.connection import Connection, UpstreamError, connect_error
 from lmetric.server.upstream.fetch import Fetch
@@ -95,7 +96,10 @@ class Upstream(Kept):
         self._allowed = allowed
         self._path = parts.path.rstrip("/")
         self._host = parts.netloc
-        self._ask_load = "endpoint-load-metrics-format: TEXT\r\n" if server.load.from_answers else ""
+        self._rank = config.data_parallel_rank
+        # The load in a header does not say of which rank it is.
+        by_header = server.load.from_answers and self._rank is None
+        self._ask_load = "endpoint-load-metrics-format: TEXT\r\n" if by_header else ""
         self._heads: dict[bytes, tuple[bytes, bytes]] = {}
         self.set_key(config.api_key)
         self._connect_seconds = server.timeouts.connect
@@ -105,6 +109,8 @@ class Upstream(Kept):
         secret = key.get_secret_value() if key else ""
         self.has_key = bool(secret)
         self._fixed = f"host: {self._host}\r\n" + (f"authorization: Bearer {secret}\r\n" if secret else "")
+        if self._rank is not None:
+            self._fixed += f"x-data-parallel-rank: {self._rank}\r\n"
         self._heads.clear()
 
     @property
@@ -158,8 +164,14 @@ class Upstream(Kept):
                 raise UpstreamError("refused", f"admin.allowed_engines does not allow {address}")
 
     async def get(self, path: str, seconds: float) -> tuple[int, bytes]:
-        """Status and body of a GET, on a connection beside the bounded ones. Raises UpstreamError."""
-        return await self._fetch("GET", path, "", b"", seconds)
+        """Status and body of a GET, on a connection beside the bounded ones. Raises UpstreamError.
+
+        Of a rank's /metrics, the samples of other ranks are left out.
+        """
+        status, body = await self._fetch("GET", path, "", b"", seconds)
+        if self._rank is not None and path == "/metrics":
+            body = page_of_rank(body, self._rank)
+        return status, body
 
     async def post(self, path: str, body: bytes, seconds: float) -> tuple[int, bytes]:
         """Status and body of a POST of JSON, as `get`."""
