@@ -360,7 +360,7 @@ proptest! {
         }
         // Where memory is reserved, only orders put requests back; and levels do so once each at most.
         let guarded = ["uniboost_memguard", "uniboost"].contains(&order);
-        let preempts = guarded || ["srpt", "srpt_noisy", "las", "uniboost_base", "trail", "gittins"].contains(&order);
+        let preempts = Order::named(order, 1, TokenSlo::same(TOKEN_SECONDS)).unwrap().preempts();
         for (ask, &times) in asks.iter().zip(&jumped.put_back).filter(|_| reserve) {
             // No token takes more than 1.2 times the shortest decode.
             let levels = ((ask.prompt + ask.output) * 12 / 2560).checked_ilog2().map_or(0, |doubled| doubled + 1);
