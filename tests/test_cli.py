@@ -118,7 +118,7 @@ UNUSABLE = [
     (["--policy", "linear", "--knob", "lamda=1"], 'did you mean "lam"?'),
     (["--policy", "lmetric", "--knob", "lam=1"], 'policy lmetric "lam"'),
     (["--decode-policy", "least_request"], "did you mean the policy 'least_requests'?"),
-    (["--split", "libra", "--set", "split_settings={part: 2}"], 'did you mean "parts"?'),
+    (["--split", "libra", "--set", "split_settings={part: 2}"], "'part' is not valid; expected parts"),
     (["--profile", "h100"], "profile 'h100'"),
     (["--api-keys", "none.yaml"], "none.yaml: cannot be read"),
 ]

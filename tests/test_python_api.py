@@ -400,6 +400,15 @@ def test_old_keywords_are_checked() -> None:
 PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
 
 
+def test_a_planner_can_be_named() -> None:
+    router = lm.Router("least_requests", split=lm.SplitBy("force", {"at": 0.5}))
+    router.configure(split=lm.SplitBy("apart"))
+    with pytest.raises(lm.UnknownNameError, match='did you mean "prior_tokens"'):
+        router.configure(split=lm.SplitBy("apart", {"prior_token": 3}))
+    with pytest.raises(lm.BadValueError, match="expected none, libra, apart, force"):
+        router.configure(split=lm.SplitBy("libre"))
+
+
 def test_the_page_has_every_option_with_its_default() -> None:
     for name in lm.options.__all__:
         option = getattr(lm.options, name)

@@ -116,6 +116,7 @@ if TYPE_CHECKING:
         Llumnix,
         PrefixFetch,
         SplitAt,
+        SplitBy,
         Star,
         UniBoost,
     )
@@ -191,6 +192,7 @@ __all__ = [
     "Router",
     "Run",
     "SplitAt",
+    "SplitBy",
     "Star",
     "Ticket",
     "TicketError",
