@@ -95,6 +95,7 @@ if TYPE_CHECKING:
         clip,
         evaluate,
         exp,
+        indicator,
         knob,
         log,
         maximum,
@@ -201,6 +202,7 @@ __all__ = [
     "clip",
     "evaluate",
     "exp",
+    "indicator",
     "indicator_table",
     "knob",
     "load_trace",
@@ -241,6 +243,8 @@ def __getattr__(name: str) -> Any:
             if (found := getattr(import_module(f"lmetric.{home}"), name, None)) is not None:
                 globals()[name] = found
                 return found
+    if name.isupper() and (symbol := import_module("lmetric.expr").declared(name)) is not None:
+        return symbol
     near = get_close_matches(name, __all__, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise AttributeError(f"module 'lmetric' has no attribute {name!r}{hint}")

@@ -65,6 +65,7 @@ __all__ = [
     "check_expression",
     "check_local_order",
     "check_object",
+    "declare_indicator",
     "generate",
     "indicator_table",
     "local_orders",
@@ -234,6 +235,7 @@ class Router:
         waiting: float | None = None,
         running: float | None = None,
         kv_usage: float | None = None,
+        extra: Mapping[str, float] | None = None,
         now: float | None = None,
     ) -> None: ...
     def export_load(self, *, now: float | None = None) -> list[tuple[str, list[float]]]: ...
@@ -405,6 +407,9 @@ class Program:
     ) -> NDArray[np.float64] | NDArray[np.bool_]: ...
 
 def indicator_table() -> list[dict[str, str]]: ...
+def declare_indicator(
+    name: str, unit: str = "", default: float | None = None, max_age_seconds: float | None = None
+) -> None: ...
 def policy_table() -> list[dict[str, Any]]: ...
 def check_expression(
     text: str, kind: str = "score", knobs: dict[str, float] | None = None

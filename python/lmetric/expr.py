@@ -231,6 +231,34 @@ def knob(name: str) -> Expr:
     return _checked(name, atom=True)
 
 
+def indicator(
+    name: str, *, unit: str = "", default: float | None = None, max_age_seconds: float | None = None
+) -> Expr:
+    """Declares an indicator: one number for each instance, which ``Router.report_load(instance,
+    extra={name: value})`` reports. Returns its symbol, which is ``lm.NAME`` from then on.
+
+    ``name``: small letters, digits and ``_``. ``unit``: shown beside its values. ``default``: its value
+    where none was reported; absent (NaN) where not given. ``max_age_seconds``: reported values that are
+    older count no longer.
+
+    Declarations hold for the whole process; the same one again is the same indicator. Raises
+    `lmetric.BadValueError` for a name that is taken (by an indicator, a policy, a policy's knob, a
+    function) or not valid, and for other attributes than before.
+
+    >>> gpu_power = indicator("gpu_power", unit="W")
+    >>> str(gpu_power * (BS + 1))
+    'gpu_power * (bs + 1)'
+    """
+    _core.declare_indicator(name, unit, default, max_age_seconds)
+    return _indicator(name)
+
+
+def declared(symbol: str) -> Expr | None:
+    """The symbol of a declared indicator by its name in capitals; None if none has that name."""
+    names = (row["name"] for row in _core.indicator_table() if row["owner"] == "declared")
+    return next((_indicator(name) for name in names if name.upper() == symbol), None)
+
+
 def evaluate(
     expr: Expr | str,
     columns: Mapping[str, ArrayLike],

@@ -4,7 +4,7 @@
 //! zero, logarithm of a constant that has none, constants that are not finite, reductions over what does not vary.
 use super::parse::{FUNCTIONS, Function, Infix, Kind, Node, Prefix};
 use super::{ExprError, Type};
-use crate::indicators::{INDICATORS, Indicator, Scope};
+use crate::indicators::{DeclaredId, INDICATORS, Indicator, Scope, declared};
 use crate::suggest::nearest;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -128,6 +128,8 @@ pub(super) enum Op {
     Constant(u64),
     /// One value an instance.
     Column(Indicator),
+    /// One value an instance, of a declared indicator.
+    Declared(DeclaredId),
     /// One value a request.
     Request(Indicator),
     Unary(Unary, usize),
@@ -141,7 +143,7 @@ impl Op {
     /// What it is computed from.
     pub fn operands(self) -> impl Iterator<Item = usize> {
         let operands = match self {
-            Op::Constant(_) | Op::Column(_) | Op::Request(_) => [None; 3],
+            Op::Constant(_) | Op::Column(_) | Op::Declared(_) | Op::Request(_) => [None; 3],
             Op::Unary(_, a) | Op::Reduce(_, a) => [Some(a), None, None],
             Op::Binary(_, a, b) => [Some(a), Some(b), None],
             Op::Where(a, b, c) => [Some(a), Some(b), Some(c)],
@@ -174,7 +176,7 @@ impl Graph {
             return *id;
         }
         let varies = match op {
-            Op::Column(_) => true,
+            Op::Column(_) | Op::Declared(_) => true,
             Op::Reduce(..) => false,
             _ => op.operands().any(|id| self.varies[id]),
         };
@@ -267,11 +269,15 @@ impl Checker<'_> {
     fn name(&mut self, span: &Range<usize>) -> Result<usize, ExprError> {
         let name = &self.text[span.clone()];
         let knob = self.knobs.iter().find(|(knob, _)| knob.eq_ignore_ascii_case(name));
-        match (Indicator::from_name(name), knob) {
+        let indicator = match Indicator::from_name(name) {
+            Some(id) if id.decl().scope == Scope::Request => Some(Op::Request(id)),
+            Some(id) => Some(Op::Column(id)),
+            None => declared::find(name).map(|decl| Op::Declared(decl.id)),
+        };
+        match (indicator, knob) {
             (Some(_), Some(_)) => Err(self
                 .error(span, format!("`{name}` is an indicator and a named constant; rename the constant"))),
-            (Some(id), None) if id.decl().scope == Scope::Request => Ok(self.graph.push(Op::Request(id))),
-            (Some(id), None) => Ok(self.graph.push(Op::Column(id))),
+            (Some(op), None) => Ok(self.graph.push(op)),
             (None, Some((_, value))) if !value.is_finite() => {
                 Err(self.error(span, format!("`{name}` is {value}, which is not a finite number")))
             }
@@ -280,8 +286,10 @@ impl Checker<'_> {
                 Err(self.error(span, format!("`{name}` is a function; it needs arguments in brackets")))
             }
             (None, None) => {
-                let known = INDICATORS.iter().map(|d| d.name).chain(self.knobs.iter().map(|k| k.0));
-                let hint = nearest(name, known).map_or(String::new(), |n| format!("; did you mean `{n}`?"));
+                let declared = declared::declared();
+                let known = INDICATORS.iter().map(|d| d.name).chain(declared.iter().map(|d| d.name));
+                let hint = nearest(name, known.chain(self.knobs.iter().map(|k| k.0)))
+                    .map_or(String::new(), |n| format!("; did you mean `{n}`?"));
                 Err(self.error(span, format!("unknown name `{name}`{hint}")))
             }
         }

@@ -26,6 +26,11 @@ pub use eval::{Inputs, Scratch};
 pub use parse::{MAX_DEPTH, MAX_LENGTH};
 pub use program::Program;
 
+/// Whether a word means something in every expression, so that no indicator can have it as its name.
+pub(crate) fn is_reserved(word: &str) -> bool {
+    ["and", "or", "not"].contains(&word) || parse::FUNCTIONS.iter().any(|function| function.0 == word)
+}
+
 use std::fmt;
 use std::ops::Range;
 

@@ -7,19 +7,21 @@ mod account;
 mod ahead;
 mod backlog;
 mod counts;
+mod declared;
 mod external;
 mod share;
 mod windows;
 
 pub use ahead::{AHEAD, Ahead, PROJECTED, WEIGHED};
 pub use counts::{Entry, Stage};
+pub use declared::DeclaredValues;
 pub use external::Report;
 pub use share::Share;
 
 use crate::estimate::step_watch::Prefilled;
 use crate::estimate::{DecodeCost, StepFit, StepTime, attention_pairs};
 use crate::ids::Seconds;
-use crate::indicators::{Columns, Indicator, IndicatorSet};
+use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
 use account::Account;
 use backlog::Backlogs;
 use windows::WINDOW_SECONDS;
@@ -28,6 +30,7 @@ use windows::WINDOW_SECONDS;
 #[derive(Clone, Debug)]
 pub struct Ledger {
     columns: Columns,
+    declared: DeclaredValues,
     accounts: Vec<Account>,
     backlogs: Backlogs,
     /// Time constant of what counts as recent.
@@ -42,6 +45,7 @@ impl Ledger {
     pub fn new(prior_rate: f64) -> Ledger {
         Ledger {
             columns: Columns::of(IndicatorSet::ALL.without(IndicatorSet::DERIVED)),
+            declared: DeclaredValues::default(),
             accounts: Vec::new(),
             backlogs: Backlogs::new(prior_rate),
             recent_seconds: WINDOW_SECONDS,
@@ -75,6 +79,7 @@ impl Ledger {
     /// Makes room for `slots` slots.
     pub fn resize(&mut self, slots: usize) {
         self.columns.resize(slots);
+        self.declared.resize(slots);
         self.accounts.resize_with(slots, Account::default);
         self.backlogs.resize(slots);
         self.ahead.iter_mut().for_each(|ahead| ahead.resize(slots));
@@ -84,6 +89,7 @@ impl Ledger {
     pub fn clear(&mut self, slot: usize) {
         self.accounts[slot] = Account::default();
         self.backlogs.clear(slot);
+        self.declared.clear(slot);
         self.ahead.iter_mut().for_each(|ahead| ahead.clear(slot));
         self.write(slot);
         for id in [
@@ -278,6 +284,17 @@ impl Ledger {
             self.columns.get_mut(id)[slot] = value.unwrap_or(f64::NAN);
         }
         self.write(slot);
+    }
+
+    /// A producer reports a declared indicator of the slot's instance.
+    pub fn set_declared(&mut self, slot: usize, id: DeclaredId, value: f64, at: Seconds) {
+        self.declared.set(slot, id, value, at);
+    }
+
+    /// The reported values of declared indicators.
+    #[inline]
+    pub fn declared(&self) -> &DeclaredValues {
+        &self.declared
     }
 
     /// The step time learned of the slot's instance.

@@ -3,7 +3,7 @@ use super::fetch::PULL;
 use crate::estimate::{DecodeCost, StepTime};
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{Columns, Indicator, IndicatorSet};
+use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
 use crate::request::Request;
 use crate::router::context::DecisionContext;
 use crate::router::ledger::AHEAD;
@@ -147,6 +147,16 @@ impl State {
             if reads.contains(id) {
                 self.predict_step(&mut context.derived, id, joining);
             }
+        }
+    }
+
+    /// Fills in the declared indicators `ids` as they are at `now`.
+    pub fn derive_declared(&self, context: &mut DecisionContext, ids: &[DeclaredId], now: Seconds) {
+        for id in ids {
+            if context.declared.len() <= id.index() {
+                context.declared.resize(id.index() + 1, Vec::new());
+            }
+            self.ledger.declared().read(*id, now, &mut context.declared[id.index()]);
         }
     }
 
