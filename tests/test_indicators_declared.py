@@ -156,3 +156,82 @@ def test_more_than_64_indicators() -> None:
     router.report_load("gpu-0", extra=dict.fromkeys(names, 1.0))
     router.report_load("gpu-1", extra={name: float(number) for number, name in enumerate(names)})
     np.testing.assert_array_equal(router.score(lm.Request(range(32))), [100.0, 4950.0])
+
+
+def place(router: lm.Router, **facts: object) -> str:
+    """Routes a request that stays in flight; returns its instance."""
+    decision, ticket = router.route(lm.Request(prompt_tokens=32, **facts))  # type: ignore[arg-type]
+    open_tickets.append(ticket)
+    return decision.instance
+
+
+open_tickets: list[lm.Ticket] = []
+
+
+def test_lora_affinity_is_one_line() -> None:
+    router = fleet(lm.Policy(lm.BS - 10 * lm.LORA_BS, then=["bs"]))
+    homes = {name: place(router, lora_name=name) for name in ("sql", "chat", "code")}
+    assert len(set(homes.values())) == 3
+    for name in ("code", "sql", "chat", "sql"):
+        assert place(router, lora_name=name) == homes[name]
+    scores = router.score(lm.Request(prompt_tokens=32))  # without an adapter: no affinity
+    np.testing.assert_array_equal(np.sort(scores), [2, 2, 3])
+    # Requests that are over count no longer.
+    router = fleet("lora_bs")
+    _, ticket = router.route(lm.Request(prompt_tokens=32, lora_name="sql"))
+    assert sorted(router.score(lm.Request(prompt_tokens=32, lora_name="sql"))) == [0, 0, 1]
+    ticket.done(output_tokens=1)
+    assert sorted(router.score(lm.Request(prompt_tokens=32, lora_name="sql"))) == [0, 0, 0]
+
+
+def test_a_tenant_fence_is_one_line() -> None:
+    fenced = lm.indicator("test_fenced", default=0.0)
+    router = fleet(lm.Policy("bs", filter=(fenced == 0) | (lm.TENANT == "acme")))
+    router.report_load("gpu-0", extra={"test_fenced": 1})
+    assert {place(router, tenant="other") for _ in range(4)} == {"gpu-1", "gpu-2"}
+    assert place(router, tenant="acme") == "gpu-0"
+    # An instance serves one tenant at a time.
+    router = fleet(lm.Policy("bs", filter="tenant_bs == bs"))
+    homes = [place(router, tenant=name) for name in ("a", "b", "c")]
+    assert len(set(homes)) == 3
+    assert [place(router, tenant=name) for name in ("c", "a", "b")] == [homes[2], homes[0], homes[1]]
+
+
+def test_an_adapter_and_a_tenant_of_one_name_are_apart() -> None:
+    router = fleet("lora_bs - 100 * tenant_bs", 1)
+    place(router, lora_name="x", tenant="y")
+    place(router, lora_name="x", tenant="x")
+    for facts, expected in [
+        ({"lora_name": "x"}, 2),
+        ({"tenant": "x"}, -100),
+        ({"lora_name": "y"}, 0),
+        ({}, 0),
+    ]:
+        assert router.score(lm.Request(prompt_tokens=32, **facts)) == [expected]
+
+
+def test_request_facts_are_compared_with_texts() -> None:
+    router = fleet(
+        "where(tenant == 'acme', 1, 0) + where(length_class != \"long\", 10, 0) + 100 * priority", 1
+    )
+    for facts, expected in [
+        ({"tenant": "acme"}, 11),
+        ({"tenant": "Acme"}, 10),
+        ({"tenant": "acme", "length_class": "long"}, 1),
+        ({"length_class": "long"}, 0),
+    ]:
+        assert router.score(lm.Request(prompt_tokens=32, priority=0, **facts)) == [expected]
+    assert router.score(lm.Request(prompt_tokens=32, tenant="acme", priority=-2.0)) == [-189]
+    # Without a priority the score is absent.
+    assert np.isnan(router.score(lm.Request(prompt_tokens=32)))
+
+
+def test_texts_in_expressions_of_python() -> None:
+    assert str(lm.where(lm.TENANT == "acme", lm.BS, 0)) == 'where(tenant == "acme", bs, 0)'
+    assert str(lm.LORA_NAME != 'say "hi"') == "lora_name != 'say \"hi\"'"
+    for bad in ("'\"", "a\nb"):
+        with pytest.raises(lm.BadValueError, match="text in an expression"):
+            lm.TENANT.__eq__(bad)
+    for text in ("tenant + 1", "bs == 'acme'", "tenant", "norm(lora_name)"):
+        with pytest.raises(lm.ExpressionError, match="this is a text; compare it"):
+            lm.check_expression(text)

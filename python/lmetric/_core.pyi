@@ -120,6 +120,7 @@ class Request:
         split_reason: str | None = None,
         allow_fetch: bool = True,
         fetch_reason: str | None = None,
+        priority: float | None = None,
     ) -> Request: ...
     @property
     def token_ids(self) -> NDArray[np.uint32] | None: ...
@@ -159,6 +160,8 @@ class Request:
     def tenant_weight(self) -> float: ...
     @property
     def handicap_seconds(self) -> float: ...
+    @property
+    def priority(self) -> float | None: ...
 
 @final
 class Router:

@@ -253,7 +253,7 @@ impl Program {
             run()
         }
         let values = match self.program.result() {
-            Type::Number => PyArray1::from_vec(py, out).into_any(),
+            Type::Number | Type::Text => PyArray1::from_vec(py, out).into_any(),
             Type::Bool => PyArray1::from_iter(py, out.iter().map(|x| *x != 0.0)).into_any(),
         };
         match shape.requests {

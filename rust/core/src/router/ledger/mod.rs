@@ -9,6 +9,7 @@ mod backlog;
 mod counts;
 mod declared;
 mod external;
+mod owners;
 mod share;
 mod windows;
 
@@ -24,6 +25,7 @@ use crate::ids::Seconds;
 use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
 use account::Account;
 use backlog::Backlogs;
+use owners::Owners;
 use windows::WINDOW_SECONDS;
 
 /// The in-flight ledger of all instances, by slot.
@@ -31,6 +33,7 @@ use windows::WINDOW_SECONDS;
 pub struct Ledger {
     columns: Columns,
     declared: DeclaredValues,
+    owners: Vec<Owners>,
     accounts: Vec<Account>,
     backlogs: Backlogs,
     /// Time constant of what counts as recent.
@@ -46,6 +49,7 @@ impl Ledger {
         Ledger {
             columns: Columns::of(IndicatorSet::ALL.without(IndicatorSet::DERIVED)),
             declared: DeclaredValues::default(),
+            owners: Vec::new(),
             accounts: Vec::new(),
             backlogs: Backlogs::new(prior_rate),
             recent_seconds: WINDOW_SECONDS,
@@ -80,6 +84,7 @@ impl Ledger {
     pub fn resize(&mut self, slots: usize) {
         self.columns.resize(slots);
         self.declared.resize(slots);
+        self.owners.resize_with(slots, Owners::default);
         self.accounts.resize_with(slots, Account::default);
         self.backlogs.resize(slots);
         self.ahead.iter_mut().for_each(|ahead| ahead.resize(slots));
@@ -90,6 +95,7 @@ impl Ledger {
         self.accounts[slot] = Account::default();
         self.backlogs.clear(slot);
         self.declared.clear(slot);
+        self.owners[slot] = Owners::default();
         self.ahead.iter_mut().for_each(|ahead| ahead.clear(slot));
         self.write(slot);
         for id in [
@@ -108,6 +114,7 @@ impl Ledger {
     /// A segment was placed, and goes to its engine.
     pub fn open(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
         self.accounts[slot].own.add(entry);
+        self.owners[slot].add(entry);
         self.queue(slot, ticket, entry, now);
         self.write(slot);
     }
@@ -116,6 +123,7 @@ impl Ledger {
     /// its prompt is computed here waits until it is.
     pub fn bind(&mut self, slot: usize, entry: &Entry) {
         self.accounts[slot].own.add(entry);
+        self.owners[slot].add(entry);
         self.write(slot);
     }
 
@@ -263,6 +271,7 @@ impl Ledger {
         }
         account.steps.ended(ticket);
         account.own.remove(entry);
+        self.owners[slot].remove(entry);
         self.write(slot);
     }
 
@@ -284,6 +293,16 @@ impl Ledger {
             self.columns.get_mut(id)[slot] = value.unwrap_or(f64::NAN);
         }
         self.write(slot);
+    }
+
+    /// Requests on each slot with the LoRA adapter of this hash.
+    pub fn lora_requests(&self, name: u64) -> impl Iterator<Item = f64> {
+        self.owners.iter().map(move |owners| owners.lora(name))
+    }
+
+    /// Requests on each slot of the tenant of this hash.
+    pub fn tenant_requests(&self, name: u64) -> impl Iterator<Item = f64> {
+        self.owners.iter().map(move |owners| owners.tenant(name))
     }
 
     /// A producer reports a declared indicator of the slot's instance.
