@@ -69,12 +69,16 @@ if TYPE_CHECKING:
         INSTANCES,
         KV_HIT,
         KV_USAGE,
+        LENGTH_CLASS,
+        LORA_BS,
+        LORA_NAME,
         NEW_TOKENS,
         P_TOKEN,
         PREDICTED_TPOT_SECONDS,
         PREDICTED_TTFT_SECONDS,
         PREFILL_RELATIVE_ERROR,
         PREFILL_TOKENS_PER_SECOND,
+        PRIORITY,
         PROMPT_TOKENS,
         PULL_COST_TOKENS,
         PULL_TOKENS,
@@ -88,6 +92,8 @@ if TYPE_CHECKING:
         REPORTED_WAITING,
         STEP_RELATIVE_ERROR,
         STEP_SECONDS,
+        TENANT,
+        TENANT_BS,
         TOKENS,
         WINDOW_OUTPUT_TOKENS,
         WINDOW_PREFILL_TOKENS,
@@ -95,6 +101,7 @@ if TYPE_CHECKING:
         clip,
         evaluate,
         exp,
+        indicator,
         knob,
         log,
         maximum,
@@ -146,11 +153,15 @@ __all__ = [
     "INSTANCES",
     "KV_HIT",
     "KV_USAGE",
+    "LENGTH_CLASS",
+    "LORA_BS",
+    "LORA_NAME",
     "NEW_TOKENS",
     "PREDICTED_TPOT_SECONDS",
     "PREDICTED_TTFT_SECONDS",
     "PREFILL_RELATIVE_ERROR",
     "PREFILL_TOKENS_PER_SECOND",
+    "PRIORITY",
     "PROMPT_TOKENS",
     "PULLS",
     "PULL_COST_TOKENS",
@@ -166,6 +177,8 @@ __all__ = [
     "SHARE_NAMES",
     "STEP_RELATIVE_ERROR",
     "STEP_SECONDS",
+    "TENANT",
+    "TENANT_BS",
     "TOKENS",
     "WINDOW_OUTPUT_TOKENS",
     "WINDOW_PREFILL_TOKENS",
@@ -204,6 +217,7 @@ __all__ = [
     "clip",
     "evaluate",
     "exp",
+    "indicator",
     "indicator_table",
     "knob",
     "load_trace",
@@ -245,6 +259,8 @@ def __getattr__(name: str) -> Any:
             if (found := getattr(import_module(f"lmetric.{home}"), name, None)) is not None:
                 globals()[name] = found
                 return found
+    if name.isupper() and (symbol := import_module("lmetric.expr").declared(name)) is not None:
+        return symbol
     near = get_close_matches(name, __all__, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise AttributeError(f"module 'lmetric' has no attribute {name!r}{hint}")

@@ -65,6 +65,7 @@ __all__ = [
     "check_expression",
     "check_local_order",
     "check_object",
+    "declare_indicator",
     "generate",
     "indicator_table",
     "local_orders",
@@ -120,6 +121,7 @@ class Request:
         split_reason: str | None = None,
         allow_fetch: bool = True,
         fetch_reason: str | None = None,
+        priority: float | None = None,
     ) -> Request: ...
     @property
     def token_ids(self) -> NDArray[np.uint32] | None: ...
@@ -159,6 +161,8 @@ class Request:
     def tenant_weight(self) -> float: ...
     @property
     def handicap_seconds(self) -> float: ...
+    @property
+    def priority(self) -> float | None: ...
 
 @final
 class Router:
@@ -235,6 +239,7 @@ class Router:
         waiting: float | None = None,
         running: float | None = None,
         kv_usage: float | None = None,
+        extra: Mapping[str, float] | None = None,
         now: float | None = None,
     ) -> None: ...
     def export_load(self, *, now: float | None = None) -> list[tuple[str, list[float]]]: ...
@@ -407,6 +412,9 @@ class Program:
 
 def indicator_table() -> list[dict[str, str]]: ...
 def planners() -> list[str]: ...
+def declare_indicator(
+    name: str, unit: str = "", default: float | None = None, max_age_seconds: float | None = None
+) -> None: ...
 def policy_table() -> list[dict[str, Any]]: ...
 def check_expression(
     text: str, kind: str = "score", knobs: dict[str, float] | None = None

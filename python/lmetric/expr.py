@@ -25,6 +25,7 @@ class Expr:
     Numbers combine by ``+ - * / **``, comparisons of numbers make truth values, and these combine by ``&
     | ~`` (Python's ``and``, ``or``, ``not`` and chained comparisons cannot be taken over). ``==`` builds
     an expression, too, so that a dictionary finds the same object only (the hash is that of the text).
+    Texts of the request are compared with texts: ``lm.TENANT == "acme"``.
 
     Errors: `TypeError` for an operand that is no number, `lmetric.BadValueError` for one that is not
     finite; everything else is found where the expression is used (`lmetric.ExpressionError`, with the
@@ -96,11 +97,11 @@ class Expr:
     def __ge__(self, other: Operand) -> "Expr":
         return _infix(self, ">=", other)
 
-    def __eq__(self, other: Operand) -> "Expr":  # type: ignore[override]
-        return _infix(self, "==", other)
+    def __eq__(self, other: "Operand | str") -> "Expr":  # type: ignore[override]
+        return _infix(self, "==", _literal(other) if isinstance(other, str) else other)
 
-    def __ne__(self, other: Operand) -> "Expr":  # type: ignore[override]
-        return _infix(self, "!=", other)
+    def __ne__(self, other: "Operand | str") -> "Expr":  # type: ignore[override]
+        return _infix(self, "!=", _literal(other) if isinstance(other, str) else other)
 
     def __and__(self, other: "Expr") -> "Expr":
         return _infix(self, "&", other)
@@ -149,6 +150,17 @@ def _text(value: Operand) -> str:
     if number - number != 0.0:
         raise _core.BadValueError(f"number in an expression: {value} is not valid; expected a finite number")
     return str(int(value)) if isinstance(value, int | np.integer) else repr(number)
+
+
+def _literal(text: str) -> Expr:
+    """A text to compare with, in quotes."""
+    quote = "'" if '"' in text else '"'
+    if quote in text or not text.isprintable():
+        raise _core.BadValueError(
+            f"text in an expression: {text!r} is not valid; "
+            "expected printable characters, and one kind of quotes"
+        )
+    return _checked(f"{quote}{text}{quote}", atom=True)
 
 
 def _infix(left: Operand, sign: str, right: Operand) -> Expr:
@@ -231,6 +243,34 @@ def knob(name: str) -> Expr:
     return _checked(name, atom=True)
 
 
+def indicator(
+    name: str, *, unit: str = "", default: float | None = None, max_age_seconds: float | None = None
+) -> Expr:
+    """Declares an indicator: one number for each instance, which ``Router.report_load(instance,
+    extra={name: value})`` reports. Returns its symbol, which is ``lm.NAME`` from then on.
+
+    ``name``: small letters, digits and ``_``. ``unit``: shown beside its values. ``default``: its value
+    where none was reported; absent (NaN) where not given. ``max_age_seconds``: reported values that are
+    older count no longer.
+
+    Declarations hold for the whole process; the same one again is the same indicator. Raises
+    `lmetric.BadValueError` for a name that is taken (by an indicator, a policy, a policy's knob, a
+    function) or not valid, and for other attributes than before.
+
+    >>> gpu_power = indicator("gpu_power", unit="W")
+    >>> str(gpu_power * (BS + 1))
+    'gpu_power * (bs + 1)'
+    """
+    _core.declare_indicator(name, unit, default, max_age_seconds)
+    return _indicator(name)
+
+
+def declared(symbol: str) -> Expr | None:
+    """The symbol of a declared indicator by its name in capitals; None if none has that name."""
+    names = (row["name"] for row in _core.indicator_table() if row["owner"] == "declared")
+    return next((_indicator(name) for name in names if name.upper() == symbol), None)
+
+
 def evaluate(
     expr: Expr | str,
     columns: Mapping[str, ArrayLike],
@@ -299,7 +339,13 @@ HANDOFF_ARRIVED_TOKENS_FOR_CERTAIN: Final = _indicator("handoff_arrived_tokens_f
 HANDOFF_COMING_TOKENS: Final = _indicator("handoff_coming_tokens")
 DECODE_PRESSURE: Final = _indicator("decode_pressure")
 DECODE_PRESSURE_KNOWN: Final = _indicator("decode_pressure_known")
+LORA_BS: Final = _indicator("lora_bs")
+TENANT_BS: Final = _indicator("tenant_bs")
 HANDOFF_SECONDS: Final = _indicator("handoff_seconds")
 PROMPT_TOKENS: Final = _indicator("prompt_tokens")
 EXPECTED_OUTPUT_TOKENS: Final = _indicator("expected_output_tokens")
 INSTANCES: Final = _indicator("instances")
+LORA_NAME: Final = _indicator("lora_name")
+TENANT: Final = _indicator("tenant")
+LENGTH_CLASS: Final = _indicator("length_class")
+PRIORITY: Final = _indicator("priority")

@@ -1,6 +1,6 @@
 //! Decides where each request of a fleet of LLM engines runs.
 //!
-//! No I/O, no clock, no global state, no Python: time and randomness come in as arguments, so the same inputs
+//! No I/O, no clock, no global state but the names of declared indicators, no Python: time and randomness come in as arguments, so the same inputs
 //! give the same decisions in the server, in the simulator and in a test.
 //!
 //! Arrows point one way: `policy -> estimate, kv, indicators -> ids`; only `router` sees all.

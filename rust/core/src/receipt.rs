@@ -1,6 +1,6 @@
 //! Receipts: why a request went where it went, later joined with what happened.
 use crate::ids::Seconds;
-use crate::indicators::IndicatorSet;
+use crate::indicators::{DeclaredId, IndicatorSet};
 use crate::plan::{Failure, Usage};
 use crate::policy::Prefer;
 use crate::priority::Priority;
@@ -125,9 +125,11 @@ pub struct Receipt {
     pub scores: Vec<f32>,
     /// Indicators that the policy read.
     pub reads: IndicatorSet,
+    /// Declared indicators that it read.
+    pub declared: SmallVec<[DeclaredId; 4]>,
     /// The best few, best first (ties in slot order).
     pub best: SmallVec<[Candidate; TERMS_KEPT]>,
-    /// Values of the indicators read (in the order of `reads`) for the first of `best`, then for the second, and so on; NaN where
+    /// Values of the indicators read (in the order of `reads`, then of `declared`) for the first of `best`, then for the second, and so on; NaN where
     /// absent. See [`Receipt::explained`].
     pub terms: SmallVec<[f64; 2 * TERMS_KEPT]>,
     /// Score of the best not chosen minus score of the chosen one; `None` with one candidate.
@@ -177,6 +179,7 @@ impl Receipt {
             + self.uncut.as_ref().map_or(0, |r| r.len())
             + self.unpulled.as_ref().map_or(0, |r| r.len())
             + self.scores.capacity() * size_of::<f32>()
+            + if self.declared.spilled() { self.declared.capacity() * size_of::<DeclaredId>() } else { 0 }
             + if self.next.spilled() { self.next.capacity() * size_of::<Next>() } else { 0 }
             + self.moved.capacity() * size_of::<(u32, Arc<str>)>()
             + self.moves.capacity() * size_of::<(u32, u32, Arc<str>)>()
@@ -198,9 +201,9 @@ impl Receipt {
         std::iter::once(&self.names[self.chosen as usize]).chain(self.moved.iter().map(|(_, name)| name))
     }
 
-    /// The best few, each with the values of the indicators in `reads`.
+    /// The best few, each with the values of the indicators in `reads` and `declared`.
     pub fn explained(&self) -> impl Iterator<Item = (Candidate, &[f64])> {
-        let width = self.reads.iter().count();
+        let width = self.reads.iter().count() + self.declared.len();
         self.best.iter().enumerate().map(move |(i, c)| (*c, &self.terms[i * width..(i + 1) * width]))
     }
 

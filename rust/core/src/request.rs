@@ -25,6 +25,15 @@ pub struct Request<'a> {
     pub unpulled: Option<&'a str>,
     /// Whose it is, where requests are ordered.
     pub tenant: Tenant,
+    /// Hash of the name of its LoRA adapter, where it names one.
+    pub lora: Option<u64>,
+    /// The priority that it brings, lower first; the router's own order is another.
+    pub priority: Option<f64>,
+}
+
+/// The number that stands for a text with this hash in expressions: whole, and exact in `f64`.
+pub fn text_number(hash: u64) -> f64 {
+    (hash >> 11) as f64
 }
 
 impl Request<'_> {

@@ -62,6 +62,8 @@ const ASKED: Request<'static> = Request {
     uncut: None,
     unpulled: None,
     tenant: lmetric_core::request::Tenant::NOBODY,
+    lora: None,
+    priority: None,
 };
 
 fn costs(router: &Router, id: u64) -> (f64, f64) {

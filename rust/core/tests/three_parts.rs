@@ -38,6 +38,8 @@ const THINKS: Request<'static> = Request {
     uncut: None,
     unpulled: None,
     tenant: Tenant::NOBODY,
+    lora: None,
+    priority: None,
 };
 
 fn segments(router: &mut Router, d: &Decision) -> Vec<Segment> {

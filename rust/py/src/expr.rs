@@ -2,7 +2,8 @@
 use crate::errors::{BadValueError, Result};
 use lmetric_core::CoreError;
 use lmetric_core::expr::{self, Inputs, Scratch, Type};
-use lmetric_core::indicators::{INDICATORS, Indicator, Scope};
+use lmetric_core::indicators::{DeclaredIndicator, INDICATORS, Indicator, Scope, declared};
+use lmetric_core::policy::registry;
 use lmetric_core::suggest::nearest;
 use numpy::{PyArray1, PyReadonlyArrayDyn, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -17,12 +18,74 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("MAX_EXPRESSION_LENGTH", expr::MAX_LENGTH)?;
     module.add_class::<Program>()?;
     module.add_function(wrap_pyfunction!(indicator_table, module)?)?;
+    module.add_function(wrap_pyfunction!(declare_indicator, module)?)?;
     module.add_function(wrap_pyfunction!(check_expression, module)?)?;
     module.add_function(wrap_pyfunction!(nearest_name, module)?)
 }
 
+/// What an indicator's name stands for.
+#[derive(Clone, Copy)]
+pub enum Named {
+    /// One of the core's table.
+    BuiltIn(Indicator),
+    /// One that a program or a configuration declared.
+    Declared(&'static DeclaredIndicator),
+}
+
+impl Named {
+    /// The indicator of that name, in any case.
+    pub fn find(name: &str) -> Option<Named> {
+        let declared = || declared::find(name).map(Named::Declared);
+        Indicator::from_name(name).map(Named::BuiltIn).or_else(declared)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Named::BuiltIn(id) => id.decl().name,
+            Named::Declared(decl) => decl.name,
+        }
+    }
+
+    /// Whether it has one value for all instances.
+    fn of_request(self) -> bool {
+        matches!(self, Named::BuiltIn(id) if id.decl().scope == Scope::Request)
+    }
+}
+
+/// The indicator whose name is near enough to be meant.
+pub fn nearest_indicator(name: &str) -> Option<String> {
+    let declared = declared::declared();
+    nearest(name, INDICATORS.iter().map(|decl| decl.name).chain(declared.iter().map(|decl| decl.name)))
+}
+
+/// The error for a name that no indicator has.
+pub fn unknown_indicator(name: &str) -> CoreError {
+    CoreError::UnknownName { kind: "indicator".into(), name: name.into(), nearest: nearest_indicator(name) }
+}
+
+/// Names of the indicators that a program reads.
+fn reads(program: &expr::Program) -> Vec<&'static str> {
+    let built_in = program.reads().iter().map(|id| id.decl().name).collect::<Vec<_>>();
+    built_in.into_iter().chain(program.declared().iter().map(|id| id.decl().name)).collect()
+}
+
+/// Declares an indicator: one number for each instance, which `Router.report_load(..., extra={name: value})` reports. It is known
+/// in the whole process from then on. Raises `BadValueError` for a name that is taken or not valid, and for attributes other than
+/// those of an earlier declaration.
+#[pyfunction]
+#[pyo3(signature = (name, unit = "", default = None, max_age_seconds = None))]
+fn declare_indicator(
+    name: &str,
+    unit: &str,
+    default: Option<f64>,
+    max_age_seconds: Option<f64>,
+) -> Result<()> {
+    registry::declare_indicator(name, unit, default, max_age_seconds)?;
+    Ok(())
+}
+
 /// The declarations of all indicators, in order: name, unit, scope (`instance`, `pair`, `request`), owner, freshness, what
-/// absence means, what it is.
+/// absence means, what it is. Indicators that programs declared come last; their owner is `declared`.
 #[pyfunction]
 fn indicator_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let table = PyList::empty(py);
@@ -37,6 +100,29 @@ fn indicator_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
         row.set_item("about", decl.about)?;
         table.append(row)?;
     }
+    for decl in declared::declared() {
+        let row = PyDict::new(py);
+        row.set_item("name", decl.name)?;
+        row.set_item("unit", decl.unit)?;
+        row.set_item("scope", "instance")?;
+        row.set_item("owner", "declared")?;
+        row.set_item(
+            "freshness",
+            match decl.max_age_seconds {
+                Some(age) => format!("as old as the last report, at most {age} s"),
+                None => "as old as the last report".into(),
+            },
+        )?;
+        row.set_item(
+            "absent",
+            match decl.default {
+                Some(value) => format!("never: {value} until it is reported"),
+                None => "until it is reported".into(),
+            },
+        )?;
+        row.set_item("about", "Declared by this program or its configuration.")?;
+        table.append(row)?;
+    }
     Ok(table)
 }
 
@@ -49,8 +135,7 @@ fn check_expression(
     kind: &str,
     knobs: Option<HashMap<String, f64>>,
 ) -> Result<Vec<&'static str>> {
-    let program = compile(text, kind, knobs.as_ref())?;
-    Ok(program.reads().iter().map(|id| id.decl().name).collect())
+    Ok(reads(&compile(text, kind, knobs.as_ref())?))
 }
 
 /// The name of `known` nearest to `name`, where one is near enough to be a likely slip.
@@ -94,7 +179,7 @@ impl Program {
     /// Names of the indicators it reads.
     #[getter]
     fn reads(&self) -> Vec<&'static str> {
-        self.program.reads().iter().map(|id| id.decl().name).collect()
+        reads(&self.program)
     }
 
     /// Evaluates over C-contiguous float64 columns by indicator name: `(instances,)` or `(requests, instances)` each, `()` or
@@ -110,24 +195,24 @@ impl Program {
         let mut shape = Shape::default();
         let mut operands = Vec::new();
         for (name, array) in &columns {
-            let id = Indicator::from_name(name).ok_or_else(|| CoreError::UnknownName {
-                kind: "indicator".into(),
-                name: name.clone(),
-                nearest: nearest(name, INDICATORS.iter().map(|d| d.name)),
-            })?;
-            let of_request = id.decl().scope == Scope::Request;
-            let stride = shape.take(name, array.shape(), of_request)?;
-            operands.push((id, stride, array.as_slice().map_err(|_| contiguous(name))?));
+            let named = Named::find(name).ok_or_else(|| unknown_indicator(name))?;
+            let stride = shape.take(name, array.shape(), named.of_request())?;
+            operands.push((named, stride, array.as_slice().map_err(|_| contiguous(name))?));
         }
-        for id in self.program.reads().iter() {
-            if !operands.iter().any(|operand| operand.0 == id) {
-                let name = id.decl().name;
+        for name in reads(&self.program) {
+            if !operands.iter().any(|operand| operand.0.name() == name) {
                 return Err(BadValueError::new_err(format!(
                     "columns: {name:?} is missing; the expression reads it"
                 ))
                 .into());
             }
         }
+        // In the order of the program's declared indicators.
+        let place = |named: &Named| match named {
+            Named::Declared(decl) => self.program.declared().iter().position(|id| *id == decl.id),
+            Named::BuiltIn(_) => None,
+        };
+        operands.sort_by_key(|(named, ..)| place(named));
         let mask = match &eligible {
             Some(mask) => {
                 let stride = shape.take("eligible", mask.shape(), false)?;
@@ -150,9 +235,14 @@ impl Program {
                 let eligible =
                     mask.map_or(&everyone[..], |(stride, mask)| &mask[request * stride..][..slots]);
                 let mut inputs = Inputs::new(eligible);
-                for (id, stride, values) in &operands {
-                    let width = if id.decl().scope == Scope::Request { 1 } else { slots };
-                    inputs.set(*id, &values[request * stride..][..width]);
+                for (named, stride, values) in &operands {
+                    let width = if named.of_request() { 1 } else { slots };
+                    let values = &values[request * stride..][..width];
+                    match named {
+                        Named::BuiltIn(id) => inputs.set(*id, values),
+                        Named::Declared(_) if place(named).is_some() => inputs.push_declared(values),
+                        Named::Declared(_) => {}
+                    }
                 }
                 self.program.eval_inputs(&inputs, &mut scratch, out);
             }
@@ -163,7 +253,7 @@ impl Program {
             run()
         }
         let values = match self.program.result() {
-            Type::Number => PyArray1::from_vec(py, out).into_any(),
+            Type::Number | Type::Text => PyArray1::from_vec(py, out).into_any(),
             Type::Bool => PyArray1::from_iter(py, out.iter().map(|x| *x != 0.0)).into_any(),
         };
         match shape.requests {

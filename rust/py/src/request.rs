@@ -73,6 +73,9 @@ pub struct Request {
     /// Its requests count as if they came this much later, for `UniBoost`; below 0: earlier.
     #[pyo3(get)]
     handicap_seconds: f64,
+    /// Priority that the request brings, lower first, for policies (`lm.PRIORITY`). `Decision.priority` is the router's own.
+    #[pyo3(get)]
+    priority: Option<f64>,
 }
 
 type Text = Option<Py<PyString>>;
@@ -130,7 +133,7 @@ impl Prompt {
 impl Request {
     #[new]
     // Positional, too: the server makes every request so, since each keyword costs about 50 ns.
-    #[pyo3(signature = (token_ids=None, text=None, block_hashes=None, prompt_tokens=None, max_tokens=None, session=None, request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0, handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true, split_reason=None, allow_fetch=true, fetch_reason=None))]
+    #[pyo3(signature = (token_ids=None, text=None, block_hashes=None, prompt_tokens=None, max_tokens=None, session=None, request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0, handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true, split_reason=None, allow_fetch=true, fetch_reason=None, priority=None))]
     fn new(
         py: Python<'_>,
         token_ids: Option<&Bound<'_, PyAny>>,
@@ -152,6 +155,7 @@ impl Request {
         split_reason: Text,
         allow_fetch: bool,
         fetch_reason: Text,
+        priority: Option<f64>,
     ) -> Result<Request> {
         for (what, allowed, reason) in
             [("split_reason", allow_split, &split_reason), ("fetch_reason", allow_fetch, &fetch_reason)]
@@ -180,6 +184,7 @@ impl Request {
             tenant,
             tenant_weight,
             handicap_seconds,
+            priority,
         })
     }
 
@@ -280,6 +285,8 @@ impl Request {
                 weight: self.tenant_weight,
                 handicap_seconds: self.handicap_seconds,
             },
+            lora: key(&self.lora_name)?,
+            priority: self.priority,
         })
     }
 

@@ -7,7 +7,7 @@ use crate::request::{self, Request};
 use crate::ticket::{Decision, Stats, Ticket};
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
-use lmetric_core::indicators::{INDICATORS, Indicator, IndicatorDecl, Scope};
+use lmetric_core::indicators::{INDICATORS, Indicator, IndicatorDecl, Scope, declared};
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::plan::{Binding, Cuts};
 use lmetric_core::request::Request as CoreRequest;
@@ -19,7 +19,7 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use parking_lot::Mutex;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString};
+use pyo3::types::{PyBool, PyDict, PyString};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -706,10 +706,13 @@ impl Router {
         Ok(PyArray1::from_vec(py, values).reshape([cores.len(), columns])?)
     }
 
-    /// Takes in an engine's load report: requests `waiting` and `running`, `kv_usage` from 0 to 1; absent ones are kept.
+    /// Takes in an engine's load report: requests `waiting` and `running`, `kv_usage` from 0 to 1; absent ones are kept. `extra`:
+    /// values of declared indicators (`lmetric.indicator`) by name, as of now. A call with `extra` alone is no report of the engine:
+    /// `report_age_seconds` stays.
     ///
-    /// Others' load is what is reported beyond the router's own requests in flight. Raises `UnknownNameError`, `BadValueError`.
-    #[pyo3(signature = (name, *, waiting=None, running=None, kv_usage=None, now=None))]
+    /// Others' load is what is reported beyond the router's own requests in flight. Raises `UnknownNameError`, `BadValueError`;
+    /// nothing has changed then.
+    #[pyo3(signature = (name, *, waiting=None, running=None, kv_usage=None, extra=None, now=None))]
     fn report_load(
         &self,
         py: Python<'_>,
@@ -717,11 +720,18 @@ impl Router {
         waiting: Option<f64>,
         running: Option<f64>,
         kv_usage: Option<f64>,
+        extra: Option<&Bound<'_, PyDict>>,
         now: Option<f64>,
     ) -> Result<()> {
+        let extra = extra.map(|extra| extra_values(name, extra)).transpose()?;
         self.with_core(py, |router| {
             let report = Report { at: self.clock.now(now, router)?, waiting, running, kv_usage };
-            Ok(router.engine_report(name, report)?)
+            let Some(extra) = extra else { return Ok(router.engine_report(name, report)?) };
+            let extra = extra.iter().map(|(indicator, value)| (&**indicator, *value));
+            if [waiting, running, kv_usage].iter().any(Option::is_some) {
+                return Ok(router.engine_report_with(name, report, extra)?);
+            }
+            Ok(router.report_declared(name, extra, report.at)?)
         })
     }
 
@@ -850,7 +860,7 @@ impl Router {
         })
     }
 
-    /// Indicator columns of the live instances, in the order of `instances()`.
+    /// Indicator columns of the live instances, in the order of `instances()`; declared indicators come last.
     #[pyo3(signature = (now=None))]
     fn indicators<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<Bound<'py, PyDict>> {
         let columns = self.with_core(py, |router| {
@@ -860,7 +870,13 @@ impl Router {
                 let column = router.columns().get(decl.id);
                 (decl.name, members.iter().map(|(id, _)| column[id.index()]).collect::<Vec<_>>())
             };
-            Ok(INDICATORS.iter().filter(of_instances).map(column).collect::<Vec<_>>())
+            let built_in = INDICATORS.iter().filter(of_instances).map(column);
+            let declared = declared::declared();
+            let declared = declared.iter().map(|decl| {
+                let column = router.columns().declared(decl.id);
+                (decl.name, members.iter().map(|(id, _)| column[id.index()]).collect::<Vec<_>>())
+            });
+            Ok(built_in.chain(declared).collect::<Vec<_>>())
         })?;
         let dict = PyDict::new(py);
         for (name, column) in columns {
@@ -1055,6 +1071,20 @@ impl Router {
         let shown = shown.join(", ");
         format!("Router(policy='{policy}', instances=[{shown}{more}], in_flight={in_flight})")
     }
+}
+
+/// The values of declared indicators in a load report of `name`.
+fn extra_values(name: &str, extra: &Bound<'_, PyDict>) -> Result<Vec<(String, f64)>> {
+    let value = |(indicator, value): (Bound<'_, PyAny>, Bound<'_, PyAny>)| {
+        let indicator: String = indicator.extract().map_err(|_| {
+            buffers::bad(&indicator, &format!("extra of {name}"), "the names of declared indicators")
+        })?;
+        let number = if value.is_instance_of::<PyBool>() { None } else { value.extract::<f64>().ok() };
+        let what = format!("{indicator} in the load report of {name}");
+        let number = number.ok_or_else(|| buffers::bad(&value, &what, "a finite number"))?;
+        Ok((indicator, number))
+    };
+    extra.iter().map(value).collect()
 }
 
 /// Who feeds an index, by name.

@@ -408,6 +408,9 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
         for (indicator, value) in receipt.reads.iter().zip(values) {
             terms.set_item(indicator.decl().name, number(*value))?;
         }
+        for (declared, value) in receipt.declared.iter().zip(&values[receipt.reads.iter().count()..]) {
+            terms.set_item(declared.decl().name, number(*value))?;
+        }
         row.set_item("terms", terms)?;
         best.append(row)?;
     }

@@ -4,10 +4,12 @@
 //! zero, logarithm of a constant that has none, constants that are not finite, reductions over what does not vary.
 use super::parse::{FUNCTIONS, Function, Infix, Kind, Node, Prefix};
 use super::{ExprError, Type};
-use crate::indicators::{INDICATORS, Indicator, Scope};
+use crate::indicators::{DeclaredId, INDICATORS, Indicator, IndicatorSet, Scope, declared};
+use crate::request::text_number;
 use crate::suggest::nearest;
 use std::collections::HashMap;
 use std::ops::Range;
+use xxhash_rust::xxh3::xxh3_64;
 
 /// A function of one number. Truth values are 1 and 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -128,6 +130,8 @@ pub(super) enum Op {
     Constant(u64),
     /// One value an instance.
     Column(Indicator),
+    /// One value an instance, of a declared indicator.
+    Declared(DeclaredId),
     /// One value a request.
     Request(Indicator),
     Unary(Unary, usize),
@@ -141,7 +145,7 @@ impl Op {
     /// What it is computed from.
     pub fn operands(self) -> impl Iterator<Item = usize> {
         let operands = match self {
-            Op::Constant(_) | Op::Column(_) | Op::Request(_) => [None; 3],
+            Op::Constant(_) | Op::Column(_) | Op::Declared(_) | Op::Request(_) => [None; 3],
             Op::Unary(_, a) | Op::Reduce(_, a) => [Some(a), None, None],
             Op::Binary(_, a, b) => [Some(a), Some(b), None],
             Op::Where(a, b, c) => [Some(a), Some(b), Some(c)],
@@ -174,7 +178,7 @@ impl Graph {
             return *id;
         }
         let varies = match op {
-            Op::Column(_) => true,
+            Op::Column(_) | Op::Declared(_) => true,
             Op::Reduce(..) => false,
             _ => op.operands().any(|id| self.varies[id]),
         };
@@ -222,6 +226,7 @@ pub(super) fn check(
     let root = nodes.len() - 1;
     let (value, result) = checker.typed[root];
     match (result, expect) {
+        (Type::Text, _) => Err(checker.error(&nodes[root].span, TEXT)),
         (Type::Number, Some(Type::Bool)) => {
             Err(checker.error(&nodes[root].span, "a filter is a truth value, this is a number; compare it, as in `bs <= 8`"))
         }
@@ -232,6 +237,9 @@ pub(super) fn check(
         _ => Ok((Graph { root: value, ..checker.graph }, result)),
     }
 }
+
+/// What is said of a text that is not compared.
+const TEXT: &str = "this is a text; compare it with another text, as in `tenant == \"acme\"`";
 
 struct Checker<'a> {
     text: &'a str,
@@ -250,7 +258,16 @@ impl Checker<'_> {
     fn node(&mut self, node: &Node) -> Result<(usize, Type), ExprError> {
         match &node.kind {
             Kind::Number(number) => Ok((self.graph.push(Op::Constant(number.to_bits())), Type::Number)),
-            Kind::Name(name) => Ok((self.name(name)?, Type::Number)),
+            Kind::Text(text) => {
+                let number = text_number(xxh3_64(self.text[text.clone()].as_bytes()));
+                Ok((self.graph.push(Op::Constant(number.to_bits())), Type::Text))
+            }
+            Kind::Name(name) => {
+                let value = self.name(name)?;
+                let text =
+                    matches!(self.graph.ops[value], Op::Request(id) if IndicatorSet::TEXTS.contains(id));
+                Ok((value, if text { Type::Text } else { Type::Number }))
+            }
             Kind::Prefix(Prefix::Negative, a) => {
                 let a = self.number(*a, "-")?;
                 Ok((self.graph.fold(Op::Unary(Unary::Negative, a)), Type::Number))
@@ -267,11 +284,15 @@ impl Checker<'_> {
     fn name(&mut self, span: &Range<usize>) -> Result<usize, ExprError> {
         let name = &self.text[span.clone()];
         let knob = self.knobs.iter().find(|(knob, _)| knob.eq_ignore_ascii_case(name));
-        match (Indicator::from_name(name), knob) {
+        let indicator = match Indicator::from_name(name) {
+            Some(id) if id.decl().scope == Scope::Request => Some(Op::Request(id)),
+            Some(id) => Some(Op::Column(id)),
+            None => declared::find(name).map(|decl| Op::Declared(decl.id)),
+        };
+        match (indicator, knob) {
             (Some(_), Some(_)) => Err(self
                 .error(span, format!("`{name}` is an indicator and a named constant; rename the constant"))),
-            (Some(id), None) if id.decl().scope == Scope::Request => Ok(self.graph.push(Op::Request(id))),
-            (Some(id), None) => Ok(self.graph.push(Op::Column(id))),
+            (Some(op), None) => Ok(self.graph.push(op)),
             (None, Some((_, value))) if !value.is_finite() => {
                 Err(self.error(span, format!("`{name}` is {value}, which is not a finite number")))
             }
@@ -280,8 +301,10 @@ impl Checker<'_> {
                 Err(self.error(span, format!("`{name}` is a function; it needs arguments in brackets")))
             }
             (None, None) => {
-                let known = INDICATORS.iter().map(|d| d.name).chain(self.knobs.iter().map(|k| k.0));
-                let hint = nearest(name, known).map_or(String::new(), |n| format!("; did you mean `{n}`?"));
+                let declared = declared::declared();
+                let known = INDICATORS.iter().map(|d| d.name).chain(declared.iter().map(|d| d.name));
+                let hint = nearest(name, known.chain(self.knobs.iter().map(|k| k.0)))
+                    .map_or(String::new(), |n| format!("; did you mean `{n}`?"));
                 Err(self.error(span, format!("unknown name `{name}`{hint}")))
             }
         }
@@ -291,6 +314,7 @@ impl Checker<'_> {
     fn number(&self, id: usize, of: &str) -> Result<usize, ExprError> {
         match self.typed[id] {
             (value, Type::Number) => Ok(value),
+            (_, Type::Text) => Err(self.error(&self.nodes[id].span, TEXT)),
             _ => Err(self.error(
                 &self.nodes[id].span,
                 format!(
@@ -304,6 +328,7 @@ impl Checker<'_> {
     fn truth(&self, id: usize, of: &str) -> Result<usize, ExprError> {
         match self.typed[id] {
             (value, Type::Bool) => Ok(value),
+            (_, Type::Text) => Err(self.error(&self.nodes[id].span, TEXT)),
             _ => Err(self.error(
                 &self.nodes[id].span,
                 format!("`{of}` takes truth values, this is a number; compare it, as in `bs <= 8`"),
@@ -327,9 +352,13 @@ impl Checker<'_> {
             Infix::Divide => (Binary::Divide, "/", Type::Number),
             Infix::Power => (Binary::Power, "**", Type::Number),
         };
+        let compares = matches!(infix, Infix::Equal | Infix::NotEqual);
         let (x, y) = match of {
+            Type::Number if compares && [a, b].iter().all(|id| self.typed[*id].1 == Type::Text) => {
+                (self.typed[a].0, self.typed[b].0)
+            }
             Type::Number => (self.number(a, sign)?, self.number(b, sign)?),
-            Type::Bool => (self.truth(a, sign)?, self.truth(b, sign)?),
+            _ => (self.truth(a, sign)?, self.truth(b, sign)?),
         };
         if infix == Infix::Divide && self.graph.constant(y) == Some(0.0) {
             return Err(self.error(&self.nodes[b].span, "division by zero: this is always 0"));

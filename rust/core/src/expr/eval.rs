@@ -3,6 +3,7 @@ use super::check::{Binary, Reduction, Unary};
 use super::program::{Pass, Program, Source, Stage, StepOp};
 use crate::indicators::table::COUNT;
 use crate::indicators::{Indicator, Snapshot};
+use smallvec::SmallVec;
 
 /// Instances of a chunk: the few registers of this many numbers are few cache lines, which come back for each chunk.
 const CHUNK: usize = 128;
@@ -19,21 +20,27 @@ pub struct Scratch {
 }
 
 /// The columns that a program reads, wherever they lie.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Inputs<'a> {
     columns: [&'a [f64]; COUNT],
+    declared: SmallVec<[&'a [f64]; 4]>,
     eligible: &'a [bool],
 }
 
 impl<'a> Inputs<'a> {
     /// No columns yet, over `eligible.len()` slots.
     pub fn new(eligible: &'a [bool]) -> Inputs<'a> {
-        Inputs { columns: [&[]; COUNT], eligible }
+        Inputs { columns: [&[]; COUNT], declared: SmallVec::new(), eligible }
     }
 
     /// Sets the values of `id`: one a slot, or one alone where the indicator belongs to the request.
     pub fn set(&mut self, id: Indicator, values: &'a [f64]) {
         self.columns[id as usize] = values;
+    }
+
+    /// Adds the values of a declared indicator, one a slot: for each of [`Program::declared`], in that order.
+    pub fn push_declared(&mut self, values: &'a [f64]) {
+        self.declared.push(values);
     }
 }
 
@@ -47,6 +54,9 @@ impl Program {
         let mut inputs = Inputs::new(snapshot.eligible);
         for id in &self.columns {
             inputs.set(*id, snapshot.columns.get(*id));
+        }
+        for id in &self.declared {
+            inputs.push_declared(snapshot.declared(*id));
         }
         self.eval_inputs(&inputs, scratch, out);
     }
@@ -200,18 +210,19 @@ enum Lanes<'a> {
 }
 
 /// The instances that a pass is at.
-struct Chunk<'a> {
-    inputs: &'a Inputs<'a>,
+struct Chunk<'a, 'i> {
+    inputs: &'a Inputs<'i>,
     scalars: &'a [f64],
     start: usize,
     end: usize,
 }
 
-impl Chunk<'_> {
+impl Chunk<'_, '_> {
     #[inline(always)]
     fn lanes<'r>(&'r self, source: Source, registers: &'r [Vec<f64>]) -> Lanes<'r> {
         match source {
             Source::Column(id) => Lanes::Vector(&self.inputs.columns[id as usize][self.start..self.end]),
+            Source::Declared(place) => Lanes::Vector(&self.inputs.declared[place][self.start..self.end]),
             Source::Register(register) => Lanes::Vector(&registers[register][..self.end - self.start]),
             Source::Scalar(scalar) => Lanes::Scalar(self.scalars[scalar]),
         }

@@ -6,6 +6,7 @@
 //! | | |
 //! | --- | --- |
 //! | values | numbers; indicators in any case (`p_token`, `P_TOKEN`); named constants (a policy's knobs) |
+//! | texts | `"acme"`, `'acme'`, and the texts of the request (`tenant`), compared with `==` and `!=` |
 //! | numbers | `+ - * / **`, `log exp sqrt abs`, `minimum maximum clip`, `where(condition, a, b)` |
 //! | truth values | `< <= > >= == !=` of numbers, joined by <code>& \| ~</code>; comparisons bind tighter and do not chain |
 //! | over the instances | `min max mean std`, and `norm(x)` = `x / max(x)`, 0 if all are 0 |
@@ -25,6 +26,11 @@ pub(crate) use eval::nan_unless;
 pub use eval::{Inputs, Scratch};
 pub use parse::{MAX_DEPTH, MAX_LENGTH};
 pub use program::Program;
+
+/// Whether a word means something in every expression, so that no indicator can have it as its name.
+pub(crate) fn is_reserved(word: &str) -> bool {
+    ["and", "or", "not"].contains(&word) || parse::FUNCTIONS.iter().any(|function| function.0 == word)
+}
 
 use std::fmt;
 use std::ops::Range;
@@ -78,6 +84,8 @@ pub enum Type {
     Number,
     /// One truth value an instance.
     Bool,
+    /// A text, to be compared with `==` and `!=`; no whole expression is one.
+    Text,
 }
 
 impl Program {

@@ -91,6 +91,8 @@ pub(super) const FUNCTIONS: &[(&str, Function, &[&str])] = &[
 #[derive(Clone, Debug)]
 pub(super) enum Kind {
     Number(f64),
+    /// Between quotes, and where it stands.
+    Text(Range<usize>),
     /// An indicator or a named constant, and where its name stands.
     Name(Range<usize>),
     Prefix(Prefix, usize),
@@ -125,6 +127,7 @@ pub(super) fn parse(text: &str) -> Result<Vec<Node>, ExprError> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Token {
     Number(f64),
+    Text,
     Name,
     Infix(Infix),
     Not,
@@ -193,6 +196,12 @@ fn lex(text: &str) -> Result<Vec<(Token, Range<usize>)>, ExprError> {
                 Some(_) => return Err(ExprError::at(text, start..end, "this number is too large")),
                 None => return Err(ExprError::at(text, start..end, "this is not a number")),
             }
+        } else if matches!(bytes[start], b'"' | b'\'') {
+            let Some(length) = rest[1..].find(char::from(bytes[start])) else {
+                return Err(ExprError::at(text, start..text.len(), "this text is never closed"));
+            };
+            at = start + length + 2;
+            Token::Text
         } else if bytes[start].is_ascii_alphabetic() || bytes[start] == b'_' {
             at = run(start, |b| b.is_ascii_alphanumeric() || b == b'_');
             Token::Name
@@ -282,6 +291,7 @@ impl Parser<'_> {
         self.at += 1;
         match token {
             Token::Number(number) => Ok(self.push(Kind::Number(number), span)),
+            Token::Text => Ok(self.push(Kind::Text(span.start + 1..span.end - 1), span)),
             Token::Name => match &self.text[span.clone()] {
                 "not" => Err(ExprError::at(self.text, span, "write `~` for `not`")),
                 _ if self.peek() == Token::Open => self.call(span),
@@ -375,7 +385,7 @@ mod tests {
             let name = format!("{:?}", node.kind);
             shown.push(match &node.kind {
                 Kind::Number(n) => n.to_string(),
-                Kind::Name(name) => text[name.clone()].to_string(),
+                Kind::Name(name) | Kind::Text(name) => text[name.clone()].to_string(),
                 Kind::Prefix(_, a) => format!("{}({})", &name[7..10], shown[*a]),
                 Kind::Infix(op, a, b) => format!("({} {op:?} {})", shown[*a], shown[*b]),
                 Kind::Call(f, arguments) => {

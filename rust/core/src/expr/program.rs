@@ -5,12 +5,14 @@
 //! read where they lie: columns in place, numbers as numbers.
 use super::Type;
 use super::check::{Binary, Graph, Op, Reduction, Unary};
-use crate::indicators::{Indicator, IndicatorSet};
+use crate::indicators::{DeclaredId, Indicator, IndicatorSet};
 
 /// Where an operand of a step lies.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Source {
     Column(Indicator),
+    /// An index into [`Program::declared`].
+    Declared(usize),
     Register(usize),
     Scalar(usize),
 }
@@ -61,6 +63,8 @@ pub struct Program {
     pub(super) registers: usize,
     /// Indicators that are read.
     pub(super) columns: Vec<Indicator>,
+    /// Declared indicators that are read.
+    pub(super) declared: Vec<DeclaredId>,
     result: Type,
 }
 
@@ -73,18 +77,22 @@ impl Program {
                 graph.ops[id].operands().for_each(|operand| used[operand] = true);
             }
         }
-        let mut builder = Builder { graph, scalar_of: vec![usize::MAX; graph.ops.len()], registers: 0 };
+        let scalar_of = vec![usize::MAX; graph.ops.len()];
+        let mut builder = Builder { graph, scalar_of, declared: Vec::new(), registers: 0 };
         let (mut scalars, mut stages, mut reads) = (Vec::new(), Vec::new(), IndicatorSet::EMPTY);
         for id in (0..=graph.root).filter(|id| used[*id]) {
             if let Op::Column(indicator) | Op::Request(indicator) = graph.ops[id] {
                 reads.insert(indicator);
+            }
+            if let Op::Declared(declared) = graph.ops[id] {
+                builder.declared.push(declared);
             }
             if graph.varies[id] {
                 continue;
             }
             let scalar_of = &builder.scalar_of;
             let stage = match graph.ops[id] {
-                Op::Constant(_) | Op::Column(_) => None,
+                Op::Constant(_) | Op::Column(_) | Op::Declared(_) => None,
                 Op::Request(indicator) => Some(Stage::Request(indicator)),
                 Op::Unary(unary, a) => Some(Stage::Unary(unary, scalar_of[a])),
                 Op::Binary(binary, a, b) => Some(Stage::Binary(binary, scalar_of[a], scalar_of[b])),
@@ -105,6 +113,7 @@ impl Program {
             output,
             registers: builder.registers,
             columns: reads.iter().collect(),
+            declared: builder.declared,
             result,
         }
     }
@@ -118,12 +127,18 @@ impl Program {
     pub fn reads(&self) -> IndicatorSet {
         IndicatorSet::of(&self.columns)
     }
+
+    /// Declared indicators it reads.
+    pub fn declared(&self) -> &[DeclaredId] {
+        &self.declared
+    }
 }
 
 struct Builder<'a> {
     graph: &'a Graph,
     /// The scalar that holds a value that does not vary.
     scalar_of: Vec<usize>,
+    declared: Vec<DeclaredId>,
     registers: usize,
 }
 
@@ -144,6 +159,10 @@ impl Builder<'_> {
         let (mut free, mut used, mut steps) = (Vec::new(), 0, Vec::new());
         let source = |id: usize, register_of: &[usize]| match graph.ops[id] {
             Op::Column(indicator) => Source::Column(indicator),
+            Op::Declared(id) => {
+                let place = self.declared.iter().position(|each| *each == id);
+                Source::Declared(place.expect("operands come first"))
+            }
             _ if graph.varies[id] => Source::Register(register_of[id]),
             _ => Source::Scalar(self.scalar_of[id]),
         };
@@ -156,7 +175,9 @@ impl Builder<'_> {
                 Op::Unary(unary, a) => StepOp::Unary(unary, of(a)),
                 Op::Binary(binary, a, b) => StepOp::Binary(binary, of(a), of(b)),
                 Op::Where(a, b, c) => StepOp::Where(of(a), of(b), of(c)),
-                Op::Constant(_) | Op::Column(_) | Op::Request(_) | Op::Reduce(..) => continue,
+                Op::Constant(_) | Op::Column(_) | Op::Declared(_) | Op::Request(_) | Op::Reduce(..) => {
+                    continue;
+                }
             };
             let register = free.pop().unwrap_or_else(|| {
                 used += 1;

@@ -78,6 +78,7 @@ impl Fleet {
             };
             let value = match &node.kind {
                 Kind::Number(number) => spread(*number),
+                Kind::Text(_) => unreachable!("the expressions here have no texts"),
                 Kind::Name(name) => match Indicator::from_name(&text[name.clone()]) {
                     Some(id) if id.decl().scope == Scope::Request => spread(self.columns.get(id)[0]),
                     Some(id) => self.columns.get(id).to_vec(),
@@ -332,4 +333,38 @@ fn only_what_the_outcome_needs_is_read() {
         |text| Program::compile(text, Type::Number, KNOBS).unwrap().reads().iter().collect::<Vec<_>>();
     assert_eq!(reads("where(lam > 1, tokens, bs) + prompt_tokens"), [Indicator::Bs, Indicator::PromptTokens]);
     assert_eq!(reads("lam + 1"), []);
+}
+
+#[test]
+fn texts_are_compared_with_texts_only() {
+    let compile = |text: &str| Program::compile(text, None, KNOBS);
+    let number = crate::request::text_number(xxhash_rust::xxh3::xxh3_64(b"acme"));
+    let mut fleet = Fleet::new(&[], &[true, true]);
+    let mut out = [9.0; 2];
+    for (tenant, text, expected) in [
+        (number, "tenant == \"acme\"", 1.0),
+        (number, "TENANT != 'acme'", 0.0),
+        (number, "'other' == tenant", 0.0),
+        (number, "tenant == \"acme \"", 0.0),
+        (f64::NAN, "tenant == 'acme'", 0.0),
+        (f64::NAN, "tenant != 'acme'", 1.0),
+    ] {
+        fleet.columns.get_mut(Indicator::Tenant)[0] = tenant;
+        compile(text).unwrap().eval(&fleet.snapshot(), &mut Scratch::default(), &mut out);
+        assert_eq!(out, [expected; 2], "{text}");
+    }
+    for (text, message, place) in [
+        ("tenant + 1", "this is a text", "tenant"),
+        ("bs == 'acme'", "this is a text", "'acme'"),
+        ("tenant == 3", "this is a text", "tenant"),
+        ("tenant < 'b'", "this is a text", "tenant"),
+        ("'acme'", "this is a text", "'acme'"),
+        ("tenant == 'acme", "never closed", "'acme"),
+        ("min(tenant)", "this is a text", "tenant"),
+        ("~tenant", "this is a text", "tenant"),
+    ] {
+        let error = compile(text).unwrap_err();
+        assert!(error.message.contains(message), "{text}: {error}");
+        assert_eq!(&text[error.start..error.end], place, "{text}");
+    }
 }

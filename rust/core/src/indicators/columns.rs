@@ -2,6 +2,7 @@
 //!
 //! Inside a column absent is NaN, so that it spreads through a score by itself and the instance is
 //! left out; at the public edges it is `Option`.
+use super::declared::DeclaredId;
 use super::table::{COUNT, Indicator, IndicatorSet};
 
 /// A column of `f64` per indicator, all of the same length (the number of slots).
@@ -63,18 +64,33 @@ impl Columns {
 pub struct Indicators<'a> {
     kept: &'a Columns,
     derived: &'a Columns,
+    declared: &'a [Vec<f64>],
 }
 
 impl<'a> Indicators<'a> {
     /// Both kinds together. `kept` and `derived` have the same number of slots.
     pub fn new(kept: &'a Columns, derived: &'a Columns) -> Indicators<'a> {
-        Indicators { kept, derived }
+        Indicators { kept, derived, declared: &[] }
+    }
+
+    /// With these columns of declared indicators, by [`DeclaredId`].
+    pub fn with_declared(self, declared: &'a [Vec<f64>]) -> Indicators<'a> {
+        Indicators { declared, ..self }
     }
 
     /// The column of `id`. Request-scoped indicators use slot 0 only.
     #[inline]
     pub fn get(self, id: Indicator) -> &'a [f64] {
         if IndicatorSet::DERIVED.contains(id) { self.derived.get(id) } else { self.kept.get(id) }
+    }
+
+    /// The column of a declared indicator.
+    ///
+    /// # Panics
+    /// If the policy did not declare that it reads it ([`crate::policy::Policy::declared`]).
+    #[inline]
+    pub fn declared(self, id: DeclaredId) -> &'a [f64] {
+        &self.declared[id.index()]
     }
 }
 

@@ -1,5 +1,6 @@
 //! The read-only view that a policy decides from.
 use super::columns::Indicators;
+use super::declared::DeclaredId;
 use super::table::Indicator;
 
 /// Indicators at one moment, for one request. All slices have one entry a slot.
@@ -30,6 +31,12 @@ impl<'a> Snapshot<'a> {
     #[inline]
     pub fn column(&self, id: Indicator) -> &'a [f64] {
         &self.columns.get(id)[..self.eligible.len()]
+    }
+
+    /// The column of a declared indicator.
+    #[inline]
+    pub fn declared(&self, id: DeclaredId) -> &'a [f64] {
+        &self.columns.declared(id)[..self.eligible.len()]
     }
 
     /// The value of a per-request indicator (NaN where absent).

@@ -137,6 +137,10 @@ indicators! {
         "What the requests that decode there and those bound there will weigh from this request's hand-over on, in requests that begin behind no prompt (`estimate/pressure.rs`).";
     DecodePressureKnown "decode_pressure_known", "requests", Pair, Router, "at each token; its weights once a second; kept where a policy reads it", "never: until 16 answers ended, each request counts 1",
         "`decode_pressure` where answers are as long as `expected_output_tokens` says: an oracle in simulations. A request that does not say is taken to run on.";
+    LoraBs "lora_bs", "requests", Pair, Router, "at once", "never: 0 if the request names no LoRA adapter",
+        "Requests of ours on the instance with this request's LoRA adapter.";
+    TenantBs "tenant_bs", "requests", Pair, Router, "at once", "never: 0 if the request has no tenant",
+        "Requests of ours on the instance of this request's tenant.";
     HandoffSeconds "handoff_seconds", "s", Request, Router, "at once", "where no second segment is placed",
         "Expected time from the decision to this request's first decode step: its predicted prefill and the hand-over, as it was learned.";
     PromptTokens "prompt_tokens", "tokens", Request, Request, "at once", "never",
@@ -145,6 +149,14 @@ indicators! {
         "Output length, where the request bounds it or an oracle knows it.";
     Instances "instances", "instances", Request, Router, "at once", "never",
         "Instances that may take this request.";
+    LoraName "lora_name", "text", Request, Request, "at once", "if the request names none",
+        "LoRA adapter of the request, to compare with a text: `lora_name == \"sql\"`.";
+    Tenant "tenant", "text", Request, Request, "at once", "if the request has none",
+        "Tenant of the request, to compare with a text: `tenant == \"acme\"`.";
+    LengthClass "length_class", "text", Request, Request, "at once", "if the request names none",
+        "Class of the request's answer length, to compare with a text.";
+    Priority "priority", "", Request, Request, "at once", "if the request has none",
+        "Priority that the request brings, as vLLM has it: lower numbers go first.";
 }
 
 /// Number of indicators.
@@ -203,7 +215,17 @@ impl IndicatorSet {
         Indicator::PromptTokens,
         Indicator::ExpectedOutputTokens,
         Indicator::Instances,
+        Indicator::LoraBs,
+        Indicator::TenantBs,
+        Indicator::LoraName,
+        Indicator::Tenant,
+        Indicator::LengthClass,
+        Indicator::Priority,
     ]);
+
+    /// Indicators that are texts: expressions compare them with texts, by [`crate::request::text_number`].
+    pub const TEXTS: IndicatorSet =
+        IndicatorSet::of(&[Indicator::LoraName, Indicator::Tenant, Indicator::LengthClass]);
 
     /// The indicators of this set that the other does not hold.
     pub const fn without(self, other: IndicatorSet) -> IndicatorSet {

@@ -3,7 +3,7 @@ use super::{Knobs, Policy, PolicyRng, PolicySpec, Prefer, Scores};
 use crate::error::CoreError;
 use crate::estimate::survival::CurveSettings;
 use crate::expr::{Program, Type, nan_unless};
-use crate::indicators::{IndicatorSet, Snapshot};
+use crate::indicators::{DeclaredId, IndicatorSet, Snapshot};
 use std::borrow::Cow;
 use std::fmt;
 
@@ -44,6 +44,7 @@ pub struct ExpressionPolicy {
     prefer: Prefer,
     then: Vec<(Program, Prefer)>,
     reads: IndicatorSet,
+    declared: Vec<DeclaredId>,
     length_curve: CurveSettings,
 }
 
@@ -109,13 +110,24 @@ impl ExpressionPolicy {
             .iter()
             .map(|(text, prefer)| Ok((program(text, Type::Number)?, *prefer)))
             .collect::<Result<Vec<_>, CoreError>>()?;
-        let reads = filter
-            .iter()
-            .chain([&score])
-            .chain(then.iter().map(|(program, _)| program))
-            .fold(IndicatorSet::EMPTY, |set, program| set.union(program.reads()));
+        let (mut reads, mut declared) = (IndicatorSet::EMPTY, Vec::new());
+        for program in filter.iter().chain([&score]).chain(then.iter().map(|(program, _)| program)) {
+            reads = reads.union(program.reads());
+            declared.extend_from_slice(program.declared());
+        }
+        declared.sort_unstable();
+        declared.dedup();
         let length_curve = CurveSettings::default();
-        Ok(ExpressionPolicy { spec, filter, score, prefer: source.prefer, then, reads, length_curve })
+        Ok(ExpressionPolicy {
+            spec,
+            filter,
+            score,
+            prefer: source.prefer,
+            then,
+            reads,
+            declared,
+            length_curve,
+        })
     }
 }
 
@@ -126,6 +138,10 @@ impl Policy for ExpressionPolicy {
 
     fn reads(&self) -> IndicatorSet {
         self.reads
+    }
+
+    fn declared(&self) -> &[DeclaredId] {
+        &self.declared
     }
 
     fn length_curve(&self) -> CurveSettings {

@@ -61,7 +61,7 @@ pub use spec::{Knob, KnobKind, Knobs, PolicySpec};
 
 use crate::error::CoreError;
 use crate::estimate::survival::CurveSettings;
-use crate::indicators::Snapshot;
+use crate::indicators::{DeclaredId, Snapshot};
 use rand_pcg::Pcg64Mcg;
 
 /// The random source of decisions: seeded by the router, so that runs repeat.
@@ -175,6 +175,11 @@ pub trait Policy: Send + Sync {
 
     /// Indicators it reads with its present knobs; no others are computed for it.
     fn reads(&self) -> crate::indicators::IndicatorSet;
+
+    /// Declared indicators it reads; no others are looked up for it.
+    fn declared(&self) -> &[DeclaredId] {
+        &[]
+    }
 
     /// How the curve of answer lengths behind the `handoff_` indicators is kept for it.
     fn length_curve(&self) -> CurveSettings {

@@ -1,5 +1,8 @@
 //! Policies by name.
 use super::*;
+use crate::expr::is_reserved;
+use crate::ids::Seconds;
+use crate::indicators::{DeclaredIndicator, Indicator, declared};
 use crate::suggest::nearest;
 
 pub(super) type Build = fn(&Knobs) -> Result<Box<dyn Policy>, CoreError>;
@@ -27,6 +30,47 @@ pub fn build(name: &str, knobs: &[(String, f64)]) -> Result<Box<dyn Policy>, Cor
         });
     };
     build(&Knobs::resolve(&format!("policy {name}"), spec.knobs, knobs)?)
+}
+
+/// Most letters of an indicator's name, and of its unit.
+const MOST_LETTERS: usize = 64;
+
+/// Declares an indicator for the whole process: one number for each instance, which its producers report. Expressions and policies
+/// built from now on can read it. Declared again with the same attributes, it is the same indicator.
+///
+/// # Errors
+/// `BadValue` for a name with other characters than small letters, digits and `_`, one that an indicator of the table, a policy,
+/// a knob of a policy or a function has, other attributes than before, and for attributes that are not finite.
+pub fn declare_indicator(
+    name: &str,
+    unit: &str,
+    default: Option<f64>,
+    max_age_seconds: Option<Seconds>,
+) -> Result<&'static DeclaredIndicator, CoreError> {
+    let bad = |what: &str, got: String, expected: &str| {
+        Err(CoreError::BadValue { what: what.into(), got, expected: expected.into() })
+    };
+    let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+    if !(name.starts_with(|c: char| c.is_ascii_lowercase()) && name.chars().all(plain))
+        || name.len() > MOST_LETTERS
+    {
+        let expected = "at most 64 small letters, digits and `_`, a letter first";
+        return bad("name of an indicator", format!("{name:?}"), expected);
+    }
+    if unit.chars().count() > MOST_LETTERS {
+        return bad(&format!("unit of indicator {name}"), format!("{unit:?}"), "at most 64 characters");
+    }
+    let policies = specs();
+    let taken = match () {
+        () if Indicator::from_name(name).is_some() => "a built-in indicator",
+        () if is_reserved(name) => "a function or an operator of expressions",
+        () if policies.iter().any(|spec| spec.name == name) => "a policy",
+        () if policies.iter().any(|spec| spec.knobs.iter().any(|knob| knob.name == name)) => {
+            "a policy's knob"
+        }
+        () => return declared::add(name, unit, default, max_age_seconds),
+    };
+    bad("name of an indicator", format!("{name:?}"), &format!("another name; this is the name of {taken}"))
 }
 
 #[cfg(test)]

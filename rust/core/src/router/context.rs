@@ -21,6 +21,8 @@ pub(super) struct DecisionContext {
     pub hit_blocks: Vec<u32>,
     /// The indicators that are derived for the request and the moment.
     pub derived: Columns,
+    /// The declared indicators that are read, by their IDs; others are empty.
+    pub declared: Vec<Vec<f64>>,
     /// The choice of a first segment, and that of the segments behind it.
     pub first: Selection,
     pub later: Selection,
@@ -41,6 +43,7 @@ impl DecisionContext {
         DecisionContext {
             hit_blocks: Vec::new(),
             derived: Columns::of(IndicatorSet::DERIVED),
+            declared: Vec::new(),
             first: Selection::default(),
             later: Selection::default(),
             restriction: Restriction::Free,

@@ -26,6 +26,8 @@ const REQUEST: Request<'static> = Request {
     uncut: None,
     unpulled: None,
     tenant: crate::request::Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 },
+    lora: None,
+    priority: None,
 };
 
 impl Router {
@@ -67,7 +69,10 @@ impl Router {
             idle.state.indicators(&idle.context).get(*id)[slot].is_nan()
         };
         let absent = selector.reads.iter().filter(absent).map(|id| id.decl());
-        let absent: Vec<_> = absent.map(|decl| format!("{} is absent {}", decl.name, decl.absent)).collect();
+        let mut absent: Vec<_> =
+            absent.map(|decl| format!("{} is absent {}", decl.name, decl.absent)).collect();
+        let declared = selector.declared.iter().map(|id| id.decl()).filter(|decl| decl.default.is_none());
+        absent.extend(declared.map(|decl| format!("{} is absent until it is reported", decl.name)));
         let why = match absent.is_empty() {
             true => "its score is not a finite number there (a division by 0?)".to_string(),
             false => absent.join("; "),
@@ -105,6 +110,7 @@ impl Router {
         idle.match_prefix(REQUEST.chain);
         let able = idle.state.fleet.eligible_count();
         idle.state.derive(&mut idle.context, &REQUEST, selector.reads, able, handoff, 0.0);
+        idle.state.derive_declared(&mut idle.context, &selector.declared, 0.0);
         Ok(idle)
     }
 }

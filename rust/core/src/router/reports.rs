@@ -3,6 +3,8 @@ use super::ledger::{Report, Share};
 use super::router::Router;
 use crate::error::CoreError;
 use crate::ids::Seconds;
+use crate::indicators::{DeclaredIndicator, declared};
+use crate::suggest::nearest;
 use std::sync::Arc;
 
 impl Router {
@@ -11,6 +13,19 @@ impl Router {
     /// # Errors
     /// `UnknownName`, or `BadValue` for a number that cannot be.
     pub fn engine_report(&mut self, name: &str, report: Report) -> Result<(), CoreError> {
+        self.engine_report_with(name, report, [])
+    }
+
+    /// Takes in an engine's load report, with values of declared indicators.
+    ///
+    /// # Errors
+    /// As [`Router::engine_report`] and [`Router::report_declared`]. Nothing has changed then.
+    pub fn engine_report_with<'a>(
+        &mut self,
+        name: &str,
+        report: Report,
+        extra: impl IntoIterator<Item = (&'a str, f64)>,
+    ) -> Result<(), CoreError> {
         let id = self.state.fleet.find(name)?;
         for (what, value) in
             [("waiting", report.waiting), ("running", report.running), ("kv_usage", report.kv_usage)]
@@ -23,8 +38,39 @@ impl Router {
                 });
             }
         }
+        self.report_declared(name, extra, report.at)?;
         let at = self.clock(report.at);
         self.state.ledger.report(id.index(), Report { at, ..report });
+        Ok(())
+    }
+
+    /// Takes in the values of declared indicators for one instance, as of `at`.
+    ///
+    /// # Errors
+    /// `UnknownName` for an instance or an indicator that is not declared, `BadValue` for a value
+    /// that is not finite. Nothing has changed then.
+    pub fn report_declared<'a>(
+        &mut self,
+        name: &str,
+        values: impl IntoIterator<Item = (&'a str, f64)>,
+        at: Seconds,
+    ) -> Result<(), CoreError> {
+        let slot = self.state.fleet.find(name)?.index();
+        let checked = |(indicator, value): (&str, f64)| {
+            let decl = declared::find(indicator).ok_or_else(|| unknown_declared(indicator))?;
+            if value.is_finite() {
+                return Ok((decl, value));
+            }
+            Err(CoreError::BadValue {
+                what: format!("{} in the load report of {name}", decl.name),
+                got: value.to_string(),
+                expected: "a finite number".into(),
+            })
+        };
+        let values: Vec<(&DeclaredIndicator, f64)> =
+            values.into_iter().map(checked).collect::<Result<_, CoreError>>()?;
+        let at = self.clock(at);
+        values.iter().for_each(|(decl, value)| self.state.ledger.set_declared(slot, decl.id, *value, at));
         Ok(())
     }
 
@@ -66,5 +112,13 @@ impl Router {
     /// The routers that count now, and when each was heard last.
     pub fn replicas(&self) -> impl Iterator<Item = (&str, Seconds)> {
         self.replicas.heard()
+    }
+}
+
+fn unknown_declared(name: &str) -> CoreError {
+    CoreError::UnknownName {
+        kind: "declared indicator".into(),
+        name: name.into(),
+        nearest: nearest(name, declared::declared().iter().map(|decl| decl.name)),
     }
 }

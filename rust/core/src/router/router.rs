@@ -13,7 +13,7 @@ use crate::estimate::StepTime;
 use crate::fleet::{Fleet, Role};
 use crate::guard::{Guard, GuardEvent};
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{Indicator, IndicatorSet, Indicators};
+use crate::indicators::{DeclaredId, Indicator, IndicatorSet, Indicators, declared};
 use crate::kv::index::KvIndex;
 use crate::policy::{Fallbacks, Policy};
 use crate::receipt::{Receipt, ReceiptRing};
@@ -220,6 +220,8 @@ impl Router {
         self.context.hit_blocks.fill(0);
         let able = self.state.fleet.eligible_count();
         self.state.derive(&mut self.context, &Request::default(), IndicatorSet::ALL, able, None, now);
+        let declared: Vec<DeclaredId> = declared::declared().iter().map(|decl| decl.id).collect();
+        self.state.derive_declared(&mut self.context, &declared, now);
     }
 
     /// Requests placed on an instance since it was added.

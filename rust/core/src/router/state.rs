@@ -11,7 +11,7 @@ use crate::estimate::{OutputLength, StepTime};
 use crate::fleet::{Fleet, Role};
 use crate::guard::Guard;
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{IndicatorSet, Indicators};
+use crate::indicators::{DeclaredId, IndicatorSet, Indicators};
 use crate::kv::index::KvIndex;
 use crate::plan::Cuts;
 use crate::policy::{Policy, registry};
@@ -22,13 +22,15 @@ use std::fmt::Debug;
 pub(super) struct Selector {
     pub policy: Box<dyn Policy>,
     pub reads: IndicatorSet,
+    /// Declared indicators that it reads.
+    pub declared: Vec<DeclaredId>,
     /// Decisions made.
     pub made: u64,
 }
 
 impl Selector {
     pub fn new(policy: Box<dyn Policy>) -> Selector {
-        Selector { reads: policy.reads(), policy, made: 0 }
+        Selector { reads: policy.reads(), declared: policy.declared().to_vec(), policy, made: 0 }
     }
 }
 
@@ -186,7 +188,7 @@ impl State {
 
     /// All indicators: those that the ledger keeps, and those of a decision.
     pub fn indicators<'a>(&'a self, context: &'a DecisionContext) -> Indicators<'a> {
-        Indicators::new(self.ledger.columns(), &context.derived)
+        Indicators::new(self.ledger.columns(), &context.derived).with_declared(&context.declared)
     }
 
     /// What is known of an instance, to change.

@@ -4,7 +4,7 @@ use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Pull, Segment, Usage};
 use crate::priority::vtc::Place;
-use crate::request::Request;
+use crate::request::{Request, Tenant};
 
 /// Key of a ticket: slab position and generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -96,6 +96,12 @@ pub struct TicketState {
     pub may_be_pulled_for: bool,
     /// Hash of its session key, where it has one.
     pub session: Option<u64>,
+    /// Whose it is, the hash of its LoRA adapter's name, and the priority that it brought.
+    pub tenant: Tenant,
+    /// See above.
+    pub lora: Option<u64>,
+    /// See above.
+    pub priority: Option<f64>,
     /// Its tenant's place, where tenants are served in turn.
     pub place: Option<Place>,
     /// Slots that failed the open segment.
@@ -117,7 +123,9 @@ impl TicketState {
             session: self.session,
             uncut: (!self.may_be_cut).then_some("it must stay in one piece"),
             unpulled: (!self.may_be_pulled_for).then_some("nothing must be pulled for it"),
-            ..Request::default()
+            tenant: self.tenant,
+            lora: self.lora,
+            priority: self.priority,
         }
     }
 }

@@ -1,9 +1,9 @@
 //! A Python function from numpy columns to scores.
 use crate::errors::Result;
+use crate::expr::{Named, unknown_indicator};
 use lmetric_core::CoreError;
-use lmetric_core::indicators::{Indicator, IndicatorSet, Scope, Snapshot};
+use lmetric_core::indicators::{DeclaredId, Indicator, IndicatorSet, Scope, Snapshot};
 use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores};
-use lmetric_core::suggest::nearest;
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -14,24 +14,20 @@ pub struct Callable {
     spec: PolicySpec,
     function: Py<PyAny>,
     reads: Vec<Indicator>,
+    declared: Vec<DeclaredId>,
 }
 
 impl Callable {
     pub fn new(policy: &Bound<'_, PyAny>, function: Py<PyAny>) -> Result<Callable> {
         let names: Vec<String> = policy.getattr("reads")?.extract()?;
-        let reads = names
-            .iter()
-            .map(|name| {
-                Indicator::from_name(name).ok_or_else(|| {
-                    CoreError::UnknownName {
-                        kind: "indicator".into(),
-                        name: name.clone(),
-                        nearest: nearest(name, lmetric_core::indicators::INDICATORS.iter().map(|d| d.name)),
-                    }
-                    .into()
-                })
-            })
-            .collect::<Result<Vec<_>>>()?;
+        let (mut reads, mut declared) = (Vec::new(), Vec::new());
+        for name in &names {
+            match Named::find(name) {
+                Some(Named::BuiltIn(id)) => reads.push(id),
+                Some(Named::Declared(decl)) => declared.push(decl.id),
+                None => return Err(unknown_indicator(name).into()),
+            }
+        }
         let name: Option<String> = policy.getattr("name")?.extract()?;
         let spec = PolicySpec {
             name: Cow::Owned(name.unwrap_or_else(|| "callable".into())),
@@ -42,7 +38,7 @@ impl Callable {
             random: false,
             guard: policy.getattr("guard")?.extract()?,
         };
-        Ok(Callable { spec, function, reads })
+        Ok(Callable { spec, function, reads, declared })
     }
 
     fn call(&self, py: Python<'_>, snapshot: &Snapshot<'_>, scores: &mut Scores) -> PyResult<()> {
@@ -56,6 +52,11 @@ impl Callable {
                 let column = snapshot.column(id);
                 columns.set_item(decl.name, PyArray1::from_iter(py, slots.iter().map(|&i| column[i])))?;
             }
+        }
+        for id in &self.declared {
+            let column = snapshot.declared(*id);
+            let values = PyArray1::from_iter(py, slots.iter().map(|&slot| column[slot]));
+            columns.set_item(id.decl().name, values)?;
         }
         let numpy = py.import("numpy")?;
         let result = numpy.call_method1("asarray", (self.function.call1(py, (columns,))?, "float64"))?;
@@ -83,6 +84,10 @@ impl Policy for Callable {
 
     fn reads(&self) -> IndicatorSet {
         IndicatorSet::of(&self.reads)
+    }
+
+    fn declared(&self) -> &[DeclaredId] {
+        &self.declared
     }
 
     fn score(

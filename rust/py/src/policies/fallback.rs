@@ -2,7 +2,7 @@
 use super::callable::Callable;
 use super::watchdog;
 use lmetric_core::CoreError;
-use lmetric_core::indicators::{IndicatorSet, Snapshot};
+use lmetric_core::indicators::{DeclaredId, IndicatorSet, Snapshot};
 use lmetric_core::policy::{Fallbacks, Policy, PolicyRng, PolicySpec, Scores};
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};
@@ -19,6 +19,7 @@ pub struct WithFallback {
     spec: PolicySpec,
     policy: Callable,
     fallback: Box<dyn Policy>,
+    declared: Vec<DeclaredId>,
     limit: Option<Duration>,
     state: Mutex<State>,
 }
@@ -35,7 +36,8 @@ impl WithFallback {
         // By what the policy reads itself, not by what its fallback reads.
         let hits = policy.reads().intersects(IndicatorSet::PREFIX_HITS);
         let spec = PolicySpec { guard: policy.spec().guard.or(Some(hits)), ..policy.spec().clone() };
-        WithFallback { spec, policy, fallback, limit, state: Mutex::default() }
+        let declared = [policy.declared(), fallback.declared()].concat();
+        WithFallback { spec, policy, fallback, declared, limit, state: Mutex::default() }
     }
 
     /// Whether the policy is asked now.
@@ -76,6 +78,10 @@ impl Policy for WithFallback {
 
     fn reads(&self) -> IndicatorSet {
         self.policy.reads().union(self.fallback.reads())
+    }
+
+    fn declared(&self) -> &[DeclaredId] {
+        &self.declared
     }
 
     fn fallbacks(&self) -> Fallbacks {

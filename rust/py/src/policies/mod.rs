@@ -9,11 +9,10 @@ use fallback::WithFallback;
 pub use watchdog::PolicyTimeout;
 
 use crate::errors::Result;
+use crate::expr::{Named, nearest_indicator};
 use lmetric_core::CoreError;
-use lmetric_core::indicators::Indicator;
 use lmetric_core::policy::expression::{ExpressionPolicy, ExpressionSource};
 use lmetric_core::policy::{KnobKind, Policy, Prefer, registry};
-use lmetric_core::suggest::nearest;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 use std::time::Duration;
@@ -108,12 +107,12 @@ fn from_text(text: &str, knobs: &[(String, f64)]) -> std::result::Result<Box<dyn
     let word = text.trim();
     let is_name = !word.is_empty() && word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-');
     let is_number = word.starts_with(|c: char| c.is_ascii_digit());
-    if is_name && !is_number && Indicator::from_name(word).is_none() {
+    if is_name && !is_number && Named::find(word).is_none() {
         return registry::build(word, knobs).map_err(|error| match error {
             CoreError::UnknownName { kind, name, nearest: None } if kind == "policy" => {
                 CoreError::UnknownName {
                     kind: "policy or indicator".into(),
-                    nearest: nearest(&name, lmetric_core::indicators::INDICATORS.iter().map(|d| d.name)),
+                    nearest: nearest_indicator(&name),
                     name,
                 }
             }

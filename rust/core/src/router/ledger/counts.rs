@@ -26,6 +26,10 @@ pub struct Entry {
     pub expected_output_tokens: Option<f64>,
     /// How far it is.
     pub stage: Stage,
+    /// Hash of its LoRA adapter's name and of its tenant's; 0: none.
+    pub lora: u64,
+    /// See above.
+    pub tenant: u64,
 }
 
 impl Entry {

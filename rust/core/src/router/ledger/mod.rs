@@ -7,27 +7,33 @@ mod account;
 mod ahead;
 mod backlog;
 mod counts;
+mod declared;
 mod external;
+mod owners;
 mod share;
 mod windows;
 
 pub use ahead::{AHEAD, Ahead, PROJECTED, WEIGHED};
 pub use counts::{Entry, Stage};
+pub use declared::DeclaredValues;
 pub use external::Report;
 pub use share::Share;
 
 use crate::estimate::step_watch::Prefilled;
 use crate::estimate::{DecodeCost, StepFit, StepTime, attention_pairs};
 use crate::ids::Seconds;
-use crate::indicators::{Columns, Indicator, IndicatorSet};
+use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
 use account::Account;
 use backlog::Backlogs;
+use owners::Owners;
 use windows::WINDOW_SECONDS;
 
 /// The in-flight ledger of all instances, by slot.
 #[derive(Clone, Debug)]
 pub struct Ledger {
     columns: Columns,
+    declared: DeclaredValues,
+    owners: Vec<Owners>,
     accounts: Vec<Account>,
     backlogs: Backlogs,
     /// Time constant of what counts as recent.
@@ -42,6 +48,8 @@ impl Ledger {
     pub fn new(prior_rate: f64) -> Ledger {
         Ledger {
             columns: Columns::of(IndicatorSet::ALL.without(IndicatorSet::DERIVED)),
+            declared: DeclaredValues::default(),
+            owners: Vec::new(),
             accounts: Vec::new(),
             backlogs: Backlogs::new(prior_rate),
             recent_seconds: WINDOW_SECONDS,
@@ -75,6 +83,8 @@ impl Ledger {
     /// Makes room for `slots` slots.
     pub fn resize(&mut self, slots: usize) {
         self.columns.resize(slots);
+        self.declared.resize(slots);
+        self.owners.resize_with(slots, Owners::default);
         self.accounts.resize_with(slots, Account::default);
         self.backlogs.resize(slots);
         self.ahead.iter_mut().for_each(|ahead| ahead.resize(slots));
@@ -84,6 +94,8 @@ impl Ledger {
     pub fn clear(&mut self, slot: usize) {
         self.accounts[slot] = Account::default();
         self.backlogs.clear(slot);
+        self.declared.clear(slot);
+        self.owners[slot] = Owners::default();
         self.ahead.iter_mut().for_each(|ahead| ahead.clear(slot));
         self.write(slot);
         for id in [
@@ -102,6 +114,7 @@ impl Ledger {
     /// A segment was placed, and goes to its engine.
     pub fn open(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
         self.accounts[slot].own.add(entry);
+        self.owners[slot].add(entry);
         self.queue(slot, ticket, entry, now);
         self.write(slot);
     }
@@ -110,6 +123,7 @@ impl Ledger {
     /// its prompt is computed here waits until it is.
     pub fn bind(&mut self, slot: usize, entry: &Entry) {
         self.accounts[slot].own.add(entry);
+        self.owners[slot].add(entry);
         self.write(slot);
     }
 
@@ -257,6 +271,7 @@ impl Ledger {
         }
         account.steps.ended(ticket);
         account.own.remove(entry);
+        self.owners[slot].remove(entry);
         self.write(slot);
     }
 
@@ -278,6 +293,27 @@ impl Ledger {
             self.columns.get_mut(id)[slot] = value.unwrap_or(f64::NAN);
         }
         self.write(slot);
+    }
+
+    /// Requests on each slot with the LoRA adapter of this hash.
+    pub fn lora_requests(&self, name: u64) -> impl Iterator<Item = f64> {
+        self.owners.iter().map(move |owners| owners.lora(name))
+    }
+
+    /// Requests on each slot of the tenant of this hash.
+    pub fn tenant_requests(&self, name: u64) -> impl Iterator<Item = f64> {
+        self.owners.iter().map(move |owners| owners.tenant(name))
+    }
+
+    /// A producer reports a declared indicator of the slot's instance.
+    pub fn set_declared(&mut self, slot: usize, id: DeclaredId, value: f64, at: Seconds) {
+        self.declared.set(slot, id, value, at);
+    }
+
+    /// The reported values of declared indicators.
+    #[inline]
+    pub fn declared(&self) -> &DeclaredValues {
+        &self.declared
     }
 
     /// The step time learned of the slot's instance.

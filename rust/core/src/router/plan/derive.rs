@@ -3,8 +3,8 @@ use super::fetch::PULL;
 use crate::estimate::{DecodeCost, StepTime};
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{Columns, Indicator, IndicatorSet};
-use crate::request::Request;
+use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
+use crate::request::{Request, text_number};
 use crate::router::context::DecisionContext;
 use crate::router::ledger::AHEAD;
 use crate::router::state::State;
@@ -24,6 +24,14 @@ fn most_hit_tokens(request: &Request<'_>, partial: bool) -> f64 {
 const BLOCKS: IndicatorSet = IndicatorSet::of(&[Indicator::IndexBlocks]);
 const WINDOWS: IndicatorSet =
     IndicatorSet::of(&[Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens]);
+const FACTS: IndicatorSet = IndicatorSet::of(&[
+    Indicator::LoraName,
+    Indicator::Tenant,
+    Indicator::LengthClass,
+    Indicator::Priority,
+    Indicator::LoraBs,
+    Indicator::TenantBs,
+]);
 const QUEUED: IndicatorSet =
     IndicatorSet::of(&[Indicator::QueuedPrefillTokens, Indicator::PToken, Indicator::PredictedTtftSeconds]);
 const HITS: IndicatorSet = IndicatorSet::of(&[
@@ -95,6 +103,9 @@ impl State {
         if let Some(ahead) = self.ledger.ahead().filter(|_| reads.intersects(AHEAD)) {
             ahead.derive(reads, now, now + handoff.unwrap_or(0.0), columns);
         }
+        if reads.intersects(FACTS) {
+            self.derive_facts(columns, request);
+        }
         if reads.intersects(QUEUED) {
             self.ledger.queued_prefill(now, columns.get_mut(Indicator::QueuedPrefillTokens));
         }
@@ -147,6 +158,29 @@ impl State {
             if reads.contains(id) {
                 self.predict_step(&mut context.derived, id, joining);
             }
+        }
+    }
+
+    /// Fills in what the request says of itself, and who else is where.
+    fn derive_facts(&self, columns: &mut Columns, request: &Request<'_>) {
+        let (lora, tenant) = (request.lora.unwrap_or(0), request.tenant.id);
+        let number = |name: u64| if name == 0 { f64::NAN } else { text_number(name) };
+        columns.get_mut(Indicator::LoraName)[0] = number(lora);
+        columns.get_mut(Indicator::Tenant)[0] = number(tenant);
+        columns.get_mut(Indicator::LengthClass)[0] = number(request.length_class.unwrap_or(0));
+        columns.get_mut(Indicator::Priority)[0] = request.priority.unwrap_or(f64::NAN);
+        let [of_lora, of_tenant] = columns.several_mut([Indicator::LoraBs, Indicator::TenantBs]);
+        of_lora.iter_mut().zip(self.ledger.lora_requests(lora)).for_each(|(out, count)| *out = count);
+        of_tenant.iter_mut().zip(self.ledger.tenant_requests(tenant)).for_each(|(out, count)| *out = count);
+    }
+
+    /// Fills in the declared indicators `ids` as they are at `now`.
+    pub fn derive_declared(&self, context: &mut DecisionContext, ids: &[DeclaredId], now: Seconds) {
+        for id in ids {
+            if context.declared.len() <= id.index() {
+                context.declared.resize(id.index() + 1, Vec::new());
+            }
+            self.ledger.declared().read(*id, now, &mut context.declared[id.index()]);
         }
     }
 

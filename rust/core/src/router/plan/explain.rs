@@ -30,6 +30,7 @@ impl State {
         receipt.filter_waived = scores.filter_waived;
         receipt.unscored = scores.unscored;
         receipt.reads = self.first.reads;
+        receipt.declared = self.first.declared.as_slice().into();
         receipt.chosen = chosen.0;
 
         let scores = &scores.score;
@@ -73,6 +74,7 @@ impl State {
             receipt.best.push(Candidate { slot, score: key * sign });
             let at = |per_slot: bool| if per_slot { slot as usize } else { 0 };
             receipt.terms.extend(columns.iter().map(|(column, per_slot)| column[at(*per_slot)]));
+            receipt.terms.extend(receipt.declared.iter().map(|id| indicators.declared(*id)[slot as usize]));
         }
     }
 }

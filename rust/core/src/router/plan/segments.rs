@@ -198,5 +198,7 @@ fn entry(request: &Request<'_>, hit_tokens: f64) -> Entry {
         output_tokens: 0.0,
         expected_output_tokens: request.expected_output_tokens.map(f64::from),
         stage: Stage::Bound,
+        lora: request.lora.unwrap_or(0),
+        tenant: request.tenant.id,
     }
 }

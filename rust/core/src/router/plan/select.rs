@@ -38,7 +38,8 @@ impl State {
             return Err(self.nobody(turn));
         }
         self.derive(context, request, selector.reads, eligible_count, handoff, now);
-        let DecisionContext { first, later, derived, rng, restriction, unscored, .. } = context;
+        self.derive_declared(context, &selector.declared, now);
+        let DecisionContext { first, later, derived, declared, rng, restriction, unscored, .. } = context;
         let (selection, restriction) = match turn {
             Turn::First => {
                 *restriction = self.guard.restrict(request.chain, &mut first.eligible);
@@ -50,7 +51,7 @@ impl State {
         let excluded = if let Restriction::Filtered(out) = restriction { out } else { 0 };
         let slots = self.fleet.slots();
         let snapshot = Snapshot {
-            columns: Indicators::new(self.ledger.columns(), derived),
+            columns: Indicators::new(self.ledger.columns(), derived).with_declared(declared),
             eligible,
             eligible_count: eligible_count - excluded,
             name_hashes: self.fleet.name_hashes(),

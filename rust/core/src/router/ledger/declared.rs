@@ -1,0 +1,47 @@
+//! The values of declared indicators, with their times.
+use crate::ids::Seconds;
+use crate::indicators::DeclaredId;
+
+/// A value that was never reported.
+const ABSENT: (f64, Seconds) = (f64::NAN, f64::NEG_INFINITY);
+
+/// What was last reported of each declared indicator, by slot.
+#[derive(Clone, Debug, Default)]
+pub struct DeclaredValues {
+    /// Values and when they were received, by ID and slot. Indicators that nobody reported may be
+    /// missing.
+    columns: Vec<Vec<(f64, Seconds)>>,
+    slots: usize,
+}
+
+impl DeclaredValues {
+    pub(super) fn resize(&mut self, slots: usize) {
+        self.columns.iter_mut().for_each(|column| column.resize(slots, ABSENT));
+        self.slots = slots;
+    }
+
+    pub(super) fn clear(&mut self, slot: usize) {
+        self.columns.iter_mut().for_each(|column| column[slot] = ABSENT);
+    }
+
+    pub(super) fn set(&mut self, slot: usize, id: DeclaredId, value: f64, at: Seconds) {
+        if self.columns.len() <= id.index() {
+            self.columns.resize(id.index() + 1, vec![ABSENT; self.slots]);
+        }
+        self.columns[id.index()][slot] = (value, at);
+    }
+
+    /// The column of `id` at `now`, one value a slot: the default, or NaN, where nothing was
+    /// reported or only what is too old.
+    pub fn read(&self, id: DeclaredId, now: Seconds, out: &mut Vec<f64>) {
+        let decl = id.decl();
+        let absent = decl.default.unwrap_or(f64::NAN);
+        let oldest = decl.max_age_seconds.map_or(f64::NEG_INFINITY, |age| now - age);
+        out.clear();
+        let known = self.columns.get(id.index()).map_or(&[][..], |column| column);
+        let value =
+            |(value, at): &(f64, Seconds)| if value.is_nan() || *at < oldest { absent } else { *value };
+        out.extend(known.iter().map(value));
+        out.resize(self.slots, absent);
+    }
+}
