@@ -235,3 +235,42 @@ def test_texts_in_expressions_of_python() -> None:
     for text in ("tenant + 1", "bs == 'acme'", "tenant", "norm(lora_name)"):
         with pytest.raises(lm.ExpressionError, match="this is a text; compare it"):
             lm.check_expression(text)
+
+
+def test_expressions_reduce_over_groups() -> None:
+    router = lm.Router("group_max(test_heat) + bs")
+    for name, group in [("a0", "a"), ("b0", "b"), ("a1", "a"), ("b1", "b"), ("c0", None)]:
+        router.add_instance(name, group=group)
+    heat = {"a0": 10.0, "b0": 50.0, "a1": 40.0, "b1": 30.0, "c0": 60.0}
+    for name, value in heat.items():
+        router.report_load(name, extra={"test_heat": value}, now=1.0)
+    request = lm.Request(prompt_tokens=32)
+    np.testing.assert_array_equal(router.score(request, now=1.0), [40, 50, 40, 50, 60])
+    # An instance that takes no requests still steps with its group.
+    router.update_instance("a1", draining=True)
+    np.testing.assert_array_equal(router.score(request, now=1.0), [40, 50, np.nan, 50, 60])
+    # A removed one does not, and its slot forgets the group.
+    router.remove_instance("a1")
+    np.testing.assert_array_equal(router.score(request, now=1.0), [10, 50, 50, 60])
+    router.add_instance("d0")
+    router.report_load("d0", extra={"test_heat": 99.0}, now=1.0)
+    np.testing.assert_array_equal(router.score(request, now=1.0), [10, 50, 99, 50, 60])
+    with pytest.raises(lm.BadValueError, match="group of e0"):
+        router.add_instance("e0", group="")
+    assert "e0" not in router.instances()
+
+
+def test_groups_in_evaluate() -> None:
+    columns = {"bs": [1.0, 2.0, 4.0, 8.0]}
+    groups = ["x", "y", "x", "y"]
+    for expr, expected in [
+        (lm.group_max(lm.BS), [4, 8, 4, 8]),
+        (lm.group_min(lm.BS), [1, 2, 1, 2]),
+        (lm.group_sum(lm.BS), [5, 10, 5, 10]),
+        (lm.group_mean(lm.BS) / lm.max(lm.group_sum(lm.BS)), [0.25, 0.5, 0.25, 0.5]),
+    ]:
+        np.testing.assert_array_equal(lm.evaluate(expr, columns, groups=groups), expected)
+        own = lm.evaluate(lm.group_max(lm.BS), columns)
+        np.testing.assert_array_equal(own, columns["bs"])
+    with pytest.raises(lm.BadValueError, match="groups: 3 of 4 instances"):
+        lm.evaluate(lm.group_max(lm.BS), columns, groups=[0, 0, 1])

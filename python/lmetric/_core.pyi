@@ -201,7 +201,14 @@ class Router:
         binding: Binding = ...,
         block_size: int = ...,
     ) -> None: ...
-    def add_instance(self, name: str, *, cache_blocks: int | None = None, role: Role = "both") -> int: ...
+    def add_instance(
+        self,
+        name: str,
+        *,
+        cache_blocks: int | None = None,
+        role: Role = "both",
+        group: str | None = None,
+    ) -> int: ...
     def update_instance(
         self,
         name: str,
@@ -407,7 +414,10 @@ class Program:
     @property
     def reads(self) -> list[str]: ...
     def evaluate(
-        self, columns: dict[str, NDArray[np.float64]], eligible: NDArray[np.bool_] | None = None
+        self,
+        columns: dict[str, NDArray[np.float64]],
+        eligible: NDArray[np.bool_] | None = None,
+        groups: Sequence[int] | None = None,
     ) -> NDArray[np.float64] | NDArray[np.bool_]: ...
 
 def indicator_table() -> list[dict[str, str]]: ...

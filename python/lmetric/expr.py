@@ -6,7 +6,7 @@ functions are numpy's.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -236,6 +236,26 @@ def norm(x: Expr) -> Expr:
     return _call("norm", x)
 
 
+def group_min(x: Expr) -> Expr:
+    """The least ``x`` of each instance's group, over all its instances that have one, eligible or not."""
+    return _call("group_min", x)
+
+
+def group_max(x: Expr) -> Expr:
+    """The greatest ``x`` of each instance's group, over all its instances that have one, eligible or not."""
+    return _call("group_max", x)
+
+
+def group_sum(x: Expr) -> Expr:
+    """The sum of ``x`` over each instance's group: all its instances that have one, eligible or not."""
+    return _call("group_sum", x)
+
+
+def group_mean(x: Expr) -> Expr:
+    """The mean of ``x`` over each instance's group: all its instances that have one, eligible or not."""
+    return _call("group_mean", x)
+
+
 def knob(name: str) -> Expr:
     """A named constant, whose value is given with the policy (``knobs={"lam": 0.7}``)."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
@@ -276,6 +296,7 @@ def evaluate(
     columns: Mapping[str, ArrayLike],
     *,
     eligible: ArrayLike | None = None,
+    groups: Sequence[str | int] | None = None,
     knobs: Mapping[str, float] | None = None,
 ) -> NDArray[np.float64] | NDArray[np.bool_]:
     """Evaluates ``expr`` over columns, as the router would: for studies and tests.
@@ -283,7 +304,8 @@ def evaluate(
     ``columns``: values by indicator name (any case), ``(instances,)`` for one request or ``(requests,
     instances)`` for a batch; indicators of the request ``()`` or ``(requests,)``. NaN where absent.
     ``eligible``: which instances may take the request, of the same shapes, all where not given;
-    reductions run over these. Large inputs run without the interpreter lock.
+    reductions run over these. ``groups``: the group of each instance, for ``group_max`` and the like; each
+    is its own where not given. Large inputs run without the interpreter lock.
 
     Returns one value an instance, float64 or bool, ``(instances,)`` or, where an operand has requests,
     ``(requests, instances)``. Raises `lmetric.ExpressionError` with the place, `lmetric.UnknownNameError`
@@ -293,7 +315,11 @@ def evaluate(
     program = _core.Program(str(expr), "any", None if knobs is None else dict(knobs))
     arrays = {str(name): np.require(values, np.float64, "C") for name, values in columns.items()}
     mask = None if eligible is None else np.require(eligible, np.bool_, "C")
-    return program.evaluate(arrays, mask)
+    places = None
+    if groups is not None:
+        first: dict[str | int, int] = {}
+        places = [first.setdefault(group, place) for place, group in enumerate(groups)]
+    return program.evaluate(arrays, mask, places)
 
 
 def _indicator(name: str) -> Expr:

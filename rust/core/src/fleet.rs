@@ -37,6 +37,7 @@ struct Slot {
     healthy: bool,
     draining: bool,
     role: Role,
+    group: Option<Arc<str>>,
 }
 
 /// The instances of one pool.
@@ -50,6 +51,7 @@ pub struct Fleet {
     eligible_count: usize,
     decoders: Vec<bool>,
     decoder_count: usize,
+    groups: Vec<u32>,
 }
 
 impl Fleet {
@@ -82,18 +84,27 @@ impl Fleet {
                 healthy: false,
                 draining: false,
                 role,
+                group: None,
             });
             self.name_hashes.push(0);
             self.eligible.push(false);
             self.decoders.push(false);
         }
         let generation = self.slots[slot].generation + 1;
-        self.slots[slot] =
-            Slot { name: name.clone(), generation, live: true, healthy: true, draining: false, role };
+        self.slots[slot] = Slot {
+            name: name.clone(),
+            generation,
+            live: true,
+            healthy: true,
+            draining: false,
+            role,
+            group: None,
+        };
         self.name_hashes[slot] = xxh3_64(name.as_bytes());
         self.by_name.insert(name, slot as u32);
         self.rename();
         self.refresh();
+        self.regroup();
         Ok(InstanceId(slot as u32))
     }
 
@@ -105,6 +116,7 @@ impl Fleet {
         self.by_name.remove(&name);
         self.rename();
         self.refresh();
+        self.regroup();
     }
 
     /// The instance of that name.
@@ -163,6 +175,42 @@ impl Fleet {
         self.slots[id.index()].role = role;
         self.refresh();
         Ok(())
+    }
+
+    /// Puts an instance into the group of that name, as data-parallel ranks that step together are; `None`: into one of its own.
+    ///
+    /// # Errors
+    /// `BadValue` if the fleet has no such slot, or for an empty name.
+    pub fn set_group(&mut self, id: InstanceId, group: Option<&str>) -> Result<(), CoreError> {
+        self.check(id)?;
+        if group == Some("") {
+            return Err(CoreError::BadValue {
+                what: format!("group of {}", self.name(id)),
+                got: "an empty name".into(),
+                expected: "a name that is not empty, or none".into(),
+            });
+        }
+        self.slots[id.index()].group = group.map(Into::into);
+        self.regroup();
+        Ok(())
+    }
+
+    /// The group of each slot: the first slot of its live instances. Empty if no two instances share one.
+    #[inline]
+    pub fn groups(&self) -> &[u32] {
+        &self.groups
+    }
+
+    fn regroup(&mut self) {
+        let mut first: HashMap<Arc<str>, u32> = HashMap::new();
+        self.groups.clear();
+        for (slot, instance) in (0..).zip(&self.slots) {
+            let group = instance.group.as_ref().filter(|_| instance.live);
+            self.groups.push(group.map_or(slot, |group| *first.entry(group.clone()).or_insert(slot)));
+        }
+        if (0..).zip(&self.groups).all(|(slot, group)| slot == *group) {
+            self.groups.clear();
+        }
     }
 
     /// What an instance may be asked to do.

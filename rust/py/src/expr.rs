@@ -185,12 +185,13 @@ impl Program {
     /// Evaluates over C-contiguous float64 columns by indicator name: `(instances,)` or `(requests, instances)` each, `()` or
     /// `(requests,)` for indicators of the request. `eligible` is bool, `(instances,)` or `(requests, instances)`.
     /// Returns the values, float64 or bool, as `(requests, instances)` where an operand has requests, else `(instances,)`.
-    #[pyo3(signature = (columns, eligible = None))]
+    #[pyo3(signature = (columns, eligible = None, groups = None))]
     fn evaluate<'py>(
         &self,
         py: Python<'py>,
         columns: HashMap<String, PyReadonlyArrayDyn<'py, f64>>,
         eligible: Option<PyReadonlyArrayDyn<'py, bool>>,
+        groups: Option<Vec<u32>>,
     ) -> Result<Bound<'py, PyAny>> {
         let mut shape = Shape::default();
         let mut operands = Vec::new();
@@ -226,6 +227,16 @@ impl Program {
             )
             .into());
         };
+        let groups = groups.unwrap_or_default();
+        if !groups.is_empty()
+            && (groups.len() != slots || groups.iter().any(|group| *group as usize >= slots))
+        {
+            return Err(BadValueError::new_err(format!(
+                "groups: {} of {slots} instances; expected one for each instance",
+                groups.len()
+            ))
+            .into());
+        }
         let requests = shape.requests.unwrap_or(1);
         let everyone = if mask.is_none() { vec![true; slots] } else { Vec::new() };
         let mut out = vec![0.0; requests * slots];
@@ -235,6 +246,7 @@ impl Program {
                 let eligible =
                     mask.map_or(&everyone[..], |(stride, mask)| &mask[request * stride..][..slots]);
                 let mut inputs = Inputs::new(eligible);
+                inputs.set_groups(&groups);
                 for (named, stride, values) in &operands {
                     let width = if named.of_request() { 1 } else { slots };
                     let values = &values[request * stride..][..width];

@@ -361,17 +361,29 @@ impl Router {
     /// Adds an instance under a name of its own; returns its slot, an index into `Decision.scores()`.
     ///
     /// `cache_blocks`: blocks its KV cache holds, where known (bounds what the index remembers of it). `role`: `"both"`,
-    /// `"prefill"` or `"decode"`. Raises `BadValueError` (name taken, empty; fleet full).
-    #[pyo3(signature = (name, *, cache_blocks=None, role="both"))]
+    /// `"prefill"` or `"decode"`. `group`: instances that share this name are one group in expressions (`group_max(tokens)`), such
+    /// as data-parallel ranks that step together; None: a group of its own. Raises `BadValueError` (name taken, empty; fleet full).
+    #[pyo3(signature = (name, *, cache_blocks=None, role="both", group=None))]
     fn add_instance(
         &self,
         py: Python<'_>,
         name: &str,
         cache_blocks: Option<u32>,
         role: &str,
+        group: Option<&str>,
     ) -> Result<usize> {
         let role = named(&format!("role of {name}"), role, &Role::NAMES)?;
-        self.with_core(py, |router| Ok(router.add_instance(name, role, cache_blocks)?.index()))
+        if group == Some("") {
+            let expected = "a name that is not empty, or None".into();
+            return Err(
+                CoreError::BadValue { what: format!("group of {name}"), got: "''".into(), expected }.into()
+            );
+        }
+        self.with_core(py, |router| {
+            let id = router.add_instance(name, role, cache_blocks)?;
+            router.fleet_mut().set_group(id, group)?;
+            Ok(id.index())
+        })
     }
 
     /// Changes an instance. What is not given stays.

@@ -52,6 +52,15 @@ pub(super) enum Reduction {
     Mean,
 }
 
+/// A number over the instances of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Grouping {
+    Min,
+    Max,
+    Sum,
+    Mean,
+}
+
 impl Unary {
     #[inline(always)]
     pub fn apply(self, x: f64) -> f64 {
@@ -139,6 +148,8 @@ pub(super) enum Op {
     /// Condition, then, otherwise.
     Where(usize, usize, usize),
     Reduce(Reduction, usize),
+    /// One value an instance: that of its group.
+    Group(Grouping, usize),
 }
 
 impl Op {
@@ -146,7 +157,7 @@ impl Op {
     pub fn operands(self) -> impl Iterator<Item = usize> {
         let operands = match self {
             Op::Constant(_) | Op::Column(_) | Op::Declared(_) | Op::Request(_) => [None; 3],
-            Op::Unary(_, a) | Op::Reduce(_, a) => [Some(a), None, None],
+            Op::Unary(_, a) | Op::Reduce(_, a) | Op::Group(_, a) => [Some(a), None, None],
             Op::Binary(_, a, b) => [Some(a), Some(b), None],
             Op::Where(a, b, c) => [Some(a), Some(b), Some(c)],
         };
@@ -398,7 +409,15 @@ impl Checker<'_> {
         let constant = self.graph.constant(x);
         let reduces = matches!(
             function,
-            Function::Min | Function::Max | Function::Mean | Function::Std | Function::Norm
+            Function::Min
+                | Function::Max
+                | Function::Mean
+                | Function::Std
+                | Function::Norm
+                | Function::GroupMin
+                | Function::GroupMax
+                | Function::GroupSum
+                | Function::GroupMean
         );
         if reduces && !self.graph.varies[x] {
             let message = format!("`{name}` runs over the instances, but this is the same for all of them");
@@ -438,6 +457,10 @@ impl Checker<'_> {
             Function::Min => graph.push(Op::Reduce(Reduction::Min, x)),
             Function::Max => graph.push(Op::Reduce(Reduction::Max, x)),
             Function::Mean => graph.push(Op::Reduce(Reduction::Mean, x)),
+            Function::GroupMin => graph.push(Op::Group(Grouping::Min, x)),
+            Function::GroupMax => graph.push(Op::Group(Grouping::Max, x)),
+            Function::GroupSum => graph.push(Op::Group(Grouping::Sum, x)),
+            Function::GroupMean => graph.push(Op::Group(Grouping::Mean, x)),
             Function::Norm => {
                 let max = graph.push(Op::Reduce(Reduction::Max, x));
                 graph.push(Op::Binary(Binary::Norm, x, max))

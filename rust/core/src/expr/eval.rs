@@ -1,5 +1,5 @@
 //! Runs a program. No allocation once the buffers have grown, no branch inside a loop over instances.
-use super::check::{Binary, Reduction, Unary};
+use super::check::{Binary, Grouping, Reduction, Unary};
 use super::program::{Pass, Program, Source, Stage, StepOp};
 use crate::indicators::table::COUNT;
 use crate::indicators::{Indicator, Snapshot};
@@ -15,6 +15,10 @@ const LANES: usize = 8;
 pub struct Scratch {
     registers: Vec<Vec<f64>>,
     scalars: Vec<f64>,
+    /// Values over groups, one a slot.
+    grouped: Vec<Vec<f64>>,
+    /// What is known of each group: the value so far, and of how many instances.
+    groups: Vec<(f64, f64)>,
     /// Truth values of a policy's filter, one a slot.
     pub(crate) filter: Vec<f64>,
 }
@@ -25,17 +29,24 @@ pub struct Inputs<'a> {
     columns: [&'a [f64]; COUNT],
     declared: SmallVec<[&'a [f64]; 4]>,
     eligible: &'a [bool],
+    groups: &'a [u32],
 }
 
 impl<'a> Inputs<'a> {
     /// No columns yet, over `eligible.len()` slots.
     pub fn new(eligible: &'a [bool]) -> Inputs<'a> {
-        Inputs { columns: [&[]; COUNT], declared: SmallVec::new(), eligible }
+        Inputs { columns: [&[]; COUNT], declared: SmallVec::new(), eligible, groups: &[] }
     }
 
     /// Sets the values of `id`: one a slot, or one alone where the indicator belongs to the request.
     pub fn set(&mut self, id: Indicator, values: &'a [f64]) {
         self.columns[id as usize] = values;
+    }
+
+    /// Says which instances belong together: a number below the number of slots for each slot, equal in a group. Without that,
+    /// each instance is its own group.
+    pub fn set_groups(&mut self, groups: &'a [u32]) {
+        self.groups = groups;
     }
 
     /// Adds the values of a declared indicator, one a slot: for each of [`Program::declared`], in that order.
@@ -55,6 +66,7 @@ impl Program {
         for id in &self.columns {
             inputs.set(*id, snapshot.columns.get(*id));
         }
+        inputs.set_groups(snapshot.columns.groups());
         for id in &self.declared {
             inputs.push_declared(snapshot.declared(*id));
         }
@@ -72,6 +84,9 @@ impl Program {
         }
         scratch.scalars.clear();
         scratch.scalars.extend_from_slice(&self.scalars);
+        if scratch.grouped.len() < self.grouped {
+            scratch.grouped.resize(self.grouped, Vec::new());
+        }
         while scratch.registers.len() < self.registers {
             scratch.registers.push(vec![0.0; CHUNK]);
         }
@@ -93,21 +108,28 @@ fn run_avx2(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: 
 
 #[inline(always)]
 fn run(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut [f64]) {
-    let Scratch { registers, scalars, .. } = scratch;
+    let Scratch { registers, scalars, grouped, groups, .. } = scratch;
     for (stage, to) in &program.stages {
         scalars[*to] = match stage {
+            Stage::Group(grouping, pass) => {
+                let mut values = std::mem::take(&mut grouped[*to]);
+                evaluate(pass, inputs, scalars, grouped, registers, &mut values);
+                over_groups(*grouping, inputs.groups, groups, &mut values);
+                grouped[*to] = values;
+                continue;
+            }
             Stage::Request(id) => inputs.columns[*id as usize][0],
             Stage::Unary(unary, a) => unary.apply(scalars[*a]),
             Stage::Binary(binary, a, b) => binary.apply(scalars[*a], scalars[*b]),
             Stage::Where(condition, then, otherwise) => {
                 scalars[if scalars[*condition] != 0.0 { *then } else { *otherwise }]
             }
-            Stage::Reduce(reduction, pass) => reduce(*reduction, pass, inputs, scalars, registers),
+            Stage::Reduce(reduction, pass) => reduce(*reduction, pass, inputs, scalars, grouped, registers),
         };
     }
     let slots = out.len();
     for start in (0..slots).step_by(CHUNK) {
-        let chunk = Chunk { inputs, scalars, start, end: slots.min(start + CHUNK) };
+        let chunk = Chunk { inputs, scalars, grouped, start, end: slots.min(start + CHUNK) };
         let out = &mut out[start..chunk.end];
         chunk.steps(&program.output, registers, out);
         if program.output.steps.is_empty() {
@@ -125,6 +147,7 @@ fn reduce(
     pass: &Pass,
     inputs: &Inputs<'_>,
     scalars: &[f64],
+    grouped: &[Vec<f64>],
     registers: &mut [Vec<f64>],
 ) -> f64 {
     let slots = inputs.eligible.len();
@@ -135,7 +158,7 @@ fn reduce(
     };
     let mut counts = [0.0; LANES];
     for start in (0..slots).step_by(CHUNK) {
-        let chunk = Chunk { inputs, scalars, start, end: slots.min(start + CHUNK) };
+        let chunk = Chunk { inputs, scalars, grouped, start, end: slots.min(start + CHUNK) };
         chunk.steps(pass, registers, &mut []);
         if let Lanes::Vector(values) = chunk.lanes(pass.result, registers) {
             let eligible = &inputs.eligible[start..chunk.end];
@@ -159,6 +182,58 @@ fn reduce(
         Reduction::Min => state.into_iter().fold(f64::INFINITY, f64::min),
         Reduction::Max => state.into_iter().fold(f64::NEG_INFINITY, f64::max),
         Reduction::Mean => state.iter().sum::<f64>() / count,
+    }
+}
+
+/// The outcome of a pass for each slot.
+fn evaluate(
+    pass: &Pass,
+    inputs: &Inputs<'_>,
+    scalars: &[f64],
+    grouped: &[Vec<f64>],
+    registers: &mut [Vec<f64>],
+    out: &mut Vec<f64>,
+) {
+    let slots = inputs.eligible.len();
+    out.clear();
+    for start in (0..slots).step_by(CHUNK) {
+        let chunk = Chunk { inputs, scalars, grouped, start, end: slots.min(start + CHUNK) };
+        chunk.steps(pass, registers, &mut []);
+        match chunk.lanes(pass.result, registers) {
+            Lanes::Vector(values) => out.extend_from_slice(values),
+            Lanes::Scalar(value) => out.resize(chunk.end, value),
+        }
+    }
+}
+
+/// Gives each instance the value of its group: over all its instances, eligible or not, that have a value. `known`: scratch.
+fn over_groups(grouping: Grouping, groups: &[u32], known: &mut Vec<(f64, f64)>, values: &mut [f64]) {
+    if groups.is_empty() {
+        return;
+    }
+    let start = match grouping {
+        Grouping::Min => f64::INFINITY,
+        Grouping::Max => f64::NEG_INFINITY,
+        Grouping::Sum | Grouping::Mean => 0.0,
+    };
+    known.clear();
+    known.resize(values.len(), (start, 0.0));
+    for (value, group) in values.iter().zip(groups).filter(|(value, _)| !value.is_nan()) {
+        let (so_far, count) = &mut known[*group as usize];
+        *so_far = match grouping {
+            Grouping::Min => so_far.min(*value),
+            Grouping::Max => so_far.max(*value),
+            Grouping::Sum | Grouping::Mean => *so_far + value,
+        };
+        *count += 1.0;
+    }
+    for (value, group) in values.iter_mut().zip(groups) {
+        let (outcome, count) = known[*group as usize];
+        *value = match grouping {
+            _ if count == 0.0 => f64::NAN,
+            Grouping::Mean => outcome / count,
+            _ => outcome,
+        };
     }
 }
 
@@ -213,6 +288,7 @@ enum Lanes<'a> {
 struct Chunk<'a, 'i> {
     inputs: &'a Inputs<'i>,
     scalars: &'a [f64],
+    grouped: &'a [Vec<f64>],
     start: usize,
     end: usize,
 }
@@ -223,6 +299,7 @@ impl Chunk<'_, '_> {
         match source {
             Source::Column(id) => Lanes::Vector(&self.inputs.columns[id as usize][self.start..self.end]),
             Source::Declared(place) => Lanes::Vector(&self.inputs.declared[place][self.start..self.end]),
+            Source::Grouped(place) => Lanes::Vector(&self.grouped[place][self.start..self.end]),
             Source::Register(register) => Lanes::Vector(&registers[register][..self.end - self.start]),
             Source::Scalar(scalar) => Lanes::Scalar(self.scalars[scalar]),
         }

@@ -10,6 +10,7 @@
 //! | numbers | `+ - * / **`, `log exp sqrt abs`, `minimum maximum clip`, `where(condition, a, b)` |
 //! | truth values | `< <= > >= == !=` of numbers, joined by <code>& \| ~</code>; comparisons bind tighter and do not chain |
 //! | over the instances | `min max mean std`, and `norm(x)` = `x / max(x)`, 0 if all are 0 |
+//! | over a group of instances | `group_min group_max group_sum group_mean`: the value of each instance's group |
 //!
 //! Meanings are numpy's: a comparison with NaN (an absent indicator) is false, `minimum` and `maximum` pass NaN on. Reductions
 //! run over the eligible instances and skip NaN. A division by zero that only shows at run time gives NaN or infinity,

@@ -69,6 +69,10 @@ pub(super) enum Function {
     Mean,
     Std,
     Norm,
+    GroupMin,
+    GroupMax,
+    GroupSum,
+    GroupMean,
 }
 
 /// Name, function and how it is called.
@@ -86,6 +90,10 @@ pub(super) const FUNCTIONS: &[(&str, Function, &[&str])] = &[
     ("mean", Function::Mean, &["x"]),
     ("std", Function::Std, &["x"]),
     ("norm", Function::Norm, &["x"]),
+    ("group_min", Function::GroupMin, &["x"]),
+    ("group_max", Function::GroupMax, &["x"]),
+    ("group_sum", Function::GroupSum, &["x"]),
+    ("group_mean", Function::GroupMean, &["x"]),
 ];
 
 #[derive(Clone, Debug)]

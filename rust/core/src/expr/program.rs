@@ -4,7 +4,7 @@
 //! steps over one chunk of instances after the other, so that intermediate values stay in the nearest cache. Operands are
 //! read where they lie: columns in place, numbers as numbers.
 use super::Type;
-use super::check::{Binary, Graph, Op, Reduction, Unary};
+use super::check::{Binary, Graph, Grouping, Op, Reduction, Unary};
 use crate::indicators::{DeclaredId, Indicator, IndicatorSet};
 
 /// Where an operand of a step lies.
@@ -13,6 +13,8 @@ pub(super) enum Source {
     Column(Indicator),
     /// An index into [`Program::declared`].
     Declared(usize),
+    /// The outcome of a [`Stage::Group`].
+    Grouped(usize),
     Register(usize),
     Scalar(usize),
 }
@@ -49,6 +51,8 @@ pub(super) enum Stage {
     Binary(Binary, usize, usize),
     Where(usize, usize, usize),
     Reduce(Reduction, Pass),
+    /// One value an instance, for all of them.
+    Group(Grouping, Pass),
 }
 
 /// A checked expression, ready to run.
@@ -56,9 +60,11 @@ pub(super) enum Stage {
 pub struct Program {
     /// Scalars at the start: constants, and NaN for those that a stage computes.
     pub(super) scalars: Vec<f64>,
-    /// In the order in which they run, with the scalar that each computes.
+    /// In the order in which they run, with the scalar that each computes (of [`Stage::Group`]: the column).
     pub(super) stages: Vec<(Stage, usize)>,
     pub(super) output: Pass,
+    /// Number of columns that [`Stage::Group`] computes.
+    pub(super) grouped: usize,
     /// Number of registers that the passes need.
     pub(super) registers: usize,
     /// Indicators that are read.
@@ -78,7 +84,8 @@ impl Program {
             }
         }
         let scalar_of = vec![usize::MAX; graph.ops.len()];
-        let mut builder = Builder { graph, scalar_of, declared: Vec::new(), registers: 0 };
+        let mut builder =
+            Builder { graph, scalar_of, declared: Vec::new(), grouped: Vec::new(), registers: 0 };
         let (mut scalars, mut stages, mut reads) = (Vec::new(), Vec::new(), IndicatorSet::EMPTY);
         for id in (0..=graph.root).filter(|id| used[*id]) {
             if let Op::Column(indicator) | Op::Request(indicator) = graph.ops[id] {
@@ -87,12 +94,16 @@ impl Program {
             if let Op::Declared(declared) = graph.ops[id] {
                 builder.declared.push(declared);
             }
+            if let Op::Group(grouping, a) = graph.ops[id] {
+                stages.push((Stage::Group(grouping, builder.pass(a)), builder.grouped.len()));
+                builder.grouped.push(id);
+            }
             if graph.varies[id] {
                 continue;
             }
             let scalar_of = &builder.scalar_of;
             let stage = match graph.ops[id] {
-                Op::Constant(_) | Op::Column(_) | Op::Declared(_) => None,
+                Op::Constant(_) | Op::Column(_) | Op::Declared(_) | Op::Group(..) => None,
                 Op::Request(indicator) => Some(Stage::Request(indicator)),
                 Op::Unary(unary, a) => Some(Stage::Unary(unary, scalar_of[a])),
                 Op::Binary(binary, a, b) => Some(Stage::Binary(binary, scalar_of[a], scalar_of[b])),
@@ -111,6 +122,7 @@ impl Program {
             scalars,
             stages,
             output,
+            grouped: builder.grouped.len(),
             registers: builder.registers,
             columns: reads.iter().collect(),
             declared: builder.declared,
@@ -139,6 +151,8 @@ struct Builder<'a> {
     /// The scalar that holds a value that does not vary.
     scalar_of: Vec<usize>,
     declared: Vec<DeclaredId>,
+    /// The values over groups, in the order of their columns.
+    grouped: Vec<usize>,
     registers: usize,
 }
 
@@ -146,7 +160,11 @@ impl Builder<'_> {
     /// The steps that compute `result` for every instance.
     fn pass(&mut self, result: usize) -> Pass {
         let graph = self.graph;
-        let vectors = |id: usize| graph.ops[id].operands().filter(|operand| graph.varies[*operand]);
+        // What a value over groups is computed from is another pass.
+        let vectors = |id: usize| {
+            let here = !matches!(graph.ops[id], Op::Group(..));
+            graph.ops[id].operands().filter(move |operand| here && graph.varies[*operand])
+        };
         // The last value that needs each: its register is free after that. The result's is never free.
         let mut last_use = vec![None; result + 1];
         last_use[result] = Some(usize::MAX);
@@ -163,6 +181,10 @@ impl Builder<'_> {
                 let place = self.declared.iter().position(|each| *each == id);
                 Source::Declared(place.expect("operands come first"))
             }
+            Op::Group(..) => {
+                let place = self.grouped.iter().position(|each| *each == id);
+                Source::Grouped(place.expect("operands come first"))
+            }
             _ if graph.varies[id] => Source::Register(register_of[id]),
             _ => Source::Scalar(self.scalar_of[id]),
         };
@@ -175,7 +197,12 @@ impl Builder<'_> {
                 Op::Unary(unary, a) => StepOp::Unary(unary, of(a)),
                 Op::Binary(binary, a, b) => StepOp::Binary(binary, of(a), of(b)),
                 Op::Where(a, b, c) => StepOp::Where(of(a), of(b), of(c)),
-                Op::Constant(_) | Op::Column(_) | Op::Declared(_) | Op::Request(_) | Op::Reduce(..) => {
+                Op::Constant(_)
+                | Op::Column(_)
+                | Op::Declared(_)
+                | Op::Request(_)
+                | Op::Reduce(..)
+                | Op::Group(..) => {
                     continue;
                 }
             };

@@ -128,6 +128,10 @@ impl Fleet {
                         let squares: Vec<f64> = counted.iter().map(|x| (x - middle) * (x - middle)).collect();
                         spread(mean(&squares).sqrt())
                     }
+                    // Each instance is a group of its own.
+                    Function::GroupMin | Function::GroupMax | Function::GroupSum | Function::GroupMean => {
+                        column(of[0]).to_vec()
+                    }
                     Function::Norm => {
                         let max = largest(&counted(of[0]));
                         map(of[0], &|x| if x == 0.0 { 0.0 } else { x / max })
@@ -367,4 +371,39 @@ fn texts_are_compared_with_texts_only() {
         assert!(error.message.contains(message), "{text}: {error}");
         assert_eq!(&text[error.start..error.end], place, "{text}");
     }
+}
+
+#[test]
+fn groups_reduce_over_their_instances() {
+    const ABSENT: f64 = f64::NAN;
+    let slots = 300; // more than a chunk
+    let groups: Vec<u32> = (0..slots).map(|slot| slot % 3).collect();
+    let bs: Vec<f64> = (0..slots).map(|slot| if slot == 0 { ABSENT } else { f64::from(slot) }).collect();
+    let eligible: Vec<bool> = (0..slots).map(|slot| slot % 3 != 1).collect();
+    for (text, expected) in [
+        ("group_max(bs)", [297.0, 298.0, 299.0]),
+        ("group_min(bs)", [3.0, 1.0, 2.0]),
+        ("group_sum(bs)", [14_850.0, 14_950.0, 15_050.0]),
+        ("group_mean(bs)", [150.0, 149.5, 150.5]),
+        ("2 * group_max(bs + 1) - group_min(bs)", [593.0, 597.0, 598.0]),
+        ("group_max(group_sum(bs) / 2)", [7_425.0, 7_475.0, 7_525.0]),
+        ("group_max(kv_usage)", [ABSENT; 3]),
+        // Over eligible instances, of values over groups.
+        ("bs - bs + max(group_min(bs))", [3.0; 3]),
+    ] {
+        let program = Program::compile(text, Type::Number, KNOBS).unwrap();
+        let absent = vec![ABSENT; slots as usize];
+        let mut inputs = Inputs::new(&eligible);
+        inputs.set(Indicator::Bs, &bs);
+        inputs.set(Indicator::KvUsage, &absent);
+        inputs.set_groups(&groups);
+        let mut out = vec![0.0; slots as usize];
+        program.eval_inputs(&inputs, &mut Scratch::default(), &mut out);
+        for (slot, out) in out.iter().enumerate().skip(1) {
+            let expected = expected[slot % 3];
+            assert!(*out == expected || (out.is_nan() && expected.is_nan()), "{text} of {slot}: {out}");
+        }
+    }
+    let error = Program::compile("group_max(prompt_tokens)", None, KNOBS).unwrap_err();
+    assert!(error.message.contains("the same for all"), "{error}");
 }

@@ -65,12 +65,13 @@ pub struct Indicators<'a> {
     kept: &'a Columns,
     derived: &'a Columns,
     declared: &'a [Vec<f64>],
+    groups: &'a [u32],
 }
 
 impl<'a> Indicators<'a> {
     /// Both kinds together. `kept` and `derived` have the same number of slots.
     pub fn new(kept: &'a Columns, derived: &'a Columns) -> Indicators<'a> {
-        Indicators { kept, derived, declared: &[] }
+        Indicators { kept, derived, declared: &[], groups: &[] }
     }
 
     /// With these columns of declared indicators, by [`DeclaredId`].
@@ -82,6 +83,17 @@ impl<'a> Indicators<'a> {
     #[inline]
     pub fn get(self, id: Indicator) -> &'a [f64] {
         if IndicatorSet::DERIVED.contains(id) { self.derived.get(id) } else { self.kept.get(id) }
+    }
+
+    /// With this group of each slot, a number below the number of slots.
+    pub fn with_groups(self, groups: &'a [u32]) -> Indicators<'a> {
+        Indicators { groups, ..self }
+    }
+
+    /// The group of each slot; empty: each is its own.
+    #[inline]
+    pub fn groups(self) -> &'a [u32] {
+        self.groups
     }
 
     /// The column of a declared indicator.

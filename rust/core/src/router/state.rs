@@ -188,7 +188,9 @@ impl State {
 
     /// All indicators: those that the ledger keeps, and those of a decision.
     pub fn indicators<'a>(&'a self, context: &'a DecisionContext) -> Indicators<'a> {
-        Indicators::new(self.ledger.columns(), &context.derived).with_declared(&context.declared)
+        Indicators::new(self.ledger.columns(), &context.derived)
+            .with_declared(&context.declared)
+            .with_groups(self.fleet.groups())
     }
 
     /// What is known of an instance, to change.

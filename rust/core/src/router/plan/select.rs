@@ -51,7 +51,9 @@ impl State {
         let excluded = if let Restriction::Filtered(out) = restriction { out } else { 0 };
         let slots = self.fleet.slots();
         let snapshot = Snapshot {
-            columns: Indicators::new(self.ledger.columns(), derived).with_declared(declared),
+            columns: Indicators::new(self.ledger.columns(), derived)
+                .with_declared(declared)
+                .with_groups(self.fleet.groups()),
             eligible,
             eligible_count: eligible_count - excluded,
             name_hashes: self.fleet.name_hashes(),
