@@ -1,6 +1,5 @@
-//! The in-flight ledger: what the router placed on each instance and has not seen end, with what
-//! engines and peer routers report beside it. It is the only writer of the indicator columns that
-//! outlive a decision.
+//! The in-flight ledger: what the router placed on each instance and has not seen end, beside what
+//! engines and peers report. It is the only writer of the indicators that outlive a decision.
 //!
 //! Counts are written through to the columns at each event, so that a decision reads plain columns.
 mod account;
@@ -17,6 +16,7 @@ pub use ahead::{AHEAD, Ahead, PROJECTED, WEIGHED};
 pub use counts::{Entry, Stage};
 pub use declared::DeclaredValues;
 pub use external::Report;
+pub use owners::Owners;
 pub use share::Share;
 
 use crate::estimate::step_watch::Prefilled;
@@ -25,7 +25,6 @@ use crate::ids::Seconds;
 use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
 use account::Account;
 use backlog::Backlogs;
-use owners::Owners;
 use windows::WINDOW_SECONDS;
 
 /// The in-flight ledger of all instances, by slot.
@@ -295,14 +294,9 @@ impl Ledger {
         self.write(slot);
     }
 
-    /// Requests on each slot with the LoRA adapter of this hash.
-    pub fn lora_requests(&self, name: u64) -> impl Iterator<Item = f64> {
-        self.owners.iter().map(move |owners| owners.lora(name))
-    }
-
-    /// Requests on each slot of the tenant of this hash.
-    pub fn tenant_requests(&self, name: u64) -> impl Iterator<Item = f64> {
-        self.owners.iter().map(move |owners| owners.tenant(name))
+    /// Requests by LoRA adapter and by tenant, by slot.
+    pub fn owners(&self) -> &[Owners] {
+        &self.owners
     }
 
     /// A producer reports a declared indicator of the slot's instance.

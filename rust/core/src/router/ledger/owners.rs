@@ -7,12 +7,13 @@ type Counts = HashMap<u64, u32>;
 
 /// Requests on one instance, by LoRA adapter and by tenant.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Owners {
+pub struct Owners {
     lora: Counts,
     tenant: Counts,
 }
 
 impl Owners {
+    /// A request was placed.
     pub fn add(&mut self, entry: &Entry) {
         for (counts, name) in [(&mut self.lora, entry.lora), (&mut self.tenant, entry.tenant)] {
             if name != 0 {
@@ -21,6 +22,7 @@ impl Owners {
         }
     }
 
+    /// It is gone.
     pub fn remove(&mut self, entry: &Entry) {
         for (counts, name) in [(&mut self.lora, entry.lora), (&mut self.tenant, entry.tenant)] {
             if name == 0 {
@@ -35,10 +37,12 @@ impl Owners {
         }
     }
 
+    /// Requests with the LoRA adapter of this hash.
     pub fn lora(&self, name: u64) -> f64 {
         self.lora.get(&name).map_or(0.0, |count| f64::from(*count))
     }
 
+    /// Requests of the tenant of this hash.
     pub fn tenant(&self, name: u64) -> f64 {
         self.tenant.get(&name).map_or(0.0, |count| f64::from(*count))
     }

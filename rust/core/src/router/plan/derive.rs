@@ -170,8 +170,8 @@ impl State {
         columns.get_mut(Indicator::LengthClass)[0] = number(request.length_class.unwrap_or(0));
         columns.get_mut(Indicator::Priority)[0] = request.priority.unwrap_or(f64::NAN);
         let [of_lora, of_tenant] = columns.several_mut([Indicator::LoraBs, Indicator::TenantBs]);
-        of_lora.iter_mut().zip(self.ledger.lora_requests(lora)).for_each(|(out, count)| *out = count);
-        of_tenant.iter_mut().zip(self.ledger.tenant_requests(tenant)).for_each(|(out, count)| *out = count);
+        of_lora.iter_mut().zip(self.ledger.owners()).for_each(|(out, owners)| *out = owners.lora(lora));
+        of_tenant.iter_mut().zip(self.ledger.owners()).for_each(|(out, owners)| *out = owners.tenant(tenant));
     }
 
     /// Fills in the declared indicators `ids` as they are at `now`.
