@@ -6,7 +6,8 @@ import importlib.util
 import itertools
 import re
 import sys
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
@@ -33,7 +34,7 @@ def file_of(text: str) -> Path | None:
     if found := _FILE.fullmatch(text):
         return Path(found["place"])
     if not (found := _MODULE.fullmatch(text)):
-        points = list(entry_points(group=ENTRY_POINTS, name=text)) if text.isidentifier() else []
+        points = _points(text) if text.isidentifier() else ()
         found = _MODULE.fullmatch(points[0].value) if points else None
     try:
         spec = importlib.util.find_spec(found["place"]) if found else None
@@ -76,7 +77,7 @@ def entry_point(name: str) -> object | None:
     Raises:
         BadValueError: it cannot be loaded, or several packages register the name.
     """
-    found = list(entry_points(group=ENTRY_POINTS, name=name))
+    found = _points(name)
     if not found:
         return None
     if len(found) > 1:
@@ -89,6 +90,12 @@ def entry_point(name: str) -> object | None:
             f"policy {name!r}: {found[0].value} cannot be loaded: {_described(error)}"
         ) from error
     return loaded
+
+
+@cache
+def _points(name: str) -> tuple[EntryPoint, ...]:
+    """The entry points of that name. Kept: each look reads the metadata of all installed packages."""
+    return tuple(entry_points(group=ENTRY_POINTS, name=name))
 
 
 def _run(file: Path) -> ModuleType:

@@ -54,26 +54,26 @@ class Policies:
             build(settings, value, {})  # an error is told at the start
         self.settings = settings
         self.first, self.decode = self._both(settings)
-        self._stamps = _stamps(settings)
+        self._files = _files(settings)
 
     def replace(self, router: Router, settings: PoolSettings) -> None:
         """Decides by the policies of these settings. Raises LmetricError; then nothing changed."""
         first, decode = self._both(settings)
-        stamps = _stamps(settings)
+        files = _files(settings)
         router.set_policy(first.policy, knobs=first.knobs)
         try:
             router.set_decode_policy(decode.policy, knobs=decode.knobs)
         except Exception:
             router.set_policy(self.first.policy, knobs=self.first.knobs)
             raise
-        self.settings, self.first, self.decode, self._stamps = settings, first, decode, stamps
+        self.settings, self.first, self.decode, self._files = settings, first, decode, files
 
     def changed(self) -> bool:
         """Whether a file that a policy was loaded from has changed since; tells it once."""
-        stamps = _stamps(self.settings)
-        if stamps == self._stamps:
+        files = {file: _stamp(file) for file in self._files}
+        if files == self._files:
             return False
-        self._stamps = stamps
+        self._files = files
         return True
 
     @staticmethod
@@ -84,18 +84,20 @@ class Policies:
         )
 
 
-def _stamps(settings: PoolSettings) -> dict[Path, tuple[int, int] | None]:
-    """Time and size of the files that hold policies of these settings; None: there is no such file."""
-    stamps: dict[Path, tuple[int, int] | None] = {}
-    for value in (settings.policy, settings.decode_policy):
-        text = _definition(settings, value)
-        if isinstance(text, str) and (file := plugins.file_of(text)) is not None:
-            try:
-                status = file.stat()
-                stamps[file] = (status.st_mtime_ns, status.st_size)
-            except OSError:
-                stamps[file] = None
-    return stamps
+def _files(settings: PoolSettings) -> dict[Path, tuple[int, int] | None]:
+    """The files that hold policies of these settings, with their stamps."""
+    values = (_definition(settings, value) for value in (settings.policy, settings.decode_policy))
+    files = (plugins.file_of(value) for value in values if isinstance(value, str))
+    return {file: _stamp(file) for file in files if file is not None}
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """Time and size of a file; None: there is no such file."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return (status.st_mtime_ns, status.st_size)
 
 
 def _definition(settings: PoolSettings, policy: Value) -> Value:

@@ -44,11 +44,13 @@ pub fn build_timed(
         return Ok(registry::build("lmetric", &given)?);
     };
     if let Ok(text) = policy.cast::<PyString>() {
+        let error = match from_text(text.to_str()?, &given) {
+            Ok(policy) => return Ok(policy),
+            Err(error) => error,
+        };
+        // Neither a policy nor an expression: it may name a Python object.
         let found = policy.py().import("lmetric.policies")?.call_method1("referenced", (text,))?;
-        if !found.is_none() {
-            return build_timed(Some(&found), knobs, timed);
-        }
-        return Ok(from_text(text.to_str()?, &given)?);
+        return if found.is_none() { Err(error.into()) } else { build_timed(Some(&found), knobs, timed) };
     }
     if let Ok(function) = policy.getattr("fn") {
         if let Some((name, _)) = given.first() {
