@@ -1,9 +1,15 @@
 """Running requests that move: what the router names, and what a ticket's books do of it."""
 
-import pytest
+from typing import Any
 
+import pytest
+from numpy.typing import NDArray
+
+import lmetric as lm
 from lmetric import BadValueError, NoInstanceError, Request, Router, TicketError, UnknownNameError
 from lmetric.options import Llumnix, Star, from_settings
+
+Array = NDArray[Any]
 
 
 def fleet(rule: str = "star_oracle", **settings: float | str) -> Router:
@@ -121,3 +127,63 @@ def test_what_must_not_be_cut_does_not_move_either_and_its_receipt_says_why() ->
         assert receipt["uncut"] is None
         ticket.segment_done()
         other.segment_done()
+
+
+def test_a_function_predicts_while_the_router_is_free() -> None:
+    """A predictor in Python may take its time, or use the router: no lock is held while it runs."""
+    router = Router("least_requests")
+    asked: list[list[float]] = []
+
+    def forecast(generated_tokens: Array, prompt_tokens: Array, turns: Array, ticket: Array) -> Array:
+        assert router.in_flight() == 4
+        asked.append([*generated_tokens, *prompt_tokens, *turns])
+        assert set(ticket) <= {float(each.id) for each in tickets}
+        return 2000 - generated_tokens
+
+    router.configure(rebalance=Star(forecast=forecast, threshold=0.0))
+    for name in "ab":
+        router.add_instance(name, cache_blocks=10_000)
+    tickets = []
+    for number in range(4):
+        _, ticket = router.route(Request(prompt_tokens=100 + number, session=f"s{number % 2}"), now=0.0)
+        tickets.append(ticket)
+    for ticket in tickets[:3]:
+        ticket.first_token(0.1)
+    router.rebalance(0.2)
+    # Turns of a session are counted from the first that came.
+    assert asked == [[0, 0, 0, 100, 101, 102, 0, 0, 1]]
+    router.rebalance(0.3)
+    assert len(asked) == 1  # nobody has 20 tokens more
+    tickets[1].tokens(25, now=0.4)
+    router.rebalance(0.5)
+    assert asked[1:] == [[20, 101, 0]]
+    for ticket in tickets:
+        ticket.done()
+    router.rebalance(0.6)
+    assert len(asked) == 2
+
+
+def test_a_forecast_that_fails_moves_nothing_and_says_why() -> None:
+    router = fleet()
+    for fails, said in (
+        (lambda generated_tokens: 1 / 0, "ZeroDivisionError"),
+        (lambda generated_tokens: generated_tokens - 5, "remaining: -5 is not valid"),
+        (lambda generated_tokens: generated_tokens[:0], "remaining: 0 numbers is not valid"),
+        (lambda generated_tokens: (generated_tokens, [float("nan")]), "sigma: NaN is not valid"),
+    ):
+        router.configure(rebalance=Star(forecast=fails))
+        _, ticket = router.route(Request(prompt_tokens=100), now=0.0)
+        ticket.first_token(0.1)
+        with pytest.raises(lm.PolicyError, match=f"forecast <lambda>: .*{said}"):
+            router.rebalance(0.2)
+        ticket.done()
+    for wrong, said in (
+        (lambda words: words, 'unknown feature of a forecast "words"'),
+        (lambda prompt_token: 1, 'did you mean "prompt_tokens"'),
+        (lambda: 1, "no features"),
+        (3, "expected a name, a predictor's file, or an object with feature_names and predict"),
+        ("no_file.npz", "no_file.npz cannot be read: No such file"),
+        ("no_file.py:forecast", "no_file.py:forecast: it cannot be loaded"),
+    ):
+        with pytest.raises(lm.LmetricError, match=said):
+            router.configure(rebalance=Star(forecast=wrong))  # type: ignore[arg-type]

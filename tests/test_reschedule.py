@@ -13,6 +13,9 @@ import pytest
 
 import lmetric as lm
 from lmetric import BadValueError, LmetricError
+from lmetric.lengths import ErrorTable, MlpPredictor, save_predictor
+from lmetric.lengths.from_trace import find_turns
+from lmetric.options import Star
 from lmetric.profiles import Profile
 from lmetric.sim.run import Run
 from lmetric.sim.traces import Trace
@@ -44,7 +47,7 @@ def uneven(requests: int = 16) -> Trace:
     )  # fmt: skip
 
 
-def play(reschedule: str, settings: dict[str, float | str] | None = None, **more: Any) -> Run:
+def play(reschedule: str, settings: dict[str, Any] | None = None, **more: Any) -> Run:
     """The uneven trace over a prefill and two decode engines."""
     told: dict[str, Any] = {
         "roles": "1P2D", "decode_policy": "round_robin", "policy": "round_robin", "profile": TOKENS_COST,
@@ -157,9 +160,92 @@ def test_mistakes_are_answered_with_what_would_be_right() -> None:
         ("star", {"forecast": "guess"}, "guess.*curve"),
     ):
         with pytest.raises(BadValueError, match=said):
-            play(rule, settings)  # type: ignore[arg-type]
+            play(rule, settings)
     with pytest.raises((TypeError, LmetricError)):
         play("star", {"threshold": "much"})
+
+
+def test_a_trained_predictor_decides_from_its_file_as_from_its_object(tmp_path: Path) -> None:
+    knows = MlpPredictor(
+        feature_names=("log_generated_tokens",),
+        feature_mean=np.zeros(1, np.float32),
+        feature_scale=np.ones(1, np.float32),
+        target_scale=1.0,
+        weights=(np.full((1, 1), 100.0, np.float32),),
+        biases=(),
+        errors=ErrorTable(np.empty(0, np.float32), -1, np.empty(0, np.float32), np.zeros((1, 1), np.float32)),
+        source="by hand",
+    )
+    save_predictor(knows, tmp_path / "predictor.npz")
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "def forecast(log_generated_tokens):\n    return 100 * log_generated_tokens.astype(np.float32)\n"
+    )
+    by_object = play("star", {"forecast": knows})
+    assert by_object.moves.sum() > 0
+    for other in (str(tmp_path / "predictor.npz"), f"{tmp_path}/mine.py:forecast"):
+        run = play("star", {"forecast": other})
+        assert (run.finished_seconds == by_object.finished_seconds).all()
+    assert (play("star").finished_seconds != by_object.finished_seconds).any()
+
+
+def test_the_router_finds_the_turns_that_predictors_are_trained_on() -> None:
+    trace = lm.load_trace(SLICE).first(400)
+    seen: set[tuple[float, ...]] = set()
+
+    def watch(prompt_tokens: Any, new_prompt_tokens: Any, turns: Any, seconds_since_previous: Any) -> Any:
+        rows = np.column_stack([prompt_tokens, new_prompt_tokens, turns, seconds_since_previous.round(3)])
+        seen.update(map(tuple, rows.tolist()))
+        return np.zeros(len(turns))
+
+    lm.simulate(
+        trace, instances=64, policy="round_robin", reschedule=Star(forecast=watch, period_seconds=0.05)
+    )
+    found = find_turns(trace)
+    before = np.maximum(found.previous, 0)
+    since = np.where(found.previous >= 0, trace.arrival_seconds - trace.arrival_seconds[before], 0.0)
+    new = trace.input_tokens - found.shared_tokens
+    rows = np.column_stack([trace.input_tokens, new, found.turns, since.round(3)])
+    expected = set(map(tuple, rows.tolist()))
+    assert found.turns.max() > 1
+    assert len(seen) > 0.95 * len(expected)
+    # The router counts continuations of a prompt from its first request on, and ignores partial blocks.
+    assert len(seen - expected) <= 0.04 * len(seen)
+
+
+def test_the_servers_default_move_is_computed_ahead(unmoved: Run) -> None:
+    sent, computed = play("star"), play("star", migration_by="recompute")
+    assert computed.moves.sum() > 0
+    assert computed.step_variance < 0.6 * unmoved.step_variance
+    # Nothing is lost or made twice.
+    assert np.isfinite(computed.finished_seconds).all()
+    assert computed.gap_counts.sum() == (computed.output_tokens - 1).sum()
+    # The pause is the last tokens' prefill, and not the KV transfer of all of them.
+    slow = play("star", transfer="0.05")
+    moved = slow.moves > 0
+    assert slow.worst_gap_seconds[moved].max() > 4 * computed.worst_gap_seconds[computed.moves > 0].max()
+    assert (sent.finished_seconds != computed.finished_seconds).any()
+
+
+def test_a_move_that_would_pause_too_long_is_given_up() -> None:
+    never = play("star", migration_by="recompute", migration_max_gap_seconds=0.0)
+    # All that is left are moves after which nothing has to be computed: the answer filled its last block.
+    assert never.moves.sum() < play("star", migration_by="recompute").moves.sum()
+    assert np.isfinite(never.finished_seconds).all()
+    often = {"threshold": 0.0, "most_moves": 8, "period_seconds": 0.1}
+    one = play("star", often, migration_by="recompute", migration_max_concurrent=1)
+    many = play("star", often, migration_by="recompute", migration_max_concurrent=8)
+    assert 0 < one.moves.sum() < many.moves.sum()
+    for wrong, said in (
+        ({"migration_by": "legs"}, "migration_by.*kv or recompute"),
+        ({"migration_by": "recompute", "migration_max_concurrent": 0}, "migration_max_concurrent: 0"),
+        (
+            {"migration_by": "recompute", "migration_max_gap_seconds": -1.0},
+            "migration_max_gap_seconds: -1",
+        ),
+    ):
+        with pytest.raises(LmetricError, match=said):
+            play("star", **wrong)
 
 
 def test_the_command_compares_rules() -> None:

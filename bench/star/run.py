@@ -23,7 +23,10 @@ from world import (
     NATIVE,
     NONE,
     ORACLE,
+    SLOW_LINK,
     SMALL,
+    TRAINED,
+    TRAINED_STAGES,
     Rival,
     Stage,
     play,
@@ -122,7 +125,6 @@ def figure_13(world: Pool) -> Row:
 # By lengths: prefill instances, and requests/s that fill 0.6 ("few long") or 0.7 of three decode instances'
 # memory in the mean.
 WORTH = {"sharegpt": (1, 0.2), "all alike": (1, 0.83), "few long": (1, 0.43), "long prompts": (6, 0.75)}
-SLOW_LINK = 0.5  # GB/s: 16,000 tokens take two seconds
 
 
 @figure("worth", "What knowing lengths is worth")
@@ -142,6 +144,23 @@ def worth(world: Pool) -> Row:
     ]
     columns = ["p99", "goodput", "gap", "variance", "oom", "moves"]
     return rows(world, stages, rivals, CURRENT, columns=columns, compare=ORACLE.label)
+
+
+@figure("trained", "What a trained predictor is worth")
+def trained(world: Pool) -> Row:
+    columns = ["p99", "goodput", "gap", "variance", "oom", "moves"]
+    rivals = [NONE, CURRENT, CURVE, TRAINED, ORACLE]
+    return rows(world, TRAINED_STAGES, rivals, CURVE, columns=columns, compare=TRAINED.label)
+
+
+@figure("default", "The server's default move")
+def default_move(world: Pool) -> Row:
+    computed = [
+        replace(rival, label=f"{rival.label}, computed ahead", by="recompute") for rival in (CURRENT, CURVE)
+    ]
+    columns = ["p50", "p99", "goodput", "gap", "variance", "oom", "moves"]
+    stages = [TUNED_ON, ALPACA, AZURE, Stage("long prompts", SMALL.on("6P3D", 16), 0.75, 2000, 500)]
+    return rows(world, stages, [NONE, CURRENT, CURVE, *computed], CURVE, columns=columns)
 
 
 @figure("t3", "Table 3: how finely lengths are known")

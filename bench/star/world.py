@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lmetric.profiles import Profile, load_profile
-from lmetric.sim.run import Run, Workload, prepare, simulate
+from lmetric.sim.run import MoveBy, Run, Workload, prepare, simulate
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import load_trace
 from rerun import traces
@@ -37,6 +38,10 @@ LENGTHS: dict[str, dict[str, Any]] = {
     # Ours, to see what a prediction is worth by how much there is to predict.
     "all alike": {"input_tokens": 4000, "output_tokens": 4000},
     "few long": {"input_tokens": 200, "output_tokens": {0: 100, 0.8: 100, 0.8001: 20000, 1: 20000}},
+    # The same, but prompts of 400 tokens get the long answers, so that there is something to learn.
+    "few long, told by prompts": {
+        "input_tokens": 200, "output_tokens": {0: 100, 0.8: 100, 0.8001: 20000, 1: 20000},
+    },
     "long prompts": {
         "input_tokens": 16000,
         "output_tokens": {q: float(-1500 * np.log1p(-min(q, 0.999)) + 1) for q in np.linspace(0, 1, 201)},
@@ -87,12 +92,16 @@ class Rival:
     placement: str = "least_tokens"
     settings: Mapping[str, float | str] = field(default_factory=dict, hash=False)
     stride: int = STRIDE
+    by: MoveBy = "kv"
 
     @property
     def told(self) -> bool:
         """Whether the router is told lengths: where it knows them, or an error is laid over them. The
         learned curve would take a length that it is told for a limit."""
-        return self.reschedule == "star_oracle" or self.settings.get("forecast", "curve") != "curve"
+        return self.reschedule == "star_oracle" or self.settings.get("forecast", "curve") not in (
+            "curve",
+            "trained",
+        )
 
     def placed(self, placement: str) -> Rival:
         """The same behind another placement."""
@@ -112,6 +121,8 @@ LLUMNIX = Rival("Llumnix", "llumnix")
 BINS = [ORACLE.set(f"{bins} bins", forecast=f"bins_{bins}") for bins in (6, 4, 2)]
 FAR = NATIVE.set("far: horizon 32,768, all steps alike", horizon_steps=32768, half_life_steps=0, points=64)
 LLUMNIX_TUNED = LLUMNIX.set("Llumnix, tuned", source_below_steps=8000, target_above_steps=8000)
+TRAINED = Rival("STAR, trained predictor", "star", settings={"forecast": "trained"})
+PREDICTORS = Path(__file__).parent / "predictors"
 MAIN = [NONE, CURRENT, CURVE, NATIVE, ORACLE]
 
 
@@ -128,6 +139,18 @@ class Stage:
     @property
     def label(self) -> str:
         return f"{self.lengths}, {self.cluster.label}, {self.rate:.4g} requests/s"
+
+
+SLOW_LINK = 0.5  # GB/s: 16,000 tokens take two seconds
+_SLOW = SMALL.on("1P3D", SLOW_LINK)
+TRAINED_STAGES = [
+    Stage("sharegpt", SMALL, 0.17),
+    Stage("sharegpt", _SLOW, 0.17),
+    Stage("all alike", _SLOW, 0.83, seconds=2000, warm_up=500),
+    Stage("few long", _SLOW, 0.43, seconds=2000, warm_up=500),
+    Stage("few long, told by prompts", _SLOW, 0.43, seconds=2000, warm_up=500),
+]
+"""Of figure `trained`: the paper's cluster, and lengths for which a prediction could pay."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +189,15 @@ def distributions(lengths: str) -> Mapping[str, Any]:
     }
 
 
+def predictor_of(lengths: str) -> str:
+    """The file of the predictor that was trained on these lengths."""
+    return str(PREDICTORS / f"{lengths.replace(',', '').replace(' ', '_')}.npz")
+
+
+TRAINED_ON = {Path(predictor_of(stage.lengths)).stem: stage for stage in TRAINED_STAGES}
+"""Predictors by the names of their files, and a stage with the lengths that each is trained on."""
+
+
 @lru_cache(maxsize=2)
 def made(stage: Stage, seed: int) -> Workload:
     """What arrives."""
@@ -174,7 +206,10 @@ def made(stage: Stage, seed: int) -> Workload:
         "arrivals": "poisson", "block_tokens": 16,
         **distributions(stage.lengths),
     }  # fmt: skip
-    return prepare(check_synthetic(told, stage.label).make(), profile_of(stage.cluster))
+    trace = check_synthetic(told, stage.label).make()
+    if stage.lengths == "few long, told by prompts":
+        trace = replace(trace, input_tokens=np.where(trace.output_tokens > 1000, 400, 200))
+    return prepare(trace, profile_of(stage.cluster))
 
 
 def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
@@ -186,6 +221,8 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         settings = {"migration_seconds_per_token": per_token, **settings}
     if settings.get("forecast") in ("llm_native", "pia", "mu_serve", "tetri_infer"):
         settings["forecast_seed"] = seed
+    if settings.get("forecast") == "trained":
+        settings["forecast"] = predictor_of(stage.lengths)
     run = simulate(
         made(stage, seed),
         policy="least_requests",
@@ -199,6 +236,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         transfer=f"{cluster.link_gb_per_second:g}",
         reschedule=rival.reschedule,  # type: ignore[arg-type]
         reschedule_settings=settings or None,
+        migration_by=rival.by,
         token_slo_seconds=cluster.tpot_slo_seconds,
     )
     return outcome(run, stage)

@@ -119,6 +119,7 @@ if TYPE_CHECKING:
     from lmetric.expr import abs as abs
     from lmetric.expr import max as max
     from lmetric.expr import min as min
+    from lmetric.lengths.forecast import forecast_function
     from lmetric.options import (
         DecodePlacement,
         FairShares,
@@ -221,6 +222,7 @@ __all__ = [
     "clip",
     "evaluate",
     "exp",
+    "forecast_function",
     "group_max",
     "group_mean",
     "group_min",
@@ -253,6 +255,7 @@ _HOMES = {
     "Run": "sim.run",
     "simulate": "sim.run",
     "Trace": "sim.traces",
+    "forecast_function": "lengths.forecast",
     "load_trace": "sim.traces",
 }
 

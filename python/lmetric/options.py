@@ -6,15 +6,22 @@ raises `lmetric.BadValueError` for an option with a value out of range.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+
+if TYPE_CHECKING:
+    from lmetric.lengths import LengthPredictor
 
 Forecast = Literal[
     "curve", "given", "bins_2", "bins_4", "bins_6", "llm_native", "pia", "mu_serve", "tetri_infer"
 ]
 """How the remaining length of an answer is predicted; all but ``curve`` need the true one (simulations)."""
+
+ForecastLike: TypeAlias = "Forecast | str | LengthPredictor | Callable[..., Any]"
+"""Also a predictor's file (.npz, .onnx), a reference to a Python object, a predictor, or a function; see
+docs/lengths.md."""
 
 Role = Literal["both", "prefill", "decode"]
 """What an instance does: whole requests, only prefills, or only decodes."""
@@ -177,7 +184,7 @@ class Star:
 
     prediction: bool = True
     """False: by the present load alone."""
-    forecast: Forecast = "curve"
+    forecast: ForecastLike = "curve"
     forecast_seed: int = 0
     """Seed of forecasts that err at random; for simulations."""
     repredict_tokens: int = 20
@@ -208,7 +215,7 @@ class Llumnix:
 
     core_kind: ClassVar[str] = "llumnix"
 
-    forecast: Forecast = "curve"
+    forecast: ForecastLike = "curve"
     forecast_seed: int = 0
     repredict_tokens: int = 20
     period_seconds: float = 0.5
@@ -307,6 +314,10 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
         if name != "forecast" and value is not None and not isinstance(value, Real):
             raise _bad(f"{what}: {name} of {type(option).__name__}", value, "a number")
     kind = option.core_kind
+    if "forecast" in values and values["forecast"] not in get_args(Forecast):
+        from lmetric.lengths.forecast import resolve_forecast
+
+        values["forecast"] = resolve_forecast(values["forecast"])
     if isinstance(option, Star):
         kind = "star" if values.pop("prediction") else "star_current"
     dropped = _ADAPTIVE if isinstance(option, UniBoost) and not option.adaptive else ()
@@ -376,6 +387,7 @@ __all__ = [
     "Failure",
     "FairShares",
     "Forecast",
+    "ForecastLike",
     "Guard",
     "Handoff",
     "KvSource",

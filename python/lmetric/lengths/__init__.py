@@ -1,6 +1,7 @@
 """Predictors of how many tokens running requests have still to generate (STAR, section 4)."""
 
 from lmetric.lengths.files import load_npz, load_predictor, save_predictor
+from lmetric.lengths.forecast import ForecastFunction, forecast_function, resolve_forecast
 from lmetric.lengths.network import PAPER_FEATURES, PAPER_HIDDEN, ErrorTable, MlpPredictor, error_table
 from lmetric.lengths.onnx_file import OnnxPredictor, load_onnx, write_onnx
 from lmetric.lengths.predictor import LengthPredictor, LengthsError
@@ -10,6 +11,7 @@ __all__ = [
     "PAPER_FEATURES",
     "PAPER_HIDDEN",
     "ErrorTable",
+    "ForecastFunction",
     "LengthPredictor",
     "LengthsError",
     "MlpPredictor",
@@ -17,10 +19,12 @@ __all__ = [
     "Samples",
     "Split",
     "error_table",
+    "forecast_function",
     "load_npz",
     "load_onnx",
     "load_predictor",
     "load_samples",
+    "resolve_forecast",
     "save_predictor",
     "save_samples",
     "split_by_request",

@@ -29,6 +29,7 @@ from lmetric.defaults import (
     default_split,
 )
 from lmetric.expr import Expr
+from lmetric.lengths.forecast import resolve_forecast
 from lmetric.options import Guard, PriorityOption, RebalanceOption, SplitOption, core_settings
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
@@ -46,6 +47,7 @@ Admission = Literal["reserve", "vllm"]
 Index = Literal["exact", "approximate"]
 Binding = Literal["early", "late"]
 Prefill = Literal["queues", "unlimited"]
+MoveBy = Literal["kv", "recompute"]
 RolesLike = str | Mapping[str, int] | Roles
 TransferLike = str | Mapping[str, float | str] | Transfer
 PullLike = str | Mapping[str, Any] | Pull | None
@@ -327,7 +329,10 @@ def simulate(
     split: str | SplitOption | None = None,
     split_settings: Mapping[str, float] | str | None = None,
     reschedule: Reschedule | RebalanceOption = "none",
-    reschedule_settings: Mapping[str, float | str] | None = None,
+    reschedule_settings: Mapping[str, Any] | None = None,
+    migration_by: MoveBy = "kv",
+    migration_max_concurrent: int = 4,
+    migration_max_gap_seconds: float = 1.0,
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
     think_slo_seconds: float | None = None,
@@ -393,8 +398,14 @@ def simulate(
         reschedule: how running requests are moved between engines that decode: ``"none"``; ``"star"`` (by
             predicted loads), ``"star_current"`` (by present ones), ``"star_oracle"`` (lengths known),
             ``"llumnix"``, with `reschedule_settings`: ``forecast`` (``curve``, ``given``, ``bins_2``,
-            ``bins_4``, ``bins_6``, ``llm_native``, ``pia``, ``mu_serve``, ``tetri_infer``),
-            ``period_seconds``, ``threshold`` and others; an unknown one is answered with their names.
+            ``bins_4``, ``bins_6``, ``llm_native``, ``pia``, ``mu_serve``, ``tetri_infer``, a predictor's
+            file or a function, docs/lengths.md), ``period_seconds``, ``threshold`` and others; an unknown one
+            is answered with their names.
+        migration_by: how they get there: ``"kv"``, their KV is sent while they pause, as `transfer` says
+            (the paper's way); or ``"recompute"``, the server's default: the target computes prompt and answer
+            so far while the request runs on, then it changes over.
+        migration_max_concurrent, migration_max_gap_seconds: of ``"recompute"``: most moves on their way at a
+            time, and the longest gap that a move may make between two tokens, else it is given up.
         silent_segments: whether a segment that another follows says nothing until its end, as on stock
             engines; else its tokens come as they are made.
         token_slo_seconds: the longest gap between two tokens that counts as good, for `slow_tokens`.
@@ -443,6 +454,8 @@ def simulate(
     for what, option in (("priority", priority), ("split", split), ("rebalance", reschedule)):
         if isinstance(option, str):
             kinds[what] = option
+            if what == "rebalance" and "forecast" in (settings := all_settings[what] or {}):
+                all_settings[what] = {**settings, "forecast": resolve_forecast(settings["forecast"])}
         elif all_settings[what]:
             raise _core.BadValueError(f"{what}: settings beside {option!r}; set them in the option")
         else:
@@ -486,6 +499,9 @@ def simulate(
         split_settings=all_settings["split"],
         reschedule=kinds["rebalance"],
         reschedule_settings=all_settings["rebalance"],
+        migration_by=migration_by,
+        migration_max_concurrent=migration_max_concurrent,
+        migration_max_gap_seconds=migration_max_gap_seconds,
         silent_segments=silent_segments,
         token_slo_seconds=token_slo_seconds,
         think_slo_seconds=think_slo_seconds,

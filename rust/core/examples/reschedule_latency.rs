@@ -11,7 +11,7 @@ use lmetric_core::ids::InstanceId;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::reschedule::{InstanceLoad, NAMES, RunningRequest, build};
+use lmetric_core::reschedule::{InstanceLoad, RunningRequest};
 use lmetric_core::router::{RescheduleConfig, Router, RouterConfig, TicketId};
 use rand::{RngExt, SeedableRng};
 use std::time::Instant;
@@ -35,7 +35,7 @@ fn main() {
             "{name:<30}{instances:>10}{requests:>10}{moves:>10.3}{left_out:>12.1}{p50:>10.1}{p99:>10.1}"
         );
     };
-    for name in NAMES.iter().filter(|name| **name != "none") {
+    for name in RescheduleConfig::NAMES {
         for &instances in &sizes {
             line(name, instances, measure(name, instances, requests));
         }
@@ -135,7 +135,7 @@ fn measure_whole(name: &str, instances: usize, requests: usize) -> [f64; 4] {
 /// Rounds, each over a fleet of its own.
 fn measure(name: &str, instances: usize, requests: usize) -> [f64; 4] {
     let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(1);
-    let mut rule = build(name).expect("known");
+    let mut rule = RescheduleConfig::named(name).and_then(|config| config.build()).expect("known").rule;
     let mut timed = Timed::default();
     for _ in 0..ROUNDS {
         let running: Vec<Vec<RunningRequest>> = (0..instances)

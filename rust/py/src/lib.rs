@@ -8,6 +8,7 @@ mod engine;
 mod errors;
 mod expr;
 mod feed;
+mod forecast;
 mod guard;
 mod policies;
 mod priorities;

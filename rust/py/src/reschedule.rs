@@ -1,9 +1,11 @@
 //! How running requests are moved, by name and settings.
 use crate::errors::Result;
+use crate::forecast::PythonForecast;
 use lmetric_core::CoreError;
 use lmetric_core::error::whole;
-use lmetric_core::reschedule::Weights;
-use lmetric_core::router::{Forecast, RescheduleConfig, Rule};
+use lmetric_core::reschedule::{Curve, Forecast, Weights};
+use lmetric_core::router::{RescheduleConfig, Rule};
+use lmetric_study::forecast;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -12,11 +14,20 @@ const ALL: &str = "forecast, forecast_seed, repredict_tokens, period_seconds, mo
 const STAR: &str = "horizon_steps, points, half_life_steps, threshold, migration_seconds, migration_seconds_per_token or caution";
 const LLUMNIX: &str = "source_below_steps or target_above_steps";
 
-/// The rule of this name with its settings; `None` for `"none"`.
+/// How running requests are moved, and the forecast again if it is a predictor in Python.
+pub type Rebalancing = (RescheduleConfig, Option<PythonForecast>);
+
+/// The rule of this name with its settings; `None` for `"none"`. `simulated`: a predictor in Python is
+/// asked in each round; else by whoever begins the round, see [`PythonForecast::refresh`].
 ///
 /// # Errors
 /// `UnknownName` for a rule, `BadValue` for a setting that there is not, or a value out of range.
-pub fn reschedule_of(name: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Option<RescheduleConfig>> {
+pub fn reschedule_of(
+    name: &str,
+    settings: Option<&Bound<'_, PyDict>>,
+    simulated: bool,
+) -> Result<Option<Rebalancing>> {
+    let mut predictor = None;
     let given = settings.map(|settings| settings.copy()).transpose()?;
     let take = |name: &str| -> Result<Option<Bound<'_, PyAny>>> {
         let Some(given) = &given else { return Ok(None) };
@@ -37,10 +48,22 @@ pub fn reschedule_of(name: &str, settings: Option<&Bound<'_, PyDict>>) -> Result
     let config = if name == "none" {
         None
     } else {
-        let mut config = RescheduleConfig::named(name)?;
+        let oracle = name == "star_oracle";
+        let mut config = RescheduleConfig::named(if oracle { "star" } else { name })?;
+        if oracle {
+            config.forecast = Box::new(forecast::Given);
+        }
         let seed = count("forecast_seed", 0)?.into();
-        if let Some(forecast) = take("forecast")? {
-            config.forecast = Forecast::named(&forecast.extract::<String>()?, seed)?;
+        if let Some(wanted) = take("forecast")? {
+            match wanted.extract::<String>() {
+                Ok(name) if name == "curve" => config.forecast = Box::new(Curve),
+                Ok(name) => config.forecast = forecast::named(&name, seed)?,
+                Err(_) => {
+                    let made = PythonForecast::new(&wanted, simulated)?;
+                    config.forecast = made.fresh();
+                    predictor = Some(made);
+                }
+            }
         }
         config.repredict_tokens = count("repredict_tokens", config.repredict_tokens)?;
         config.period_seconds = number("period_seconds", config.period_seconds)?;
@@ -70,13 +93,13 @@ pub fn reschedule_of(name: &str, settings: Option<&Bound<'_, PyDict>>) -> Result
             }
         }
         config.build()?;
-        Some(config)
+        Some((config, predictor))
     };
     let left = given.as_ref().and_then(|given| given.keys().iter().next());
     if let Some(key) = left {
         let expected = match &config {
             None => "nothing".to_string(),
-            Some(RescheduleConfig { rule: Rule::Star(_), .. }) => format!("{ALL}, {STAR}"),
+            Some((RescheduleConfig { rule: Rule::Star(_), .. }, _)) => format!("{ALL}, {STAR}"),
             Some(_) => format!("{ALL}, {LLUMNIX}"),
         };
         let got = format!("{key} with {name:?}");

@@ -1,6 +1,7 @@
 //! `Router`: the core's router in Python.
 use crate::buffers::{self, Ints};
 use crate::errors::Result;
+use crate::forecast::PythonForecast;
 use crate::guard::GuardSettings;
 use crate::policies;
 use crate::request::{self, Request};
@@ -111,6 +112,8 @@ pub struct Router {
     guard: Mutex<(Option<bool>, String)>,
     /// Scratch of the prompt's chain.
     chain: Mutex<Vec<u64>>,
+    /// The predictor of remaining lengths, if it is one in Python.
+    forecast: Mutex<Option<PythonForecast>>,
     /// The key scheme, and the engines' own names of their blocks.
     feed: Arc<KvFeed>,
 }
@@ -164,9 +167,12 @@ impl Router {
                 self.with_core(py, |router| Ok(router.set_priorities(priorities)?))
             }
             _ => {
-                let config = crate::reschedule::reschedule_of(&kind, settings)?;
+                let made = crate::reschedule::reschedule_of(&kind, settings, false)?;
+                let (config, forecast) = made.unzip();
                 let built = config.map(|config| config.build()).transpose()?;
-                self.with_core(py, |router| Ok(router.set_rescheduling(built)?))
+                self.with_core(py, |router| Ok(router.set_rescheduling(built)?))?;
+                *self.forecast.lock() = forecast.flatten();
+                Ok(())
             }
         }
     }
@@ -257,7 +263,7 @@ pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Re
         "split" => format!("{kind} {:?}", crate::split::split_of(kind, settings)?.check()?),
         "prefix_fetch" => format!("{:?}", crate::pull::pull_of(settings)?),
         "priority" => format!("{:?}", crate::priorities::priorities_of(kind, settings)?),
-        "rebalance" => format!("{:?}", crate::reschedule::reschedule_of(kind, settings)?),
+        "rebalance" => format!("{:?}", crate::reschedule::reschedule_of(kind, settings, false)?),
         other => return Err(unexpected("configure", other)),
     })
 }
@@ -343,6 +349,7 @@ impl Router {
             parts,
             guard: Mutex::new((guard_chosen, guard_reason)),
             chain: Mutex::default(),
+            forecast: Mutex::default(),
         };
         let options = [
             ("split", split),
@@ -980,6 +987,12 @@ impl Router {
         py: Python<'py>,
         now: Option<f64>,
     ) -> Result<(Vec<Bound<'py, PyDict>>, &'static str)> {
+        // A predictor in Python takes milliseconds: it is asked while the router goes on.
+        let forecast = self.forecast.lock().clone();
+        if let Some(forecast) = forecast {
+            let running = self.with_core(py, |router| Ok(router.running()))?;
+            forecast.refresh(py, &running)?;
+        }
         let (moves, stop) = self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
             let (moves, stop) = router.reschedule(now)?;

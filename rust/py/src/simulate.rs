@@ -8,8 +8,8 @@ use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::router::{IndexFeed, RouterConfig};
 use lmetric_sim::{
-    Admission, ClusterConfig, GapHistogram, Order, Outcome, Overlap, Policies, Profile, Pulling, Quantity,
-    Signals, TokenSlo, Trace, Transfer,
+    Admission, ClusterConfig, GapHistogram, MoveBy, Order, Outcome, Overlap, Policies, Profile, Pulling,
+    Quantity, Recompute, Signals, TokenSlo, Trace, Transfer,
 };
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -98,7 +98,8 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
     transfer_unshared=false, pull=None, pull_holder_seconds=0.0, pull_waits=true, pull_pinned=true,
     local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None, priority="none", priority_settings=None,
-    split="none", split_settings=None, reschedule="none", reschedule_settings=None, silent_segments=false, token_slo_seconds=0.1,
+    split="none", split_settings=None, reschedule="none", reschedule_settings=None,
+    migration_by="kv", migration_max_concurrent=4, migration_max_gap_seconds=1.0, silent_segments=false, token_slo_seconds=0.1,
     think_slo_seconds=None, routers=1, sharing_seconds=None))]
 fn simulate<'py>(
     py: Python<'py>,
@@ -148,6 +149,9 @@ fn simulate<'py>(
     split_settings: Option<&Bound<'py, PyDict>>,
     reschedule: &str,
     reschedule_settings: Option<&Bound<'py, PyDict>>,
+    migration_by: &str,
+    migration_max_concurrent: u32,
+    migration_max_gap_seconds: f64,
     silent_segments: bool,
     token_slo_seconds: f64,
     think_slo_seconds: Option<f64>,
@@ -237,7 +241,16 @@ fn simulate<'py>(
         },
         silent_segments,
         output_known,
-        reschedule: crate::reschedule::reschedule_of(reschedule, reschedule_settings)?,
+        reschedule: crate::reschedule::reschedule_of(reschedule, reschedule_settings, true)?
+            .map(|made| made.0),
+        move_by: match migration_by {
+            "kv" => MoveBy::Kv,
+            "recompute" => MoveBy::Recompute(Recompute {
+                at_once: migration_max_concurrent,
+                max_gap_seconds: migration_max_gap_seconds,
+            }),
+            other => return Err(unknown("migration_by", other, "kv or recompute").into()),
+        },
         timeline_seconds,
         token_slo: slo(token_slo_seconds, think_slo_seconds),
     };

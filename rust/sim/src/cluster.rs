@@ -30,6 +30,8 @@ use lmetric_core::request::{Request as RouterRequest, Tenant};
 use lmetric_core::router::{Priorities, RescheduleConfig, Router, RouterConfig};
 pub use pulls::Pulling;
 use pulls::UnderWay;
+pub use recompute::{MoveBy, Recompute};
+use recompute::{Warming, ahead_of};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
@@ -68,6 +70,8 @@ pub struct ClusterConfig {
     pub output_known: bool,
     /// How running requests are moved; `None`: not at all.
     pub reschedule: Option<RescheduleConfig>,
+    /// How they get to where they move.
+    pub move_by: MoveBy,
     /// Length of the timeline's buckets.
     pub timeline_seconds: Seconds,
     /// The longest gap between two output tokens that counts as good, before an answer's and before a thought.
@@ -188,6 +192,8 @@ struct Cluster<'a> {
     last_tokens: Vec<Seconds>,
     /// By instance, the requests that leave it when its step ends.
     leaving: Vec<Vec<u32>>,
+    /// Moves whose target computes ahead, by request.
+    warming: HashMap<u32, Warming>,
     seams: TokenGaps,
     /// Sum and number of the variances of step times.
     variances: (f64, f64),
@@ -360,11 +366,22 @@ impl Cluster<'_> {
 
     /// What of a request is at work comes to an engine.
     fn submit(&mut self, request: usize, instance: usize) -> Result<(), CoreError> {
+        let part = self.parts[request];
         let asked = Request {
             priority: self.priorities[request],
-            ..engine_request(self.workload, self.config, request, self.parts[request])
+            ..engine_request(self.workload, self.config, request, part)
         };
-        self.engines[instance].submit(&asked, self.now)?;
+        if part.recomputed {
+            let hashes = self.chain_with_answer(request, part.from);
+            let prompt = Prompt::Chain { hashes: &hashes, tokens: part.from };
+            return self.put(&Request { prompt, pulled_tokens: 0, ..asked }, instance);
+        }
+        self.put(&asked, instance)
+    }
+
+    /// An engine's queue takes a request.
+    fn put(&mut self, asked: &Request<'_>, instance: usize) -> Result<(), CoreError> {
+        self.engines[instance].submit(asked, self.now)?;
         self.count_queue(instance);
         match self.instances[instance].state {
             State::Idle => self.free(instance),
@@ -396,6 +413,9 @@ impl Cluster<'_> {
             let end = self.engines[instance].start_steps(self.now, f64::INFINITY);
             let events = self.engines[instance].events();
             for admitted in events.admitted.iter().filter(|admitted| admitted.first_time) {
+                if ahead_of(admitted.id).is_some() {
+                    continue;
+                }
                 let request = admitted.id as usize;
                 self.parts[request].began = self.now;
                 if self.parts[request].from > 0 {
@@ -406,8 +426,14 @@ impl Cluster<'_> {
                     self.records.pulled_tokens[request] = i64::from(admitted.pulled_tokens);
                 }
             }
-            events.preempted.iter().for_each(|&id| self.records.preemptions[id as usize] += 1);
+            let whole = events.preempted.iter().filter(|id| ahead_of(**id).is_none());
+            whole.for_each(|&id| self.records.preemptions[id as usize] += 1);
             for admitted in &events.admitted {
+                if let Some(request) = ahead_of(admitted.id) {
+                    let warming = self.warming.get_mut(&(request as u32));
+                    warming.into_iter().for_each(|warming| warming.began(admitted.cached_tokens));
+                    continue;
+                }
                 self.routers.of(admitted.id).started(admitted, self.now)?;
             }
             self.count_queue(instance);
@@ -446,7 +472,7 @@ impl Cluster<'_> {
         self.timeline.add(instance, Quantity::Running, start, end, running);
         let computed: u32 = events.prefilled.iter().map(|chunk| chunk.tokens).sum();
         self.timeline.add(instance, Quantity::PrefillTokens, start, end, f64::from(computed) / (end - start));
-        for chunk in &events.prefilled {
+        for chunk in events.prefilled.iter().filter(|chunk| ahead_of(chunk.id).is_none()) {
             let request = chunk.id as usize;
             // What a prefill for another instance makes of a first token, nobody gets.
             let (part, prompt) = (&self.parts[request], self.workload.shape.input_tokens[request]);
@@ -464,8 +490,12 @@ impl Cluster<'_> {
             }
             self.routers.of(chunk.id).prefilled(chunk, first, self.now)?;
         }
-        let (mut arrivals, mut prefilled) = (Vec::new(), Vec::new());
+        let (mut arrivals, mut prefilled, mut warmed) = (Vec::new(), Vec::new(), Vec::new());
         for (&id, &gaps) in events.finished.iter().zip(&events.gaps) {
+            if let Some(request) = ahead_of(id) {
+                warmed.push(request);
+                continue;
+            }
             let request = id as usize;
             let part = &self.parts[request];
             if part.streams(self.workload.shape.input_tokens[request], self.config.silent_segments) {
@@ -504,6 +534,9 @@ impl Cluster<'_> {
         arrivals.into_iter().for_each(|(at, request)| self.at(at, Event::Arrival { request }));
         self.routers.cache_changed(instance, self.engines[instance].kv_log(), self.now);
         self.let_go(instance, end)?;
+        if let MoveBy::Recompute(by) = self.config.move_by {
+            warmed.into_iter().try_for_each(|request| self.warmed(request, by))?;
+        }
         for request in prefilled {
             self.next_segment(request, end)?;
             self.at(end, Event::Prefilled { request: request as u32 });
@@ -577,6 +610,7 @@ fn engine_request<'w>(
 mod handover;
 mod moves;
 mod pulls;
+mod recompute;
 mod start;
 #[cfg(test)]
 mod tests;

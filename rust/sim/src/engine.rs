@@ -372,6 +372,14 @@ impl Engine {
         Some((made, gaps))
     }
 
+    /// Output tokens that a decoding request has made here by `at`. None: it does not decode here now.
+    pub fn made(&self, id: u64, at: Seconds) -> Option<u32> {
+        let sequence = &self.sequences[*self.by_id.get(&id)?];
+        let decodes = sequence.state == State::Decode;
+        let done = sequence.total_at(self.tick) - sequence.prompt_tokens;
+        decodes.then(|| done + self.progress(at).1)
+    }
+
     /// Starts a step at `now` and gives its end. None: there is nothing to do at `now`. While a step runs, its end; infinite
     /// where the engine stands still (see [`crate::DecodeThroughput`]).
     pub fn start_step(&mut self, now: Seconds) -> Option<Seconds> {

@@ -21,7 +21,7 @@ pub mod text;
 pub mod transfer;
 pub mod workload;
 
-pub use cluster::{ClusterConfig, Outcome, Pulling, simulate};
+pub use cluster::{ClusterConfig, MoveBy, Outcome, Pulling, Recompute, simulate};
 pub use engine::order::{Order, OrderSpec, TOKEN_SECONDS};
 pub use engine::{Admission, Engine, Preempt, Prompt, Request, Settings};
 pub use events::{Counters, KvEvent, KvLog, Load, StepEvents};

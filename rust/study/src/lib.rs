@@ -2,3 +2,5 @@
 //!
 //! Simulations and studies offer them. The server does not: `lmetric-core` does not depend on this
 //! crate.
+
+pub mod forecast;

@@ -1,6 +1,5 @@
 //! What the router learns or is told about speed.
 pub mod decode_load;
-pub mod length_error;
 pub mod output_length;
 pub mod prefill_rate;
 pub mod pressure;
@@ -10,9 +9,9 @@ pub mod step_fit;
 pub mod step_time;
 pub mod step_watch;
 pub mod survival;
+pub mod turns;
 
 pub use decode_load::{DecodeLoad, Histogram};
-pub use length_error::{Bins, LengthError, Predictor};
 pub use output_length::OutputLength;
 pub use prefill_rate::{PrefillRate, attention_pairs};
 pub use pressure::{DecodeCost, Outlook, Pressure};
@@ -22,3 +21,4 @@ pub use step_fit::StepFit;
 pub use step_time::StepTime;
 pub use step_watch::StepWatch;
 pub use survival::Survival;
+pub use turns::{Turn, Turns};

@@ -1,8 +1,8 @@
 //! Which running decodes move, and where: STAR's rescheduler, a Llumnix-style rival, and none.
 //!
 //! A round looks at all decode instances and names at most a few moves. It is pure: who calls it, how often (STAR Table 4: every [`INTERVAL_STEPS`] steps), and
-//! how a move is made, is the router's matter. Where the remaining lengths come from is the caller's, too: `estimate/remaining.rs` has the curve,
-//! `estimate/length_error.rs` predictors that err as the paper's do; an oracle gives the exact lengths.
+//! how a move is made, is the router's matter. The remaining lengths come from a [`Forecast`].
+pub mod forecast;
 pub mod grid;
 pub mod llumnix;
 pub mod star;
@@ -12,7 +12,7 @@ mod tests;
 use crate::error::CoreError;
 use crate::estimate::remaining::Remaining;
 use crate::ids::InstanceId;
-use crate::suggest::nearest;
+pub use forecast::{Curve, Forecast, Running};
 pub use llumnix::{Llumnix, LlumnixSettings};
 pub use star::{Star, StarSettings, Weights};
 
@@ -150,7 +150,7 @@ pub struct Round {
 
 /// A rule that moves running requests.
 pub trait Rescheduler: Send {
-    /// Its name, as [`build`] takes it.
+    /// Its name.
     fn name(&self) -> &'static str;
 
     /// One round. The order of `loads` and of their requests does not matter; ties go to the lowest request, then the lowest instances.
@@ -158,44 +158,6 @@ pub trait Rescheduler: Send {
     /// # Errors
     /// `BadValue`: an instance given twice, a capacity of 0, a step time that is not above 0, remaining tokens that are negative or not finite.
     fn round(&mut self, loads: &[InstanceLoad]) -> Result<Round, CoreError>;
-}
-
-/// Moves nothing.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Never;
-
-impl Rescheduler for Never {
-    fn name(&self) -> &'static str {
-        "none"
-    }
-
-    fn round(&mut self, loads: &[InstanceLoad]) -> Result<Round, CoreError> {
-        ordered(loads)?;
-        Ok(Round { moves: Vec::new(), stop: Stop::Off })
-    }
-}
-
-/// Names that [`build`] knows.
-pub const NAMES: &[&str] = &["none", "star", "star_current", "llumnix"];
-
-/// The rescheduler of that name, at its defaults: `star` predicts, `star_current` sees the present alone.
-///
-/// # Errors
-/// `UnknownName` with the nearest one.
-pub fn build(name: &str) -> Result<Box<dyn Rescheduler>, CoreError> {
-    Ok(match name {
-        "none" => Box::new(Never),
-        "star" => Box::new(Star::new(StarSettings::default())?),
-        "star_current" => Box::new(Star::new(StarSettings { prediction: false, ..StarSettings::default() })?),
-        "llumnix" => Box::new(Llumnix::new(LlumnixSettings::default())?),
-        _ => {
-            return Err(CoreError::UnknownName {
-                kind: "rescheduler".into(),
-                name: name.into(),
-                nearest: nearest(name, NAMES.iter().copied()),
-            });
-        }
-    })
 }
 
 /// Places of `loads` by instance: sums and ties then don't depend on the order in which they were given.

@@ -1,5 +1,6 @@
 //! Cases by hand, and laws against a reference that tries everything.
 use super::*;
+use crate::router::RescheduleConfig;
 use proptest::prelude::*;
 
 fn request(id: u64, tokens: u32, remaining: f64) -> RunningRequest {
@@ -132,9 +133,9 @@ fn llumnix_by_hand() {
 #[test]
 fn bad_input_is_named() {
     let good = [request(1, 100, 9.0)];
-    for name in NAMES {
-        let mut rule = build(name).unwrap();
-        assert_eq!(rule.name(), *name);
+    for name in RescheduleConfig::NAMES {
+        let mut rule = RescheduleConfig::named(name).unwrap().build().unwrap().rule;
+        assert_eq!(rule.name(), name);
         let mut error =
             |load: InstanceLoad| rule.round(&[load, instance(9, 10, &[])]).unwrap_err().to_string();
         let load = instance(3, 1000, &good);
@@ -156,7 +157,7 @@ fn bad_input_is_named() {
         }
     }
     assert_eq!(
-        build("stars").err().unwrap().to_string(),
+        RescheduleConfig::named("stars").err().unwrap().to_string(),
         "unknown rescheduler \"stars\"; did you mean \"star\"?"
     );
     let error = |s: StarSettings| Star::new(s).err().unwrap().to_string();

@@ -165,12 +165,14 @@ impl Router {
         self.ordering.as_mut().map_or(Ok(()), |ordering| ordering.set_clock_offset(seconds))
     }
 
-    /// Sets how running requests are moved from now on; `None`: not at all. With a curve as its
-    /// forecast, answers are learned from now on.
+    /// Sets how running requests are moved from now on; `None`: not at all. What its forecast reads is
+    /// learned from now on.
     ///
     /// # Errors
     /// `BadValue` if the curves of answer lengths of the policies do not suit each other.
     pub fn set_rescheduling(&mut self, rescheduling: Option<Rescheduling>) -> Result<(), CoreError> {
+        let turns = rescheduling.as_ref().is_some_and(|by| by.forecast.reads_turns());
+        self.turns = turns.then(|| self.turns.take().unwrap_or_default());
         self.state.rescheduling = rescheduling;
         self.look_ahead()
     }

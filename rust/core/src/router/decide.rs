@@ -230,6 +230,7 @@ impl Router {
             tenant: request.tenant,
             lora: request.lora,
             priority: request.priority,
+            turn: self.turns.as_mut().map(|turns| turns.arrived(request, now)).unwrap_or_default(),
             place,
             failed: Vec::new(),
             lost: Vec::new(),

@@ -52,8 +52,6 @@ pub use priorities::Priorities;
 pub use replicas::MOST_REPLICAS;
 pub use rounds::NamedMove;
 pub use router::Router;
-pub use settings::{
-    Forecast, IndexFeed, PullConfig, RescheduleConfig, Rescheduling, RouterConfig, Rule, Split,
-};
+pub use settings::{IndexFeed, PullConfig, RescheduleConfig, Rescheduling, RouterConfig, Rule, Split};
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;

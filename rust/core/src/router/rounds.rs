@@ -2,16 +2,16 @@
 //! (STAR, section 5.2). Making them is the caller's part: see `moves`.
 use super::ledger::Stage;
 use super::router::Router;
-use super::settings::{Forecast, Rescheduling};
+use super::settings::Rescheduling;
 use super::state::State;
-use super::tickets::{Leg, TicketId};
+use super::tickets::{TicketId, TicketState, Tickets};
 use crate::error::CoreError;
 use crate::estimate::remaining::{Remaining, RemainingCurve};
-use crate::fleet::Role;
+use crate::fleet::{Fleet, Role};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::plan::Cuts;
-use crate::reschedule::{InstanceLoad, Move, RunningRequest, Stop};
+use crate::reschedule::{InstanceLoad, Move, Running, RunningRequest, Stop};
 
 /// A move that a round names.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -31,36 +31,36 @@ impl Router {
     /// no more. Nothing is booked; see [`Router::begin_move`].
     ///
     /// # Errors
-    /// Never for what the router itself keeps.
+    /// Those of the forecast. Without them, never for what the router itself keeps.
     pub fn reschedule(&mut self, now: Seconds) -> Result<(Vec<NamedMove>, Stop), CoreError> {
         self.clock(now);
         let Router { state, tickets, .. } = self;
-        let Some(by) = &state.rescheduling else { return Ok((Vec::new(), Stop::Off)) };
-        let curve = state.ledger.ahead().map(|ahead| RemainingCurve::new(&ahead.survival().product_limit()));
+        let Some(by) = &mut state.rescheduling else { return Ok((Vec::new(), Stop::Off)) };
+        let listed = listed(tickets, &state.fleet, by);
+        let asked: Vec<Running> = listed.iter().map(|listed| listed.asked).collect();
+        let curve = state.ledger.ahead().filter(|_| by.forecast.reads_curve());
+        let curve = curve.map(|ahead| RemainingCurve::new(&ahead.survival().product_limit()));
+        let mut predicted = Vec::with_capacity(asked.len());
+        by.forecast.predict(&asked, curve.as_ref(), &mut predicted)?;
         let mut requests: Vec<Vec<RunningRequest>> = vec![Vec::new(); state.fleet.slots()];
         let mut coming = vec![(0.0, 0.0); state.fleet.slots()];
         let mut tokens_per_block = 0.0;
-        for (ticket, request) in tickets.iter() {
+        for (Listed { ticket, request, comes, asked }, remaining) in listed.iter().zip(predicted) {
             let leg = &request.leg;
             let slot = leg.segment.instance.index();
-            let runs = leg.entry.stage == Stage::Decoding;
-            // One whose KV is on its way is load of its target already: else each round until it is
-            // there sends that target one more.
-            let comes = !runs && leg.segment.from_token > 0;
-            if !(runs || comes) || !state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
-                continue;
-            }
-            if comes {
+            if *comes {
                 coming[slot].0 += 1.0;
                 coming[slot].1 += leg.entry.prompt_tokens + leg.entry.output_tokens;
             }
             tokens_per_block = f64::max(tokens_per_block, request.tokens_per_block);
+            // Since the prediction, more tokens have come.
+            let since = leg.entry.output_tokens - asked.output_tokens;
             requests[slot].push(RunningRequest {
                 id: ticket.0,
                 tokens: (leg.entry.prompt_tokens + leg.entry.output_tokens) as u32,
-                remaining: remaining(by, curve.as_ref(), ticket, leg),
+                remaining: Remaining { tokens: (remaining.tokens - since).max(0.0), ..remaining },
                 priority: 0,
-                movable: runs
+                movable: !comes
                     && request.may_be_cut
                     && request.later.is_empty()
                     && leg.segment.to_token.is_none()
@@ -80,6 +80,15 @@ impl Router {
         let round = by.rule.round(&loads)?;
         let named = |why: &Move| NamedMove { ticket: TicketId(why.request), why: *why };
         Ok((round.moves.iter().map(named).collect(), round.stop))
+    }
+}
+
+impl Router {
+    /// What the next [`Router::reschedule`] asks the forecast for, if it comes at once. None if
+    /// nothing is rescheduled.
+    pub fn running(&self) -> Vec<Running> {
+        let Some(by) = &self.state.rescheduling else { return Vec::new() };
+        listed(&self.tickets, &self.state.fleet, by).iter().map(|listed| listed.asked).collect()
     }
 }
 
@@ -111,25 +120,39 @@ impl State {
     }
 }
 
-/// Output tokens that a running request is believed to have still to come, as of its last
-/// prediction.
-fn remaining(by: &Rescheduling, curve: Option<&RemainingCurve>, ticket: TicketId, leg: &Leg) -> Remaining {
-    let made = leg.entry.output_tokens;
+/// A request that a round looks at.
+struct Listed<'a> {
+    ticket: TicketId,
+    request: &'a TicketState,
+    /// Its KV is on its way.
+    comes: bool,
+    /// What the forecast is asked, as of its last prediction.
+    asked: Running,
+}
+
+/// The requests that decode, and those whose KV is on its way: each is load of its target already,
+/// else every round until it is there would send that target one more.
+fn listed<'a>(tickets: &'a Tickets, fleet: &Fleet, by: &Rescheduling) -> Vec<Listed<'a>> {
     let every = f64::from(by.repredict_tokens.max(1));
-    let interval = (made / every).floor();
-    let then = interval * every;
-    // What is known or drawn is of the moment of the last prediction; since then `made - then`
-    // tokens have come.
-    let truly = || leg.entry.expected_output_tokens.map_or(0.0, |all| (all - then).max(0.0));
-    let believed = match (&by.forecast, curve) {
-        (Forecast::Curve, Some(curve)) => {
-            let limit = leg.entry.expected_output_tokens.filter(|_| by.expected_is_limit);
-            curve.at(then, limit.unwrap_or(f64::INFINITY))
+    let mut listed = Vec::new();
+    for (ticket, request) in tickets.iter() {
+        let leg = &request.leg;
+        let entry = &leg.entry;
+        let runs = entry.stage == Stage::Decoding;
+        let comes = !runs && leg.segment.from_token > 0;
+        if (runs || comes) && fleet.is_current(leg.segment.instance, leg.instance_generation) {
+            let interval = (entry.output_tokens / every).floor();
+            let asked = Running {
+                ticket: ticket.0,
+                interval: interval as u64,
+                output_tokens: interval * every,
+                prompt_tokens: f64::from(request.prompt_tokens),
+                expected_output_tokens: entry.expected_output_tokens,
+                expected_is_limit: by.expected_is_limit,
+                turn: request.turn,
+            };
+            listed.push(Listed { ticket, request, comes, asked });
         }
-        (Forecast::Curve, None) => Remaining::exact(0.0),
-        (Forecast::Given, _) => Remaining::exact(truly()),
-        (Forecast::Bins(bins), _) => bins.predict(truly()),
-        (Forecast::Predictor(errs), _) => errs.predict(ticket.0, interval as u64, then, truly()),
-    };
-    Remaining { tokens: (believed.tokens - (made - then)).max(0.0), ..believed }
+    }
+    listed
 }

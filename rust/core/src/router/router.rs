@@ -9,7 +9,7 @@ use super::settings::RouterConfig;
 use super::state::State;
 use super::tickets::{TicketId, Tickets};
 use crate::error::CoreError;
-use crate::estimate::StepTime;
+use crate::estimate::{StepTime, Turns};
 use crate::fleet::{Fleet, Role};
 use crate::guard::{Guard, GuardEvent};
 use crate::ids::{InstanceId, Seconds};
@@ -33,6 +33,8 @@ pub struct Router {
     pub(super) replicas: Replicas,
     /// What requests are ordered by, if at all.
     pub(super) ordering: Option<Ordering>,
+    /// The latest turns of conversations, if a forecast reads them.
+    pub(super) turns: Option<Turns>,
     pub(super) receipts: ReceiptRing,
     pub(super) totals: Totals,
     /// Of policies that were replaced.
@@ -53,6 +55,7 @@ impl Router {
             tickets: Tickets::default(),
             replicas: Replicas::default(),
             ordering: None,
+            turns: None,
             receipts: ReceiptRing::new(config.receipt_bytes),
             totals: Totals::default(),
             fallbacks: Fallbacks::default(),

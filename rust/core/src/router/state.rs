@@ -169,7 +169,7 @@ impl State {
                 expected: BUCKET_TOKENS.to_string(),
             });
         }
-        let forecasts = self.rescheduling.as_ref().is_some_and(Rescheduling::learns_lengths);
+        let forecasts = self.rescheduling.as_ref().is_some_and(|by| by.forecast.reads_curve());
         let wanted = reads.intersects(AHEAD) || forecasts;
         let ahead = match self.ledger.ahead() {
             _ if !wanted => return Ok(false),

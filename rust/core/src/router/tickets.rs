@@ -1,6 +1,7 @@
 //! Tickets: one for each request in flight, in a slab whose keys never come back.
 use super::ledger::Entry;
 use crate::error::CoreError;
+use crate::estimate::Turn;
 use crate::ids::Seconds;
 use crate::plan::{Pull, Segment, Usage};
 use crate::priority::vtc::Place;
@@ -102,6 +103,8 @@ pub struct TicketState {
     pub lora: Option<u64>,
     /// See above.
     pub priority: Option<f64>,
+    /// Its conversation, if a forecast reads that.
+    pub turn: Turn,
     /// Its tenant's place, where tenants are served in turn.
     pub place: Option<Place>,
     /// Slots that failed the open segment.

@@ -24,6 +24,8 @@ pub(super) struct Part {
     pub before_began: Seconds,
     /// Whether the part before that one ran here, too: the request comes back.
     pub back: bool,
+    /// Whether its instance computes what came before it again, but for what its cache holds.
+    pub recomputed: bool,
 }
 
 impl Part {
@@ -80,6 +82,7 @@ impl Cluster<'_> {
             began: f64::NAN,
             before_began: last.began,
             back: last.from > 0 && instance == last.before,
+            recomputed: false,
         };
         self.started[request] = false;
         if from > 0 {

@@ -1,5 +1,6 @@
 //! Running requests move: each leaves its engine at the end of the step that runs, its KV is sent, and it queues where it goes on. It makes no token in
 //! between, as in STAR (section 5.4: the paused request's KV is sent while the others decode).
+use super::recompute::MoveBy;
 use super::{Cluster, Event, State};
 use crate::gaps::Gaps;
 use crate::profile::StepWork;
@@ -58,8 +59,22 @@ impl Cluster<'_> {
     /// # Errors
     /// What [`lmetric_core::router::Router::begin_move`] refuses.
     pub(super) fn begin_move(&mut self, request: usize, target: InstanceId) -> Result<(), CoreError> {
+        let by = self.config.move_by;
+        if let MoveBy::Recompute(bounds) = by
+            && !self.warm(request, target, bounds)?
+        {
+            return Ok(());
+        }
+        // What a target computes ahead is there when the request comes, as if it had been sent.
         self.routers.of(request as u64).begin_move(request as u64, target, Carry::Kv, self.now)?;
-        let source = self.parts[request].instance as usize;
+        match by {
+            MoveBy::Kv => self.ask_to_leave(request, self.parts[request].instance as usize),
+            MoveBy::Recompute(_) => Ok(()),
+        }
+    }
+
+    /// A running request leaves its instance when the step there ends.
+    pub(super) fn ask_to_leave(&mut self, request: usize, source: usize) -> Result<(), CoreError> {
         self.leaving[source].push(request as u32);
         match self.instances[source].state {
             State::Stepping => {
@@ -104,6 +119,11 @@ impl Cluster<'_> {
         self.begin(request, segment);
         let (to, from) = (segment.instance.index(), self.parts[request].before as usize);
         self.records.decode_instance[request] = to as i64;
+        if matches!(self.config.move_by, MoveBy::Recompute(_)) {
+            self.parts[request].recomputed = true;
+            self.at(ended.max(self.now), Event::HandOver { request: request as u32 });
+            return Ok(());
+        }
         let chain = super::chain(self.workload, self.config, request);
         let held = self.engines[to].hit_tokens(chain, segment.from_token);
         let tokens = segment.from_token - held;

@@ -22,6 +22,7 @@ impl<'a> Cluster<'a> {
         config.signals.check()?;
         config.transfer.check()?;
         config.pulling.check()?;
+        config.move_by.check()?;
         if let Some(seconds) = config.sharing_seconds.filter(|seconds| !(1e-3..=1e6).contains(seconds)) {
             return bad("sharing_seconds", seconds, "0.001 to 1e6 seconds");
         }
@@ -120,6 +121,7 @@ impl<'a> Cluster<'a> {
             left: workload.len(),
             moving: 0,
             leaving: vec![Vec::new(); engines.len()],
+            warming: HashMap::new(),
             last_tokens: vec![f64::NAN; workload.len()],
             variances: (0.0, 0.0),
             seams: TokenGaps::new(config.token_slo),

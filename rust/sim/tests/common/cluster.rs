@@ -2,7 +2,9 @@
 #![allow(dead_code)]
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::router::{IndexFeed, RouterConfig};
-use lmetric_sim::{Admission, ClusterConfig, Order, Preempt, Profile, Pulling, Signals, TokenSlo, Transfer};
+use lmetric_sim::{
+    Admission, ClusterConfig, MoveBy, Order, Preempt, Profile, Pulling, Signals, TokenSlo, Transfer,
+};
 
 /// A step takes 1 s, 0.1 s a decode, 0.001 s a context token and 0.01 s a prompt token.
 pub fn round() -> Profile {
@@ -42,6 +44,7 @@ pub fn config(profiles: Vec<Profile>) -> ClusterConfig {
         silent_segments: false,
         output_known: true,
         reschedule: None,
+        move_by: MoveBy::Kv,
         timeline_seconds: 10.0,
         token_slo: TokenSlo::same(0.1),
     }

@@ -192,6 +192,7 @@ impl Router {
                 let cost = self.state.decode_cost();
                 self.state.ledger.finished(made, state.leg.entry.output_tokens, cost, now);
             }
+            self.turns.iter_mut().for_each(|turns| turns.ended(&state.turn, made));
             self.state.learn_length(state.prompt_tokens, state.length_class, made);
         }
         let prompt = usage.prompt_tokens.unwrap_or(state.leg.entry.prompt_tokens as u32);

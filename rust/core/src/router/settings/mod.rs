@@ -4,7 +4,7 @@ mod rescheduling;
 mod split;
 
 pub use fetch::PullConfig;
-pub use rescheduling::{Forecast, RescheduleConfig, Rescheduling, Rule};
+pub use rescheduling::{RescheduleConfig, Rescheduling, Rule};
 pub use split::Split;
 
 use crate::estimate::StepTime;

@@ -1,11 +1,90 @@
-//! Predictors of remaining lengths that err as STAR's do: for the simulator, which knows the true lengths.
+//! Forecasts made from the true lengths, which only a simulation knows: an oracle, and predictors that err as those of STAR do.
 //!
-//! [`Bins`] are the coarse predictors of Table 3. [`LengthError`] errs by a mean absolute error (MAE): of Table 1 for the rivals, of section 4.3 for STAR's own.
+//! [`Given`] is the oracle, [`Bins`] are the coarse predictors of Table 3. [`LengthError`] errs by a mean absolute error (MAE): of Table 1 for the rivals, of section 4.3 for STAR's own.
 //! The paper gives averages and a few points; what is assumed between them is said at each. No state: an error is a hash of seed, request and interval.
-use super::remaining::Remaining;
-use crate::error::CoreError;
-use crate::suggest::nearest;
+use lmetric_core::CoreError;
+use lmetric_core::estimate::remaining::{Remaining, RemainingCurve};
+use lmetric_core::reschedule::{Forecast, Running};
 use std::f64::consts::{PI, TAU};
+
+/// Share of a predictor's error that is a request's own and stays; the paper does not say.
+const PERSISTENCE: f64 = 0.5;
+
+/// Names that [`named`] takes.
+pub const NAMES: [&str; 8] =
+    ["given", "bins_2", "bins_4", "bins_6", "llm_native", "pia", "mu_serve", "tetri_infer"];
+
+/// The forecast of that name; `seed` draws the errors of those that err at random.
+///
+/// # Errors
+/// `BadValue` for another name, with all that there are, `curve` of the core included.
+pub fn named(name: &str, seed: u64) -> Result<Box<dyn Forecast>, CoreError> {
+    let errs = |predictor| LengthError::new(predictor, PERSISTENCE, seed);
+    Ok(match name {
+        "given" => Box::new(Given),
+        "bins_2" => Box::new(Bins::table_3(2)?),
+        "bins_4" => Box::new(Bins::table_3(4)?),
+        "bins_6" => Box::new(Bins::table_3(6)?),
+        "llm_native" => Box::new(errs(Predictor::LlmNative)?),
+        "pia" => Box::new(errs(Predictor::Pia)?),
+        "mu_serve" => Box::new(errs(Predictor::MuServe)?),
+        "tetri_infer" => Box::new(errs(Predictor::TetriInfer)?),
+        other => {
+            let names = NAMES.join(", ");
+            let expected = format!("curve, {names}, a predictor's file (.npz or .onnx), or file.py:name");
+            return Err(bad("forecast of lengths", format!("{other:?}"), &expected));
+        }
+    })
+}
+
+/// The oracle: the request says its length.
+#[derive(Clone, Copy, Debug)]
+pub struct Given;
+
+/// A forecast that keeps nothing and predicts each request by itself, from its true length.
+trait FromTruth: Forecast + Clone + 'static {
+    fn one(&self, running: &Running) -> Remaining;
+}
+
+impl FromTruth for Given {
+    fn one(&self, running: &Running) -> Remaining {
+        Remaining::exact(running.given())
+    }
+}
+
+impl FromTruth for Bins {
+    fn one(&self, running: &Running) -> Remaining {
+        self.predict_one(running.given())
+    }
+}
+
+impl FromTruth for LengthError {
+    fn one(&self, running: &Running) -> Remaining {
+        self.predict_one(running.ticket, running.interval, running.output_tokens, running.given())
+    }
+}
+
+macro_rules! forecasts {
+    ($($kind:ty),*) => {
+        $(impl Forecast for $kind {
+            fn predict(
+                &mut self,
+                running: &[Running],
+                _: Option<&RemainingCurve>,
+                remaining: &mut Vec<Remaining>,
+            ) -> Result<(), CoreError> {
+                remaining.extend(running.iter().map(|request| self.one(request)));
+                Ok(())
+            }
+
+            fn fresh(&self) -> Box<dyn Forecast> {
+                Box::new(self.clone())
+            }
+        })*
+    };
+}
+
+forecasts!(Given, Bins, LengthError);
 
 /// A predictor that knows only in which bin the remaining length lies (STAR section 6.5, Table 3).
 #[derive(Clone, Debug, PartialEq)]
@@ -47,26 +126,12 @@ impl Bins {
         Ok(Bins { edges, values, deviations })
     }
 
-    /// The same with the mean of `remaining` lengths (in tokens, a sample) in each bin instead of its middle; an empty bin keeps the middle.
-    pub fn with_means(mut self, remaining: &[f64]) -> Bins {
-        for bin in 0..self.values.len() {
-            let inside: Vec<f64> = remaining.iter().copied().filter(|r| self.bin(*r) == bin).collect();
-            if !inside.is_empty() {
-                let n = inside.len() as f64;
-                let mean = inside.iter().sum::<f64>() / n;
-                self.values[bin] = mean;
-                self.deviations[bin] = (inside.iter().map(|r| (r - mean).powi(2)).sum::<f64>() / n).sqrt();
-            }
-        }
-        self
-    }
-
     fn bin(&self, remaining: f64) -> usize {
         self.edges[1..self.values.len()].partition_point(|edge| *edge <= remaining)
     }
 
     /// The prediction for a request that truly has `remaining` tokens to come; more than the last edge counts as in the last bin.
-    pub fn predict(&self, remaining: f64) -> Remaining {
+    pub fn predict_one(&self, remaining: f64) -> Remaining {
         let bin = self.bin(remaining);
         Remaining { tokens: self.values[bin], deviation: self.deviations[bin] }
     }
@@ -86,28 +151,7 @@ pub enum Predictor {
     TetriInfer,
 }
 
-/// Names of the predictors, as [`Predictor::from_name`] takes them.
-const PREDICTORS: &[(&str, Predictor)] = &[
-    ("llm_native", Predictor::LlmNative),
-    ("pia", Predictor::Pia),
-    ("mu_serve", Predictor::MuServe),
-    ("tetri_infer", Predictor::TetriInfer),
-];
-
 impl Predictor {
-    /// The predictor of that name.
-    ///
-    /// # Errors
-    /// `UnknownName` with the nearest one.
-    pub fn from_name(name: &str) -> Result<Predictor, CoreError> {
-        let found = PREDICTORS.iter().find(|(known, _)| *known == name).map(|(_, predictor)| *predictor);
-        found.ok_or_else(|| CoreError::UnknownName {
-            kind: "length predictor".into(),
-            name: name.into(),
-            nearest: nearest(name, PREDICTORS.iter().map(|(name, _)| *name)),
-        })
-    }
-
     /// Mean absolute error in tokens for an answer of `total` tokens of which `generated` are there.
     pub fn mae(self, generated: f64, total: f64) -> f64 {
         const LONG: f64 = 31_000.0;
@@ -148,7 +192,7 @@ impl LengthError {
     }
 
     /// The prediction in the request's `interval`-th interval, for an answer that has `generated` tokens and truly `remaining` to come.
-    pub fn predict(&self, request: u64, interval: u64, generated: f64, remaining: f64) -> Remaining {
+    pub fn predict_one(&self, request: u64, interval: u64, generated: f64, remaining: f64) -> Remaining {
         // A normal error's standard deviation is sqrt(pi / 2) times its mean absolute value.
         let deviation = self.predictor.mae(generated, generated + remaining) * (PI / 2.0).sqrt();
         let own = normal(mix(self.seed ^ mix(request)));
@@ -181,9 +225,36 @@ mod tests {
     use super::*;
 
     #[test]
+    fn names_make_forecasts_and_others_are_refused() {
+        let running = Running {
+            ticket: 7,
+            interval: 2,
+            output_tokens: 40.0,
+            prompt_tokens: 100.0,
+            expected_output_tokens: Some(3000.0),
+            expected_is_limit: false,
+            turn: lmetric_core::estimate::Turn::default(),
+        };
+        for name in NAMES {
+            let mut forecast = named(name, 1).unwrap().fresh();
+            let mut remaining = Vec::new();
+            forecast.predict(&[running, running], None, &mut remaining).unwrap();
+            assert_eq!((remaining.len(), remaining[0]), (2, remaining[1]), "{name}");
+        }
+        let mut remaining = Vec::new();
+        named("given", 0).unwrap().predict(&[running], None, &mut remaining).unwrap();
+        assert_eq!(remaining, [Remaining::exact(2960.0)]);
+        let error = named("bins_3", 0).unwrap_err().to_string();
+        assert!(
+            error.starts_with("forecast of lengths: \"bins_3\" is not valid; expected curve, given,"),
+            "{error}"
+        );
+    }
+
+    #[test]
     fn bins_of_table_3() {
         let two = Bins::table_3(2).unwrap();
-        let tokens = |b: &Bins, r: f64| b.predict(r).tokens;
+        let tokens = |b: &Bins, r: f64| b.predict_one(r).tokens;
         assert_eq!((tokens(&two, 0.0), tokens(&two, 8191.0)), (4096.0, 4096.0));
         assert_eq!((tokens(&two, 8192.0), tokens(&two, 1e9)), (20_480.0, 20_480.0));
         let six = Bins::table_3(6).unwrap();
@@ -191,9 +262,6 @@ mod tests {
             [0.0, 3000.0, 5000.0, 7000.0, 9000.0, 20_000.0].map(|r| tokens(&six, r) / 1024.0),
             [1.0, 3.0, 5.0, 7.0, 12.0, 24.0]
         );
-        let means = two.with_means(&[100.0, 300.0]);
-        assert_eq!(means.predict(5.0), Remaining { tokens: 200.0, deviation: 100.0 });
-        assert_eq!(tokens(&means, 9000.0), 20_480.0);
         let error = Bins::table_3(3).unwrap_err().to_string();
         assert_eq!(error, "bins of a length predictor: 3 is not valid; expected 2, 4 or 6 (STAR Table 3)");
         for edges in [vec![], vec![0.0], vec![1.0, 2.0], vec![0.0, 2.0, 2.0], vec![0.0, f64::NAN]] {
@@ -214,8 +282,6 @@ mod tests {
             let (mean, grow) = auxiliary(predictor);
             assert!((mean / average - 1.0).abs() < 1e-3 && (grow - 3.2).abs() < 1e-9, "{mean} {grow}");
         }
-        let error = Predictor::from_name("llm-native").unwrap_err().to_string();
-        assert_eq!(error, "unknown length predictor \"llm-native\"; did you mean \"llm_native\"?");
     }
 
     #[test]
@@ -223,18 +289,18 @@ mod tests {
         for persistence in [0.0, 0.7, 1.0] {
             let model = LengthError::new(Predictor::Pia, persistence, 7).unwrap();
             let errors: Vec<f64> =
-                (0..20_000).map(|id| model.predict(id, 3, 0.0, 1e6).tokens - 1e6).collect();
+                (0..20_000).map(|id| model.predict_one(id, 3, 0.0, 1e6).tokens - 1e6).collect();
             let mae = errors.iter().map(|e| e.abs()).sum::<f64>() / 20_000.0;
             let mean = errors.iter().sum::<f64>() / 20_000.0;
             assert!((mae / 14_169.3 - 1.0).abs() < 0.02 && mean.abs() < 300.0, "{mae} {mean}");
-            assert_eq!(model.predict(5, 3, 0.0, 1e6), model.predict(5, 3, 0.0, 1e6));
-            let same = model.predict(5, 3, 0.0, 1e6) == model.predict(5, 4, 0.0, 1e6);
+            assert_eq!(model.predict_one(5, 3, 0.0, 1e6), model.predict_one(5, 3, 0.0, 1e6));
+            let same = model.predict_one(5, 3, 0.0, 1e6) == model.predict_one(5, 4, 0.0, 1e6);
             assert_eq!(same, persistence == 1.0);
             let other = LengthError::new(Predictor::Pia, persistence, 8).unwrap();
-            assert_ne!(model.predict(5, 3, 0.0, 1e6), other.predict(5, 3, 0.0, 1e6));
+            assert_ne!(model.predict_one(5, 3, 0.0, 1e6), other.predict_one(5, 3, 0.0, 1e6));
         }
         assert!(LengthError::new(Predictor::Pia, f64::NAN, 0).is_err());
         let short = LengthError::new(Predictor::Pia, 0.5, 0).unwrap();
-        assert!((0..1000).all(|id| short.predict(id, 0, 0.0, 1.0).tokens >= 0.0));
+        assert!((0..1000).all(|id| short.predict_one(id, 0, 0.0, 1.0).tokens >= 0.0));
     }
 }

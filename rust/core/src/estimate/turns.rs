@@ -1,0 +1,207 @@
+//! Turns: which request continues which conversation, and how long the answers before were.
+//!
+//! A request's turn before is the latest one with the same session key or, without one, the latest
+//! whose whole prompt blocks begin this prompt. A prompt that [`SHARED_AFTER`] or more different
+//! ones continue is a system prompt, and ties no two requests together. `lmetric.lengths.from_trace`
+//! finds turns the same way, for training.
+use crate::ids::Seconds;
+use crate::request::Request;
+use lru::LruCache;
+use std::num::NonZeroUsize;
+
+/// A prompt with as many different continuations is a system prompt.
+const SHARED_AFTER: usize = 8;
+/// Prompts and sessions that are remembered, about 150 bytes each; the one used least recently leaves.
+const REMEMBERED: usize = 1 << 16;
+
+/// What is known of a request's conversation when the request arrives; all 0 in a first turn.
+#[derive(Clone, Copy, Debug, PartialEq, Default)]
+pub struct Turn {
+    /// Turns before this one.
+    pub turns: u32,
+    /// Prompt tokens that the turn before did not have; all of them in a first turn.
+    pub new_prompt_tokens: f64,
+    /// Tokens of the answer before.
+    pub previous_answer_tokens: f64,
+    /// Mean of all answers before in the conversation, tokens.
+    pub mean_answer_tokens: f64,
+    /// From the arrival of the turn before to this one's.
+    pub seconds_since_previous: Seconds,
+    /// What its answer is recorded under.
+    key: u64,
+}
+
+#[derive(Debug)]
+struct Record {
+    /// Whole blocks of its prompt, and the hash of the last; its prompt's tokens.
+    blocks: usize,
+    end: Option<u64>,
+    prompt_tokens: u32,
+    arrival: Seconds,
+    turns: u32,
+    /// Answers of the turns before, and its own once it has ended.
+    answers_tokens: f64,
+    answer_tokens: f64,
+    /// First blocks of the prompts that continued it, while they are few.
+    continuations: Vec<u64>,
+}
+
+/// The latest turns, by session key or by the last whole block of the prompt.
+#[derive(Debug)]
+pub struct Turns {
+    records: LruCache<u64, Record>,
+}
+
+impl Default for Turns {
+    fn default() -> Turns {
+        Turns { records: LruCache::new(NonZeroUsize::new(REMEMBERED).expect("above 0")) }
+    }
+}
+
+impl Turns {
+    /// A request arrives: what its conversation was, and from now on it is the latest turn.
+    pub fn arrived(&mut self, request: &Request<'_>, now: Seconds) -> Turn {
+        let whole = (f64::from(request.prompt_tokens) / request.tokens_per_block) as usize;
+        let chain = &request.chain[..request.chain.len().min(whole)];
+        let session = request.session.map(|session| session ^ 0x9e37_79b9_7f4a_7c15);
+        let before = match session {
+            Some(key) => self.records.peek(&key).map(|record| (record, shared(record, request, chain))),
+            None => self.by_prefix(chain, request.tokens_per_block),
+        };
+        let prompt = f64::from(request.prompt_tokens);
+        let mut turn = Turn { new_prompt_tokens: prompt, ..Turn::default() };
+        let mut answers_tokens = 0.0;
+        if let Some((record, shared)) = before {
+            answers_tokens = record.answers_tokens + record.answer_tokens;
+            turn.turns = record.turns + 1;
+            turn.new_prompt_tokens = (prompt - shared).max(0.0);
+            turn.previous_answer_tokens = record.answer_tokens;
+            turn.mean_answer_tokens = answers_tokens / f64::from(turn.turns);
+            turn.seconds_since_previous = (now - record.arrival).max(0.0);
+        }
+        let Some(key) = session.or(chain.last().copied()) else { return turn };
+        turn.key = key;
+        let continuations = self.records.pop(&key).map(|record| record.continuations).unwrap_or_default();
+        self.records.put(
+            key,
+            Record {
+                blocks: chain.len(),
+                end: chain.last().copied(),
+                prompt_tokens: request.prompt_tokens,
+                arrival: now,
+                turns: turn.turns,
+                answers_tokens,
+                answer_tokens: 0.0,
+                continuations,
+            },
+        );
+        turn
+    }
+
+    /// The answer of a request has ended. Nothing happens if a later turn has come meanwhile, or the
+    /// turn was forgotten.
+    pub fn ended(&mut self, turn: &Turn, answer_tokens: u32) {
+        if let Some(record) = self.records.get_mut(&turn.key).filter(|record| record.turns == turn.turns) {
+            record.answer_tokens = f64::from(answer_tokens);
+        }
+    }
+
+    /// The latest turn with the most whole blocks that begin `chain`, and the tokens of these.
+    fn by_prefix(&mut self, chain: &[u64], tokens_per_block: f64) -> Option<(&Record, f64)> {
+        let mut longest = None;
+        for (place, hash) in chain.iter().enumerate() {
+            let Some(record) = self.records.peek_mut(hash) else { continue };
+            if let Some(next) = chain.get(place + 1)
+                && record.continuations.len() < SHARED_AFTER
+                && !record.continuations.contains(next)
+            {
+                record.continuations.push(*next);
+            }
+            if record.continuations.len() < SHARED_AFTER {
+                longest = Some(*hash);
+            }
+        }
+        let record = self.records.get(&longest?)?;
+        Some((record, record.blocks as f64 * tokens_per_block))
+    }
+}
+
+/// Tokens of the turn before that this prompt begins with.
+fn shared(record: &Record, request: &Request<'_>, chain: &[u64]) -> f64 {
+    match record.end {
+        // Prompts without blocks: a turn is taken to repeat the one before.
+        None => f64::from(record.prompt_tokens.min(request.prompt_tokens)),
+        end if chain.get(record.blocks - 1).copied() == end => {
+            record.blocks as f64 * request.tokens_per_block
+        }
+        Some(_) => 0.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request<'a>(chain: &'a [u64], prompt_tokens: u32, session: Option<u64>) -> Request<'a> {
+        Request { chain, prompt_tokens, tokens_per_block: 16.0, session, ..Request::default() }
+    }
+
+    #[test]
+    fn a_prompt_continues_the_latest_one_that_it_begins_with() {
+        let mut turns = Turns::default();
+        // 40 tokens: two whole blocks; the partial third ties nothing together.
+        let first = turns.arrived(&request(&[1, 2, 3], 40, None), 10.0);
+        assert_eq!((first.turns, first.new_prompt_tokens, first.previous_answer_tokens), (0, 40.0, 0.0));
+        turns.ended(&first, 30);
+        let second = turns.arrived(&request(&[1, 2, 4, 5], 70, None), 25.0);
+        assert_eq!((second.turns, second.new_prompt_tokens), (1, 70.0 - 32.0));
+        assert_eq!((second.previous_answer_tokens, second.seconds_since_previous), (30.0, 15.0));
+        turns.ended(&second, 50);
+        let third = turns.arrived(&request(&[1, 2, 4, 5, 6], 80, None), 26.0);
+        assert_eq!((third.turns, third.previous_answer_tokens, third.mean_answer_tokens), (2, 50.0, 40.0));
+        let other = turns.arrived(&request(&[7, 8, 9, 10], 70, None), 27.0);
+        assert_eq!((other.turns, other.new_prompt_tokens), (0, 70.0));
+        // Nothing to remember it by.
+        assert_eq!(turns.arrived(&request(&[], 9, None), 28.0).turns, 0);
+        assert_eq!(turns.arrived(&request(&[], 9, None), 29.0).turns, 0);
+    }
+
+    #[test]
+    fn a_prompt_that_many_continue_is_a_system_prompt() {
+        let mut turns = Turns::default();
+        turns.arrived(&request(&[1], 16, None), 0.0);
+        let found: Vec<u32> = (0..10)
+            .map(|i| turns.arrived(&request(&[1, 100 + i], 32, None), f64::from(i as u32)).turns)
+            .collect();
+        assert_eq!(found, [1, 1, 1, 1, 1, 1, 1, 0, 0, 0]);
+    }
+
+    #[test]
+    fn a_session_key_goes_before_prefixes() {
+        let mut turns = Turns::default();
+        let first = turns.arrived(&request(&[1, 2], 32, Some(5)), 0.0);
+        turns.ended(&first, 7);
+        let other = turns.arrived(&request(&[1, 2, 3], 48, Some(6)), 1.0);
+        assert_eq!(other.turns, 0);
+        let second = turns.arrived(&request(&[1, 2, 3], 48, Some(5)), 2.0);
+        assert_eq!((second.turns, second.new_prompt_tokens, second.previous_answer_tokens), (1, 16.0, 7.0));
+        // A client that cut its history: nothing of the turn before is known to be there.
+        let third = turns.arrived(&request(&[9, 3], 32, Some(5)), 3.0);
+        assert_eq!((third.turns, third.new_prompt_tokens), (2, 32.0));
+        // The second answer ends after the third turn has come.
+        turns.ended(&second, 100);
+        let fourth = turns.arrived(&request(&[9, 3, 4], 48, Some(5)), 4.0);
+        assert_eq!((fourth.turns, fourth.previous_answer_tokens), (3, 0.0));
+    }
+
+    #[test]
+    fn what_is_remembered_is_bounded() {
+        let mut turns = Turns::default();
+        for hash in 0..REMEMBERED as u64 + 10 {
+            turns.arrived(&request(&[hash + 1], 16, None), 0.0);
+        }
+        assert_eq!(turns.records.len(), REMEMBERED);
+        assert_eq!(turns.arrived(&request(&[1, 2], 32, None), 1.0).turns, 0);
+        assert_eq!(turns.arrived(&request(&[REMEMBERED as u64, 2], 32, None), 1.0).turns, 1);
+    }
+}
