@@ -116,12 +116,11 @@ async def played(way: Way, prompt_tokens: int, given: argparse.Namespace) -> dic
             "engines": [{"url": engine.url} for engine in engines],
             "policy": "round_robin",
             "load": {"interval": None},
-            "reschedule": "star",
-            "reschedule_by": way.by,
-            "reschedule_leg_tokens": way.leg,
-            "reschedule_period_seconds": 3600.0,
-            "reschedule_at_once": given.requests,
-            "reschedule_max_gap_seconds": MAX_GAP_SECONDS if way.leg is None else 60.0,
+            "rebalance": {"kind": "star", "period_seconds": 3600.0},
+            "migration_by": way.by,
+            "migration_leg_tokens": way.leg,
+            "migration_max_concurrent": given.requests,
+            "migration_max_gap_seconds": MAX_GAP_SECONDS if way.leg is None else 60.0,
         }
         server = Server(ServerConfig.model_validate(config))
         await server.start()

@@ -31,8 +31,7 @@ async def moving(*options: EngineOptions, cache: bool = True, **config: Any) -> 
     given = {
         "tokenizer": None,
         "policy": "round_robin",
-        "reschedule": "star",
-        "reschedule_period_seconds": 3600.0,
+        "rebalance": {"kind": "star", "period_seconds": 3600.0},
     }
     async with pd(*kinds, **(given | config)) as world:
         pool = world.server.fleet.pools[0]

@@ -34,11 +34,16 @@ def body_of(path: str, prompt: str = PROMPT, **changes: Any) -> dict[str, Any]:
     return {"model": "emulated", "max_tokens": 24, **asked, **changes}
 
 
+def forced(at: float | None) -> dict[str, Any] | None:
+    """The split of every request at a fraction; None: the policy's."""
+    return None if at is None else {"kind": "force", "fraction": at}
+
+
 @contextlib.asynccontextmanager
 async def split(*options: EngineOptions, at: float | None = 0.9, **config: Any) -> AsyncIterator[Pd]:
     """Such a router; every request is cut at this fraction."""
     kinds = options or (both(), both(), both())
-    given = {"tokenizer": None, "policy": "round_robin", "split_force_at": at}
+    given = {"tokenizer": None, "policy": "round_robin", "split": forced(at)}
     async with pd(*kinds, **(given | config)) as world:
         pool = world.server.fleet.pools[0]
         await world.until(lambda: all(engine.identified for engine in pool.engines.values()))

@@ -118,7 +118,10 @@ UNUSABLE = [
     (["--policy", "linear", "--knob", "lamda=1"], 'did you mean "lam"?'),
     (["--policy", "lmetric", "--knob", "lam=1"], 'policy lmetric "lam"'),
     (["--decode-policy", "least_request"], "did you mean the policy 'least_requests'?"),
-    (["--split", "libra", "--set", "split_settings={part: 2}"], "'part' is not valid; expected parts"),
+    (
+        ["--split", "libra", "--set", "split.probe=2"],
+        "split.probe = '2': unknown setting; did you mean 'probes'?",
+    ),
     (["--profile", "h100"], "profile 'h100'"),
     (["--api-keys", "none.yaml"], "none.yaml: cannot be read"),
 ]

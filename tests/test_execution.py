@@ -103,7 +103,7 @@ class Setup:
     """A pool and its engines."""
 
     roles: str = "both"  # or nixl, sglang: prefill and decode engines
-    moves: str | None = None  # reschedule_by
+    moves: str | None = None  # migration_by
     slice_tokens: int | None = 3
     split_at: float | None = None
     pulls: bool = False
@@ -177,16 +177,16 @@ def _config(of: Setup) -> ServerConfig:
     }
     if of.moves is not None:
         values |= {
-            "reschedule": "star",
-            "reschedule_by": of.moves,
-            "reschedule_leg_tokens": of.slice_tokens,
-            "reschedule_max_gap_seconds": 1e-9 if of.long_gaps else 80_000.0,
+            "rebalance": "star",
+            "migration_by": of.moves,
+            "migration_leg_tokens": of.slice_tokens,
+            "migration_max_gap_seconds": 1e-9 if of.long_gaps else 80_000.0,
         }
     if of.split_at is not None:
-        values |= {"split_force_at": of.split_at, "split_recompute": not of.nixl}
+        values |= {"split": {"kind": "force", "fraction": of.split_at}, "split_recompute": not of.nixl}
     if of.pulls:
-        cost = {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "least_tokens": BLOCK_TOKENS}
-        values |= {"pull": "on", "pull_settings": cost, "pull_seconds": 5.0}
+        cost = {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "min_tokens": BLOCK_TOKENS}
+        values |= {"prefix_fetch": cost, "prefix_fetch_timeout_seconds": 5.0}
     return ServerConfig.model_validate(values)
 
 

@@ -146,7 +146,7 @@ def test_settings_of_cuts_go_with_cuts() -> None:
     from goal_parts import PARTS, Part, without
 
     late = Part("early", split_settings={"early_first_token": 0}, of="apart")
-    assert without("", [late]).settings == {"split_settings": {"early_first_token": 0}}
+    assert without("", [late]).settings == {"split": {"kind": "apart", "early_first_token": 0}}
     (apart,) = (part for part in PARTS if part.label == "apart")
     assert without("", [late, apart]).settings == {"split": "none"}
 

@@ -328,9 +328,8 @@ def begin_move(w: World, ticket: int, target: str) -> None:
 
 
 MOVES: dict[str, Any] = {
-    "reschedule": "star",
-    "reschedule_period_seconds": 3600.0,  # no move but a test's
-    "reschedule_max_gap_seconds": 60.0,
+    "rebalance": {"kind": "star", "period_seconds": 3600.0},  # no move but a test's
+    "migration_max_gap_seconds": 60.0,
 }
 BOTH_WAYS: dict[str, Any] = {"bidirectional": True}
 
@@ -377,13 +376,13 @@ async def _(g: Golden) -> None:
 PD_WAYS: dict[str, dict[str, Any]] = {
     "pool without rescheduling": {},
     "pool with rescheduling": MOVES,
-    "pool with rescheduling by legs": MOVES | {"reschedule_by": "legs", "reschedule_leg_tokens": 4},
+    "pool with rescheduling by legs": MOVES | {"migration_by": "legs", "migration_leg_tokens": 4},
 }
 
 
 def pd_scenarios(way: str, config: dict[str, Any]) -> None:
     """The same for each way."""
-    legs = config.get("reschedule_by") == "legs"
+    legs = config.get("migration_by") == "legs"
 
     def name(what: str) -> str:
         return f"prefill/decode, {way}{what and ', '}{what}"
@@ -532,7 +531,7 @@ def answered_first(w: World, first: Engine, second: Engine) -> None:
 
 
 def split_config(at: float, **more: Any) -> dict[str, Any]:
-    return {"split_force_at": at, **more}
+    return {"split": {"kind": "force", "fraction": at}, **more}
 
 
 def split_scenarios(what: str, at: float) -> None:
@@ -607,7 +606,7 @@ def move_scenarios(by: str) -> None:
         assert receipt["answered"] == source
         assert mover(w).outcomes == {"moved": 1}
 
-    config = MOVES | {"reschedule_by": by}
+    config = MOVES | {"migration_by": by}
 
     @scenario(f"a stream moves ({by})", streams=(True,))
     async def _(g: Golden) -> None:
@@ -643,7 +642,7 @@ async def _(g: Golden) -> None:
         assert mover(w).outcomes == {"source_failed": 1}
 
 
-LEGS: dict[str, Any] = MOVES | {"reschedule_by": "legs", "reschedule_leg_tokens": 4}
+LEGS: dict[str, Any] = MOVES | {"migration_by": "legs", "migration_leg_tokens": 4}
 
 
 @scenario("in legs")
@@ -735,9 +734,8 @@ async def _(g: Golden) -> None:
 # A prompt's front fetched from another engine.
 
 PULLS: dict[str, Any] = {
-    "pull": "on",
-    "pull_settings": {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "least_tokens": BLOCK_TOKENS},
-    "pull_seconds": 60.0,
+    "prefix_fetch": {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "min_tokens": BLOCK_TOKENS},
+    "prefix_fetch_timeout_seconds": 60.0,
 }
 
 

@@ -1,5 +1,6 @@
 """Which policies the hot-spot guard filters, and its settings, wherever a router is made."""
 
+import dataclasses
 import re
 from functools import cache
 from pathlib import Path
@@ -10,27 +11,27 @@ import pytest
 from pydantic import ValidationError
 
 import lmetric as lm
-from lmetric.config import PoolSettings
+from lmetric.config import ConfigError, PoolSettings
 from lmetric.sim.run import Run, simulate
 from lmetric.sim.study_file import load_study
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import Trace
 
 SETTINGS: dict[str, Any] = {
-    "guard_window_seconds": 60.0,
-    "guard_period_seconds": 1.0,
-    "guard_classes": 64,
-    "guard_min_requests": 16,
-    "guard_phase2_factor": 2.0,
-    "guard_release_factor": 0.8,
+    "window_seconds": 60.0,
+    "period_seconds": 1.0,
+    "classes": 64,
+    "min_requests": 16,
+    "phase2_factor": 2.0,
+    "release_factor": 0.8,
 }
-OUT_OF_RANGE = {
-    "guard_window_seconds": 0.0,
-    "guard_period_seconds": 0.001,
-    "guard_classes": 0,
-    "guard_min_requests": -1,
-    "guard_phase2_factor": -0.5,
-    "guard_release_factor": 1.5,
+OUT_OF_RANGE: dict[str, Any] = {
+    "window_seconds": 0.0,
+    "period_seconds": 0.001,
+    "classes": 0,
+    "min_requests": -1,
+    "phase2_factor": -0.5,
+    "release_factor": 1.5,
 }
 
 
@@ -110,39 +111,42 @@ def test_an_expression_is_guarded_in_simulations_too() -> None:
 
 def test_every_setting_of_the_guard_is_there_with_one_default() -> None:
     """Fidelity gap 12: the configuration has the defaults of the router, and all of its settings."""
-    fields = PoolSettings.model_fields
-    assert {name: fields[name].default for name in fields if name.startswith("guard_")} == SETTINGS
-    guard = lm.Guard()
-    assert {name: getattr(guard, name.removeprefix("guard_")) for name in SETTINGS} == SETTINGS
+    assert dataclasses.asdict(lm.Guard()) == {"enabled": None, **SETTINGS}
+    assert PoolSettings().guard == lm.Guard()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_of_the_guard_is_checked(name: str, tmp_path: Path) -> None:
     """Fidelity gap 12: out of range, each is refused by the router, the simulator, the server and studies."""
     wrong: dict[str, Any] = {name: OUT_OF_RANGE[name]}
-    setting = name.removeprefix("guard_")
-    with pytest.raises(lm.BadValueError, match=f"hot-spot guard: {setting}"):
-        lm.Router("lmetric", guard=lm.Guard(**{setting: OUT_OF_RANGE[name]}))
-    with pytest.raises(lm.BadValueError, match=f"hot-spot guard: {setting}"):
-        simulate(hot_spot(), instances=1, **wrong)
-    with pytest.raises(ValidationError, match=name):
-        PoolSettings.model_validate(wrong)
+    with pytest.raises(lm.BadValueError, match=f"hot-spot guard: {name}"):
+        lm.Router("lmetric", guard=lm.Guard(**wrong))
+    with pytest.raises(lm.BadValueError, match=f"guard.{name}: {OUT_OF_RANGE[name]} is not valid; expected"):
+        simulate(hot_spot(), instances=1, guard=wrong)
+    with pytest.raises(ValidationError, match=f"guard.{name}: {OUT_OF_RANGE[name]} is not valid; expected"):
+        PoolSettings.model_validate({"guard": wrong})
     study = tmp_path / "study.yaml"
-    study.write_text(f"traces: t.jsonl\npolicies: lmetric\nsettings: {{{name}: {SETTINGS[name]}}}\n")
+    text = "traces: t.jsonl\npolicies: lmetric\nsettings: {guard: {%s: %s}}\n"
+    study.write_text(text % (name, SETTINGS[name]))
     (setup,) = load_study(study).setups
-    assert setup.settings == {name: SETTINGS[name]}
+    assert setup.settings == {"guard": {name: SETTINGS[name]}}
+    study.write_text(text % (name, OUT_OF_RANGE[name]))
+    with pytest.raises(
+        ConfigError, match=f"study.yaml: settings.guard.{name} = {OUT_OF_RANGE[name]}: expected"
+    ):
+        load_study(study)
 
 
 @pytest.mark.parametrize(
     ("quiet", "value"),
-    [("guard_min_requests", 10**6), ("guard_window_seconds", 0.01), ("guard_period_seconds", 1e6)],
+    [("min_requests", 10**6), ("window_seconds", 0.01), ("period_seconds", 1e6)],
 )
 def test_settings_of_the_guard_have_their_effect(quiet: str, value: float) -> None:
     """Fidelity gap 12: these leave no prefix to suspect."""
-    assert played(**{quiet: value}).guard_alarms == 0
+    assert played(guard={quiet: value}).guard_alarms == 0
 
 
 def test_the_guard_filters_sooner_with_a_lower_factor() -> None:
-    """Fidelity gap 12: `guard_phase2_factor` is what phase 2 counts to."""
-    assert played(guard_phase2_factor=0.0).guard_filters > 0
-    assert played(guard_phase2_factor=1e9).guard_filters == 0
+    """Fidelity gap 12: `phase2_factor` is what phase 2 counts to."""
+    assert played(guard={"phase2_factor": 0.0}).guard_filters > 0
+    assert played(guard={"phase2_factor": 1e9}).guard_filters == 0

@@ -59,7 +59,7 @@ def test_what_counts_by_hand() -> None:
         output_tokens=np.array([11, 11, 11]), hash_offsets=np.array([0, 4, 8, 8]),
         hash_ids=np.array([1, 2, 3, 4, 1, 2, 3, 4], np.uint64), block_tokens=512,
     )  # fmt: skip
-    run = lm.simulate(trace, instances=2, policy="round_robin", pull="on", transfer="2, fixed=0.01")
+    run = lm.simulate(trace, instances=2, policy="round_robin", prefix_fetch="on", transfer="2, fixed=0.01")
     assert run.pull_instance.tolist() == [-1, 0, -1]
     told = outcome(run, np.array([True, True, False]))
     assert (told.pulls, told.found, told.instances) == (0.5, 0, 2)

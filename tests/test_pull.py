@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import lmetric as lm
-from lmetric.options import from_settings
+from lmetric.options import SimulatedFetch, from_settings, parse
 from lmetric.profiles import load_profile
-from lmetric.sim.pulls import Pull
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.synthetic import check_synthetic
 
@@ -105,9 +104,9 @@ def test_switched_off_it_pulls_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"speed": 1.0}, "max_fetches, max_kv_usage"),
-        ({"most_pulls": 0.0}, "at least 1"),
-        ({"least_tokens": 1.5}, "whole number"),
+        ({"quickness": 1.0}, "known here: .*max_fetches, max_kv_usage"),
+        ({"max_fetches": 0.0}, "at least 1"),
+        ({"least_tokens": 1.5}, "min_tokens: 1.5 .*valid integer"),
         ({"fixed_seconds": -1.0}, "fixed_seconds"),
     ],
 )
@@ -138,7 +137,7 @@ def played(workload: Workload, **settings: object) -> Run:
 
 def test_prefixes_move_in_the_simulator(workload: Workload) -> None:
     """What is pulled is not computed, and comes sooner over a faster link."""
-    run = played(workload, pull="on", transfer="25")
+    run = played(workload, prefix_fetch="on", transfer="25")
     pulls = run.pull_instance >= 0
     assert pulls.any()
     assert (run.pull_instance[pulls] != run.instance[pulls]).all()
@@ -151,8 +150,8 @@ def test_prefixes_move_in_the_simulator(workload: Workload) -> None:
     assert (plain.pull_instance < 0).all()
     assert computed < plain.timeline.prefill_tokens.sum()
     waiting = np.nanmean(run.pull_seconds)
-    assert np.nanmean(played(workload, pull="at_once", transfer="25").pull_seconds) < waiting
-    assert np.nanmean(played(workload, pull="on", transfer="2").pull_seconds) > waiting
+    assert np.nanmean(played(workload, prefix_fetch="at_once", transfer="25").pull_seconds) < waiting
+    assert np.nanmean(played(workload, prefix_fetch="on", transfer="2").pull_seconds) > waiting
 
 
 def test_without_pulls_the_score_is_lmetric(workload: Workload) -> None:
@@ -160,29 +159,29 @@ def test_without_pulls_the_score_is_lmetric(workload: Workload) -> None:
 
 
 def test_nothing_is_pulled_that_does_not_pay(workload: Workload) -> None:
-    run = played(workload, pull="on", transfer="0.5")  # 197 us a token, beside 100 to compute it
+    run = played(workload, prefix_fetch="on", transfer="0.5")  # 197 us a token, beside 100 to compute it
     assert (run.pull_instance < 0).all()
-    assert (played(workload, pull="least=100000").pull_instance < 0).all()
+    assert (played(workload, prefix_fetch="least=100000").pull_instance < 0).all()
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("none", None),
-        ("on", Pull()),
-        ("least=512, most=2", Pull(512, 2)),
-        ("holder=0.005, at_once, unpinned", Pull(holder_seconds=0.005, waits=False, pinned=False)),
-        ("seconds_per_token=1e-5", Pull(seconds_per_token=1e-5)),
+        ("on", lm.PrefixFetch()),
+        ("least=512, most=2", lm.PrefixFetch(min_tokens=512, max_fetches=2)),
+        ("holder=0.005, at_once, unpinned", SimulatedFetch(holder_seconds=0.005, waits=False, pinned=False)),
+        ("seconds_per_token=1e-5", lm.PrefixFetch(seconds_per_token=1e-5)),
     ],
 )
-def test_how_is_text(text: str, expected: Pull | None) -> None:
-    assert Pull.of(text) == expected
+def test_how_is_text(text: str, expected: lm.PrefixFetch | None) -> None:
+    assert parse("prefix_fetch", text) == expected
 
 
-@pytest.mark.parametrize("text", ["of", "least", "least=x", "least=1.5", "speed=3", ""])
+@pytest.mark.parametrize("text", ["of", "least", "least=x", "least=1.5", "speed=3"])
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(lm.BadValueError, match="expected none, on, or least=TOKENS"):
-        Pull.of(text)
+    with pytest.raises(lm.BadValueError, match=r"prefix_fetch.*is not valid"):
+        parse("prefix_fetch", text)
 
 
 def test_the_command_line_pulls_too(tmp_path: Path) -> None:
@@ -190,10 +189,10 @@ def test_the_command_line_pulls_too(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = ["--trace", slice_of, "--policy", "lmetric,lmetric_pull", "--speed", "3", "--json", out]
     command = [sys.executable, "-m", "lmetric.cli", "simulate", *arguments]
-    subprocess.run([*command, "--pull", "at_once", "--transfer", "20"], check=True, timeout=100)
+    subprocess.run([*command, "--prefix-fetch", "at_once", "--transfer", "20"], check=True, timeout=100)
     plain, pulling = json.loads(out.read_text())["runs"]
     assert 0 < plain["pulls"] < pulling["pulls"]
     assert 0 < plain["pulled_ratio"] < pulling["pulled_ratio"] < 1
-    done = subprocess.run([*command, "--pull", "fast"], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--prefix-fetch", "fast"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "least=TOKENS" in done.stderr
+    assert "expected on, off, auto, or settings" in done.stderr

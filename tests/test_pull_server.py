@@ -12,11 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lmetric import BadValueError
-from lmetric.config import ServerConfig
+from lmetric.config import PoolSettings, ServerConfig
 from lmetric.engines.emulated import EngineOptions
 from lmetric.options import from_settings
-from lmetric.server.fleet.fleet import Fleet
 from moves_world import move, plain
 from pd_world import Pd, nixl
 from server_world import decision_id
@@ -24,14 +22,14 @@ from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both,
 
 PATHS = [CHAT, COMPLETIONS]
 LONG = "the history of the quiet river and of all who lived by it " * 120
-SETTINGS: dict[str, Any] = {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "least_tokens": 64}
+SETTINGS: dict[str, Any] = {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "min_tokens": 64}
 
 
 @contextlib.asynccontextmanager
 async def pulling(*options: EngineOptions, **config: Any) -> AsyncIterator[Pd]:
     """A router that pulls whatever it can, and asks its engines in turn."""
     kinds = options or (both(clock_speed=2.0), both(clock_speed=2.0))
-    given = {"pull": "on", "pull_settings": SETTINGS, "pull_seconds": 5.0, "at": None}
+    given = {"prefix_fetch": SETTINGS, "prefix_fetch_timeout_seconds": 5.0, "at": None}
     async with split(*kinds, **(given | config)) as world:
         yield world
         assert not world.server.fleet.pools[0].router.indicators()["pulls"].any()
@@ -127,7 +125,7 @@ async def test_any_request_whose_front_another_holds() -> None:
 
 
 async def test_many_at_once() -> None:
-    async with pulling(pull_settings=SETTINGS | {"most_pulls": 100}) as w:
+    async with pulling(prefix_fetch=SETTINGS | {"max_fetches": 100}) as w:
         await heated(w)
         bodies = [
             (path := PATHS[n // 2 % 2], body_of(path, f"{LONG} {n}", max_tokens=30, stream=n % 3 > 0))
@@ -197,7 +195,7 @@ async def test_engines_that_cannot_be_cut_inside_a_prompt_compute(kind: EngineOp
 @pytest.mark.parametrize("stream", [False, True])
 async def test_with_requests_that_may_move(by: str, path: str, stream: bool) -> None:
     body = body_of(path, LONG + "and then?", stream=stream, max_tokens=40)
-    async with pulling(reschedule="star", reschedule_by=by, reschedule_period_seconds=3600.0) as w:
+    async with pulling(rebalance={"kind": "star", "period_seconds": 3600.0}, migration_by=by) as w:
         expected = await alone(w, path, body)
         await heated(w, path)
         said = await asked(w, path, body)
@@ -209,7 +207,7 @@ async def test_with_requests_that_may_move(by: str, path: str, stream: bool) -> 
 async def test_a_stream_that_was_pulled_for_moves() -> None:
     body = body_of(COMPLETIONS, LONG + "and then?", stream=True, max_tokens=120)
     kinds = [both(clock_speed=2.0)] * 3
-    async with pulling(*kinds, reschedule="star", reschedule_period_seconds=3600.0) as w:
+    async with pulling(*kinds, rebalance={"kind": "star", "period_seconds": 3600.0}) as w:
         expected = await alone(w, COMPLETIONS, body)
         await heated(w)
         task = asyncio.create_task(asked(w, COMPLETIONS, body))
@@ -234,26 +232,32 @@ async def test_prefill_and_decode_engines_are_not_pulled_to() -> None:
     ("given", "expected"),
     [
         ({}, False),
-        ({"pull": True}, True),  # YAML's on is true
+        ({"prefix_fetch": True}, True),  # YAML's on is true
         ({"policy": "planner"}, True),
         ({"policy": {"name": "planner"}, "split": "none"}, True),
-        ({"policy": "planner", "pull": "none"}, False),
+        ({"policy": "planner", "prefix_fetch": "none"}, False),
         ({"policy": "lmetric_pull"}, False),
     ],
 )
 def test_what_is_pulled_goes_with_the_policy_unless_it_is_said(given: dict[str, Any], expected: bool) -> None:
     config = ServerConfig.model_validate(given)
-    assert (config.pool_settings().pulls_prefixes, config.pulls) == (expected, expected)
+
+    def fetches(settings: PoolSettings) -> bool:
+        return settings.routing.prefix_fetch is not None
+
+    assert (fetches(config.pool_settings()), config.pulls) == (expected, expected)
     own = ServerConfig.model_validate({"models": [{"name": "a", **given}]})
-    assert own.pool_settings(own.models[0]).pulls_prefixes is expected
-    assert (own.pulls, own.pool_settings().pulls_prefixes) == (expected, False)
+    assert fetches(own.pool_settings(own.models[0])) is expected
+    assert (own.pulls, fetches(own.pool_settings())) == (expected, False)
 
 
 def test_pull_that_there_is_not() -> None:
-    with pytest.raises(ValidationError, match="'none' or 'on'"):
-        ServerConfig.model_validate({"pull": "off"})
+    with pytest.raises(ValidationError, match="expected on, off, auto, or settings"):
+        ServerConfig.model_validate({"prefix_fetch": "sometimes"})
 
 
 def test_settings_that_there_are_not() -> None:
-    with pytest.raises(BadValueError, match="max_fetches, max_kv_usage"):
-        Fleet(ServerConfig.model_validate({"pull": "on", "pull_settings": {"most": 3}})).build()
+    with pytest.raises(
+        ValidationError, match=r"prefix_fetch.most: .*known here: .*max_fetches, max_kv_usage"
+    ):
+        ServerConfig.model_validate({"prefix_fetch": {"most": 3}})

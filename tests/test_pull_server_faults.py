@@ -74,7 +74,7 @@ async def test_a_holder_that_dies_while_it_is_asked() -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_slow_holder_is_waited_for_only_so_long(path: str) -> None:
     body = body_of(path, LONG + "and then?", stream=True)
-    async with pulling(*pair(max_sequences=1), pull_seconds=0.1) as w:
+    async with pulling(*pair(max_sequences=1), prefix_fetch_timeout_seconds=0.1) as w:
         expected = await alone(w, path, body)
         holder = await heated(w, path)
         async with occupied(w, holder):
@@ -90,7 +90,7 @@ async def test_a_slow_holder_is_waited_for_only_so_long(path: str) -> None:
 
 
 async def test_by_default_it_is_waited_for_as_long_as_computing_takes() -> None:
-    async with pulling(*pair(max_sequences=1), pull_seconds=None) as w:
+    async with pulling(*pair(max_sequences=1), prefix_fetch_timeout_seconds=None) as w:
         holder = await heated(w)
         async with occupied(w, holder):
             said = await asked(w, COMPLETIONS, BODY)
@@ -240,7 +240,7 @@ async def test_engines_of_other_blocks_compute() -> None:
 
 
 async def test_many_at_once_while_the_holder_dies() -> None:
-    most = {"pull_settings": SETTINGS | {"most_pulls": 100}}
+    most = {"prefix_fetch": SETTINGS | {"max_fetches": 100}}
     async with pulling(*[both(clock_speed=0.5)] * 3, **most) as w:
         holder = await heated(w)
         bodies = [body_of(COMPLETIONS, f"{LONG} {n}", max_tokens=20) for n in range(24)]

@@ -285,7 +285,7 @@ def test_a_bad_option_is_refused(change: dict[str, object], message: str) -> Non
 def test_options_have_the_defaults_of_the_core(what: str, option: lm.options.Option) -> None:
     kind, settings = lm.options.core_settings(what, option)
     plain = {"adaptive": 0.0} if option == lm.UniBoost(adaptive=False) else {}
-    assert len(settings) >= 5
+    assert len(settings) >= 3
     assert _core.parsed_option(what, kind, settings) == _core.parsed_option(what, kind, plain)
 
 
@@ -297,11 +297,11 @@ def test_settings_of_configurations_become_options() -> None:
     )
     assert of("rebalance", "star_current", {"most_moves": 2}) == lm.Star(prediction=False, max_moves=2)
     with pytest.raises(
-        lm.BadValueError, match="split: setting of 'libra': 'speed' is not valid; expected parts"
+        lm.BadValueError, match=r"split.speed: 1 is not valid; unknown setting; known here: parts"
     ):
         of("split", "libra", {"speed": 1})
     with pytest.raises(
-        lm.BadValueError, match="priority: 'fast' is not valid; expected one of 'none', 'uniboost'"
+        lm.BadValueError, match="priority: 'fast' is not valid; expected one of none, uniboost"
     ):
         of("priority", "fast", {})
 
@@ -312,10 +312,39 @@ def test_the_simulator_takes_options_too() -> None:
         trace, instances=8, split=lm.LibraSplit(min_tokens=64), guard=lm.Guard(enabled=False, classes=8)
     )
     by_name = lm.simulate(
-        trace, instances=8, split="libra", split_settings={"least_tokens": 64}, guard=False, guard_classes=8
+        trace,
+        instances=8,
+        split={"kind": "libra", "min_tokens": 64},
+        guard={"enabled": False, "classes": 8},
     )
     assert (by_option.cut_tokens >= 0).any()
     np.testing.assert_array_equal(by_option.finished_seconds, by_name.finished_seconds)
+    with pytest.raises(TypeError, match=r"simulate\(\) got an unexpected keyword argument 'splits'"):
+        lm.simulate(trace, splits="libra")
+
+
+def test_old_keywords_of_the_simulator_warn_with_the_present_ones() -> None:
+    trace = lm.load_trace(SLICE).first(200)
+    present: dict[str, Any] = {
+        "split": lm.LibraSplit(min_tokens=64), "rebalance": lm.Star(max_moves=2), "prefix_fetch": "on",
+        "priority": lm.UniBoost(min_gamma=0.01), "guard": lm.Guard(enabled=False, classes=8),
+    }  # fmt: skip
+    old: dict[str, Any] = {
+        "split": "libra", "split_settings": {"least_tokens": 64}, "reschedule": "star",
+        "reschedule_settings": {"most_moves": 2}, "pull": "on", "priority": "uniboost",
+        "priority_settings": {"least_gamma": 0.01}, "guard": False, "guard_classes": 8,
+    }  # fmt: skip
+    run = lm.simulate(trace, instances=4, local_order="priority", **present)
+    again, messages = warned(lambda: lm.simulate(trace, instances=4, local_order="priority", **old))
+    assert isinstance(again, lm.Run)
+    np.testing.assert_array_equal(run.finished_seconds, again.finished_seconds)
+    assert [each.partition("use ")[2] for each in messages] == [
+        "simulate(split={'kind': 'libra', 'min_tokens': 64})",
+        "simulate(prefix_fetch='on')",
+        "simulate(priority={'kind': 'uniboost', 'min_gamma': 0.01})",
+        "simulate(rebalance={'kind': 'star', 'max_moves': 2})",
+        "simulate(guard={'enabled': False, 'classes': 8})",
+    ]
     with pytest.raises(lm.BadValueError, match="split: settings beside LibraSplit"):
         lm.simulate(trace, split=lm.LibraSplit(), split_settings={"least_tokens": 64})
 

@@ -47,7 +47,7 @@ def uneven(requests: int = 16) -> Trace:
     )  # fmt: skip
 
 
-def play(reschedule: str, settings: dict[str, Any] | None = None, **more: Any) -> Run:
+def play(rule: str, settings: dict[str, Any] | None = None, **more: Any) -> Run:
     """The uneven trace over a prefill and two decode engines."""
     told: dict[str, Any] = {
         "roles": "1P2D", "decode_policy": "round_robin", "policy": "round_robin", "profile": TOKENS_COST,
@@ -55,8 +55,7 @@ def play(reschedule: str, settings: dict[str, Any] | None = None, **more: Any) -
     }  # fmt: skip
     return lm.simulate(
         uneven(),
-        reschedule=reschedule,  # type: ignore[arg-type]
-        reschedule_settings=settings,
+        rebalance={"kind": rule, **(settings or {})},
         **{**told, **more},
     )
 
@@ -116,7 +115,7 @@ def test_settings_reach_the_rule(unmoved: Run) -> None:
     assert play("star_oracle", {"migration_seconds": 1e6}).moves.sum() == 0  # no answer outlasts its move
     assert play("llumnix", {"source_below_steps": 0}).moves.sum() == 0
     assert play("star", {"threshold": 0.6}).moves.sum() < plain.moves.sum()
-    assert play("star", {"most_moves": 4, "period_seconds": 5}).moves.sum() != (
+    assert play("star", {"max_moves": 4, "period_seconds": 5}).moves.sum() != (
         play("star", {"period_seconds": 5}).moves.sum()
     )
     for forecast in ("given", "bins_2", "bins_4", "bins_6", "llm_native", "pia", "mu_serve", "tetri_infer"):
@@ -139,23 +138,27 @@ def test_mistakes_are_answered_with_what_would_be_right() -> None:
     with pytest.raises(LmetricError, match=r"star_curent.*star_current"):
         play("star_curent")
     for rule, settings, said in (
-        ("star", {"treshold": 0.1}, r"treshold with \"star\".*threshold"),
-        ("star", {"source_below_steps": 5}, "source_below_steps.*horizon_steps"),
-        ("llumnix", {"threshold": 0.1}, "threshold.*source_below_steps"),
-        ("none", {"threshold": 0.1}, "threshold.*nothing"),
+        ("star", {"treshold": 0.1}, "rebalance.treshold.*did you mean 'threshold'"),
+        (
+            "star",
+            {"source_below_steps": 5},
+            "source_below_steps.*known here.*horizon_steps|source_below_steps.*unknown setting",
+        ),
+        ("llumnix", {"threshold": 0.1}, "threshold.*unknown setting"),
+        ("none", {"threshold": 0.1}, "threshold.*'none' takes no settings"),
         ("star", {"threshold": 2}, "threshold.*2"),
         ("star", {"threshold": -0.1}, "threshold"),
         ("star", {"period_seconds": 0}, "period_seconds.*0.001"),
         ("star", {"horizon_steps": 0}, "horizon_steps"),
         ("star", {"half_life_steps": 0.5}, "half_life_steps"),
-        ("star", {"most_moves": 0}, "most_moves.*at least 1"),
+        ("star", {"max_moves": 0}, "max_moves.*at least 1"),
         ("llumnix", {"source_below_steps": 9, "target_above_steps": 8}, "target_above_steps"),
-        ("star", {"most_moves": 1.5}, r"reschedule: most_moves: 1.5 .*whole number"),
-        ("llumnix", {"most_moves": 0.5}, "most_moves: 0.5 .*whole number"),
-        ("star", {"points": 2.5}, "points: 2.5 .*whole number"),
+        ("star", {"max_moves": 1.5}, "rebalance.max_moves: 1.5 .*valid integer"),
+        ("llumnix", {"max_moves": 0.5}, "max_moves: 0.5 .*valid integer"),
+        ("star", {"points": 2.5}, "points: 2.5 .*valid integer"),
         ("star", {"repredict_tokens": -1}, "repredict_tokens: -1 .*whole number"),
         ("star", {"horizon_steps": 1e10}, "horizon_steps.*whole number"),
-        ("star", {"forecast_seed": 0.5}, "forecast_seed: 0.5 .*whole number"),
+        ("star", {"forecast_seed": 0.5}, "forecast_seed: 0.5 .*valid integer"),
         ("star", {"forecast": "bins_3"}, "bins_3.*bins_2"),
         ("star", {"forecast": "guess"}, "guess.*curve"),
     ):
@@ -199,7 +202,7 @@ def test_the_router_finds_the_turns_that_predictors_are_trained_on() -> None:
         return np.zeros(len(turns))
 
     lm.simulate(
-        trace, instances=64, policy="round_robin", reschedule=Star(forecast=watch, period_seconds=0.05)
+        trace, instances=64, policy="round_robin", rebalance=Star(forecast=watch, period_seconds=0.05)
     )
     found = find_turns(trace)
     before = np.maximum(found.previous, 0)
@@ -232,7 +235,7 @@ def test_a_move_that_would_pause_too_long_is_given_up() -> None:
     # All that is left are moves after which nothing has to be computed: the answer filled its last block.
     assert never.moves.sum() < play("star", migration_by="recompute").moves.sum()
     assert np.isfinite(never.finished_seconds).all()
-    often = {"threshold": 0.0, "most_moves": 8, "period_seconds": 0.1}
+    often = {"threshold": 0.0, "max_moves": 8, "period_seconds": 0.1}
     one = play("star", often, migration_by="recompute", migration_max_concurrent=1)
     many = play("star", often, migration_by="recompute", migration_max_concurrent=8)
     assert one.moves.sum() > 0
@@ -254,7 +257,7 @@ def test_the_command_compares_rules() -> None:
         [
             sys.executable, "-m", "lmetric.cli", "simulate", "--trace", str(SLICE), "--requests", "120",
             "--speed", "9", "--roles", "2P2D", "--policy", "least_requests", "--decode-policy", "round_robin",
-            "--reschedule", "none,star", "--json", "-",
+            "--rebalance", "none,star", "--json", "-",
         ],
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
@@ -264,4 +267,4 @@ def test_the_command_compares_rules() -> None:
     assert (still["reschedule"], moving["reschedule"]) == ("none", "star")
     assert still["moves"] == 0 < moving["moves"]
     assert {"oom", "moves", "split", "splits", "tbt_p99_seconds", "token_goodput"} <= moving.keys()
-    assert "reschedule" not in answer["setting"]["settings"]
+    assert "rebalance" not in answer["setting"]["settings"]

@@ -1,5 +1,6 @@
 """One schema, four sources, and errors that name the place."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -190,24 +191,42 @@ FORECASTS = ("given", "bins_2", "bins_4", "bins_6", "llm_native", "pia", "mu_ser
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("split_settings", "{parts: 3}", "parts: 3 is for simulations only .* expected 2"),
+        ("split", "{kind: libra, parts: 3}", "split.parts = 3: 3 is for simulations only .* expected 2"),
+        (
+            "split",
+            "{kind: libra, lengths_given: true}",
+            "split.lengths_given = True: True is for simulations",
+        ),
         *(
-            ("reschedule_settings", f"{{forecast: {name}}}", f"forecast: '{name}' is for simulations only")
+            (
+                "rebalance",
+                f"{{kind: star, forecast: {name}}}",
+                f"rebalance.forecast = '{name}': {name} is for simulations only",
+            )
             for name in FORECASTS
         ),
-        ("reschedule_settings", "{forecast_seed: 1}", "forecast_seed is for simulations only"),
-        ("reschedule", "star_oracle", "star_oracle is for simulations only .* use star"),
+        (
+            "rebalance",
+            "{kind: star, forecast_seed: 1}",
+            "rebalance.forecast_seed = 1: 1 is for simulations only",
+        ),
+        (
+            "rebalance",
+            "star_oracle",
+            "rebalance = 'star_oracle': star_oracle is for simulations only .* use star",
+        ),
+        ("prefix_fetch", "{pinned: false}", "prefix_fetch.pinned = False: False is for simulations only"),
     ],
 )
 def test_what_only_a_simulation_knows_is_refused(
     key: str, value: str, says: str, place: str, tmp_path: Path
 ) -> None:
     """Fidelity gap 5: the server refuses what it cannot do, and the simulator keeps it."""
-    with pytest.raises(ConfigError, match=says) as caught:
+    with pytest.raises(ConfigError, match=f"{re.escape('models[0].') if place else ''}{says}") as caught:
         load(f"{place}{key}: {value}{'}]' if place else ''}", tmp_path)
-    assert f"router.yaml: {'models[0].' if place else ''}{key} = " in str(caught.value)
-    kept = load("split_settings: {parts: 2}\nreschedule_settings: {forecast: curve}", tmp_path)
-    assert kept.split_settings == {"parts": 2}
+    assert f"router.yaml: {'models[0].' if place else ''}{key}" in str(caught.value)
+    kept = load("split: {kind: libra, parts: 2}\nrebalance: {kind: star, forecast: curve}", tmp_path)
+    assert (kept.split, kept.rebalance) == (LibraSplit(), Star())
 
 
 def test_the_simulator_keeps_what_only_it_knows() -> None:

@@ -157,7 +157,7 @@ async def test_cut_requests_say_what_whole_ones_say() -> None:
     whole, receipts, counted = await streamed(counter, prompts)
     assert all(not receipt["cuts"] for receipt in receipts)
     assert counted == 0
-    libra = ("--split", "libra", "--set", "split_settings.lengths_given=1")
+    libra = ("--split", "libra", "--split-settings", "min_gain=-1")
     cut, receipts, counted = await streamed(counter, prompts, *libra)
     assert cut == whole
     assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
@@ -169,15 +169,15 @@ async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
     counter = "lmetric_split_requests_total"
     whole, _, counted = await streamed(counter, prompts)
     assert counted == 0
-    gains = ["--set", "split_settings.least_gain_seconds"]  # in a burst this short nobody gains much
-    flags = ["--policy", "planner", gains[0], f"{gains[1]}=0"]
+    gains = ["--split", "apart", "--set", "split.min_gain_seconds"]  # in a burst this short nobody gains much
+    flags = ["--policy", "planner", *gains[:3], f"{gains[3]}=0"]
     planned, receipts, counted = await streamed(counter, prompts, *flags)
     assert planned == whole
     assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
     for receipt in receipts:
         stay, apart = receipt["stay_seconds"], receipt["apart_seconds"]
         assert (apart < stay) == bool(receipt["cuts"]) == (receipt["uncut"] is None)
-    for flags in (["--split", "none"], [gains[0], f"{gains[1]}=1e5"]):
+    for flags in (["--split", "none"], [*gains[:3], f"{gains[3]}=1e5"]):
         _, receipts, counted = await streamed(counter, prompts[:8], "--policy", "planner", *flags)
         assert (counted, [receipt["cuts"] for receipt in receipts]) == (0, [[]] * 8)
 
@@ -189,7 +189,7 @@ async def test_moved_requests_say_what_others_say() -> None:
     flags = ["--policy", "session_affinity"]
     whole, _, counted = await streamed(counter, prompts, *flags, max_tokens=400, session="rivers")
     assert counted == 0
-    flags += ["--reschedule", "star", "--set", "reschedule_period_seconds=0.1"]
+    flags += ["--rebalance", "star", "--rebalance-settings", "period_seconds=0.1"]
     moved, receipts, counted = await streamed(counter, prompts, *flags, max_tokens=400, session="rivers")
     assert moved == whole
     assert counted == sum(len(receipt["moves"]) for receipt in receipts) > 0

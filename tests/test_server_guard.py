@@ -91,9 +91,9 @@ async def test_the_log_says_at_the_start_whether_the_guard_is_on(
 
 async def test_settings_of_the_guard_come_from_the_configuration() -> None:
     """Fidelity gap 12: with more requests asked for than there are, nothing is suspected."""
-    settings = {"guard_min_requests": 1000, "guard_period_seconds": 0.01}
+    settings = {"min_requests": 1000, "period_seconds": 0.01}
     with structlog.testing.capture_logs() as logs:
-        async with world(4, policy="lmetric", **settings) as it:
+        async with world(4, policy="lmetric", guard=settings) as it:
             await send_hot(it, 40)
             assert it.server.fleet.pools[0].router.tick()[0] == []
             _, metrics = await it.get("/metrics")
@@ -104,7 +104,7 @@ async def test_settings_of_the_guard_come_from_the_configuration() -> None:
 async def test_a_policy_that_scores_nobody_serves_and_says_so() -> None:
     """UX scores absent: 200 by the fewest requests, counted, logged once a minute, told at the start."""
     with structlog.testing.capture_logs() as logs:
-        async with world(2, policy="p_token / bs", guard_period_seconds=0.05) as it:
+        async with world(2, policy="p_token / bs", guard={"period_seconds": 0.05}) as it:
             for _ in range(3):  # one at a time: the fleet is idle each time
                 status, _, answer = await it.post()
                 assert status == 200, answer

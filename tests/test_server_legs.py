@@ -19,8 +19,8 @@ from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both,
 
 PATHS = [CHAT, COMPLETIONS]
 USAGE = {"include_usage": True}
-BY_LEGS: dict[str, Any] = {"reschedule_by": "legs", "reschedule_leg_tokens": 8}
-GENEROUS: dict[str, Any] = BY_LEGS | {"reschedule_max_gap_seconds": 60.0}
+BY_LEGS: dict[str, Any] = {"migration_by": "legs", "migration_leg_tokens": 8}
+GENEROUS: dict[str, Any] = BY_LEGS | {"migration_max_gap_seconds": 60.0}
 
 
 def engines(speed: float = 2.0, **changes: Any) -> list[EngineOptions]:
@@ -103,7 +103,7 @@ async def test_any_request_moved_anywhere() -> None:
 
 async def test_no_leg_longer_than_a_client_may_wait() -> None:
     speed, gap = 1.0, 0.3
-    given = {"reschedule_by": "legs", "reschedule_max_gap_seconds": gap}
+    given = {"migration_by": "legs", "migration_max_gap_seconds": gap}
     async with moving(*engines(speed), **given) as w:
         body = request(COMPLETIONS, stream=True, max_tokens=300)
         arrivals: list[float] = []
@@ -117,7 +117,7 @@ async def test_no_leg_longer_than_a_client_may_wait() -> None:
 
 
 async def test_no_gap_longer_than_allowed() -> None:
-    given = BY_LEGS | {"reschedule_max_gap_seconds": 1e-6}
+    given = BY_LEGS | {"migration_max_gap_seconds": 1e-6}
     for kinds in (engines(), [plain() for _ in range(3)]):
         async with moving(*kinds, **given) as w:
             body = request(CHAT, stream=True)

@@ -93,8 +93,12 @@ async def test_any_stream_moved_anywhere() -> None:
 @pytest.mark.parametrize("by", ["recompute", "pull", "legs"])
 async def test_star_moves_what_piles_up(by: str) -> None:
     kinds = [nixl("both", clock_speed=1.0) for _ in range(3)]
-    given = {"reschedule_period_seconds": 0.05, "reschedule_at_once": 3, "reschedule_leg_tokens": 16}
-    async with moving(*kinds, reschedule_by=by, **given) as w:
+    given = {
+        "rebalance": {"kind": "star", "period_seconds": 0.05},
+        "migration_max_concurrent": 3,
+        "migration_leg_tokens": 16,
+    }
+    async with moving(*kinds, migration_by=by, **given) as w:
         engines = w.server.fleet.pools[0].engines
         for name in ("b1", "b2"):
             engines[name].draining = True
@@ -140,7 +144,7 @@ async def test_decodes_move_between_decode_engines() -> None:
 @pytest.mark.parametrize("at", [0.5, 0.8])
 async def test_what_was_cut_moves_too(at: float) -> None:
     kinds = [both(clock_speed=2.0) for _ in range(3)]
-    async with moving(*kinds, split_force_at=at) as w:
+    async with moving(*kinds, split={"kind": "force", "fraction": at}) as w:
         for path in PATHS:
             body = stream_of(path, stream_options=USAGE, max_tokens=400)
             task = asyncio.create_task(asked(w, path, body))
@@ -170,7 +174,7 @@ async def test_what_stays_says_why(fields: dict[str, Any], why: str) -> None:
 
 async def test_no_gap_longer_than_allowed() -> None:
     for cache in (True, False):
-        async with moving(cache=cache, reschedule_max_gap_seconds=1e-6) as w:
+        async with moving(cache=cache, migration_max_gap_seconds=1e-6) as w:
             body = stream_of(CHAT)
             task = asyncio.create_task(asked(w, CHAT, body))
             assert await move(w, 10) is cache
@@ -182,7 +186,7 @@ async def test_no_gap_longer_than_allowed() -> None:
 
 async def test_a_slow_target_that_knows_the_prompt_is_no_long_gap() -> None:
     """It computes one block, slowly, while the source goes on by many, which need not take as long each."""
-    async with moving(plain(clock_speed=40.0), plain(clock_speed=0.1), reschedule_max_gap_seconds=0.8) as w:
+    async with moving(plain(clock_speed=40.0), plain(clock_speed=0.1), migration_max_gap_seconds=0.8) as w:
         body = stream_of(COMPLETIONS, max_tokens=4000)
         await asked(w, COMPLETIONS, body | {"max_tokens": 1}, w.engines["b1"].url)
         async with w.client.post(f"{w.url}{COMPLETIONS}", json=body):
@@ -194,7 +198,7 @@ async def test_a_slow_target_that_knows_the_prompt_is_no_long_gap() -> None:
 
 
 async def test_one_move_at_a_time() -> None:
-    async with moving(*[plain(clock_speed=0.5)] * 3, reschedule_at_once=1) as w:
+    async with moving(*[plain(clock_speed=0.5)] * 3, migration_max_concurrent=1) as w:
         body = stream_of(COMPLETIONS)
         tasks = [asyncio.create_task(asked(w, COMPLETIONS, body)) for _ in range(2)]
         await w.until(lambda: len(mover(w).running) == 2)

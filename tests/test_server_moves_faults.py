@@ -86,7 +86,7 @@ async def test_source_and_target_die(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_target_dies_in_the_gap(path: str) -> None:
     # Without a prefix cache the stream changes over at once, and the target computes all of it.
-    async with moving(*SLOW, cache=False, reschedule_max_gap_seconds=60) as w:
+    async with moving(*SLOW, cache=False, migration_max_gap_seconds=60) as w:
         body = stream_of(path)
         expected = await alone(w, path, body)
         task = asyncio.create_task(asked(w, path, body))
@@ -103,7 +103,7 @@ async def test_the_target_dies_in_the_gap(path: str) -> None:
 
 @pytest.mark.parametrize("when", ["ahead", "gap", "behind"])
 async def test_a_client_that_leaves(when: str) -> None:
-    async with moving(*SLOW, cache=when != "gap", reschedule_max_gap_seconds=60) as w:
+    async with moving(*SLOW, cache=when != "gap", migration_max_gap_seconds=60) as w:
         if when == "ahead":
             _, task, *_ = await on_its_way(w, CHAT, max_tokens=1000)
         else:
@@ -123,7 +123,7 @@ async def test_a_client_that_leaves(when: str) -> None:
 async def test_a_target_that_is_full(cache: bool) -> None:
     # One request runs and none may wait: whoever is asked meanwhile refuses.
     tight = plain(max_sequences=1, max_queued_requests=0, clock_speed=0.3)
-    async with moving(tight, tight, cache=cache, reschedule_max_gap_seconds=60) as w:
+    async with moving(tight, tight, cache=cache, migration_max_gap_seconds=60) as w:
         body = stream_of(COMPLETIONS)
         expected = await alone(w, COMPLETIONS, body)
         tasks = [asyncio.create_task(asked(w, COMPLETIONS, body)) for _ in range(2)]
@@ -198,7 +198,7 @@ def tale(*, ids: bool = True, text: str | None = None, lingers: float = 0.0) -> 
 
 @contextlib.asynccontextmanager
 async def tellers(behave: Behaviour, metrics: bytes = b"", **config: Any) -> AsyncIterator[World]:
-    given: dict[str, Any] = {"reschedule": "star", "reschedule_period_seconds": 3600.0, "model": "tiny"}
+    given: dict[str, Any] = {"rebalance": {"kind": "star", "period_seconds": 3600.0}, "model": "tiny"}
     fakes = [FakeEngine(behave=behave, metrics=metrics) for _ in range(2)]
     async with world(fakes, tokenizer=str(TOKENIZER_PATH.parent), **(given | config)) as w:
         yield w
@@ -345,7 +345,7 @@ async def test_a_move_does_not_send_a_kv_transfer_twice_on_a_stale_connection() 
         await asyncio.sleep(0.005)
         return await tells(engine, request, writer)
 
-    given: dict[str, Any] = {"reschedule_by": "legs", "reschedule_leg_tokens": 2}
+    given: dict[str, Any] = {"migration_by": "legs", "migration_leg_tokens": 2}
     async with tellers(closes_kept, metrics=NIXL_PAGE, **given) as w:
         await w.until(lambda: all(e.connector for e in w.server.fleet.pools[0].engines.values()))
         for _ in range(4):

@@ -16,7 +16,7 @@ from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both,
 
 PATHS = [CHAT, COMPLETIONS]
 USAGE = {"include_usage": True}
-PULL: dict[str, Any] = {"reschedule_by": "pull"}
+PULL: dict[str, Any] = {"migration_by": "pull"}
 
 
 def engines(speed: float = 2.0, **changes: Any) -> list[EngineOptions]:

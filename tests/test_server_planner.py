@@ -9,7 +9,7 @@ import pytest
 
 from lmetric import BadValueError, Router
 from lmetric.config import load_config
-from lmetric.options import from_settings
+from lmetric.options import from_settings, kind_of
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, split
 
 
@@ -26,9 +26,10 @@ def bodies(count: int, path: str = COMPLETIONS) -> list[dict[str, Any]]:
 async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
     # The clock runs twice as fast: hand-overs seem to take twice as long, gains are half as large. A busy
     # machine cannot keep up with a faster clock, and then the engines' speed is not known.
-    settings = {"transfer_fixed_seconds": 0, "transfer_seconds_per_token": 0, "least_gain_seconds": 0}
+    free = {"transfer_fixed_seconds": 0, "transfer_seconds_per_token": 0}
+    settings = {"kind": "apart", "min_gain_seconds": 0, **free}
     engines = [both(clock_speed=2.0)] * 3
-    async with split(*engines, at=None, policy="planner", split_settings=settings) as w:
+    async with split(*engines, policy="planner", split=settings) as w:
         pool = w.server.fleet.pools[0]
         told = pool.router.stats()
         assert (told["policy"], pool.splits) == ("planner", True)
@@ -76,15 +77,13 @@ async def test_engines_that_hand_nothing_over_take_requests_whole() -> None:
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *((("libra", name)) for name in ("probes", "least_tokens", "margin_tokens", "parts")),
+        *((("libra", name)) for name in ("probes", "min_tokens", "margin_tokens", "parts")),
         ("apart", "prior_tokens"),
     ],
 )
 def test_settings_in_whole_numbers_are_whole(kind: str, name: str) -> None:
     for wrong in (2.5, -1.0, float("nan"), 2.0**32):
-        with pytest.raises(
-            BadValueError, match=f"knob {name} of split {kind}: .* expected a whole number from"
-        ):
+        with pytest.raises(BadValueError, match=f"split.{name}: .*(valid integer|finite|whole number from)"):
             Router().configure(split=from_settings("split", kind, {name: wrong}))
     Router().configure(split=from_settings("split", kind, {name: 2.0}))
 
@@ -102,4 +101,5 @@ def test_settings_in_whole_numbers_are_whole(kind: str, name: str) -> None:
 )
 def test_what_cuts_goes_with_the_policy_unless_it_is_said(given: dict[str, Any], expected: str) -> None:
     config = load_config(None, {"embedded": 2, **given})
-    assert (config.pool_settings().split_by, config.splits) == (expected, expected != "none")
+    chosen = config.pool_settings().routing.split
+    assert (kind_of(chosen), config.splits) == (expected, expected != "none")

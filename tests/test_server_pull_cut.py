@@ -23,7 +23,7 @@ from test_pull_server_faults import occupied, waiting
 
 PATHS = [CHAT, COMPLETIONS]
 USAGE = {"stream_options": {"include_usage": True}}
-CUT: dict[str, Any] = {"split_force_at": 0.5}
+CUT: dict[str, Any] = {"split": {"kind": "force", "fraction": 0.5}}
 
 
 def engines(count: int = 3, **changes: Any) -> list[EngineOptions]:
@@ -152,14 +152,14 @@ async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"policy": "planner", "split_settings": {"least_gain_seconds": 0.0}},
-        {"split": "apart", "split_settings": {"least_gain_seconds": 0.0}},
-        {"split": "libra", "split_settings": {"least_gain": -1.0, "lengths_given": 1.0}},
-        {"split_force_at": 0.9},
+        {"policy": "planner", "split": {"kind": "apart", "min_gain_seconds": 0.0}},
+        {"split": {"kind": "apart", "min_gain_seconds": 0.0}},
+        {"split": {"kind": "libra", "min_gain": -1.0}},
+        {"split": {"kind": "force", "fraction": 0.9}},
     ],
 )
 async def test_many_at_once(config: dict[str, Any]) -> None:
-    most = {"pull_settings": SETTINGS | {"most_pulls": 100}, "profile": "independent-sim"}
+    most = {"prefix_fetch": SETTINGS | {"max_fetches": 100}, "profile": "independent-sim"}
     async with pulling(*engines(4), **config, **most) as w:
         for n in range(7):
             await asked(w, PATHS[n % 2], body_of(PATHS[n % 2], f"{n} {LONG}", max_tokens=2))
@@ -186,8 +186,8 @@ async def test_many_at_once(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_and_then_it_moves(by: str, path: str) -> None:
     body = body_at(path, stream=True, max_tokens=150)
-    star = {"reschedule": "star", "reschedule_by": by, "reschedule_period_seconds": 3600.0}
-    gap = {"reschedule_leg_tokens": 16, "reschedule_max_gap_seconds": 30.0} if by == "legs" else {}
+    star = {"rebalance": {"kind": "star", "period_seconds": 3600.0}, "migration_by": by}
+    gap = {"migration_leg_tokens": 16, "migration_max_gap_seconds": 30.0} if by == "legs" else {}
     async with pulling(*engines(), **CUT, **star, **gap) as w:
         _, expected = await ready(w, path, body)
         task = asyncio.create_task(asked(w, path, body))
@@ -219,7 +219,7 @@ async def test_a_holder_that_is_gone(path: str, stream: bool) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_slow_holder_is_waited_for_only_so_long(path: str) -> None:
     body = body_at(path, stream=True)
-    async with pulling(*engines(max_sequences=1), pull_seconds=0.1, **CUT) as w:
+    async with pulling(*engines(max_sequences=1), prefix_fetch_timeout_seconds=0.1, **CUT) as w:
         holder, expected = await ready(w, path, body)
         async with occupied(w, holder):
             task = asyncio.create_task(asked(w, path, body))

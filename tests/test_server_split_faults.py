@@ -342,7 +342,11 @@ BUSY = {"error": {"message": "busy", "code": 503}}
 async def faulty(behave: Behaviour, number: int = 3, **config: Any) -> AsyncIterator[World]:
     """Engines that share one behaviour, cut behind the tenth token of their answers."""
     fakes = [FakeEngine(behave=behave, metrics=NIXL_PAGE) for _ in range(number)]
-    given = {"tokenizer": str(TOKENIZER_PATH.parent), "split_force_at": 40 / 70, "model": "tiny"}
+    given = {
+        "tokenizer": str(TOKENIZER_PATH.parent),
+        "split": {"kind": "force", "fraction": 40 / 70},
+        "model": "tiny",
+    }
     async with world(fakes, **(given | config)) as w:
         pool = w.server.fleet.pools[0]
         await w.until(lambda: all(engine.connector is not None for engine in pool.engines.values()))

@@ -178,12 +178,12 @@ def test_the_routers_numbers_order_an_engines_queue() -> None:
     assert order(local_order="fcfs", priority="uniboost") == [0, 1, 2], "the engine ignores it"
     assert order(local_order="priority", priority="uniboost") == [0, 2, 1]
     steep = {"gamma": 100.0, "adaptive": 0.0}
-    assert order(local_order="priority", priority="uniboost", priority_settings=steep) == [0, 1, 2]
+    assert order(local_order="priority", priority={"kind": "uniboost", **steep}) == [0, 1, 2]
     assert order(local_order="priority", priority="vtc") == [0, 1, 2], "one tenant's come as they came"
     asks = replace(asks, sessions=np.array([1, 1, 2]))
     assert order(local_order="priority", priority="vtc") == [0, 2, 1]
     with pytest.raises(lm.BadValueError, match="gamma"):
-        order(priority="uniboost", priority_settings={"gamma": -1.0})
+        order(priority="uniboost(gamma=-1)")
 
 
 def test_the_token_slo_of_the_local_order_by_hand() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import os
 import re
@@ -17,15 +18,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmetric import LmetricError, UnknownNameError
+from lmetric import LmetricError, UnknownNameError, _deprecated
 from lmetric.config import ConfigError
+from lmetric.options import Guard, LibraSplit, Star, UniBoost
 from lmetric.sim import max_load
 from lmetric.sim.backends import Ray, Threads
 from lmetric.sim.max_load import Rule
-from lmetric.sim.setups import PolicyChoice, Result, Setup, TraceChoice, run, split_policies
+from lmetric.sim.run import simulate
+from lmetric.sim.setups import PolicyChoice, Result, Setup, TraceChoice, _stored, run, split_policies
 from lmetric.sim.store import Store, StoreError, write_csv, write_parquet
 from lmetric.sim.study import Library, cells, run_study, summary
-from lmetric.sim.study_file import load_study
+from lmetric.sim.study_file import SettingsEntry, load_study
 
 ROOT = Path(__file__).parent.parent
 SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
@@ -97,11 +100,113 @@ def test_local_orders_are_a_setting(tmp_path: Path) -> None:
     assert kept == ["fcfs", "uniboost(gamma=0.2)"]
 
 
-def test_pulls_are_a_setting(tmp_path: Path) -> None:
+PLAIN = "traces: t.jsonl\npolicies: lmetric\nsettings: {%s}\n"
+
+
+def test_prefix_fetches_are_a_setting(tmp_path: Path) -> None:
     """YAML takes a bare ``on`` for true."""
-    text = "traces: t.jsonl\npolicies: lmetric_pull\nsettings: {pull: [none, on, off, 'at_once, most=2']}\n"
+    text = PLAIN % "prefix_fetch: [none, on, off, 'at_once, most=2', {min_tokens: [256, 512], pinned: false}]"
     made = load_study(write(tmp_path / "s.yaml", text))
-    assert [setup.settings["pull"] for setup in made.setups] == ["none", "on", "none", "at_once, most=2"]
+    assert [setup.settings["prefix_fetch"] for setup in made.setups] == [
+        "none", "on", "none", "at_once, most=2", {"min_tokens": 256, "pinned": False},
+        {"min_tokens": 512, "pinned": False},
+    ]  # fmt: skip
+
+
+def test_every_option_is_varied_with_its_settings(tmp_path: Path) -> None:
+    """Theta, H, beta and the forecast of STAR, and the settings of splits, priorities and the guard."""
+    given = """
+        split: {kind: libra, probes: [4, 8], lengths_given: true}, local_order: priority,
+        rebalance: [none, {kind: star, threshold: 0.2, horizon_steps: 512, half_life_steps: 64,
+        forecast: [curve, bins_4]}], priority: {kind: uniboost, gamma: 0.2}, guard: {window_seconds: 30},
+        token_slo_seconds: 0.2, think_slo_seconds: 0.3, order_think_slo: 0.2, silent_segments: true,
+        index_bytes: 1000000
+    """
+    text = PLAIN % " ".join(given.split())
+    made = load_study(write(tmp_path / "s.yaml", text.replace("t.jsonl", f"{{path: {SLICE}, requests: 60}}")))
+    star = {"kind": "star", "threshold": 0.2, "horizon_steps": 512, "half_life_steps": 64.0}
+    ways = [(setup.settings["split"], setup.settings["rebalance"]) for setup in made.setups]
+    assert ways == [
+        ({"kind": "libra", "probes": probes, "lengths_given": True}, moves)
+        for probes in (4, 8)
+        for moves in ("none", {**star, "forecast": "curve"}, {**star, "forecast": "bins_4"})
+    ]
+    assert len({setup.key("") for setup in made.setups}) == len(made.setups)
+    setup = made.setups[-1]
+    kept = run(setup, setup.trace.load())
+    plain = simulate(
+        setup.trace.load(), policy="lmetric", local_order="priority",
+        split=LibraSplit(probes=8, lengths_given=True), priority=UniBoost(gamma=0.2),
+        rebalance=Star(threshold=0.2, horizon_steps=512, half_life_steps=64, forecast="bins_4"),
+        guard=Guard(window_seconds=30), token_slo_seconds=0.2, think_slo_seconds=0.3, order_think_slo=0.2,
+        silent_segments=True, index_bytes=1_000_000,
+    )  # fmt: skip
+    assert kept.figures.e2e_seconds is not None
+    assert kept.figures.e2e_seconds.mean == pytest.approx(float(plain.e2e_seconds.mean()))
+    assert (kept.figures.split, kept.figures.reschedule) == ("libra", "star")
+
+
+def test_a_study_varies_all_that_simulations_take() -> None:
+    elsewhere = {"trace", "policy", "knobs", "instances", "profile", "seed", "roles", "decode_policy"}
+    of_runs = {"decode_knobs", "timeline_seconds", "old"}
+    known = inspect.signature(simulate).parameters.keys() - elsewhere - of_runs
+    assert known == SettingsEntry.model_fields.keys()
+
+
+def test_decode_instances_have_a_profile_of_their_own(tmp_path: Path) -> None:
+    text = PLAIN % "decode_profile: [qwen2-7b-h20, independent-sim]"
+    with pytest.raises(ConfigError, match=r"settings.decode_profile needs roles with a decode pool"):
+        load_study(write(tmp_path / "s.yaml", text))
+    made = load_study(write(tmp_path / "s.yaml", text + "roles: 1P1D\ndecode_policies: sibyl\n"))
+    assert [setup.settings["decode_profile"] for setup in made.setups] == ["qwen2-7b-h20", "independent-sim"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "stored"),
+    [
+        ("pull: 'at_once, most=2'", "prefix_fetch: 'at_once, most=2'", {"pull": "at_once, most=2"}),
+        ("pull: [on]", "prefix_fetch: true", {"pull": "on"}),
+        (
+            "guard: true, guard_window_seconds: 15, guard_classes: 8",
+            "guard: {enabled: true, window_seconds: 15, classes: 8}",
+            {"guard": True, "guard_window_seconds": 15.0, "guard_classes": 8},
+        ),
+        ("guard_min_requests: 4", "guard: {min_requests: 4}", {"guard_min_requests": 4}),
+        ("guard: false, split: libra", "split: libra, guard: false", {"guard": False, "split": "libra"}),
+        ("priority: vtc", "priority: vtc", {"priority": "vtc"}),
+        (
+            "split: apart, split_settings: {least_gain_seconds: 1}",
+            "split: {kind: apart, min_gain_seconds: 1}",
+            {"split": "apart", "split_min_gain_seconds": 1.0},
+        ),
+        ("reschedule: star", "rebalance: star", {"reschedule": "star"}),
+    ],
+)
+def test_results_are_stored_under_the_keys_of_old(
+    old: str, new: str, stored: dict[str, object], tmp_path: Path
+) -> None:
+    """A renamed setting must not lose the results of a study that ran before."""
+    renamed, present = (load_study(write(tmp_path / "s.yaml", PLAIN % text)) for text in (old, new))
+    (before,), (now,) = renamed.setups, present.setups
+    assert before == now
+    assert _stored(now.settings) == stored
+    # What keys were made of when settings had their old names.
+    flat = replace(now, settings=stored)
+    if "pull" not in stored:
+        assert now.key("digest") == flat.key("digest")
+    warned = any(f"{key}:" in old for key in _deprecated.SETTINGS)
+    assert bool(renamed.deprecated) == warned
+    assert not present.deprecated
+
+
+def test_old_settings_are_swept_as_before(tmp_path: Path) -> None:
+    text = PLAIN % "guard: [true, false], guard_window_seconds: [15, 60]"
+    made = load_study(write(tmp_path / "s.yaml", text))
+    assert [setup.settings["guard"] for setup in made.setups] == [
+        {"enabled": on, "window_seconds": seconds} for on in (True, False) for seconds in (15.0, 60.0)
+    ]
+    (message,) = made.deprecated
+    assert "`guard_window_seconds` is deprecated" in message
 
 
 @pytest.mark.parametrize(
@@ -120,7 +225,18 @@ def test_pulls_are_a_setting(tmp_path: Path) -> None:
         (("seeds: 2", "profiles: nope"), "nope"),
         (("seeds: 2", "settings: {signals: exakt}"), "settings.signals[0] = 'exakt'"),
         (("seeds: 2", "settings: {local_order: [fcfs, lifo]}"), "settings.local_order[1] = 'lifo'"),
-        (("seeds: 2", "settings: {pull: [fast]}"), "pull 'fast' is not valid; expected none, on"),
+        (
+            ("seeds: 2", "settings: {prefix_fetch: [fast]}"),
+            "settings.prefix_fetch = 'fast': expected on, off",
+        ),
+        (
+            ("seeds: 2", "settings: {rebalance: {kind: star, treshold: 1}}"),
+            "settings.rebalance.treshold = 1: unknown setting; did you mean 'threshold'?",
+        ),
+        (
+            ("seeds: 2", "settings: {split: {kind: libra, probes: [4, 99]}}"),
+            "settings.split.probes = 99: expected a whole number from 1 to 32",
+        ),
         (("policies: [lmetric,", "policies: [{policy: vllm, label: lmetric}, lmetric,"), "two are called"),
         (("traces:", "treces:"), "treces"),
         (("policies: [lmetric, vllm,", "policies: [,"), "s.yaml:4"),
@@ -210,10 +326,10 @@ def test_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_says_which(tmp_path: Path) -> None:
-    text = STUDY + "settings: {guard_period_seconds: 0.001}\n"  # below the router's least
+    text = STUDY + "settings: {preempt: swap}\n"  # without admission vllm
     with (
         Store(tmp_path / "runs.jsonl") as store,
-        pytest.raises(LmetricError, match=r"lmetric, slice, 4 in.*period_seconds"),
+        pytest.raises(LmetricError, match=r"lmetric, slice, 4 in.*swap"),
     ):
         run_study(load_study(write(tmp_path / "s.yaml", text)), store, Threads(1))
 

@@ -22,7 +22,7 @@ STEP = {
     "prefill_seconds_per_attention_pair": 1e-8,
     "max_batch_tokens": 512,
 }
-THREE = "parts=3, lengths_given=1, least_gain=-1"
+THREE = "parts=3, lengths_given=1, min_gain=-1"
 
 
 def trace(n: int = 60, seconds: float = 30.0) -> Trace:
@@ -69,7 +69,7 @@ def test_the_router_cuts_a_request_that_thinks_in_three_and_says_so() -> None:
 
 def test_thoughts_are_parts_of_their_own_in_the_simulator() -> None:
     asks = trace()
-    three, two = (play(asks, split="libra", split_settings=told) for told in (THREE, "lengths_given=1"))
+    three, two = (play(asks, split=f"libra({told})") for told in (THREE, "lengths_given=1"))
     again = three.answer_cut_tokens
     assert (again >= 0).mean() > 0.9
     assert (again <= asks.input_tokens + asks.think_tokens).all()
@@ -95,8 +95,8 @@ def test_what_cannot_be_is_named() -> None:
         play(asks, think_slo_seconds=0.0)
     with pytest.raises(lm.BadValueError, match="seconds a thought"):
         play(asks, local_order="slo", order_think_slo=-1.0)
-    with pytest.raises(lm.BadValueError, match="'parts' is not valid; expected NAME=NUMBER"):
-        play(asks, split="libra", split_settings="parts")
+    with pytest.raises(lm.BadValueError, match="'parts' is not valid; expected NAME=VALUE"):
+        play(asks, split="libra(parts)")
 
 
 def test_a_trace_file_may_say_them_and_the_command_plays_it(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_trace_file_may_say_them_and_the_command_plays_it(tmp_path: Path) -> N
     told = orjson.loads(done.stdout)
     bad = CliRunner().invoke(build(["simulate"]), [*command[:5], "--split-settings", THREE])
     assert bad.exit_code == 2
-    assert "needs --split libra" in bad.output
+    assert "needs one kind: --split libra" in bad.output
     assert [run["split"] for run in told["runs"]] == ["none", "libra"]
     assert told["runs"][1]["splits"] > 50
     lines = file.read_bytes().replace(b'"think_length":', b'"think_length":9')

@@ -225,11 +225,10 @@ def run(
     if system.split or system.roles or system.forced is not None:
         told |= {"decode_policy": "least_requests", "transfer": system.transfer}
     if system.split:
-        settings = {"least_gain": system.least_gain, **({"lengths_given": 1.0} if system.known else {})}
-        settings |= {"parts": float(system.parts)}
-        told |= {"split": "libra", "split_settings": settings, "output_known": system.known}
+        split = lm.LibraSplit(min_gain=system.least_gain, lengths_given=system.known, parts=system.parts)
+        told |= {"split": split, "output_known": system.known}
     if system.forced is not None:
-        told |= {"split": "force", "split_settings": {"at": system.forced}}
+        told |= {"split": lm.SplitAt(system.forced)}
     if system.fixed_pair:
         told |= {"policy": _by_number(1.0), "decode_policy": _by_number(-1.0)}
     return simulate(

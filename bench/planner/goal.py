@@ -53,14 +53,15 @@ def rows(world: Pool, stages: Sequence[Stage], rivals: Sequence[Rival], base: Ri
 def knobs(world: Pool) -> Row:
     weights = [Rival(f"weight {w:g}", "planner", {"weight": w}) for w in (0.05, 0.2, 0.5, 1.0)]
     recent = [
-        Rival(f"{s} s", "planner", settings={"split_settings": {"recent_seconds": s}}) for s in (10, 60, 180)
+        Rival(f"{s} s", "planner", settings={"split": {"kind": "apart", "recent_seconds": s}})
+        for s in (10, 60, 180)
     ]
     gains = [
-        Rival(f"gains {s:g} s", "planner", settings={"split_settings": {"least_gain_seconds": s}})
+        Rival(f"gains {s:g} s", "planner", settings={"split": {"kind": "apart", "min_gain_seconds": s}})
         for s in (0.0, 1.0, 3.0)
     ]
     stalls = [
-        Rival(f"first token {name}", "planner", settings={"split_settings": {"most_stall_seconds": s}})
+        Rival(f"first token {name}", "planner", settings={"split": {"kind": "apart", "max_stall_seconds": s}})
         for name, s in (("late", 0.0), ("early to 0.03 s", 0.03), ("always early", 1e6))
     ]
     engine = load_profile(PROFILE)
@@ -68,13 +69,13 @@ def knobs(world: Pool) -> Row:
     steps = [Rival(f"steps of {n} tokens", "planner", settings={"profile": each}) for n, each in chunked]
     uniboost = {"local_order": "priority", "priority": "uniboost"}
     cost, new = "p_token - pull_tokens + pull_cost_tokens", "(new_tokens - pull_tokens)"
-    both = {"split": "apart", "pull": "on"}
+    both = {"split": "apart", "prefix_fetch": "on"}
     summed = [
         Rival(f"all that wait, {w:g}", f"{cost} + {w:g} * {new} * bs", settings=both) for w in (0.1, 0.3, 1.0)
     ]
     order = Rival("local order uniboost", "planner", settings=uniboost)
     whole = Rival("nothing apart", "planner", settings={"split": "none"})
-    unpulled = Rival("nothing pulled", "planner", settings={"pull": "none"})
+    unpulled = Rival("nothing pulled", "planner", settings={"prefix_fetch": "none"})
     rivals = [PLANNER, *weights, *recent, *gains, *stalls, *summed, *steps, order, whole, unpulled]
     return rows(world, [Stage(load=2.2), Stage(load=3.0)], rivals, PLANNER)
 
@@ -106,7 +107,9 @@ def lengths(world: Pool) -> Row:
 @figure("goal_extremes", "Answers of a few tokens, and of thousands")
 def extremes(world: Pool) -> Row:
     stages = [Stage(name, load) for name in SHORT_OR_LONG for load in (0.5, 0.95)]
-    always = Rival("planner, any gain", "planner", settings={"split_settings": {"least_gain_seconds": 0.0}})
+    always = Rival(
+        "planner, any gain", "planner", settings={"split": {"kind": "apart", "min_gain_seconds": 0.0}}
+    )
     return rows(world, stages, [LMETRIC, *FIXED, PLANNER, always])
 
 

@@ -17,7 +17,8 @@ TWICE = Rival(
     f"{INSTANCES}P{INSTANCES}D",
     "lmetric_pull",
     settings={
-        "roles": f"{INSTANCES}P{INSTANCES}D", "decode_policy": "sibyl_plus", "transfer": "none", "pull": "on",
+        "roles": f"{INSTANCES}P{INSTANCES}D", "decode_policy": "sibyl_plus", "transfer": "none",
+        "prefix_fetch": "on",
     },
 )  # fmt: skip
 

@@ -26,9 +26,9 @@ class Part:
 
 PARTS = [
     Part("weight", knobs={"weight": 1.0}),
-    Part("pulls", settings={"pull": "none"}),
+    Part("pulls", settings={"prefix_fetch": "none"}),
     Part("apart", settings={"split": "none"}),
-    Part("early first tokens", split_settings={"most_stall_seconds": 0.0}, of="apart"),
+    Part("early first tokens", split_settings={"max_stall_seconds": 0.0}, of="apart"),
 ]
 
 
@@ -38,7 +38,7 @@ def without(label: str, off: Sequence[Part]) -> Rival:
     settings = {name: value for part in off for name, value in part.settings.items()}
     cut = {name: value for part in off for name, value in part.split_settings.items()}
     if cut and "split" not in settings:
-        settings["split_settings"] = cut
+        settings["split"] = {"kind": "apart", **cut}
     return Rival(label, PLANNER.policy, knobs, settings)
 
 
@@ -58,7 +58,7 @@ def ablations() -> list[Rival]:
 
 # A prompt whose tokens nobody knows is matched as text, by what was sent where;
 # it is neither pulled for nor cut. Engines that hand nothing over leave the weight alone.
-WHOLE: Settings = {"pull": "none", "split": "none"}
+WHOLE: Settings = {"prefix_fetch": "none", "split": "none"}
 BY_PLACED: Settings = {"index": "approximate"}
 BLIND = "queued_prefill_tokens + prompt_tokens"  # p_token of who knows no prefix
 (WEIGHT,) = (row["knobs"][0]["default"] for row in policy_table() if row["name"] == PLANNER.policy)

@@ -70,7 +70,7 @@ def also(rival: Rival, what: str, **settings: Any) -> Rival:
 
 def pulling(policy: str, roles: Rival) -> Rival:
     """Fixed roles under a policy, prefixes being pulled."""
-    return replace(also(roles, f"{policy}, pulls", pull="on"), policy=policy)
+    return replace(also(roles, f"{policy}, pulls", prefix_fetch="on"), policy=policy)
 
 
 # Roles outside of these do not keep up under any load of note.
@@ -82,18 +82,18 @@ def families() -> dict[str, list[Rival]]:
     """All rivals by family."""
     made = {policy: knobbed(policy) for policy in KNOBS}
     made["lmetric"].append(also(LMETRIC, "guard", guard=True))
-    made["lmetric_pull"] = [also(rival, "pulls", pull="on") for rival in made["lmetric_pull"]]
+    made["lmetric_pull"] = [also(rival, "pulls", prefix_fetch="on") for rival in made["lmetric_pull"]]
     made["other policies that pull"] = [
-        also(Rival(policy, policy), "pulls", pull="on")
+        also(Rival(policy, policy), "pulls", prefix_fetch="on")
         for policy in ("vllm", "least_requests", "simulation", "least_prefill")
     ]
     made["other orders"] = [
         also(rival, order, local_order=order) for rival in (LMETRIC, PULLING) for order in ORDERS
     ]
-    made["moves"] = [also(Rival(policy, policy), "star", reschedule="star") for policy in ("lmetric", "vllm")]
+    made["moves"] = [also(Rival(policy, policy), "star", rebalance="star") for policy in ("lmetric", "vllm")]
     made["libra"] = [
-        also(Rival(policy, policy), f"libra, {order}, gain {gain:g}", split="libra", local_order=order,
-             split_settings={"least_gain": gain})
+        also(Rival(policy, policy), f"libra, {order}, gain {gain:g}", local_order=order,
+             split={"kind": "libra", "min_gain": gain})
         for policy, order, gain in product(("lmetric", "least_requests"), ("fcfs", "slo"), GAINS)
     ]  # fmt: skip
     made["fixed roles"] = FIXED
@@ -102,7 +102,7 @@ def families() -> dict[str, list[Rival]]:
         for rival in [pulling("lmetric_pull", rival) for rival in LIKELY]
         for variant in [
             *(also(rival, decodes, decode_policy=decodes) for decodes in DECODES),
-            also(rival, "star", decode_policy="least_tokens", reschedule="star"),
+            also(rival, "star", decode_policy="least_tokens", rebalance="star"),
             also(rival, "uniboost", local_order="uniboost"),
         ]
     ]

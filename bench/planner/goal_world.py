@@ -43,7 +43,7 @@ class Rival:
 
 
 LMETRIC = Rival("lmetric")
-PULLING = Rival("lmetric_pull", "lmetric_pull", settings={"pull": "on"})
+PULLING = Rival("lmetric_pull", "lmetric_pull", settings={"prefix_fetch": "on"})
 PLANNER = Rival("planner", "planner")
 ROLES = [f"{n}P{INSTANCES - n}D" for n in (1, 2, 4, 6, 8, 10, 11, 12, 13, 14)]
 FIXED = [Rival(roles, settings={"roles": roles}) for roles in ROLES]

@@ -130,7 +130,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         profile=stage.profile,
         seed=seed,
         guard=rival.guard,
-        pull=rival.pull,
+        prefix_fetch=rival.pull,
         transfer=rival.transfer,
         **rules,
     )

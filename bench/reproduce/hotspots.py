@@ -147,7 +147,7 @@ def guard(world: World) -> Made:
         UNGUARDED,
         Choice("lmetric", label="guard on", settings={"guard": True}),
         Choice("lmetric", label="guard on, window 15 s",
-               settings={"guard": True, "guard_window_seconds": 15.0}),
+               settings={"guard": {"enabled": True, "window_seconds": 15.0}}),
         VLLM,
     ]  # fmt: skip
 

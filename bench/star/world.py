@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from lmetric.options import from_settings
 from lmetric.profiles import Profile, load_profile
 from lmetric.sim.run import MoveBy, Run, Workload, prepare, simulate
 from lmetric.sim.synthetic import check_synthetic
@@ -234,8 +235,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         token_stride=rival.stride,
         output_known=rival.told,
         transfer=f"{cluster.link_gb_per_second:g}",
-        reschedule=rival.reschedule,  # type: ignore[arg-type]
-        reschedule_settings=settings or None,
+        rebalance=from_settings("rebalance", rival.reschedule, settings),
         migration_by=rival.by,
         token_slo_seconds=cluster.tpot_slo_seconds,
     )

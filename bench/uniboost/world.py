@@ -174,8 +174,7 @@ def play(workload: Workload, profile: Profile, order: Order, policy: str, instan
         seed=seed,
         admission="vllm",
         local_order=order.local,
-        priority=order.priority,  # type: ignore[arg-type]
-        priority_settings=order.settings,
+        priority={"kind": order.priority, **(order.settings or {})},
         preempt="swap",
         guard=None,
         token_stride=20,

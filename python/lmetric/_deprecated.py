@@ -1,6 +1,6 @@
-"""Names of the Python API that changed. The old names work for one release and warn with the new ones.
+"""Names of the Python API and keys of files that changed. The old ones work for one release and warn.
 
-The table below is the only place that knows them. Remove an entry, and its name is gone.
+The tables below are the only place that knows them. Remove an entry, and its name is gone.
 """
 
 from __future__ import annotations
@@ -31,6 +31,99 @@ KEYWORDS = {
     "Router.blocks_stored": {"tokens": "token_ids", "adapter": "lora_name", "salt": "cache_salt"},
 }
 _GUARD = ("window_seconds", "period_seconds", "classes", "min_requests", "phase2_factor", "release_factor")
+
+# Keys of the server's configuration and of study files, and keywords of `simulate`: the key that has its
+# value now, and the name of the field there ("": the value as it is, "*": a mapping of fields).
+SETTINGS: dict[str, tuple[str, str]] = {
+    "split_settings": ("split", "*"),
+    "split_force_at": ("split", "fraction"),
+    "pull": ("prefix_fetch", ""),
+    "pull_settings": ("prefix_fetch", "*"),
+    "pull_seconds": ("prefix_fetch_timeout_seconds", ""),
+    "priority_settings": ("priority", "*"),
+    "reschedule": ("rebalance", ""),
+    "reschedule_settings": ("rebalance", "*"),
+    "reschedule_period_seconds": ("rebalance", "period_seconds"),
+    "reschedule_by": ("migration_by", ""),
+    "reschedule_leg_tokens": ("migration_leg_tokens", ""),
+    "reschedule_max_gap_seconds": ("migration_max_gap_seconds", ""),
+    "reschedule_at_once": ("migration_max_concurrent", ""),
+    **{f"guard_{name}": ("guard", name) for name in _GUARD},
+}
+
+
+def settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Settings under their present keys, and by present key the old keys that were given.
+
+    A value that is a list stands for several ones, as in study files.
+
+    Raises:
+        BadValueError: an option under its old and its present key, or settings beside an option object.
+    """
+    new = {key: value for key, value in given.items() if key not in SETTINGS}
+    old: dict[str, list[str]] = {}
+    for key, (present, name) in SETTINGS.items():
+        if key not in given:
+            continue
+        value = given[key]
+        old.setdefault(present, []).append(key)
+        if not name:
+            if present in new:
+                raise _core.BadValueError(f"{key}: it is the old name of {present}; remove {key}")
+            new[present] = value
+        elif value is not None:
+            base = new.get(present)
+            each = [_with(present, name, value, one) for one in (base if isinstance(base, list) else [base])]
+            new[present] = each if isinstance(base, list) else each[0]
+    return new, old
+
+
+def _with(option: str, name: str, value: Any, base: Any) -> dict[str, Any]:
+    """An option's value with a setting, or all in a mapping or text."""
+    if name == "fraction":
+        return {"kind": "force", "fraction": value}
+    mapping = options.as_mapping(option, base)
+    if not isinstance(mapping, dict):
+        raise _core.BadValueError(f"{option}: settings beside {base!r}; set them in the option")
+    selector = options.SELECTORS[option]
+    kind = mapping.get(selector)
+    if kind is None:
+        mapping.pop(selector, None)
+    added = (
+        {name: value} if name != "*" else options.parse_settings(value) if isinstance(value, str) else value
+    )
+    if not isinstance(added, Mapping):
+        raise _core.BadValueError(f"{option}: settings {added!r} are not valid; expected a mapping")
+    return mapping | options.own_names(option, kind if selector == "kind" else None, added)
+
+
+def simulate_keywords(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that keywords of `simulate` under their old names make, beside those given.
+
+    Raises:
+        TypeError: a keyword that `simulate` never had. BadValueError: as `settings`.
+    """
+    for name in old:
+        if SETTINGS.get(name, ("", ""))[0] not in options.OPTIONS:
+            raise TypeError(f"simulate() got an unexpected keyword argument {name!r}")
+    # Defaults are no values beside old keywords.
+    beside = {what: value for what, value in given.items() if value not in (None, "auto", "none")}
+    new, keys = settings(beside | dict(old))
+    for key, names in keys.items():
+        shown = ", ".join(f"{name}=" for name in names)
+        message = _message(f"simulate({shown})", f"simulate({key}={new.get(key)!r})")
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return {**given, **new}
+
+
+def settings_message(old: list[str], key: str, value: Any) -> str:
+    """The warning about keys under their old names, with the present spelling."""
+    import yaml
+
+    text = yaml.safe_dump({key: value}, default_flow_style=True, sort_keys=False, width=10_000)
+    names = ", ".join(f"`{name}`" for name in old)
+    verb = "are" if len(old) > 1 else "is"
+    return f"{names} {verb} deprecated and will be removed in the next release; use `{text.strip()[1:-1]}`"
 
 
 def _update(keyword: str) -> tuple[str, Callable[[Any], Any]]:

@@ -1,15 +1,26 @@
-"""Typed options of router, simulator and server: how requests are split, fetched, ordered and moved.
+"""Typed options of router, simulator, studies and server: how requests are split, fetched, ordered and moved.
 
 Each option is a frozen dataclass whose defaults are the router's own. Units are in the names. The router
-raises `lmetric.BadValueError` for an option with a value out of range.
+raises `lmetric.BadValueError` for an option with a value out of range. `Routing` groups the options.
+
+Files, command lines and `lmetric.simulate` also take an option as text or as a mapping, which `parse` reads:
+``libra``, ``libra(probes=8)``, ``{"kind": "libra", "probes": 8}``.
+
+Metadata of fields: ``maturity: study`` marks a field for simulations alone, with the reason in ``because``:
+servers refuse every value but the default. ``study_values`` marks values in the same way. ``server`` is the
+default on servers if it is another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+
+from lmetric.defaults import PLANNER
 
 if TYPE_CHECKING:
     from lmetric.lengths import LengthPredictor
@@ -19,7 +30,10 @@ Forecast = Literal[
 ]
 """How the remaining length of an answer is predicted; all but ``curve`` need the true one (simulations)."""
 
-ForecastLike: TypeAlias = "Forecast | str | LengthPredictor | Callable[..., Any]"
+if TYPE_CHECKING:
+    ForecastLike: TypeAlias = Forecast | str | LengthPredictor | Callable[..., Any]
+else:
+    ForecastLike = Any  # what pydantic checks: the core does the rest
 """Also a predictor's file (.npz, .onnx), a reference to a Python object, a predictor, or a function; see
 docs/lengths.md."""
 
@@ -35,6 +49,9 @@ Handoff = Literal["nowhere", "prompt_end", "output", "anywhere"]
 Binding = Literal["early", "late"]
 """When the decode instance of a request is chosen: with the prefill instance, or after the prefill."""
 
+Auto = Literal["auto"]
+"""The policy's own default: splits and prefix fetches are on with the policy ``planner``, else off."""
+
 Failure = Literal[
     "refused",
     "dns",
@@ -49,6 +66,17 @@ Failure = Literal[
 ]
 """Why a request failed. Only the first seven let the router try another instance."""
 
+# How pydantic checks the dataclasses below.
+_CHECKS: dict[str, Any] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+
+# Fields that only simulations can set, with the reason.
+_LENGTHS = {"maturity": "study", "because": "it needs the true length of each answer"}
+_FORECASTS = {"study_values": get_args(Forecast)[1:], "because": "it needs the true length of each answer"}
+_REASONING = {"maturity": "study", "because": "requests do not say how long their reasoning is"}
+_SEED = {"maturity": "study", "because": "it is the seed of simulated forecasts"}
+_ENGINE = {"maturity": "study", "because": "it is a fact of the engines"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraSplit:
@@ -58,8 +86,9 @@ class LibraSplit:
     """
 
     core_kind: ClassVar[str] = "libra"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    parts: int = 2
+    parts: int = field(default=2, metadata=_REASONING)
     """Most parts. 3: also split off the reasoning of requests that give `reasoning_tokens` (simulations)."""
     probes: int = 6
     """Most split points that are tried for a request; 1 to 32."""
@@ -77,7 +106,7 @@ class LibraSplit:
     """Quantile of similar answers that is taken as the expected length, 0 to 1."""
     margin_tokens: int = 20
     """Tokens that are added to the expected length."""
-    lengths_given: bool = False
+    lengths_given: bool = field(default=False, metadata=_LENGTHS)
     """`max_tokens` of a request is the exact length of its answer; for simulations."""
 
 
@@ -89,6 +118,7 @@ class DecodePlacement:
     """
 
     core_kind: ClassVar[str] = "apart"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     recent_seconds: float = 30.0
     """Time constant of each instance's share of time spent on prefills."""
@@ -102,7 +132,7 @@ class DecodePlacement:
     """The client gets the first token from the prefill instance if the transfer takes at most this long."""
     prior_tokens: int = 300
     """Expected length of an answer until enough similar ones have ended."""
-    lengths_given: bool = False
+    lengths_given: bool = field(default=False, metadata=_LENGTHS)
     """`max_tokens` of a request is the exact length of its answer; for simulations."""
 
 
@@ -111,8 +141,10 @@ class SplitAt:
     """Split every request at this fraction (0 to 1) of its prompt and `max_tokens`: for tests of engines."""
 
     core_kind: ClassVar[str] = "force"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     fraction: float
+    """0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,17 +152,32 @@ class PrefixFetch:
     """Fetch the part of a prompt's KV that another instance holds, if that is faster than computing it."""
 
     core_kind: ClassVar[str] = "on"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    seconds_per_token: float = 4e-6
-    """Time of a fetched token until it is learned from fetches."""
-    fixed_seconds: float = 0.005
-    """Time that a fetch takes besides, until it is learned."""
+    seconds_per_token: float | None = None
+    """Time of a fetched token until it is learned; None: 4e-6, in simulations that of `transfer`."""
+    fixed_seconds: float | None = None
+    """Further time of each fetch, until it is learned; None: 0.005, in simulations that of `transfer`."""
     min_tokens: int = 256
     """Fewest tokens that are worth a fetch."""
     max_fetches: int = 4
     """Most fetches that one holder serves at a time."""
-    max_kv_usage: float = 1.0
+    # vLLM keeps the blocks of a request that fetched for another lease after its end. An engine full of them
+    # would serve nobody.
+    max_kv_usage: float = field(default=1.0, metadata={"server": 0.8})
     """An instance whose KV cache usage is at least this fraction fetches nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedFetch(PrefixFetch):
+    """A prefix fetch of the simulator, with what it costs the instance that sends."""
+
+    holder_seconds: float = field(default=0.0, metadata=_ENGINE)
+    """Time that a fetch takes of the holder's next step if the holder is not idle."""
+    waits: bool = field(default=True, metadata=_ENGINE)
+    """Whether a fetch waits for the holder's present step. False: its memory is read at once."""
+    pinned: bool = field(default=True, metadata=_ENGINE)
+    """Whether the holder keeps the fetched blocks in its cache until they are sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +188,7 @@ class UniBoost:
     """
 
     core_kind: ClassVar[str] = "uniboost"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     gamma: float = 0.1
     """Decay of the boost, 1/s; if `adaptive`, the value until enough requests have ended."""
@@ -162,8 +210,9 @@ class UniBoost:
     """Prompts whose work falls into the same bin of this many tokens get the same boost."""
     max_boost_seconds: float = 60.0
     """Longest boost of one request over another."""
-    clock_offset_seconds: float = 0.0
-    """Added to the router's clock, so that all routers before the same engines agree."""
+    clock_offset_seconds: float | None = None
+    """Added to the router's clock, so that all routers before the same engines agree; None: servers add what
+    makes it the wall clock, others add nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +220,7 @@ class FairShares:
     """Order the engines' queues by tenants' shares of service (virtual token counters, OSDI 2024)."""
 
     core_kind: ClassVar[str] = "vtc"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,12 +231,15 @@ class Star:
     """
 
     core_kind: ClassVar[str] = "star"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     prediction: bool = True
     """False: by the present load alone."""
-    forecast: ForecastLike = "curve"
-    forecast_seed: int = 0
-    """Seed of forecasts that err at random; for simulations."""
+    forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
+    """How remaining lengths are predicted: `curve` is counted; else a predictor's file or a Python function
+    (docs/lengths.md); other names are for simulations."""
+    forecast_seed: int = field(default=0, metadata=_SEED)
+    """Seed of forecasts that err at random (simulations)."""
     repredict_tokens: int = 20
     """Output tokens of a request after which its length is predicted again."""
     period_seconds: float = 0.5
@@ -214,12 +267,19 @@ class Llumnix:
     """Move running requests from instances with little free memory to those with much. Source: Llumnix."""
 
     core_kind: ClassVar[str] = "llumnix"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    forecast: ForecastLike = "curve"
-    forecast_seed: int = 0
+    forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
+    """How remaining lengths are predicted: `curve` is counted; else a predictor's file or a Python function
+    (docs/lengths.md); other names are for simulations."""
+    forecast_seed: int = field(default=0, metadata=_SEED)
+    """Seed of forecasts that err at random (simulations)."""
     repredict_tokens: int = 20
+    """Output tokens of a request after which its length is predicted again."""
     period_seconds: float = 0.5
+    """Time between two rounds."""
     max_moves: int = 1
+    """Most moves of one round."""
     source_below_steps: float = 48.0
     """An instance with free memory for fewer decode steps gives requests away."""
     target_above_steps: float = 48.0
@@ -231,6 +291,7 @@ class Guard:
     """The hot-spot guard; see docs/guard.md."""
 
     core_kind: ClassVar[str] = "guard"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     enabled: bool | None = None
     """None: as the policy declares."""
@@ -267,12 +328,80 @@ PriorityOption: TypeAlias = UniBoost | FairShares
 RebalanceOption: TypeAlias = Star | Llumnix
 Option: TypeAlias = SplitOption | PrefixFetch | PriorityOption | RebalanceOption
 
-_CHOICES: dict[str, Any] = {
-    "split": SplitOption,
-    "prefix_fetch": PrefixFetch,
-    "priority": PriorityOption,
-    "rebalance": RebalanceOption,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How requests are routed: the policies and every option, for router, simulator, studies and server."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
+
+    policy: Any = "lmetric"
+    """Name, expression, `Policy` or `policy_function`."""
+    knobs: Mapping[str, float] | None = None
+    """Parameters of the policy by name."""
+    decode_policy: Any = "least_requests"
+    """What chooses the instance that decodes."""
+    decode_knobs: Mapping[str, float] | None = None
+    """Parameters of the decode policy by name."""
+    binding: Binding = "early"
+    """When the decode instance is chosen."""
+    split: SplitOption | Auto | None = "auto"
+    """How requests are split; None: not at all."""
+    prefix_fetch: PrefixFetch | Auto | None = "auto"
+    """Whether instances fetch cached prefixes from each other; None: no."""
+    priority: PriorityOption | None = None
+    """What the engines' queues are ordered by; None: by arrival."""
+    rebalance: RebalanceOption | None = None
+    """How running requests move between instances; None: they stay."""
+    guard: Guard = field(default_factory=Guard)
+    """The hot-spot guard."""
+
+    def resolved(self, policy: str, *, pools: bool = False, server: bool = False) -> Routing:
+        """The settings with the defaults of the policy of this name in place of ``auto``.
+
+        Args:
+            pools: instances have the roles prefill and decode, so ``auto`` splits nothing else.
+            server: apply the defaults of servers.
+        """
+        split: Any = self.split
+        fetch: Any = self.prefix_fetch
+        if split == "auto":
+            split = None if pools else default_of("split", policy)
+        if fetch == "auto":
+            fetch = default_of("prefix_fetch", policy)
+            fetch = _for_server("prefix_fetch", fetch, ()) if server and fetch is not None else fetch
+        return replace(self, split=split, prefix_fetch=fetch)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Split, prefix fetch, priority, rebalancing and guard, as keyword arguments of `lmetric.Router`."""
+        return {what: getattr(self, what) for what in OPTIONS}
+
+
+# By option: the kinds that configurations name, with the class of each and the fields that the name sets.
+_KINDS: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
+    "split": {"libra": (LibraSplit, {}), "apart": (DecodePlacement, {}), "force": (SplitAt, {})},
+    "prefix_fetch": {"on": (PrefixFetch, {})},
+    "priority": {"uniboost": (UniBoost, {}), "vtc": (FairShares, {})},
+    "rebalance": {
+        "star": (Star, {}),
+        "star_current": (Star, {"prediction": False}),
+        "star_oracle": (Star, {"forecast": "given"}),
+        "llumnix": (Llumnix, {}),
+    },
+    "guard": {"on": (Guard, {})},
 }
+OPTIONS = tuple(_KINDS)
+"""Names of the options: keywords of `lmetric.Router` and `lmetric.simulate`, keys of files."""
+# By option: the key of a mapping that a plain value stands for.
+SELECTORS = {what: "enabled" if what in ("prefix_fetch", "guard") else "kind" for what in OPTIONS}
+# Kinds that the documentation of servers leaves out: for tests of engines, and for simulations.
+_UNLISTED = ("force", "star_oracle")
+# Short names of settings of prefix fetches in texts.
+_FETCH_WORDS: dict[str, tuple[str, Any]] = {
+    "least": ("min_tokens", None), "most": ("max_fetches", None), "holder": ("holder_seconds", None),
+    "at_once": ("waits", False), "unpinned": ("pinned", False),
+}  # fmt: skip
 # Fields whose names in the core do not follow the rule that `min_x` is `least_x` there, and `max_x` `most_x`.
 _CORE_NAMES = {"fraction": "at", "max_fetches": "most_pulls", "min_requests": "least"}
 _ADAPTIVE = ("window", "min_requests", "every", "smoothing", "min_gamma", "max_gamma")
@@ -285,11 +414,391 @@ def _core_name(name: str) -> str:
     return _CORE_NAMES.get(name, name)
 
 
-def split_names() -> list[str]:
-    """What configurations may say of `split`: ``none`` or a planner; ``force`` is for tests of engines."""
+def served(what: str) -> dict[str, Any]:
+    """By kind, the classes that servers take as `what`."""
+    return {name: cls for name, (cls, _) in _KINDS[what].items() if name not in _UNLISTED}
+
+
+def classes(what: str) -> dict[str, Any]:
+    """By kind, the classes that simulations take as `what`."""
+    own = {name: SimulatedFetch if cls is PrefixFetch else cls for name, (cls, _) in _KINDS[what].items()}
+    return {name: cls for name, cls in own.items() if cls is not SplitAt}
+
+
+def default_of(what: str, policy: str) -> Any:
+    """The option that goes with a policy if none is given: None but for the policy ``planner``."""
+    if policy != PLANNER:
+        return None
+    return {"split": DecodePlacement(), "prefix_fetch": PrefixFetch()}.get(what)
+
+
+def is_study(each: Field[Any]) -> bool:
+    """Whether a field is for simulations alone."""
+    return each.metadata.get("maturity") == "study"
+
+
+def _is_studied(each: Field[Any], value: object) -> bool:
+    """Whether a field has a value that is for simulations alone."""
+    if isinstance(value, str) and value in each.metadata.get("study_values", ()):
+        return True
+    return is_study(each) and value != each.default
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """What each field of an option is, from its declaration."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if "__dataclass_fields__" in base.__dict__:
+            own = _adapter(base).json_schema().get("properties", {})
+            found |= {name: each["description"] for name, each in own.items() if "description" in each}
+    return {name: " ".join(text.split()) for name, text in found.items()}
+
+
+@cache
+def _adapter(cls: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
+
+
+def kind_of(option: object) -> str:
+    """The kind of an option as configurations name it; ``none`` for None, ``auto`` for ``"auto"``."""
+    if option is None or isinstance(option, str):
+        return option or "none"
+    if isinstance(option, Star):
+        if not option.prediction:
+            return "star_current"
+        return "star_oracle" if option.forecast == "given" else "star"
+    return str(option.core_kind)  # type: ignore[attr-defined]
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """Settings from ``"a=1, b=2"``.
+
+    Raises:
+        BadValueError: a part that is not NAME=VALUE.
+    """
+    found = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (each.strip() for each in part.partition("="))
+        if not name or not equals or not value:
+            raise _bad("settings", part, "NAME=VALUE, as probes=8")
+        found[name] = value
+    return found
+
+
+def as_mapping(what: str, value: Any) -> Any:
+    """A plain value of an option as a mapping: ``libra(probes=8)`` as ``{"kind": "libra", "probes": "8"}``,
+    ``on`` as ``{"enabled": True}``. What is not plain is returned as it is.
+
+    Raises:
+        BadValueError: a text that cannot be read.
+    """
+    selector = SELECTORS[what]
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, bool):
+        return {selector: value if selector == "enabled" or value else "none"}
+    if not isinstance(value, str):
+        return {selector: None} if value is None else value
+    text = value.strip()
+    if selector == "enabled":
+        if text in ("none", "auto"):
+            return {selector: False if text == "none" else None}
+        words = [part.strip() for part in text.split(",")]
+        if what == "prefix_fetch" and (len(words) > 1 or "=" in text or text in _FETCH_WORDS):
+            return {selector: True} | _fetch_settings(words)
+        return parse_settings(text) if "=" in text else {selector: text}
+    called = re.fullmatch(r"(\w+)\s*\((.*)\)", text, re.DOTALL)
+    return {selector: text} if called is None else {selector: called[1], **parse_settings(called[2])}
+
+
+def _fetch_settings(words: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word in words:
+        name, _, value = (each.strip() for each in word.partition("="))
+        own, stands_for = _FETCH_WORDS.get(name, (name, None))
+        if word != "on":
+            found[own] = stands_for if "=" not in word else value
+    return found
+
+
+def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> Any:
+    """The option that a configuration gives: a name, a text, a mapping, or the option itself.
+
+    Args:
+        what: one of `OPTIONS`.
+        server: refuse what only simulations can know, and apply the defaults of servers.
+        policy: name of the policy, whose default is the kind of a mapping without one.
+
+    Returns:
+        An option; None for ``none``; ``"auto"`` for None and ``auto`` of splits and prefix fetches. For the
+        guard a `Guard` in any case.
+
+    Raises:
+        BadValueError: with the attributes `path` (field names below `what`), `value` and `problem`.
+    """
+    if isinstance(value, _classes(what)):
+        _check_range(what, value, list(value.__dataclass_fields__))
+        return _for_server(what, value, ()) if server else value
+    given = as_mapping(what, value)
+    if not isinstance(given, dict):
+        raise _refused((), value, f"expected a name, a mapping, or one of {_options(what)}", what)
+    off = None if what in ("priority", "rebalance") else "auto"
+    selected = given.pop(SELECTORS[what], None)
+    if SELECTORS[what] == "enabled":
+        return _switched(what, selected, given, server)
+    if selected in (None, "auto", "none") and not given:
+        return None if selected == "none" else off
+    if selected in (None, "auto"):
+        selected = kind_of(default_of(what, policy))
+        if selected == "none":
+            known = ", ".join(_known(what, server))
+            raise _refused(("kind",), None, f"missing beside settings; expected one of {known}", what)
+    if what == "split" and selected not in (*_KINDS[what], "none") and selected in _planners():
+        option = SplitBy(str(selected), _checked(what, dict[str, float], given))
+        _check_range(what, option, [])
+        return option
+    if selected == "none":
+        name = next(iter(given))
+        raise _refused((name,), given[name], "'none' takes no settings; remove it", what)
+    if selected not in _KINDS[what]:
+        raise _refused(
+            (), selected, f"expected one of {', '.join(_known(what, server))}", what, _known(what, server)
+        )
+    return _made(what, selected, given, server)
+
+
+def _switched(what: str, enabled: Any, given: dict[str, Any], server: bool) -> Any:
+    """A prefix fetch or a guard, which are on or off."""
+    try:
+        on = _adapter(bool | None).validate_python(enabled)
+    except ValueError:
+        expected = "expected on, off, auto, or settings as NAME=VALUE"
+        raise _refused((), enabled, expected, what) from None
+    if what == "guard":
+        return _made(what, "on", given | {"enabled": on}, server)
+    if on is None and not given:
+        return "auto"
+    made = _made(what, "on", given, server)
+    return None if on is False else made
+
+
+def _made(what: str, kind: str, given: Mapping[str, Any], server: bool) -> Any:
+    cls, presets = _KINDS[what][kind]
+    marked = [each for each in fields(cls) if each.name in presets and _is_studied(each, presets[each.name])]
+    if server and marked:
+        problem = f"{kind} is for simulations only ({marked[0].metadata['because']}); use {cls.core_kind}"
+        raise _refused((), kind, problem, what)
+    option = _checked(what, SimulatedFetch if cls is PrefixFetch else cls, {**presets, **given}, server)
+    _check_range(what, option, list(given))
+    if server:
+        option = _for_server(what, option, tuple(given))
+    return _plain(option) if isinstance(option, SimulatedFetch) else option
+
+
+def _for_server(what: str, option: Any, given: tuple[str, ...]) -> Any:
+    """The option with the defaults of servers. Raises for what only simulations can know."""
+    for each in fields(option):
+        value = getattr(option, each.name)
+        if _is_studied(each, value):
+            told, expected = (v if isinstance(v, str) else f"{v!r}" for v in (value, each.default))
+            because = each.metadata["because"]
+            problem = f"{told} is for simulations only ({because}); expected {expected}"
+            raise _refused((each.name,), value, problem, what)
+        if "server" in each.metadata and each.name not in given and value == each.default:
+            option = replace(option, **{each.name: each.metadata["server"]})
+    return option
+
+
+def _plain(fetch: SimulatedFetch) -> PrefixFetch:
+    """The prefix fetch as routers take it, unless it says what only simulators can do."""
+    own = {each.name: getattr(fetch, each.name) for each in fields(PrefixFetch)}
+    return PrefixFetch(**own) if SimulatedFetch(**own) == fetch else fetch
+
+
+def _known(what: str, server: bool = False) -> list[str]:
+    extra = [name for name in _planners() if name not in _KINDS[what]] if what == "split" else []
+    return ["none", *(served(what) if server else classes(what)), *extra]
+
+
+def _classes(what: str) -> tuple[Any, ...]:
+    """The classes of an option."""
+    own = tuple(dict.fromkeys(cls for cls, _ in _KINDS[what].values()))
+    return (*own, SplitBy) if what == "split" else own
+
+
+def _planners() -> list[str]:
     from lmetric._core import planners
 
-    return ["none", *(name for name in planners() if name != SplitAt.core_kind)]
+    return list(planners())
+
+
+def _options(what: str) -> str:
+    return ", ".join(f"lmetric.{cls.__name__}(...)" for cls in _classes(what))
+
+
+def _checked(what: str, cls: Any, given: Mapping[str, Any], server: bool = False) -> Any:
+    """The values as `cls` declares them."""
+    from pydantic import ValidationError
+
+    try:
+        return _adapter(cls).validate_python(dict(given))
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = str(problem["loc"][0]) if problem["loc"] else ""
+        if problem["type"] == "missing":
+            raise _refused((name,), None, f"missing; {cls.core_kind!r} needs it", what) from None
+        if problem["type"] != "unexpected_keyword_argument":
+            raise _refused((name,), problem["input"], problem["msg"], what) from None
+        known = [each.name for each in fields(cls) if not (server and is_study(each))]
+        cores = {_core_name(each): each for each in known}
+        text = "unknown setting"
+        raise _refused((name,), problem["input"], text, what, known, cores.get(name)) from None
+
+
+def _check_range(what: str, option: Any, given: list[str]) -> None:
+    """Raises for a value that the core refuses, naming the field if one alone is to blame."""
+    from lmetric._core import LmetricError, Router, parsed_option
+
+    def refused(settings: Any) -> LmetricError | None:
+        try:
+            if what == "guard":
+                Router("lmetric", guard=settings)
+            else:
+                parsed_option(what, *settings)
+        except LmetricError as error:
+            return error
+        return None
+
+    if isinstance(option, SimulatedFetch):
+        option = PrefixFetch(**{each.name: getattr(option, each.name) for each in fields(PrefixFetch)})
+        given = [name for name in given if hasattr(option, name)]
+    whole = refused(option if what == "guard" else core_settings(what, option))
+    if whole is None:
+        return
+    for name in given if not isinstance(option, SplitBy) else ():
+        value = getattr(option, name)
+        if what == "guard":
+            alone: Any = Guard(**{name: value})
+        else:
+            kind, settings = core_settings(what, option)
+            core = _core_name(name)
+            alone = kind, {core: settings[core]} if core in settings else {}
+        if error := refused(alone):
+            expected = str(error).rpartition("expected ")[2]
+            raise _refused((name,), value, f"expected {expected}", what) from None
+    raise whole
+
+
+def _refused(
+    path: tuple[str, ...],
+    value: Any,
+    problem: str,
+    what: str,
+    known: list[str] | None = None,
+    near: str | None = None,
+) -> Exception:
+    import difflib
+
+    from lmetric._core import BadValueError
+
+    if known is not None:
+        if near is None:
+            near = next(
+                iter(difflib.get_close_matches(str(path[-1] if path else value), known, 1, 0.5)), None
+            )
+        listed = f"known here: {', '.join(known) or 'nothing'}"
+        problem += f"; did you mean {near!r}?" if near else "" if not path else f"; {listed}"
+    where = ".".join((what, *path))
+    said = problem if problem.startswith("missing") else f"{value!r} is not valid; {problem}"
+    error = BadValueError(f"{where}: {said}")
+    error.path, error.value, error.problem = path, value, problem  # type: ignore[attr-defined]
+    return error
+
+
+def json_schema(what: str) -> dict[str, Any]:
+    """The JSON schema of an option of servers: a word, or a mapping of settings."""
+    selector = SELECTORS[what]
+    words: list[Any] = ["none", *served(what)] if selector == "kind" else [True, False, "none", "on"]
+    mappings = []
+    for kind, cls in served(what).items():
+        schema = _adapter(cls).json_schema()
+        hidden = {each.name for each in fields(cls) if is_study(each)}
+        own = {name: each for name, each in schema.get("properties", {}).items() if name not in hidden}
+        switch = {"const": kind} if selector == "kind" else {"type": ["boolean", "null"]}
+        required = [selector] if selector == "kind" else []
+        mappings.append({**schema, "properties": {selector: switch, **own}, "required": required})
+    return {"anyOf": [{"enum": [*words, "auto", None]}, *mappings]}
+
+
+def as_settings(option: Any) -> Any:
+    """An option as configurations write it, which `parse` reads: a word, or a mapping with every field that
+    servers have."""
+    if option is None or isinstance(option, str):
+        return option or "none"
+    if isinstance(option, SplitBy):
+        return {"kind": option.planner, **option.settings}
+    values = {each.name: getattr(option, each.name) for each in fields(option)}
+    shown = {
+        each.name: values[each.name]
+        for each in fields(option)
+        if not (is_study(each) and values[each.name] == each.default)
+    }
+    if isinstance(option, PrefixFetch):
+        return {"enabled": True, **shown}
+    if isinstance(option, Guard):
+        return shown
+    if isinstance(option, Star) and (kind := kind_of(option)) == "star_current":
+        del shown["prediction"]
+        return {"kind": kind, **shown}
+    return {"kind": option.core_kind, **shown}
+
+
+def canonical(what: str, value: Any, policy: str = "") -> Any:
+    """A checked value in its shortest form: a word if it has no settings, else a mapping of the fields given.
+
+    Raises:
+        BadValueError: as `parse`.
+    """
+    option = parse(what, value, policy=policy)
+    if isinstance(value, str) and what == "prefix_fetch" and value not in ("off", "true", "false"):
+        return value  # texts stay as they are: stored results are named by them
+    given = as_mapping(what, value)
+    selected = given.pop(SELECTORS[what], None)
+    if not given:
+        if what == "guard":
+            return option.enabled
+        return "on" if what == "prefix_fetch" and option not in (None, "auto") else kind_of(option)
+    settings = option.settings if isinstance(option, SplitBy) else None
+    kept = {name: settings[name] if settings else getattr(option, name) for name in given} if option else {}
+    if what == "guard":
+        return ({} if selected is None else {"enabled": option.enabled}) | kept
+    if what == "prefix_fetch":
+        return "none" if option is None else kept
+    return {"kind": selected or kind_of(option), **kept}
+
+
+def shown(value: Any) -> str:
+    """A value of `canonical` as one text: ``libra(probes=8)``."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    settings = {name: each for name, each in value.items() if name != "kind"}
+    text = ", ".join(f"{name}={each:g}" if isinstance(each, float) else f"{name}={each}" for name, each in
+                     settings.items())  # fmt: skip
+    return f"{value['kind']}({text})" if "kind" in value else text
+
+
+def sweep(value: Any) -> Iterator[Any]:
+    """Every combination of a mapping's values, of which each may be a list; other values alone."""
+    from itertools import product
+
+    if not isinstance(value, Mapping):
+        yield value
+        return
+    lists = [each if isinstance(each, list) else [each] for each in value.values()]
+    for values in product(*lists):
+        yield dict(zip(value, values, strict=True))
 
 
 def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
@@ -303,12 +812,11 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
     """
     if option is None:
         return "none", {}
-    kinds = get_args(_CHOICES[what]) or (_CHOICES[what],)
-    if not isinstance(option, kinds):
-        names = ", ".join(f"lmetric.{kind.__name__}(...)" for kind in kinds)
-        raise _bad(what, option, f"{names} or None")
+    if not isinstance(option, _classes(what)):
+        raise _bad(what, option, f"{_options(what)} or None")
     if isinstance(option, SplitBy):
-        return option.core_kind, dict(option.settings)
+        ours = option.planner in _KINDS[what]  # others have names of their own
+        return option.core_kind, {_core_name(k) if ours else k: v for k, v in option.settings.items()}
     values = {each.name: getattr(option, each.name) for each in fields(option)}
     for name, value in values.items():
         if name != "forecast" and value is not None and not isinstance(value, Real):
@@ -321,6 +829,8 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
     if isinstance(option, Star):
         kind = "star" if values.pop("prediction") else "star_current"
     dropped = _ADAPTIVE if isinstance(option, UniBoost) and not option.adaptive else ()
+    if isinstance(option, SimulatedFetch):
+        raise _bad(what, option, "lmetric.PrefixFetch(...) or None: simulations alone take SimulatedFetch")
     return kind, {
         _core_name(name): float(value) if isinstance(value, bool) else value
         for name, value in values.items()
@@ -334,6 +844,13 @@ def _bad(what: str, got: object, expected: str) -> Exception:
     return BadValueError(f"{what}: {got!r} is not valid; expected {expected}")
 
 
+def own_names(what: str, kind: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a kind (None: of any) under the names of the fields, some given under the core's names."""
+    classes = [cls for name, (cls, _) in _KINDS[what].items() if kind in (None, name)]
+    cores = {_core_name(each.name): each.name for cls in classes for each in fields(cls)}
+    return {cores.get(name, name): value for name, value in settings.items()}
+
+
 def from_settings(what: str, kind: str, settings: Mapping[str, Any]) -> Any:
     """The option of a kind as configurations name it (``libra``, ``uniboost``, ...), with settings under the
     option's names or the core's.
@@ -343,45 +860,15 @@ def from_settings(what: str, kind: str, settings: Mapping[str, Any]) -> Any:
     Raises:
         BadValueError: an unknown kind or setting, with those that exist.
     """
-    from lmetric._core import planners
-
-    kinds = {
-        each.core_kind: each for each in get_args(_CHOICES[what]) or (_CHOICES[what],) if each is not SplitBy
-    }
-    if what == "split" and kind not in kinds and kind in planners():
-        return SplitBy(kind, dict(settings))
-    presets: dict[str, Any] = {}
-    if what == "rebalance" and kind in ("star_current", "star_oracle"):
-        presets = {"prediction": False} if kind == "star_current" else {"forecast": "given"}
-        kind = "star"
-    option = None if kind == "none" else kinds.get(kind)
-    if option is None and kind != "none":
-        known = ", ".join(repr(name) for name in ("none", *kinds))
-        raise _bad(what, kind, f"one of {known}")
-    names = {} if option is None else {each.name: each for each in fields(option)}
-    cores = {_core_name(name): name for name in names}
-    given = dict(presets)
-    for name, value in settings.items():
-        own = name if name in names else cores.get(name)
-        if own is None or own == "prediction":
-            known = ", ".join(name for name in names if name != "prediction") or "nothing"
-            raise _bad(f"{what}: setting of {kind!r}", name, known)
-        given[own] = _as_declared(f"{what}: {name}", str(names[own].type), value)
-    return None if option is None else option(**given)
-
-
-def _as_declared(what: str, declared: str, value: Any) -> Any:
-    """A number of a configuration as the field is declared: ``0`` and ``1`` are flags of a field of bool."""
-    if declared == "bool":
-        if value in (0, 1):
-            return bool(value)
-        raise _bad(what, value, "0 or 1")
-    if declared.startswith("int") and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+    if SELECTORS[what] == "enabled":
+        return parse(what, {"enabled": kind, **own_names(what, "on", settings)} if kind != "none" else kind)
+    return parse(what, {"kind": kind, **own_names(what, kind, settings)})
 
 
 __all__ = [
+    "OPTIONS",
+    "SELECTORS",
+    "Auto",
     "Binding",
     "DecodePlacement",
     "Failure",
@@ -398,12 +885,28 @@ __all__ = [
     "PriorityOption",
     "RebalanceOption",
     "Role",
+    "Routing",
+    "SimulatedFetch",
     "SplitAt",
     "SplitBy",
     "SplitOption",
     "Star",
     "UniBoost",
+    "as_mapping",
+    "as_settings",
+    "canonical",
+    "classes",
     "core_settings",
+    "default_of",
+    "field_docs",
     "from_settings",
-    "split_names",
+    "is_study",
+    "json_schema",
+    "kind_of",
+    "own_names",
+    "parse",
+    "parse_settings",
+    "served",
+    "shown",
+    "sweep",
 ]

@@ -38,8 +38,8 @@ PATIENT: dict[str, Any] = {
     "policy": "round_robin",
     "health": {"timeout": 30},
     "timeouts": {"connect": 30},
-    "reschedule": "star",
-    "reschedule_max_gap_seconds": 30.0,
+    "rebalance": "star",
+    "migration_max_gap_seconds": 30.0,
 }
 
 
@@ -112,7 +112,11 @@ class Here:
 @contextlib.asynccontextmanager
 async def moving(engines: list[VllmEngine], **config: Any) -> AsyncIterator[Here]:
     """Such a router; rounds of its own are an hour apart. At the end nothing may be in flight anywhere."""
-    given = {"port": 0, "engines": [{"url": e.url} for e in engines], "reschedule_period_seconds": 3600.0}
+    given = {
+        "port": 0,
+        "engines": [{"url": e.url} for e in engines],
+        "rebalance": {"kind": "star", "period_seconds": 3600.0},
+    }
     server = Server(ServerConfig.model_validate(PATIENT | given | config))
     await server.start()
     try:
@@ -200,7 +204,7 @@ async def test_to_and_fro(vllm_engines: Start, flags: dict[str, Any]) -> None:
 
 async def test_what_was_cut_moves_too(vllm_engines: Start, flags: dict[str, Any]) -> None:
     engines = vllm_engines(2, **flags)
-    async with moving(engines, split_force_at=0.1, split_recompute=True) as here:
+    async with moving(engines, split={"kind": "force", "fraction": 0.1}, split_recompute=True) as here:
         for number, (path, body) in enumerate(streams(20, TOKENS)):
             want = await alone(here, engines[number % 2], path, body)
             # Its cut lies at about 300; what was made until then comes at once.
@@ -227,9 +231,13 @@ async def test_a_client_that_leaves_while_its_stream_moves(
 
 
 async def test_star_moves_what_piles_up(vllm_engines: Start, flags: dict[str, Any], tmp_path: Path) -> None:
-    """As a process with `reschedule: star`: one engine gets all streams, then the other may take some."""
+    """As a process with `rebalance: star`: one engine gets all streams, then the other may take some."""
     engines = vllm_engines(2, **flags)
-    config = PATIENT | {"reschedule_period_seconds": 0.2, "reschedule_at_once": 2, "admin": True}
+    config = PATIENT | {
+        "rebalance": {"kind": "star", "period_seconds": 0.2},
+        "migration_max_concurrent": 2,
+        "admin": True,
+    }
     async with cutting(engines, tmp_path, **config) as world:
         bodies = [streams(60, TOKENS)[number % 4] for number in range(8)]
         want = [await alone(world, engines[0], path, body) for path, body in bodies]

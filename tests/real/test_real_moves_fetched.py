@@ -28,8 +28,8 @@ from vllm_process import NIXL
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 BY: dict[str, dict[str, Any]] = {
-    "pull": {"reschedule_by": "pull"},
-    "legs": {"reschedule_by": "legs", "reschedule_leg_tokens": 32},
+    "pull": {"migration_by": "pull"},
+    "legs": {"migration_by": "legs", "migration_leg_tokens": 32},
 }
 # A request in legs waits for its move; a stream may end before.
 LONGEST = {"pull": TOKENS, "legs": 600}

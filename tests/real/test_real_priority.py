@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 Start = Callable[..., list[VllmEngine]]
 MIXED = [1500, 50, 700, 50, 1500, 50, 700, 50]  # words of the prompts of one engine's queue
 # A prompt half as long is worth 35 s of arrival: more than it takes to send all.
-UNIBOOST = {"priority": "uniboost", "priority_settings": {"gamma": 0.02, "most_boost_seconds": 600}}
+UNIBOOST = {"priority": {"kind": "uniboost", "gamma": 0.02, "max_boost_seconds": 600}}
 # Some 700 a second on two cores: an answer goes on for a minute and more, and its client leaves long before.
 TOKENS = 50_000
 # In chunks of many tokens: two engines at full speed leave nobody else any time.

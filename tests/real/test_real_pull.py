@@ -31,9 +31,8 @@ PAIR = NIXL | WHERE_IT_FAILS | {"kv_connector_extra_config": BOTH_WAYS}
 SLOW_SECONDS_PER_TOKEN = 1.0
 PULLS: dict[str, Any] = {
     "policy": "0 - pull_tokens",  # wherever most is to be pulled
-    "pull": "on",
-    "pull_settings": {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "least_tokens": 2 * BLOCK},
-    "pull_seconds": 120.0,
+    "prefix_fetch": {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "min_tokens": 2 * BLOCK},
+    "prefix_fetch_timeout_seconds": 120.0,
     # An engine that fails is known by that only.
     "health": {"interval": 3600, "timeout": 30},
 }
@@ -216,9 +215,9 @@ async def test_a_prefix_is_pulled_and_its_answer_goes_on_elsewhere(
     prompt."""
     engines = vllm_engines(2, kv_transfer_config=PAIR)
     holder, target = engines
-    settings = {"least_gain_seconds": 0, "most_stall_seconds": 60}
+    settings = {"kind": "apart", "min_gain_seconds": 0, "max_stall_seconds": 60}
     went = 0
-    async with pulling(engines, tmp_path, split="apart", split_settings=settings) as world:
+    async with pulling(engines, tmp_path, split=settings) as world:
         for path, fields in KINDS:
             first = request(path, WORDS, 16, **fields)
             body = behind(first, " and then the river")

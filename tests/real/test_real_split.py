@@ -125,7 +125,7 @@ async def cut_requests(world: Served) -> int:
 @pytest.mark.parametrize("at", [0.2, 0.5, 0.8])
 async def test_cut_anywhere(vllm_engines: Start, tmp_path: Path, at: float) -> None:
     engines = vllm_engines(2, kv_transfer_config=BIDIRECTIONAL)
-    async with cutting(engines, tmp_path, split_force_at=at) as world:
+    async with cutting(engines, tmp_path, split={"kind": "force", "fraction": at}) as world:
         shown = await world.engines()
         assert all(shown[e.name]["capabilities"]["handover"]["bidirectional"] for e in engines), shown
         requests = [each for shape in SHAPES for each in kinds(*shape)]
@@ -151,7 +151,7 @@ async def test_cut_anywhere(vllm_engines: Start, tmp_path: Path, at: float) -> N
 async def test_many_at_once_and_answers_that_stop(vllm_engines: Start, tmp_path: Path) -> None:
     """In the first leg, in the second, and at their seam."""
     engines = vllm_engines(2, kv_transfer_config=BIDIRECTIONAL)
-    async with cutting(engines, tmp_path, split_force_at=0.8) as world:
+    async with cutting(engines, tmp_path, split={"kind": "force", "fraction": 0.8}) as world:
         plain = [request(COMPLETIONS, 30, 120, return_token_ids=True) for _ in range(8)]
         whole = await asyncio.gather(*(asked(world, COMPLETIONS, body, engines[1].url) for body in plain))
         bodies = []
@@ -169,8 +169,8 @@ async def test_many_at_once_and_answers_that_stop(vllm_engines: Start, tmp_path:
 
 async def test_libra_cuts_what_it_likes(vllm_engines: Start, tmp_path: Path) -> None:
     engines = vllm_engines(2, kv_transfer_config=BIDIRECTIONAL)
-    eager = {"least_gain": 0.0, "least_tokens": 8.0, "transfer_fixed_seconds": 0.0}
-    config = {"policy": "lmetric", "profile": "independent-sim", "split": "libra", "split_settings": eager}
+    eager = {"kind": "libra", "min_gain": 0.0, "min_tokens": 8, "transfer_fixed_seconds": 0.0}
+    config = {"policy": "lmetric", "profile": "independent-sim", "split": eager}
     async with cutting(engines, tmp_path, **config) as world:
         shapes = [(300, 60), (40, 200), (500, 30)]
         # It knows of no length at first, and cuts nothing.
@@ -197,7 +197,7 @@ async def test_libra_cuts_what_it_likes(vllm_engines: Start, tmp_path: Path) -> 
 
 async def test_log_probabilities_are_joined(vllm_engines: Start, tmp_path: Path) -> None:
     engines = vllm_engines(2, kv_transfer_config=BIDIRECTIONAL)
-    async with cutting(engines, tmp_path, split_force_at=0.6) as world:
+    async with cutting(engines, tmp_path, split={"kind": "force", "fraction": 0.6}) as world:
         for stream in (False, True):
             body = request(COMPLETIONS, 10, 60, logprobs=2, return_token_ids=True, stream=stream)
             got, want = [await logprobs(world, body, url) for url in (world.url, engines[0].url)]
@@ -233,7 +233,7 @@ async def test_what_stays_whole_says_why_and_is_right(vllm_engines: Start, tmp_p
         ({"stop": ["qqq"]}, "(stop)"),
         ({"presence_penalty": 0.5}, "(presence_penalty)"),
     ]
-    async with cutting(engines, tmp_path, split_force_at=0.6) as world:
+    async with cutting(engines, tmp_path, split={"kind": "force", "fraction": 0.6}) as world:
         for fields, why in cases:
             body = request(CHAT, 10, 120, **fields)
             answers, headers = [], []
@@ -264,7 +264,7 @@ async def test_what_stays_whole_says_why_and_is_right(vllm_engines: Start, tmp_p
 async def test_an_engine_dies(vllm_engines: Start, tmp_path: Path) -> None:
     """While it computes first legs, and others have begun their second: whole answers, or one clean error."""
     engines = vllm_engines(2, kv_transfer_config=BIDIRECTIONAL)
-    async with cutting(engines, tmp_path, split_force_at=0.6) as world:
+    async with cutting(engines, tmp_path, split={"kind": "force", "fraction": 0.6}) as world:
         bodies = [
             request(COMPLETIONS, 20, tokens, stream=True) for tokens in (300, 300, 900, 900, 1500, 1500)
         ]
@@ -311,7 +311,7 @@ async def test_an_engine_dies(vllm_engines: Start, tmp_path: Path) -> None:
 
 async def test_plain_nixl_cuts_at_the_prompts_end_or_behind(vllm_engines: Start, tmp_path: Path) -> None:
     engines = vllm_engines(2, kv_transfer_config=NIXL)
-    async with cutting(engines, tmp_path, split_force_at=0.4) as world:
+    async with cutting(engines, tmp_path, split={"kind": "force", "fraction": 0.4}) as world:
         requests = [each for shape in SHAPES for each in kinds(*shape)]
         for number, (path, body) in enumerate(requests):
             prompt = await length(world, engines[0], body)
@@ -328,7 +328,9 @@ async def test_plain_nixl_cuts_at_the_prompts_end_or_behind(vllm_engines: Start,
 
 async def test_without_a_connector_it_is_computed_again(vllm_engines: Start, tmp_path: Path) -> None:
     engines = vllm_engines(2)
-    async with cutting(engines, tmp_path, split_force_at=0.6, split_recompute=True) as world:
+    async with cutting(
+        engines, tmp_path, split={"kind": "force", "fraction": 0.6}, split_recompute=True
+    ) as world:
         requests = [each for shape in SHAPES for each in kinds(*shape)]
         cuts = 0
         for number, (path, body) in enumerate(requests):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmetric.defaults import DEFAULT_PROFILE, Priority
+from lmetric.defaults import DEFAULT_PROFILE
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -55,6 +55,7 @@ def command(
     from lmetric import LmetricError, Policy, Router
     from lmetric.cli.show import note, print_json, stdout
     from lmetric.demo import Setting
+    from lmetric.options import served
 
     for name, value in (("--speed", speed), ("--clock-speed", clock_speed)):
         if not value > 0:
@@ -64,10 +65,9 @@ def command(
             Router(Policy.from_config(each))
     except LmetricError as refused:
         raise typer.BadParameter(str(refused), param_hint="--policy") from None
-    if wrong := [each for each in priority or () if each not in get_args(Priority)]:
-        raise typer.BadParameter(
-            f"{wrong[0]!r} is not one of {', '.join(get_args(Priority))}", param_hint="--priority"
-        )
+    known = ["none", *served("priority")]
+    if wrong := [each for each in priority or () if each not in known]:
+        raise typer.BadParameter(f"{wrong[0]!r} is not one of {', '.join(known)}", param_hint="--priority")
     setting = Setting(
         policies=policy or ["round_robin", "vllm", "lmetric"],
         engines=engines,

@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lmetric.cli import routing
+
 if TYPE_CHECKING:
     from lmetric.config import ServerConfig
+
+
+# Flags under old names: the old key of the configuration, the flag and its type.
+_OLD = {
+    "split_force_at": ("--split-force-at", float),
+    "pull": ("--pull", str),
+    "reschedule": ("--reschedule", str),
+    "reschedule_by": ("--reschedule-by", str),
+}
 
 
 def _read(
@@ -33,35 +44,9 @@ def _read(
             help="Where requests decode whose prompt another engine computed.",
         ),
     ] = None,
-    split: Annotated[
+    migration_by: Annotated[
         str | None,
-        typer.Option(
-            metavar="none|libra|apart",
-            help="Whether requests are cut between equal engines [default: none; with planner: apart].",
-        ),
-    ] = None,
-    split_force_at: Annotated[
-        float | None,
-        typer.Option(metavar="FRACTION", help="For tests: cut every request there that can be cut."),
-    ] = None,
-    pull: Annotated[
-        str | None,
-        typer.Option(metavar="none|on", help="Whether engines fetch cached prefixes from each other."),
-    ] = None,
-    reschedule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="none|star|star_current|llumnix",
-            help="Whether streams move to another engine while they run.",
-        ),
-    ] = None,
-    reschedule_by: Annotated[
-        str | None,
-        typer.Option(metavar="recompute|pull|legs", help="How they get there."),
-    ] = None,
-    priority: Annotated[
-        str | None,
-        typer.Option(metavar="none|uniboost|vtc", help="What the engines' queues are ordered by."),
+        typer.Option(metavar="recompute|pull|legs", help="How running requests move [default: recompute]."),
     ] = None,
     profile: Annotated[
         str | None, typer.Option(help="What engines' steps cost: a shipped profile, or a YAML file.")
@@ -80,6 +65,7 @@ def _read(
             "secrets in the file or the environment, e.g. LMETRIC_REPLICAS__TOKEN.",
         ),
     ] = None,
+    **more: Any,
 ) -> "ServerConfig":
     from lmetric.config import load_config
 
@@ -92,17 +78,13 @@ def _read(
         "policy": policy,
         "knobs": dict(_pair("--knob", text) for text in knob) if knob else None,
         "decode_policy": decode_policy,
-        "split": split,
-        "split_force_at": split_force_at,
-        "pull": pull,
-        "reschedule": reschedule,
-        "reschedule_by": reschedule_by,
-        "priority": priority,
+        "migration_by": migration_by,
         "profile": profile,
         "auth.keys_file": api_keys,
         "log.level": log_level,
         "log.json": log_json,
     }
+    flags |= routing.overrides(more) | more
     return load_config(config, flags | dict(_pair("--set", text) for text in set_ or []))
 
 
@@ -122,7 +104,8 @@ def command_with_settings(
     def command(**given: Any) -> None:
         run(_read(**given), partial(_read, **given))
 
-    parameters = list(inspect.signature(_read).parameters.values())
+    *parameters, _ = inspect.signature(_read).parameters.values()
+    parameters += [*routing.parameters(server=True), *routing.old_parameters(_OLD)]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = doc

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lmetric.cli import routing
 from lmetric.cli.options import (
     ClosedLoop,
     Format,
@@ -22,17 +24,9 @@ from lmetric.cli.options import (
     TraceFile,
     check_file,
 )
-from lmetric.defaults import (
-    DEFAULT_PROFILE,
-    PLANNER,
-    Priority,
-    Reschedule,
-    default_split,
-)
+from lmetric.defaults import DEFAULT_PROFILE, PLANNER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lmetric.sim.setups import PolicyChoice, Result, Setup
     from lmetric.sim.study import Cell
 
@@ -43,7 +37,20 @@ Binding = StrEnum("Binding", {"early": "early", "late": "late"})
 Prefill = StrEnum("Prefill", {"queues": "queues", "unlimited": "unlimited"})
 
 
-def command(
+# Flags under old names: the old key of a study's settings, the flag and its type.
+_OLD: dict[str, tuple[str, Any]] = {
+    "pull": ("--pull", str),
+    "reschedule": ("--reschedule", list[str]),
+    "guard_window_seconds": ("--guard-window", float),
+    "guard_period_seconds": ("--guard-period", float),
+    "guard_classes": ("--guard-classes", int),
+    "guard_min_requests": ("--guard-min-requests", int),
+    "guard_phase2_factor": ("--guard-phase2-factor", float),
+    "guard_release_factor": ("--guard-release-factor", float),
+}
+
+
+def _command(
     trace: TraceFile,
     policy: Annotated[
         list[str] | None,
@@ -81,14 +88,6 @@ def command(
             help="Where KV moves: how fast, also with fixed=SECONDS; or none [default: 50].",
         ),
     ] = None,
-    pull: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOW",
-            help="Prefixes are pulled from who holds them: none, on, or least=TOKENS,most=PULLS,… "
-            "[default: none; with planner: on].",
-        ),
-    ] = None,
     profile: Annotated[
         str, typer.Option(help="What steps cost: a shipped profile, or a YAML file.")
     ] = DEFAULT_PROFILE,
@@ -112,20 +111,6 @@ def command(
             "uniboost(gamma=0.2) [default: fcfs].",
         ),
     ] = None,
-    split: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="A,B",
-            help="Where requests are cut: none, libra, apart [default: none; with planner: apart].",
-        ),
-    ] = None,
-    reschedule: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="A,B,…",
-            help=f"How running requests move: {', '.join(get_args(Reschedule))} [default: none].",
-        ),
-    ] = None,
     order_slo: Annotated[
         float | None, typer.Option(help="Seconds a step with decodes may take under slo [default: 0.1].")
     ] = None,
@@ -135,10 +120,6 @@ def command(
     think_slo: Annotated[
         float | None, typer.Option(help="Seconds before a thought that count as good [default: 0.1].")
     ] = None,
-    split_settings: Annotated[
-        str | None,
-        typer.Option(metavar="NAME=N,…", help="Of --split libra or apart, e.g. parts=3,lengths_given=1."),
-    ] = None,
     preempt: Annotated[
         str | None,
         typer.Option(
@@ -147,37 +128,9 @@ def command(
             "[default: recompute].",
         ),
     ] = None,
-    priority: Annotated[
-        Priority | None,
-        typer.Option(help="What --local-order priority goes by: the router's numbers [default: none]."),
-    ] = None,
     index: Annotated[
         Index, typer.Option(help="KV index: fed by the engines' events, or by what was sent.")
     ] = Index.exact,
-    guard: Annotated[
-        bool | None,
-        typer.Option("--guard/--no-guard", help="Hot-spot guard [default: as the policy declares]."),
-    ] = None,
-    guard_window: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Guard: window that it takes shares over [default: 60]."),
-    ] = None,
-    guard_period: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Guard: time between two looks [default: 1].")
-    ] = None,
-    guard_classes: Annotated[
-        int | None, typer.Option(metavar="N", help="Guard: prefixes counted at a time [default: 64].")
-    ] = None,
-    guard_min_requests: Annotated[
-        int | None, typer.Option(metavar="N", help="Guard: fewest requests of a suspect [default: 16].")
-    ] = None,
-    guard_phase2_factor: Annotated[
-        float | None,
-        typer.Option(metavar="F", help="Guard: requests a holder before it filters [default: 2]."),
-    ] = None,
-    guard_release_factor: Annotated[
-        float | None, typer.Option(metavar="F", help="Guard: fraction at which alarms end [default: 0.8].")
-    ] = None,
     report_period: Annotated[
         float | None, typer.Option(help="With delayed signals: seconds between load reports.")
     ] = None,
@@ -223,49 +176,49 @@ def command(
     figures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the report's figures as PNGs.")
     ] = None,
+    **more: Any,
 ) -> None:
     """Play a trace over simulated engines under several policies; print latencies, hits, goodput, imbalance.
 
     The router and its policies are those of the server; time is simulated, so an hour takes a second. The
     same command gives the same figures. Ctrl-C ends without any, with exit code 130.
     """
+    from lmetric import options
     from lmetric.cli.show import note, warn_unscored
-    from lmetric.options import split_names
     from lmetric.queueing import Swap
     from lmetric.sim.pools import Roles, Transfer
-    from lmetric.sim.pulls import Pull
     from lmetric.sim.setups import Setup, TraceChoice, trace_label
     from lmetric.sim.summary import Slo, parse_share
 
     pools = None if roles is None else Roles.of(roles)
     orders = _orders(local_order)
-    if "priority" in orders and priority in (None, "none"):
-        raise typer.BadParameter("priority needs --priority uniboost or vtc", param_hint="--local-order")
-    splits = _each("--split", split, split_names())
-    moves = _each("--reschedule", reschedule, get_args(Reschedule))
+    split_settings = more["split_settings"]
     pooled = pools is not None and bool(pools.decode)
     choices = _choices(policy or ["vllm", "lmetric"])
-    planned = not pooled and any(choice.base == PLANNER for choice in choices)
-    cut = {name for name in splits or (["apart"] if planned else []) if name != "none"}
-    if split_settings is not None and len(cut) != 1:
-        raise typer.BadParameter("needs --split libra or apart, and one alone", param_hint="--split-settings")
-    cutting = {} if split_settings is None else {"split_settings": split_settings}
+    planned = not pooled and not more["split"] and any(choice.base == PLANNER for choice in choices)
+    if planned:
+        more["split_settings"] = None  # of the split that goes with the planner
+    swept, settings = _options(more)
+    planners = {"kind": "apart", **routing.settings_of("split", split_settings)}
+    of_planner = {"split": options.canonical("split", planners)} if planned and split_settings else {}
+    if "priority" in orders and settings.get("priority", "none") == "none":
+        raise typer.BadParameter("priority needs --priority uniboost or vtc", param_hint="--local-order")
+    splits, moves = swept["split"], swept["rebalance"]
     if decode_profile is not None and not pooled:
         raise typer.BadParameter("needs --roles with a decode pool", param_hint="--decode-profile")
-    planned &= not splits
+    fetches = settings.get("prefix_fetch", "none") != "none"
     if not (pooled or planned or any(map(_several_segments, _ways([], splits, moves)))):
         told = {
             "--decode-policy": decode_policy, "--binding": binding, "--prefill": prefill,
-            "--transfer": None if pull else transfer,
+            "--transfer": None if fetches else transfer,
         }  # fmt: skip
         for name, given in told.items():
             if given is not None:
                 raise typer.BadParameter(
-                    "needs --roles with a decode pool, e.g. 16P64D, or --split, --reschedule or --pull",
+                    "needs --roles with a decode pool (16P64D), or --split, --rebalance or --prefix-fetch",
                     param_hint=name,
                 )
     Transfer.of(transfer)
-    Pull.of(pull)
     Swap.of(preempt)
     for name, value in (("--speed", speed), ("--duration", duration), ("--report-period", report_period)):
         if value is not None and not value > 0:
@@ -278,17 +231,14 @@ def command(
 
         require_matplotlib()
     seconds = _choices(decode_policy or ["least_requests"])
-    settings: dict[str, Any] = {"signals": str(signals), "admission": str(admission), "index": str(index)}
+    settings |= {"signals": str(signals), "admission": str(admission), "index": str(index)}
     optional = {
-        "guard": guard, "guard_window_seconds": guard_window, "guard_period_seconds": guard_period,
-        "guard_classes": guard_classes, "guard_min_requests": guard_min_requests,
-        "guard_phase2_factor": guard_phase2_factor, "guard_release_factor": guard_release_factor,
         "report_period_seconds": report_period, "event_delay_seconds": event_delay,
         "token_stride": token_stride, "order_slo": order_slo, "routers": routers, "sharing_seconds": sharing,
         "order_think_slo": order_think_slo, "think_slo_seconds": think_slo,
-        "preempt": preempt, "priority": priority,
+        "preempt": preempt,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
-        "transfer": transfer, "pull": pull, "decode_profile": decode_profile,
+        "transfer": transfer, "decode_profile": decode_profile,
     }  # fmt: skip
     settings |= {name: value for name, value in optional.items() if value is not None}
     taken = TraceChoice(
@@ -297,8 +247,9 @@ def command(
         skip_bad_lines=skip_bad_lines,
     )  # fmt: skip
 
-    def cuts(choice: PolicyChoice, ways: dict[str, str]) -> bool:
-        return ways.get("split", "none" if pooled else default_split(choice.base)) != "none"
+    def splits_by(choice: PolicyChoice, ways: dict[str, Any]) -> bool:
+        default = None if pooled else options.default_of("split", choice.base)
+        return options.parse("split", ways["split"]) is not None if "split" in ways else default is not None
 
     setups = [
         Setup(
@@ -306,12 +257,12 @@ def command(
             instances=instances if pools is None else pools.instances,
             roles=None if pools is None else str(pools),
             block_tokens=block_tokens,
-            settings=settings | ways | (cutting if cuts(choice, ways) else {}),
+            settings=settings | ways | (of_planner if choice.base == PLANNER else {}),
             measure=parse_share(measure), slo=Slo(slo_ttft, slo_tpot),
         )
         for choice in choices
         for ways in _ways(orders, splits, moves)
-        for second in (seconds if pooled or _several_segments(ways) or cuts(choice, ways) else [None])
+        for second in (seconds if pooled or _several_segments(ways) or splits_by(choice, ways) else [None])
         for seed in range(seeds)
     ]  # fmt: skip
     results = _run(setups, jobs)
@@ -327,6 +278,9 @@ def command(
     for path in (report, figures):
         if path is not None:
             note(f"wrote {path}")
+
+
+command = routing.command(_command, [*routing.parameters(server=False), *routing.old_parameters(_OLD)])
 
 
 def _choices(texts: list[str]) -> list[PolicyChoice]:
@@ -351,24 +305,70 @@ def _orders(texts: list[str] | None) -> list[str]:
         raise typer.BadParameter(str(error), param_hint="--local-order") from None
 
 
-def _each(option: str, texts: list[str] | None, allowed: Sequence[str]) -> list[str]:
-    """The names that these texts give, each once; none: nothing was given."""
-    names = [name.strip() for text in texts or [] for name in text.split(",")]
-    if wrong := [name for name in names if name not in allowed]:
-        raise typer.BadParameter(f"{wrong[0]!r} is not one of {', '.join(allowed)}", param_hint=option)
-    return list(dict.fromkeys(names))
+def _options(flags: dict[str, Any]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """The values of each option that is swept, and the settings of the others."""
+    from lmetric import _deprecated, options
+    from lmetric._core import LmetricError
+    from lmetric.cli.show import note
+    from lmetric.sim.setups import split_policies
+
+    texts: dict[str, Any] = {}
+    for what in options.OPTIONS:
+        value, settings = flags.pop(what), routing.settings_of(what, flags.pop(f"{what}_settings"))
+        if what in routing.SWEPT:
+            value = list(dict.fromkeys(split_policies(value or [])))
+        texts[what] = (value, settings)
+    given = {what: value for what, (value, _) in texts.items() if value not in (None, [])}
+    old = {key: value for key, value in flags.items() if value is not None}
+    if isinstance(moves := old.get("reschedule"), list):
+        old["reschedule"] = list(dict.fromkeys(split_policies(moves)))
+    present, keys = _deprecated.settings(given | old)
+    for key, names in keys.items():
+        flag = "--" + key.replace("_", "-")
+        old_flags = ", ".join(_OLD[name][0] for name in names)
+        note(f"{old_flags}: deprecated and will be removed in the next release; use {flag}, {flag}-settings")
+    swept: dict[str, list[Any]] = {}
+    plain: dict[str, Any] = {}
+    for what in options.OPTIONS:
+        _, settings = texts[what]
+        values = present.get(what)
+        each = values if isinstance(values, list) else [] if values is None else [values]
+        if settings:
+            each = _with_settings(what, each, settings)
+        try:
+            found = [options.canonical(what, value) for value in each]
+        except LmetricError as error:
+            raise typer.BadParameter(str(error), param_hint="--" + what.replace("_", "-")) from None
+        if what in routing.SWEPT:
+            swept[what] = found
+        elif found:
+            plain[what] = found[0]
+    return swept, plain
 
 
-def _ways(orders: list[str], splits: list[str], moves: list[str]) -> list[dict[str, str]]:
+def _with_settings(what: str, values: list[Any], settings: dict[str, str]) -> list[Any]:
+    """The values, of which the one that is not none has these settings, too."""
+    from lmetric import options
+
+    kept = [value for value in values if value != "none"]
+    if options.SELECTORS[what] == "kind" and len(kept) != 1:
+        flag = "--" + what.replace("_", "-")
+        raise typer.BadParameter(f"needs one kind: {flag} {'|'.join(options.classes(what))}",
+                                 param_hint=f"{flag}-settings")  # fmt: skip
+    values = values or [None]
+    return [value if value == "none" else options.as_mapping(what, value) | settings for value in values]
+
+
+def _ways(orders: list[str], splits: list[Any], moves: list[Any]) -> list[dict[str, Any]]:
     """As settings, each combination of what was given."""
-    given = {"local_order": orders, "split": splits, "reschedule": moves}
+    given = {"local_order": orders, "split": splits, "rebalance": moves}
     named = {name: values for name, values in given.items() if values}
     return [dict(zip(named, each, strict=True)) for each in product(*named.values())]
 
 
-def _several_segments(ways: dict[str, str]) -> bool:
+def _several_segments(ways: dict[str, Any]) -> bool:
     """Whether requests may go on elsewhere than they begin, without pools."""
-    return any(ways.get(name, "none") != "none" for name in ("split", "reschedule"))
+    return any(ways.get(name, "none") != "none" for name in ("split", "rebalance"))
 
 
 def _run(setups: list[Setup], jobs: int | None) -> list[Result]:
@@ -401,7 +401,7 @@ def _write_json(results: list[Result], path: Path | None) -> None:
     setup = asdict(results[0].setup)
     for name in ("policy", "decode_policy", "seed", "fraction_of_max"):
         del setup[name]
-    for name in ("local_order", "split", "split_settings", "reschedule"):
+    for name in ("local_order", "split", "rebalance"):
         setup["settings"].pop(name, None)  # each run has its own
     told = {
         "version": version("lmetric-router"),
@@ -437,10 +437,10 @@ def print_tables(cells: list[Cell]) -> None:
     table = table_of(result for cell in cells for result in cell.results)
     values = rows(cells, table)
     slo = str(cells[0].results[0].setup.slo)
-    figures = [cell.results[0].figures for cell in cells]
+    firsts = [cell.results[0] for cell in cells]
     columns_by_name = {
-        name: [str(getattr(each, name)) for each in figures]
-        for name in ("local_order", "split", "reschedule")
+        figure: [_way(each, figure, setting) for each in firsts]
+        for figure, setting in (("local_order", ""), ("split", "split"), ("reschedule", "rebalance"))
     }
     told = [names for names in columns_by_name.values() if len(set(names)) > 1]
     labels = [", ".join([cell.policy, *each]) for cell, *each in zip(cells, *told, strict=True)]
@@ -460,6 +460,14 @@ def print_tables(cells: list[Cell]) -> None:
         for index, label in enumerate(labels)
     ]
     print_table([f"goodput: {slo or 'no SLO given'}", *titles], body)
+
+
+def _way(result: Result, figure: str, setting: str) -> str:
+    """How requests were ordered, split or moved: with the settings that were given."""
+    from lmetric.options import shown
+
+    given = result.setup.settings.get(setting)
+    return shown(given) if isinstance(given, Mapping) else str(getattr(result.figures, figure))
 
 
 def _cells(row: list[Any]) -> list[str]:

@@ -6,13 +6,14 @@ import contextlib
 import ipaddress
 import re
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, SecretStr
+from pydantic_core import CoreSchema, core_schema
 
+from lmetric import options
 from lmetric.options import Role as Role
-from lmetric.options import split_names
 
 
 def _http_url(url: str, whose: str) -> str:
@@ -51,12 +52,6 @@ def _origin(text: str) -> str:
     if not parts.scheme or not parts.netloc or text != f"{parts.scheme}://{parts.netloc}" or "@" in text:
         raise ValueError('an origin looks like https://host or https://host:port, without a path, or is "*"')
     return text.lower()
-
-
-def _split(name: str) -> str:
-    if name not in (names := split_names()):
-        raise ValueError(f"{name!r} is not one of {', '.join(names)}")
-    return name
 
 
 def _port(value: object) -> int | str:
@@ -119,13 +114,40 @@ def _off(word: object) -> object:
     return "off" if word is False else word
 
 
-def _on(word: object) -> object:
-    """YAML reads on as true."""
-    return "on" if word is True else word
+class OptionError(ValueError):
+    """An option that cannot be used: the `path` of the field below the option's key, its `value`, and the
+    `problem`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.path: tuple[str, ...] | None = getattr(error, "path", None)
+        self.value: Any = getattr(error, "value", None)
+        self.problem: str = getattr(error, "problem", str(error))
 
 
-SplitName = Annotated[str, AfterValidator(_split)]
-"""How requests are split that no roles split."""
+class Option:
+    """Annotates a key whose value `lmetric.options.parse` reads, with what servers take."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def _checked(self, value: Any) -> Any:
+        from lmetric._core import LmetricError
+
+        try:
+            return options.parse(self._what, value, server=True)
+        except LmetricError as error:
+            raise OptionError(error) from None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        """Has pydantic call `parse`, and write options as files have them."""
+        written = core_schema.plain_serializer_function_ser_schema(options.as_settings)
+        return core_schema.no_info_plain_validator_function(self._checked, serialization=written)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        """A word, or a mapping of the settings that servers take."""
+        return options.json_schema(self._what)
+
 
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -140,7 +162,6 @@ EngineRule = Annotated[str, AfterValidator(_engine_rule)]
 PodPort = Annotated[int | str, PlainValidator(_port)]
 Embedded = Annotated[int | str, PlainValidator(_embedded)]
 OFF_IS_A_WORD = BeforeValidator(_off)
-ON_IS_A_WORD = BeforeValidator(_on)
 
 
 class Strict(BaseModel):

@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from lmetric import _deprecated, options
+from lmetric._core import LmetricError
 from lmetric.config.files import ConfigError, read_yaml_mapping
 from lmetric.config.problems import explain
 from lmetric.config.schema import SHORTHANDS, ServerConfig
@@ -30,21 +32,97 @@ def load_config(
     """
     merged: dict[str, Any] = {}
     origin: dict[tuple[str, ...], str] = {}
+    old = _OldKeys()
+
+    def take(source: str, values: Mapping[str, Any]) -> None:
+        _merge(merged, old.replaced(source, values), origin, source)
+
     if file is not None:
-        _merge(merged, _read_yaml(Path(file)), origin, str(file))
+        take(str(file), _read_yaml(Path(file)))
     for name, value in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(ENV_PREFIX):
-            path = name.removeprefix(ENV_PREFIX).lower().split("__")
-            _merge(merged, _nested(path, _value(name, value)), origin, name)
+            take(name, _nested(name.removeprefix(ENV_PREFIX).lower().split("__"), _value(name, value)))
     for key, value in (overrides or {}).items():
         if value is not None:
-            path = key.split(".")
-            source = "command line"
-            _merge(merged, _nested(path, _value(source, value)), origin, source)
+            take("command line", _nested(key.split("."), _value("command line", value)))
+    _complete(merged, old)
     try:
-        return ServerConfig.model_validate(merged)
+        config = ServerConfig.model_validate(merged)
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error, origin, ServerConfig))) from None
+    config._deprecated = tuple(old.messages)
+    return config
+
+
+class _OldKeys:
+    """Keys that sources give under their old names: replaced, with a message for each."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.options: set[str] = set()  # that the top level has under old keys
+        self.of_models: dict[int, set[str]] = {}
+
+    def replaced(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of a source under their present keys. Raises ConfigError."""
+        new = self._section(source, "", values, self.options)
+        if isinstance(models := new.get("models"), list):
+            self.of_models = {number: set() for number in range(len(models))}
+            new["models"] = [
+                self._section(source, f"models[{number}].", each, self.of_models[number])
+                if isinstance(each, Mapping)
+                else each
+                for number, each in enumerate(models)
+            ]
+        return new
+
+    def _section(
+        self, source: str, path: str, values: Mapping[str, Any], touched: set[str]
+    ) -> dict[str, Any]:
+        try:
+            new, old = _deprecated.settings(values)
+        except LmetricError as error:
+            raise ConfigError(f"{source}: {path}{error}") from None
+        for key, names in old.items():
+            touched.add(key)
+            message = _deprecated.settings_message([path + name for name in names], key, new.get(key))
+            self.messages.append(f"{source}: {message}")
+        return new
+
+
+def _complete(merged: dict[str, Any], old: _OldKeys) -> None:
+    """Completes options that have settings and no kind: the kind that goes with the policy.
+
+    Under the old keys, a model inherited each of an option's settings, and settings alone had no effect.
+    """
+    policy = merged.get("policy", "lmetric")
+    models = merged.get("models")
+    for number, model in enumerate(models if isinstance(models, list) else []):
+        if isinstance(model, dict):
+            own = old.of_models.get(number, set())
+            for what in options.OPTIONS:
+                if what in merged and what in own | old.options:
+                    both: dict[str, Any] = {}
+                    _merge(both, {what: merged[what]}, {}, "")
+                    _merge(both, {what: model[what]} if what in model else {}, {}, "")
+                    model[what] = both[what]
+            _with_kinds(model, model.get("policy", policy), own | old.options, f"models[{number}].", old)
+    _with_kinds(merged, policy, old.options, "", old)
+
+
+def _with_kinds(section: dict[str, Any], policy: Any, touched: set[str], path: str, old: _OldKeys) -> None:
+    name = policy.get("name") if isinstance(policy, Mapping) else policy
+    for what, selector in options.SELECTORS.items():
+        value = section.get(what)
+        if what == "guard" or not isinstance(value, dict) or value.get(selector) not in (None, "auto"):
+            continue
+        if not value.keys() - {selector}:
+            continue
+        chosen = options.default_of(what, str(name))
+        if chosen is not None:
+            value[selector] = True if selector == "enabled" else options.kind_of(chosen)
+        elif what in touched:
+            settings, section[what] = value, None
+            old.messages.append(f"{path}{what}: {settings} has no effect without a kind; remove it")
 
 
 def render(config: ServerConfig) -> str:
@@ -76,6 +154,16 @@ def _nested(path: list[str], value: Any) -> dict[str, Any]:
     return nested
 
 
+def _mapping_of(key: str, value: Any, source: str) -> Any:
+    """The mapping that a plain value of a section or an option stands for. Raises ConfigError."""
+    if key not in options.OPTIONS:
+        return {SHORTHANDS[key]: value}
+    try:
+        return options.as_mapping(key, value)
+    except LmetricError as error:
+        raise ConfigError(f"{source}: {key}: {error}") from None
+
+
 def _merge(
     into: dict[str, Any],
     new: Mapping[str, Any],
@@ -87,8 +175,12 @@ def _merge(
         here = (*path, key)
         if not path and key in SHORTHANDS and not isinstance(value, Mapping):
             # Else a later `admin.token` would replace `admin: true`, and not be added to it.
-            value = {SHORTHANDS[key]: value}
+            value = _mapping_of(key, value, source)
         old = into.get(key)
+        if not path and key in options.OPTIONS and isinstance(old, dict) and isinstance(value, Mapping):
+            kind = value.get("kind")
+            if kind is not None and old.get("kind") not in (None, kind):
+                old = None  # another kind has settings of its own
         # Knobs and policies belong together: they replace, sections merge.
         if isinstance(value, Mapping) and isinstance(old, dict) and key not in ("policy", "decode_policy"):
             _merge(old, value, origin, source, here)

@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from lmetric.config.kinds import OptionError
+
 # Keys whose values no message shows.
 SECRETS = frozenset({"api_key", "token", "salt_secret"})
 
@@ -27,7 +29,11 @@ def explain(
         names = tuple(str(part) for part in loc if isinstance(part, str))
         source = next((origin[names[:n]] for n in range(len(names), 0, -1) if names[:n] in origin), None)
         place = f"{source}: " if source else ""
-        value = problem.get("input")
+        value, message = problem.get("input"), problem["msg"].removeprefix("Value error, ")
+        refused = problem.get("ctx", {}).get("error")
+        if isinstance(refused, OptionError) and refused.path is not None:
+            path = ".".join([path, *refused.path])
+            value, message = refused.value, refused.problem
         if problem["type"] == "extra_forbidden":
             known = _known_keys(root, loc[:-1])
             near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
@@ -36,10 +42,10 @@ def explain(
         elif problem["type"] == "missing":
             line = f"{place}{path}: missing"
         elif not loc:
-            line = problem["msg"].removeprefix("Value error, ")
+            line = message
         else:
             shown = "'**********'" if loc[-1] in SECRETS else repr(value)
-            line = f"{place}{path} = {shown}: {problem['msg'].removeprefix('Value error, ')}"
+            line = f"{place}{path} = {shown}: {message}"
         if line not in seen:
             seen.add(line)
             yield line

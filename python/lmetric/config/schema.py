@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     SecretStr,
     Tag,
     model_validator,
@@ -17,32 +17,40 @@ from pydantic import (
 
 from lmetric.config.kinds import (
     OFF_IS_A_WORD,
-    ON_IS_A_WORD,
     CorsOrigin,
     Embedded,
     EngineRule,
     EngineUrl,
     Nameserver,
+    Option,
     PodPort,
     Port,
     Positive,
     Role,
     RouterUrl,
     Seconds,
-    SplitName,
     Strict,
     Token,
     ZmqEndpoint,
     is_loopback,
 )
-from lmetric.defaults import Priority, Pull, default_pull, default_split
+from lmetric.options import (
+    SELECTORS,
+    Auto,
+    Guard,
+    PrefixFetch,
+    PriorityOption,
+    RebalanceOption,
+    Routing,
+    SplitOption,
+)
 
 # Sources of engines beside those in `discovery`.
 CONFIGURED = "configuration"
 ADMIN = "admin"
 
-# Sections that may be given as one value: the key that the value sets.
-SHORTHANDS = {"admin": "enabled"}
+# Sections and options that may be given as one value: the key that the value sets.
+SHORTHANDS = {"admin": "enabled", **SELECTORS}
 
 
 class KvEvents(Strict):
@@ -77,41 +85,6 @@ KvEventsSetting = Annotated[
     Annotated[Literal["auto", "off"], OFF_IS_A_WORD, Tag("[word]")] | Annotated[KvEvents, Tag("[mapping]")],
     Discriminator(lambda value: "[mapping]" if isinstance(value, dict | KvEvents) else "[word]"),
 ]
-
-
-def _two_parts(settings: dict[str, float]) -> dict[str, float]:
-    """Refuses a third part: it begins where the reasoning ends, which no request tells."""
-    parts = settings.get("parts", 2)
-    if parts != 2:
-        raise ValueError(
-            f"parts: {parts:g} is for simulations only (requests do not say how long their reasoning is); "
-            "expected 2"
-        )
-    return settings
-
-
-def _learned_forecast(settings: dict[str, float | str]) -> dict[str, float | str]:
-    """Refuses forecasts that are made from the true length of each answer."""
-    forecast = settings.get("forecast", "curve")
-    if forecast != "curve":
-        raise ValueError(
-            f"forecast: {forecast!r} is for simulations only (it needs the true length of each answer); "
-            "expected curve"
-        )
-    if "forecast_seed" in settings:
-        raise ValueError("forecast_seed is for simulations only; remove it")
-    return settings
-
-
-def _no_oracle(rule: object) -> object:
-    if rule == "star_oracle":
-        raise ValueError(
-            "star_oracle is for simulations only (it needs the true length of each answer); use star"
-        )
-    return rule
-
-
-LiveReschedule = Annotated[Literal["none", "star", "star_current", "llumnix"], BeforeValidator(_no_oracle)]
 
 
 class EngineConfig(Strict):
@@ -197,83 +170,58 @@ class PoolSettings(Strict):
         description="after the prompt was computed, its KV cache is fetched within this time or computed "
         "again; default: two thirds of the engine's lease, 20 where it does not tell",
     )
-    split: SplitName | None = Field(
-        None,
-        description="whether a request may be cut and go on at another engine of role both: none; libra, at "
-        "any of its tokens, where it pays; apart, behind its prompt, where all requests together lose less "
-        "time then; its client sees one answer; default: apart where the policy is planner, else none",
-    )
-    split_settings: Annotated[dict[str, float], AfterValidator(_two_parts)] = Field(
-        default_factory=dict,
-        description="the settings of `split`, by name (docs/splits.md)",
-    )
-    split_force_at: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="to test engines with: every request that can be is cut at this fraction of its prompt "
-        "and longest answer",
+    split: Annotated[SplitOption | Auto | None, Option("split")] = Field(
+        "auto",
+        description="whether a request may be split and continue on another engine of role both: none; "
+        "libra, at the token that balances both engines; apart, after its prompt, if all requests together "
+        "lose less time then; or a mapping: {kind: libra, probes: 8}; the client sees one answer; auto: "
+        "apart if the policy is planner, else none",
     )
     split_recompute: bool = Field(
         False,
-        description="cut between engines that hand nothing over, too: the second computes again what its "
-        "prefix cache does not hold",
+        description="also split between engines without KV transfer: the second engine computes again what "
+        "its prefix cache does not hold",
     )
-    pull: Annotated[Pull | None, ON_IS_A_WORD] = Field(
-        None,
+    prefix_fetch: Annotated[PrefixFetch | Auto | None, Option("prefix_fetch")] = Field(
+        "auto",
         description="whether an engine fetches, before a request begins, the part of the prompt's KV that "
-        "another holds and it does not, where that takes less time than computing it: none, or on; policy "
-        "lmetric_pull heeds it in its scores; default: on where the policy is planner, else none",
+        "another engine holds, if that takes less time than computing it: none, on, or a mapping: "
+        "{min_tokens: 512}; the policy lmetric_pull considers it in its scores; auto: on if the policy is "
+        "planner, else none",
     )
-    pull_settings: dict[str, float] = Field(
-        default_factory=dict,
-        description="of pull, by name: seconds_per_token (of the transfer itself, which no engine tells), "
-        "fixed_seconds (until it was learned), least_tokens, most_pulls (that one holder serves at once), "
-        "most_kv_usage (0.8: an engine whose KV cache is so full pulls nothing)",
-    )
-    pull_seconds: Seconds | None = Field(
+    prefix_fetch_timeout_seconds: Seconds | None = Field(
         None,
-        description="a holder that has not answered by then is given up, and the tokens are computed; "
-        "default: as long as computing them is expected to take, 0.02 at least",
+        description="if the holder has not answered a prefix fetch after this time, the engine computes the "
+        "tokens; default: the time that computing them is expected to take, at least 0.02",
     )
-    reschedule: LiveReschedule = Field(
-        "none",
-        description="whether streams move to another engine while they run, before one overloads: none; "
-        "star (by expected lengths); star_current (by present loads alone); llumnix",
+    rebalance: Annotated[RebalanceOption | None, Option("rebalance")] = Field(
+        None,
+        description="whether streams move to another engine while they run, before one overloads: none; star "
+        "(by predicted load); star_current (by present load); llumnix; or a mapping: {kind: star, threshold: "
+        "0.2}",
     )
-    reschedule_settings: Annotated[dict[str, float | str], AfterValidator(_learned_forecast)] = Field(
-        default_factory=dict,
-        description="of the rule, by name: repredict_tokens, most_moves; of star horizon_steps, "
-        "points, half_life_steps, threshold, migration_seconds, migration_seconds_per_token, caution; of "
-        "llumnix source_below_steps, target_above_steps",
-    )
-    reschedule_by: Literal["recompute", "pull", "legs"] = Field(
+    migration_by: Literal["recompute", "pull", "legs"] = Field(
         "recompute",
-        description="how they get there: recompute (the target computes prompt and answer so far ahead, "
-        "while the stream runs on); pull (it fetches them from the engine that runs it, where both have a "
-        "connector); legs (requests run in bounded silent legs and move between two of them: answers that "
-        "are not streamed, too, and clients get their tokens leg by leg)",
+        description="how streams move: recompute (the target computes prompt and answer so far, while the "
+        "stream runs on); pull (the target fetches them from the engine that runs the stream, if both have "
+        "a connector); legs (requests run in bounded silent segments and move between two of them; answers "
+        "that are not streamed move, too, and clients get their tokens segment by segment)",
     )
-    reschedule_leg_tokens: Positive | None = Field(
+    migration_leg_tokens: Positive | None = Field(
         None,
-        description="of a leg; null: as many as come within reschedule_max_gap_seconds, going by the leg "
-        "before, and at most twice as many as that had",
+        description="tokens of a segment with migration_by legs; null: as many as come within "
+        "migration_max_gap_seconds, and at most twice as many as in the segment before",
     )
-    reschedule_period_seconds: Seconds = Field(0.5, description="between two rounds of it")
-    reschedule_max_gap_seconds: Seconds = Field(
-        1.0, description="no move whose client is expected to wait longer for its next token"
+    migration_max_gap_seconds: Seconds = Field(
+        1.0, description="no move makes a client wait longer for its next token, as far as is expected"
     )
-    reschedule_at_once: Positive = Field(4, description="moves on their way at once, of one model")
-    priority: Priority = Field(
-        "none",
-        description="what the engines' queues are ordered by, a number that each request is sent with: "
-        "none (a client's own is passed on, unless there are API keys); uniboost, arrival less a boost that "
-        "is larger the less of the prompt has to be computed; vtc, fair shares between tenants",
-    )
-    priority_settings: dict[str, float] = Field(
-        default_factory=dict,
-        description="of uniboost, by name: gamma, bin_tokens, adaptive (0: gamma stays), window, least, "
-        "every, smoothing, least_gamma, most_gamma, most_boost_seconds, clock_offset_seconds",
+    migration_max_concurrent: Positive = Field(4, description="moves in progress at a time, of one model")
+    priority: Annotated[PriorityOption | None, Option("priority")] = Field(
+        None,
+        description="what the engines' queues are ordered by, a number that each request is sent with: none "
+        "(a client's own is passed on, unless there are API keys); uniboost, arrival less a boost that is "
+        "larger the less of the prompt has to be computed; vtc, fair shares between tenants; or a mapping: "
+        "{kind: uniboost, gamma: 0.05}",
     )
     block_size: Positive | None = Field(
         None,
@@ -306,30 +254,10 @@ class PoolSettings(Strict):
     )
     index_bytes: int = Field(512 << 20, ge=1 << 20, description="bound on the KV index, bytes")
     receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="bound on kept receipts, bytes")
-    guard: bool | None = Field(
-        None,
-        description="hot-spot guard, on or off (docs/guard.md); default: as the policy declares, and on for "
-        "an expression that reads prefix hits",
-    )
-    guard_window_seconds: Seconds = Field(
-        60.0, description="hot-spot guard: sliding window over which it takes shares of the requests, seconds"
-    )
-    guard_period_seconds: Annotated[Seconds, Field(ge=0.01)] = Field(
-        1.0, description="hot-spot guard: time between two looks at these shares, seconds"
-    )
-    guard_classes: Annotated[Positive, Field(le=65_535)] = Field(
-        64, description="hot-spot guard: prefixes that it counts at a time"
-    )
-    guard_min_requests: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
-        16, description="hot-spot guard: it suspects no prefix with fewer requests in the window"
-    )
-    guard_phase2_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        2.0,
-        description="hot-spot guard: it filters after more than this many consecutive requests for each "
-        "holder of the prefix",
-    )
-    guard_release_factor: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.8, description="hot-spot guard: an alarm ends at this fraction of the ratio that raised it"
+    guard: Annotated[Guard, Option("guard")] = Field(
+        default_factory=Guard,
+        description="hot-spot guard (docs/guard.md): on, off, or a mapping: {window_seconds: 30}; auto: as "
+        "the policy declares, and on for an expression that reads prefix hits",
     )
     profile: str | None = Field(
         None,
@@ -342,19 +270,13 @@ class PoolSettings(Strict):
         return self.policy if isinstance(self.policy, str) else str(self.policy.get("name"))
 
     @property
-    def split_by(self) -> str:
-        """What cuts requests between equals: what is said, or what goes with the policy."""
-        return default_split(self._policy_name) if self.split is None else self.split
-
-    @property
-    def pulls_prefixes(self) -> bool:
-        """Whether engines fetch prefixes from each other: as is said, or as goes with the policy."""
-        return (default_pull(self._policy_name) if self.pull is None else self.pull) != "none"
-
-    @property
-    def cuts_between_equals(self) -> bool:
-        """Whether requests may be cut between engines of role both."""
-        return self.split_by != "none" or self.split_force_at is not None
+    def routing(self) -> Routing:
+        """The settings that router, simulator and studies share, with the policy's defaults."""
+        shared = ("policy", "knobs", "decode_policy", "decode_knobs", *SELECTORS)
+        return Routing(
+            **{name: getattr(self, name) for name in shared},
+            binding="late" if self.binding == "auto" else self.binding,
+        ).resolved(self._policy_name, server=True)
 
 
 class PolicyChange(Strict):
@@ -713,6 +635,13 @@ class ServerConfig(PoolSettings):
     replicas: ReplicasConfig = Field(default_factory=ReplicasConfig, description="routers side by side")
     log: Log = Field(default_factory=Log, description="logs")
 
+    _deprecated: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def deprecated(self) -> tuple[str, ...]:
+        """Warnings about keys that were given under their old names, each with the present spelling."""
+        return self._deprecated
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         labels: set[str] = set()
@@ -764,18 +693,22 @@ class ServerConfig(PoolSettings):
 
     @property
     def splits(self) -> bool:
-        """Whether requests of some model may be cut between equals."""
-        return any(pool.cuts_between_equals for pool in [self, *self.models])
+        """Whether requests of some model may be split between engines of role both."""
+        return any(pool.routing.split is not None for pool in self._pools)
 
     @property
     def pulls(self) -> bool:
         """Whether engines of some model fetch prefixes from each other."""
-        return any(pool.pulls_prefixes for pool in [self, *self.models])
+        return any(pool.routing.prefix_fetch is not None for pool in self._pools)
 
     @property
     def orders(self) -> bool:
         """Whether requests of some model are given priorities."""
-        return any(pool.priority != "none" for pool in [self, *self.models])
+        return any(pool.priority is not None for pool in self._pools)
+
+    @property
+    def _pools(self) -> list[PoolSettings]:
+        return [self, *(self.pool_settings(model) for model in self.models)]
 
     def pool_settings(self, model: ModelConfig | None = None) -> PoolSettings:
         """Settings of a model's pool: its own where given, else the top level's."""

@@ -223,10 +223,16 @@ def check_config(config: ServerConfig) -> None:
     """
     level = config.log.level if config.log.level == "error" else "warning"
     configure_logging(config.log.model_copy(update={"level": level}))
+    _warn_deprecated(config)
     server = Server(config)
     server.build()
     for pool in server.fleet.pools:
         pool.kv.close()
+
+
+def _warn_deprecated(config: ServerConfig) -> None:
+    for message in config.deprecated:
+        log.warning("deprecated configuration", reason=message)
 
 
 def _ignored(number: signal.Signals) -> None:
@@ -244,6 +250,7 @@ def run_server(config: ServerConfig, reread: Callable[[], ServerConfig] | None =
     """`serve` with logs set up, under the fastest loop there is; returns the process's exit code. ``reread``
     reads the configuration anew, for SIGHUP."""
     configure_logging(config.log)
+    _warn_deprecated(config)
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):
         import uvloop

@@ -19,23 +19,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lmetric import _core
-from lmetric.defaults import (
-    DEFAULT_PROFILE,
-    ORDER_SLO,
-    Priority,
-    Reschedule,
-    default_pull,
-    default_split,
-)
+from lmetric import _core, _deprecated
+from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO
 from lmetric.expr import Expr
-from lmetric.lengths.forecast import resolve_forecast
-from lmetric.options import Guard, PriorityOption, RebalanceOption, SplitOption, core_settings
+from lmetric.options import (
+    OPTIONS,
+    Guard,
+    PrefixFetch,
+    PriorityOption,
+    RebalanceOption,
+    Routing,
+    SplitOption,
+    core_settings,
+    kind_of,
+    parse,
+)
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
 from lmetric.queueing import Swap
 from lmetric.sim.pools import Roles, Transfer
-from lmetric.sim.pulls import Pull
+from lmetric.sim.pulls import constants
 from lmetric.sim.summary import RunFigures, Slo, figures, optimal_assignment_ratio
 from lmetric.sim.traces import Trace, load_trace
 
@@ -50,7 +53,6 @@ Prefill = Literal["queues", "unlimited"]
 MoveBy = Literal["kv", "recompute"]
 RolesLike = str | Mapping[str, int] | Roles
 TransferLike = str | Mapping[str, float | str] | Transfer
-PullLike = str | Mapping[str, Any] | Pull | None
 SwapLike = str | Mapping[str, float] | Swap | None
 PolicyLike = str | Expr | Policy | PolicyFunction | None
 ProfileLike = str | Profile | Mapping[str, Any]
@@ -301,13 +303,7 @@ def simulate(
     admission: Admission = "reserve",
     index: Index = "exact",
     index_bytes: int = 512 * 1024 * 1024,
-    guard: bool | Guard | None = None,
-    guard_window_seconds: float = 60.0,
-    guard_period_seconds: float = 1.0,
-    guard_classes: int = 64,
-    guard_min_requests: int = 16,
-    guard_phase2_factor: float = 2.0,
-    guard_release_factor: float = 0.8,
+    guard: bool | str | Mapping[str, Any] | Guard | None = None,
     event_delay_seconds: float = 0.02,
     report_period_seconds: float = 1.0,
     token_stride: int = 1,
@@ -324,21 +320,19 @@ def simulate(
     order_slo: float = ORDER_SLO,
     order_think_slo: float | None = None,
     preempt: SwapLike = "recompute",
-    priority: Priority | PriorityOption = "none",
-    priority_settings: Mapping[str, float] | None = None,
-    split: str | SplitOption | None = None,
-    split_settings: Mapping[str, float] | str | None = None,
-    reschedule: Reschedule | RebalanceOption = "none",
-    reschedule_settings: Mapping[str, Any] | None = None,
+    split: str | Mapping[str, Any] | SplitOption | None = "auto",
+    prefix_fetch: bool | str | Mapping[str, Any] | PrefixFetch | None = "auto",
+    rebalance: str | Mapping[str, Any] | RebalanceOption | None = "none",
     migration_by: MoveBy = "kv",
     migration_max_concurrent: int = 4,
     migration_max_gap_seconds: float = 1.0,
+    priority: str | Mapping[str, Any] | PriorityOption | None = "none",
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
     think_slo_seconds: float | None = None,
-    pull: PullLike = None,
     routers: int = 1,
     sharing_seconds: float | None = None,
+    **old: Any,
 ) -> Run:
     """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
 
@@ -359,8 +353,8 @@ def simulate(
         admission: ``"reserve"``, a request enters where all that run and its prompt fit, and is never put
             back; ``"vllm"``, blocks are taken as tokens come, and where none is left the last goes back.
         index: ``"exact"``, fed by the engines' cache events; ``"approximate"``, by what was placed where.
-        guard: the hot-spot guard; None: as the policy declares, see docs/guard.md, which explains the other
-            ``guard_`` settings, too.
+        guard: the hot-spot guard, see docs/guard.md: True, False, or ``{"window_seconds": 30}``; None: as the
+            policy declares.
         predictor: the profile that `predicted_ttft_seconds` is computed from (None: the engines' own).
         output_known: whether the router knows how long each answer will be.
         timeline_seconds: length of the timeline's buckets.
@@ -384,36 +378,33 @@ def simulate(
         preempt: what becomes of the KV of requests that go back: ``"recompute"``, or ``"swap:25, host=64"``,
             it is copied to the host's memory and in again, at so many GB/s (`lmetric.queueing.Swap`); only
             with admission vllm.
-        priority, split, reschedule, guard: also as options of `lmetric.options`, which hold their settings.
-        priority: what gives requests the numbers that local order ``"priority"`` goes by: ``"uniboost"`` or
-            ``"vtc"`` (a session is a tenant), with the settings of `lmetric.UniBoost`, as a
-            server gives them to stock engines: once, at submission.
-        split: how requests are split that no `roles` split: ``"none"``; ``"apart"``, behind the prompt, if
+        split, prefix_fetch, rebalance, priority, guard: a kind, a text with settings
+            (``"libra(probes=8)"``), a mapping (``{"kind": "libra", "probes": 8}``), or an option of
+            `lmetric.options`, which documents the settings.
+        split: how requests are split that no `roles` split: ``"none"``; ``"apart"``, after the prompt, if
             all requests together lose less time then; ``"libra"``, between the instance of the policy and
-            that of `decode_policy`, if this balances them and pays, by `split_settings` (a mapping, or text
-            such as ``"parts=3, lengths_given=1"``: with ``parts=3`` a request with reasoning is split in
-            three: prompt, reasoning and answer; see `lmetric.LibraSplit`); or ``"force"``, at the fraction
-            ``at``. What is split moves as `transfer` says.
-            None: ``"apart"`` where the policy is planner and there are no `roles`, else ``"none"``.
-        reschedule: how running requests are moved between engines that decode: ``"none"``; ``"star"`` (by
-            predicted loads), ``"star_current"`` (by present ones), ``"star_oracle"`` (lengths known),
-            ``"llumnix"``, with `reschedule_settings`: ``forecast`` (``curve``, ``given``, ``bins_2``,
-            ``bins_4``, ``bins_6``, ``llm_native``, ``pia``, ``mu_serve``, ``tetri_infer``, a predictor's
-            file or a function, docs/lengths.md), ``period_seconds``, ``threshold`` and others; an unknown one
-            is answered with their names.
+            that of `decode_policy`, if this balances them and pays (with ``parts=3`` a request with reasoning
+            is split in three: prompt, reasoning and answer); or ``"force"``, at the fraction ``fraction``.
+            What is split moves as `transfer` says. ``"auto"`` or None: ``"apart"`` if the policy is planner
+            and there are no `roles`, else ``"none"``.
+        prefix_fetch: whether the chosen instance fetches what another holds of the prompt, if that takes
+            less time than computing it: ``"on"``, ``"none"``, or settings, also in short:
+            ``"least=512, most=2"``. It moves as `transfer` says. ``lmetric_pull`` and ``planner`` are the
+            scores that read it. ``"auto"`` or None: ``"on"`` if the policy is planner, else ``"none"``.
+        rebalance: how running requests move between engines that decode: ``"none"``; ``"star"`` (by
+            predicted load), ``"star_current"`` (by present load), ``"star_oracle"`` (lengths known), or
+            ``"llumnix"``.
         migration_by: how they get there: ``"kv"``, their KV is sent while they pause, as `transfer` says
             (the paper's way); or ``"recompute"``, the server's default: the target computes prompt and answer
             so far while the request runs on, then it changes over.
         migration_max_concurrent, migration_max_gap_seconds: of ``"recompute"``: most moves on their way at a
             time, and the longest gap that a move may make between two tokens, else it is given up.
+        priority: what gives requests the numbers that local order ``"priority"`` goes by: ``"uniboost"`` or
+            ``"vtc"`` (a session is a tenant), as a server gives them to stock engines: once, at submission.
         silent_segments: whether a segment that another follows says nothing until its end, as on stock
             engines; else its tokens come as they are made.
         token_slo_seconds: the longest gap between two tokens that counts as good, for `slow_tokens`.
         think_slo_seconds: the same where the latter is a thought; None: no other.
-        pull: whether the chosen instance fetches what another holds of the prompt, where that takes less
-            time than computing it (`lmetric.sim.pulls.Pull`): ``"on"``, ``"least=512, most=2"``, a mapping,
-            or ``"none"``. It moves as `transfer` says. ``lmetric_pull`` and ``planner`` are the scores that
-            read it. None: ``"on"`` where the policy is planner, else ``"none"``.
         routers: so many side by side; each request comes to one, drawn by `seed`. All hear the engines, and
             none knows of another's requests.
         sharing_seconds: but by what each tells the others of its load on each instance every so many
@@ -441,37 +432,29 @@ def simulate(
         for role in (["both"] * instances if pools is None else pools.each())
     ]
     name = policy_name(policy)
-    if split is None:
-        split = "none" if pools is not None and pools.decode else default_split(name)
-    if pull is None:
-        pull = default_pull(name)
-    kinds: dict[str, str] = {}
-    all_settings: dict[str, Any] = {
-        "priority": priority_settings,
-        "split": _numbers(split_settings) if isinstance(split_settings, str) else split_settings,
-        "rebalance": reschedule_settings,
-    }
-    for what, option in (("priority", priority), ("split", split), ("rebalance", reschedule)):
-        if isinstance(option, str):
-            kinds[what] = option
-            if what == "rebalance" and "forecast" in (settings := all_settings[what] or {}):
-                all_settings[what] = {**settings, "forecast": resolve_forecast(settings["forecast"])}
-        elif all_settings[what]:
-            raise _core.BadValueError(f"{what}: settings beside {option!r}; set them in the option")
-        else:
-            kinds[what], all_settings[what] = core_settings(what, option)
-    guarding: dict[str, Any] = {
+    given = {
+        "split": split, "prefix_fetch": prefix_fetch, "priority": priority, "rebalance": rebalance,
         "guard": guard,
-        "guard_window_seconds": guard_window_seconds,
-        "guard_period_seconds": guard_period_seconds,
-        "guard_classes": guard_classes,
-        "guard_min_requests": guard_min_requests,
-        "guard_phase2_factor": guard_phase2_factor,
-        "guard_release_factor": guard_release_factor,
+    }  # fmt: skip
+    if old:
+        given = _deprecated.simulate_keywords(old, given)
+    pooled = pools is not None and bool(pools.decode)
+    routing = Routing(
+        policy=policy,
+        knobs=knobs,
+        decode_policy=DECODE_POLICY if decode_policy is None else decode_policy,
+        decode_knobs=decode_knobs,
+        binding=binding,
+        **{what: parse(what, given[what], policy=name) for what in OPTIONS},
+    ).resolved(name, pools=pooled)
+    shared = {
+        what: core_settings(what, getattr(routing, what)) for what in ("split", "priority", "rebalance")
     }
-    if isinstance(guard, Guard):
-        guarding = {f"guard_{each.name}": getattr(guard, each.name) for each in fields(guard)}
-        guarding["guard"] = guarding.pop("guard_enabled")
+    continued = pooled or routing.split is not None or routing.rebalance is not None
+    if decode_policy is not None and not continued:
+        raise _core.BadValueError(
+            "decode_policy: requests decode where they are prefilled; give roles, e.g. 16P64D"
+        )
     started = time.perf_counter()
     columns = _core.simulate(
         workload.core,
@@ -493,12 +476,12 @@ def simulate(
         order_slo_seconds=order_slo,
         order_think_slo_seconds=order_think_slo,
         swap=None if (swap := Swap.of(preempt)) is None else swap.constants(chosen),
-        priority=kinds["priority"],
-        priority_settings=all_settings["priority"],
-        split=kinds["split"],
-        split_settings=all_settings["split"],
-        reschedule=kinds["rebalance"],
-        reschedule_settings=all_settings["rebalance"],
+        priority=shared["priority"][0],
+        priority_settings=shared["priority"][1],
+        split=shared["split"][0],
+        split_settings=shared["split"][1],
+        reschedule=shared["rebalance"][0],
+        reschedule_settings=shared["rebalance"][1],
         migration_by=migration_by,
         migration_max_concurrent=migration_max_concurrent,
         migration_max_gap_seconds=migration_max_gap_seconds,
@@ -507,18 +490,10 @@ def simulate(
         think_slo_seconds=think_slo_seconds,
         routers=routers,
         sharing_seconds=sharing_seconds,
-        **_pooled(
-            pools,
-            chosen,
-            decode_policy,
-            decode_knobs,
-            binding,
-            transfer,
-            prefill,
-            kinds["split"] != "none" or kinds["rebalance"] != "none",
-            Pull.of(pull),
-        ),
-        **guarding,
+        roles=None if pools is None else pools.each(),
+        **(_continued(routing, prefill) if continued else {}),
+        **_transferred(routing.prefix_fetch, Transfer.of(transfer), chosen, continued),
+        **_guarding(routing.guard),
     )
     wall_seconds = time.perf_counter() - started
     block = chosen.block_tokens
@@ -528,13 +503,11 @@ def simulate(
     )
     return Run(
         policy=name,
-        decode_policy=None
-        if (pools is None or not pools.decode) and (kinds["split"], kinds["rebalance"]) == ("none", "none")
-        else policy_name(DECODE_POLICY if decode_policy is None else decode_policy),
+        decode_policy=policy_name(routing.decode_policy) if continued else None,
         roles=pools,
         local_order=local_order,
-        split=kinds["split"],
-        reschedule=kinds["rebalance"],
+        split=kind_of(routing.split),
+        reschedule=kind_of(routing.rebalance),
         token_slo_seconds=token_slo_seconds,
         think_slo_seconds=token_slo_seconds if think_slo_seconds is None else think_slo_seconds,
         seed=seed,
@@ -548,50 +521,28 @@ def simulate(
     )
 
 
-def _numbers(text: str) -> dict[str, float]:
-    """``"a=1, b=2.5"``. Raises `BadValueError`."""
-    found = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = (part.strip() for part in pair.partition("="))
-        try:
-            found[name] = float(value)
-        except ValueError:
-            raise _core.BadValueError(
-                f"split_settings: {pair!r} is not valid; expected NAME=NUMBER, as parts=3"
-            ) from None
-    return found
-
-
-def _pooled(
-    pools: Roles | None,
-    profile: Profile,
-    decode_policy: PolicyLike,
-    decode_knobs: Mapping[str, float] | None,
-    binding: Binding,
-    transfer: TransferLike | None,
-    prefill: Prefill,
-    cut: bool,
-    pull: Pull | None,
-) -> dict[str, Any]:
-    """What `_core.simulate` takes where plans have several segments; nothing where none has."""
-    moved = Transfer.of(transfer)
-    pulled = {} if pull is None else _moved(moved, profile) | pull.constants(profile, moved)
-    if (pools is None or not pools.decode) and not cut:
-        if decode_policy is not None:
-            raise _core.BadValueError(
-                "decode_policy: requests decode where they are prefilled; give roles, e.g. 16P64D"
-            )
-        return pulled if pools is None else {"roles": pools.each(), **pulled}
+def _continued(routing: Routing, prefill: Prefill) -> dict[str, Any]:
+    """What `_core.simulate` takes if plans may have several segments."""
     if prefill not in ("queues", "unlimited"):
         raise _core.BadValueError(f"prefill: {prefill!r} is not valid; expected queues or unlimited")
-    told: dict[str, Any] = {
-        "roles": None if pools is None else pools.each(),
-        "decode_policy": DECODE_POLICY if decode_policy is None else decode_policy,
-        "decode_knobs": decode_knobs,
-        "binding": binding,
+    return {
+        "decode_policy": routing.decode_policy,
+        "decode_knobs": routing.decode_knobs,
+        "binding": routing.binding,
         "unlimited_prefill": prefill == "unlimited",
     }
-    return told | _moved(moved, profile) | pulled
+
+
+def _transferred(fetch: Any, transfer: Transfer | None, profile: Profile, continued: bool) -> dict[str, Any]:
+    """What `_core.simulate` takes of transfers, which prefix fetches and segments of a plan make."""
+    if fetch is None:
+        return _moved(transfer, profile) if continued else {}
+    return _moved(transfer, profile) | constants(fetch, profile, transfer)
+
+
+def _guarding(guard: Guard) -> dict[str, Any]:
+    settings = {f"guard_{each.name}": getattr(guard, each.name) for each in fields(guard)}
+    return {"guard": settings.pop("guard_enabled"), **settings}
 
 
 def _moved(transfer: Transfer | None, profile: Profile) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import orjson
 from lmetric import _core, plugins
 from lmetric._core import LmetricError
 from lmetric.defaults import DEFAULT_PROFILE, PLANNER
+from lmetric.options import OPTIONS, SELECTORS, shown
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
 from lmetric.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from lmetric.sim.run import Run, Workload
     from lmetric.sim.traces import Trace
 
-Value = str | float | bool | None
+Value = str | float | bool | None | Mapping[str, Any]
 
 # Where a run's distributions are kept: every percent, closer in the tail.
 QUANTILES = np.concatenate((np.arange(0, 99) / 100, 1 - np.geomspace(1e-2, 1e-4, 13), [1.0]))
@@ -210,14 +211,14 @@ class Setup:
     @property
     def group(self) -> tuple[str, ...]:
         """What must be equal for policies to be compared: trace, fleet and settings."""
-        settings = ", ".join(f"{name} {value}" for name, value in sorted(self.settings.items()))
+        settings = ", ".join(f"{name} {shown(value)}" for name, value in sorted(self.settings.items()))
         blocks = "" if self.block_tokens is None else f"blocks of {self.block_tokens} tokens"
         fleet = self.roles or f"{self.instances} instances"
         return (self.trace.label, fleet, self.profile, blocks, settings)
 
     def key(self, digest: str) -> str:
         """Names the run: equal for equal settings, trace bytes (`digest`), profile constants and version."""
-        told = asdict(self)
+        told = asdict(self) | {"settings": _stored(self.settings)}
         for name in ("path", "label"):
             del told["trace"][name]
         del told["policy"]["label"], told["fraction_of_max"], told["block_tokens"]
@@ -229,7 +230,7 @@ class Setup:
         else:
             del told["decode_policy"]["label"]
             told["kv_bytes_per_token"] = self.engine.kv_bytes_per_token
-        if "pull" in self.settings or self.policy.base == PLANNER:
+        if "prefix_fetch" in self.settings or self.policy.base == PLANNER:
             told["kv_bytes_per_token"] = self.engine.kv_bytes_per_token
         if self.roles is None:
             del told["roles"]
@@ -243,6 +244,25 @@ class Setup:
         if (decodes := self.decode_engine) is not None:
             told["decode_profile"] = decodes.constants()
         return hashlib.sha256(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()[:24]
+
+
+# The names of options in keys of stored results, which outlive the names of settings.
+_STORED = {"prefix_fetch": "pull", "rebalance": "reschedule"}
+
+
+def _stored(settings: Mapping[str, Value]) -> dict[str, Any]:
+    """Settings as keys of stored results have them: an option's kind and its settings apart."""
+    told = {name: value for name, value in settings.items() if name not in OPTIONS}
+    for what in settings.keys() & set(OPTIONS):
+        value, name = settings[what], _STORED.get(what, what)
+        if not isinstance(value, Mapping):
+            told[name] = value
+            continue
+        own = dict(value)
+        if SELECTORS[what] in own:
+            told[name] = own.pop(SELECTORS[what])
+        told |= {f"{name}_{key}": each for key, each in own.items()}
+    return told
 
 
 @dataclass(frozen=True, slots=True)

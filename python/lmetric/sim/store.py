@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from lmetric._core import LmetricError
+from lmetric.options import shown
 from lmetric.sim.max_load import MaxLoad
 from lmetric.sim.setups import Result
 
@@ -135,7 +136,7 @@ def _row(result: Result) -> dict[str, Any]:
         "roles": setup.roles or "",
         "profile": setup.profile,
         "block_tokens": setup.engine.block_tokens,
-        **setup.settings,
+        **{name: shown(v) if isinstance(v, Mapping) else v for name, v in setup.settings.items()},
         "load": setup.load,
         "speed": setup.speed,
         "arrivals_per_second": result.arrivals_per_second,

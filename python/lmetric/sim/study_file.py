@@ -14,15 +14,15 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from lmetric import _deprecated, options
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
-from lmetric.config.kinds import SplitName
+from lmetric.config.kinds import OptionError
 from lmetric.defaults import DEFAULT_PROFILE, SLICE
 from lmetric.profiles import load_profile, shipped_profiles
 from lmetric.queueing import Swap, checked_order
 from lmetric.sim.max_load import Rule
 from lmetric.sim.pools import Roles, Transfer
-from lmetric.sim.pulls import Pull
 from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value, trace_label
 from lmetric.sim.summary import Slo, parse_share
 from lmetric.sim.synthetic import check_synthetic
@@ -54,12 +54,16 @@ def _transfer(value: Any) -> Any:
     return told
 
 
-def _pull(value: Any) -> Any:
-    if isinstance(value, bool):  # what YAML makes of on and off
-        return "on" if value else "none"
-    if isinstance(value, str):
-        Pull.of(value)
-    return value
+def _option(what: str) -> BeforeValidator:
+    """Lists of an option, each in its shortest form; a mapping's settings may be lists, too."""
+
+    def checked(value: Any) -> list[Any]:
+        try:
+            return [options.canonical(what, one) for each in _listed(value) for one in options.sweep(each)]
+        except LmetricError as error:
+            raise OptionError(error) from None
+
+    return BeforeValidator(checked)
 
 
 def _swap(value: str) -> str:
@@ -190,33 +194,37 @@ class SettingsEntry(Strict):
     preempt: Annotated[list[Annotated[str, AfterValidator(_swap)]], Listed] | None = Field(
         None, description="of requests that go back into a queue: recompute, or swap:GB/S"
     )
-    priority: Annotated[list[Literal["none", "uniboost", "vtc"]], Listed] | None = Field(
+    priority: Annotated[list[Any], _option("priority")] | None = Field(
         None, description="what local order priority goes by: the router's numbers, as a server gives them"
     )
     order_slo: Annotated[list[Positive], Listed] | None = Field(
         None, description="under local_order slo: seconds that a step with decodes may take"
     )
+    order_think_slo: Annotated[list[Positive], Listed] | None = Field(
+        None, description="the same for steps that make reasoning tokens alone; default: order_slo"
+    )
+    token_slo_seconds: Annotated[list[Positive], Listed] | None = Field(
+        None, description="the longest gap between two tokens that counts as good; default: 0.1"
+    )
+    think_slo_seconds: Annotated[list[Positive], Listed] | None = Field(
+        None,
+        description="the longest gap before a reasoning token that counts as good; default: "
+        "token_slo_seconds",
+    )
+    silent_segments: Annotated[list[bool], Listed] | None = Field(
+        None,
+        description="a segment that another one follows sends no token until its end, as on stock engines",
+    )
     index: Annotated[list[Literal["exact", "approximate"]], Listed] | None = Field(
         None, description="the router's KV index: fed by engines' events, or by what it sent"
     )
-    guard: Annotated[list[bool], Listed] | None = Field(
-        None, description="the hot-spot guard, see docs/guard.md; default: as the policy declares"
+    index_bytes: Annotated[list[Count], Listed] | None = Field(
+        None, description="bound on the router's KV index, bytes"
     )
-    guard_window_seconds: Annotated[list[Positive], Listed] | None = Field(None, description="of the guard")
-    guard_period_seconds: Annotated[list[Positive], Listed] | None = Field(
-        None, description="how often the guard looks"
-    )
-    guard_classes: Annotated[list[Count], Listed] | None = Field(
-        None, description="prefixes that the guard counts at a time"
-    )
-    guard_min_requests: Annotated[list[Annotated[int, Field(ge=0)]], Listed] | None = Field(
-        None, description="the guard suspects no prefix with fewer requests in its window"
-    )
-    guard_phase2_factor: Annotated[list[NotNegative], Listed] | None = Field(
-        None, description="the guard filters after more than this many requests for each holder"
-    )
-    guard_release_factor: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Listed] | None = Field(
-        None, description="an alarm of the guard ends at this fraction of the ratio that raised it"
+    guard: Annotated[list[Any], _option("guard")] | None = Field(
+        None,
+        description="the hot-spot guard, see docs/guard.md: true, false, or {window_seconds: [15, 60]}; "
+        "default: as the policy declares",
     )
     report_period_seconds: Annotated[list[Positive], Listed] | None = Field(
         None, description="with delayed signals: between two load reports of an engine"
@@ -245,14 +253,23 @@ class SettingsEntry(Strict):
     prefill: Annotated[list[Literal["queues", "unlimited"]], Listed] | None = Field(
         None, description="with pools: prompts queue, or each takes its own time and waits for none"
     )
-    pull: Annotated[list[Annotated[str, BeforeValidator(_pull)]], Listed] | None = Field(
+    prefix_fetch: Annotated[list[Any], _option("prefix_fetch")] | None = Field(
         None,
-        description="prefixes are pulled from who holds them: none, on, or least=TOKENS, ...; default: on "
-        "where the policy is planner",
+        description="instances fetch cached prefixes from each other: none, on, or {min_tokens: [256, 512]}; "
+        "default: on if the policy is planner",
     )
-    split: Annotated[list[SplitName], Listed] | None = Field(
+    split: Annotated[list[Any], _option("split")] | None = Field(
         None,
-        description="where requests are cut that no roles cut; default: apart where the policy is planner",
+        description="how requests are split that no roles split: none, libra, {kind: libra, probes: [4, 8]}; "
+        "default: apart if the policy is planner",
+    )
+    rebalance: Annotated[list[Any], _option("rebalance")] | None = Field(
+        None,
+        description="how running requests move: none, star, {kind: star, threshold: [0.1, 0.2], forecast: "
+        "bins_4}, llumnix",
+    )
+    decode_profile: Annotated[list[str], Listed] | None = Field(
+        None, description="with roles: profile of instances that only decode; default: as the others"
     )
     transfer: Annotated[list[Annotated[str, BeforeValidator(_transfer)]], Listed] | None = Field(
         None,
@@ -308,6 +325,7 @@ class Study:
     rule: Rule
     searches: list[Setup]  # whose maximum load is to be found
     reference: tuple[PolicyChoice, PolicyChoice | None]  # the second of decode pools
+    deprecated: tuple[str, ...] = ()  # warnings about keys under old names, with the present spelling
 
 
 # What policies are compared on without a file: examples/study.yaml, at three loads.
@@ -337,9 +355,16 @@ def load_study(
         content["policies"] = policies
     if traces:
         content["traces"] = [str(trace.resolve()) for trace in traces]
+    messages: list[str] = []
     try:
+        if isinstance(settings := content.get("settings"), Mapping):
+            content["settings"], old = _deprecated.settings(settings)
+            messages = [
+                f"{path}: settings: " + _deprecated.settings_message(names, key, content["settings"].get(key))
+                for key, names in old.items()
+            ]
         file = StudyFile.model_validate(content)
-        return _expand(file, path)
+        return replace(_expand(file, path), deprecated=tuple(messages))
     except ValidationError as error:
         origin: dict[tuple[str, ...], str] = {(str(key),): str(path) for key in content}
         raise ConfigError("\n".join(explain(error, origin, StudyFile))) from None
@@ -370,9 +395,11 @@ def _expand(file: StudyFile, path: Path) -> Study:
         choice.build()
     profiles = [_profile(name, path.parent) for name in file.profiles]
     given = file.settings
-    if given.predictor is not None:
-        predictors = [_profile(name, path.parent) for name in given.predictor]
-        given = given.model_copy(update={"predictor": predictors})
+    for key in ("predictor", "decode_profile"):
+        if (names := getattr(given, key)) is not None:
+            given = given.model_copy(update={key: [_profile(name, path.parent) for name in names]})
+    if given.decode_profile is not None and not (pools and all(each.decode for each in pools)):
+        raise ConfigError("settings.decode_profile needs roles with a decode pool, e.g. 16P64D")
     chosen = [_trace(trace, path.parent) for trace in file.traces]
     for what, labels in (
         ("policies", [p.label for p in policies]),

@@ -64,17 +64,18 @@ fn policy(page: &mut String, spec: &PolicySpec) {
         page.push_str(" The [hot-spot guard](guard.md) is on by default.");
     }
     page.push('\n');
-    knobs(page, spec.knobs);
+    knobs(page, spec.knobs, str::to_owned);
 }
 
-/// A table of settings, if there are any.
-fn knobs(page: &mut String, knobs: &[Knob]) {
+/// A table of settings, if there are any, each under the name that `shown` makes of the core's.
+fn knobs(page: &mut String, knobs: &[Knob], shown: impl Fn(&str) -> String) {
     if !knobs.is_empty() {
         page.push_str("\n| knob | range | default | |\n| --- | --- | --- | --- |\n");
     }
     for knob in knobs {
         let (range, default) = (range(knob), default(knob));
-        writeln!(page, "| `{}` | {range} | {default} | {} |", knob.name, cell(knob.about)).expect("a string");
+        writeln!(page, "| `{}` | {range} | {default} | {} |", shown(knob.name), cell(knob.about))
+            .expect("a string");
     }
 }
 
@@ -155,14 +156,24 @@ fn splits() -> String {
          Made from the declarations by `cargo run -p lmetric-sim --example docs -- splits`; change those.\n\n\
          A split sends the first tokens of a request to one instance and the rest to another. Instances of the role `prefill` \
          split each request at the end of its prompt. Between instances of the role `both`, a planner decides (`split: libra`, \
-         `split_settings`); [the architecture](architecture.md#plans-of-several-segments) says how a plan is carried out.\n",
+         or with settings `split: {kind: libra, probes: 8}`); [the architecture](architecture.md#plans-of-several-segments) says \
+         how a plan is carried out.\n",
     );
     for spec in planners::specs() {
         write!(page, "\n## `{}`\n\nIt {}.\n\nSource: {}.\n", spec.name, spec.about, spec.source)
             .expect("a string");
-        knobs(&mut page, spec.settings);
+        knobs(&mut page, spec.settings, option_field);
     }
     page
+}
+
+/// The field of `lmetric.options` that holds a setting of a split.
+fn option_field(name: &str) -> String {
+    match name.split_once('_') {
+        Some(("least", rest)) => format!("min_{rest}"),
+        Some(("most", rest)) => format!("max_{rest}"),
+        _ => if name == "at" { "fraction" } else { name }.to_owned(),
+    }
 }
 
 /// The table of local orders in `docs/local_orders.md`.

@@ -58,7 +58,7 @@ MEANINGS: Mapping[State, str] = {
 
 DEADLINES: Mapping[State, str] = {
     "ADMITTED": "`timeouts.request`",
-    "FETCHING": "`pull_seconds`, or the time to compute what is fetched",
+    "FETCHING": "`prefix_fetch_timeout_seconds`, or the time to compute what is fetched",
     "INTERNAL": "`timeouts.answer`; of a prefill `timeouts.first_byte`",
     "AWAITING": "`timeouts.first_byte` of a stream, else `timeouts.answer`",
     "STREAMING": "`timeouts.between_chunks`",

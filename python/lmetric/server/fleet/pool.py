@@ -17,7 +17,7 @@ from lmetric._core import DecisionLabels, NoInstanceError, Router
 from lmetric.config import PoolSettings
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.handover import CONNECTORS
-from lmetric.options import Guard, Handoff, PrefixFetch, SplitAt, from_settings
+from lmetric.options import Handoff
 from lmetric.profiles import load_profile
 from lmetric.server.api.eligibility import split_ineligibility, unpulled_reason
 from lmetric.server.api.errors import ApiError, no_engine_error
@@ -35,9 +35,6 @@ log = structlog.get_logger("lmetric.fleet")
 
 DEFAULT_BLOCK_SIZE = 16  # until an engine tells
 UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # as the router assumes, until an instance was seen to prefill
-# Over the core's own. vLLM holds what a request had that pulled for another lease behind its end: full of
-# that, an engine would serve nobody.
-PULL_SETTINGS = {"max_kv_usage": 0.8}
 NOT_JOINABLE_SECONDS = 300.0  # that requests of a path stay whole after an answer that could not be merged
 
 
@@ -102,6 +99,7 @@ class Pool:
         # Decisions by fallbacks that are logged, and when.
         self.fallbacks_logged = (0, -math.inf)
         self.unscored_logged = (0, -math.inf)  # choices without a score that are logged, and when
+        routing = settings.routing
         self.router = Router(
             first.policy,
             knobs=first.knobs,
@@ -110,44 +108,26 @@ class Pool:
             domain=[name],
             index_bytes=settings.index_bytes,
             receipt_bytes=settings.receipt_bytes,
-            guard=Guard(
-                enabled=settings.guard,
-                window_seconds=settings.guard_window_seconds,
-                period_seconds=settings.guard_period_seconds,
-                classes=settings.guard_classes,
-                min_requests=settings.guard_min_requests,
-                phase2_factor=settings.guard_phase2_factor,
-                release_factor=settings.guard_release_factor,
-            ),
+            **routing.options,
             step_time=_step_time(settings.profile),
             seed=settings.seed,
             decode_policy=decode.policy,
             decode_knobs=decode.knobs,
-            binding="late" if settings.binding == "auto" else settings.binding,
+            binding=routing.binding,
             colocate=settings.colocate,
         )
-        priority.set_up(self.router, settings)
+        priority.follow_clock(self.router, settings)
         # Whether requests may be cut between equals.
-        self.splits = settings.cuts_between_equals
-        if settings.split_force_at is not None:
-            self.router.configure(split=SplitAt(settings.split_force_at))
-        elif self.splits:
-            self.router.configure(split=from_settings("split", settings.split_by, settings.split_settings))
-        self.pulls = settings.pulls_prefixes  # whether engines fetch prefixes from each other
+        self.splits = routing.split is not None
+        self.pulls = routing.prefix_fetch is not None  # whether engines fetch prefixes from each other
         self.pull_outcomes: Counter[str] = Counter()
-        self.transfer_seconds_per_token = 0.0
-        if self.pulls:
-            fetch: PrefixFetch = from_settings("prefix_fetch", "on", PULL_SETTINGS | settings.pull_settings)
-            self.router.configure(prefix_fetch=fetch)
-            self.transfer_seconds_per_token = fetch.seconds_per_token
+        self.transfer_seconds_per_token: float = self.router.learned()["fetch_seconds_per_token"] or 0.0
         self.mover: Rebalancer | None = None  # where requests move while they run
-        if settings.reschedule != "none":
-            rule = from_settings("rebalance", settings.reschedule, settings.reschedule_settings)
-            self.router.configure(rebalance=rule)
-            self.mover = Rebalancer(name, settings, self.router, self.engines, self.prefill_seconds)
+        if (rule := routing.rebalance) is not None:
+            self.mover = Rebalancer(name, settings, rule, self.router, self.engines, self.prefill_seconds)
         # Whether one answer may come from several engines of role both.
         self.joins = self.splits or self.mover is not None
-        self.orders = settings.priority != "none"  # whether requests get a priority from the router
+        self.orders = settings.priority is not None  # whether requests get a priority from the router
         # By path: why answers could not be merged lately, and until when that is believed.
         self._not_joinable: dict[str, tuple[str, float]] = {}
         self.kv = KvFeed(self.router)

@@ -9,15 +9,9 @@ import orjson
 from lmetric._core import Router
 from lmetric.config import PoolSettings
 from lmetric.engines.handover import with_fields
-from lmetric.options import from_settings
+from lmetric.options import UniBoost
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.engine import Engine
-
-
-def set_up(router: Router, settings: PoolSettings) -> None:
-    """Has the router order requests as the settings say. Raises LmetricError for settings that are none."""
-    router.configure(priority=from_settings("priority", settings.priority, settings.priority_settings))
-    follow_clock(router, settings)
 
 
 def follow_clock(router: Router, settings: PoolSettings) -> None:
@@ -26,7 +20,7 @@ def follow_clock(router: Router, settings: PoolSettings) -> None:
     The router's clock counts from anywhere, and several routers before one engine must agree. Call this
     repeatedly: the wall clock may be stepped.
     """
-    if settings.priority == "uniboost" and "clock_offset_seconds" not in settings.priority_settings:
+    if isinstance(settings.priority, UniBoost) and settings.priority.clock_offset_seconds is None:
         router.set_clock_offset(time.time() - time.monotonic())
 
 

@@ -15,6 +15,7 @@ import structlog
 
 from lmetric._core import Router
 from lmetric.config import PoolSettings
+from lmetric.options import RebalanceOption
 from lmetric.server.fleet.engine import Engine
 
 log = structlog.get_logger("lmetric.mover")
@@ -50,6 +51,7 @@ class Rebalancer:
         self,
         model: str,
         settings: PoolSettings,
+        rule: RebalanceOption,
         router: Router,
         engines: Mapping[str, Engine],
         prefill_seconds: Callable[[Engine, int], float],
@@ -58,11 +60,11 @@ class Rebalancer:
         self._router = router
         self._engines = engines
         self._prefill_seconds = prefill_seconds
-        self.by = settings.reschedule_by
-        self.leg_tokens = settings.reschedule_leg_tokens
-        self.at_once = settings.reschedule_at_once
-        self.max_gap_seconds = settings.reschedule_max_gap_seconds
-        self.period_seconds = settings.reschedule_period_seconds
+        self.by = settings.migration_by
+        self.leg_tokens = settings.migration_leg_tokens
+        self.at_once = settings.migration_max_concurrent
+        self.max_gap_seconds = settings.migration_max_gap_seconds
+        self.period_seconds = rule.period_seconds
         self.due = 0.0  # when the next round is
         self.running: dict[int, Movable] = {}  # by ticket
         self.moves: set[object] = set()

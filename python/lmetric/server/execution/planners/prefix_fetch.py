@@ -68,7 +68,7 @@ class PrefixFetch:
 
     def patience_seconds(self, p: Progress) -> float:
         """That the holder is waited for."""
-        given = p.pool.settings.pull_seconds
+        given = p.pool.settings.prefix_fetch_timeout_seconds
         if given is not None:
             return given
         return max(p.pool.prefill_seconds(self.target, self.tokens - self.from_token), LEAST_SECONDS)

@@ -51,7 +51,7 @@ def piece(p: Progress, engine: Engine, now: float) -> Step:
 
 def next_tokens(p: Progress) -> int:
     """Of a slice behind the first. Each slice costs a step's wait or more, and a move waits for half a slice.
-    Few requests move, so a slice is as long as its client may wait (`reschedule_max_gap_seconds`), going by
+    Few requests move, so a slice is as long as its client may wait (`migration_max_gap_seconds`), going by
     the last, and at most twice as long as that."""
     mover = p.mover
     assert mover is not None

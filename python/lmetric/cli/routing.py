@@ -1,0 +1,129 @@
+"""The flags of routing options for ``serve``, ``config`` and ``simulate``, made from `lmetric.options`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import wraps
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from lmetric import options
+
+_HELP = {
+    "split": "Whether requests are split between instances",
+    "prefix_fetch": "Whether instances fetch cached prefixes from each other",
+    "rebalance": "Whether running requests move between instances",
+    "priority": "What the engines' queues are ordered by",
+    "guard": "Hot-spot guard",
+}
+_DEFAULTS = {
+    "split": "none; with planner: apart",
+    "prefix_fetch": "none; with planner: on",
+    "guard": "as the policy declares",
+}
+# Options of which simulations take several, each played.
+SWEPT = ("split", "rebalance")
+
+
+def _settings_of(what: str, *, server: bool) -> str:
+    """The settings of each kind, for help."""
+    told = []
+    classes = options.served(what) if server else options.classes(what)
+    for cls in dict.fromkeys(classes.values()):
+        names = [each.name for each in fields(cls) if not (server and options.is_study(each))]
+        if names := [name for name in names if name != "enabled"]:
+            told.append(f"{cls.core_kind}: {', '.join(names)}" if len(classes) > 1 else ", ".join(names))
+    return "; ".join(told)
+
+
+def parameters(*, server: bool) -> list[inspect.Parameter]:
+    """The flags as parameters of a typer command: for each option one with its kind, and one with settings.
+
+    Args:
+        server: for servers, which take one kind of each option and no settings of simulations.
+    """
+    made = []
+    for what in options.OPTIONS:
+        flag = "--" + what.replace("_", "-")
+        kinds = ["none", *(options.served(what) if server else options.classes(what))]
+        default = f"[default: {_DEFAULTS.get(what, 'none')}]"
+        text = f"{_HELP[what]} {default}."
+        if what == "guard":
+            kind: Any = Annotated[bool | None, typer.Option("--guard/--no-guard", help=text)]
+        elif what in SWEPT and not server:
+            help_ = f"{_HELP[what]}: {', '.join(kinds)}, settings in parentheses {default}."
+            kind = Annotated[list[str] | None, typer.Option(flag, metavar="A,B,…", help=help_)]
+        else:
+            kind = Annotated[str | None, typer.Option(flag, metavar="|".join(kinds), help=text)]
+        help_ = f"Settings of {flag}: {_settings_of(what, server=server)}."
+        settings = Annotated[str | None, typer.Option(f"{flag}-settings", metavar="NAME=VALUE,…", help=help_)]
+        for name, annotation in ((what, kind), (f"{what}_settings", settings)):
+            made.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            )
+    return made
+
+
+def old_parameters(flags: Mapping[str, tuple[str, Any]]) -> list[inspect.Parameter]:
+    """Hidden flags under old names: by key of the configuration, the flag and its type."""
+    return [
+        inspect.Parameter(
+            key,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, typer.Option(flag, hidden=True, help="Deprecated.")],
+        )
+        for key, (flag, kind) in flags.items()
+    ]
+
+
+def settings_of(what: str, text: str | None) -> dict[str, str]:
+    """The settings of an option's flag. Names that the core has are old names of settings: they warn.
+
+    Raises:
+        BadValueError: a part that is not NAME=VALUE.
+    """
+    from lmetric.cli.show import note
+
+    given = options.parse_settings(text or "")
+    own = options.own_names(what, None, given)
+    for old, new in zip(given, own, strict=True):
+        if old != new:
+            flag = f"--{what.replace('_', '-')}-settings"
+            note(f"{flag}: {old} is deprecated and will be removed in the next release; use {new}")
+    return own
+
+
+def overrides(given: dict[str, Any]) -> dict[str, Any]:
+    """The flags of `parameters` in `given`, which loses them, as dotted keys of the configuration.
+
+    Raises:
+        BadValueError: settings that are not NAME=VALUE.
+    """
+    found: dict[str, Any] = {}
+    for what in options.OPTIONS:
+        found[what] = given.pop(what)
+        for name, value in settings_of(what, given.pop(f"{what}_settings")).items():
+            found[f"{what}.{name}"] = value
+    return found
+
+
+def command(run: Callable[..., None], more: list[inspect.Parameter]) -> Callable[..., None]:
+    """A typer command with the parameters of `run` and these, which `run` takes as keywords."""
+
+    @wraps(run)
+    def called(**given: Any) -> None:
+        run(**given)
+
+    hints = get_type_hints(run, include_extras=True)
+    *own, _ = inspect.signature(run).parameters.values()
+    parameters = [
+        *(each.replace(annotation=hints[each.name], kind=inspect.Parameter.KEYWORD_ONLY) for each in own),
+        *more,
+    ]
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called
