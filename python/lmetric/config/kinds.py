@@ -53,6 +53,18 @@ def _origin(text: str) -> str:
     return text.lower()
 
 
+def _indicator_source(source: str) -> str:
+    if source == "push" or re.fullmatch(r"header(:[!-+\--~]+)?", source):  # a field's name has no comma
+        return source
+    # All metrics that engines export have a prefix: a single word is a mistyped `push` or `header`.
+    if re.fullmatch(r"(?!header:)[A-Za-z_:][A-Za-z0-9_:]*", source) and re.search("[_:]", source):
+        return source
+    raise ValueError(
+        f"{source!r} is not valid; expected push, header, header:FIELD, or a metric of the engines such as "
+        "vllm:num_preemptions_total (without labels)"
+    )
+
+
 def _split(name: str) -> str:
     if name not in (names := split_names()):
         raise ValueError(f"{name!r} is not one of {', '.join(names)}")
@@ -123,6 +135,9 @@ def _on(word: object) -> object:
     """YAML reads on as true."""
     return "on" if word is True else word
 
+
+IndicatorSource = Annotated[str, AfterValidator(_indicator_source)]
+"""Where the values of an indicator come from."""
 
 SplitName = Annotated[str, AfterValidator(_split)]
 """How requests are split that no roles split."""

@@ -169,23 +169,19 @@ class Monitor:
         """Begins to read the load of each healthy engine whose last page came or failed."""
         for pool in self.fleet.pools:
             for engine in pool.engines.values():
-                if engine.healthy and engine.capabilities.load_path is not None:
+                if engine.healthy and engine.load_pages:
                     self._reads.begin(engine)
 
     async def _load_of(self, engine: Engine) -> None:
-        path = engine.capabilities.load_path
-        if path is None:
-            return
-        try:
-            status, body = await engine.upstream.get(path, self.config.health.timeout)
-            if status != 200:
-                raise UpstreamError("status", f"GET {path}: status {status}")
-        except UpstreamError as error:
-            engine.load_error = str(error)
-            return
-        load = engine.adapter.load(body)
-        engine.load_error = None if load else f"GET {path}: no load under a known name"
-        engine.report(load, path.partition("?")[0])
+        for path in engine.load_pages:
+            try:
+                status, body = await engine.upstream.get(path, self.config.health.timeout)
+                if status != 200:
+                    raise UpstreamError("status", f"GET {path}: status {status}")
+            except UpstreamError as error:
+                engine.load_error = str(error)
+                return
+            engine.report_page(path, body)
 
     async def _kv(self) -> None:
         for pool in self.fleet.pools:

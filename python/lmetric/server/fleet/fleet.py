@@ -17,6 +17,7 @@ from lmetric.engines.adapter import Capabilities
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.server.api.errors import ApiError
 from lmetric.server.fleet.engine import Engine, unusable
+from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.policies import RELOADED, Policies
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.upstream.connection import UpstreamError
@@ -83,6 +84,7 @@ class Fleet:
     def check_policies(self, config: ServerConfig) -> None:
         """Raises LmetricError if a policy of this configuration cannot be built."""
         for settings in (config.pool_settings(), *map(config.pool_settings, config.models)):
+            Indicators(settings.indicators)  # before the policies that read them
             Policies(settings)
 
     def reload_policies(self, config: ServerConfig) -> None:
@@ -91,6 +93,7 @@ class Fleet:
         for pool in self.pools:
             new = config.pool_settings(models.get(pool.name))
             changes = {name: getattr(new, name) for name in RELOADED}
+            pool.replace_indicators(new.indicators)
             pool.replace_policies(pool.policies.settings.model_copy(update=changes))
         self.config = self.config.model_copy(update={name: getattr(config, name) for name in RELOADED})
 

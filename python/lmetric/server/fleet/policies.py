@@ -12,9 +12,9 @@ from lmetric.policies import Policy, PolicyFunction
 Value = str | dict[str, Any]
 RELOADED = (
     *("policy", "knobs", "decode_policy", "decode_knobs"),
-    *("policies", "policy_fallback", "policy_time_limit_seconds"),
+    *("policies", "policy_fallback", "policy_time_limit_seconds", "indicators"),
 )
-"""The settings of policies, all of which can change while the router serves."""
+"""The settings of policies and of the indicators that they read. They can change while the router serves."""
 
 
 class Built(NamedTuple):
@@ -54,6 +54,7 @@ class Policies:
             build(settings, value, {})  # an error is told at the start
         self.settings = settings
         self.first, self.decode = self._both(settings)
+        self._see_reads()
         self._files = _files(settings)
 
     def replace(self, router: Router, settings: PoolSettings) -> None:
@@ -67,6 +68,12 @@ class Policies:
             router.set_policy(self.first.policy, knobs=self.first.knobs)
             raise
         self.settings, self.first, self.decode, self._files = settings, first, decode, files
+        self._see_reads()
+
+    def _see_reads(self) -> None:
+        reads = _reads(self.first.policy) | _reads(self.decode.policy)
+        # Facts that cost time to make.
+        self.reads_length_class, self.reads_priority = "length_class" in reads, "priority" in reads
 
     def changed(self) -> bool:
         """Whether a file that a policy was loaded from has changed since; tells it once."""
@@ -82,6 +89,13 @@ class Policies:
             build(settings, settings.policy, settings.knobs),
             build(settings, settings.decode_policy, settings.decode_knobs),
         )
+
+
+def _reads(policy: Policy | PolicyFunction | str | None) -> set[str]:
+    """The indicators that a policy or its fallback reads; of a built-in policy none: they read no texts."""
+    if policy is None or isinstance(policy, str):
+        return set()
+    return {*policy.reads} | (_reads(policy.fallback) if isinstance(policy, PolicyFunction) else set())
 
 
 def _files(settings: PoolSettings) -> dict[Path, tuple[int, int] | None]:

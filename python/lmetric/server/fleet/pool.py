@@ -15,6 +15,7 @@ import structlog
 
 from lmetric._core import DecisionLabels, NoInstanceError, Router
 from lmetric.config import PoolSettings
+from lmetric.config.schema import IndicatorConfig
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.handover import CONNECTORS
 from lmetric.options import Guard, Handoff, PrefixFetch, SplitAt, from_settings
@@ -24,6 +25,7 @@ from lmetric.server.api.errors import ApiError, no_engine_error
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine, unusable
+from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import PoolFacts
 from lmetric.server.fleet.policies import Policies
@@ -97,6 +99,7 @@ class Pool:
         self.unserved_since: float | None = time.monotonic()  # None: it has engines
         self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
         self.block_size_from = "default" if settings.block_size is None else "the configuration"
+        self.indicators = Indicators(settings.indicators)  # before the policies that read them
         self.policies = Policies(settings)
         first, decode = self.policies.first, self.policies.decode
         # Decisions by fallbacks that are logged, and when.
@@ -164,6 +167,15 @@ class Pool:
         log.info("policies replaced", model=self.name or "any", **names)
         self.report_policy()
 
+    def replace_indicators(self, declared: Mapping[str, IndicatorConfig]) -> None:
+        """Takes the values of indicators from these sources. Raises LmetricError; then nothing changed."""
+        new = Indicators(declared)
+        gone = [name for name, each in self.indicators.declared.items() if declared.get(name) != each]
+        self.indicators = new
+        for name, engine in self.engines.items() if gone else ():
+            engine.missing_metrics = []
+            self.router.report_load(name, extra=dict.fromkeys(gone))
+
     @staticmethod
     def fallbacks(counts: Mapping[str, Any]) -> int:
         """Decisions that fallbacks made, of `Router.policy_fallbacks`."""
@@ -185,6 +197,7 @@ class Pool:
             engine.name,
             cache_blocks=engine.config.cache_blocks or self.settings.cache_blocks,
             role=engine.role,
+            group=engine.config.group_label,
         )
         self.router.update_instance(engine.name, healthy=engine.healthy)
         engine.pool = self

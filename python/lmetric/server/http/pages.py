@@ -129,6 +129,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
                 "model": pool.name if pool else None,
                 "source": engine.source,
                 "role": engine.role,
+                "group": engine.config.group_label,
                 "unfit": engine.unfit,
                 "healthy": engine.healthy,
                 "ready": engine.ready,
@@ -143,6 +144,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
                     "reports": engine.load_reports,
                     "age_seconds": age if math.isfinite(age) else None,
                     "error": engine.load_error,
+                    "missing_metrics": engine.missing_metrics,
                 },
                 "kv_events": pool.kv.status(engine.name) if pool else None,
                 "refilling": engine.refill is not None,
@@ -229,15 +231,31 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         await _remove(front, engine, query)
         removed = all(other is not engine for other in front.fleet.engines())
         return _json({**_engines(front.fleet, [engine])[0], "removed": removed})
-    if verb not in ("drain", "undrain", "role"):
+    if verb not in ("drain", "undrain", "role", "indicators"):
         raise _unknown(front, path)
     _only(request, path, "POST")
     if verb == "role":
         await _switch(front.fleet, engine, await _object(front, request, {"role", "drain"}))
         return _json(*_engines(front.fleet, [engine]))
+    if verb == "indicators":
+        return _json(await _push(front, engine, request))
     engine.draining = verb == "drain"
     engine.hold()
     return _json(*_engines(front.fleet, [engine]))
+
+
+async def _push(front: Frontend, engine: Engine, request: web.BaseRequest) -> dict[str, Any]:
+    """Takes in values of indicators with the source push, by indicator; null: no longer known."""
+    pool = front.fleet.pool_of(engine)
+    if pool is None:
+        raise ApiError(409, f"{engine.name}: its model is not known yet; retry later", code="no_model")
+    values = read_object(await front.read_body(request, PAGE_BODY_BYTES))
+    try:
+        pool.indicators.check_push(values)
+        pool.router.report_load(engine.name, extra=values)
+    except (ValueError, LmetricError) as error:
+        raise bad(str(error)) from None
+    return {"engine": engine.name, "indicators": values}
 
 
 def _policy(pool: Pool) -> dict[str, Any]:
