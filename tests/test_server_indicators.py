@@ -431,12 +431,12 @@ async def test_the_length_class_is_path_and_tenant_where_a_policy_reads_it() -> 
         'where((length_class == "/v1/chat/completions") | (length_class == "/v1/completions acme"), 1, 0)'
     )
     async with world(2, indicators=fact, admin=True, tenants={"acme": {}}) as w:
-        policies = w.server.fleet.pools[0].policies
-        assert not policies.reads_length_class
+        [pool] = w.server.fleet.pools
+        assert not pool.policies.reads_length_class
         await w.post({"srv_chats": 1}, "/admin/engines/e0/indicators")
         change = {"policy": f"({policy}) * (1 - 2 * srv_chats) + srv_chats * 0.5"}
         assert (await w.client.put(w.url + "/admin/policy", json=change)).status == 200
-        assert policies.reads_length_class
+        assert pool.policies.reads_length_class
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
         for body, path, tenant, expected in (
             (chat, "/v1/chat/completions", {}, "e0"),

@@ -42,6 +42,9 @@ from lmetric.defaults import Priority, Pull, default_pull, default_split
 CONFIGURED = "configuration"
 ADMIN = "admin"
 
+# The two policies of a model, and where their knobs are.
+POLICY_KNOBS = {"policy": "knobs", "decode_policy": "decode_knobs"}
+
 # Sections that may be given as one value: the key that the value sets.
 SHORTHANDS = {"admin": "enabled"}
 
@@ -836,7 +839,7 @@ class ServerConfig(PoolSettings):
         if model is not None:
             own = model.model_fields_set & PoolSettings.model_fields.keys()
             values |= {name: getattr(model, name) for name in own}
-            for policy, knobs in (("policy", "knobs"), ("decode_policy", "decode_knobs")):
+            for policy, knobs in POLICY_KNOBS.items():
                 if policy in own and knobs not in own:
                     values[knobs] = {}
         return PoolSettings.model_construct(**values)

@@ -488,6 +488,7 @@ impl Router {
                         router.set_guard(on);
                         Ok(())
                     })?;
+                    *self.guard.lock() = (Some(on), lmetric_core::guard::set_reason(on));
                 }
                 "binding" => {
                     let binding = binding_of(value.extract()?)?;
@@ -998,8 +999,8 @@ impl Router {
     }
 
     /// Replaces the policy while requests are in flight. They stay where they are; index, in-flight ledger and learned rates stay. The
-    /// hot-spot guard is on or off as the new policy declares, unless `guard=` was given to the constructor. Raises as the constructor;
-    /// nothing changes then.
+    /// hot-spot guard is on or off as the new policy declares, unless `guard=` was given to the constructor or `configure`. Raises as
+    /// the constructor; nothing changes then.
     #[pyo3(signature = (policy, *, knobs=None))]
     fn set_policy(
         &self,

@@ -1,7 +1,6 @@
 """A model: its router and its engines."""
 
 import asyncio
-import math
 import os
 import secrets
 import time
@@ -14,7 +13,7 @@ import orjson
 import structlog
 
 from lmetric._core import DecisionLabels, NoInstanceError, Router
-from lmetric.config import PoolSettings
+from lmetric.config import POLICY_KNOBS, PoolSettings
 from lmetric.config.schema import IndicatorConfig
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.handover import CONNECTORS
@@ -102,9 +101,7 @@ class Pool:
         self.indicators = Indicators(settings.indicators)  # before the policies that read them
         self.policies = Policies(settings)
         first, decode = self.policies.first, self.policies.decode
-        # Decisions by fallbacks that are logged, and when.
-        self.fallbacks_logged = (0, -math.inf)
-        self.unscored_logged = (0, -math.inf)  # choices without a score that are logged, and when
+        self.logged: dict[str, tuple[int, float]] = {}  # by message: how many decisions, and when
         self.router = Router(
             first.policy,
             knobs=first.knobs,
@@ -160,10 +157,11 @@ class Pool:
         self._pooled: PoolFacts | None = None
         self.asking = asyncio.Lock()  # for a tokenizer: the others wait until it is known
 
-    def replace_policies(self, settings: PoolSettings) -> None:
-        """Decides by the policies of these settings. Raises LmetricError; then nothing changed."""
-        self.policies.replace(self.router, settings)
-        names = {name: getattr(settings, name) for name in ("policy", "decode_policy")}
+    def replace_policies(self, policies: Policies) -> None:
+        """Decides by these policies. Raises LmetricError; then nothing changed."""
+        policies.install(self.router, self.policies)
+        self.policies = policies
+        names = {name: getattr(policies.settings, name) for name in POLICY_KNOBS}
         log.info("policies replaced", model=self.name or "any", **names)
         self.report_policy()
 

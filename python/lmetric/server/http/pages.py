@@ -16,7 +16,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from lmetric._core import LmetricError
-from lmetric.config import ADMIN, CONFIGURED, EngineConfig, KvEvents, PolicyChange, Role
+from lmetric.config import ADMIN, CONFIGURED, POLICY_KNOBS, EngineConfig, KvEvents, PolicyChange, Role
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.request import read_object
 from lmetric.server.background import replicas
@@ -262,7 +262,7 @@ def _policy(pool: Pool) -> dict[str, Any]:
     stats, settings = pool.router.stats(), pool.policies.settings
     return {
         "model": pool.name,
-        **{name: getattr(settings, name) for name in ("policy", "knobs", "decode_policy", "decode_knobs")},
+        **{name: getattr(settings, name) for pair in POLICY_KNOBS.items() for name in pair},
         "guard": bool(stats["guard_on"]),
         "guard_reason": pool.router.guard_reason,
         "fallbacks": pool.router.policy_fallbacks(),
@@ -271,26 +271,24 @@ def _policy(pool: Pool) -> dict[str, Any]:
 
 async def _set_policy(front: Frontend, request: web.BaseRequest) -> list[Pool]:
     """Replaces policies while requests are in flight. Code comes from the configuration alone."""
-    fields = ("policy", "knobs", "decode_policy", "decode_knobs")
-    body = await _object(front, request, {*fields, "model"})
+    body = await _object(front, request, {*PolicyChange.model_fields, "model"})
     model = body.pop("model", None)
     if model is not None and not isinstance(model, str):
         raise bad("model must be a name", "model")
-    if not {"policy", "decode_policy"} & body.keys():
+    if not POLICY_KNOBS.keys() & body.keys():
         raise bad("policy or decode_policy must be given", "policy")
     try:
         changes = PolicyChange(**body).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise not_valid(error) from None
-    for policy, knobs in (("policy", "knobs"), ("decode_policy", "decode_knobs")):
-        if policy in changes:
-            changes.setdefault(knobs, {})
+    given = {policy: knobs for policy, knobs in POLICY_KNOBS.items() if policy in changes}
+    for knobs in given.values():
+        changes.setdefault(knobs, {})
     try:
         for pool in front.fleet.pools if model is None else [front.fleet.find(model)[0]]:
             settings = pool.policies.settings.model_copy(update=changes)
-            for policy, knobs in (("policy", "knobs"), ("decode_policy", "decode_knobs")):
-                if policy in changes:
-                    check_policy(settings, getattr(settings, policy), getattr(settings, knobs))
+            for policy, knobs in given.items():
+                check_policy(settings, getattr(settings, policy), getattr(settings, knobs))
         return front.fleet.replace_policies(changes, model)
     except LmetricError as error:
         raise ApiError(400, str(error), param="policy", code="bad_policy") from None
