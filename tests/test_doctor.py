@@ -120,6 +120,21 @@ async def test_every_data_parallel_rank_is_examined() -> None:
     assert bad.verdicts["kv_events"].seen.startswith("rank 1: nobody listens")
 
 
+async def test_an_entry_for_a_rank_is_examined_alone() -> None:
+    options = EngineOptions(ranks=2, clock_speed=20, **EVENTS)
+    async with EngineServer(options.model_copy(update={"port": 0})) as engine:
+        targets = [Target(EngineConfig(url=engine.url, data_parallel_rank=rank)) for rank in (0, 1, 7)]
+        first, second, none = await examine(targets)
+        endpoints = []
+        for found, rank in ((first, 0), (second, 1)):
+            assert found.engine.endswith(f"-dp{rank}")
+            assert outcomes(found) == dict.fromkeys(CHECKS, "pass") | {"handover": "not offered"}, found
+            assert found.verdicts["kv_events"].seen.count("tcp://") == 1
+            endpoints.append(found.verdicts["kv_events"].seen.partition("from ")[2])
+        assert endpoints[0] != endpoints[1]
+        assert none.verdicts["model"].seen == "data_parallel_rank: 7: the engine has the ranks 0, 1"
+
+
 @pytest.mark.parametrize(
     ("ahead", "outcome", "told"),
     [(0.0, "pass", "behind"), (0.6, "pass", "ahead of"), (5.0, "fail", "ahead of"), (-5.0, "fail", "behind")],

@@ -72,6 +72,18 @@ def test_the_policy_says_whether_the_guard_applies(policy: Any, on: bool, why: s
         assert router.guard_reason == f"the setting `guard` is {'on' if chosen else 'off'}"
 
 
+def test_a_guard_that_was_switched_stays_so_under_another_policy() -> None:
+    router = lm.Router("lmetric")
+    router.configure(guard=False)
+    assert router.guard_reason == "the setting `guard` is off"
+    router.set_policy("planner")  # declares guard: on
+    assert not router.stats()["guard_on"]
+    router.configure(guard=True)
+    router.set_policy("least_requests")  # declares guard: off
+    assert router.stats()["guard_on"]
+    assert router.guard_reason == "the setting `guard` is on"
+
+
 def test_a_policy_refuses_another_word_for_its_guard() -> None:
     """Rust B4: the error names the value and what was expected."""
     with pytest.raises(lm.BadValueError, match="guard: 'maybe' is not valid; expected on or off"):

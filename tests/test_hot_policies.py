@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 import lmetric as lm
 from lmetric import plugins
 from lmetric.cli.app import build
+from lmetric.server.fleet import policies
+from lmetric.server.fleet.policies import build as build_policy
 from lmetric.sim.setups import PolicyChoice
 from server_world import world
 from test_server_process import engine, router
@@ -352,7 +354,9 @@ async def test_an_administrator_replaces_the_policy_under_load(mine: Path) -> No
 async def test_a_failing_policy_falls_back_and_is_counted(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text("def score(bs):\n    raise ValueError('no idea')\n")
-    async with world(2, policy=f"{file}:score", policy_fallback="round_robin") as w:
+    async with world(
+        2, policy=f"{file}:score", policy_fallback="round_robin", policy_time_limit_seconds=10
+    ) as w:
         for _ in range(5):
             assert (await w.post())[0] == 200
         text = (await w.get("/metrics"))[1].decode()
@@ -375,6 +379,23 @@ async def test_a_watched_file_replaces_the_policy(mine: Path) -> None:
         assert (await w.post())[0] == 200
         write("import lmetric as lm\nscore = lm.Policy('bs', name='third')\n")
         await w.until(lambda: stats()["policy"] == "third")
+
+
+async def test_a_reload_builds_each_policy_once(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def counted(settings: Any, policy: Any, knobs: Any) -> Any:
+        built.append(policy)
+        return build_policy(settings, policy, knobs)
+
+    monkeypatch.setattr(policies, "build", counted)
+    models = [{"name": "other", "policy": "bs"}]
+    async with world(1, model="tiny", policy=f"{mine}:score", models=models) as w:
+        built.clear()
+        w.server.reload(w.server.config.model_copy(update={"decode_policy": "lmetric"}))
+        # Those of `tiny` at the top level, and those of `other`.
+        assert built == [f"{mine}:score", "lmetric", "bs", "lmetric"]
+        assert [pool.policies.settings.policy for pool in w.server.fleet.pools] == ["bs", f"{mine}:score"]
 
 
 async def test_sighup_replaces_the_policy(tmp_path: Path) -> None:

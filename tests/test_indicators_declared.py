@@ -105,7 +105,7 @@ def test_reports_are_checked_before_anything_changes() -> None:
         lm.UnknownNameError, match='unknown declared indicator "test_het"; did you mean "test_heat"'
     ):
         router.report_load("gpu-0", waiting=1, extra={"test_gpu_power": 1.0, "test_het": 2.0})
-    for bad in (math.nan, math.inf, "hot", None, True):
+    for bad in (math.nan, math.inf, "hot", True):
         with pytest.raises(lm.BadValueError, match="test_heat in the load report of gpu-0"):
             router.report_load("gpu-0", waiting=1, extra={"test_gpu_power": 1.0, "test_heat": bad})
     with pytest.raises(lm.UnknownNameError, match="gpu-9"):
@@ -113,6 +113,16 @@ def test_reports_are_checked_before_anything_changes() -> None:
     columns = router.indicators()
     assert np.isnan(columns["test_gpu_power"]).all()
     assert np.isnan(columns["reported_waiting"]).all()
+
+
+def test_a_value_can_be_withdrawn() -> None:
+    router = fleet("bs", 2)
+    for name in ("gpu-0", "gpu-1"):
+        router.report_load(name, extra={"test_gpu_power": 1.0, "test_heat": 50.0}, now=100.0)
+    router.report_load("gpu-0", extra={"test_gpu_power": None, "test_heat": None}, now=101.0)
+    columns = router.indicators(now=101.0)
+    np.testing.assert_array_equal(columns["test_gpu_power"], [math.nan, 1.0])
+    np.testing.assert_array_equal(columns["test_heat"], [20.0, 50.0])
 
 
 def test_extra_values_alone_are_no_report_of_the_engine() -> None:

@@ -58,6 +58,19 @@ async def test_off_it_lets_the_cache_draw_everything() -> None:
     assert not any(entry.get("event") == "hot-spot guard" for entry in logs)
 
 
+async def test_what_an_administrator_switched_stays_when_policies_are_replaced() -> None:
+    async with world(2, policy="lmetric", admin=True) as it:
+        router = it.server.fleet.pools[0].router
+        assert router.stats()["guard_on"]
+        assert (await it.post({"on": False}, path="/admin/guard"))[0] == 200
+        it.server.reload(it.server.config)
+        assert not router.stats()["guard_on"]
+        answer = await it.client.put(it.url + "/admin/policy", json={"policy": "planner"})
+        assert [(each["guard"], each["guard_reason"]) for each in await answer.json()] == [
+            (False, "the setting `guard` is off")
+        ]
+
+
 async def test_an_expression_is_guarded_as_the_policy_of_that_score_is() -> None:
     """Rust B4: LMETRIC's score as an expression has the guard, and the log says so."""
     with structlog.testing.capture_logs() as logs:
@@ -112,15 +125,15 @@ async def test_a_policy_that_scores_nobody_serves_and_says_so() -> None:
             await it.until(lambda: logged(logs, SCORED_NO_ENGINE))
             await it.post()
             pool = it.server.fleet.pools[0]
-            seen = pool.unscored_logged
-            it.server._monitor._log_unscored(pool, seen[1] + 59.0)
+            _, at = pool.logged[SCORED_NO_ENGINE]
+            it.server._monitor._log_growth(pool, at + 59.0)
             assert len(logged(logs, SCORED_NO_ENGINE)) == 1
-            it.server._monitor._log_unscored(pool, seen[1] + 60.0)
+            it.server._monitor._log_growth(pool, at + 60.0)
             _, metrics = await it.get("/metrics")
     (warning,) = logged(logs, "policy scores no engine")
     assert "p_token / bs) scores no instance of an idle fleet" in warning["reason"]
     assert warning["log_level"] == "warning"
     first, second = logged(logs, SCORED_NO_ENGINE)
-    assert (first["choices"] + second["choices"], second["total"]) == (4, 4)
+    assert (first["decisions"] + second["decisions"], second["total"]) == (4, 4)
     assert b'lmetric_unscored_total{model="tiny"} 4.0' in metrics
     assert b'lmetric_no_instance_total{model="tiny"} 0.0' in metrics

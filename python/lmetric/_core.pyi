@@ -246,7 +246,7 @@ class Router:
         waiting: float | None = None,
         running: float | None = None,
         kv_usage: float | None = None,
-        extra: Mapping[str, float] | None = None,
+        extra: Mapping[str, float | None] | None = None,
         now: float | None = None,
     ) -> None: ...
     def export_load(self, *, now: float | None = None) -> list[tuple[str, list[float]]]: ...
@@ -483,6 +483,8 @@ class RequestHead:
     def api_key(self) -> bytes | None: ...  # x-api-key
     @property
     def tenant(self) -> str | None: ...  # x-tenant
+    @property
+    def priority(self) -> float | None: ...  # x-vllm-priority; NaN: not a whole number
     def for_engine(
         self,
         first: bytes,
@@ -532,14 +534,14 @@ def read_request(
     NDArray[np.uint32] | None,
     int,
     int,
-    bool,
+    float | None,
 ]:
     """Reads the fields of `ParsedRequest` from a request to the path ``path`` of the API.
 
     In this order: the body itself, whether it is a chat, whether it is a chat or a completion, model,
     whether it streams, session, cache salt, most tokens of its answer, its prompt as UTF-8 text or as
-    token IDs, bytes and tokens of its further prompts, whether it has a field ``priority``. Raises
-    BadRequestError.
+    token IDs, bytes and tokens of its further prompts, its ``priority`` (NaN: not a number; None: no such
+    field). Raises BadRequestError.
     """
 
 def check_object(body: bytes) -> None:
@@ -815,6 +817,9 @@ def simulate(
     split_settings: Mapping[str, float] | None = None,
     reschedule: str = "none",
     reschedule_settings: Mapping[str, float | str] | None = None,
+    migration_by: str = "kv",
+    migration_max_concurrent: int = 4,
+    migration_max_gap_seconds: float = 1.0,
     silent_segments: bool = False,
     token_slo_seconds: float = 0.1,
     think_slo_seconds: float | None = None,

@@ -89,11 +89,13 @@ def _targets(urls: list[str], file: Path | None, tokenizer: str | None) -> list[
         for engine in (model.engines if model else config.engines)
     ]
     if urls:
-        known = {target.engine.url: target for target in targets}
         named = load_config(overrides={"engines": [{"url": url} for url in dict.fromkeys(urls)]}, environ={})
         return [
-            known.get(engine.url) or Target(engine, config.model, config.pool_settings())
+            target
             for engine in named.engines
+            # Several, if its data-parallel ranks are entries of their own.
+            for target in [target for target in targets if target.engine.url == engine.url]
+            or [Target(engine, config.model, config.pool_settings())]
         ]
     if not targets:
         raise ConfigError("no engines: give their URLs, or --config with a file that has some")

@@ -11,6 +11,7 @@ from lmetric.config.problems import explain
 from lmetric.config.schema import (
     ADMIN,
     CONFIGURED,
+    POLICY_KNOBS,
     Admin,
     Auth,
     DiscoverySource,
@@ -37,6 +38,7 @@ __all__ = [
     "ADMIN",
     "CONFIGURED",
     "ENV_PREFIX",
+    "POLICY_KNOBS",
     "Admin",
     "Auth",
     "ConfigError",

@@ -54,6 +54,18 @@ def _origin(text: str) -> str:
     return text.lower()
 
 
+def _indicator_source(source: str) -> str:
+    if source == "push" or re.fullmatch(r"header(:[!-+\--~]+)?", source):  # a field's name has no comma
+        return source
+    # All metrics that engines export have a prefix: a single word is a mistyped `push` or `header`.
+    if re.fullmatch(r"(?!header:)[A-Za-z_:][A-Za-z0-9_:]*", source) and re.search("[_:]", source):
+        return source
+    raise ValueError(
+        f"{source!r} is not valid; expected push, header, header:FIELD, or a metric of the engines such as "
+        "vllm:num_preemptions_total (without labels)"
+    )
+
+
 def _port(value: object) -> int | str:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
@@ -148,6 +160,9 @@ class Option:
         """A word, or a mapping of the settings that servers take."""
         return options.json_schema(self._what)
 
+
+IndicatorSource = Annotated[str, AfterValidator(_indicator_source)]
+"""Where the values of an indicator come from."""
 
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]

@@ -53,8 +53,8 @@ def explain(
 
 def _known_keys(section: type[BaseModel], loc: list[Any]) -> list[str]:
     for part in loc:
-        if isinstance(part, int):
-            continue
+        if part not in section.model_fields:
+            continue  # the place in a list, or a name chosen by the operator
         inner = _section(section.model_fields[part].annotation)
         if inner is None:
             return []

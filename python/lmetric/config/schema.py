@@ -21,6 +21,7 @@ from lmetric.config.kinds import (
     Embedded,
     EngineRule,
     EngineUrl,
+    IndicatorSource,
     Nameserver,
     Option,
     PodPort,
@@ -48,6 +49,9 @@ from lmetric.options import (
 # Sources of engines beside those in `discovery`.
 CONFIGURED = "configuration"
 ADMIN = "admin"
+
+# The two policies of a model, and where their knobs are.
+POLICY_KNOBS = {"policy": "knobs", "decode_policy": "decode_knobs"}
 
 # Sections and options that may be given as one value: the key that the value sets.
 SHORTHANDS = {"admin": "enabled", **SELECTORS}
@@ -117,12 +121,46 @@ class EngineConfig(Strict):
         description="both: whole requests; prefill: their prompts, and engines of role decode the rest; "
         "default: what the engine tells, else both",
     )
+    group: str | None = Field(
+        None,
+        min_length=1,
+        description="engines with the same group are one group in expressions, such as group_max(tokens); "
+        "default: of a data-parallel rank its url, so all ranks of an engine are a group; else none",
+    )
+
+    @property
+    def group_label(self) -> str | None:
+        """The engine's group, which the ranks of an engine share; None: a group of its own."""
+        return self.group or (None if self.data_parallel_rank is None else self.url)
 
     @property
     def label(self) -> str:
         """The engine's name, or host:port and the rank."""
         rank = "" if self.data_parallel_rank is None else f"-dp{self.data_parallel_rank}"
         return self.name or urlsplit(self.url).netloc + rank
+
+
+class IndicatorConfig(Strict):
+    """An indicator that expressions can read beside the built-in ones: one number for each engine."""
+
+    source: IndicatorSource = Field(
+        description="where its values come from: a metric on the engines' /metrics page, such as "
+        "vllm:num_preemptions_total, summed over its labels; header: the field with the indicator's name in "
+        "the header endpoint-load-metrics of engines' answers (header:FIELD: another field); push: "
+        "POST /admin/engines/NAME/indicators",
+    )
+    unit: str = Field("", max_length=64, description="unit, for people")
+    default: float | None = Field(
+        None, allow_inf_nan=False, description="value of an engine without one; null: none (NaN)"
+    )
+    max_age_seconds: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="older values are ignored; null: values do not age"
+    )
+
+    @property
+    def metric(self) -> str | None:
+        """The metric with its values; None: they come from elsewhere."""
+        return None if self.source == "push" or self.source.split(":")[0] == "header" else self.source
 
 
 class PoolSettings(Strict):
@@ -140,6 +178,10 @@ class PoolSettings(Strict):
     )
     decode_knobs: dict[str, float] = Field(
         default_factory=dict, description="the decode policy's knobs by name"
+    )
+    indicators: dict[str, IndicatorConfig] = Field(
+        default_factory=dict,
+        description="further indicators by name, for expressions",
     )
     policies: dict[str, str | dict[str, Any]] = Field(
         default_factory=dict,
@@ -654,6 +696,7 @@ class ServerConfig(PoolSettings):
             if label in sources[:number]:
                 raise ValueError(f"two sources of engines are named {label!r}; give one another name")
         self._check_credentials()
+        self._check_indicators()
         names: set[str] = set()
         for name in [n for model in self.models for n in (model.name, *model.adapters)]:
             if name in names:
@@ -686,6 +729,19 @@ class ServerConfig(PoolSettings):
                 "must derive the same cache salts"
             )
 
+    def _check_indicators(self) -> None:
+        """Refuses indicators whose source is switched off."""
+        declared = [(name, each) for pool in (self, *self.models) for name, each in pool.indicators.items()]
+        for name, each in declared:
+            if each.source == "push":
+                needed = None if self.admin.enabled else "admin.enabled: true"
+            elif each.metric is None:
+                needed = None if self.load.from_answers else "load.from_answers: true"
+            else:
+                needed = None if self.load.interval is not None else "load.interval, which is null"
+            if needed is not None:
+                raise ValueError(f"indicators.{name}: source {each.source} needs {needed}")
+
     @property
     def debug_is_open(self) -> bool:
         """Whether /debug, and /admin if it is enabled, need no credential."""
@@ -716,7 +772,7 @@ class ServerConfig(PoolSettings):
         if model is not None:
             own = model.model_fields_set & PoolSettings.model_fields.keys()
             values |= {name: getattr(model, name) for name in own}
-            for policy, knobs in (("policy", "knobs"), ("decode_policy", "decode_knobs")):
+            for policy, knobs in POLICY_KNOBS.items():
                 if policy in own and knobs not in own:
                     values[knobs] = {}
         return PoolSettings.model_construct(**values)

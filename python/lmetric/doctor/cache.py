@@ -40,7 +40,8 @@ async def check_cache(subject: Subject, ears: Ears) -> None:
     """All four, of each data-parallel rank: they do not share their caches. And the clock, by the events."""
     ear = ears.listen(subject)
     clocks: list[Ahead] = []
-    ranks = [source.rank for source in subject.capabilities.event_sources] or [0]
+    own = subject.capabilities.data_parallel_rank or 0
+    ranks = [source.rank for source in subject.capabilities.event_sources] or [own]
     several = len(ranks) > 1  # then a request may name its rank, with vLLM and SGLang alike
     wanting: dict[str, Verdict] = {}
     for rank in ranks if ear else ranks[:1]:

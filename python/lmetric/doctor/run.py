@@ -76,7 +76,7 @@ async def examine(targets: Sequence[Target], *, thorough: bool = False) -> list[
 def _subject(target: Target, session: aiohttp.ClientSession) -> Subject:
     engine = target.engine
     key = engine.api_key.get_secret_value() if engine.api_key else None
-    return Subject(target, StreamingClient(session, engine.url, key))
+    return Subject(target, StreamingClient(session, engine.url, key, engine.data_parallel_rank))
 
 
 async def _examine(subject: Subject, ears: Ears, thorough: bool) -> None:

@@ -247,18 +247,7 @@ class Adapter(ABC):
 
     def load_of_header(self, header: str) -> Load:
         """The load in an `endpoint-load-metrics` header (ORCA), in its TEXT or its JSON form."""
-        form, _, rest = header.partition(" ")
-        values: dict[str, Any] = {}
-        if form == "JSON":
-            try:
-                named = orjson.loads(rest).get("named_metrics", {})
-                values = named if isinstance(named, dict) else {}
-            except (orjson.JSONDecodeError, AttributeError):
-                return Load()
-        else:
-            for item in (rest if form == "TEXT" else header).split(","):
-                name, _, value = item.strip().partition("=")
-                values[name.removeprefix("named_metrics.")] = value
+        values = header_values(header)
         found: dict[str, float] = {}
         for name, value in values.items():
             meaning, number = self.gauges.get(name), number_of(value)
@@ -271,6 +260,21 @@ class Adapter(ABC):
         return error_text(body)
 
 
+def header_values(header: str) -> dict[str, Any]:
+    """The metrics in an `endpoint-load-metrics` header (ORCA), in its TEXT or its JSON form, with and without
+    the prefix `named_metrics`."""
+    form, _, rest = header.partition(" ")
+    if form == "JSON":
+        try:
+            values: dict[str, Any] = orjson.loads(rest)
+            values |= values.pop("named_metrics", {})
+        except (orjson.JSONDecodeError, AttributeError, TypeError, ValueError):
+            return {}
+        return values
+    items = (item.strip().partition("=") for item in (rest if form == "TEXT" else header).split(","))
+    return {name.removeprefix("named_metrics."): value for name, _, value in items}
+
+
 @functools.cache
 def _pattern(prefix: str, names: tuple[str, ...]) -> re.Pattern[bytes]:
     """Finds these gauges on a Prometheus page: name without prefix, labels, value."""
@@ -279,10 +283,13 @@ def _pattern(prefix: str, names: tuple[str, ...]) -> re.Pattern[bytes]:
     return re.compile(b"^%b(%b)(%b) +([0-9.eE+-]+)" % (prefix.encode(), name, labels), re.MULTILINE)
 
 
-def samples(page: bytes, prefix: str, names: Iterable[str]) -> Iterator[tuple[str, bytes, float]]:
-    """Name without prefix, labels in their braces, and value of each such sample on a Prometheus page."""
+def samples(
+    page: bytes, prefix: str, names: Iterable[str], negative: bool = False
+) -> Iterator[tuple[str, bytes, float]]:
+    """Name without prefix, labels in their braces, and value of each such sample on a Prometheus page.
+    Values below 0 are left out unless ``negative``."""
     for name, labels, value in _pattern(prefix, tuple(names)).findall(page):
-        number = number_of(value)
+        number = finite(value) if negative else number_of(value)
         if number is not None:
             yield name.decode(), labels, number
 
@@ -309,15 +316,21 @@ def page_of_rank(page: bytes, rank: int) -> bytes:
     return b"".join(line for line in lines if (of := _RANK_LABEL.search(line)) is None or of[1] == own)
 
 
-def number_of(value: Any) -> float | None:
-    """A finite number from 0, else None."""
+def finite(value: Any) -> float | None:
+    """A finite number, else None."""
     if isinstance(value, bool):
         return None
     try:
         number = float(value)
     except (TypeError, ValueError):
         return None
-    return number if math.isfinite(number) and number >= 0 else None
+    return number if math.isfinite(number) else None
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number from 0, else None."""
+    number = finite(value)
+    return number if number is not None and number >= 0 else None
 
 
 def count_of(values: Mapping[str, Any], name: str) -> int | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 import orjson
 
+from lmetric.engines.adapter import page_of_rank
 from lmetric.engines.errors import error_text
 
 PATIENCE_SECONDS = 30.0
@@ -49,16 +50,25 @@ class Answer:
 
 
 class EngineClient:
-    """Asks one engine. Every method raises Unanswered."""
+    """Asks one engine, or with ``rank`` one data-parallel rank of it. Every method raises Unanswered."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, api_key: str | None = None, rank: int | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self._session = session
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._rank = rank
+        if rank is not None:
+            self._headers["x-data-parallel-rank"] = str(rank)
 
     async def get(self, path: str, seconds: float = PATIENCE_SECONDS) -> Answer:
-        """The answer to GET of a path with its query."""
-        return await self._ask("GET", path, None, {}, seconds)
+        """The answer to GET of a path with its query. From a rank's /metrics, the samples of other ranks are
+        left out."""
+        answer = await self._ask("GET", path, None, {}, seconds)
+        if self._rank is None or path != "/metrics":
+            return answer
+        return replace(answer, body=page_of_rank(answer.body, self._rank))
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
         """The answer to a POST of JSON."""

@@ -58,7 +58,7 @@ def forecast_function(
     >>> forecast_function(lambda generated_tokens: 500 - generated_tokens, name="half_a_page")
     forecast_function(half_a_page, features=['generated_tokens'])
     """
-    name = name or getattr(fn, "__name__", "forecast")
+    name = str(name or getattr(fn, "__name__", "forecast"))
     if features is None:
         parameters = inspect.signature(fn).parameters.values()
         features = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]

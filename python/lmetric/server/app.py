@@ -108,12 +108,12 @@ class Server:
         front = self.front
         keys = Keys.load(config.auth.keys_file)
         added, removed = front.keys.changes(keys)
-        self.fleet.check_policies(config)
+        policies = self.fleet.policies_of(config)
         old, new = front.config.tenants, config.tenants
         tenants = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         front.reload(keys, config)
         engines = self._discovery.set_keys(config)
-        self.fleet.reload_policies(config)
+        self.fleet.reload_policies(config, policies)
         log.info(
             "configuration reloaded",
             keys_added=added,

@@ -39,7 +39,7 @@ struct Parsed<'py>(
     Option<Bound<'py, PyArray1<u32>>>,
     usize,
     usize,
-    bool,
+    Option<f64>,
 );
 
 /// What a request asks for.
@@ -66,7 +66,7 @@ fn read_request<'py>(path: &str, body: Bound<'py, PyBytes>) -> PyResult<Parsed<'
         tokens,
         read.more_bytes,
         read.more_tokens,
-        read.has_priority,
+        read.priority,
     ))
 }
 

@@ -495,6 +495,7 @@ impl Router {
                         router.set_guard(on);
                         Ok(())
                     })?;
+                    *self.guard.lock() = (Some(on), lmetric_core::guard::set_reason(on));
                 }
                 "binding" => {
                     let binding = binding_of(value.extract()?)?;
@@ -726,8 +727,8 @@ impl Router {
     }
 
     /// Takes in an engine's load report: requests `waiting` and `running`, `kv_usage` from 0 to 1; absent ones are kept. `extra`:
-    /// values of declared indicators (`lmetric.indicator`) by name, as of now. A call with `extra` alone is no report of the engine:
-    /// `report_age_seconds` stays.
+    /// values of declared indicators (`lmetric.indicator`) by name, as of now; None: the value is no longer known. A call with `extra`
+    /// alone is no report of the engine: `report_age_seconds` stays.
     ///
     /// Others' load is what is reported beyond the router's own requests in flight. Raises `UnknownNameError`, `BadValueError`;
     /// nothing has changed then.
@@ -1011,8 +1012,8 @@ impl Router {
     }
 
     /// Replaces the policy while requests are in flight. They stay where they are; index, in-flight ledger and learned rates stay. The
-    /// hot-spot guard is on or off as the new policy declares, unless `guard=` was given to the constructor. Raises as the constructor;
-    /// nothing changes then.
+    /// hot-spot guard is on or off as the new policy declares, unless `guard=` was given to the constructor or `configure`. Raises as
+    /// the constructor; nothing changes then.
     #[pyo3(signature = (policy, *, knobs=None))]
     fn set_policy(
         &self,
@@ -1099,15 +1100,18 @@ impl Router {
 }
 
 /// The values of declared indicators in a load report of `name`.
-fn extra_values(name: &str, extra: &Bound<'_, PyDict>) -> Result<Vec<(String, f64)>> {
+fn extra_values(name: &str, extra: &Bound<'_, PyDict>) -> Result<Vec<(String, Option<f64>)>> {
     let value = |(indicator, value): (Bound<'_, PyAny>, Bound<'_, PyAny>)| {
         let indicator: String = indicator.extract().map_err(|_| {
             buffers::bad(&indicator, &format!("extra of {name}"), "the names of declared indicators")
         })?;
+        if value.is_none() {
+            return Ok((indicator, None));
+        }
         let number = if value.is_instance_of::<PyBool>() { None } else { value.extract::<f64>().ok() };
         let what = format!("{indicator} in the load report of {name}");
-        let number = number.ok_or_else(|| buffers::bad(&value, &what, "a finite number"))?;
-        Ok((indicator, number))
+        let number = number.ok_or_else(|| buffers::bad(&value, &what, "a finite number or None"))?;
+        Ok((indicator, Some(number)))
     };
     extra.iter().map(value).collect()
 }

@@ -384,6 +384,13 @@ impl RequestHead {
         self.fields.tenant.as_deref().map(latin1)
     }
 
+    /// `x-vllm-priority`; NaN if the field is there and is no whole number.
+    #[getter]
+    fn priority(&self) -> Option<f64> {
+        let number = |value: &[u8]| std::str::from_utf8(value).ok()?.trim().parse::<i64>().ok();
+        self.fields.priority.as_deref().map(|value| number(value).map_or(f64::NAN, |value| value as f64))
+    }
+
     /// The head for an engine: `first` (request line and fields of the router's own), the client's fields, the end. `priority`: instead of the client's.
     /// `own_key`: `first` has an `authorization`, so the client's is left out. `own_priority`: the client's priority is left out.
     #[pyo3(signature = (first, length, priority=None, own_key=false, own_priority=false))]

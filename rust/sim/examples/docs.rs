@@ -106,7 +106,8 @@ fn indicators() -> String {
     let mut page = String::from(
         "# Indicators\n\n\
          Made from the declarations by `cargo run -p lmetric-sim --example docs -- indicators`; change those.\n\n\
-         Use these names in score expressions, in any case; Python's symbols are the same in capitals (`lm.P_TOKEN`).\n",
+         Use these names in score expressions, in any case; Python's symbols are the same in capitals (`lm.P_TOKEN`). \
+         [How to add one](extending.md#an-indicator-of-your-own): an engine metric is one entry in the configuration.\n",
     );
     for (scope, title) in [
         (Scope::Instance, "One value for each instance"),

@@ -54,7 +54,7 @@ pub enum Prompt<'a> {
 }
 
 /// What a request's body asks for, as far as routing goes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ApiRequest<'a> {
     /// `model`.
     pub model: Option<Cow<'a, str>>,
@@ -72,8 +72,8 @@ pub struct ApiRequest<'a> {
     pub more_bytes: usize,
     /// Tokens of its further prompts.
     pub more_tokens: usize,
-    /// Whether it has a field `priority`.
-    pub has_priority: bool,
+    /// `priority`; NaN if the field is there and is no number.
+    pub priority: Option<f64>,
 }
 
 impl<'a> ApiRequest<'a> {
@@ -106,7 +106,10 @@ impl<'a> ApiRequest<'a> {
             prompt: Prompt::None,
             more_bytes: 0,
             more_tokens: 0,
-            has_priority: fields.get("priority").is_some(),
+            priority: fields.get("priority").map(|value| match value {
+                Json::Number(number) => number.as_f64().unwrap_or(f64::NAN),
+                _ => f64::NAN,
+            }),
         };
         match path {
             CHAT => match fields.take("messages") {
@@ -385,6 +388,14 @@ mod tests {
         let ids = read(r#"{"prompt": [[1, 4294967295], [3], [4, 5]]}"#);
         assert_eq!((ids.prompt, ids.more_bytes, ids.more_tokens), (Prompt::Tokens(vec![1, u32::MAX]), 0, 3));
         assert_eq!(read(r#"{"prompt": [[]], "priority": null}"#).prompt, Prompt::Tokens(vec![]));
-        assert!(read(r#"{"prompt": "", "priority": null}"#).has_priority);
+        let priority = |value: &str| {
+            let body = format!(r#"{{"prompt": "", "priority": {value}}}"#);
+            ApiRequest::read(COMPLETIONS, body.as_bytes()).unwrap().priority
+        };
+        assert_eq!((priority("-3"), priority("0.5")), (Some(-3.0), Some(0.5)));
+        for other in ["null", r#""3""#, "[1]", "true"] {
+            assert!(priority(other).is_some_and(f64::is_nan), "{other}");
+        }
+        assert_eq!(read(r#"{"prompt": ""}"#).priority, None);
     }
 }

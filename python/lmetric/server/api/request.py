@@ -49,7 +49,7 @@ class ParsedRequest(Struct, eq=False, gc=False):
     # Further prompts of the same request, which count as load and are not matched.
     more_bytes: int
     more_tokens: int
-    has_priority: bool
+    priority: float | None  # NaN: there is a field `priority` that is no number
     # The part of the tokenizer's cache that its prompt shares; 0: the part of all other tenants.
     scope: int = 0
     _fields: JSON | None = None

@@ -11,13 +11,14 @@ from lmetric._core import LmetricError
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.upstream.connection import UpstreamError
 
 LAG_PERIOD_SECONDS = 0.1
 REMINDER_SECONDS = 30.0  # between two warnings that there is no usable engine
-UNSCORED_LOG_SECONDS = 60.0
+GROWTH_LOG_SECONDS = 60.0
 POLICY_WATCH_SECONDS = 1.0
 
 log = structlog.get_logger("lmetric.health")
@@ -169,23 +170,19 @@ class Monitor:
         """Begins to read the load of each healthy engine whose last page came or failed."""
         for pool in self.fleet.pools:
             for engine in pool.engines.values():
-                if engine.healthy and engine.capabilities.load_path is not None:
+                if engine.healthy and engine.load_pages:
                     self._reads.begin(engine)
 
     async def _load_of(self, engine: Engine) -> None:
-        path = engine.capabilities.load_path
-        if path is None:
-            return
-        try:
-            status, body = await engine.upstream.get(path, self.config.health.timeout)
-            if status != 200:
-                raise UpstreamError("status", f"GET {path}: status {status}")
-        except UpstreamError as error:
-            engine.load_error = str(error)
-            return
-        load = engine.adapter.load(body)
-        engine.load_error = None if load else f"GET {path}: no load under a known name"
-        engine.report(load, path.partition("?")[0])
+        for path in engine.load_pages:
+            try:
+                status, body = await engine.upstream.get(path, self.config.health.timeout)
+                if status != 200:
+                    raise UpstreamError("status", f"GET {path}: status {status}")
+            except UpstreamError as error:
+                engine.load_error = str(error)
+                return
+            engine.report_page(path, body)
 
     async def _kv(self) -> None:
         for pool in self.fleet.pools:
@@ -221,8 +218,7 @@ class Monitor:
                     log.exception("the guard failed", model=pool.name)
                     continue
                 following = min(following, deadline)
-                self._log_unscored(pool, now)
-                self._log_fallbacks(pool, now)
+                self._log_growth(pool, now)
                 for event in events:
                     kind = str(event["event"])
                     self.metrics.events[pool.name, kind] += 1
@@ -230,31 +226,23 @@ class Monitor:
                     log.warning("hot-spot guard", model=pool.name, what=kind, **details)
             await asyncio.sleep(min(max(following - time.monotonic(), 0.05), 5.0))
 
-    def _log_unscored(self, pool: Pool, now: float) -> None:
-        """Logs, at most once a minute, choices in which the policy scored no engine."""
-        count, (logged, at) = pool.router.unscored, pool.unscored_logged
-        if count > logged and now >= at + UNSCORED_LOG_SECONDS:
-            pool.unscored_logged = (count, now)
-            log.warning(
-                "policy scored no engine; the fewest requests decided",
-                model=pool.name,
-                choices=count - logged,
-                total=count,
-            )
-
-    def _log_fallbacks(self, pool: Pool, now: float) -> None:
-        """Logs, at most once a minute, decisions that a fallback made for a Python policy."""
-        counts = pool.router.policy_fallbacks()
-        count, (logged, at) = pool.fallbacks(counts), pool.fallbacks_logged
-        if count > logged and now >= at + UNSCORED_LOG_SECONDS:
-            pool.fallbacks_logged = (count, now)
-            log.warning(
+    def _log_growth(self, pool: Pool, now: float) -> None:
+        """Logs, each at most once a minute, decisions in which a policy of the model scored no engine or
+        failed."""
+        fallbacks = pool.router.policy_fallbacks()
+        for message, count, details in (
+            ("policy scored no engine; the fewest requests decided", pool.router.unscored, {}),
+            (
                 "policy failed; its fallback decided",
-                model=pool.name,
-                decisions=count - logged,
-                total=count,
-                reason=counts["problem"],
-            )
+                pool.fallbacks(fallbacks),
+                {"reason": fallbacks["problem"]},
+            ),
+        ):
+            logged, at = pool.logged.get(message, (0, -math.inf))
+            if count > logged and now >= at + GROWTH_LOG_SECONDS:
+                pool.logged[message] = (count, now)
+                decisions = count - logged
+                log.warning(message, model=pool.name, decisions=decisions, total=count, **details)
 
     async def _watch_policies(self) -> None:
         """Replaces policies whose files have changed."""
@@ -262,7 +250,7 @@ class Monitor:
             if not pool.policies.changed():
                 continue
             try:
-                pool.replace_policies(pool.policies.settings)
+                pool.replace_policies(Policies(pool.policies.settings))
             except LmetricError as error:
                 log.error(
                     "a policy's file cannot be used; the old policy stays", model=pool.name, reason=str(error)

@@ -250,7 +250,7 @@ class EngineAttempt:
         elif status not in self._rules.statuses:
             engine.failed("status", f"status {status}")
         if load is not None:
-            engine.report(engine.adapter.load_of_header(load), "header")
+            engine.report_header(load)
         connection, self._connection = self._connection, None
         if connection is not None:
             if self._paused:

@@ -14,6 +14,7 @@ from lmetric.config import ADMIN, CONFIGURED, EngineConfig, PoolSettings, Role, 
 from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load
 from lmetric.engines.handover import Connector
 from lmetric.engines.identify import UNKNOWN
+from lmetric.server.fleet.indicators import METRICS_PAGE, Indicators, Values
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import UNASKED
 from lmetric.server.upstream.allowed import AllowedEngines
@@ -33,6 +34,7 @@ class ServedModel(Protocol):
     settings: PoolSettings
     router: Router
     block_size: int
+    indicators: Indicators
 
 
 class Engine:
@@ -71,6 +73,7 @@ class Engine:
         self.lost_blocks = False  # taken for gone, so its blocks were forgotten
         self.load_reports: Counter[str] = Counter()  # by where they came from
         self.load_error: str | None = None
+        self.missing_metrics: list[str] = []  # of indicators, on its last page
         self.healthy = False
         self.draining = False
         self.switches = 0  # of its role, on their way: it gets no requests meanwhile
@@ -150,13 +153,59 @@ class Engine:
         if kind == "refused" and not self.lost_blocks:
             self._forget()
 
-    def report(self, load: Load, source: str) -> None:
-        """Takes in what it says of its load; ``source`` is where."""
-        if load and self.pool is not None:
-            self.load_reports[source] += 1
-            self.pool.router.report_load(
-                self.name, waiting=load.waiting, running=load.running, kv_usage=load.kv_usage
+    @property
+    def load_pages(self) -> list[str]:
+        """The paths of the pages with its load and with its indicators."""
+        path = self.capabilities.load_path
+        pages = [] if path is None else [path]
+        if self.pool is not None and self.pool.indicators.read_metrics and path != METRICS_PAGE:
+            pages.append(METRICS_PAGE)
+        return pages
+
+    def report_page(self, path: str, page: bytes) -> None:
+        """Reports the load and the indicators on one of its `load_pages`."""
+        if self.pool is None:
+            return  # removed meanwhile
+        load, indicators = Load(), self.pool.indicators
+        if path == self.capabilities.load_path:
+            load = self.adapter.load(page)
+            self.load_error = None if load else f"GET {path}: no load under a known name"
+        elif self.capabilities.load_path is None:
+            self.load_error = None
+        values: Values = {}
+        if path == METRICS_PAGE:
+            values = indicators.of_page(page)
+            missing = indicators.missing(values)
+            if missing != self.missing_metrics:
+                self.missing_metrics = missing
+                self._log_missing()
+        self._report(load, path.partition("?")[0], values)
+
+    def _log_missing(self) -> None:
+        if self.pool is not None and self.missing_metrics:
+            metrics = ", ".join(self.missing_metrics)
+            log.warning(
+                "metrics of indicators missing", model=self.pool.name, engine=self.name, metrics=metrics
             )
+
+    def report_header(self, header: str) -> None:
+        """Reports the load and the indicators in the load header of an answer."""
+        if self.pool is not None:
+            values = self.pool.indicators.of_header(header)
+            self._report(self.adapter.load_of_header(header), "header", values)
+
+    def _report(self, load: Load, source: str, values: Values) -> None:
+        if self.pool is None or not (load or values):
+            return
+        if load:
+            self.load_reports[source] += 1
+        self.pool.router.report_load(
+            self.name,
+            waiting=load.waiting,
+            running=load.running,
+            kv_usage=load.kv_usage,
+            extra=values or None,
+        )
 
     def ask_anew(self) -> None:
         """To be called where it may be another process: with other blocks, another version, other tokens."""
@@ -167,7 +216,8 @@ class Engine:
         """Nobody listens there: the process is gone, and with it its cache and what others asked of it."""
         if self.pool is not None:
             self.pool.router.blocks_cleared(self.name)
-            self.pool.router.report_load(self.name, waiting=0, running=0)
+            gone = self.pool.indicators.of_nobody()
+            self.pool.router.report_load(self.name, waiting=0, running=0, extra=gone or None)
             self.lost_blocks = True
 
     def _turn(self, healthy: bool, reason: str | None) -> None:

@@ -17,6 +17,7 @@ from lmetric.engines.adapter import Capabilities
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.server.api.errors import ApiError
 from lmetric.server.fleet.engine import Engine, unusable
+from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.policies import RELOADED, Policies
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.upstream.connection import UpstreamError
@@ -80,31 +81,36 @@ class Fleet:
             self.unplaced.remove(engine)
             engine.upstream.close()
 
-    def check_policies(self, config: ServerConfig) -> None:
-        """Raises LmetricError if a policy of this configuration cannot be built."""
-        for settings in (config.pool_settings(), *map(config.pool_settings, config.models)):
-            Policies(settings)
+    def policies_of(self, config: ServerConfig) -> dict[str | None, Policies]:
+        """The policies of a configuration by model, and (None) of the other models. Raises LmetricError."""
+        made: dict[str | None, Policies] = {}
+        for model in (None, *config.models):
+            settings = config.pool_settings(model)
+            Indicators(settings.indicators)  # before the policies that read them
+            made[None if model is None else model.name] = Policies(settings)
+        return made
 
-    def reload_policies(self, config: ServerConfig) -> None:
-        """Takes over the policies of a configuration read anew. Raises LmetricError."""
-        models = {model.name: model for model in config.models}
+    def reload_policies(self, config: ServerConfig, policies: Mapping[str | None, Policies]) -> None:
+        """Takes over the policies of a configuration read anew (`policies_of`), and its indicators. Raises
+        LmetricError."""
         for pool in self.pools:
-            new = config.pool_settings(models.get(pool.name))
-            changes = {name: getattr(new, name) for name in RELOADED}
-            pool.replace_policies(pool.policies.settings.model_copy(update=changes))
+            new = policies.get(pool.name, policies[None])
+            pool.replace_indicators(new.settings.indicators)
+            pool.replace_policies(new)
         self.config = self.config.model_copy(update={name: getattr(config, name) for name in RELOADED})
 
     def replace_policies(self, changes: Mapping[str, Any], model: str | None) -> list[Pool]:
         """Replaces policies of a model, or of all models; returns their pools. Raises LmetricError."""
         pools = self.pools if model is None else [self.find(model)[0]]
-        before = [pool.policies.settings for pool in pools]
+        before = [pool.policies for pool in pools]
+        made = [Policies(policies.settings.model_copy(update=dict(changes))) for policies in before]
         try:
-            for pool in pools:
-                pool.replace_policies(pool.policies.settings.model_copy(update=dict(changes)))
+            for pool, policies in zip(pools, made, strict=True):
+                pool.replace_policies(policies)
         except LmetricError:
-            for pool, settings in zip(pools, before, strict=True):
-                if pool.policies.settings is not settings:
-                    pool.replace_policies(settings)
+            for pool, policies in zip(pools, before, strict=True):
+                if pool.policies is not policies:
+                    pool.replace_policies(policies)
             raise
         if model is None:
             self.config = self.config.model_copy(update=dict(changes))

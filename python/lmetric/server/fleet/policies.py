@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 from lmetric import plugins
 from lmetric._core import BadValueError, Router
-from lmetric.config.schema import PoolSettings
+from lmetric.config import POLICY_KNOBS, PoolSettings
 from lmetric.policies import Policy, PolicyFunction
 
 Value = str | dict[str, Any]
 RELOADED = (
-    *("policy", "knobs", "decode_policy", "decode_knobs"),
-    *("policies", "policy_fallback", "policy_time_limit_seconds"),
+    *(name for pair in POLICY_KNOBS.items() for name in pair),
+    *("policies", "policy_fallback", "policy_time_limit_seconds", "indicators"),
 )
-"""The settings of policies, all of which can change while the router serves."""
+"""The settings of policies and of the indicators that they read. They can change while the router serves."""
 
 
 class Built(NamedTuple):
@@ -47,26 +47,27 @@ def check(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> 
 
 
 class Policies:
-    """Both policies of a pool's router."""
+    """Both policies of a model, as its settings say. Raises LmetricError for settings that are none."""
 
     def __init__(self, settings: PoolSettings) -> None:
+        self._files = _files(settings)  # before they are read
         for value in settings.policies.values():
             build(settings, value, {})  # an error is told at the start
         self.settings = settings
-        self.first, self.decode = self._both(settings)
-        self._files = _files(settings)
+        self.first = build(settings, settings.policy, settings.knobs)
+        self.decode = build(settings, settings.decode_policy, settings.decode_knobs)
+        reads = _reads(self.first.policy) | _reads(self.decode.policy)
+        # Facts that cost time to make.
+        self.reads_length_class, self.reads_priority = "length_class" in reads, "priority" in reads
 
-    def replace(self, router: Router, settings: PoolSettings) -> None:
-        """Decides by the policies of these settings. Raises LmetricError; then nothing changed."""
-        first, decode = self._both(settings)
-        files = _files(settings)
-        router.set_policy(first.policy, knobs=first.knobs)
+    def install(self, router: Router, before: "Policies") -> None:
+        """Has the router decide by them. Raises LmetricError; then it decides by those of ``before``."""
+        router.set_policy(self.first.policy, knobs=self.first.knobs)
         try:
-            router.set_decode_policy(decode.policy, knobs=decode.knobs)
+            router.set_decode_policy(self.decode.policy, knobs=self.decode.knobs)
         except Exception:
-            router.set_policy(self.first.policy, knobs=self.first.knobs)
+            router.set_policy(before.first.policy, knobs=before.first.knobs)
             raise
-        self.settings, self.first, self.decode, self._files = settings, first, decode, files
 
     def changed(self) -> bool:
         """Whether a file that a policy was loaded from has changed since; tells it once."""
@@ -76,12 +77,12 @@ class Policies:
         self._files = files
         return True
 
-    @staticmethod
-    def _both(settings: PoolSettings) -> tuple[Built, Built]:
-        return (
-            build(settings, settings.policy, settings.knobs),
-            build(settings, settings.decode_policy, settings.decode_knobs),
-        )
+
+def _reads(policy: Policy | PolicyFunction | str | None) -> set[str]:
+    """The indicators that a policy or its fallback reads; of a built-in policy none: they read no texts."""
+    if policy is None or isinstance(policy, str):
+        return set()
+    return {*policy.reads} | (_reads(policy.fallback) if isinstance(policy, PolicyFunction) else set())
 
 
 def _files(settings: PoolSettings) -> dict[Path, tuple[int, int] | None]:

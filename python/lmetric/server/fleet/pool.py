@@ -1,7 +1,6 @@
 """A model: its router and its engines."""
 
 import asyncio
-import math
 import os
 import secrets
 import time
@@ -14,7 +13,8 @@ import orjson
 import structlog
 
 from lmetric._core import DecisionLabels, NoInstanceError, Router
-from lmetric.config import PoolSettings
+from lmetric.config import POLICY_KNOBS, PoolSettings
+from lmetric.config.schema import IndicatorConfig
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.handover import CONNECTORS
 from lmetric.options import Handoff
@@ -24,6 +24,7 @@ from lmetric.server.api.errors import ApiError, no_engine_error
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine, unusable
+from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import PoolFacts
 from lmetric.server.fleet.policies import Policies
@@ -94,11 +95,10 @@ class Pool:
         self.unserved_since: float | None = time.monotonic()  # None: it has engines
         self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
         self.block_size_from = "default" if settings.block_size is None else "the configuration"
+        self.indicators = Indicators(settings.indicators)  # before the policies that read them
         self.policies = Policies(settings)
         first, decode = self.policies.first, self.policies.decode
-        # Decisions by fallbacks that are logged, and when.
-        self.fallbacks_logged = (0, -math.inf)
-        self.unscored_logged = (0, -math.inf)  # choices without a score that are logged, and when
+        self.logged: dict[str, tuple[int, float]] = {}  # by message: how many decisions, and when
         routing = settings.routing
         self.router = Router(
             first.policy,
@@ -137,12 +137,22 @@ class Pool:
         self._pooled: PoolFacts | None = None
         self.asking = asyncio.Lock()  # for a tokenizer: the others wait until it is known
 
-    def replace_policies(self, settings: PoolSettings) -> None:
-        """Decides by the policies of these settings. Raises LmetricError; then nothing changed."""
-        self.policies.replace(self.router, settings)
-        names = {name: getattr(settings, name) for name in ("policy", "decode_policy")}
+    def replace_policies(self, policies: Policies) -> None:
+        """Decides by these policies. Raises LmetricError; then nothing changed."""
+        policies.install(self.router, self.policies)
+        self.policies = policies
+        names = {name: getattr(policies.settings, name) for name in POLICY_KNOBS}
         log.info("policies replaced", model=self.name or "any", **names)
         self.report_policy()
+
+    def replace_indicators(self, declared: Mapping[str, IndicatorConfig]) -> None:
+        """Takes the values of indicators from these sources. Raises LmetricError; then nothing changed."""
+        new = Indicators(declared)
+        gone = [name for name, each in self.indicators.declared.items() if declared.get(name) != each]
+        self.indicators = new
+        for name, engine in self.engines.items() if gone else ():
+            engine.missing_metrics = []
+            self.router.report_load(name, extra=dict.fromkeys(gone))
 
     @staticmethod
     def fallbacks(counts: Mapping[str, Any]) -> int:
@@ -165,6 +175,7 @@ class Pool:
             engine.name,
             cache_blocks=engine.config.cache_blocks or self.settings.cache_blocks,
             role=engine.role,
+            group=engine.config.group_label,
         )
         self.router.update_instance(engine.name, healthy=engine.healthy)
         engine.pool = self

@@ -430,7 +430,7 @@ class Frontend(web.Server):
         if pool.orders or self.keys.on:
             # Else a client would decide how long others wait.
             asked.drops_priority = True
-            if call.has_priority:
+            if call.priority is not None:
                 priority.remove(call)
         asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
         head = asked.head
@@ -442,6 +442,7 @@ class Frontend(web.Server):
         session = head.session or call.session
         if asked.tenant and session is not None:
             session = _session(asked.tenant, session)
+        policies = pool.policies
         try:
             decision, ticket = pool.router.route(
                 # Positional, in the order of `Request`: each keyword would cost about 50 ns.
@@ -456,16 +457,17 @@ class Frontend(web.Server):
                     adapter,
                     call.salt,
                     extra_tokens,
-                    asked.tenant,
+                    asked.tenant or None,
                     weight,
                     handicap_seconds,
                     # Chats and completions answer apart, and so do tenants.
-                    f"{asked.path} {asked.tenant}" if pool.splits else None,
+                    _length_class(asked) if pool.splits or policies.reads_length_class else None,
                     None,  # reasoning_tokens
                     uncut is None,
                     uncut,
                     unpulled is None,
                     unpulled,
+                    _priority(head, call) if policies.reads_priority else None,
                 ),
                 now=now,
             )
@@ -532,6 +534,16 @@ class Frontend(web.Server):
 def _shares(config: ServerConfig) -> dict[str, tuple[float, float]]:
     """Weight and handicap in seconds of each tenant."""
     return {name: (tenant.weight, tenant.handicap_seconds) for name, tenant in config.tenants.items()}
+
+
+def _length_class(asked: ClientRequest) -> str:
+    """The path, and the tenant where there is one."""
+    return f"{asked.path} {asked.tenant}" if asked.tenant else asked.path
+
+
+def _priority(head: RequestHead, call: ParsedRequest) -> float | None:
+    """The priority that a client gives its request: as at vLLM, that in the header counts first."""
+    return call.priority if head.priority is None else head.priority
 
 
 def _text(field: bytes | None) -> str | None:

@@ -16,7 +16,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from lmetric._core import LmetricError
-from lmetric.config import ADMIN, CONFIGURED, EngineConfig, KvEvents, PolicyChange, Role
+from lmetric.config import ADMIN, CONFIGURED, POLICY_KNOBS, EngineConfig, KvEvents, PolicyChange, Role
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.request import read_object
 from lmetric.server.background import replicas
@@ -129,6 +129,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
                 "model": pool.name if pool else None,
                 "source": engine.source,
                 "role": engine.role,
+                "group": engine.config.group_label,
                 "unfit": engine.unfit,
                 "healthy": engine.healthy,
                 "ready": engine.ready,
@@ -143,6 +144,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
                     "reports": engine.load_reports,
                     "age_seconds": age if math.isfinite(age) else None,
                     "error": engine.load_error,
+                    "missing_metrics": engine.missing_metrics,
                 },
                 "kv_events": pool.kv.status(engine.name) if pool else None,
                 "refilling": engine.refill is not None,
@@ -229,22 +231,38 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         await _remove(front, engine, query)
         removed = all(other is not engine for other in front.fleet.engines())
         return _json({**_engines(front.fleet, [engine])[0], "removed": removed})
-    if verb not in ("drain", "undrain", "role"):
+    if verb not in ("drain", "undrain", "role", "indicators"):
         raise _unknown(front, path)
     _only(request, path, "POST")
     if verb == "role":
         await _switch(front.fleet, engine, await _object(front, request, {"role", "drain"}))
         return _json(*_engines(front.fleet, [engine]))
+    if verb == "indicators":
+        return _json(await _push(front, engine, request))
     engine.draining = verb == "drain"
     engine.hold()
     return _json(*_engines(front.fleet, [engine]))
+
+
+async def _push(front: Frontend, engine: Engine, request: web.BaseRequest) -> dict[str, Any]:
+    """Takes in values of indicators with the source push, by indicator; null: no longer known."""
+    pool = front.fleet.pool_of(engine)
+    if pool is None:
+        raise ApiError(409, f"{engine.name}: its model is not known yet; retry later", code="no_model")
+    values = read_object(await front.read_body(request, PAGE_BODY_BYTES))
+    try:
+        pool.indicators.check_push(values)
+        pool.router.report_load(engine.name, extra=values)
+    except (ValueError, LmetricError) as error:
+        raise bad(str(error)) from None
+    return {"engine": engine.name, "indicators": values}
 
 
 def _policy(pool: Pool) -> dict[str, Any]:
     stats, settings = pool.router.stats(), pool.policies.settings
     return {
         "model": pool.name,
-        **{name: getattr(settings, name) for name in ("policy", "knobs", "decode_policy", "decode_knobs")},
+        **{name: getattr(settings, name) for pair in POLICY_KNOBS.items() for name in pair},
         "guard": bool(stats["guard_on"]),
         "guard_reason": pool.router.guard_reason,
         "fallbacks": pool.router.policy_fallbacks(),
@@ -253,26 +271,24 @@ def _policy(pool: Pool) -> dict[str, Any]:
 
 async def _set_policy(front: Frontend, request: web.BaseRequest) -> list[Pool]:
     """Replaces policies while requests are in flight. Code comes from the configuration alone."""
-    fields = ("policy", "knobs", "decode_policy", "decode_knobs")
-    body = await _object(front, request, {*fields, "model"})
+    body = await _object(front, request, {*PolicyChange.model_fields, "model"})
     model = body.pop("model", None)
     if model is not None and not isinstance(model, str):
         raise bad("model must be a name", "model")
-    if not {"policy", "decode_policy"} & body.keys():
+    if not POLICY_KNOBS.keys() & body.keys():
         raise bad("policy or decode_policy must be given", "policy")
     try:
         changes = PolicyChange(**body).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise not_valid(error) from None
-    for policy, knobs in (("policy", "knobs"), ("decode_policy", "decode_knobs")):
-        if policy in changes:
-            changes.setdefault(knobs, {})
+    given = {policy: knobs for policy, knobs in POLICY_KNOBS.items() if policy in changes}
+    for knobs in given.values():
+        changes.setdefault(knobs, {})
     try:
         for pool in front.fleet.pools if model is None else [front.fleet.find(model)[0]]:
             settings = pool.policies.settings.model_copy(update=changes)
-            for policy, knobs in (("policy", "knobs"), ("decode_policy", "decode_knobs")):
-                if policy in changes:
-                    check_policy(settings, getattr(settings, policy), getattr(settings, knobs))
+            for policy, knobs in given.items():
+                check_policy(settings, getattr(settings, policy), getattr(settings, knobs))
         return front.fleet.replace_policies(changes, model)
     except LmetricError as error:
         raise ApiError(400, str(error), param="policy", code="bad_policy") from None

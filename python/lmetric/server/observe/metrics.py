@@ -1,5 +1,6 @@
 """Counters of the server and the routers, as Prometheus text."""
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -233,7 +234,22 @@ class Metrics(Collector):
                 gauge.add_metric((pool.name,), float(values[name]))
             yield gauge
         yield from self._instances(stats)
+        yield self._indicators()
         yield from self._engines()
+
+    def _indicators(self) -> Metric:
+        values = GaugeMetricFamily(
+            "lmetric_indicator",
+            "Value of a declared indicator; none if it is absent",
+            labels=("model", "instance", "indicator"),
+        )
+        for pool in self.fleet.pools:
+            columns = pool.router.indicators() if pool.indicators.declared else {}
+            for indicator in pool.indicators.declared:
+                for name, value in zip(pool.router.instances(), columns[indicator].tolist(), strict=True):
+                    if math.isfinite(value):
+                        values.add_metric((pool.name, name, indicator), value)
+        return values
 
     def _engines(self) -> Iterator[Metric]:
         mode = GaugeMetricFamily(

@@ -66,13 +66,21 @@ impl Default for GuardConfig {
     }
 }
 
+fn word(on: bool) -> &'static str {
+    if on { "on" } else { "off" }
+}
+
+/// Why the guard is on or off if it was set.
+pub fn set_reason(on: bool) -> String {
+    format!("the setting `guard` is {}", word(on))
+}
+
 /// Whether the guard is on, and why: `chosen` if given, else what the policy declares, else on if
 /// the policy reads prefix hits.
 pub fn applies(policy: &dyn Policy, chosen: Option<bool>) -> (bool, String) {
     let spec = policy.spec();
-    let word = |on| if on { "on" } else { "off" };
     if let Some(on) = chosen {
-        return (on, format!("the setting `guard` is {}", word(on)));
+        return (on, set_reason(on));
     }
     if let Some(on) = spec.guard {
         return (on, format!("policy {} declares guard: {}", spec.name, word(on)));

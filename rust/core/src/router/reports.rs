@@ -24,7 +24,7 @@ impl Router {
         &mut self,
         name: &str,
         report: Report,
-        extra: impl IntoIterator<Item = (&'a str, f64)>,
+        extra: impl IntoIterator<Item = (&'a str, Option<f64>)>,
     ) -> Result<(), CoreError> {
         let id = self.state.fleet.find(name)?;
         for (what, value) in
@@ -44,7 +44,8 @@ impl Router {
         Ok(())
     }
 
-    /// Takes in the values of declared indicators for one instance, as of `at`.
+    /// Takes in the values of declared indicators for one instance, as of `at`. `None`: the indicator
+    /// has no value from now on, as if it had never been reported.
     ///
     /// # Errors
     /// `UnknownName` for an instance or an indicator that is not declared, `BadValue` for a value
@@ -52,22 +53,22 @@ impl Router {
     pub fn report_declared<'a>(
         &mut self,
         name: &str,
-        values: impl IntoIterator<Item = (&'a str, f64)>,
+        values: impl IntoIterator<Item = (&'a str, Option<f64>)>,
         at: Seconds,
     ) -> Result<(), CoreError> {
         let slot = self.state.fleet.find(name)?.index();
-        let checked = |(indicator, value): (&str, f64)| {
+        let checked = |(indicator, value): (&str, Option<f64>)| {
             let decl = declared::find(indicator).ok_or_else(|| unknown_declared(indicator))?;
-            if value.is_finite() {
-                return Ok((decl, value));
+            match value.filter(|value| !value.is_finite()) {
+                None => Ok((decl, value)),
+                Some(bad) => Err(CoreError::BadValue {
+                    what: format!("{} in the load report of {name}", decl.name),
+                    got: bad.to_string(),
+                    expected: "a finite number, or none for a value that is no longer known".into(),
+                }),
             }
-            Err(CoreError::BadValue {
-                what: format!("{} in the load report of {name}", decl.name),
-                got: value.to_string(),
-                expected: "a finite number".into(),
-            })
         };
-        let values: Vec<(&DeclaredIndicator, f64)> =
+        let values: Vec<(&DeclaredIndicator, Option<f64>)> =
             values.into_iter().map(checked).collect::<Result<_, CoreError>>()?;
         let at = self.clock(at);
         values.iter().for_each(|(decl, value)| self.state.ledger.set_declared(slot, decl.id, *value, at));

@@ -2,7 +2,7 @@
 use crate::ids::Seconds;
 use crate::indicators::DeclaredId;
 
-/// A value that was never reported.
+/// No value: never reported, or withdrawn.
 const ABSENT: (f64, Seconds) = (f64::NAN, f64::NEG_INFINITY);
 
 /// What was last reported of each declared indicator, by slot.
@@ -24,11 +24,11 @@ impl DeclaredValues {
         self.columns.iter_mut().for_each(|column| column[slot] = ABSENT);
     }
 
-    pub(super) fn set(&mut self, slot: usize, id: DeclaredId, value: f64, at: Seconds) {
+    pub(super) fn set(&mut self, slot: usize, id: DeclaredId, value: Option<f64>, at: Seconds) {
         if self.columns.len() <= id.index() {
             self.columns.resize(id.index() + 1, vec![ABSENT; self.slots]);
         }
-        self.columns[id.index()][slot] = (value, at);
+        self.columns[id.index()][slot] = value.map_or(ABSENT, |value| (value, at));
     }
 
     /// The column of `id` at `now`, one value a slot: the default, or NaN, where nothing was

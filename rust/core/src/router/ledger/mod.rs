@@ -299,8 +299,8 @@ impl Ledger {
         &self.owners
     }
 
-    /// A producer reports a declared indicator of the slot's instance.
-    pub fn set_declared(&mut self, slot: usize, id: DeclaredId, value: f64, at: Seconds) {
+    /// A producer reports a declared indicator of the slot's instance; `None`: its value is no longer known.
+    pub fn set_declared(&mut self, slot: usize, id: DeclaredId, value: Option<f64>, at: Seconds) {
         self.declared.set(slot, id, value, at);
     }
 
