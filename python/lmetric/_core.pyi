@@ -22,6 +22,7 @@ from lmetric.options import (
     SplitOption,
 )
 from lmetric.policies import Policy, PolicyFunction
+from lmetric.records import DecisionRecord, LearnedValues, RouterStats
 
 __all__ = [
     "END",
@@ -228,7 +229,7 @@ class Router:
     def rebalance(
         self, now: float | None = None
     ) -> tuple[list[dict[str, Any]], str]: ...  # moves, and why there are no more
-    def learned(self) -> dict[str, Any]: ...
+    def learned(self) -> LearnedValues: ...
     @property
     def block_size(self) -> int: ...
     def instances(self) -> list[str]: ...
@@ -286,8 +287,8 @@ class Router:
     def prefill_rate(
         self, instance: str
     ) -> float | None: ...  # tokens/s, learned from first tokens; None: none seen
-    def explain(self, decision_id: int) -> dict[str, Any] | None: ...
-    def stats(self) -> dict[str, Any]: ...  # counters and gauges, see `lmetric.server.metrics`
+    def explain(self, decision_id: int) -> DecisionRecord | None: ...
+    def stats(self) -> RouterStats: ...
 
 @final
 class EventFeed:

@@ -449,9 +449,21 @@ def field_docs(cls: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if "__dataclass_fields__" in base.__dict__:
-            own = _adapter(base).json_schema().get("properties", {})
+            own = _schema_of(base).get("properties", {})
             found |= {name: each["description"] for name, each in own.items() if "description" in each}
     return {name: " ".join(text.split()) for name, text in found.items()}
+
+
+def _schema_of(cls: type) -> dict[str, Any]:
+    """The JSON schema of an option; fields that no file can hold (Python objects) have an empty one."""
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Schema(GenerateJsonSchema):
+        def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> dict[str, Any]:
+            return {}
+
+    schema: dict[str, Any] = _adapter(cls).json_schema(schema_generator=Schema)
+    return schema
 
 
 @cache
@@ -723,7 +735,7 @@ def json_schema(what: str) -> dict[str, Any]:
     words: list[Any] = ["none", *served(what)] if selector == "kind" else [True, False, "none", "on"]
     mappings = []
     for kind, cls in served(what).items():
-        schema = _adapter(cls).json_schema()
+        schema = _schema_of(cls)
         hidden = {each.name for each in fields(cls) if is_study(each)}
         own = {name: each for name, each in schema.get("properties", {}).items() if name not in hidden}
         switch = {"const": kind} if selector == "kind" else {"type": ["boolean", "null"]}

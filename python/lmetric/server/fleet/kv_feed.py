@@ -15,6 +15,7 @@ import structlog
 from lmetric._core import EventFeed, LmetricError, Router
 from lmetric.engines.endpoints import EndpointError, reachable
 from lmetric.options import KvSource
+from lmetric.records import InstanceStats
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import UNASKED, Mode, PoolFacts, Subscription, choose, mismatch
@@ -50,7 +51,7 @@ class _Heard:
         """The endpoints."""
         return ", ".join(one.endpoint for one in self.subscriptions)
 
-    def is_silent(self, came: bool, row: dict[str, Any], now: float) -> bool:
+    def is_silent(self, came: bool, row: InstanceStats, now: float) -> bool:
         """Whether blocks must have been stored of which nothing was heard. (An idle engine says nothing.)"""
         window, decisions, size = row["window_prefill_tokens"], row["decisions"], self.pooled.block_size
         faded = self.window * math.exp((self.looked_at - now) / _WINDOW_SECONDS)
@@ -178,7 +179,7 @@ class KvFeed:
                 engine.refill = None
 
     def _problem(
-        self, engine: Engine, heard: _Heard, tally: _Tally, row: dict[str, Any], now: float
+        self, engine: Engine, heard: _Heard, tally: _Tally, row: InstanceStats, now: float
     ) -> str | None:
         """Why an engine's events cannot be relied on now."""
         if tally.restarts > heard.restarts:

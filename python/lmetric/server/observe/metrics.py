@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
@@ -206,7 +207,7 @@ class Metrics(Collector):
             yield from further()
 
     def _routers(self) -> Iterator[Metric]:
-        stats = [(pool, pool.router.stats()) for pool in self.fleet.pools]
+        stats = [(pool, cast(dict[str, Any], pool.router.stats())) for pool in self.fleet.pools]
         for name, text in _TOTALS.items():
             counter = CounterMetricFamily(f"lmetric_{name}", text.capitalize(), labels=("model",))
             for pool, values in stats:
@@ -301,7 +302,7 @@ class Metrics(Collector):
                 memory.add_metric((pool.name,), stats["bytes"])
         yield from (as_text, text, memory)
 
-    def _instances(self, stats: list[tuple[Pool, dict[str, object]]]) -> Iterator[Metric]:
+    def _instances(self, stats: list[tuple[Pool, dict[str, Any]]]) -> Iterator[Metric]:
         families: dict[str, GaugeMetricFamily] = {}
         placed = CounterMetricFamily(
             "lmetric_instance_decisions", "Requests placed on an instance", labels=("model", "instance")
@@ -317,9 +318,7 @@ class Metrics(Collector):
             labels=("model", "instance", "role"),
         )
         for pool, values in stats:
-            instances = values["instances"]
-            assert isinstance(instances, dict)
-            for name, row in instances.items():
+            for name, row in values["instances"].items():
                 for key, value in row.items():
                     if key == "decisions":
                         placed.add_metric((pool.name, name), value)

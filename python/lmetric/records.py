@@ -1,0 +1,150 @@
+"""Types of the dictionaries that `lmetric.Router` returns: `explain`, `stats` and `learned`.
+
+Times are seconds, lengths tokens. None: not known, or it does not apply.
+"""
+
+from typing import Literal, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmetric.options import Role
+
+
+class Candidate(TypedDict):
+    """An instance of a decision, with what its score was made of."""
+
+    instance: str
+    score: float | None
+    terms: dict[str, float | None]  # values of the indicators that the policy reads, by name
+
+
+class DecisionRecord(TypedDict):
+    """A decision and what came of it: `Router.explain`."""
+
+    id: int
+    at_seconds: float  # on the router's clock
+    policy: str
+    request_id: str | None
+    prompt_tokens: int
+    instance: str  # the last one tried
+    tried: list[str]
+    prefer: Literal["min", "max"]  # which score is the best
+    scores: dict[str, float | None]  # by instance
+    best: list[Candidate]
+    margin_to_runner_up: float | None
+    load_report_age_seconds: float | None  # of the instance
+    left_out: int  # instances whose score was no number
+    filter_waived: bool
+    unscored: bool  # no instance had a score: the fewest requests decided
+    guard_excluded: int  # instances that the hot-spot guard left out
+    guard_balance_only: bool
+    decode_instance: str | None  # of the second segment
+    answer_instance: str | None  # of the third segment
+    decode_score: float | None
+    expected_handoff_seconds: float | None
+    cuts: list[int]  # tokens at which segments end
+    uncut: str | None  # why the request was not split
+    priority: int | None  # the router's, lower first
+    boost_seconds: float | None
+    unpulled: str | None  # why no prefix was fetched
+    pull_instance: str | None
+    pull_from_token: int | None
+    pull_to_token: int | None
+    expected_pull_seconds: float | None
+    pulled_tokens: int | None
+    pull_seconds: float | None
+    balance_first_seconds: float | None
+    balance_second_seconds: float | None
+    balance_third_seconds: float | None
+    balance_cut_seconds: float | None
+    balance_whole_seconds: float | None
+    stay_seconds: float | None
+    apart_seconds: float | None
+    moves: list[tuple[int, str]]  # the token, and the instance moved to
+    predicted_cached_tokens: int
+    cached_tokens: int | None
+    output_tokens: int | None
+    handed_over_seconds: float | None
+    ttft_seconds: float | None
+    e2e_seconds: float | None
+    outcome: str  # running, finished, dropped, or the kind of the failure
+
+
+class InstanceStats(TypedDict):
+    """An instance in `RouterStats`: its state, and its indicators by name (docs/indicators.md)."""
+
+    healthy: bool
+    draining: bool
+    role: Role
+    in_flight: int
+    decisions: int
+    bs: float
+    q_bs: float
+    r_bs: float
+    decode_bs: float
+    bound_bs: float
+    queued_prefill_tokens: float
+    tokens: float
+    decode_tokens: float
+    bound_tokens: float
+    remaining_tokens: float
+    index_blocks: float
+    pulls: float
+    cache_free_tokens: float | None
+    prefill_tokens_per_second: float | None
+    prefill_relative_error: float | None
+    step_seconds: float | None
+    step_relative_error: float | None
+    window_prefill_tokens: float
+    window_output_tokens: float
+    kv_usage: float | None
+    reported_waiting: float | None
+    reported_running: float | None
+    report_age_seconds: float | None
+    decode_tokens_per_second: float | None
+    predicted_ttft_source: str
+
+
+class RouterStats(TypedDict):
+    """Counters since the router was made, and its state now: `Router.stats`."""
+
+    policy: str
+    decode_policy: str
+    decisions: int
+    no_instance: int
+    retries: int
+    left_out: int
+    unscored: int
+    filter_waived: int
+    split: int
+    moved: int
+    pulls: int
+    pulled_tokens: int
+    finished: int
+    dropped: int
+    prompt_tokens: int
+    predicted_cached_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    index_bytes: int
+    index_evicted_blocks: int
+    in_flight: int
+    failed: dict[str, int]  # by kind of failure
+    guard_on: bool
+    guard_suspected: int
+    guard_filtering: int
+    instances: dict[str, InstanceStats]
+
+
+class LearnedValues(TypedDict):
+    """What the router learned: `Router.learned`."""
+
+    gamma: float | None  # rate of the tail that requests are boosted by, 1/s
+    gamma_estimates: int | None
+    fetch_seconds_per_token: float | None
+    fetch_fixed_seconds: float | None
+    fetches: int | None  # that the two were learned from
+    length_survival: NDArray[np.float64] | None
+    length_survival_product_limit: NDArray[np.float64] | None
+    prefill_tokens_per_second: dict[str, float | None]  # by instance
