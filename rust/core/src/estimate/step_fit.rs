@@ -1,6 +1,7 @@
 //! The step-time model, learned as traffic passes: least squares over decayed observations, no cost below zero.
 use super::StepTime;
 use crate::ids::Seconds;
+use smallvec::SmallVec;
 
 /// Terms of the model: steps, decoding sequences, their context tokens, prefill tokens, prefill attention pairs.
 pub const TERMS: usize = 5;
@@ -115,29 +116,25 @@ impl StepFit {
 
     /// The costs that explain best what was observed; of the terms that would be below zero, the lowest is taken out in turn.
     fn solve(&mut self) {
+        // In units in which each term was observed once. A term that was never observed keeps its cost, and its row is not read.
         let scale: Work = std::array::from_fn(|i| self.products[i][i].sqrt());
-        let mut free: [bool; TERMS] = std::array::from_fn(|i| scale[i] > 0.0);
+        let system = System {
+            rows: std::array::from_fn(|i| {
+                std::array::from_fn(|j| match i == j {
+                    true => 1.0 + HOLD,
+                    false => self.products[i][j] / (scale[i] * scale[j]),
+                })
+            }),
+            right: std::array::from_fn(|i| self.seconds[i] / scale[i] + HOLD * self.costs[i] * scale[i]),
+        };
+        let mut free: SmallVec<[usize; TERMS]> = (0..TERMS).filter(|i| scale[*i] > 0.0).collect();
         loop {
-            // In units in which each term was observed once. What was never observed keeps its cost.
-            let mut rows = [[0.0; TERMS + 1]; TERMS];
-            for i in 0..TERMS {
-                rows[i][i] = 1.0;
-                if free[i] {
-                    for j in (0..TERMS).filter(|j| free[*j]) {
-                        rows[i][j] = self.products[i][j] / (scale[i] * scale[j]);
-                    }
-                    rows[i][i] = 1.0 + HOLD;
-                    rows[i][TERMS] = self.seconds[i] / scale[i] + HOLD * self.costs[i] * scale[i];
-                }
-            }
-            let solved = eliminate(&mut rows);
-            let lowest = (0..TERMS).filter(|i| free[*i]).min_by(|i, j| solved[*i].total_cmp(&solved[*j]));
+            let solved = system.solve(&free);
+            let lowest = (0..free.len()).min_by(|i, j| solved[*i].total_cmp(&solved[*j]));
             match lowest {
-                Some(i) if solved[i] < 0.0 => free[i] = false,
+                Some(i) if solved[i] < 0.0 => self.costs[free.remove(i)] = 0.0,
                 _ => {
-                    for i in (0..TERMS).filter(|i| scale[*i] > 0.0) {
-                        self.costs[i] = if free[i] { solved[i] / scale[i] } else { 0.0 };
-                    }
+                    free.iter().zip(solved).for_each(|(&i, solved)| self.costs[i] = solved / scale[i]);
                     return;
                 }
             }
@@ -172,23 +169,48 @@ impl StepFit {
     }
 }
 
-/// Solves a system whose diagonal dominates enough to need no pivots: a Gram matrix with unit diagonal and something added to it.
-fn eliminate(rows: &mut [[f64; TERMS + 1]; TERMS]) -> Work {
-    for i in 0..TERMS {
-        let pivot = rows[i];
-        for row in rows.iter_mut().skip(i + 1) {
-            let factor = row[i] / pivot[i];
-            for (value, from) in row.iter_mut().zip(&pivot).skip(i) {
-                *value -= factor * from;
-            }
+/// Linear equations whose diagonal dominates enough to need no pivots: a Gram matrix with unit diagonal and something added to it.
+struct System {
+    rows: [Work; TERMS],
+    right: Work,
+}
+
+impl System {
+    /// The solution for the terms `free` alone, in their order.
+    fn solve(&self, free: &[usize]) -> Work {
+        // A function for each number of terms, so that its loops are unrolled whatever the compiler inlines elsewhere.
+        match *free {
+            [] => [0.0; TERMS],
+            [a] => self.eliminate([a]),
+            [a, b] => self.eliminate([a, b]),
+            [a, b, c] => self.eliminate([a, b, c]),
+            [a, b, c, d] => self.eliminate([a, b, c, d]),
+            [a, b, c, d, e] => self.eliminate([a, b, c, d, e]),
+            _ => unreachable!("there are {TERMS} terms, not {}", free.len()),
         }
     }
-    let mut solved = [0.0; TERMS];
-    for i in (0..TERMS).rev() {
-        let known: f64 = (i + 1..TERMS).map(|j| rows[i][j] * solved[j]).sum();
-        solved[i] = (rows[i][TERMS] - known) / rows[i][i];
+
+    // By index: loops over constant ranges are unrolled, chains of `skip` and `zip` in some builds only.
+    #[allow(clippy::needless_range_loop)]
+    fn eliminate<const N: usize>(&self, free: [usize; N]) -> Work {
+        let mut rows: [[f64; N]; N] = free.map(|i| free.map(|j| self.rows[i][j]));
+        let mut right = free.map(|i| self.right[i]);
+        for i in 0..N {
+            for below in i + 1..N {
+                let factor = rows[below][i] / rows[i][i];
+                for j in i + 1..N {
+                    rows[below][j] -= factor * rows[i][j];
+                }
+                right[below] -= factor * right[i];
+            }
+        }
+        let mut solved = [0.0; TERMS];
+        for i in (0..N).rev() {
+            let known: f64 = (i + 1..N).map(|j| rows[i][j] * solved[j]).sum();
+            solved[i] = (right[i] - known) / rows[i][i];
+        }
+        solved
     }
-    solved
 }
 
 #[cfg(test)]

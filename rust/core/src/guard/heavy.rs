@@ -154,7 +154,8 @@ impl HeavyClasses {
             self.classes.push(class);
             self.classes.len() - 1
         } else {
-            let i = (0..self.capacity).min_by_key(|&i| self.ranks[i]).expect("at least one counter");
+            let lowest = self.ranks.iter().enumerate().min_by_key(|(_, rank)| **rank);
+            let i = lowest.expect("at least one counter").0;
             let out = &self.classes[i];
             class.inherited = out.requests + out.inherited;
             let entry = self.by_hash.find_entry(out.hash, |&j| usize::from(j) == i);

@@ -282,7 +282,9 @@ impl IndicatorSet {
 
     /// Its members, in table order.
     pub fn iter(self) -> impl Iterator<Item = Indicator> {
-        INDICATORS.iter().map(|d| d.id).filter(move |id| self.contains(*id))
+        let some = |bits: u64| (bits != 0).then_some(bits);
+        std::iter::successors(some(self.0), move |bits| some(bits & (bits - 1)))
+            .map(|bits| INDICATORS[bits.trailing_zeros() as usize].id)
     }
 }
 

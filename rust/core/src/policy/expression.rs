@@ -155,14 +155,13 @@ impl Policy for ExpressionPolicy {
         scores: &mut Scores,
     ) -> Result<(), CoreError> {
         let slots = snapshot.slots();
-        let mut scratch = std::mem::take(&mut scores.scratch);
-        self.score.eval(snapshot, &mut scratch, &mut scores.score[..slots]);
+        self.score.eval(snapshot, &mut scores.scratch, &mut scores.score[..slots]);
         scores.prefer = self.prefer;
         if let Some(filter) = &self.filter {
-            let mut passes = std::mem::take(&mut scratch.filter);
+            let mut passes = std::mem::take(&mut scores.scratch.filter);
             passes.clear();
             passes.resize(slots, 0.0);
-            filter.eval(snapshot, &mut scratch, &mut passes);
+            filter.eval(snapshot, &mut scores.scratch, &mut passes);
             let passing = |(p, e): (&f64, &bool)| u32::from((*p != 0.0) & *e);
             let passing: u32 = passes.iter().zip(snapshot.eligible).map(passing).sum();
             scores.filter_waived = passing == 0;
@@ -171,16 +170,16 @@ impl Policy for ExpressionPolicy {
                     *score = nan_unless(*passes != 0.0, *score);
                 }
             }
-            scratch.filter = passes;
+            scores.scratch.filter = passes;
         }
         for (program, prefer) in &self.then {
-            let column = scores.push_then(slots);
-            program.eval(snapshot, &mut scratch, column);
+            scores.push_then(slots);
+            let column = &mut scores.then[scores.then_count - 1];
+            program.eval(snapshot, &mut scores.scratch, column);
             if *prefer == Prefer::Max {
                 column.iter_mut().for_each(|value| *value = -*value);
             }
         }
-        scores.scratch = scratch;
         Ok(())
     }
 }
