@@ -234,7 +234,7 @@ class Star:
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     prediction: bool = True
-    """False: by the present load alone."""
+    """Whether loads are predicted; False: the present load counts."""
     forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
     """How remaining lengths are predicted: `curve` is counted; else a predictor's file or a Python function
     (docs/lengths.md); other names are for simulations."""
@@ -257,7 +257,7 @@ class Star:
     migration_seconds: float = 0.1
     """Time that a move takes."""
     migration_seconds_per_token: float = 2e-5
-    """And per token of context."""
+    """Further time of a move per token of context."""
     caution: float = 0.0
     """Standard deviations of the forecast that count against a move."""
 
@@ -294,7 +294,7 @@ class Guard:
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     enabled: bool | None = None
-    """None: as the policy declares."""
+    """Whether the guard is on; None: as the policy declares."""
     window_seconds: float = 60.0
     """Sliding window over which shares of prefixes are taken."""
     period_seconds: float = 1.0

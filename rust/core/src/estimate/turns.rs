@@ -6,6 +6,7 @@
 //! finds turns the same way, for training.
 use crate::ids::Seconds;
 use crate::request::Request;
+use hashbrown::DefaultHashBuilder;
 use lru::LruCache;
 use std::num::NonZeroUsize;
 
@@ -49,12 +50,15 @@ struct Record {
 /// The latest turns, by session key or by the last whole block of the prompt.
 #[derive(Debug)]
 pub struct Turns {
-    records: LruCache<u64, Record>,
+    records: LruCache<u64, Record, DefaultHashBuilder>,
 }
 
 impl Default for Turns {
     fn default() -> Turns {
-        Turns { records: LruCache::new(NonZeroUsize::new(REMEMBERED).expect("above 0")) }
+        // `LruCache::new` would make room for all of them at once.
+        let mut records = LruCache::unbounded_with_hasher(DefaultHashBuilder::default());
+        records.resize(NonZeroUsize::new(REMEMBERED).expect("above 0"));
+        Turns { records }
     }
 }
 
