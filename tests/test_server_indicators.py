@@ -379,10 +379,10 @@ async def test_lora_affinity_is_one_line() -> None:
         return await answer(engine, request, writer)
 
     engines = [FakeEngine(behave=waits) for _ in range(3)]
-    entries = lambda: [{"url": e.url, "name": f"e{n}"} for n, e in enumerate(engines)]  # noqa: E731
     for engine in engines:
         await engine.start()
-    model = {"name": "tiny", "engines": entries(), "adapters": ["sql", "chat", "code"]}
+    entries = [{"url": engine.url, "name": f"e{number}"} for number, engine in enumerate(engines)]
+    model = {"name": "tiny", "engines": entries, "adapters": ["sql", "chat", "code"]}
     async with world([], engines=[], models=[model], policy="bs - 10 * lora_bs") as w:
         router = w.server.fleet.pools[0].router
         homes: dict[str, list[str]] = {}
