@@ -1,12 +1,11 @@
 //! Token ids by segment: bounded in bytes, the least recently used leave first.
-use hashbrown::HashMap;
+use lru::LruCache;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
-const NONE: u32 = u32::MAX;
-
-/// Bytes of an entry beside its ids, with both tables at their emptiest (just doubled).
-const ENTRY_BYTES: usize = 2 * (size_of::<Slot>() + size_of::<(u128, u32)>()) + 32;
+/// Bytes of an entry beside its ids: its node (key, ids and two links), two pointers in a table at its emptiest (just doubled),
+/// the counts of the `Arc`, and what the allocator keeps of both.
+const ENTRY_BYTES: usize = size_of::<(u128, Arc<[u32]>, [usize; 2])>() + 40 + 16 + 2 * 16;
 
 /// A key is a hash already: its low half picks the bucket.
 #[derive(Default)]
@@ -24,14 +23,6 @@ impl Hasher for Low {
     }
 }
 
-#[derive(Debug)]
-struct Slot {
-    key: u128,
-    ids: Arc<[u32]>,
-    newer: u32,
-    older: u32,
-}
-
 /// What a cache holds and what it was asked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheStats {
@@ -47,14 +38,10 @@ pub struct CacheStats {
     pub new_bytes: u64,
 }
 
-/// The cache. Slots form a list from the newest to the oldest.
+/// The cache.
 #[derive(Debug)]
 pub(crate) struct Cache {
-    map: HashMap<u128, u32, BuildHasherDefault<Low>>,
-    slots: Vec<Slot>,
-    free: Vec<u32>,
-    newest: u32,
-    oldest: u32,
+    entries: LruCache<u128, Arc<[u32]>, BuildHasherDefault<Low>>,
     limit: usize,
     pub(crate) stats: CacheStats,
 }
@@ -65,85 +52,30 @@ fn size(ids: &[u32]) -> usize {
 
 impl Cache {
     pub(crate) fn new(limit: usize) -> Cache {
-        Cache {
-            map: HashMap::default(),
-            slots: Vec::new(),
-            free: Vec::new(),
-            newest: NONE,
-            oldest: NONE,
-            limit,
-            stats: CacheStats::default(),
-        }
+        let entries = LruCache::unbounded_with_hasher(BuildHasherDefault::default());
+        Cache { entries, limit, stats: CacheStats::default() }
     }
 
     /// The ids of a segment, which becomes the newest.
     pub(crate) fn get(&mut self, key: u128) -> Option<Arc<[u32]>> {
-        let slot = *self.map.get(&key)?;
-        if slot != self.newest {
-            self.unlink(slot);
-            self.link(slot);
-        }
-        Some(self.slots[slot as usize].ids.clone())
+        self.entries.get(&key).cloned()
     }
 
     /// Keeps a segment's ids, unless they alone are over the bound.
     pub(crate) fn put(&mut self, key: u128, ids: Arc<[u32]>) {
         let bytes = size(&ids);
-        if bytes > self.limit || self.map.contains_key(&key) {
+        if bytes > self.limit || self.entries.contains(&key) {
             return;
         }
         while self.stats.bytes + bytes > self.limit {
-            self.drop_oldest();
+            let Some((_, oldest)) = self.entries.pop_lru() else { break };
+            self.stats.bytes -= size(&oldest);
+            self.stats.segments -= 1;
+            self.stats.evicted += 1;
         }
-        let entry = Slot { key, ids, newer: NONE, older: NONE };
-        let slot = match self.free.pop() {
-            Some(slot) => {
-                self.slots[slot as usize] = entry;
-                slot
-            }
-            None => {
-                self.slots.push(entry);
-                self.slots.len() as u32 - 1
-            }
-        };
-        self.map.insert(key, slot);
-        self.link(slot);
+        self.entries.put(key, ids);
         self.stats.bytes += bytes;
         self.stats.segments += 1;
-    }
-
-    fn drop_oldest(&mut self) {
-        let slot = self.oldest;
-        self.unlink(slot);
-        let entry = &mut self.slots[slot as usize];
-        self.stats.bytes -= size(&entry.ids);
-        self.stats.segments -= 1;
-        self.stats.evicted += 1;
-        self.map.remove(&entry.key);
-        entry.ids = Arc::new([]);
-        self.free.push(slot);
-    }
-
-    fn link(&mut self, slot: u32) {
-        let entry = &mut self.slots[slot as usize];
-        (entry.newer, entry.older) = (NONE, self.newest);
-        match self.newest {
-            NONE => self.oldest = slot,
-            newest => self.slots[newest as usize].newer = slot,
-        }
-        self.newest = slot;
-    }
-
-    fn unlink(&mut self, slot: u32) {
-        let Slot { newer, older, .. } = self.slots[slot as usize];
-        match newer {
-            NONE => self.newest = older,
-            newer => self.slots[newer as usize].older = older,
-        }
-        match older {
-            NONE => self.oldest = newer,
-            older => self.slots[older as usize].newer = newer,
-        }
     }
 }
 

@@ -4,7 +4,7 @@
 //! requests that have generated about as many tokens are projected together here, as if they stood in the middle of their bucket. A request's decode rate is its instance's: continuous batching gives each running request one token a step.
 use super::survival::{BUCKET_TOKENS, Survival, buckets_of};
 use crate::ids::Seconds;
-use crate::wide::wide_fn;
+use multiversion::multiversion;
 
 /// Buckets for which room is kept at least: most answers are shorter.
 const LEAST: usize = 16;
@@ -205,32 +205,38 @@ impl DecodeLoad {
 /// Sums kept apart, so that none waits for the other.
 const LANES: usize = 4;
 
-wide_fn! {
-    /// Sum over buckets of (context + requests x further) x S(middle + further) / S(middle).
-    fn project(requests: &[f64], context: &[f64], ahead: &[f64], inverse: &[f64], part: f64, further: f64) -> f64 {
-        let n = requests.len();
-        let (context, inverse) = (&context[..n], &inverse[..n]);
-        if n == 0 {
-            return 0.0;
-        }
-        let ahead = &ahead[..n + 1];
-        let mut sums = [0.0; LANES];
-        let mut i = 0;
-        while i + LANES <= n {
-            for (lane, sum) in sums.iter_mut().enumerate() {
-                let j = i + lane;
-                let s = ahead[j] * (1.0 - part) + ahead[j + 1] * part;
-                *sum += (context[j] + requests[j] * further) * (s * inverse[j]);
-            }
-            i += LANES;
-        }
-        let mut sum: f64 = sums.iter().sum();
-        for j in i..n {
-            let s = ahead[j] * (1.0 - part) + ahead[j + 1] * part;
-            sum += (context[j] + requests[j] * further) * (s * inverse[j]);
-        }
-        sum
+/// Sum over buckets of (context + requests x further) x S(middle + further) / S(middle).
+#[multiversion(targets("x86_64+avx2"))]
+fn project(
+    requests: &[f64],
+    context: &[f64],
+    ahead: &[f64],
+    inverse: &[f64],
+    part: f64,
+    further: f64,
+) -> f64 {
+    let n = requests.len();
+    let (context, inverse) = (&context[..n], &inverse[..n]);
+    if n == 0 {
+        return 0.0;
     }
+    let ahead = &ahead[..n + 1];
+    let mut sums = [0.0; LANES];
+    let mut i = 0;
+    while i + LANES <= n {
+        for (lane, sum) in sums.iter_mut().enumerate() {
+            let j = i + lane;
+            let s = ahead[j] * (1.0 - part) + ahead[j + 1] * part;
+            *sum += (context[j] + requests[j] * further) * (s * inverse[j]);
+        }
+        i += LANES;
+    }
+    let mut sum: f64 = sums.iter().sum();
+    for j in i..n {
+        let s = ahead[j] * (1.0 - part) + ahead[j + 1] * part;
+        sum += (context[j] + requests[j] * further) * (s * inverse[j]);
+    }
+    sum
 }
 
 #[cfg(test)]

@@ -6,7 +6,9 @@
 //! too short. Recent answers weigh more: counts are halved when a class has seen 256. Bounded: `classes` x [`BUCKETS`] x 2 bytes; the class that
 //! was used least recently leaves.
 use crate::error::CoreError;
-use hashbrown::HashMap;
+use hashbrown::DefaultHashBuilder;
+use lru::LruCache;
+use std::num::NonZeroUsize;
 
 /// The quantile that is expected where nothing speaks for another: the median.
 pub const QUANTILE: f64 = 0.5;
@@ -16,8 +18,6 @@ pub const MARGIN_TOKENS: u32 = 20;
 pub const BUCKETS: usize = 16 * 17;
 /// Answers after which a class forgets half of each count.
 const HALVED_AT: u32 = 256;
-/// No class.
-const NONE: u32 = u32::MAX;
 
 /// The bucket of a length, the last one for those beyond.
 fn bucket(tokens: u32) -> usize {
@@ -37,19 +37,17 @@ fn longest(bucket: usize) -> u32 {
 
 #[derive(Clone, Debug)]
 struct Class {
-    key: u64,
     counts: [u16; BUCKETS],
     seen: u32,
     /// Of the counted answers, exactly.
     sum_tokens: f64,
     /// The quantile or the mean, as it was after the last answer.
     tokens: u32,
-    /// Neighbours by use: towards the most and towards the least recent.
-    newer: u32,
-    older: u32,
 }
 
 impl Class {
+    const EMPTY: Class = Class { counts: [0; BUCKETS], seen: 0, sum_tokens: 0.0, tokens: 0 };
+
     /// Halves all counts. What is left over of an odd one goes to the next that is not empty: so scattered answers, of one count each, last as long.
     fn halve(&mut self) {
         let mut left = 0;
@@ -87,11 +85,7 @@ enum Expected {
 #[derive(Clone, Debug)]
 pub struct OutputLength {
     expected: Expected,
-    most: usize,
-    slots: HashMap<u64, u32>,
-    classes: Vec<Class>,
-    newest: u32,
-    oldest: u32,
+    classes: LruCache<u64, Class, DefaultHashBuilder>,
 }
 
 impl OutputLength {
@@ -119,22 +113,17 @@ impl OutputLength {
     }
 
     fn of(expected: Expected, classes: u32) -> Result<OutputLength, CoreError> {
-        if !(1..=1 << 20).contains(&classes) {
-            return Err(bad("classes", classes.to_string(), "1 to 2^20"));
-        }
-        Ok(OutputLength {
-            expected,
-            most: classes as usize,
-            slots: HashMap::new(),
-            classes: Vec::new(),
-            newest: NONE,
-            oldest: NONE,
-        })
+        let most = NonZeroUsize::new(classes as usize).filter(|most| most.get() <= 1 << 20);
+        let most = most.ok_or_else(|| bad("classes", classes.to_string(), "1 to 2^20"))?;
+        // `LruCache::with_hasher` would make room for all classes at once.
+        let mut classes = LruCache::unbounded_with_hasher(DefaultHashBuilder::default());
+        classes.resize(most);
+        Ok(OutputLength { expected, classes })
     }
 
     /// Tokens that an answer of this class is expected to get, the margin in them; `None` until `least` of its answers (1 to 128) have ended.
     pub fn expected(&self, class: u64, least: u32) -> Option<u32> {
-        let class = &self.classes[*self.slots.get(&class)? as usize];
+        let class = self.classes.peek(&class)?;
         (class.seen >= least).then_some(class.tokens)
     }
 
@@ -148,8 +137,7 @@ impl OutputLength {
 
     /// An answer of this class ended by itself with `tokens` tokens. One cut short (a client that left, an engine that died) tells too little: leave it out.
     pub fn ended(&mut self, class: u64, tokens: u32) {
-        let slot = self.touch(class);
-        let class = &mut self.classes[slot as usize];
+        let class = self.classes.get_or_insert_mut(class, || Class::EMPTY);
         class.counts[bucket(tokens)] += 1;
         class.sum_tokens += f64::from(tokens);
         class.seen += 1;
@@ -172,53 +160,6 @@ impl OutputLength {
     /// Whether no answer ended yet.
     pub fn is_empty(&self) -> bool {
         self.classes.is_empty()
-    }
-
-    /// The slot of a class, now the most recent; where it is new and all are taken, that of the least recent one.
-    fn touch(&mut self, key: u64) -> u32 {
-        if let Some(&slot) = self.slots.get(&key) {
-            self.unlink(slot);
-            self.link(slot);
-            return slot;
-        }
-        let (newer, older) = (NONE, NONE);
-        let class = Class { key, counts: [0; BUCKETS], seen: 0, sum_tokens: 0.0, tokens: 0, newer, older };
-        let slot = if self.classes.len() < self.most {
-            self.classes.push(class);
-            self.classes.len() as u32 - 1
-        } else {
-            let slot = self.oldest;
-            self.unlink(slot);
-            self.slots.remove(&self.classes[slot as usize].key);
-            self.classes[slot as usize] = class;
-            slot
-        };
-        self.slots.insert(key, slot);
-        self.link(slot);
-        slot
-    }
-
-    fn unlink(&mut self, slot: u32) {
-        let Class { newer, older, .. } = self.classes[slot as usize];
-        match newer {
-            NONE => self.newest = older,
-            _ => self.classes[newer as usize].older = older,
-        }
-        match older {
-            NONE => self.oldest = newer,
-            _ => self.classes[older as usize].newer = newer,
-        }
-    }
-
-    fn link(&mut self, slot: u32) {
-        let older = self.newest;
-        let class = &mut self.classes[slot as usize];
-        (class.newer, class.older) = (NONE, older);
-        match older {
-            NONE => self.oldest = slot,
-            _ => self.classes[older as usize].newer = slot,
-        }
-        self.newest = slot;
     }
 }
 
@@ -283,7 +224,7 @@ mod tests {
         assert!((64..=256).contains(&answers), "{answers}");
         // Scattered lengths, few of one bucket: no count is lost, none grows without bound, and the median stays theirs.
         (0..100_000u32).for_each(|i| lengths.ended(2, i * 7919 % 50_000));
-        let class = &lengths.classes[1];
+        let class = lengths.classes.peek(&2).unwrap();
         assert!(class.seen < HALVED_AT);
         assert_eq!(class.counts.iter().map(|&count| u32::from(count)).sum::<u32>(), class.seen);
         assert!((20_000..30_000).contains(&class.tokens), "{}", class.tokens);
@@ -299,7 +240,7 @@ mod tests {
         assert_eq!((known, lengths.len()), (vec![1, 4, 5], 3));
         // A long walk over many classes holds three, and those are the last.
         (0..10_000u64).for_each(|class| lengths.ended(class * 7919, 5));
-        assert_eq!((lengths.len(), lengths.slots.len(), lengths.expected(9999 * 7919, 1)), (3, 3, Some(5)));
+        assert_eq!((lengths.len(), lengths.expected(9999 * 7919, 1)), (3, Some(5)));
     }
 
     #[test]

@@ -12,7 +12,7 @@
 use super::decode_load::{DecodeLoad, Histogram};
 use super::survival::{BUCKET_TOKENS, BUCKETS, Survival};
 use crate::ids::Seconds;
-use crate::wide::wide_fn;
+use multiversion::multiversion;
 use rustfft::FftPlanner;
 use rustfft::num_complex::Complex;
 
@@ -251,39 +251,37 @@ impl Known {
     }
 }
 
-wide_fn! {
-    /// Sum of products, as far as both reach.
-    fn dot(a: &[f64], b: &[f64]) -> f64 {
-        let n = a.len().min(b.len());
-        let (a, b) = (&a[..n], &b[..n]);
-        let mut sums = [0.0; 8];
-        let whole = n / 8 * 8;
-        for i in (0..whole).step_by(8) {
-            for (lane, sum) in sums.iter_mut().enumerate() {
-                *sum += a[i + lane] * b[i + lane];
-            }
+/// Sum of products, as far as both reach.
+#[multiversion(targets("x86_64+avx2"))]
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    let n = a.len().min(b.len());
+    let (a, b) = (&a[..n], &b[..n]);
+    let mut sums = [0.0; 8];
+    let whole = n / 8 * 8;
+    for i in (0..whole).step_by(8) {
+        for (lane, sum) in sums.iter_mut().enumerate() {
+            *sum += a[i + lane] * b[i + lane];
         }
-        (whole..n).for_each(|i| sums[0] += a[i] * b[i]);
-        sums.iter().sum()
     }
+    (whole..n).for_each(|i| sums[0] += a[i] * b[i]);
+    sums.iter().sum()
 }
 
-wide_fn! {
-    /// Sum over buckets of requests x one + context x token.
-    fn weigh(requests: &[f64], context: &[f64], one: &[f64], token: &[f64]) -> f64 {
-        let n = requests.len();
-        let (context, one, token) = (&context[..n], &one[..n], &token[..n]);
-        let mut sums = [0.0; 8];
-        let whole = n / 8 * 8;
-        for i in (0..whole).step_by(8) {
-            for (lane, sum) in sums.iter_mut().enumerate() {
-                let j = i + lane;
-                *sum += requests[j] * one[j] + context[j] * token[j];
-            }
+/// Sum over buckets of requests x one + context x token.
+#[multiversion(targets("x86_64+avx2"))]
+fn weigh(requests: &[f64], context: &[f64], one: &[f64], token: &[f64]) -> f64 {
+    let n = requests.len();
+    let (context, one, token) = (&context[..n], &one[..n], &token[..n]);
+    let mut sums = [0.0; 8];
+    let whole = n / 8 * 8;
+    for i in (0..whole).step_by(8) {
+        for (lane, sum) in sums.iter_mut().enumerate() {
+            let j = i + lane;
+            *sum += requests[j] * one[j] + context[j] * token[j];
         }
-        (whole..n).for_each(|j| sums[0] += requests[j] * one[j] + context[j] * token[j]);
-        sums.iter().sum()
     }
+    (whole..n).for_each(|j| sums[0] += requests[j] * one[j] + context[j] * token[j]);
+    sums.iter().sum()
 }
 
 /// Impulse response of `G / C` for the first [`SAMPLES`] samples.

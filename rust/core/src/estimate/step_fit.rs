@@ -190,6 +190,8 @@ impl System {
         }
     }
 
+    // By index: loops over constant ranges are unrolled, chains of `skip` and `zip` in some builds only.
+    #[allow(clippy::needless_range_loop)]
     fn eliminate<const N: usize>(&self, free: [usize; N]) -> Work {
         let mut rows: [[f64; N]; N] = free.map(|i| free.map(|j| self.rows[i][j]));
         let mut right = free.map(|i| self.right[i]);

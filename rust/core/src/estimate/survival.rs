@@ -2,7 +2,8 @@
 //!
 //! Two corrections to the paper. Eq. (4) updates only the boundaries that the finished answer has passed, whose indicator is always 1, so that
 //! S would stay 1 for ever: here every boundary is updated. And S is P(L > l), so the indicator is `L > l`; the printed `>=` is off by one.
-use crate::wide::{greater, wide_fn};
+use crate::wide::greater;
+use multiversion::multiversion;
 
 /// Tokens between two boundaries at which the curve is kept, by default; straight lines run between them.
 pub const BUCKET_TOKENS: f64 = 64.0;
@@ -158,14 +159,13 @@ impl Survival {
     }
 }
 
-wide_fn! {
-    fn refine(curve: &[f64], floored: &mut [f64], inverse: &mut [f64]) {
-        for (floored, s) in floored.iter_mut().zip(curve) {
-            *floored = greater(*s, FLOOR);
-        }
-        for (i, inverse) in inverse.iter_mut().enumerate() {
-            *inverse = 2.0 / (floored[i] + floored[i + 1]);
-        }
+#[multiversion(targets("x86_64+avx2"))]
+fn refine(curve: &[f64], floored: &mut [f64], inverse: &mut [f64]) {
+    for (floored, s) in floored.iter_mut().zip(curve) {
+        *floored = greater(*s, FLOOR);
+    }
+    for (i, inverse) in inverse.iter_mut().enumerate() {
+        *inverse = 2.0 / (floored[i] + floored[i + 1]);
     }
 }
 

@@ -1,8 +1,8 @@
 //! Runs a program. No allocation once the buffers have grown, no branch inside a loop over instances.
 use super::check::{Binary, Grouping, Reduction, Unary};
 use super::program::{Pass, Program, Source, Stage, StepOp};
-use crate::indicators::table::COUNT;
 use crate::indicators::{Indicator, Snapshot};
+use multiversion::multiversion;
 use smallvec::SmallVec;
 
 /// Instances of a chunk: the few registers of this many numbers are few cache lines, which come back for each chunk.
@@ -26,7 +26,7 @@ pub struct Scratch {
 /// The columns that a program reads, wherever they lie.
 #[derive(Clone, Debug)]
 pub struct Inputs<'a> {
-    columns: [&'a [f64]; COUNT],
+    columns: SmallVec<[(Indicator, &'a [f64]); 4]>,
     declared: SmallVec<[&'a [f64]; 4]>,
     eligible: &'a [bool],
     groups: &'a [u32],
@@ -35,12 +35,19 @@ pub struct Inputs<'a> {
 impl<'a> Inputs<'a> {
     /// No columns yet, over `eligible.len()` slots.
     pub fn new(eligible: &'a [bool]) -> Inputs<'a> {
-        Inputs { columns: [&[]; COUNT], declared: SmallVec::new(), eligible, groups: &[] }
+        Inputs { columns: SmallVec::new(), declared: SmallVec::new(), eligible, groups: &[] }
     }
 
     /// Sets the values of `id`: one a slot, or one alone where the indicator belongs to the request.
     pub fn set(&mut self, id: Indicator, values: &'a [f64]) {
-        self.columns[id as usize] = values;
+        self.columns.push((id, values));
+    }
+
+    /// The values of `id`: a program reads few columns, so the search is short.
+    #[inline(always)]
+    fn column(&self, id: Indicator) -> &'a [f64] {
+        let set = self.columns.iter().find(|(of, _)| *of == id);
+        set.expect("every column that the program reads is set").1
     }
 
     /// Says which instances belong together: a number below the number of slots for each slot, equal in a group. Without that,
@@ -90,23 +97,11 @@ impl Program {
         while scratch.registers.len() < self.registers {
             scratch.registers.push(vec![0.0; CHUNK]);
         }
-        #[cfg(target_arch = "x86_64")]
-        if std::arch::is_x86_feature_detected!("avx2") {
-            // SAFETY: this processor has what the function asks for.
-            return unsafe { run_avx2(self, inputs, scratch, out) };
-        }
         run(self, inputs, scratch, out);
     }
 }
 
-/// [`run`], compiled for wider registers: the same operations, so the same scores.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn run_avx2(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut [f64]) {
-    run(program, inputs, scratch, out);
-}
-
-#[inline(always)]
+#[multiversion(targets("x86_64+avx2"))]
 fn run(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut [f64]) {
     let Scratch { registers, scalars, grouped, groups, .. } = scratch;
     for (stage, to) in &program.stages {
@@ -118,7 +113,7 @@ fn run(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut 
                 grouped[*to] = values;
                 continue;
             }
-            Stage::Request(id) => inputs.columns[*id as usize][0],
+            Stage::Request(id) => inputs.column(*id)[0],
             Stage::Unary(unary, a) => unary.apply(scalars[*a]),
             Stage::Binary(binary, a, b) => binary.apply(scalars[*a], scalars[*b]),
             Stage::Where(condition, then, otherwise) => {
@@ -297,7 +292,7 @@ impl Chunk<'_, '_> {
     #[inline(always)]
     fn lanes<'r>(&'r self, source: Source, registers: &'r [Vec<f64>]) -> Lanes<'r> {
         match source {
-            Source::Column(id) => Lanes::Vector(&self.inputs.columns[id as usize][self.start..self.end]),
+            Source::Column(id) => Lanes::Vector(&self.inputs.column(id)[self.start..self.end]),
             Source::Declared(place) => Lanes::Vector(&self.inputs.declared[place][self.start..self.end]),
             Source::Grouped(place) => Lanes::Vector(&self.grouped[place][self.start..self.end]),
             Source::Register(register) => Lanes::Vector(&registers[register][..self.end - self.start]),

@@ -376,8 +376,7 @@ fn drawn_to(holders: &SlotSet, scores: &Scores, eligible: &[bool]) -> bool {
     let sign = if scores.prefer == Prefer::Min { 1.0 } else { -1.0 };
     let (mut on, mut elsewhere) = (f64::INFINITY, f64::INFINITY);
     let words = scores.score.chunks(SlotSet::WORD).zip(eligible.chunks(SlotSet::WORD));
-    for (word, (score, eligible)) in words.enumerate() {
-        let held = holders.word(word);
+    for (held, (score, eligible)) in holders.words().iter().zip(words) {
         for (bit, (score, eligible)) in score.iter().zip(eligible).enumerate() {
             let score = if *eligible { sign * score } else { f64::INFINITY };
             let held = held >> bit & 1 == 1;

@@ -1,23 +1,28 @@
 //! A set of slots: who holds a class's prefix.
 use crate::InstanceId;
+use crate::ids::MAX_INSTANCES;
+use fixedbitset::{Block, FixedBitSet};
 
-const WORD: usize = SlotSet::WORD;
-
-/// A set of instances as bits. The last word is never 0, so that equal sets compare equal.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// A set of instances as bits, with their count: [`crate::guard`] asks for it with each request of a class under alarm.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlotSet {
-    words: Vec<u64>,
+    bits: FixedBitSet,
     len: usize,
+}
+
+impl Default for SlotSet {
+    fn default() -> SlotSet {
+        SlotSet { bits: FixedBitSet::with_capacity(MAX_INSTANCES), len: 0 }
+    }
 }
 
 impl SlotSet {
     /// Slots that a word stands for.
-    pub const WORD: usize = u64::BITS as usize;
+    pub const WORD: usize = Block::BITS as usize;
 
-    /// Slots `WORD * i` to `WORD * i + WORD - 1` as bits, the lowest first.
-    #[inline]
-    pub fn word(&self, i: usize) -> u64 {
-        self.words.get(i).copied().unwrap_or(0)
+    /// Words of [`SlotSet::WORD`] slots each, the lowest slot in the lowest bit.
+    pub fn words(&self) -> &[Block] {
+        self.bits.as_slice()
     }
 
     /// Number of members.
@@ -33,17 +38,15 @@ impl SlotSet {
     /// Whether `id` is a member.
     #[inline]
     pub fn contains(&self, id: InstanceId) -> bool {
-        self.word(id.index() / WORD) >> (id.index() % WORD) & 1 == 1
+        self.bits.contains(id.index())
     }
 
     /// Adds `id`; whether it is new.
+    ///
+    /// # Panics
+    /// If `id` is [`MAX_INSTANCES`] or more.
     pub fn insert(&mut self, id: InstanceId) -> bool {
-        let (word, bit) = (id.index() / WORD, 1 << (id.index() % WORD));
-        if self.words.len() <= word {
-            self.words.resize(word + 1, 0);
-        }
-        let new = self.words[word] & bit == 0;
-        self.words[word] |= bit;
+        let new = !self.bits.put(id.index());
         self.len += usize::from(new);
         new
     }
@@ -52,22 +55,15 @@ impl SlotSet {
     pub fn remove(&mut self, id: InstanceId) -> bool {
         let member = self.contains(id);
         if member {
-            self.words[id.index() / WORD] &= !(1 << (id.index() % WORD));
+            self.bits.remove(id.index());
             self.len -= 1;
-            while self.words.last() == Some(&0) {
-                self.words.pop();
-            }
         }
         member
     }
 
     /// Its members, in order.
     pub fn iter(&self) -> impl Iterator<Item = InstanceId> + '_ {
-        self.words.iter().enumerate().flat_map(|(i, &word)| {
-            (0..WORD)
-                .filter(move |bit| word >> bit & 1 == 1)
-                .map(move |bit| InstanceId((i * WORD + bit) as u32))
-        })
+        self.bits.ones().map(|slot| InstanceId(slot as u32))
     }
 }
 

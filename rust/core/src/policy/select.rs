@@ -2,6 +2,7 @@
 use super::{PolicyRng, Prefer, Scores};
 use crate::expr::nan_unless;
 use crate::ids::MAX_INSTANCES;
+use multiversion::multiversion;
 use rand::RngExt;
 use rand::seq::SliceRandom;
 
@@ -69,21 +70,8 @@ fn nan_last(value: f64) -> f64 {
 }
 
 /// Sets the bits of the eligible slots whose `sign * score` is finite and lowest; none where there is no such score.
+#[multiversion(targets("x86_64+avx2"))]
 fn set_of_lowest(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64]) {
-    #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx2") {
-        #[target_feature(enable = "avx2")]
-        fn avx2(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64]) {
-            set_of_lowest_inline(sign, score, eligible, set);
-        }
-        // SAFETY: this processor has what the function asks for.
-        return unsafe { avx2(sign, score, eligible, set) };
-    }
-    set_of_lowest_inline(sign, score, eligible, set);
-}
-
-#[inline(always)]
-fn set_of_lowest_inline(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64]) {
     let words = || score.chunks(WORD).zip(eligible.chunks(WORD));
     let (mut minima, mut lowest) = ([f64::INFINITY; WORDS], f64::INFINITY);
     for (minimum, (s, e)) in minima.iter_mut().zip(words()) {

@@ -11,7 +11,8 @@
 use super::grid::Grid;
 use super::{InstanceLoad, Move, Rescheduler, Round, Stop, bad, ordered, setting};
 use crate::error::CoreError;
-use crate::wide::{lesser, wide_fn};
+use crate::wide::lesser;
+use multiversion::multiversion;
 
 /// What a step of the future counts for: beta_t, scaled to sum to 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -316,25 +317,24 @@ impl Rescheduler for Star {
     }
 }
 
-wide_fn! {
-    /// The least of `tokens x sums + timed` where there is room for `need`; infinite where there is none.
-    fn least_sum(sums: &[f64], timed: &[f64], room: &[f64], tokens: f64, need: f64) -> f64 {
-        const LANES: usize = 8;
-        let value = |a: f64, b: f64, free: f64| if free >= need { tokens * a + b } else { f64::INFINITY };
-        let mut least = [f64::INFINITY; LANES];
-        let rows = sums.chunks_exact(LANES).zip(timed.chunks_exact(LANES)).zip(room.chunks_exact(LANES));
-        for ((a, b), free) in rows {
-            for i in 0..LANES {
-                least[i] = lesser(value(a[i], b[i], free[i]), least[i]);
-            }
+/// The least of `tokens x sums + timed` where there is room for `need`; infinite where there is none.
+#[multiversion(targets("x86_64+avx2"))]
+fn least_sum(sums: &[f64], timed: &[f64], room: &[f64], tokens: f64, need: f64) -> f64 {
+    const LANES: usize = 8;
+    let value = |a: f64, b: f64, free: f64| if free >= need { tokens * a + b } else { f64::INFINITY };
+    let mut least = [f64::INFINITY; LANES];
+    let rows = sums.chunks_exact(LANES).zip(timed.chunks_exact(LANES)).zip(room.chunks_exact(LANES));
+    for ((a, b), free) in rows {
+        for i in 0..LANES {
+            least[i] = lesser(value(a[i], b[i], free[i]), least[i]);
         }
-        let mut all = f64::INFINITY;
-        for j in sums.len() - sums.len() % LANES..sums.len() {
-            all = lesser(value(sums[j], timed[j], room[j]), all);
-        }
-        for l in least {
-            all = lesser(l, all);
-        }
-        all
     }
+    let mut all = f64::INFINITY;
+    for j in sums.len() - sums.len() % LANES..sums.len() {
+        all = lesser(value(sums[j], timed[j], room[j]), all);
+    }
+    for l in least {
+        all = lesser(l, all);
+    }
+    all
 }

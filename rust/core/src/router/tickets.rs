@@ -1,14 +1,25 @@
-//! Tickets: one for each request in flight, in a slab whose keys never come back.
+//! Tickets: one for each request in flight, in a slot map whose keys never come back.
 use super::ledger::Entry;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Pull, Segment, Usage};
 use crate::priority::vtc::Place;
 use crate::request::{Request, Tenant};
+use slotmap::{DefaultKey, Key, KeyData, SlotMap};
 
-/// Key of a ticket: slab position and generation.
+/// Key of a ticket: slot and generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TicketId(pub u64);
+
+impl TicketId {
+    fn of(key: DefaultKey) -> TicketId {
+        TicketId(key.data().as_ffi())
+    }
+
+    fn key(self) -> DefaultKey {
+        KeyData::from_ffi(self.0).into()
+    }
+}
 
 /// What a segment's instance fetches from another before it begins.
 #[derive(Clone, Copy, Debug)]
@@ -133,10 +144,8 @@ impl TicketState {
 /// All open tickets.
 #[derive(Debug, Default)]
 pub struct Tickets {
-    slots: Vec<(u32, Option<TicketState>)>,
-    free: Vec<u32>,
+    open: SlotMap<DefaultKey, TicketState>,
     chains: Vec<Vec<u64>>,
-    open: usize,
 }
 
 /// Spare chain buffers kept for the next tickets.
@@ -145,15 +154,7 @@ const SPARE_CHAINS: usize = 64;
 impl Tickets {
     /// Opens a ticket.
     pub fn open(&mut self, state: TicketState) -> TicketId {
-        self.open += 1;
-        let slot = self.free.pop().unwrap_or_else(|| {
-            self.slots.push((0, None));
-            self.slots.len() as u32 - 1
-        });
-        let (generation, place) = &mut self.slots[slot as usize];
-        *generation = generation.wrapping_add(1);
-        *place = Some(state);
-        TicketId(u64::from(*generation) << 32 | u64::from(slot))
+        TicketId::of(self.open.insert(state))
     }
 
     /// The state of an open ticket.
@@ -161,35 +162,28 @@ impl Tickets {
     /// # Errors
     /// `Ticket` where it is closed.
     pub fn get(&mut self, id: TicketId) -> Result<&mut TicketState, CoreError> {
-        match self.slots.get_mut(slot(id) as usize) {
-            Some((generation, Some(state))) if u64::from(*generation) == id.0 >> 32 => Ok(state),
-            _ => Err(CoreError::Ticket { ticket: id.0, problem: "it is closed".into() }),
-        }
+        let closed = || CoreError::Ticket { ticket: id.0, problem: "it is closed".into() };
+        self.open.get_mut(id.key()).ok_or_else(closed)
     }
 
     /// Closes a ticket; `None` where it was closed before.
     pub fn close(&mut self, id: TicketId) -> Option<TicketState> {
-        self.get(id).ok()?;
-        self.open -= 1;
-        self.free.push(slot(id));
-        self.slots[slot(id) as usize].1.take()
+        self.open.remove(id.key())
     }
 
-    /// All open tickets, in the order of the slab.
+    /// All open tickets, in the order of the slots.
     pub fn iter(&self) -> impl Iterator<Item = (TicketId, &TicketState)> {
-        self.slots.iter().enumerate().filter_map(|(slot, (generation, state))| {
-            Some((TicketId(u64::from(*generation) << 32 | slot as u64), state.as_ref()?))
-        })
+        self.open.iter().map(|(key, state)| (TicketId::of(key), state))
     }
 
     /// Number of open tickets.
     pub fn len(&self) -> usize {
-        self.open
+        self.open.len()
     }
 
     /// Whether none is open.
     pub fn is_empty(&self) -> bool {
-        self.open == 0
+        self.open.is_empty()
     }
 
     /// An empty buffer for a chain, one used before where there is one.
@@ -207,7 +201,7 @@ impl Tickets {
     }
 }
 
-/// The slab position of a ticket: its name in the ledger, unique among the open ones.
+/// The slot of a ticket: its name in the ledger, unique among the open ones.
 pub fn slot(id: TicketId) -> u32 {
     id.0 as u32
 }

@@ -3,7 +3,8 @@
 use super::counts::Entry;
 use crate::estimate::{PrefillRate, attention_pairs};
 use crate::ids::Seconds;
-use crate::wide::{greater, wide_fn};
+use crate::wide::greater;
+use multiversion::multiversion;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 
@@ -288,12 +289,11 @@ fn seconds_per_token(learned: &PrefillRate, tokens: f64, pairs: f64, prior_rate:
     }
 }
 
-wide_fn! {
-    fn drained(left: &[f64], since: &[f64], rate: &[f64], more: &[f64], now: Seconds, out: &mut [f64]) {
-        let slots = out.len();
-        let (left, since, rate, more) = (&left[..slots], &since[..slots], &rate[..slots], &more[..slots]);
-        for i in 0..slots {
-            out[i] = greater(left[i] - rate[i] * greater(now - since[i], 0.0), 0.0) + more[i];
-        }
+#[multiversion(targets("x86_64+avx2"))]
+fn drained(left: &[f64], since: &[f64], rate: &[f64], more: &[f64], now: Seconds, out: &mut [f64]) {
+    let slots = out.len();
+    let (left, since, rate, more) = (&left[..slots], &since[..slots], &rate[..slots], &more[..slots]);
+    for i in 0..slots {
+        out[i] = greater(left[i] - rate[i] * greater(now - since[i], 0.0), 0.0) + more[i];
     }
 }

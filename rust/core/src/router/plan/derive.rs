@@ -8,7 +8,8 @@ use crate::request::{Request, text_number};
 use crate::router::context::DecisionContext;
 use crate::router::ledger::AHEAD;
 use crate::router::state::State;
-use crate::wide::{greater, lesser, wide_fn};
+use crate::wide::{greater, lesser};
+use multiversion::multiversion;
 
 /// Most prompt tokens that a cache can save: never the last one, which every engine computes, and
 /// whole blocks, unless engines keep `partial` last blocks.
@@ -314,34 +315,30 @@ fn hit(blocks: u32, per_block: f64, most: f64) -> f64 {
     lesser(f64::from(blocks as i32) * per_block, most).floor()
 }
 
-wide_fn! {
-    fn hits(blocks: &[u32], per_block: f64, most: f64, out: &mut [f64]) {
-        for (out, blocks) in out.iter_mut().zip(blocks) {
-            *out = hit(*blocks, per_block, most);
-        }
+#[multiversion(targets("x86_64+avx2"))]
+fn hits(blocks: &[u32], per_block: f64, most: f64, out: &mut [f64]) {
+    for (out, blocks) in out.iter_mut().zip(blocks) {
+        *out = hit(*blocks, per_block, most);
     }
 }
 
-wide_fn! {
-    fn scaled(values: &[f64], factor: f64, offset: f64, out: &mut [f64]) {
-        for (out, value) in out.iter_mut().zip(values) {
-            *out = value * factor + offset;
-        }
+#[multiversion(targets("x86_64+avx2"))]
+fn scaled(values: &[f64], factor: f64, offset: f64, out: &mut [f64]) {
+    for (out, value) in out.iter_mut().zip(values) {
+        *out = value * factor + offset;
     }
 }
 
-wide_fn! {
-    fn p_token(queued: &[f64], blocks: &[u32], per_block: f64, most: f64, prompt: f64, out: &mut [f64]) {
-        for ((out, queued), blocks) in out.iter_mut().zip(queued).zip(blocks) {
-            *out = greater(queued + (prompt - hit(*blocks, per_block, most)), 1.0);
-        }
+#[multiversion(targets("x86_64+avx2"))]
+fn p_token(queued: &[f64], blocks: &[u32], per_block: f64, most: f64, prompt: f64, out: &mut [f64]) {
+    for ((out, queued), blocks) in out.iter_mut().zip(queued).zip(blocks) {
+        *out = greater(queued + (prompt - hit(*blocks, per_block, most)), 1.0);
     }
 }
 
-wide_fn! {
-    fn blocks_to_tokens(blocks: &mut [u32], per_block: f64, most: f64) {
-        for blocks in blocks {
-            *blocks = hit(*blocks, per_block, most) as i32 as u32;
-        }
+#[multiversion(targets("x86_64+avx2"))]
+fn blocks_to_tokens(blocks: &mut [u32], per_block: f64, most: f64) {
+    for blocks in blocks {
+        *blocks = hit(*blocks, per_block, most) as i32 as u32;
     }
 }
