@@ -157,8 +157,8 @@ async def test_cut_requests_say_what_whole_ones_say() -> None:
     whole, receipts, counted = await streamed(counter, prompts)
     assert all(not receipt["cuts"] for receipt in receipts)
     assert counted == 0
-    libra = ("--split", "libra", "--split-settings", "min_gain=-1")
-    cut, receipts, counted = await streamed(counter, prompts, *libra)
+    forced = ("--split", "force", "--split-settings", "fraction=0.6")
+    cut, receipts, counted = await streamed(counter, prompts, *forced)
     assert cut == whole
     assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
     assert all(receipt["uncut"] for receipt in receipts if not receipt["cuts"])

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from lmetric import BadValueError, Router, _deprecated, options
+from lmetric.cli import routing, simulate
 from lmetric.config import ConfigError, PoolSettings, ServerConfig, load_config, render
 from lmetric.options import (
     DecodePlacement,
@@ -212,3 +213,38 @@ def test_options_are_words_texts_mappings_and_objects() -> None:
     assert (parse("prefix_fetch", True), parse("prefix_fetch", False)) == (PrefixFetch(), None)
     with pytest.raises(BadValueError, match="SimulatedFetch"):
         Router(prefix_fetch=SimulatedFetch(pinned=False))
+
+
+def test_serve_and_simulate_have_the_same_flags_and_servers_no_study_settings() -> None:
+    served, simulated = (
+        {each.name: each.annotation.__metadata__[0] for each in routing.parameters(server=server)}
+        for server in (True, False)
+    )
+    assert served.keys() == simulated.keys()
+    assert {name: flag.param_decls for name, flag in served.items()} == {
+        name: flag.param_decls for name, flag in simulated.items()
+    }
+    assert "lengths_given" in simulated["split_settings"].help
+    assert "lengths_given" not in served["split_settings"].help
+    assert "star_oracle" in simulated["rebalance"].help
+    assert "star_oracle" not in served["rebalance"].metavar
+
+
+def test_old_flags_of_simulations_are_the_present_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    none = dict.fromkeys([*(each.name for each in routing.parameters(server=False)), *simulate._OLD])
+    swept, plain = simulate._options(
+        none | {"reschedule": ["none,star"], "pull": "most=2", "guard": True, "guard_classes": 8}
+    )
+    assert swept == {"split": [], "rebalance": ["none", "star"]}
+    assert plain == {"prefix_fetch": "most=2", "guard": {"enabled": True, "classes": 8}}
+    told = capsys.readouterr().err
+    assert "--reschedule: deprecated" in told
+    assert "use --guard, --guard-settings" in told
+    swept, plain = simulate._options(
+        none | {"split": ["libra, none"], "split_settings": "least_gain=0, probes=3", "rebalance": ["star"]}
+    )
+    assert swept == {
+        "split": [{"kind": "libra", "min_gain": 0.0, "probes": 3}, "none"],
+        "rebalance": ["star"],
+    }
+    assert "--split-settings: least_gain is deprecated" in capsys.readouterr().err

@@ -216,8 +216,8 @@ class PoolSettings(Strict):
         "auto",
         description="whether a request may be split and continue on another engine of role both: none; "
         "libra, at the token that balances both engines; apart, after its prompt, if all requests together "
-        "lose less time then; or a mapping: {kind: libra, probes: 8}; the client sees one answer; auto: "
-        "apart if the policy is planner, else none",
+        "lose less time then; or a mapping: {kind: libra, probes: 8}, or to test engines {kind: force, "
+        "fraction: 0.5}; the client sees one answer; auto: apart if the policy is planner, else none",
     )
     split_recompute: bool = Field(
         False,
