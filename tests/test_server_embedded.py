@@ -81,7 +81,7 @@ async def test_embedded_engines_are_exact_and_every_hit_is_as_predicted() -> Non
 
 
 async def test_embedded_engines_that_prefill_and_decode() -> None:
-    async with router("--embedded", "1P2D", "--set", "decode_policy=sibyl") as r:
+    async with router("--embedded", "1P2D", "--experimental", "--decode-policy", "sibyl") as r:
         await r.listening()
         async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
             engines = orjson.loads(await client.get(f"{r.url}/debug/engines", cast_to=str))
@@ -157,8 +157,8 @@ async def test_cut_requests_say_what_whole_ones_say() -> None:
     whole, receipts, counted = await streamed(counter, prompts)
     assert all(not receipt["cuts"] for receipt in receipts)
     assert counted == 0
-    libra = ("--split", "libra", "--set", "split_settings.lengths_given=1")
-    cut, receipts, counted = await streamed(counter, prompts, *libra)
+    forced = ("--split-force-at", "0.7", "--experimental")
+    cut, receipts, counted = await streamed(counter, prompts, *forced)
     assert cut == whole
     assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
     assert all(receipt["uncut"] for receipt in receipts if not receipt["cuts"])
@@ -170,7 +170,7 @@ async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
     whole, _, counted = await streamed(counter, prompts)
     assert counted == 0
     gains = ["--set", "split_settings.least_gain_seconds"]  # in a burst this short nobody gains much
-    flags = ["--policy", "planner", gains[0], f"{gains[1]}=0"]
+    flags = ["--experimental", "--policy", "planner", gains[0], f"{gains[1]}=0"]
     planned, receipts, counted = await streamed(counter, prompts, *flags)
     assert planned == whole
     assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
@@ -178,7 +178,9 @@ async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
         stay, apart = receipt["stay_seconds"], receipt["apart_seconds"]
         assert (apart < stay) == bool(receipt["cuts"]) == (receipt["uncut"] is None)
     for flags in (["--split", "none"], [gains[0], f"{gains[1]}=1e5"]):
-        _, receipts, counted = await streamed(counter, prompts[:8], "--policy", "planner", *flags)
+        _, receipts, counted = await streamed(
+            counter, prompts[:8], "--experimental", "--policy", "planner", *flags
+        )
         assert (counted, [receipt["cuts"] for receipt in receipts]) == (0, [[]] * 8)
 
 

@@ -76,7 +76,7 @@ async def test_engines_that_hand_nothing_over_take_requests_whole() -> None:
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *((("libra", name)) for name in ("probes", "least_tokens", "margin_tokens", "parts")),
+        *((("libra", name)) for name in ("probes", "least_tokens", "margin_tokens")),
         ("apart", "prior_tokens"),
     ],
 )
@@ -87,6 +87,14 @@ def test_settings_in_whole_numbers_are_whole(kind: str, name: str) -> None:
         ):
             Router().configure(split=from_settings("split", kind, {name: wrong}))
     Router().configure(split=from_settings("split", kind, {name: 2.0}))
+
+
+def test_libra_has_two_parts_or_three() -> None:
+    for wrong in (1.0, 2.5, 4.0, float("nan")):
+        with pytest.raises(BadValueError, match=r"knob parts of split libra: .* expected 2 or 3"):
+            Router().configure(split=from_settings("split", "libra", {"parts": wrong}))
+    for parts in (2.0, 3.0):
+        Router().configure(split=from_settings("split", "libra", {"parts": parts}))
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
     [
         {"policy": "planner", "split_settings": {"least_gain_seconds": 0.0}},
         {"split": "apart", "split_settings": {"least_gain_seconds": 0.0}},
-        {"split": "libra", "split_settings": {"least_gain": -1.0, "lengths_given": 1.0}},
+        {"split": "libra", "split_settings": {"least_gain": -1.0, "margin_tokens": 400.0}},
         {"split_force_at": 0.9},
     ],
 )

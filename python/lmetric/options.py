@@ -25,6 +25,8 @@ KvSource = Literal["approximate", "exact"]
 Handoff = Literal["nowhere", "prompt_end", "output", "anywhere"]
 """At which token an engine can hand a request over, and take one."""
 
+Maturity: TypeAlias = Literal["stable", "experimental", "study"]
+"""How far a policy or a planner is proven; see docs/policies.md."""
 Binding = Literal["early", "late"]
 """When the decode instance of a request is chosen: with the prefill instance, or after the prefill."""
 
@@ -278,11 +280,15 @@ def _core_name(name: str) -> str:
     return _CORE_NAMES.get(name, name)
 
 
-def split_names() -> list[str]:
-    """What configurations may say of `split`: ``none`` or a planner; ``force`` is for tests of engines."""
+def split_names(offers: Maturity = "study") -> list[str]:
+    """What configurations may say of `split`: ``none`` or a planner; ``force`` is for tests of engines.
+
+    Args:
+        offers: the least mature planners that count: ``stable``, ``experimental`` or ``study``.
+    """
     from lmetric._core import planners
 
-    return ["none", *(name for name in planners() if name != SplitAt.core_kind)]
+    return ["none", *(name for name in planners(offers) if name != SplitAt.core_kind)]
 
 
 def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
@@ -381,6 +387,7 @@ __all__ = [
     "KvSource",
     "LibraSplit",
     "Llumnix",
+    "Maturity",
     "Option",
     "PrefixFetch",
     "PriorityOption",

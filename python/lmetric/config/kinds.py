@@ -54,9 +54,11 @@ def _origin(text: str) -> str:
 
 
 def _split(name: str) -> str:
-    if name not in (names := split_names()):
-        raise ValueError(f"{name!r} is not one of {', '.join(names)}")
-    return name
+    if name in (names := split_names("experimental")):
+        return name
+    if name in split_names():
+        raise ValueError(f"{name!r} is for studies only: use it in simulate or study")
+    raise ValueError(f"{name!r} is not one of {', '.join(names)}")
 
 
 def _port(value: object) -> int | str:

@@ -36,6 +36,7 @@ from lmetric.config.kinds import (
     is_loopback,
 )
 from lmetric.defaults import Priority, Pull, default_pull, default_split
+from lmetric.options import Maturity
 
 # Sources of engines beside those in `discovery`.
 CONFIGURED = "configuration"
@@ -155,6 +156,10 @@ class EngineConfig(Strict):
 class PoolSettings(Strict):
     """How requests for a model are routed; at the top level, the default for every model."""
 
+    experimental: bool = Field(
+        False,
+        description="accept experimental policies (docs/policies.md) and planners (docs/splits.md)",
+    )
     policy: str | dict[str, Any] = Field(
         "lmetric",
         description="a policy's name, a score expression, a mapping with filter, score, prefer, then, or a "
@@ -199,9 +204,10 @@ class PoolSettings(Strict):
     )
     split: SplitName | None = Field(
         None,
-        description="whether a request may be cut and go on at another engine of role both: none; libra, at "
-        "any of its tokens, where it pays; apart, behind its prompt, where all requests together lose less "
-        "time then; its client sees one answer; default: apart where the policy is planner, else none",
+        description="whether a request may be cut and go on at another engine of role both: none; or, with "
+        "experimental: libra, at any of its tokens, where it pays; apart, behind its prompt, where all "
+        "requests together lose less time then; its client sees one answer; default: apart where the policy "
+        "is planner, else none",
     )
     split_settings: Annotated[dict[str, float], AfterValidator(_two_parts)] = Field(
         default_factory=dict,
@@ -336,6 +342,11 @@ class PoolSettings(Strict):
         description="engine profile (shipped name or file) for predicted times; default: what is learned",
     )
     seed: int = Field(0, ge=0, description="seed of the tie-breaks")
+
+    @property
+    def offers(self) -> Maturity:
+        """The least mature policies and planners that it accepts."""
+        return "experimental" if self.experimental else "stable"
 
     @property
     def _policy_name(self) -> str:

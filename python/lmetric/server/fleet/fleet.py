@@ -81,7 +81,10 @@ class Fleet:
             engine.upstream.close()
 
     def check_policies(self, config: ServerConfig) -> None:
-        """Raises LmetricError if a policy of this configuration cannot be built."""
+        """Raises LmetricError if a policy of this configuration cannot be built. The start decides whether
+        experimental ones are accepted."""
+        started = self.config
+        config = config.model_copy(update={"experimental": started.experimental})
         for settings in (config.pool_settings(), *map(config.pool_settings, config.models)):
             Policies(settings)
 

@@ -125,6 +125,7 @@ class Pool:
             decode_knobs=decode.knobs,
             binding="late" if settings.binding == "auto" else settings.binding,
             colocate=settings.colocate,
+            offers=settings.offers,
         )
         priority.set_up(self.router, settings)
         # Whether requests may be cut between equals.

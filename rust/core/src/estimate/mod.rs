@@ -1,9 +1,9 @@
 //! What the router learns or is told about speed.
 pub mod decode_load;
+pub mod decode_weights;
 pub mod length_error;
 pub mod output_length;
 pub mod prefill_rate;
-pub mod pressure;
 pub mod pull_cost;
 pub mod remaining;
 pub mod step_fit;
@@ -12,10 +12,10 @@ pub mod step_watch;
 pub mod survival;
 
 pub use decode_load::{DecodeLoad, Histogram};
+pub use decode_weights::{DecodeCost, DecodeWeights, EqualWeights, Outlook, WeightsOf};
 pub use length_error::{Bins, LengthError, Predictor};
 pub use output_length::OutputLength;
 pub use prefill_rate::{PrefillRate, attention_pairs};
-pub use pressure::{DecodeCost, Outlook, Pressure};
 pub use pull_cost::PullCost;
 pub use remaining::{Remaining, RemainingCurve};
 pub use step_fit::StepFit;

@@ -47,13 +47,13 @@ pub mod tickets;
 pub use decision::{Decision, Totals};
 pub use ledger::{Ahead, Share};
 pub use lifecycle::Carry;
+pub use parts::{Follow, Rest};
 pub use plan::{TtftSource, planners};
+pub use planners::Split;
 pub use priorities::Priorities;
 pub use replicas::MOST_REPLICAS;
 pub use rounds::NamedMove;
 pub use router::Router;
-pub use settings::{
-    Forecast, IndexFeed, PullConfig, RescheduleConfig, Rescheduling, RouterConfig, Rule, Split,
-};
+pub use settings::{Forecast, IndexFeed, PullConfig, RescheduleConfig, Rescheduling, RouterConfig, Rule};
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;
