@@ -39,9 +39,14 @@ def run(*argv: str, timeout: float = 3600) -> str:
     return done.stdout
 
 
+# Examples that need parts for studies.
+OF_STUDY = ("split_latency", "decode_latency")
+
+
 def example(name: str, *arguments: str) -> str:
     """What an example of the core prints."""
-    what = ["-p", "lmetric-core", "--example", name, "--", *arguments]
+    crate = "lmetric-study" if name in OF_STUDY else "lmetric-core"
+    what = ["-p", crate, "--example", name, "--", *arguments]
     return run("cargo", "run", "--release", "--locked", "-q", *what)
 
 

@@ -135,6 +135,7 @@ async def pd(
                 for name, engine in engines.items()
             ],
             "model": "emulated",
+            "experimental": True,
             "tokenizer": "off",
             "load": {"interval": None},
             **config,

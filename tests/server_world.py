@@ -279,6 +279,7 @@ async def world(fakes: int | Sequence[FakeEngine] = 1, /, **config: Any) -> Asyn
         "port": 0,
         "engines": [{"url": engine.url, "name": engine.name} for engine in engines],
         "policy": "round_robin",
+        "experimental": True,
         "load": {"interval": None},
         **config,
     }

@@ -115,7 +115,7 @@ UNUSABLE = [
     (["--policy", "lmetrik"], "did you mean the policy 'lmetric'?"),
     (["--policy", "p_tokne * (bs+1)"], "did you mean `p_token`?"),
     (["--policy", "p_token * (bs+1"], "this bracket is never closed"),
-    (["--policy", "linear", "--knob", "lamda=1"], 'did you mean "lam"?'),
+    (["--experimental", "--policy", "linear", "--knob", "lamda=1"], 'did you mean "lam"?'),
     (["--policy", "lmetric", "--knob", "lam=1"], 'policy lmetric "lam"'),
     (["--decode-policy", "least_request"], "did you mean the policy 'least_requests'?"),
     (
@@ -138,7 +138,8 @@ def test_config_refuses_what_serve_refuses(flags: list[str], message: str) -> No
 
 def test_config_says_what_serve_says() -> None:
     """UX C1: the same message, whichever command finds the mistake."""
-    flags = ["--engine", "http://127.0.0.1:1", "--port", "0", "--policy", "linear", "--knob", "lamda=1"]
+    flags = ["--engine", "http://127.0.0.1:1", "--port", "0", "--experimental"]
+    flags += ["--policy", "linear", "--knob", "lamda=1"]
     said = {(done.returncode, done.stderr) for done in (run("config", *flags), run("serve", *flags))}
     assert len(said) == 1
 
@@ -213,9 +214,9 @@ def test_piped_policies_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     rows = json.loads(run("policies", "--json").stdout)
     lines = run("policies").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == [row["name"] for row in rows]
+    assert [line.split()[:2] for line in lines] == [[row["name"], row["maturity"]] for row in rows]
     longest = max(len(row["formula"]) for row in rows)
-    assert all(line == line.rstrip() and len(line) <= longest + 30 for line in lines)
+    assert all(line == line.rstrip() and len(line) <= longest + 35 for line in lines)
     narrow = run("policies", COLUMNS="80").stdout.splitlines()
     assert max(map(len, narrow)) <= 80
     assert "".join("".join(narrow).split()) == "".join("".join(lines).split())
@@ -225,6 +226,7 @@ def test_one_policy_is_shown_with_its_parameters() -> None:
     """UX C3: there was no `policies NAME`."""
     shown = run("policies", "linear", COLUMNS="80").stdout
     assert "lam * (1 - kv_hit) + (1 - lam) * bs / max(bs), lowest" in shown
+    assert "maturity    experimental" in shown
     assert "parameter   lam = 0.7 (0 to 1): weight of misses" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert json.loads(run("policies", "linear", "--json").stdout)["name"] == "linear"

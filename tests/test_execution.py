@@ -170,6 +170,7 @@ def _config(of: Setup) -> ServerConfig:
         "policy": "round_robin",
         "decode_policy": "round_robin",
         "model": "tiny",
+        "experimental": True,
         "tokenizer": None,
         "block_size": BLOCK_TOKENS,
         "timeouts": LIMITS | {"request": of.request_seconds},

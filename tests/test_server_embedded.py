@@ -81,7 +81,7 @@ async def test_embedded_engines_are_exact_and_every_hit_is_as_predicted() -> Non
 
 
 async def test_embedded_engines_that_prefill_and_decode() -> None:
-    async with router("--embedded", "1P2D", "--set", "decode_policy=sibyl") as r:
+    async with router("--embedded", "1P2D", "--experimental", "--decode-policy", "sibyl") as r:
         await r.listening()
         async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
             engines = orjson.loads(await client.get(f"{r.url}/debug/engines", cast_to=str))
@@ -157,7 +157,7 @@ async def test_cut_requests_say_what_whole_ones_say() -> None:
     whole, receipts, counted = await streamed(counter, prompts)
     assert all(not receipt["cuts"] for receipt in receipts)
     assert counted == 0
-    forced = ("--split", "force", "--split-settings", "fraction=0.6")
+    forced = ("--split", "force", "--split-settings", "fraction=0.6", "--experimental")
     cut, receipts, counted = await streamed(counter, prompts, *forced)
     assert cut == whole
     assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
@@ -169,15 +169,16 @@ async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
     counter = "lmetric_split_requests_total"
     whole, _, counted = await streamed(counter, prompts)
     assert counted == 0
-    gains = ["--split", "apart", "--set", "split.min_gain_seconds"]  # in a burst this short nobody gains much
-    flags = ["--policy", "planner", *gains[:3], f"{gains[3]}=0"]
+    # In a burst this short nobody gains much.
+    gains = ["--experimental", "--split", "apart", "--set", "split.min_gain_seconds"]
+    flags = ["--policy", "planner", *gains[:4], f"{gains[4]}=0"]
     planned, receipts, counted = await streamed(counter, prompts, *flags)
     assert planned == whole
     assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
     for receipt in receipts:
         stay, apart = receipt["stay_seconds"], receipt["apart_seconds"]
         assert (apart < stay) == bool(receipt["cuts"]) == (receipt["uncut"] is None)
-    for flags in (["--split", "none"], [*gains[:3], f"{gains[3]}=1e5"]):
+    for flags in (["--experimental", "--split", "none"], [*gains[:4], f"{gains[4]}=1e5"]):
         _, receipts, counted = await streamed(counter, prompts[:8], "--policy", "planner", *flags)
         assert (counted, [receipt["cuts"] for receipt in receipts]) == (0, [[]] * 8)
 

@@ -88,6 +88,14 @@ def test_settings_in_whole_numbers_are_whole(kind: str, name: str) -> None:
     Router().configure(split=from_settings("split", kind, {name: 2.0}))
 
 
+def test_libra_has_two_parts_or_three() -> None:
+    for wrong in (1.0, 2.5, 4.0, float("nan")):
+        with pytest.raises(BadValueError, match=r"knob parts of split libra: .* expected 2 or 3"):
+            Router().configure(split=from_settings("split", "libra", {"parts": wrong}))
+    for parts in (2.0, 3.0):
+        Router().configure(split=from_settings("split", "libra", {"parts": parts}))
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

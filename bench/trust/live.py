@@ -203,7 +203,8 @@ async def router(policy: str, urls: Sequence[str], scene: Scene, seed: int) -> A
         "guard": "false",
         "seed": seed,
     }
-    command = [sys.executable, "-m", "lmetric.cli", "serve", "--log-json", "--port", "0", "--policy", policy]
+    command = [sys.executable, "-m", "lmetric.cli", "serve", "--log-json", "--port", "0", "--experimental"]
+    command += ["--policy", policy]
     command += [word for url in urls for word in ("--engine", url)]
     command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC_")}

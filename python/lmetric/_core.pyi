@@ -15,6 +15,7 @@ from lmetric.options import (
     Guard,
     Handoff,
     KvSource,
+    Maturity,
     PrefixFetch,
     PriorityOption,
     RebalanceOption,
@@ -66,6 +67,7 @@ __all__ = [
     "check_expression",
     "check_local_order",
     "check_object",
+    "check_policy",
     "declare_indicator",
     "generate",
     "indicator_table",
@@ -190,6 +192,7 @@ class Router:
         prefix_fetch: PrefixFetch | None = None,
         priority: PriorityOption | None = None,
         rebalance: RebalanceOption | None = None,
+        offers: Maturity = "study",
     ) -> Router: ...
     def configure(
         self,
@@ -422,7 +425,8 @@ class Program:
     ) -> NDArray[np.float64] | NDArray[np.bool_]: ...
 
 def indicator_table() -> list[dict[str, str]]: ...
-def planners() -> list[str]: ...
+def planners(offers: Maturity = "study") -> list[str]: ...
+def check_policy(name: str, knobs: dict[str, float], offers: Maturity) -> None: ...
 def declare_indicator(
     name: str, unit: str = "", default: float | None = None, max_age_seconds: float | None = None
 ) -> None: ...

@@ -124,7 +124,7 @@ async def _play(
         contextlib.AsyncExitStack() as stack,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
     ):
-        flags = ["--policy", policy, "--priority", priority]
+        flags = ["--experimental", "--policy", policy, "--priority", priority]
         flags += [word for engine in engines.urls for word in ("--engine", engine)]
         ports = _free_ports(setting.routers)
         if setting.routers > 1:

@@ -46,6 +46,8 @@ KvSource = Literal["approximate", "exact"]
 Handoff = Literal["nowhere", "prompt_end", "output", "anywhere"]
 """At which token an engine can hand a request over, and take one."""
 
+Maturity: TypeAlias = Literal["stable", "experimental", "study"]
+"""How far a policy or a planner is proven; see docs/policies.md."""
 Binding = Literal["early", "late"]
 """When the decode instance of a request is chosen: with the prefill instance, or after the prefill."""
 
@@ -568,6 +570,8 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
             known = ", ".join(_known(what, server))
             raise _refused(("kind",), None, f"missing beside settings; expected one of {known}", what)
     if what == "split" and selected not in (*_KINDS[what], "none") and selected in _planners():
+        if server and selected not in _planners("experimental"):
+            raise _refused((), selected, "it is for studies only: use it in simulate or study", what)
         option = SplitBy(str(selected), _checked(what, dict[str, float], given))
         _check_range(what, option, [])
         return option
@@ -630,7 +634,8 @@ def _plain(fetch: SimulatedFetch) -> PrefixFetch:
 
 
 def _known(what: str, server: bool = False) -> list[str]:
-    extra = [name for name in _planners() if name not in _KINDS[what]] if what == "split" else []
+    named = _planners("experimental" if server else "study") if what == "split" else []
+    extra = [name for name in named if name not in _KINDS[what]]
     return ["none", *(served(what) if server else classes(what)), *extra]
 
 
@@ -640,10 +645,10 @@ def _classes(what: str) -> tuple[Any, ...]:
     return (*own, SplitBy) if what == "split" else own
 
 
-def _planners() -> list[str]:
+def _planners(offers: Maturity = "study") -> list[str]:
     from lmetric._core import planners
 
-    return list(planners())
+    return list(planners(offers))
 
 
 def _options(what: str) -> str:
@@ -892,6 +897,7 @@ __all__ = [
     "KvSource",
     "LibraSplit",
     "Llumnix",
+    "Maturity",
     "Option",
     "PrefixFetch",
     "PriorityOption",

@@ -62,7 +62,7 @@ def command(
             raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
     try:
         for each in policy or ():
-            Router(Policy.from_config(each))
+            Router(Policy.from_config(each), offers="experimental")
     except LmetricError as refused:
         raise typer.BadParameter(str(refused), param_hint="--policy") from None
     known = ["none", *served("priority")]

@@ -14,7 +14,10 @@ def command(
     name: Annotated[str | None, typer.Argument(help="Show this policy with its parameters.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the policies with their formulas, or show one with its parameters and source."""
+    """List the policies with their maturity and formulas, or show one with its parameters and source.
+
+    `serve` takes stable policies, and experimental ones with `--experimental`. The others are for studies.
+    """
     from lmetric._core import policy_table
     from lmetric.cli.show import print_json, stdout
 
@@ -28,7 +31,7 @@ def command(
     else:
         width = max(map(len, rows)) + 2
         for row in rows.values():
-            _print(stdout(), f"{row['name']:<{width}}", row["formula"])
+            _print(stdout(), f"{row['name']:<{width}}{row['maturity']:<14}", row["formula"])
 
 
 def _hint(name: str, known: dict[str, Any]) -> str:
@@ -42,11 +45,13 @@ def _show(console: Console, row: dict[str, Any]) -> None:
     _print(console, "policy      ", row["name"])
     _print(console, "formula     ", row["formula"])
     _print(console, "reads       ", ", ".join(row["reads"]) or "no indicator")
+    _print(console, "maturity    ", row["maturity"])
     _print(console, "source      ", row["source"])
     for parameter in row["knobs"]:
         default = f"{parameter['default']:.12g}"
         bounds = f"{parameter['min']:.12g} to {parameter['max']:.12g}"
-        text = f"{parameter['name']} = {default} ({bounds}): {parameter['about']}"
+        studies = " (for studies)" if parameter["study"] else ""
+        text = f"{parameter['name']}{studies} = {default} ({bounds}): {parameter['about']}"
         _print(console, "parameter   ", text)
 
 

@@ -33,6 +33,10 @@ def _read(
         typer.Option(metavar="N", help="Start N emulated engines as child processes, or those of e.g. 2P4D."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="The engines' model [default: they are asked].")] = None,
+    experimental: Annotated[
+        bool | None,
+        typer.Option("--experimental", help="Accept experimental policies and planners."),
+    ] = None,
     policy: Annotated[
         str | None, typer.Option(metavar="NAME_OR_EXPRESSION", help="Policy, or a score to minimise.")
     ] = None,
@@ -75,6 +79,7 @@ def _read(
         "engines": [{"url": url} for url in engine] if engine else None,
         "embedded": embedded,
         "model": model,
+        "experimental": experimental,
         "policy": policy,
         "knobs": dict(_pair("--knob", text) for text in knob) if knob else None,
         "decode_policy": decode_policy,

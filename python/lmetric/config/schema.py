@@ -39,6 +39,7 @@ from lmetric.options import (
     SELECTORS,
     Auto,
     Guard,
+    Maturity,
     PrefixFetch,
     PriorityOption,
     RebalanceOption,
@@ -166,6 +167,10 @@ class IndicatorConfig(Strict):
 class PoolSettings(Strict):
     """How requests for a model are routed; at the top level, the default for every model."""
 
+    experimental: bool = Field(
+        False,
+        description="accept experimental policies (docs/policies.md) and planners (docs/splits.md)",
+    )
     policy: str | dict[str, Any] = Field(
         "lmetric",
         description="a policy's name, a score expression, a mapping with filter, score, prefer, then, or a "
@@ -214,10 +219,11 @@ class PoolSettings(Strict):
     )
     split: Annotated[SplitOption | Auto | None, Option("split")] = Field(
         "auto",
-        description="whether a request may be split and continue on another engine of role both: none; "
-        "libra, at the token that balances both engines; apart, after its prompt, if all requests together "
-        "lose less time then; or a mapping: {kind: libra, probes: 8}, or to test engines {kind: force, "
-        "fraction: 0.5}; the client sees one answer; auto: apart if the policy is planner, else none",
+        description="whether a request may be split and continue on another engine of role both: none; or, "
+        "with experimental: libra, at the token that balances both engines; apart, after its prompt, if all "
+        "requests together lose less time then; or a mapping: {kind: libra, probes: 8}, or to test engines "
+        "{kind: force, fraction: 0.5}; the client sees one answer; auto: apart if the policy is planner, "
+        "else none",
     )
     split_recompute: bool = Field(
         False,
@@ -306,6 +312,11 @@ class PoolSettings(Strict):
         description="engine profile (shipped name or file) for predicted times; default: what is learned",
     )
     seed: int = Field(0, ge=0, description="seed of the tie-breaks")
+
+    @property
+    def offers(self) -> Maturity:
+        """The least mature policies and planners that it accepts."""
+        return "experimental" if self.experimental else "stable"
 
     @property
     def _policy_name(self) -> str:

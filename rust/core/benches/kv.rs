@@ -1,11 +1,11 @@
 //! Index and hash, warm. `cargo bench -p lmetric-core --bench kv`; percentiles: `cargo run --release --example index_latency`.
 use criterion::{Criterion, criterion_group, criterion_main};
 use lmetric_core::InstanceId;
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::{chain, hash_text, hash_tokens};
 use lmetric_core::kv::index::KvIndex;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::policy::registry;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use std::hint::black_box;
@@ -74,7 +74,7 @@ fn feeds(c: &mut Criterion) {
     });
     let config =
         RouterConfig { index_feed: IndexFeed::Exact, index_bytes: 1 << 27, ..RouterConfig::default() };
-    let policy = registry::build("lmetric", &[]).expect("a registered policy");
+    let policy = Registry::CORE.policy("lmetric", &[]).expect("a registered policy");
     let mut router = Router::new(policy, config).expect("a router");
     router.add_instance("engine", Role::Both, None).expect("an instance");
     let keys = Keys::new(&[Some("model".into())], 16, 256).expect("a key scheme");

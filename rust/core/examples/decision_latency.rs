@@ -3,10 +3,10 @@
 //! `cargo run --release -p lmetric-core --example decision_latency`. "cold": after 64 MB were written between decisions, the prompt
 //! just written. The receipts' ring is full before a time counts, as in a router that has run for a while.
 use lmetric_core::InstanceId;
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::{Domain, hash_tokens};
 use lmetric_core::plan::{Event, Failure};
-use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig};
@@ -25,7 +25,7 @@ fn prompt(p: u32) -> Vec<u32> {
 fn main() {
     let config =
         RouterConfig { index_feed: IndexFeed::Exact, index_bytes: 600 << 20, ..RouterConfig::default() };
-    let policy = registry::build("lmetric", &[]).expect("a registered policy");
+    let policy = Registry::CORE.policy("lmetric", &[]).expect("a registered policy");
     let mut router = Router::new(policy, config).expect("good settings");
     for i in 0..INSTANCES {
         let name = format!("engine-{i}");

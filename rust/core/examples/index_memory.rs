@@ -2,10 +2,10 @@
 //!
 //! `cargo run --release -p lmetric-core --example index_memory -- [prompts] [MiB]` (10,000,000 and 96). 64 instances; each prompt has 24 blocks of 16 tokens, of which it shares the first 8 with a tenth of the others. "exact" also
 //! keeps the map from engine hashes, and every eighth block is removed again by its engine.
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::policy::registry;
 use lmetric_core::router::feed::{KvFeed, Means, Source, Stored};
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use std::time::Instant;
@@ -43,7 +43,7 @@ fn main() {
         // The same bytes for the index in both; the names come on top.
         let bytes = if exact { bytes } else { bytes - bytes / 3 } as usize;
         let config = RouterConfig { index_feed, index_bytes: bytes, ..RouterConfig::default() };
-        let policy = registry::build("lmetric", &[]).expect("a registered policy");
+        let policy = Registry::CORE.policy("lmetric", &[]).expect("a registered policy");
         let shared = SharedRouter::new(Router::new(policy, config).expect("a router"));
         let feed = KvFeed::new(shared.clone(), keys, bytes, exact);
         let sources: Vec<Source> = (0..INSTANCES)

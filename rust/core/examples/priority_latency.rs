@@ -2,9 +2,9 @@
 //! virtual token counters; and a whole decision ([`Router::route`]) with priorities and without.
 //!
 //! `cargo run --release -p lmetric-core --example priority_latency`. Revisions are timed 64 at a time, for one takes less than reading the clock; all else call by call.
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Failure};
-use lmetric_core::policy::registry;
 use lmetric_core::priority::vtc::VirtualTokens;
 use lmetric_core::priority::{Adaptive, MemGuard, Settings, TailRate, Work};
 use lmetric_core::request::{Request, Tenant};
@@ -59,7 +59,7 @@ fn each(name: &str, mut call: impl FnMut(&mut Pcg64)) {
 }
 
 fn decisions(name: &str, priorities: Option<Priorities>, instances: usize) {
-    let policy = registry::build("lmetric", &[]).expect("registered");
+    let policy = Registry::CORE.policy("lmetric", &[]).expect("registered");
     let mut router = Router::new(policy, RouterConfig::default()).expect("good settings");
     for i in 0..instances {
         router.add_instance(&format!("engine-{i}"), Role::Both, Some(75_000)).expect("a new name");

@@ -1,9 +1,9 @@
 //! What routers side by side cost each other: telling what a router has on each instance ([`Router::share`]), and taking that in ([`Router::hear`]).
 //!
 //! `cargo run --release -p lmetric-core --example replica_latency`. Each instance has 8 requests of each of 4 routers.
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::Event;
-use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
 use lmetric_core::router::{Router, RouterConfig};
 use std::hint::black_box;
@@ -20,7 +20,7 @@ fn report(name: &str, mut nanoseconds: Vec<f64>) {
 }
 
 fn router(instances: usize) -> Router {
-    let policy = registry::build("round_robin", &[]).expect("registered");
+    let policy = Registry::CORE.policy("round_robin", &[]).expect("registered");
     let mut router = Router::new(policy, RouterConfig::default()).expect("good settings");
     for i in 0..instances {
         router.add_instance(&format!("engine-{i}"), Role::Both, Some(75_000)).expect("a new name");

@@ -5,11 +5,11 @@
 //! make the tokens of a period, so that their tickets are where they are in a router at work: not in the cache.
 //!
 //! Rounds during which the kernel took the thread off its core are left out, and their share is shown: what else a machine does is no part of a round.
+use lmetric_core::Registry;
 use lmetric_core::estimate::Remaining;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
 use lmetric_core::reschedule::{InstanceLoad, RunningRequest};
 use lmetric_core::router::{RescheduleConfig, Router, RouterConfig, TicketId};
@@ -88,7 +88,7 @@ impl Timed {
 /// A router whose instances decode as many requests as their shares say, and their tickets.
 fn at_work(name: &str, instances: usize, requests: usize) -> (Router, Vec<TicketId>) {
     let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(1);
-    let policy = registry::build("round_robin", &[]).expect("registered");
+    let policy = Registry::CORE.policy("round_robin", &[]).expect("registered");
     let mut router = Router::new(policy, RouterConfig::default()).expect("good settings");
     let rescheduling = RescheduleConfig::named(name).and_then(|config| config.build()).expect("known");
     router.set_rescheduling(Some(rescheduling)).expect("nothing is in flight");

@@ -1,4 +1,5 @@
 //! One error tree. Messages say what, where, and what would have been right.
+use crate::maturity::Maturity;
 use thiserror::Error;
 
 /// Everything the core refuses.
@@ -23,6 +24,16 @@ pub enum CoreError {
         got: String,
         /// What would have been right.
         expected: String,
+    },
+    /// A policy, a planner or a setting that the registry does not offer.
+    #[error("{kind} {name:?} {}", refusal(*maturity))]
+    Immature {
+        /// What is not offered: `policy`, `split`, `knob of policy sibyl`.
+        kind: String,
+        /// Its name.
+        name: String,
+        /// How mature it is.
+        maturity: Maturity,
     },
     /// A score expression that does not parse or type-check.
     #[error("{0}")]
@@ -51,6 +62,17 @@ pub enum CoreError {
         "the router is broken: an internal error stopped one of its operations halfway; build a new Router and report the error"
     )]
     Broken,
+}
+
+/// Why a part is not offered, and what to do.
+fn refusal(maturity: Maturity) -> &'static str {
+    match maturity {
+        Maturity::Stable => "is not offered here",
+        Maturity::Experimental => {
+            "is experimental; set `experimental: true` (`serve --experimental`) to use it"
+        }
+        Maturity::Study => "is for studies only: use it in simulate or study",
+    }
 }
 
 /// A setting that is a whole number; `what` names it.

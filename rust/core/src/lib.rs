@@ -17,10 +17,12 @@ pub mod guard;
 pub mod ids;
 pub mod indicators;
 pub mod kv;
+pub mod maturity;
 pub mod plan;
 pub mod policy;
 pub mod priority;
 pub mod receipt;
+pub mod registry;
 pub mod request;
 pub mod reschedule;
 pub mod router;
@@ -30,3 +32,5 @@ mod wide;
 
 pub use error::CoreError;
 pub use ids::InstanceId;
+pub use maturity::Maturity;
+pub use registry::Registry;

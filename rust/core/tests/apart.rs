@@ -7,11 +7,11 @@ use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Segment, Usage};
-use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{PullConfig, Router, RouterConfig, Split};
 use lmetric_core::split::apart::Settings;
+use lmetric_core::{CoreError, Registry};
 
 const SETTINGS: Settings = Settings {
     most_stall_seconds: 0.0,
@@ -22,19 +22,19 @@ const SETTINGS: Settings = Settings {
 };
 
 /// The planner with these settings besides, or instead of, those of [`SETTINGS`].
+fn with(settings: &[(&str, f64)]) -> Result<Split, CoreError> {
+    let usual = [
+        ("most_stall_seconds", SETTINGS.most_stall_seconds),
+        ("recent_seconds", SETTINGS.recent_seconds),
+        ("least_gain_seconds", SETTINGS.least_gain_seconds),
+        ("transfer_seconds_per_token", SETTINGS.transfer_seconds_per_token),
+        ("transfer_fixed_seconds", SETTINGS.transfer_fixed_seconds),
+    ];
+    Registry::CORE.split("apart", &[&usual, settings].concat())
+}
+
 fn apart(settings: &[(&str, f64)]) -> Split {
-    let mut split = Split::by(
-        "apart",
-        &[
-            ("most_stall_seconds", SETTINGS.most_stall_seconds),
-            ("recent_seconds", SETTINGS.recent_seconds),
-            ("least_gain_seconds", SETTINGS.least_gain_seconds),
-            ("transfer_seconds_per_token", SETTINGS.transfer_seconds_per_token),
-            ("transfer_fixed_seconds", SETTINGS.transfer_fixed_seconds),
-        ],
-    );
-    split.settings.extend(settings.iter().map(|(name, value)| (name.to_string(), *value)));
-    split
+    with(settings).unwrap()
 }
 
 /// Requests bring the length of their answer.
@@ -42,8 +42,9 @@ const GIVEN: (&str, f64) = ("lengths_given", 1.0);
 
 fn fleet(split: Split, instances: usize) -> Router {
     // Nothing drains by itself.
-    let config = RouterConfig { split, step_time: Some(STEP), drain: false, ..RouterConfig::default() };
-    let mut router = Router::new(registry::build("least_requests", &[]).unwrap(), config).unwrap();
+    let config = RouterConfig { step_time: Some(STEP), drain: false, ..RouterConfig::default() };
+    let mut router = Router::new(Registry::CORE.policy("least_requests", &[]).unwrap(), config).unwrap();
+    router.set_split(&split).unwrap();
     for i in 0..instances {
         router.add_instance(&format!("engine-{i}"), Role::Both, None).unwrap();
     }
@@ -256,8 +257,9 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
     (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd).unwrap());
     let d = router.route(&ASKED, 0.0).unwrap();
     assert!(router.receipt(d.id).unwrap().balance.is_some());
-    let config = RouterConfig { split: apart(&[GIVEN]), ..RouterConfig::default() };
-    let mut router = Router::new(registry::build("least_requests", &[]).unwrap(), config).unwrap();
+    let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
+    let mut router = Router::new(policy, RouterConfig::default()).unwrap();
+    router.set_split(&apart(&[GIVEN])).unwrap();
     for name in ["engine-0", "engine-1"] {
         router.add_instance(name, Role::Both, None).unwrap();
     }
@@ -302,7 +304,6 @@ fn lengths_are_a_prior_then_the_mean_of_their_kind_and_never_beyond_the_limit() 
 
 #[test]
 fn settings_are_checked() {
-    let mut router = fleet(Split::NONE, 1);
     for bad in [
         ("recent_seconds", 0.0),
         ("least_gain_seconds", f64::NAN),
@@ -311,12 +312,11 @@ fn settings_are_checked() {
         ("prior_tokens", 0.0),
         ("lengths_given", 2.0),
     ] {
-        let error = router.set_split(apart(&[bad])).unwrap_err().to_string();
+        let error = with(&[bad]).unwrap_err().to_string();
         assert!(error.contains(&format!("knob {} of split apart", bad.0)), "{error}");
     }
-    let error = router.set_split(apart(&[("prior_token", 40.0)])).unwrap_err().to_string();
+    let error = with(&[("prior_token", 40.0)]).unwrap_err().to_string();
     assert!(error.contains("did you mean \"prior_tokens\""), "{error}");
-    let error = router.set_split(Split::by("libre", &[])).unwrap_err().to_string();
+    let error = Registry::CORE.split("libre", &[]).unwrap_err().to_string();
     assert_eq!(error, "unknown split \"libre\"; did you mean \"libra\"?");
-    assert_eq!(router.split(), &Split::NONE);
 }

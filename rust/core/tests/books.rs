@@ -7,10 +7,12 @@ use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{Indicator, IndicatorSet, Snapshot};
 use lmetric_core::plan::{Binding, Cuts, Event, Failure, Segment, Usage};
-use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores, registry};
+use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores};
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Report;
-use lmetric_core::router::{Carry, Router, RouterConfig, Split, TicketId};
+use lmetric_core::router::planners::{Planner, PlannerSpec, View};
+use lmetric_core::router::{Carry, Follow, Rest, Router, RouterConfig, Split, TicketId};
+use lmetric_core::{Maturity, Registry};
 use proptest::prelude::*;
 use std::borrow::Cow;
 
@@ -23,6 +25,7 @@ impl LeastRequests {
             name: Cow::Borrowed("least"),
             formula: Cow::Borrowed("bs"),
             source: Cow::Borrowed("this test"),
+            maturity: Maturity::Study,
             knobs: &[],
             symmetric: true,
             random: false,
@@ -214,7 +217,7 @@ impl Model {
             let id = router.fleet().find(&name(i)).unwrap();
             assert_eq!(router.in_flight_on(id), here.len() + coming.len());
             if let Some(ahead) = router.ahead() {
-                let (requests, context) = ahead.load(slot).buckets();
+                let (requests, context) = ahead.load(slot).decoding().buckets();
                 assert_eq!(requests.iter().sum::<f64>(), count(Stage::Decoding));
                 assert_eq!(
                     context.iter().sum::<f64>(),
@@ -522,20 +525,48 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
     }
 }
 
-/// Three parts for whoever thinks, two for others, wherever there is a balance.
+/// A planner of another crate: three parts for whoever reasons, two for others.
+#[derive(Debug)]
+struct Parts;
+
+static PARTS: PlannerSpec = PlannerSpec {
+    name: "parts",
+    about: "splits at the prompt's end and, if it reasons, at the end of its reasoning",
+    source: "a test",
+    maturity: Maturity::Study,
+    settings: &[],
+    keeps_tokens: false,
+    build: |_| Ok(Box::new(Parts)),
+};
+
+impl Planner for Parts {
+    fn rest(&self, view: &mut View<'_>) -> Rest {
+        let Some((thinks, second)) = view.second() else { return Rest::new() };
+        let Some(expected) = view.request().expected_output_tokens else {
+            return view.leave_whole("its length is not known");
+        };
+        let prompt = view.request().prompt_tokens;
+        let mut rest = Rest::from_iter([Follow { from_token: prompt, ..second }]);
+        if let Some(tokens) = view.request().think_tokens.filter(|tokens| (1..expected).contains(tokens)) {
+            let answers = view.other_than(&[thinks], second.start_seconds).unwrap_or(view.first());
+            rest.push(Follow { from_token: prompt + tokens, ..view.follow(answers, 1.0) });
+        }
+        rest
+    }
+}
+
 fn three() -> Split {
-    let settings = [("least_gain", -1.0), ("least_tokens", 1.0), ("lengths_given", 1.0), ("parts", 3.0)];
-    Split::by("libra", &settings)
+    Split::by(&PARTS, &[]).unwrap()
 }
 
 /// A router of which nothing drains by itself.
 fn router(late: bool, sibyl: bool, split: Split) -> Router {
     let binding = if late { Binding::Late } else { Binding::Early };
-    let config =
-        RouterConfig { drain: false, binding, split, step_time: Some(STEP), ..RouterConfig::default() };
+    let config = RouterConfig { drain: false, binding, step_time: Some(STEP), ..RouterConfig::default() };
     let mut router = Router::new(LeastRequests::boxed(), config).unwrap();
+    router.set_split(&split).unwrap();
     if sibyl {
-        router.set_decode_policy(registry::build("sibyl", &[]).unwrap()).unwrap();
+        router.set_decode_policy(Registry::CORE.policy("sibyl", &[]).unwrap()).unwrap();
     }
     router
 }
@@ -570,7 +601,7 @@ proptest! {
         sibyl in any::<bool>(),
         cut in prop_oneof![
             Just(Split::NONE),
-            (0.01..0.99f64).prop_map(|at| Split::by("force", &[("at", at)])),
+            (0.01..0.99f64).prop_map(|at| Registry::CORE.split("force", &[("at", at)]).unwrap()),
             Just(three()),
         ],
     ) {

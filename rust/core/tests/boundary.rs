@@ -3,12 +3,13 @@
 mod common;
 
 use common::{STEP, chain, request};
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{Indicator, IndicatorSet, Snapshot};
 use lmetric_core::plan::{Cuts, Event, Failure};
-use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores, registry};
+use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores};
 use lmetric_core::request::Request;
-use lmetric_core::router::{IndexFeed, Router, RouterConfig, Share, SharedRouter, Split};
+use lmetric_core::router::{IndexFeed, Router, RouterConfig, Share, SharedRouter};
 use lmetric_core::{CoreError, InstanceId};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -22,7 +23,7 @@ fn router_of(policy: Box<dyn Policy>, instances: usize) -> Router {
 }
 
 fn router(instances: usize) -> Router {
-    router_of(registry::build("lmetric", &[]).unwrap(), instances)
+    router_of(Registry::CORE.policy("lmetric", &[]).unwrap(), instances)
 }
 
 /// Does something to the scores that no policy may.
@@ -112,7 +113,7 @@ fn unknown_slots_are_refused() {
 #[test]
 fn a_retry_leaves_nothing_to_the_next_commit() {
     let (mut router, prompt) = (router(2), chain(1, 40));
-    router.set_split(Split::by("force", &[("at", 0.5)])).unwrap();
+    router.set_split(&Registry::CORE.split("force", &[("at", 0.5)]).unwrap()).unwrap();
     let request = Request { expected_output_tokens: Some(100), ..request(&prompt) };
     let retried = router.route(&request, 0.0).unwrap();
     assert!(retried.next.is_some());

@@ -1,8 +1,8 @@
 //! Events applied to a router's index: names, copies, ranks, reports, bounds.
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::{Domain, hash_tokens};
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
 use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
@@ -37,7 +37,7 @@ impl Bed {
 
     fn with(index_bytes: usize, index_feed: IndexFeed) -> Bed {
         let config = RouterConfig { index_bytes, index_feed, ..RouterConfig::default() };
-        let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+        let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
         router.add_instance("a", Role::Both, None).unwrap();
         router.add_instance("b", Role::Both, None).unwrap();
         let feed =

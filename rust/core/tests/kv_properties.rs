@@ -87,7 +87,6 @@ fn check(index: &KvIndex, model: &Model, query: &[u64]) -> Result<(), TestCaseEr
         index.holders(query[at], &mut holders);
         let expected: Vec<_> =
             (0..INSTANCES).filter(|i| model.depth(*i, query) as usize > at).map(instance).collect();
-        prop_assert_eq!(index.holders_count(query[at]), expected.len());
         prop_assert_eq!(holders, expected);
     }
     Ok(())
@@ -306,7 +305,6 @@ fn bytes_never_pass_the_bound() {
         }
     }
     assert!(index.evicted_blocks() > 100_000);
-    assert_eq!(index.dropped_blocks(), 0);
     assert!(index.pairs() > 20_000, "{}", index.pairs());
     (0..INSTANCES).for_each(|i| index.remove_instance(instance(i)));
     assert_eq!((index.nodes(), index.pairs()), (0, 0));

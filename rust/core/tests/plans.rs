@@ -1,15 +1,15 @@
 //! Plans of two segments, step by step: where each goes, what is booked when, and what happens where somebody is gone.
 use lmetric_core::CoreError;
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Binding, Cuts, Event, Failure, Usage};
-use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
-use lmetric_core::router::{Carry, Decision, RescheduleConfig, Router, RouterConfig, Split};
+use lmetric_core::router::{Carry, Decision, RescheduleConfig, Router, RouterConfig};
 
 fn fleet(config: RouterConfig, roles: &[Role]) -> Router {
-    let mut router = Router::new(registry::build("least_requests", &[]).unwrap(), config).unwrap();
+    let mut router = Router::new(Registry::CORE.policy("least_requests", &[]).unwrap(), config).unwrap();
     for (i, role) in roles.iter().enumerate() {
         router.add_instance(&format!("e{i}"), *role, None).unwrap();
     }
@@ -134,7 +134,7 @@ fn instances_that_do_both_take_whole_requests_beside_those_that_do_not() {
 #[test]
 fn sibyl_sees_what_will_be_there_when_the_prefill_ends() {
     let mut router = fleet(RouterConfig::default(), &[Prefill, Decode, Decode]);
-    router.set_decode_policy(registry::build("sibyl", &[]).unwrap()).unwrap();
+    router.set_decode_policy(Registry::CORE.policy("sibyl", &[]).unwrap()).unwrap();
     // One request decodes on each; the answers that ended had 128 tokens, so the one that is far will soon be gone.
     for i in 0..20 {
         let at = 2.0 * f64::from(i);
@@ -155,16 +155,15 @@ fn sibyl_sees_what_will_be_there_when_the_prefill_ends() {
     // The least tokens are the young one's; SIBYL knows that the old one's will be gone.
     assert_eq!(at(&route(&mut router, 41.5)), at(&old));
     // Another policy may replace it meanwhile: the fewest tokens are the young one's.
-    router.set_decode_policy(registry::build("least_tokens", &[]).unwrap()).unwrap();
+    router.set_decode_policy(Registry::CORE.policy("least_tokens", &[]).unwrap()).unwrap();
     assert_eq!(at(&route(&mut router, 41.5)), at(&young));
 }
 
 /// A fleet of equals, of which each request of 1,000 prompt tokens and 200 expected output tokens is cut at `fraction` of these.
 fn cutting(fraction: f64, equals: usize) -> Router {
-    fleet(
-        RouterConfig { split: Split::by("force", &[("at", fraction)]), ..RouterConfig::default() },
-        &vec![Both; equals],
-    )
+    let mut router = fleet(RouterConfig::default(), &vec![Both; equals]);
+    router.set_split(&Registry::CORE.split("force", &[("at", fraction)]).unwrap()).unwrap();
+    router
 }
 
 fn route_expecting(router: &mut Router, output: Option<u32>, uncut: Option<&str>) -> Decision {
@@ -283,7 +282,7 @@ fn what_engines_cannot_do_moves_the_cut_or_leaves_the_request_whole_and_the_rece
     assert_eq!(whole(&mut router, &d), "no second instance takes over");
     assert_eq!(router.totals().split, 0);
     for bad in [0.0, 1.0, -1.0, f64::NAN] {
-        let error = router.set_split(Split::by("force", &[("at", bad)])).unwrap_err().to_string();
+        let error = Registry::CORE.split("force", &[("at", bad)]).unwrap_err().to_string();
         assert!(error.contains("knob at of split force"), "{error}");
     }
 }

@@ -4,14 +4,14 @@ mod common;
 
 use common::{chain, request};
 use lmetric_core::CoreError;
+use lmetric_core::Registry;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Failure, Pull, Usage};
-use lmetric_core::policy::registry;
 use lmetric_core::router::ledger::Report;
-use lmetric_core::router::{Decision, PullConfig, Router, RouterConfig, Split};
+use lmetric_core::router::{Decision, PullConfig, Router, RouterConfig};
 use proptest::prelude::*;
 
 /// A pull of 1,600 tokens takes 0.002 + 0.016 s.
@@ -31,7 +31,7 @@ fn router(policy: &str, pull: PullConfig, instances: usize) -> Router {
         prior_prefill_tokens_per_second: 10_000.0,
         ..RouterConfig::default()
     };
-    let mut router = Router::new(registry::build(policy, &[]).unwrap(), config).unwrap();
+    let mut router = Router::new(Registry::CORE.policy(policy, &[]).unwrap(), config).unwrap();
     for i in 0..instances {
         router.add_instance(&format!("e{i}"), Role::Both, None).unwrap();
     }
@@ -327,7 +327,7 @@ fn a_prefill_instance_pulls_too_and_a_part_of_a_prompt_does_not() {
     assert_eq!(of(&mut router, Pulls, home), 0.0);
 
     let (mut router, _, prompt) = held_by_one("least_requests", PULL, 3);
-    router.set_split(Split::by("force", &[("at", 0.5)])).unwrap();
+    router.set_split(&Registry::CORE.split("force", &[("at", 0.5)]).unwrap()).unwrap();
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     assert_eq!((decision.segment.to_token.is_some(), decision.pull), (true, None));
 }

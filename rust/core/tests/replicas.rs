@@ -3,10 +3,10 @@
 mod common;
 
 use common::{STEP, chain, request};
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::policy::registry;
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{MOST_REPLICAS, Router, RouterConfig, Share, TicketId};
 use proptest::prelude::*;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 fn router(policy: &str, instances: &[&str]) -> Router {
     let config = RouterConfig { drain: false, step_time: Some(STEP), ..RouterConfig::default() };
-    let mut router = Router::new(registry::build(policy, &[]).unwrap(), config).unwrap();
+    let mut router = Router::new(Registry::CORE.policy(policy, &[]).unwrap(), config).unwrap();
     for name in instances {
         router.add_instance(name, Role::Both, None).unwrap();
     }

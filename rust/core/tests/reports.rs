@@ -1,8 +1,8 @@
 //! Others' load, told from engines' reports: a report may be older than what the router knows by then, and an old one shows once more what has ended.
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Router, RouterConfig, TicketId};
@@ -24,7 +24,7 @@ struct World {
 impl World {
     fn new() -> World {
         let config = RouterConfig { drain: false, ..RouterConfig::default() };
-        let mut router = Router::new(registry::build("least_requests", &[]).unwrap(), config).unwrap();
+        let mut router = Router::new(Registry::CORE.policy("least_requests", &[]).unwrap(), config).unwrap();
         router.add_instance(NAME, Role::Both, None).unwrap();
         World { router, open: Vec::new(), history: vec![0.0], page: (0.0, 0.0), samples: 0.0 }
     }

@@ -4,17 +4,18 @@ mod common;
 
 use common::{chain, request};
 use lmetric_core::CoreError;
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::{GuardConfig, Phase};
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Failure, Usage};
-use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 
 fn router(policy: &str, instances: usize) -> Router {
-    let mut router = Router::new(registry::build(policy, &[]).unwrap(), RouterConfig::default()).unwrap();
+    let mut router =
+        Router::new(Registry::CORE.policy(policy, &[]).unwrap(), RouterConfig::default()).unwrap();
     for i in 0..instances {
         router.add_instance(&format!("e{i}"), Role::Both, None).unwrap();
     }
@@ -79,7 +80,7 @@ fn after_the_first_token_nothing_moves() {
 #[test]
 fn a_retry_survives_a_lost_receipt_and_may_go_to_an_instance_that_is_new() {
     let config = RouterConfig { receipt_bytes: 1, ..RouterConfig::default() };
-    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+    let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
     router.add_instance("e0", Role::Both, None).unwrap();
     let first = router.route(&request(&[]), 0.0).unwrap();
     let second = router.route(&request(&[]), 0.0).unwrap();
@@ -210,7 +211,7 @@ fn time_does_not_run_back() {
 #[test]
 fn exact_feed_believes_events_only() {
     let config = RouterConfig { index_feed: IndexFeed::Exact, ..RouterConfig::default() };
-    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+    let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
     let ids: Vec<_> =
         (0..2).map(|i| router.add_instance(&format!("e{i}"), Role::Both, None).unwrap()).collect();
     let prompt = chain(1, 4);
@@ -276,7 +277,7 @@ fn the_guard_takes_a_hot_prefix_off_its_holders() {
         guard: GuardConfig { on: true, ..GuardConfig::default() },
         ..RouterConfig::default()
     };
-    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+    let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
     let ids: Vec<_> =
         (0..8).map(|i| router.add_instance(&format!("e{i}"), Role::Both, None).unwrap()).collect();
     let shared = chain(1, 64);
@@ -319,7 +320,7 @@ fn partial_last_blocks_count_where_engines_keep_them() {
         [(false, 40, 32), (true, 40, 39), (false, 48, 32), (true, 48, 47), (false, 49, 48), (true, 49, 48)]
     {
         let config = RouterConfig { partial_blocks, ..RouterConfig::default() };
-        let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+        let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
         router.add_instance("e0", Role::Both, None).unwrap();
         let request = Request { prompt_tokens: tokens, ..request(&prompt) };
         let placed = router.route(&request, 0.0).unwrap();
@@ -331,7 +332,7 @@ fn partial_last_blocks_count_where_engines_keep_them() {
 #[test]
 fn what_an_engine_finds_cached_replaces_what_was_booked() {
     let config = RouterConfig { drain: false, ..RouterConfig::default() };
-    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+    let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
     router.add_instance("e0", Role::Both, None).unwrap();
     let (long, short) = (chain(1, 10), chain(50, 2)); // 161 and 33 tokens, nothing known of them
     let first = router.route(&request(&long), 0.0).unwrap();

@@ -3,9 +3,9 @@
 //! `cargo run --release -p lmetric-feed --example feed_rate -- [instances] [rounds]` (256 and 6). Each batch stores 32 blocks of 16
 //! tokens and removes 32 others, one event each, over full caches of 2,048 blocks an instance. Seconds are of the processor's time of the
 //! thread (Linux), so that what else the machine does counts little.
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::policy::registry;
 use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::apply::Applier;
@@ -83,7 +83,7 @@ fn main() {
     let (instances, rounds) = (*numbers.first().unwrap_or(&256), *numbers.get(1).unwrap_or(&6));
     let config =
         RouterConfig { index_feed: IndexFeed::Exact, index_bytes: 1 << 30, ..RouterConfig::default() };
-    let policy = registry::build("lmetric", &[]).expect("a registered policy");
+    let policy = Registry::CORE.policy("lmetric", &[]).expect("a registered policy");
     let shared = SharedRouter::new(Router::new(policy, config).expect("a router"));
     let keys = Keys::new(&[Some("model".into())], BLOCK as usize, 256).expect("a key scheme");
     let feed = Arc::new(KvFeed::new(shared.clone(), keys, 1 << 30, true));

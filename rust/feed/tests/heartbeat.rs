@@ -1,7 +1,7 @@
 //! What is seen of a feed whose thread has stopped.
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::policy::registry;
 use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::stream::Standing;
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 fn a_panic_of_the_thread_is_seen() {
     let config =
         RouterConfig { index_feed: IndexFeed::Exact, index_bytes: 3 << 20, ..RouterConfig::default() };
-    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+    let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
     router.add_instance("e", Role::Both, None).unwrap();
     let keys = Keys::new(&[], 16, 256).unwrap();
     let feed = Arc::new(KvFeed::new(SharedRouter::new(router), keys, 3 << 20, true));

@@ -1,8 +1,8 @@
 //! The stream against a model of an engine and of what may happen to its messages.
+use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::policy::registry;
 use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::apply::Applier;
@@ -174,7 +174,7 @@ impl Bed {
     fn new(can_replay: bool) -> Bed {
         let config =
             RouterConfig { index_feed: IndexFeed::Exact, index_bytes: 3 << 20, ..RouterConfig::default() };
-        let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), config).unwrap();
+        let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
         router.add_instance("e", Role::Both, None).unwrap();
         let keys = Keys::new(&[], BLOCK as usize, 256).unwrap();
         let feed = Arc::new(KvFeed::new(SharedRouter::new(router), keys, 3 << 20, true));

@@ -160,7 +160,11 @@ fn bench_decision<'py>(
     for policy in &policies {
         for &n in &instances {
             for &tokens in &prompt_tokens {
-                let built = crate::policies::build(Some(PyString::new(py, policy).as_any()), None)?;
+                let built = crate::policies::build(
+                    lmetric_study::REGISTRY,
+                    Some(PyString::new(py, policy).as_any()),
+                    None,
+                )?;
                 let timings =
                     py.detach(|| measure(built, n, tokens, iterations, block_size, stored_pairs, feed))?;
                 for (stage, timing) in STAGES.iter().zip(&timings) {

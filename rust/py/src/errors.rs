@@ -60,7 +60,7 @@ pub fn to_python(error: CoreError) -> PyErr {
     let message = error.to_string();
     match error {
         CoreError::UnknownName { .. } => UnknownNameError::new_err(message),
-        CoreError::BadValue { .. } => BadValueError::new_err(message),
+        CoreError::BadValue { .. } | CoreError::Immature { .. } => BadValueError::new_err(message),
         CoreError::NoInstance(_) => NoInstanceError::new_err(message),
         CoreError::Policy { .. } => PolicyError::new_err(message),
         CoreError::Ticket { .. } => TicketError::new_err(message),

@@ -3,8 +3,9 @@ use crate::errors::{BadValueError, Result};
 use lmetric_core::CoreError;
 use lmetric_core::expr::{self, Inputs, Scratch, Type};
 use lmetric_core::indicators::{DeclaredIndicator, INDICATORS, Indicator, Scope, declared};
-use lmetric_core::policy::registry;
+use lmetric_core::registry;
 use lmetric_core::suggest::nearest;
+use lmetric_study::REGISTRY;
 use numpy::{PyArray1, PyReadonlyArrayDyn, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -80,7 +81,7 @@ fn declare_indicator(
     default: Option<f64>,
     max_age_seconds: Option<f64>,
 ) -> Result<()> {
-    registry::declare_indicator(name, unit, default, max_age_seconds)?;
+    registry::declare_indicator(REGISTRY, name, unit, default, max_age_seconds)?;
     Ok(())
 }
 

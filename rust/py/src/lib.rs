@@ -13,6 +13,7 @@ mod guard;
 mod policies;
 mod priorities;
 mod pull;
+mod registry;
 mod request;
 mod reschedule;
 mod router;

@@ -4,8 +4,10 @@ use crate::errors::Result;
 use crate::forecast::PythonForecast;
 use crate::guard::GuardSettings;
 use crate::policies;
+use crate::registry::offering;
 use crate::request::{self, Request};
 use crate::ticket::{Decision, Stats, Ticket};
+use lmetric_core::Registry;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{INDICATORS, Indicator, IndicatorDecl, Scope, declared};
@@ -16,6 +18,7 @@ use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{IndexFeed, NamedMove, Router as CoreRouter, RouterConfig, Share, SharedRouter};
 use lmetric_core::{CoreError, InstanceId};
+use lmetric_study::REGISTRY;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use parking_lot::Mutex;
 use pyo3::exceptions::PyTypeError;
@@ -33,7 +36,8 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Ticket>()?;
     module.add("PolicyTimeout", module.py().get_type::<policies::PolicyTimeout>())?;
     module.add_function(wrap_pyfunction!(parsed_option, module)?)?;
-    module.add_function(wrap_pyfunction!(crate::split::planners, module)?)?;
+    module.add_function(wrap_pyfunction!(crate::registry::planners, module)?)?;
+    module.add_function(wrap_pyfunction!(crate::registry::check_policy, module)?)?;
     module.add_function(wrap_pyfunction!(policies::policy_table, module)?)
 }
 
@@ -96,6 +100,7 @@ impl Clock {
 /// (`fixed_seconds`, ..., `max_batch_tokens`), from which `predicted_ttft_seconds` is computed instead of from the learned prefill
 /// rate. `decay_queued_prefill`: whether queued prefill tokens decay between events at the learned rate. `seed`: of all
 /// random choices. `split`, `prefix_fetch`, `priority`, `rebalance`: options of `lmetric.options`, as for `configure`.
+/// `offers`: the least mature policies and planners that the router accepts (`"stable"`, `"experimental"`, `"study"`: all).
 ///
 /// With roles, a request is prefilled on an instance of role `"prefill"` and decodes on one of role `"decode"`, which
 /// `decode_policy` (with `decode_knobs`; default `"least_requests"`) chooses with the decision (`binding="early"`) or after the
@@ -105,6 +110,8 @@ impl Clock {
 #[pyclass(frozen, module = "lmetric")]
 pub struct Router {
     shared: SharedRouter,
+    /// Its policies and planners.
+    registry: Registry,
     clock: Clock,
     /// What all prompts share: the key scheme is made anew where the block size changes.
     parts: Vec<Option<String>>,
@@ -155,8 +162,8 @@ impl Router {
         let settings = Some(&settings);
         match what {
             "split" => {
-                let split = crate::split::split_of(&kind, settings)?;
-                self.with_core(py, |router| Ok(router.set_split(split)?))
+                let split = crate::split::split_of(self.registry, &kind, settings)?;
+                self.with_core(py, |router| Ok(router.set_split(&split)?))
             }
             "prefix_fetch" => {
                 let fetch = crate::pull::pull_of(settings)?;
@@ -260,7 +267,7 @@ fn unexpected(method: &str, keyword: &str) -> crate::errors::Error {
 pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Result<String> {
     let settings = Some(settings);
     Ok(match what {
-        "split" => format!("{kind} {:?}", crate::split::split_of(kind, settings)?.check()?),
+        "split" => format!("{:?}", crate::split::split_of(REGISTRY, kind, settings)?),
         "prefix_fetch" => format!("{:?}", crate::pull::pull_of(settings)?),
         "priority" => format!("{:?}", crate::priorities::priorities_of(kind, settings)?),
         "rebalance" => format!("{:?}", crate::reschedule::reschedule_of(kind, settings, false)?),
@@ -274,11 +281,11 @@ impl Router {
     #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None,
         kv_source="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, step_time=None,
         decay_queued_prefill=true, seed=0, decode_policy=None, decode_knobs=None, binding="early", colocate=true,
-        split=None, prefix_fetch=None, priority=None, rebalance=None, **old),
+        split=None, prefix_fetch=None, priority=None, rebalance=None, offers="study", **old),
         text_signature = "(policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None, \
         kv_source='approximate', index_bytes=536870912, receipt_bytes=16777216, guard=None, step_time=None, \
         decay_queued_prefill=True, seed=0, decode_policy=None, decode_knobs=None, binding='early', colocate=True, \
-        split=None, prefix_fetch=None, priority=None, rebalance=None)")]
+        split=None, prefix_fetch=None, priority=None, rebalance=None, offers='study')")]
     fn new(
         py: Python<'_>,
         policy: Option<&Bound<'_, PyAny>>,
@@ -301,6 +308,7 @@ impl Router {
         prefix_fetch: Option<Bound<'_, PyAny>>,
         priority: Option<Bound<'_, PyAny>>,
         rebalance: Option<Bound<'_, PyAny>>,
+        offers: &str,
         old: Option<&Bound<'_, PyDict>>,
     ) -> Result<Router> {
         let (mut kv_source, mut decay_queued_prefill, mut guard) =
@@ -316,10 +324,11 @@ impl Router {
             }
             guard = renamed.get_item("guard")?.or(guard);
         }
+        let registry = offering(offers)?;
         let index_feed = index_feed_of("kv_source", &kv_source)?;
         let parts = domain.unwrap_or_default();
         let keys = Keys::new(&parts, block_size, text_block_bytes)?;
-        let policy = policies::build(policy, knobs)?;
+        let policy = policies::build(registry, policy, knobs)?;
         let guard = GuardSettings::of(guard.as_ref())?;
         let guard_chosen = guard.on;
         let (guard, guard_reason) = guard.under(&*policy)?;
@@ -339,12 +348,13 @@ impl Router {
         if decode_policy.is_some() || decode_knobs.is_some() {
             let default = PyString::new(py, &router.decode_policy().spec().name.clone());
             let decode_policy = decode_policy.unwrap_or(default.as_any());
-            router.set_decode_policy(policies::build(Some(decode_policy), decode_knobs)?)?;
+            router.set_decode_policy(policies::build(registry, Some(decode_policy), decode_knobs)?)?;
         }
         let shared = SharedRouter::new(router);
         let made = Router {
             feed: Arc::new(KvFeed::new(shared.clone(), keys, index_bytes, index_feed == IndexFeed::Exact)),
             shared,
+            registry,
             clock: Clock::new(py)?,
             parts,
             guard: Mutex::new((guard_chosen, guard_reason)),
@@ -1021,7 +1031,7 @@ impl Router {
         policy: &Bound<'_, PyAny>,
         knobs: Option<&Bound<'_, PyDict>>,
     ) -> Result<()> {
-        let policy = policies::build(Some(policy), knobs)?;
+        let policy = policies::build(self.registry, Some(policy), knobs)?;
         let chosen = self.guard.lock().0;
         let (on, reason) = lmetric_core::guard::applies(&*policy, chosen);
         self.with_core(py, |router| {
@@ -1043,7 +1053,7 @@ impl Router {
         policy: &Bound<'_, PyAny>,
         knobs: Option<&Bound<'_, PyDict>>,
     ) -> Result<()> {
-        let policy = policies::build(Some(policy), knobs)?;
+        let policy = policies::build(self.registry, Some(policy), knobs)?;
         self.with_core(py, |router| Ok(router.set_decode_policy(policy)?))
     }
 

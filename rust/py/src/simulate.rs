@@ -11,6 +11,7 @@ use lmetric_sim::{
     Admission, ClusterConfig, GapHistogram, MoveBy, Order, Outcome, Overlap, Policies, Profile, Pulling,
     Quantity, Recompute, Signals, TokenSlo, Trace, Transfer,
 };
+use lmetric_study::REGISTRY;
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -164,9 +165,9 @@ fn simulate<'py>(
     let each = (0..routers)
         .map(|_| {
             let decode = decode_policy
-                .map(|policy| policies::build_timed(Some(policy), decode_knobs, false))
+                .map(|policy| policies::build_timed(REGISTRY, Some(policy), decode_knobs, false))
                 .transpose()?;
-            Ok(Policies { place: policies::build_timed(policy, knobs, false)?, decode })
+            Ok(Policies { place: policies::build_timed(REGISTRY, policy, knobs, false)?, decode })
         })
         .collect::<PyResult<Vec<Policies>>>()?;
     let seen = match signals {
@@ -235,10 +236,10 @@ fn simulate<'py>(
             // No instance ever goes, so a request that nobody decodes is a defect: an error.
             colocate: false,
             unlimited_prefill,
-            split: crate::split::split_of(split, split_settings)?,
             pull: pull.map(|settings| crate::pull::pull_of(Some(settings))).transpose()?,
             ..RouterConfig::default()
         },
+        split: crate::split::split_of(REGISTRY, split, split_settings)?,
         silent_segments,
         output_known,
         reschedule: crate::reschedule::reschedule_of(reschedule, reschedule_settings, true)?

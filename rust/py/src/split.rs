@@ -1,38 +1,45 @@
 //! How requests are split, by name and settings.
 use crate::errors::Result;
-use lmetric_core::CoreError;
+use crate::registry;
 use lmetric_core::router::Split;
-use lmetric_core::router::planners as registry;
+use lmetric_core::{CoreError, Registry};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::BTreeMap;
 
-/// The names of the planners, of which `split` takes one.
-#[pyfunction]
-pub fn planners() -> Vec<&'static str> {
-    registry::specs().iter().map(|spec| spec.name).collect()
-}
-
-/// The split of this name with its settings.
+/// The split of this name with its settings. `parts` of `libra` is a planner of its own: 3 is
+/// `libra_three`.
 ///
 /// # Errors
-/// `BadValue` for an unknown name or a value out of range, `UnknownName` for an unknown setting.
-pub fn split_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Split> {
-    let given = match settings {
-        Some(settings) => settings.extract::<BTreeMap<String, f64>>()?.into_iter().collect(),
-        None => Vec::new(),
+/// `BadValue` for an unknown name or a value out of range, `UnknownName` for an unknown setting,
+/// `Immature` for what the registry does not offer.
+pub fn split_of(registry: Registry, kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Split> {
+    let mut given = match settings {
+        Some(settings) => settings.extract::<BTreeMap<String, f64>>()?,
+        None => BTreeMap::new(),
     };
-    let planner = (kind != "none").then(|| kind.to_string());
-    let names = planners();
-    if planner.is_some() && !names.contains(&kind) {
-        return Err(bad("split", format!("{kind:?}"), format!("none, {}", names.join(", "))));
+    if kind == "none" {
+        return match given.into_keys().next() {
+            Some(name) => Err(bad("split", format!("{name} with {kind:?}"), "no settings".into())),
+            None => Ok(Split::NONE),
+        };
     }
-    if let (None, Some((name, _))) = (&planner, given.first()) {
-        return Err(bad("split", format!("{name} with {kind:?}"), "no settings".into()));
-    }
-    let split = Split { planner, settings: given };
-    split.check()?;
-    Ok(split)
+    let parts = if kind == "libra" { given.remove("parts") } else { None };
+    let planner = match parts {
+        None | Some(2.0) => kind,
+        Some(3.0) => "libra_three",
+        Some(parts) => return Err(bad("knob parts of split libra", parts.to_string(), "2 or 3".into())),
+    };
+    let settings: Vec<(&str, f64)> = given.iter().map(|(name, value)| (&**name, *value)).collect();
+    let split = registry::split(registry, planner, &settings);
+    Ok(split.map_err(|error| match error {
+        CoreError::UnknownName { kind, name, .. } if kind == "split" => {
+            let names: Vec<_> = registry.planners().map(|spec| spec.name).collect();
+            let expected = format!("none, {}", names.join(", "));
+            CoreError::BadValue { what: kind, got: format!("{name:?}"), expected }
+        }
+        error => error,
+    })?)
 }
 
 fn bad(what: &str, got: String, expected: String) -> crate::errors::Error {

@@ -1,9 +1,12 @@
 //! Prints a page of `docs/` that is generated from declarations:
 //! `cargo run -p lmetric-sim --example docs -- PAGE`. A test fails if a stored page differs.
+use lmetric_core::Maturity;
 use lmetric_core::indicators::{INDICATORS, Owner, Scope};
-use lmetric_core::policy::{Knob, KnobKind, PolicySpec, registry};
-use lmetric_core::router::{lifecycle, planners};
+use lmetric_core::policy::{Knob, KnobKind, PolicySpec};
+use lmetric_core::router::lifecycle;
+use lmetric_core::router::planners::PlannerSpec;
 use lmetric_sim::{Order, TOKEN_SECONDS, TokenSlo};
+use lmetric_study::REGISTRY;
 use std::fmt::Write;
 use std::process::ExitCode;
 
@@ -42,14 +45,39 @@ fn policies() -> String {
          `lmetric_unscored_total` counts it. Set knobs in the configuration, or write a rule of your own as an expression. The \
          [hot-spot guard](guard.md) is on for an expression that reads prefix hits, unless its `guard` says otherwise.\n",
     );
-    for spec in registry::specs() {
-        policy(&mut page, spec);
-    }
+    sections(&mut page, "policies", |page, maturity| {
+        REGISTRY.policies().filter(|spec| spec.maturity == maturity).for_each(|spec| policy(page, spec));
+    });
     page
 }
 
+/// A section for each maturity, with what `each` writes into it.
+fn sections(page: &mut String, what: &str, each: impl Fn(&mut String, Maturity)) {
+    for maturity in Maturity::ALL {
+        let (title, about) = match maturity {
+            Maturity::Stable => ("Stable", "`serve` offers them."),
+            Maturity::Experimental => (
+                "Experimental",
+                "They work, but studies do not recommend them for all traffic, or real engines have not tested them. `serve` \
+                 offers them with `experimental: true` (`--experimental`); `simulate`, `study`, `bench` and `demo` always do.",
+            ),
+            Maturity::Study => (
+                "For studies",
+                "Oracles, ablations, negative controls, and rules that gain nothing. `simulate`, `study` and `bench` offer them, \
+                 `serve` never does.",
+            ),
+        };
+        let mut section = String::new();
+        each(&mut section, maturity);
+        if section.is_empty() {
+            section = format!("\nNo {what} yet.\n");
+        }
+        write!(page, "\n## {title}\n\n{about}\n{section}").expect("a string");
+    }
+}
+
 fn policy(page: &mut String, spec: &PolicySpec) {
-    write!(page, "\n## `{}`\n\n```\n", spec.name).expect("a string");
+    write!(page, "\n### `{}`\n\n```\n", spec.name).expect("a string");
     for part in spec.formula.split("; ") {
         writeln!(page, "{part}").expect("a string");
     }
@@ -74,8 +102,9 @@ fn knobs(page: &mut String, knobs: &[Knob], shown: impl Fn(&str) -> String) {
     }
     for knob in knobs {
         let (range, default) = (range(knob), default(knob));
-        writeln!(page, "| `{}` | {range} | {default} | {} |", shown(knob.name), cell(knob.about))
-            .expect("a string");
+        let studies = if knob.study { " (for studies)" } else { "" };
+        let (name, about) = (shown(knob.name), cell(knob.about));
+        writeln!(page, "| `{name}`{studies} | {range} | {default} | {about} |").expect("a string");
     }
 }
 
@@ -160,11 +189,9 @@ fn splits() -> String {
          or with settings `split: {kind: libra, probes: 8}`); [the architecture](architecture.md#plans-of-several-segments) says \
          how a plan is carried out.\n",
     );
-    for spec in planners::specs() {
-        write!(page, "\n## `{}`\n\nIt {}.\n\nSource: {}.\n", spec.name, spec.about, spec.source)
-            .expect("a string");
-        knobs(&mut page, spec.settings, option_field);
-    }
+    sections(&mut page, "planners", |page, maturity| {
+        REGISTRY.planners().filter(|spec| spec.maturity == maturity).for_each(|spec| planner(page, spec));
+    });
     page
 }
 
@@ -175,6 +202,12 @@ fn option_field(name: &str) -> String {
         Some(("most", rest)) => format!("max_{rest}"),
         _ => if name == "at" { "fraction" } else { name }.to_owned(),
     }
+}
+
+fn planner(page: &mut String, spec: &PlannerSpec) {
+    write!(page, "\n### `{}`\n\nIt {}.\n\nSource: {}.\n", spec.name, spec.about, spec.source)
+        .expect("a string");
+    knobs(page, spec.settings, option_field);
 }
 
 /// The table of local orders in `docs/local_orders.md`.

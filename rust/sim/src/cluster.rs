@@ -27,7 +27,7 @@ use lmetric_core::guard::Phase;
 use lmetric_core::ids::Seconds;
 use lmetric_core::plan::Usage;
 use lmetric_core::request::{Request as RouterRequest, Tenant};
-use lmetric_core::router::{Priorities, RescheduleConfig, Router, RouterConfig};
+use lmetric_core::router::{Priorities, RescheduleConfig, Router, RouterConfig, Split};
 pub use pulls::Pulling;
 use pulls::UnderWay;
 pub use recompute::{MoveBy, Recompute};
@@ -63,6 +63,8 @@ pub struct ClusterConfig {
     /// The router's settings; whether its backlog drains by itself follows from the signals, and whether partial blocks
     /// count from the admission. Where it takes prefills to be unlimited they are: each takes its own time, and no engine's.
     pub router: RouterConfig,
+    /// How requests are split that no roles split.
+    pub split: Split,
     /// Whether a segment that another follows says nothing until its end, as on stock engines (whose streams never say how to pull what they left);
     /// else its tokens come as they are made.
     pub silent_segments: bool,
@@ -465,7 +467,7 @@ impl Cluster<'_> {
 
     /// What the steps under way do is seen.
     fn see(&mut self, instance: usize) -> Result<(), CoreError> {
-        let kept = self.config.router.split.keeps_tokens();
+        let kept = self.config.split.keeps_tokens();
         let running = f64::from(self.engines[instance].running());
         let events = self.engines[instance].finish_step();
         let (start, end) = (events.start, events.end);
@@ -589,7 +591,7 @@ fn engine_request<'w>(
     // It computes its prompt up to the cut, and reads what was made before it came like a prompt.
     let tokens = part.to.map_or(prompt, |to| to.min(prompt)).max(part.from);
     let whole = if tokens < prompt { (tokens / shape.block_tokens) as usize } else { hashes.len() };
-    let kept = config.router.split.keeps_tokens();
+    let kept = config.split.keeps_tokens();
     let end = part.asked(prompt, kept).map_or(prompt + output, |to| to.min(prompt + output));
     Request {
         id: request as u64,

@@ -8,12 +8,12 @@ use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::plan::Binding;
-use lmetric_core::policy::registry;
 use lmetric_core::router::{IndexFeed, PullConfig, Split};
 use lmetric_sim::{
     Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Policies, Profile, Pulling,
     Quantity, Signals, TokenSlo, Trace, Transfer, Workload, simulate,
 };
+use lmetric_study::REGISTRY;
 use proptest::prelude::*;
 
 fn config(instances: usize) -> ClusterConfig {
@@ -59,8 +59,8 @@ fn workload(asks: &[Ask]) -> Workload {
 
 fn play(workload: &Workload, policy: &str, config: &ClusterConfig) -> Result<Outcome, CoreError> {
     // Where prompts are prefilled apart, the policy places both halves.
-    let decode = if config.roles.is_empty() { None } else { Some(registry::build(policy, &[])?) };
-    let policies = Policies { place: registry::build(policy, &[])?, decode };
+    let decode = if config.roles.is_empty() { None } else { Some(REGISTRY.policy(policy, &[])?) };
+    let policies = Policies { place: REGISTRY.policy(policy, &[])?, decode };
     simulate(workload, vec![policies], config, || Ok(()))
 }
 
@@ -105,7 +105,7 @@ fn requests_cut_at_any_token_by_hand() {
     let one = workload(&[ask(0.0, 20, 4, &[1, 2])]);
     let cut_at = |fraction, silent_segments, one: &Workload| {
         let mut config = ClusterConfig { transfer, silent_segments, ..config(2) };
-        config.router.split = Split::by("force", &[("at", fraction)]);
+        config.split = REGISTRY.split("force", &[("at", fraction)]).unwrap();
         play(one, "round_robin", &config).unwrap()
     };
     // At 22 of 24 tokens. Prefill: 1 + 0.2. Decodes of 21 and 22 tokens, the last of which counts for nothing. To be moved: 0.5 + 22 x 0.02. Then steps
@@ -145,7 +145,7 @@ fn an_answer_apart_begins_with_the_prefills_own_token_by_hand() {
     let play = |most_stall_seconds, w: &Workload| {
         let mut config = config(2);
         config.transfer = Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() };
-        config.router.split = apart(most_stall_seconds);
+        config.split = apart(most_stall_seconds);
         // It begins where steps are said to take ten times as long.
         config.step_times = vec![StepTime { fixed_seconds: 10.0, ..STEP }, STEP];
         play(w, "round_robin", &config).unwrap()
@@ -334,8 +334,8 @@ const STEP: StepTime = StepTime {
 
 /// Three parts for whoever thinks, two for others, wherever there is a balance.
 fn in_three() -> Split {
-    let settings = [("least_gain", -1.0), ("least_tokens", 1.0), ("lengths_given", 1.0), ("parts", 3.0)];
-    Split::by("libra", &settings)
+    let settings = [("least_gain", -1.0), ("least_tokens", 1.0), ("lengths_given", 1.0)];
+    REGISTRY.split("libra_three", &settings).unwrap()
 }
 
 /// Answers decode where all lose least, wherever that gains anything; nobody knows how long they get.
@@ -348,7 +348,7 @@ fn apart(most_stall_seconds: f64) -> Split {
         ("least_gain_seconds", 0.0),
         ("prior_tokens", 9.0),
     ];
-    Split::by("apart", &settings)
+    REGISTRY.split("apart", &settings).unwrap()
 }
 
 fn configs() -> impl Strategy<Value = ClusterConfig> {
@@ -386,18 +386,19 @@ fn configs() -> impl Strategy<Value = ClusterConfig> {
             config.router.seed = seed;
             config.router.guard.on = seed % 2 == 0;
             if config.roles.is_empty() && seed % 5 < 3 {
-                config.router.split = Split::by("force", &[("at", (seed % 97) as f64 / 100.0 + 0.015)]);
+                config.split =
+                    REGISTRY.split("force", &[("at", (seed % 97) as f64 / 100.0 + 0.015)]).unwrap();
                 config.silent_segments = seed % 5 == 1;
                 config.transfer.seconds_per_token = 0.015625;
             }
             if config.roles.is_empty() && seed % 5 == 3 {
-                config.router.split = in_three();
+                config.split = in_three();
                 config.router.step_time = Some(STEP);
                 config.silent_segments = seed % 2 == 0;
                 config.transfer.seconds_per_token = 0.015625;
             }
             if config.roles.is_empty() && seed % 5 == 4 {
-                config.router.split = apart([0.0, 0.01, 10.0][(seed % 3) as usize]);
+                config.split = apart([0.0, 0.01, 10.0][(seed % 3) as usize]);
                 config.router.step_time = Some(STEP);
                 config.silent_segments = seed % 2 == 0;
                 config.transfer.seconds_per_token = 0.015625;
@@ -447,7 +448,7 @@ proptest! {
                 let again = r.answer_cut_tokens[i];
                 prop_assert!(r.decode_instance[i] != r.instance[i] || again >= 0, "an answer may come back");
                 prop_assert!(again < 0 || cut < again && again <= ask.input + ask.thoughts);
-                let kept = config.router.split.keeps_tokens() && cut > ask.input;
+                let kept = config.split.keeps_tokens() && cut > ask.input;
                 prop_assert!(cut + i64::from(!kept) < ask.input + ask.output.max(1));
                 prop_assert!(r.scheduled_seconds[i] < r.handoff_seconds[i]);
                 prop_assert!(r.handoff_seconds[i] <= r.decode_start_seconds[i]);
@@ -497,7 +498,7 @@ proptest! {
             (total(Quantity::Running, 10.0) + total(Quantity::Waiting, 10.0), running + waiting),
         ] {
             // The rest of a prompt may be cached where it is computed.
-            if config.router.split != Split::NONE {
+            if config.split.planner().is_some() {
                 continue;
             }
             // What moves between instances is in no queue.
@@ -547,7 +548,7 @@ proptest! {
             // And an engine that is seen at the end of its step holds by then what that step computes: less to move.
             config.transfer.seconds_per_token = 0.0;
             // Where a cut request goes on is chosen by the load, and who pulls what by all that is known.
-            config.router.split = Split::NONE;
+            config.split = Split::NONE;
             config.router.pull = None;
             let r = play(&w, "round_robin", &config).unwrap().records;
             (r.instance, r.hit_tokens, r.scheduled_seconds, r.first_token_seconds, r.finished_seconds)
@@ -561,9 +562,9 @@ proptest! {
     #[test]
     fn time_has_no_scale(asks in asks(), mut config in configs()) {
         if config.signals.report_period_seconds.is_some()
-            && matches!(config.router.split.planner.as_deref(), Some("libra" | "apart"))
+            && matches!(config.split.planner().map(|spec| spec.name), Some("libra_three" | "apart"))
         {
-            config.router.split = Split::NONE; // it reads backlogs that are inferred, with time constants
+            config.split = Split::NONE; // it reads backlogs that are inferred, with time constants
         }
         if config.signals.report_period_seconds.is_some() {
             config.router.pull = None; // it reads an index whose events are late by what is not doubled
@@ -581,13 +582,13 @@ proptest! {
             step.decode_seconds_per_context_token *= 2.0;
             step.prefill_seconds_per_token *= 2.0;
         }
-        if slow.router.split.planner.as_deref() == Some("apart") {
+        if slow.split.planner().is_some_and(|spec| spec.name == "apart") {
             // The gain is 0.
-            for (name, value) in &mut slow.router.split.settings {
-                if name.contains("seconds") {
-                    *value *= 2.0;
-                }
-            }
+            let twice = |(name, value): (&'static str, f64)| {
+                (name, if name.contains("seconds") { value * 2.0 } else { value })
+            };
+            let settings: Vec<_> = slow.split.settings().map(twice).collect();
+            slow.split = REGISTRY.split("apart", &settings).unwrap();
         }
         slow.transfer.seconds_per_token *= 2.0;
         slow.transfer.fixed_seconds *= 2.0;

@@ -3,10 +3,10 @@ use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::policy::registry;
 use lmetric_core::router::{Router, RouterConfig, TicketId, TtftSource};
 use lmetric_core::{InstanceId, request};
 use lmetric_sim::{Engine, Profile, Prompt, Request, Settings};
+use lmetric_study::REGISTRY;
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
@@ -34,7 +34,7 @@ type Ask = (f64, u32, u32, u32);
 
 /// Plays requests over one engine and returns the router. Tokens come back `jitter` late, by turns of their order.
 fn play(profile: &Profile, asks: &[Ask], jitter: f64) -> Router {
-    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), RouterConfig::default()).unwrap();
+    let mut router = Router::new(REGISTRY.policy("lmetric", &[]).unwrap(), RouterConfig::default()).unwrap();
     router.add_instance("a", Role::Both, Some(profile.cache_blocks)).unwrap();
     let mut engine = Engine::new(profile.clone(), Settings::default(), None).unwrap();
     let mut tickets: HashMap<u64, TicketId> = HashMap::new();
@@ -170,7 +170,7 @@ fn learns_what_steps_cost() {
 #[test]
 fn without_streams_step_times_stay_absent() {
     let profile = profile([1.0; 5], 2048);
-    let mut router = Router::new(registry::build("lmetric", &[]).unwrap(), RouterConfig::default()).unwrap();
+    let mut router = Router::new(REGISTRY.policy("lmetric", &[]).unwrap(), RouterConfig::default()).unwrap();
     router.add_instance("a", Role::Both, Some(profile.cache_blocks)).unwrap();
     for i in 0..100 {
         let asked = request::Request { prompt_tokens: 100, ..Default::default() };

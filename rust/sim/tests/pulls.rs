@@ -3,11 +3,11 @@
 mod common;
 
 use lmetric_core::fleet::Role;
-use lmetric_core::policy::registry;
 use lmetric_core::router::PullConfig;
 use lmetric_sim::{
     Admission, ClusterConfig, Outcome, Profile, Pulling, Signals, Trace, Transfer, Workload, simulate,
 };
+use lmetric_study::REGISTRY;
 
 /// A pull takes 0.5 s, and 0.01 s a token. The router takes each to pay.
 fn config(instances: usize, cache_blocks: u32) -> ClusterConfig {
@@ -41,7 +41,7 @@ fn play(asks: &[(f64, i64, i64, u64)], config: &ClusterConfig) -> Outcome {
         ..Trace::default()
     };
     let workload = Workload::new(&trace, 16).unwrap();
-    let policy = registry::build("round_robin", &[]).unwrap();
+    let policy = REGISTRY.policy("round_robin", &[]).unwrap();
     simulate(&workload, vec![policy.into()], config, || Ok::<(), lmetric_core::CoreError>(())).unwrap()
 }
 
@@ -186,7 +186,7 @@ fn settings_that_cannot_be_are_named() {
             ..Trace::default()
         };
         let workload = Workload::new(&trace, 16).unwrap();
-        let policy = registry::build("round_robin", &[]).unwrap();
+        let policy = REGISTRY.policy("round_robin", &[]).unwrap();
         let error =
             simulate(&workload, vec![policy.into()], &config, || Ok::<(), lmetric_core::CoreError>(()));
         let error = error.err().unwrap().to_string();

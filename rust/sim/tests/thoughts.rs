@@ -3,12 +3,12 @@
 mod common;
 
 use lmetric_core::estimate::StepTime;
-use lmetric_core::policy::registry;
-use lmetric_core::router::{RouterConfig, Split};
+use lmetric_core::router::RouterConfig;
 use lmetric_sim::{
     Admission, ClusterConfig, Engine, Gaps, Order, Outcome, Profile, Prompt, Request, Settings, TokenSlo,
     Trace, Transfer, Workload, simulate,
 };
+use lmetric_study::REGISTRY;
 use proptest::prelude::*;
 use std::collections::HashMap;
 
@@ -142,20 +142,17 @@ fn play(asks: &[Ask], instances: usize, change: impl FnOnce(&mut ClusterConfig))
         prefill_seconds_per_attention_pair: 0.0,
         max_batch_tokens: 64.0,
     };
-    let libra = [("least_gain", -1.0), ("least_tokens", 4.0), ("lengths_given", 1.0), ("parts", 3.0)];
+    let libra = [("least_gain", -1.0), ("least_tokens", 4.0), ("lengths_given", 1.0)];
     let mut config = ClusterConfig {
         transfer: Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() },
         admission: Admission::Vllm,
-        router: RouterConfig {
-            split: Split::by("libra", &libra),
-            step_time: Some(step),
-            ..RouterConfig::default()
-        },
+        router: RouterConfig { step_time: Some(step), ..RouterConfig::default() },
+        split: REGISTRY.split("libra_three", &libra).unwrap(),
         token_slo: TokenSlo { answer_seconds: 1.0, think_seconds: 20.0 },
         ..common::config(vec![round(); instances])
     };
     change(&mut config);
-    let policy = registry::build("round_robin", &[]).unwrap();
+    let policy = REGISTRY.policy("round_robin", &[]).unwrap();
     simulate::<lmetric_core::CoreError>(
         &Workload::new(&trace, 16).unwrap(),
         vec![policy.into()],

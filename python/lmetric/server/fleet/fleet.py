@@ -82,7 +82,9 @@ class Fleet:
             engine.upstream.close()
 
     def policies_of(self, config: ServerConfig) -> dict[str | None, Policies]:
-        """The policies of a configuration by model, and (None) of the other models. Raises LmetricError."""
+        """The policies of a configuration by model, and (None) of the other models. The start decides whether
+        experimental ones are accepted. Raises LmetricError."""
+        config = config.model_copy(update={"experimental": self.config.experimental})
         made: dict[str | None, Policies] = {}
         for model in (None, *config.models):
             settings = config.pool_settings(model)

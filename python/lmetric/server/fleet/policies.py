@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmetric import plugins
-from lmetric._core import BadValueError, Router
+from lmetric._core import BadValueError, Router, check_policy
 from lmetric.config import POLICY_KNOBS, PoolSettings
 from lmetric.policies import Policy, PolicyFunction
 
@@ -25,11 +25,16 @@ class Built(NamedTuple):
 
 
 def build(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> Built:
-    """A policy of the configuration; a Python one with its fallback. Raises LmetricError."""
+    """A policy of the configuration; a Python one with its fallback. Raises LmetricError, also for a policy
+    that these settings do not offer."""
     value = _definition(settings, policy)
     built = Policy.from_config(value, knobs=knobs)
+    if isinstance(built, str):
+        check_policy(built, dict(knobs), settings.offers)
     if isinstance(built, PolicyFunction):
         fallback = Policy.from_config(settings.policy_fallback)
+        if isinstance(fallback, str):
+            check_policy(fallback, {}, settings.offers)
         if isinstance(fallback, PolicyFunction):
             raise BadValueError(
                 f"policy_fallback: {settings.policy_fallback!r} is not valid; expected a built-in policy or "

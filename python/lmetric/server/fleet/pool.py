@@ -115,6 +115,7 @@ class Pool:
             decode_knobs=decode.knobs,
             binding=routing.binding,
             colocate=settings.colocate,
+            offers=settings.offers,
         )
         priority.follow_clock(self.router, settings)
         # Whether requests may be cut between equals.

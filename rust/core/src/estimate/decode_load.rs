@@ -67,6 +67,12 @@ impl Histogram {
         }
     }
 
+    /// Sum over buckets of requests x `one` + context tokens x `token`, which have a value for each
+    /// bucket.
+    pub fn weighed(&self, one: &[f64], token: &[f64]) -> f64 {
+        weigh(&self.requests, &self.context, one, token)
+    }
+
     /// Requests and context tokens, by bucket.
     pub fn buckets(&self) -> (&[f64], &[f64]) {
         (&self.requests, &self.context)
@@ -138,9 +144,9 @@ impl DecodeLoad {
         self.decoding.move_on(generated, generated + tokens, prompt_tokens + generated, tokens);
     }
 
-    /// Requests decoding and their context tokens, by bucket of generated tokens.
-    pub fn buckets(&self) -> (&[f64], &[f64]) {
-        self.decoding.buckets()
+    /// The requests that decode here, by generated tokens.
+    pub fn decoding(&self) -> &Histogram {
+        &self.decoding
     }
 
     /// The requests bound here.
@@ -239,6 +245,23 @@ fn project(
     sum
 }
 
+/// Sum over buckets of requests x one + context x token.
+#[multiversion(targets("x86_64+avx2"))]
+fn weigh(requests: &[f64], context: &[f64], one: &[f64], token: &[f64]) -> f64 {
+    let n = requests.len();
+    let (context, one, token) = (&context[..n], &one[..n], &token[..n]);
+    let mut sums = [0.0; 8];
+    let whole = n / 8 * 8;
+    for i in (0..whole).step_by(8) {
+        for (lane, sum) in sums.iter_mut().enumerate() {
+            let j = i + lane;
+            *sum += requests[j] * one[j] + context[j] * token[j];
+        }
+    }
+    (whole..n).for_each(|j| sums[0] += requests[j] * one[j] + context[j] * token[j]);
+    sums.iter().sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -300,11 +323,11 @@ mod tests {
             }
             let projected = load.running(&survival, further);
             prop_assert!((projected - exact).abs() <= bound + 1e-6 * (1.0 + exact), "{projected} {exact} {bound}");
-            prop_assert!((load.buckets().1.iter().sum::<f64>() - total).abs() < 1e-6);
+            prop_assert!((load.decoding().buckets().1.iter().sum::<f64>() - total).abs() < 1e-6);
             for &(prompt, generated, more) in &running {
                 load.leave(f64::from(prompt), f64::from(generated + more));
             }
-            prop_assert!(load.buckets().0.iter().all(|n| *n == 0.0) && load.buckets().1.iter().all(|n| *n == 0.0));
+            prop_assert!(load.decoding().buckets().0.iter().all(|n| *n == 0.0) && load.decoding().buckets().1.iter().all(|n| *n == 0.0));
         }
     }
 }

@@ -1,8 +1,8 @@
 //! What the router learns or is told about speed.
 pub mod decode_load;
+pub mod decode_weights;
 pub mod output_length;
 pub mod prefill_rate;
-pub mod pressure;
 pub mod pull_cost;
 pub mod remaining;
 pub mod step_fit;
@@ -12,9 +12,9 @@ pub mod survival;
 pub mod turns;
 
 pub use decode_load::{DecodeLoad, Histogram};
+pub use decode_weights::{DecodeCost, DecodeWeights, EqualWeights, Outlook, WeightsOf};
 pub use output_length::OutputLength;
 pub use prefill_rate::{PrefillRate, attention_pairs};
-pub use pressure::{DecodeCost, Outlook, Pressure};
 pub use pull_cost::PullCost;
 pub use remaining::{Remaining, RemainingCurve};
 pub use step_fit::StepFit;

@@ -133,9 +133,9 @@ indicators! {
         "`handoff_arrived_tokens` with every request taken to last (SIBYL Appendix J, prob @ 1).";
     HandoffComingTokens "handoff_coming_tokens", "tokens", Pair, Router, "at each token; kept where a policy reads it", "never",
         "What requests bound there that start to decode later count for: their prompts, less the further off they are (SIBYL type 3, Eq. 8).";
-    DecodePressure "decode_pressure", "requests", Pair, Router, "at each token; its weights once a second; kept where a policy reads it", "never: until 16 answers ended, each request counts 1",
-        "What the requests that decode there and those bound there will weigh from this request's hand-over on, in requests that begin behind no prompt (`estimate/pressure.rs`).";
-    DecodePressureKnown "decode_pressure_known", "requests", Pair, Router, "at each token; its weights once a second; kept where a policy reads it", "never: until 16 answers ended, each request counts 1",
+    DecodePressure "decode_pressure", "requests", Pair, Router, "at each token; its weights once a second; kept where a policy reads it", "unless a policy brings the weights (`sibyl_plus`); until 16 answers ended, each request counts 1",
+        "What the requests that decode there and those bound there will weigh from this request's hand-over on, in requests that begin behind no prompt.";
+    DecodePressureKnown "decode_pressure_known", "requests", Pair, Router, "at each token; its weights once a second; kept where a policy reads it", "unless a policy brings the weights (`sibyl_plus`); until 16 answers ended, each request counts 1",
         "`decode_pressure` where answers are as long as `expected_output_tokens` says: an oracle in simulations. A request that does not say is taken to run on.";
     LoraBs "lora_bs", "requests", Pair, Router, "at once", "never: 0 if the request names no LoRA adapter",
         "Requests of ours on the instance with this request's LoRA adapter.";

@@ -1,9 +1,11 @@
 //! A policy written as expressions: `filter`, `score`, tie-breaks `then`. Most rules of the field are one line here.
 use super::{Knobs, Policy, PolicyRng, PolicySpec, Prefer, Scores};
 use crate::error::CoreError;
+use crate::estimate::WeightsOf;
 use crate::estimate::survival::CurveSettings;
 use crate::expr::{Program, Type, nan_unless};
 use crate::indicators::{DeclaredId, IndicatorSet, Snapshot};
+use crate::maturity::Maturity;
 use std::borrow::Cow;
 use std::fmt;
 
@@ -46,6 +48,7 @@ pub struct ExpressionPolicy {
     reads: IndicatorSet,
     declared: Vec<DeclaredId>,
     length_curve: CurveSettings,
+    decode_weights: Option<WeightsOf>,
 }
 
 impl ExpressionPolicy {
@@ -75,6 +78,7 @@ impl ExpressionPolicy {
             name: name.map_or(Cow::Borrowed("expression"), |n| Cow::Owned(n.to_string())),
             formula: Cow::Owned(source.to_string()),
             source: Cow::Borrowed("configuration"),
+            maturity: Maturity::Stable,
             knobs: &[],
             symmetric: true,
             random: false,
@@ -93,6 +97,12 @@ impl ExpressionPolicy {
     /// Sets how the curve of answer lengths is kept for it.
     pub fn with_length_curve(mut self, length_curve: CurveSettings) -> ExpressionPolicy {
         self.length_curve = length_curve;
+        self
+    }
+
+    /// Sets what makes the weights behind the `decode_pressure` indicators for it.
+    pub fn with_decode_weights(mut self, weights_of: WeightsOf) -> ExpressionPolicy {
+        self.decode_weights = Some(weights_of);
         self
     }
 
@@ -127,6 +137,7 @@ impl ExpressionPolicy {
             reads,
             declared,
             length_curve,
+            decode_weights: None,
         })
     }
 }
@@ -146,6 +157,10 @@ impl Policy for ExpressionPolicy {
 
     fn length_curve(&self) -> CurveSettings {
         self.length_curve
+    }
+
+    fn decode_weights(&self) -> Option<WeightsOf> {
+        self.decode_weights
     }
 
     fn score(
@@ -188,7 +203,7 @@ impl Policy for ExpressionPolicy {
 mod tests {
     use super::*;
     use crate::indicators::{Columns, Indicator};
-    use crate::policy::{Knob, KnobKind, best};
+    use crate::policy::{Knob, best};
     use rand::SeedableRng;
 
     fn columns(values: &[(Indicator, [f64; 4])]) -> Columns {
@@ -291,12 +306,8 @@ mod tests {
             name: Cow::Borrowed("linear"),
             formula: Cow::Borrowed("lam * (1 - kv_hit) + (1 - lam) * norm(bs)"),
             source: Cow::Borrowed("LMETRIC section 4"),
-            knobs: &[Knob {
-                name: "lam",
-                kind: KnobKind::Float { min: 0.0, max: 1.0 },
-                default: 0.7,
-                about: "weight",
-            }],
+            maturity: Maturity::Study,
+            knobs: &[Knob::float("lam", 0.0, 1.0, 0.7, "weight")],
             symmetric: true,
             random: false,
             guard: None,

@@ -6,7 +6,8 @@ pub static SPEC: PolicySpec = PolicySpec::new(
     "queued_prefill_tokens + new_tokens, lowest",
     "Llumnix v1, prefill dispatch",
     &[],
-);
+)
+.stable();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     lowest(&SPEC, knobs, "queued_prefill_tokens + new_tokens", &[])

@@ -6,7 +6,8 @@ pub static SPEC: PolicySpec = PolicySpec::new(
     "bs, lowest",
     "textbook; for decode: REQLEVEL of SIBYL (Appendix J) and STAR section 6.1, bound requests counted",
     &[],
-);
+)
+.stable();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     lowest(&SPEC, knobs, "bs", &[])

@@ -6,7 +6,8 @@ pub static SPEC: PolicySpec = PolicySpec::new(
     "tokens, lowest",
     "SIBYL Appendix J in tokens; STAR section 6.1 (current KV load)",
     &[],
-);
+)
+.stable();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     lowest(&SPEC, knobs, "tokens", &[])
@@ -18,9 +19,8 @@ mod tests {
     use crate::policy::fleet::{Fleet, policy};
 
     #[test]
-    fn sees_what_ils_is_blind_to() {
+    fn counts_the_context_of_all_requests() {
         let fleet = Fleet::new(2).set(Tokens, &[9000.0, 4000.0]).set(DecodeTokens, &[1000.0, 4000.0]);
         assert_eq!(fleet.best(&*policy("least_tokens", &[])), Some(1));
-        assert_eq!(fleet.best(&*policy("ils", &[])), Some(0));
     }
 }

@@ -13,7 +13,8 @@ pub static SPEC: PolicySpec = PolicySpec::new(
         "1: the batch once this request has joined; 0: the BS that the paper prints",
     )],
 )
-.guarded();
+.guarded()
+.stable();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     lowest(&SPEC, knobs, "p_token * (bs + bs_offset)", &[])

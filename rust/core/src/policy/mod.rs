@@ -4,7 +4,6 @@
 //! knobs, tests) and one row of `policies!`.
 
 pub mod expression;
-pub mod registry;
 pub mod select;
 pub mod spec;
 
@@ -13,7 +12,8 @@ pub mod spec;
 macro_rules! policies {
     ($($file:ident,)*) => {
         $(mod $file;)*
-        static POLICIES: &[(&PolicySpec, registry::Build)] = &[$((&$file::SPEC, $file::build),)*];
+        pub(crate) static POLICIES: &[PolicyRow] =
+            &[$(PolicyRow { spec: &$file::SPEC, build: $file::build },)*];
     };
 }
 
@@ -31,10 +31,8 @@ policies! {
     filter,
     aibrix_prefix,
     dynamo_linear,
-    dynamo_reference,
     dynamo,
     dynamo_two_tier,
-    simulation,
     llmd_scorers,
     llmd_affinity,
     cache_aware,
@@ -43,13 +41,12 @@ policies! {
     preble,
     least_prefill,
     sibyl,
-    sibyl_plus,
-    ils,
-    ils_requests,
     least_tokens,
     star_dispatch,
-    always_worst,
 }
+
+#[cfg(test)]
+const REGISTRY: crate::Registry = crate::Registry::CORE;
 
 #[cfg(test)]
 #[path = "../../tests/common/fleet.rs"]
@@ -57,9 +54,10 @@ pub(crate) mod fleet;
 
 pub use expression::{ExpressionPolicy, ExpressionSource};
 pub use select::{best, ranking};
-pub use spec::{Knob, KnobKind, Knobs, PolicySpec};
+pub use spec::{Build, Knob, KnobKind, Knobs, PolicyRow, PolicySpec};
 
 use crate::error::CoreError;
+use crate::estimate::WeightsOf;
 use crate::estimate::survival::CurveSettings;
 use crate::indicators::{DeclaredId, Snapshot};
 use rand_pcg::Pcg64Mcg;
@@ -186,6 +184,11 @@ pub trait Policy: Send + Sync {
         CurveSettings::default()
     }
 
+    /// Makes the weights behind the `decode_pressure` indicators for it; `None`: it reads neither.
+    fn decode_weights(&self) -> Option<WeightsOf> {
+        None
+    }
+
     /// Decisions that its fallback made for it since it was built.
     fn fallbacks(&self) -> Fallbacks {
         Fallbacks::default()
@@ -203,8 +206,20 @@ pub trait Policy: Send + Sync {
     ) -> Result<(), CoreError>;
 }
 
-/// A shipped policy written as expressions: the lowest `score` wins, then the lowest of each in `then`.
-fn lowest(
+/// The policy of segments that follow others, unless another is set.
+///
+/// # Errors
+/// None with the knobs at their defaults.
+pub(crate) fn least_requests() -> Result<Box<dyn Policy>, CoreError> {
+    PolicyRow { spec: &least_requests::SPEC, build: least_requests::build }.build(&[])
+}
+
+/// A registered policy written as expressions: the lowest `score` wins, then the lowest of each in
+/// `then`.
+///
+/// # Errors
+/// `Expression`, with the place.
+pub fn lowest(
     spec: &PolicySpec,
     knobs: &Knobs,
     score: &str,
@@ -213,8 +228,12 @@ fn lowest(
     Ok(Box::new(expression(spec, knobs, score, Prefer::Min, then)?))
 }
 
-/// The same where the highest `score` wins.
-fn highest(
+/// A registered policy written as expressions: the highest `score` wins, then the lowest of each in
+/// `then`.
+///
+/// # Errors
+/// `Expression`, with the place.
+pub fn highest(
     spec: &PolicySpec,
     knobs: &Knobs,
     score: &str,
@@ -223,7 +242,11 @@ fn highest(
     Ok(Box::new(expression(spec, knobs, score, Prefer::Max, then)?))
 }
 
-fn expression(
+/// A registered policy written as expressions, to be built on.
+///
+/// # Errors
+/// `Expression`, with the place.
+pub fn expression(
     spec: &PolicySpec,
     knobs: &Knobs,
     score: &str,

@@ -12,7 +12,8 @@ pub static SPEC: PolicySpec = PolicySpec::new(
     "textbook (Mitzenmacher 2001)",
     &[],
 )
-.random();
+.random()
+.stable();
 
 pub fn build(_: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     Ok(Box::new(PowerOfTwo))

@@ -4,7 +4,7 @@ use crate::indicators::IndicatorSet;
 use rand::RngExt;
 
 pub static SPEC: PolicySpec =
-    PolicySpec::new("random", "a uniform draw for each instance, lowest", "textbook", &[]).random();
+    PolicySpec::new("random", "a uniform draw for each instance, lowest", "textbook", &[]).random().stable();
 
 pub fn build(_: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     Ok(Box::new(Random))

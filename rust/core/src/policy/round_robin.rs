@@ -8,7 +8,8 @@ pub static SPEC: PolicySpec = PolicySpec::new(
     "textbook",
     &[],
 )
-.asymmetric();
+.asymmetric()
+.stable();
 
 pub fn build(_: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     Ok(Box::new(RoundRobin))

@@ -11,7 +11,8 @@ pub static SPEC: PolicySpec = PolicySpec::new(
     "vLLM production-stack session router; nginx hash ... consistent; here by rendezvous hashing (Thaler, Ravishankar 1998)",
     &[],
 )
-.asymmetric();
+.asymmetric()
+.stable();
 
 pub fn build(_: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     Ok(Box::new(SessionAffinity))

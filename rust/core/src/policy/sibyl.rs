@@ -6,9 +6,9 @@ use super::*;
 use crate::estimate::survival::{ALPHA, BUCKET_TOKENS};
 
 const KNOBS: &[Knob] = &[
-    Knob::flag("type1", true, "count the requests that decode now"),
-    Knob::flag("type2", true, "count those bound to the instance that will decode by then"),
-    Knob::flag("type3", true, "count those bound to it that will decode later"),
+    Knob::flag("type1", true, "count the requests that decode now").for_studies(),
+    Knob::flag("type2", true, "count those bound to the instance that will decode by then").for_studies(),
+    Knob::flag("type3", true, "count those bound to it that will decode later").for_studies(),
     Knob::float(
         "alpha",
         0.0,
@@ -23,7 +23,7 @@ const KNOBS: &[Knob] = &[
         BUCKET_TOKENS as i64,
         "tokens between two points of that curve, and by which running requests are grouped; a decision costs more with fewer",
     ),
-    Knob::flag("survival", true, "weight each by the chance that it lasts; false: prob @ 1"),
+    Knob::flag("survival", true, "weight each by the chance that it lasts; false: prob @ 1").for_studies(),
 ];
 
 pub static SPEC: PolicySpec = PolicySpec::new(

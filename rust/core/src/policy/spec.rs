@@ -1,6 +1,8 @@
 //! What a policy declares of itself: one source for validation, `lmetric-router policies`, the docs page and the
 //! conformance tests.
+use super::Policy;
 use crate::error::CoreError;
+use crate::maturity::Maturity;
 use crate::suggest::nearest;
 use std::borrow::Cow;
 
@@ -36,22 +38,31 @@ pub struct Knob {
     pub default: f64,
     /// What it does, with its unit.
     pub about: &'static str,
+    /// Whether only studies can set it: an oracle or an ablation.
+    pub study: bool,
 }
 
 impl Knob {
     /// A real number within `[min, max]`.
     pub const fn float(name: &'static str, min: f64, max: f64, default: f64, about: &'static str) -> Knob {
-        Knob { name, kind: KnobKind::Float { min, max }, default, about }
+        Knob { name, kind: KnobKind::Float { min, max }, default, about, study: false }
     }
 
     /// A whole number within `[min, max]`.
     pub const fn int(name: &'static str, min: i64, max: i64, default: i64, about: &'static str) -> Knob {
-        Knob { name, kind: KnobKind::Int { min, max }, default: default as f64, about }
+        Knob { name, kind: KnobKind::Int { min, max }, default: default as f64, about, study: false }
     }
 
     /// 0 or 1.
     pub const fn flag(name: &'static str, default: bool, about: &'static str) -> Knob {
-        Knob { name, kind: KnobKind::Bool, default: if default { 1.0 } else { 0.0 }, about }
+        let default = if default { 1.0 } else { 0.0 };
+        Knob { name, kind: KnobKind::Bool, default, about, study: false }
+    }
+
+    /// The same knob, for studies only.
+    pub const fn for_studies(mut self) -> Knob {
+        self.study = true;
+        self
     }
 }
 
@@ -65,6 +76,8 @@ pub struct PolicySpec {
     pub formula: Cow<'static, str>,
     /// Where the rule was read: paper and section, or project and version.
     pub source: Cow<'static, str>,
+    /// Who should use it.
+    pub maturity: Maturity,
     /// Settings.
     pub knobs: &'static [Knob],
     /// Whether decisions differ between instances only by their indicators: relabelling the instances permutes the
@@ -77,7 +90,8 @@ pub struct PolicySpec {
 }
 
 impl PolicySpec {
-    /// A declaration of a policy that goes by indicators alone and draws only to break ties.
+    /// A declaration of an experimental policy that goes by indicators alone and draws only to
+    /// break ties.
     pub const fn new(
         name: &'static str,
         formula: &'static str,
@@ -88,11 +102,24 @@ impl PolicySpec {
             name: Cow::Borrowed(name),
             formula: Cow::Borrowed(formula),
             source: Cow::Borrowed(source),
+            maturity: Maturity::Experimental,
             knobs,
             symmetric: true,
             random: false,
             guard: Some(false),
         }
+    }
+
+    /// The same, of a stable policy.
+    pub const fn stable(mut self) -> PolicySpec {
+        self.maturity = Maturity::Stable;
+        self
+    }
+
+    /// The same, of a policy for studies.
+    pub const fn for_studies(mut self) -> PolicySpec {
+        self.maturity = Maturity::Study;
+        self
     }
 
     /// A declaration of a policy whose candidates the hot-spot guard filters. Policies of other
@@ -112,6 +139,27 @@ impl PolicySpec {
     pub const fn asymmetric(mut self) -> PolicySpec {
         self.symmetric = false;
         self
+    }
+}
+
+/// Makes a policy of the values of its knobs.
+pub type Build = fn(&Knobs) -> Result<Box<dyn Policy>, CoreError>;
+
+/// A policy of a [`crate::Registry`].
+pub struct PolicyRow {
+    /// Its declaration.
+    pub spec: &'static PolicySpec,
+    /// Makes it.
+    pub build: Build,
+}
+
+impl PolicyRow {
+    /// The policy with these knobs, the others at their defaults.
+    ///
+    /// # Errors
+    /// `UnknownName` with the nearest knob, `BadValue` with the knob's range.
+    pub fn build(&self, knobs: &[(String, f64)]) -> Result<Box<dyn Policy>, CoreError> {
+        (self.build)(&Knobs::resolve(&format!("policy {}", self.spec.name), self.spec.knobs, knobs)?)
     }
 }
 

@@ -2,7 +2,8 @@
 use super::*;
 
 pub static SPEC: PolicySpec =
-    PolicySpec::new("vllm", "4 * q_bs + r_bs, lowest", "LMETRIC Figure 6a (vLLM's load balancer)", &[]);
+    PolicySpec::new("vllm", "4 * q_bs + r_bs, lowest", "LMETRIC Figure 6a (vLLM's load balancer)", &[])
+        .stable();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     lowest(&SPEC, knobs, "4 * q_bs + r_bs", &[])

@@ -1,8 +1,9 @@
 //! The settings that can change while a router serves.
 use super::fetch_cost::Pulls;
+use super::plan::planners::Split;
 use super::priorities::{Ordering, Priorities};
 use super::router::Router;
-use super::settings::{IndexFeed, PullConfig, Rescheduling, Split};
+use super::settings::{IndexFeed, PullConfig, Rescheduling};
 use super::state::{Selector, State};
 use super::tickets;
 use crate::error::CoreError;
@@ -117,14 +118,9 @@ impl Router {
     /// Sets how requests are split from now on that no roles split.
     ///
     /// # Errors
-    /// `UnknownName` for a planner or a setting, `BadValue` for a setting out of its range.
-    pub fn set_split(&mut self, split: Split) -> Result<(), CoreError> {
+    /// `BadValue` for a setting out of its range.
+    pub fn set_split(&mut self, split: &Split) -> Result<(), CoreError> {
         self.state.set_split(split)
-    }
-
-    /// How requests are split that no roles split.
-    pub fn split(&self) -> &Split {
-        &self.state.split
     }
 
     /// Says where an instance's engine can hand requests over and take them; a new one can

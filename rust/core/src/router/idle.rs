@@ -8,7 +8,7 @@ use crate::fleet::Role;
 use crate::guard::GuardConfig;
 use crate::ids::Seconds;
 use crate::indicators::{Indicator, Scope, Snapshot};
-use crate::policy::{PolicyRng, Scores, registry};
+use crate::policy::{PolicyRng, Scores, least_requests};
 use crate::request::Request;
 use rand::SeedableRng;
 
@@ -97,14 +97,15 @@ impl Router {
             guard: GuardConfig { on: false, ..GuardConfig::default() },
             ..self.state.config.clone()
         };
-        let mut idle = Router::new(registry::build("least_requests", &[])?, config)?;
+        let mut idle = Router::new(least_requests()?, config)?;
         for name in ["a", "b"] {
             idle.add_instance(name, role, Some(CACHE_BLOCKS))?;
             let report = Report { at: 0.0, waiting: Some(0.0), running: Some(0.0), kv_usage: Some(0.0) };
             idle.engine_report(name, report)?;
         }
         if selector.reads.intersects(AHEAD) {
-            let ahead = Ahead::new(selector.reads, idle.state.fleet.slots(), selector.policy.length_curve());
+            let (slots, policy) = (idle.state.fleet.slots(), &selector.policy);
+            let ahead = Ahead::new(selector.reads, slots, policy.length_curve(), policy.decode_weights());
             idle.state.ledger.set_ahead(Some(ahead));
         }
         idle.match_prefix(REQUEST.chain);

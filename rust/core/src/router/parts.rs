@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 /// A segment that follows another.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Follow {
+pub struct Follow {
     /// Its first token: where the one before it ends.
     pub from_token: u32,
     /// Where it runs; `None`: chosen when its turn comes.
@@ -18,7 +18,7 @@ pub(super) struct Follow {
 }
 
 /// What follows a first segment, in order.
-pub(super) type Rest = SmallVec<[Follow; 2]>;
+pub type Rest = SmallVec<[Follow; 2]>;
 
 /// Which of a plan's segments is placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -43,14 +43,13 @@ pub struct Router {
 }
 
 impl Router {
-    /// An empty router. Segments that follow others go where there are the least requests; see
-    /// [`Router::set_decode_policy`].
+    /// An empty router that splits no requests ([`Router::set_split`]). Segments that follow others
+    /// go where there are the least requests ([`Router::set_decode_policy`]).
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
-        let split = config.split.clone();
-        let mut router = Router {
+        Ok(Router {
             context: DecisionContext::new(config.seed),
             tickets: Tickets::default(),
             replicas: Replicas::default(),
@@ -61,9 +60,7 @@ impl Router {
             fallbacks: Fallbacks::default(),
             latest: 0.0,
             state: State::new(policy, config)?,
-        };
-        router.state.set_split(split)?;
-        Ok(router)
+        })
     }
 
     /// Indicators that its policies read.

@@ -4,17 +4,17 @@ use super::context::DecisionContext;
 use super::fetch_cost::Pulls;
 use super::ledger::{AHEAD, Ahead, Ledger, PROJECTED, WEIGHED};
 use super::parts::Rest;
-use super::settings::{IndexFeed, Rescheduling, RouterConfig, Split};
+use super::settings::{IndexFeed, Rescheduling, RouterConfig};
 use crate::error::CoreError;
 use crate::estimate::survival::BUCKET_TOKENS;
-use crate::estimate::{OutputLength, StepTime};
+use crate::estimate::{OutputLength, StepTime, WeightsOf};
 use crate::fleet::{Fleet, Role};
 use crate::guard::Guard;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, IndicatorSet, Indicators};
 use crate::kv::index::KvIndex;
 use crate::plan::Cuts;
-use crate::policy::{Policy, registry};
+use crate::policy::{Policy, least_requests};
 use crate::request::Request;
 use std::fmt::Debug;
 
@@ -34,19 +34,22 @@ impl Selector {
     }
 }
 
-/// A request whose first segment is placed on an instance of the role `both` that can hand over.
-pub(super) struct Asked<'a> {
-    pub request: &'a Request<'a>,
-    pub first: InstanceId,
+/// What a planner sees of a request whose first segment is placed on an instance of the role `both`
+/// that can hand over, and what it writes. `plan/planners/view.rs` has its methods.
+pub struct View<'a> {
+    pub(super) state: &'a State,
+    pub(super) context: &'a mut DecisionContext,
+    pub(super) request: &'a Request<'a>,
+    pub(super) first: InstanceId,
     /// Slots that are not asked.
-    pub failed: &'a [u32],
-    pub now: Seconds,
+    pub(super) failed: &'a [u32],
+    pub(super) now: Seconds,
 }
 
-/// Plans what follows a first segment, where no roles do.
-pub(super) trait Planner: Debug + Send + Sync {
-    /// What follows. If nothing does, it leaves the reason in the context.
-    fn rest(&self, state: &State, context: &mut DecisionContext, asked: &Asked<'_>) -> Rest;
+/// Plans what follows a first segment, if no roles do.
+pub trait Planner: Debug + Send + Sync {
+    /// The segments that follow. If none does, it leaves the reason in the view.
+    fn rest(&self, view: &mut View<'_>) -> Rest;
 
     /// Learns the lengths of answers that it plans by; `None`: requests bring them, or it needs
     /// none.
@@ -91,8 +94,8 @@ pub(super) struct State {
     /// Choose the instances of first segments, and of those behind them.
     pub first: Selector,
     pub later: Selector,
-    pub split: Split,
-    /// The planner that `split` names.
+    /// Plans what follows first segments; `None`: requests stay in one piece, unless roles split
+    /// them.
     pub planner: Option<Box<dyn Planner>>,
     pub pulls: Option<Pulls>,
     /// Lengths of answers by class, if requests are cut by them.
@@ -114,8 +117,7 @@ impl State {
             index: KvIndex::new(config.index_bytes),
             guard: Guard::new(config.guard)?,
             first: Selector::new(policy),
-            later: Selector::new(registry::build("least_requests", &[])?),
-            split: Split::NONE,
+            later: Selector::new(least_requests()?),
             planner: None,
             pulls: config.pull.map(Pulls::new).transpose()?,
             lengths: None,
@@ -169,16 +171,33 @@ impl State {
                 expected: BUCKET_TOKENS.to_string(),
             });
         }
+        let weights_of = self.weights_of()?;
         let forecasts = self.rescheduling.as_ref().is_some_and(|by| by.forecast.reads_curve());
         let wanted = reads.intersects(AHEAD) || forecasts;
         let ahead = match self.ledger.ahead() {
             _ if !wanted => return Ok(false),
-            Some(ahead) if ahead.suits(reads, curve) => return Ok(false),
-            Some(ahead) => ahead.widened(reads, curve),
-            None => Ahead::new(reads, self.fleet.slots(), curve),
+            Some(ahead) if ahead.suits(reads, curve, weights_of) => return Ok(false),
+            Some(ahead) => ahead.widened(reads, curve, weights_of),
+            None => Ahead::new(reads, self.fleet.slots(), curve, weights_of),
         };
         self.ledger.set_ahead(Some(ahead));
         Ok(true)
+    }
+
+    /// Makes the weights that its policies read.
+    ///
+    /// # Errors
+    /// `BadValue` if each policy brings weights of its own.
+    fn weights_of(&self) -> Result<Option<WeightsOf>, CoreError> {
+        let brought = [&self.first, &self.later].map(|each| each.policy.decode_weights());
+        match brought {
+            [Some(first), Some(later)] if !std::ptr::fn_addr_eq(first, later) => Err(CoreError::BadValue {
+                what: "decode policy".into(),
+                got: self.later.policy.spec().name.to_string(),
+                expected: format!("one with the weights of {}", self.first.policy.spec().name),
+            }),
+            [first, later] => Ok(first.or(later)),
+        }
     }
 
     /// Indicators that its policies read.

@@ -1,4 +1,4 @@
-//! Where to cut a request between two instances, or three: Libra (NSDI 2026), sections 3.1, 4.1 and 4.4.
+//! Where to cut a request between two instances: Libra (NSDI 2026), sections 3.1 and 4.1.
 //!
 //! Pure: loads and step times come in as plain numbers, a cut and its reason come out. Nothing is allocated.
 //!
@@ -11,10 +11,8 @@
 pub mod apart;
 pub mod libra;
 pub mod predict;
-pub mod three;
 
 pub use libra::{force_at, search};
-pub use three::{Placed, Three, search_return, search_three};
 
 use crate::ids::Seconds;
 use crate::plan::Cuts;

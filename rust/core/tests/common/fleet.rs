@@ -94,8 +94,8 @@ impl Fleet {
     }
 }
 
-/// The registered policy of that name.
+/// The policy of that name in `REGISTRY` of who includes this file.
 pub fn policy(name: &str, knobs: &[(&str, f64)]) -> Box<dyn Policy> {
     let knobs: Vec<_> = knobs.iter().map(|(name, value)| (name.to_string(), *value)).collect();
-    lmetric_core::policy::registry::build(name, &knobs).expect("a registered policy")
+    super::REGISTRY.policy(name, &knobs).expect("a registered policy")
 }

@@ -1,9 +1,9 @@
 //! A Python function from numpy columns to scores.
 use crate::errors::Result;
 use crate::expr::{Named, unknown_indicator};
-use lmetric_core::CoreError;
 use lmetric_core::indicators::{DeclaredId, Indicator, IndicatorSet, Scope, Snapshot};
 use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores};
+use lmetric_core::{CoreError, Maturity};
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -33,6 +33,7 @@ impl Callable {
             name: Cow::Owned(name.unwrap_or_else(|| "callable".into())),
             formula: Cow::Borrowed("a Python function over numpy columns"),
             source: Cow::Borrowed("the embedding program"),
+            maturity: Maturity::Stable,
             knobs: &[],
             symmetric: false,
             random: false,

@@ -2,6 +2,7 @@
 use super::callable::Callable;
 use super::watchdog;
 use lmetric_core::CoreError;
+use lmetric_core::estimate::WeightsOf;
 use lmetric_core::indicators::{DeclaredId, IndicatorSet, Snapshot};
 use lmetric_core::policy::{Fallbacks, Policy, PolicyRng, PolicySpec, Scores};
 use parking_lot::Mutex;
@@ -82,6 +83,10 @@ impl Policy for WithFallback {
 
     fn declared(&self) -> &[DeclaredId] {
         &self.declared
+    }
+
+    fn decode_weights(&self) -> Option<WeightsOf> {
+        self.fallback.decode_weights()
     }
 
     fn fallbacks(&self) -> Fallbacks {

@@ -10,25 +10,30 @@ pub use watchdog::PolicyTimeout;
 
 use crate::errors::Result;
 use crate::expr::{Named, nearest_indicator};
-use lmetric_core::CoreError;
+use crate::registry;
 use lmetric_core::policy::expression::{ExpressionPolicy, ExpressionSource};
-use lmetric_core::policy::{KnobKind, Policy, Prefer, registry};
+use lmetric_core::policy::{KnobKind, Policy, Prefer};
+use lmetric_core::{CoreError, Registry};
+use lmetric_study::REGISTRY;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 use std::time::Duration;
 
 /// Builds the policy that `policy` describes: `None` (lmetric), a name, the text of a score expression, a reference to a Python
 /// object (`file.py:name`), an `lmetric.Expr`, an `lmetric.Policy` (texts), or an `lmetric.policy_function` (a callable).
+/// Named policies come from `registry`.
 pub fn build(
+    registry: Registry,
     policy: Option<&Bound<'_, PyAny>>,
     knobs: Option<&Bound<'_, PyDict>>,
 ) -> Result<Box<dyn Policy>> {
-    build_timed(policy, knobs, true)
+    build_timed(registry, policy, knobs, true)
 }
 
 /// [`build`]; `timed`: whether time limits of Python policies hold. They do not in simulations, whose results must not depend on
 /// the machine.
 pub fn build_timed(
+    registry: Registry,
     policy: Option<&Bound<'_, PyAny>>,
     knobs: Option<&Bound<'_, PyDict>>,
     timed: bool,
@@ -41,16 +46,20 @@ pub fn build_timed(
             .collect::<PyResult<_>>()?,
     };
     let Some(policy) = policy.filter(|p| !p.is_none()) else {
-        return Ok(registry::build("lmetric", &given)?);
+        return Ok(registry.policy("lmetric", &given)?);
     };
     if let Ok(text) = policy.cast::<PyString>() {
-        let error = match from_text(text.to_str()?, &given) {
+        let error = match from_text(registry, text.to_str()?, &given) {
             Ok(policy) => return Ok(policy),
             Err(error) => error,
         };
         // Neither a policy nor an expression: it may name a Python object.
         let found = policy.py().import("lmetric.policies")?.call_method1("referenced", (text,))?;
-        return if found.is_none() { Err(error.into()) } else { build_timed(Some(&found), knobs, timed) };
+        return if found.is_none() {
+            Err(error.into())
+        } else {
+            build_timed(registry, Some(&found), knobs, timed)
+        };
     }
     if let Ok(function) = policy.getattr("fn") {
         if let Some((name, _)) = given.first() {
@@ -61,7 +70,7 @@ pub fn build_timed(
             }
             .into());
         }
-        return python_policy(policy, function.unbind(), timed);
+        return python_policy(registry, policy, function.unbind(), timed);
     }
     if policy.is_instance(&policy.py().import("lmetric.expr")?.getattr("Expr")?)? {
         let source = ExpressionSource { score: policy.str()?.extract()?, ..ExpressionSource::default() };
@@ -78,7 +87,7 @@ pub fn build_timed(
         .collect::<PyResult<_>>()?;
     given.extend(constants);
     let Some(score) = score else {
-        return Ok(registry::build(name.as_deref().unwrap_or("lmetric"), &given)?);
+        return Ok(registry::policy(registry, name.as_deref().unwrap_or("lmetric"), &given)?);
     };
     let then: Vec<(String, String)> = policy.getattr("then")?.extract()?;
     let source = ExpressionSource {
@@ -92,7 +101,12 @@ pub fn build_timed(
 }
 
 /// A Python function as a policy, with its fallback if it has one.
-fn python_policy(policy: &Bound<'_, PyAny>, function: Py<PyAny>, timed: bool) -> Result<Box<dyn Policy>> {
+fn python_policy(
+    registry: Registry,
+    policy: &Bound<'_, PyAny>,
+    function: Py<PyAny>,
+    timed: bool,
+) -> Result<Box<dyn Policy>> {
     let callable = Callable::new(policy, function)?;
     let fallback = policy.getattr("fallback")?;
     if fallback.is_none() {
@@ -100,17 +114,21 @@ fn python_policy(policy: &Bound<'_, PyAny>, function: Py<PyAny>, timed: bool) ->
     }
     let limit: Option<f64> = policy.getattr("time_limit_seconds")?.extract()?;
     let limit = limit.filter(|_| timed).map(Duration::from_secs_f64);
-    let fallback = build_timed(Some(&fallback), None, timed)?;
+    let fallback = build_timed(registry, Some(&fallback), None, timed)?;
     Ok(Box::new(WithFallback::new(callable, fallback, limit)))
 }
 
 /// A registered name, or the text of a score expression.
-fn from_text(text: &str, knobs: &[(String, f64)]) -> std::result::Result<Box<dyn Policy>, CoreError> {
+fn from_text(
+    registry: Registry,
+    text: &str,
+    knobs: &[(String, f64)],
+) -> std::result::Result<Box<dyn Policy>, CoreError> {
     let word = text.trim();
     let is_name = !word.is_empty() && word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-');
     let is_number = word.starts_with(|c: char| c.is_ascii_digit());
     if is_name && !is_number && Named::find(word).is_none() {
-        return registry::build(word, knobs).map_err(|error| match error {
+        return registry::policy(registry, word, knobs).map_err(|error| match error {
             CoreError::UnknownName { kind, name, nearest: None } if kind == "policy" => {
                 CoreError::UnknownName {
                     kind: "policy or indicator".into(),
@@ -138,16 +156,18 @@ fn prefer(end: &str) -> Result<Prefer> {
     }
 }
 
-/// What the registered policies declare of themselves: dictionaries of `name`, `formula`, `source`, `guard` (whether the hot-spot
-/// guard filters their candidates), `knobs` (name, type, min, max, default, about) and `reads` (indicators).
+/// What the registered policies declare of themselves: dictionaries of `name`, `formula`, `source`, `maturity` (`stable`,
+/// `experimental` or `study`), `guard` (whether the hot-spot
+/// guard filters their candidates), `knobs` (name, type, min, max, default, about, study: whether only studies set it) and `reads` (indicators).
 #[pyfunction]
 pub fn policy_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let table = PyList::empty(py);
-    for spec in registry::specs() {
+    for spec in REGISTRY.policies() {
         let row = PyDict::new(py);
         row.set_item("name", &*spec.name)?;
         row.set_item("formula", &*spec.formula)?;
         row.set_item("source", &*spec.source)?;
+        row.set_item("maturity", spec.maturity.name())?;
         row.set_item("guard", spec.guard == Some(true))?;
         let knobs = PyList::empty(py);
         for knob in spec.knobs {
@@ -155,6 +175,7 @@ pub fn policy_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
             entry.set_item("name", knob.name)?;
             entry.set_item("default", knob.default)?;
             entry.set_item("about", knob.about)?;
+            entry.set_item("study", knob.study)?;
             let (kind, min, max) = match knob.kind {
                 KnobKind::Float { min, max } => ("float", min, max),
                 KnobKind::Int { min, max } => ("int", min as f64, max as f64),
@@ -167,7 +188,7 @@ pub fn policy_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
         }
         row.set_item("knobs", knobs)?;
         row.set_item("reads", {
-            let policy = registry::build(&spec.name, &[]).map_err(crate::errors::to_python)?;
+            let policy = REGISTRY.policy(&spec.name, &[]).map_err(crate::errors::to_python)?;
             policy.reads().iter().map(|i| i.decl().name).collect::<Vec<_>>()
         })?;
         table.append(row)?;

@@ -139,7 +139,7 @@ impl Cluster<'_> {
         }
         let Part { from, instance, before, before_began, back, .. } = self.parts[request];
         // The last token that counts has no KV yet where it is kept.
-        let kept = self.config.router.split.keeps_tokens();
+        let kept = self.config.split.keeps_tokens();
         let tokens = from - u32::from(kept && from > self.workload.shape.input_tokens[request]);
         let to = instance as usize;
         self.records.handoff_least_loaded[request] = i64::from(self.least_loaded(to));

@@ -10,7 +10,7 @@ use crate::workload::Workload;
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
-use lmetric_core::router::{IndexFeed, Router, RouterConfig, Split};
+use lmetric_core::router::{IndexFeed, Router, RouterConfig};
 use std::collections::BinaryHeap;
 
 impl<'a> Cluster<'a> {
@@ -44,7 +44,7 @@ impl<'a> Cluster<'a> {
         if has(Role::Prefill) != has(Role::Decode) {
             return bad("roles", "prefill or decode alone", "instances of the other kind, to hand over to");
         }
-        if config.router.unlimited_prefill && config.router.split != Split::NONE {
+        if config.router.unlimited_prefill && config.split.planner().is_some() {
             return bad("split", "requests that are cut", "none where prefills wait for nobody");
         }
         if config.router.unlimited_prefill && config.router.pull.is_some() {
@@ -188,6 +188,7 @@ fn made(policies: Policies, config: &ClusterConfig, settings: RouterConfig) -> R
     if let Some(policy) = policies.decode {
         router.set_decode_policy(policy)?;
     }
+    router.set_split(&config.split)?;
     router.set_priorities(config.priorities)?;
     if let Some(reschedule) = &config.reschedule {
         let mut rescheduling = reschedule.build()?;

@@ -7,8 +7,8 @@ use lmetric_core::guard::GuardConfig;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::Binding;
 use lmetric_core::plan::Segment;
-use lmetric_core::policy::registry;
 use lmetric_core::router::{IndexFeed, PullConfig, Split};
+use lmetric_study::REGISTRY;
 use proptest::prelude::*;
 
 fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig {
@@ -41,6 +41,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
             guard: GuardConfig { on: false, ..GuardConfig::default() },
             ..RouterConfig::default()
         },
+        split: Split::NONE,
         silent_segments: false,
         output_known: true,
         reschedule: None,
@@ -166,8 +167,8 @@ const STEP: StepTime = StepTime {
 
 /// Three parts for whoever thinks, two for others, wherever there is a balance.
 fn in_three() -> Split {
-    let settings = [("least_gain", -1.0), ("least_tokens", 1.0), ("lengths_given", 1.0), ("parts", 3.0)];
-    Split::by("libra", &settings)
+    let settings = [("least_gain", -1.0), ("least_tokens", 1.0), ("lengths_given", 1.0)];
+    REGISTRY.split("libra_three", &settings).unwrap()
 }
 
 fn shape_outputs(workload: &Workload) -> u64 {
@@ -207,7 +208,7 @@ proptest! {
             config.transfer = Transfer { seconds_per_token, fixed_seconds: 0.1, overlap, unshared: false };
             config.router.binding = if late { Binding::Late } else { Binding::Early };
         } else if let Some(fraction) = cut {
-            config.router.split = if three { in_three() } else { Split::by("force", &[("at", fraction)]) };
+            config.split = if three { in_three() } else { REGISTRY.split("force", &[("at", fraction)]).unwrap() };
             config.router.step_time = Some(STEP);
             config.transfer = Transfer { seconds_per_token, fixed_seconds: 0.1, ..Transfer::default() };
         }
@@ -223,7 +224,7 @@ proptest! {
             });
             config.pulling = Pulling { holder_seconds: if costs { 0.5 } else { 0.0 }, pinned, waits: !step_end };
         }
-        let policies = (0..routers).map(|_| registry::build("dynamo", &[]).unwrap().into()).collect();
+        let policies = (0..routers).map(|_| REGISTRY.policy("dynamo", &[]).unwrap().into()).collect();
         let mut cluster = Cluster::new(&workload, policies, &config).unwrap();
         let mut steps = 0;
         while cluster.step().unwrap() {

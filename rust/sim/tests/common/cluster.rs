@@ -1,7 +1,7 @@
 //! A cluster for tests, to change from: constants so round that times can be worked out by hand, and nothing on that need not be.
 #![allow(dead_code)]
 use lmetric_core::guard::GuardConfig;
-use lmetric_core::router::{IndexFeed, RouterConfig};
+use lmetric_core::router::{IndexFeed, RouterConfig, Split};
 use lmetric_sim::{
     Admission, ClusterConfig, MoveBy, Order, Preempt, Profile, Pulling, Signals, TokenSlo, Transfer,
 };
@@ -41,6 +41,7 @@ pub fn config(profiles: Vec<Profile>) -> ClusterConfig {
             guard: GuardConfig { on: false, ..GuardConfig::default() },
             ..RouterConfig::default()
         },
+        split: Split::NONE,
         silent_segments: false,
         output_known: true,
         reschedule: None,

@@ -67,7 +67,6 @@ impl KvIndex {
         }
         self.touch_open(prev, instance);
         self.prune(prev);
-        self.dropped += (chain.len() - placed) as u64;
         placed
     }
 

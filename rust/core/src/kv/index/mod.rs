@@ -44,7 +44,6 @@ pub struct KvIndex {
     fronts: BinaryHeap<Front>,
     pairs: usize,
     evicted: u64,
-    dropped: u64,
 }
 
 /// What is kept of an instance.
@@ -144,7 +143,6 @@ impl KvIndex {
             fronts: BinaryHeap::new(),
             pairs: 0,
             evicted: 0,
-            dropped: 0,
         }
     }
 
@@ -350,16 +348,6 @@ impl KvIndex {
         }
     }
 
-    /// How many instances hold the block (and everything before it).
-    pub fn holders_count(&self, hash: u64) -> usize {
-        if self.holes.as_ref().is_none_or(Holes::is_empty) {
-            return self.find(hash).map_or(0, |node| self.cells.holders(node) as usize);
-        }
-        let mut holders = Vec::new();
-        self.holders(hash, &mut holders);
-        holders.len()
-    }
-
     /// Blocks held for `instance`.
     pub fn blocks(&self, instance: InstanceId) -> u32 {
         self.books.get(instance.index()).map_or(0, |b| b.blocks)
@@ -390,11 +378,6 @@ impl KvIndex {
     /// Blocks that went because a capacity or the byte bound was reached, since the start.
     pub fn evicted_blocks(&self) -> u64 {
         self.evicted
-    }
-
-    /// Blocks that were not taken because nothing could be evicted for them, since the start.
-    pub fn dropped_blocks(&self) -> u64 {
-        self.dropped
     }
 }
 

@@ -4,9 +4,13 @@
 //! start, who decodes and how far it is, how fast decodes go, and how long answers were.
 use super::counts::{Entry, Stage};
 use crate::estimate::survival::CurveSettings;
-use crate::estimate::{DecodeCost, DecodeLoad, Histogram, Outlook, Pressure, Survival};
+use crate::estimate::{
+    DecodeCost, DecodeLoad, DecodeWeights, EqualWeights, Histogram, Outlook, Survival, WeightsOf,
+};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
+use std::ptr::fn_addr_eq;
+use std::sync::Arc;
 
 /// Indicators that this keeps.
 pub const AHEAD: IndicatorSet = IndicatorSet::of(&[
@@ -82,44 +86,47 @@ pub struct Ahead {
     /// Mean seconds from the end of a first segment to the first token of the second.
     lag: Seconds,
     lag_known: bool,
-    /// What requests weigh, where a policy asks for it; from how many ended answers and when that
-    /// was worked out.
-    weighs: bool,
-    pressure: Pressure,
+    /// Makes the weights of requests, if a policy brings them; the present ones; from how many
+    /// ended answers and when they were worked out.
+    weights_of: Option<WeightsOf>,
+    weights: Option<Arc<dyn DecodeWeights>>,
     weighed: (u64, Seconds),
     mean_prompt_tokens: f64,
 }
 
 impl Ahead {
     /// Nothing yet, of as many slots; of what only some policies ask for, what `reads` names.
-    pub fn new(reads: IndicatorSet, slots: usize, curve: CurveSettings) -> Ahead {
+    /// `weights_of`: makes the weights of requests; `None`: no policy brings them.
+    pub fn new(
+        reads: IndicatorSet,
+        slots: usize,
+        curve: CurveSettings,
+        weights_of: Option<WeightsOf>,
+    ) -> Ahead {
         let left = reads.contains(Indicator::DecodePressureKnown).then(Vec::new);
         let survival = Survival::new(curve);
-        let weighs = reads.intersects(WEIGHED);
-        let mut ahead = Ahead { left, weighs, curve, survival, ..Ahead::default() };
+        let weights = weights_of.map(|_| Arc::new(EqualWeights) as Arc<dyn DecodeWeights>);
+        let mut ahead = Ahead { left, weights_of, weights, curve, survival, ..Ahead::default() };
         ahead.resize(slots);
         ahead
     }
 
-    /// Whether it keeps all that `reads` asks for, by this curve.
-    pub fn suits(&self, reads: IndicatorSet, curve: CurveSettings) -> bool {
+    /// Whether it keeps all that `reads` asks for, by this curve and these weights.
+    pub fn suits(&self, reads: IndicatorSet, curve: CurveSettings, weights_of: Option<WeightsOf>) -> bool {
         self.curve == curve
             && (self.left.is_some() || !reads.contains(Indicator::DecodePressureKnown))
-            && (self.weighs || !reads.intersects(WEIGHED))
+            && weights_of.is_none_or(|new| self.weights_of.is_some_and(|old| fn_addr_eq(old, new)))
     }
 
     /// One that keeps what `reads` asks for besides what this one keeps. It has learned the same,
     /// but no request is in it yet.
-    pub fn widened(&self, reads: IndicatorSet, curve: CurveSettings) -> Ahead {
+    pub fn widened(&self, reads: IndicatorSet, curve: CurveSettings, weights_of: Option<WeightsOf>) -> Ahead {
         let mut kept = reads;
         if self.left.is_some() {
             kept.insert(Indicator::DecodePressureKnown);
         }
-        if self.weighs {
-            kept.insert(Indicator::DecodePressure);
-        }
         let idle = |pace: &Pace| Pace { requests: 0.0, ..*pace };
-        let empty = Ahead::new(kept, self.loads.len(), curve);
+        let empty = Ahead::new(kept, self.loads.len(), curve, weights_of.or(self.weights_of));
         Ahead {
             paces: self.paces.iter().map(idle).collect(),
             pace: idle(&self.pace),
@@ -241,25 +248,21 @@ impl Ahead {
         self.survival.observe(output_tokens);
         let ended = self.survival.seen();
         let (last, at) = self.weighed;
-        if self.weighs && ended >= last + LEAST_ENDED && (last == 0 || now >= at + REFRESH_SECONDS) {
+        let due = ended >= last + LEAST_ENDED && (last == 0 || now >= at + REFRESH_SECONDS);
+        if let Some(weights_of) = self.weights_of.filter(|_| due) {
             self.weighed = (ended, now);
-            self.pressure = Pressure::new(&self.survival.product_limit(), cost, self.mean_prompt_tokens);
+            let curve = self.survival.product_limit();
+            self.weights = Some(weights_of(&curve, cost, self.mean_prompt_tokens));
         }
     }
 
     /// Writes the projections for a request that starts to decode at `then`.
     pub fn derive(&self, reads: IndicatorSet, now: Seconds, then: Seconds, columns: &mut Columns) {
         let mean_rate = self.pace.rate().unwrap_or(0.0);
-        let pressure = self.pressure.towards(Outlook { now, then, rate: mean_rate });
+        self.derive_weights(reads, Outlook { now, then, rate: mean_rate }, columns);
         for (slot, (load, pace)) in self.loads.iter().zip(&self.paces).enumerate() {
             let rate = pace.rate();
             columns.get_mut(Indicator::DecodeTokensPerSecond)[slot] = rate.unwrap_or(f64::NAN);
-            if reads.contains(Indicator::DecodePressure) {
-                columns.get_mut(Indicator::DecodePressure)[slot] = pressure.of(load);
-            }
-            if let Some(left) = &self.left {
-                columns.get_mut(Indicator::DecodePressureKnown)[slot] = pressure.of_known(&left[slot], load);
-            }
             if reads.intersects(PROJECTED) {
                 let p = load.project(&self.survival, now, then, rate.unwrap_or(mean_rate), mean_rate);
                 for (id, value) in [
@@ -271,6 +274,20 @@ impl Ahead {
                     columns.get_mut(id)[slot] = value;
                 }
             }
+        }
+    }
+
+    /// Writes what the requests weigh; absent if no policy brings weights.
+    fn derive_weights(&self, reads: IndicatorSet, outlook: Outlook, columns: &mut Columns) {
+        let Some(weights) = &self.weights else {
+            WEIGHED.iter().for_each(|id| columns.get_mut(id).fill(f64::NAN));
+            return;
+        };
+        if reads.contains(Indicator::DecodePressure) {
+            weights.weigh(outlook, &self.loads, columns.get_mut(Indicator::DecodePressure));
+        }
+        if let Some(left) = &self.left {
+            weights.weigh_known(outlook, left, &self.loads, columns.get_mut(Indicator::DecodePressureKnown));
         }
     }
 }

@@ -18,7 +18,7 @@ use crate::receipt::{Next, Nexts};
 use crate::request::Request;
 use crate::router::context::DecisionContext;
 use crate::router::parts::{Chosen, Follow, Rest, Turn};
-use crate::router::state::{Asked, Planner, State};
+use crate::router::state::{Planner, State, View};
 
 impl State {
     /// How much of a prompt each instance holds.
@@ -43,8 +43,7 @@ impl State {
             Role::Prefill => self.rest_of_prefill(context, request, first, now)?,
             Role::Both => match &self.planner {
                 Some(planner) => {
-                    let asked = Asked { request, first, failed, now };
-                    self.rest_of_split(context, &**planner, &asked)
+                    rest_of_split(&**planner, &mut View { state: self, context, request, first, failed, now })
                 }
                 None => Rest::new(),
             },
@@ -70,18 +69,6 @@ impl State {
             Binding::Late => None,
         };
         Ok(Rest::from_iter([self.follow(context, request.prompt_tokens, instance, handoff)]))
-    }
-
-    /// What follows where no roles split. Whatever stands against a split leaves the request in one
-    /// piece, with the reason.
-    fn rest_of_split(&self, context: &mut DecisionContext, planner: &dyn Planner, asked: &Asked<'_>) -> Rest {
-        if let Some(reason) = asked.request.uncut {
-            return context.leave_whole(reason);
-        }
-        if self.instances[asked.first.index()].cuts == Cuts::Nowhere {
-            return context.leave_whole("its instance cannot hand over");
-        }
-        planner.rest(self, context, asked)
     }
 
     /// A segment on an instance that was chosen last, or is none yet.
@@ -114,4 +101,16 @@ impl State {
             })
             .collect()
     }
+}
+
+/// What follows where no roles split. Whatever stands against a split leaves the request in one
+/// piece, with the reason.
+fn rest_of_split(planner: &dyn Planner, view: &mut View<'_>) -> Rest {
+    if let Some(reason) = view.request.uncut {
+        return view.leave_whole(reason);
+    }
+    if view.cuts_of(&[view.first]) == Cuts::Nowhere {
+        return view.leave_whole("its instance cannot hand over");
+    }
+    planner.rest(view)
 }

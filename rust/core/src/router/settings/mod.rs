@@ -1,11 +1,9 @@
 //! What a router is set up with.
 mod fetch;
 mod rescheduling;
-mod split;
 
 pub use fetch::PullConfig;
 pub use rescheduling::{RescheduleConfig, Rescheduling, Rule};
-pub use split::Split;
 
 use crate::estimate::StepTime;
 use crate::guard::GuardConfig;
@@ -52,8 +50,6 @@ pub struct RouterConfig {
     /// Whether a prefill never waits for others on its instance, so that the expected hand-over
     /// counts no queue (SIBYL, Algorithm 2).
     pub unlimited_prefill: bool,
-    /// How requests are split that no roles split.
-    pub split: Split,
     /// When prefixes are pulled from other instances; `None`: never.
     pub pull: Option<PullConfig>,
 }
@@ -73,7 +69,6 @@ impl Default for RouterConfig {
             binding: Binding::Early,
             colocate: true,
             unlimited_prefill: false,
-            split: Split::NONE,
             pull: None,
         }
     }

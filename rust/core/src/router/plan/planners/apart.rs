@@ -2,10 +2,12 @@
 //! wherever all requests together lose least ([`crate::split::apart`]).
 use super::*;
 use crate::estimate::{OutputLength, StepTime};
+use crate::indicators::Indicator;
 use crate::policy::select;
 use crate::receipt::Balance;
 use crate::request::Request;
-use crate::router::parts::Rest;
+use crate::router::context::DecisionContext;
+use crate::router::parts::Turn;
 use crate::split::apart::{Beside, Settings, lost_seconds};
 
 /// Most seconds of a setting.
@@ -15,6 +17,7 @@ pub static SPEC: PlannerSpec = PlannerSpec {
     name: "apart",
     about: "splits a request at its prompt's end if all requests together lose less time where it then decodes",
     source: "ours",
+    maturity: Maturity::Experimental,
     settings: &[
         Knob::float(
             "recent_seconds",
@@ -57,7 +60,8 @@ pub static SPEC: PlannerSpec = PlannerSpec {
             "lengths_given",
             false,
             "requests bring the length of their answer (the oracle of a simulation); nothing is learned",
-        ),
+        )
+        .for_studies(),
     ],
     keeps_tokens: true,
     build,
@@ -106,8 +110,9 @@ struct Prefilled<'a> {
 
 impl Planner for Apart {
     /// What follows a first segment on `first`: nothing, or the answer on another instance.
-    fn rest(&self, state: &State, context: &mut DecisionContext, asked: &Asked<'_>) -> Rest {
-        let Asked { request, first, failed, now } = *asked;
+    fn rest(&self, view: &mut View<'_>) -> Rest {
+        let View { state, request, first, failed, now, .. } = *view;
+        let context = &mut *view.context;
         let Some(output_tokens) = request.expected_output_tokens else {
             return context.leave_whole("nothing is known of the length of answers");
         };
@@ -174,7 +179,7 @@ impl State {
     fn lost_on(&self, context: &DecisionContext, asked: &Prefilled<'_>, slot: usize) -> Seconds {
         let Prefilled { request, now, .. } = *asked;
         let step = self.step_time_of(slot).unwrap_or(asked.any);
-        let load = self.load_of(InstanceId(slot as u32), now);
+        let load = self.load_of(slot, now);
         let beside = Beside {
             decoding: load.decoding,
             context_tokens: load.context_tokens,

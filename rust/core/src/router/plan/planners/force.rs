@@ -1,13 +1,13 @@
 //! Splits each request at a fraction of its prompt and expected output: to test engines and streams
 //! with.
 use super::*;
-use crate::router::parts::Rest;
-use crate::split;
+use crate::split::{self, Whole};
 
 pub static SPEC: PlannerSpec = PlannerSpec {
     name: "force",
     about: "splits each request at the fraction `at` of its prompt and expected output; a test of engines and streams",
     source: "ours",
+    maturity: Maturity::Experimental,
     settings: &[Knob::float(
         "at",
         0.0,
@@ -37,20 +37,20 @@ fn build(settings: &Knobs) -> Result<Box<dyn Planner>, CoreError> {
 }
 
 impl Planner for Force {
-    fn rest(&self, state: &State, context: &mut DecisionContext, asked: &Asked<'_>) -> Rest {
-        let Some((second, follow)) = state.second(context, asked) else { return Rest::new() };
-        let whole = state.whole(context, asked, second);
-        match self.token(state, &whole, [asked.first, second]) {
+    fn rest(&self, view: &mut View<'_>) -> Rest {
+        let Some((second, follow)) = view.second() else { return Rest::new() };
+        let cuts = view.cuts_of(&[view.first(), second]);
+        match self.token(&view.whole(second), cuts) {
             Ok(from_token) => Rest::from_iter([Follow { from_token, ..follow }]),
-            Err(reason) => context.leave_whole(reason),
+            Err(reason) => view.leave_whole(reason),
         }
     }
 }
 
 impl Force {
-    /// The token at which the request is split; or why it is not.
-    fn token(&self, state: &State, whole: &Whole, on: [InstanceId; 2]) -> Result<u32, &'static str> {
-        let able = state.cuts_of(&on);
+    /// The token at which the request is split between instances that are able to do so; or why it
+    /// is not.
+    fn token(&self, whole: &Whole, able: Cuts) -> Result<u32, &'static str> {
         let wished = split::force_at(self.fraction, whole).ok_or("too short to be cut")?;
         let token = able.nearest(wished, whole.prompt_tokens).ok_or("its instances cannot hand over")?;
         // The last token is never computed, only made.

@@ -6,7 +6,8 @@ pub static SPEC: PolicySpec = PolicySpec::new(
     "p_token * (bs + 1), highest",
     "the control of BLIS (inference-sim), on LMETRIC's score",
     &[],
-);
+)
+.for_studies();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     highest(&SPEC, knobs, "p_token * (bs + 1)", &[])
@@ -14,8 +15,8 @@ pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
 
 #[cfg(test)]
 mod tests {
-    use crate::indicators::Indicator::*;
-    use crate::policy::fleet::{Fleet, policy};
+    use crate::fleet::{Fleet, policy};
+    use lmetric_core::indicators::Indicator::*;
 
     #[test]
     fn takes_what_lmetric_would_take_last() {

@@ -2,7 +2,8 @@
 use super::*;
 
 pub static SPEC: PolicySpec =
-    PolicySpec::new("ils_requests", "decode_bs, lowest", "SIBYL, its baseline ILS counted in requests", &[]);
+    PolicySpec::new("ils_requests", "decode_bs, lowest", "SIBYL, its baseline ILS counted in requests", &[])
+        .for_studies();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     lowest(&SPEC, knobs, "decode_bs", &[])
@@ -10,8 +11,8 @@ pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
 
 #[cfg(test)]
 mod tests {
-    use crate::indicators::Indicator::*;
-    use crate::policy::fleet::{Fleet, policy};
+    use crate::fleet::{Fleet, policy};
+    use lmetric_core::indicators::Indicator::*;
 
     #[test]
     fn counts_running_decodes_only() {

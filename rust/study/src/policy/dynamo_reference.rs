@@ -10,7 +10,8 @@ pub static SPEC: PolicySpec = PolicySpec::new(
     "(queued_prefill_tokens + new_tokens + tokens + remaining_tokens) / block_tokens, lowest",
     "an independent simulator, written apart from this router",
     &[Knob::float("block_tokens", 1.0, 1e6, 512.0, "tokens a block; scales the score, changes no choice")],
-);
+)
+.for_studies();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     lowest(
@@ -23,8 +24,8 @@ pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
 
 #[cfg(test)]
 mod tests {
-    use crate::indicators::Indicator::*;
-    use crate::policy::fleet::{Fleet, policy};
+    use crate::fleet::{Fleet, policy};
+    use lmetric_core::indicators::Indicator::*;
 
     #[test]
     fn adds_all_tokens_to_come_and_to_keep() {

@@ -1,16 +1,17 @@
 //! What a search for a cut takes (`lmetric_core::split`), by loads and lengths drawn at random; and what a decision takes as a whole
 //! ([`Router::route`], from chained hashes to the receipt), with cuts and without.
 //!
-//! `cargo run --release -p lmetric-core --example split_latency`. Each sample is one call between two readings of the clock, so that the tail is seen;
+//! `cargo run --release -p lmetric-study --example split_latency`. Each sample is one call between two readings of the clock, so that the tail is seen;
 //! the clock's own share is printed first.
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Failure};
-use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
 use lmetric_core::router::{PullConfig, Router, RouterConfig, Split};
 use lmetric_core::split::predict::Instance;
-use lmetric_core::split::{Found, Load, Placed, Settings, Whole, search, search_three};
+use lmetric_core::split::{Found, Load, Settings, Whole, search};
+use lmetric_study::REGISTRY;
+use lmetric_study::planner::{Placed, search_three};
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64;
 use std::hint::black_box;
@@ -75,10 +76,10 @@ const RUNNING: usize = 32;
 fn decisions(instances: usize, policy: &str, split: Split, name: &str) {
     let mut rng = Pcg64::seed_from_u64(2);
     let pull = (policy == "planner").then(PullConfig::default);
-    let policy = registry::build(policy, &[]).expect("registered");
+    let policy = REGISTRY.policy(policy, &[]).expect("registered");
     let config = RouterConfig { step_time: Some(STEP), pull, ..RouterConfig::default() };
     let mut router = Router::new(policy, config).expect("good settings");
-    router.set_split(split.clone()).expect("good settings");
+    router.set_split(&split).expect("good settings");
     for i in 0..instances {
         router.add_instance(&format!("engine-{i}"), Role::Both, Some(75_000)).expect("a new name");
     }
@@ -92,13 +93,13 @@ fn decisions(instances: usize, policy: &str, split: Split, name: &str) {
         let decision = router.route_taking(&request, &mut chain, None, now).expect("somebody");
         (decision, start.elapsed())
     };
-    router.set_split(Split::NONE).expect("good settings");
+    router.set_split(&Split::NONE).expect("good settings");
     for _ in 0..instances * RUNNING {
         let (decision, _) = route(&mut router, 0.0);
         router.advance(decision.ticket, Event::FirstToken, 1.0).expect("open");
         router.advance(decision.ticket, Event::Tokens(64), 1.0).expect("open");
     }
-    router.set_split(split).expect("good settings");
+    router.set_split(&split).expect("good settings");
     let (mut nanoseconds, mut cut) = (Vec::with_capacity(DECISIONS), 0);
     for i in 0..DECISIONS {
         let now = 2.0 + i as f64 * 1e-3;
@@ -143,9 +144,9 @@ fn main() {
     let cut = found.iter().filter(|found| found.cut_token.is_some()).count();
     let probes: u32 = found.iter().map(|found| found.probes).sum();
     println!("{cut} of {SAMPLES} cut, {:.2} probes each", f64::from(probes) / SAMPLES as f64);
-    let libra = Split::by("libra", &[("lengths_given", 1.0)]);
+    let libra = REGISTRY.split("libra", &[("lengths_given", 1.0)]).expect("good settings");
     for instances in [2, 256] {
-        let apart = Split::by("apart", &[]);
+        let apart = REGISTRY.split("apart", &[]).expect("good settings");
         for (policy, split, name) in [
             ("lmetric", libra.clone(), "route, split libra"),
             ("planner", apart, "route, planner"),

@@ -2,9 +2,9 @@
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator::{self, *};
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
 use lmetric_core::router::{Router, RouterConfig, TicketId};
+use lmetric_study::REGISTRY;
 
 const SHOWN: [Indicator; 6] = [
     HandoffRunningTokens,
@@ -17,8 +17,8 @@ const SHOWN: [Indicator; 6] = [
 
 fn router(policy: &str, decode_policy: &str, roles: &[Role]) -> Router {
     let config = RouterConfig { drain: false, ..RouterConfig::default() };
-    let mut router = Router::new(registry::build(policy, &[]).unwrap(), config).unwrap();
-    router.set_decode_policy(registry::build(decode_policy, &[]).unwrap()).unwrap();
+    let mut router = Router::new(REGISTRY.policy(policy, &[]).unwrap(), config).unwrap();
+    router.set_decode_policy(REGISTRY.policy(decode_policy, &[]).unwrap()).unwrap();
     for (i, role) in roles.iter().enumerate() {
         router.add_instance(&format!("engine-{i}"), *role, Some(1000)).unwrap();
     }
@@ -70,7 +70,7 @@ fn without_starts(load: &str) -> String {
 #[test]
 fn a_policy_that_looks_ahead_sees_the_requests_that_were_there_before_it() {
     for roles in [[Role::Both; 3], [Role::Prefill, Role::Decode, Role::Decode]] {
-        let build = |name| registry::build(name, &[]).unwrap();
+        let build = |name| REGISTRY.policy(name, &[]).unwrap();
         // One has looked ahead since before its first request, for a policy that was replaced.
         let mut always = router("sibyl", "least_requests", &roles);
         always.set_policy(build("round_robin")).unwrap();
@@ -84,7 +84,7 @@ fn a_policy_that_looks_ahead_sees_the_requests_that_were_there_before_it() {
         };
         assert_eq!(loads(&late), loads(&always));
         // Another that asks for more.
-        let oracle = registry::build("sibyl_plus", &[("oracle".into(), 1.0)]).unwrap();
+        let oracle = REGISTRY.policy("sibyl_plus", &[("oracle".into(), 1.0)]).unwrap();
         always.set_decode_policy(oracle).unwrap();
         assert_eq!(loads(&late), loads(&always));
         // All of them end: nothing is left.
@@ -104,7 +104,7 @@ fn index_ledger_and_what_was_learned_stay() {
     let before = shown(&mut router, 2.0);
     let (seen, blocks) = (router.ahead().unwrap().survival().seen(), router.index().pairs());
     for policy in ["lmetric", "round_robin", "sibyl"] {
-        router.set_policy(registry::build(policy, &[]).unwrap()).unwrap();
+        router.set_policy(REGISTRY.policy(policy, &[]).unwrap()).unwrap();
         assert_eq!(router.policy().spec().name, policy);
     }
     assert_eq!(format!("{:?}", shown(&mut router, 2.0)), format!("{before:?}"));
@@ -116,7 +116,7 @@ fn index_ledger_and_what_was_learned_stay() {
 #[test]
 fn a_policy_that_does_not_suit_the_other_changes_nothing() {
     let mut router = router("round_robin", "sibyl_plus", &[Role::Both; 2]);
-    let wide = registry::build("sibyl", &[("bucket_tokens".into(), 128.0)]).unwrap();
+    let wide = REGISTRY.policy("sibyl", &[("bucket_tokens".into(), 128.0)]).unwrap();
     let error = router.set_policy(wide).unwrap_err().to_string();
     assert!(error.contains("bucket_tokens"), "{error}");
     assert_eq!(router.policy().spec().name, "round_robin");

@@ -9,12 +9,12 @@
 //!
 //! What is chosen now is load from the moment on at which the new request starts to decode, so all others are seen as they will be then, as in SIBYL's three
 //! types: those that decode so much older, and there by their chance to be; bound ones begun by then, or still to come, by the weights that are left.
-use super::decode_load::{DecodeLoad, Histogram};
-use super::survival::{BUCKET_TOKENS, BUCKETS, Survival};
-use crate::ids::Seconds;
+use lmetric_core::estimate::survival::{BUCKET_TOKENS, BUCKETS, Survival};
+use lmetric_core::estimate::{DecodeCost, DecodeLoad, DecodeWeights, Histogram, Outlook};
 use multiversion::multiversion;
 use rustfft::FftPlanner;
 use rustfft::num_complex::Complex;
+use std::sync::Arc;
 
 /// Price of correcting, of the largest gain of the load's response.
 const PRICE: f64 = 1e-3;
@@ -26,39 +26,6 @@ const SAMPLE_TOKENS: f64 = 16.0;
 const SAMPLES: usize = 1024;
 /// Points of the transforms: a life, and room for the response to end in.
 const POINTS: usize = 8 * SAMPLES;
-
-/// What a step costs for each sequence that decodes, and for each token of its context; only their ratio matters.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct DecodeCost {
-    /// Seconds for each sequence.
-    pub sequence_seconds: f64,
-    /// Seconds for each token of context.
-    pub context_token_seconds: f64,
-}
-
-/// From when to when requests are looked ahead, and how fast they go.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Outlook {
-    /// Seen at this moment.
-    pub now: Seconds,
-    /// When that is.
-    pub then: Seconds,
-    /// Tokens/s of a request. One for all: what an instance's own would change is small beside what a table for each would cost.
-    pub rate: f64,
-}
-
-impl Outlook {
-    /// Tokens that a request which decodes now will have made by then.
-    fn further(&self) -> f64 {
-        self.rate * (self.then - self.now).max(0.0)
-    }
-
-    /// Tokens of a request that starts to decode at `start` when the new one does; below 0: it will come so much later.
-    fn age(&self, start: Seconds) -> f64 {
-        // One that has not started by now starts no earlier than now, whatever was expected of it.
-        (self.then - start.max(self.now)) * self.rate
-    }
-}
 
 /// What requests weigh: a part of each, and one of each token of its context.
 #[derive(Clone, Debug, PartialEq)]
@@ -84,14 +51,9 @@ impl Curve {
     }
 }
 
-/// What the requests of an instance weigh, in requests that begin behind no prompt. Until lengths are known, each request weighs 1.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Pressure {
-    known: Option<Known>,
-}
-
+/// What the requests of an instance weigh, in requests that begin behind no prompt.
 #[derive(Clone, Debug, PartialEq)]
-struct Known {
+pub struct Pressure {
     /// By age, at the boundaries of buckets, times the chance to get so old; and 1 over that chance in the middle of each bucket.
     running: Curve,
     inverse: Vec<f64>,
@@ -155,64 +117,14 @@ impl Pressure {
             context_token_seconds: cost.context_token_seconds * scale,
         };
         let inverse = survival.inverse_middles().to_vec();
-        Pressure { known: Some(Known { running, inverse, coming, cost, sample, sums }) }
+        Pressure { running, inverse, coming, cost, sample, sums }
     }
 
     /// The weights as they are for a request that starts to decode then.
     pub fn towards(&self, outlook: Outlook) -> Ahead<'_> {
-        let table = self.known.as_ref().map(|known| known.table(outlook.further()));
-        Ahead { known: self.known.as_ref().zip(table), outlook }
-    }
-}
-
-/// What requests will weigh when a new one starts to decode.
-pub struct Ahead<'a> {
-    /// And those that decode now, by bucket.
-    known: Option<(&'a Known, Curve)>,
-    outlook: Outlook,
-}
-
-impl Ahead<'_> {
-    /// The requests that decode on an instance and those bound to it.
-    pub fn of(&self, load: &DecodeLoad) -> f64 {
-        let (requests, context) = load.buckets();
-        let Some((known, table)) = &self.known else {
-            return requests.iter().sum::<f64>() + load.pending().count() as f64;
-        };
-        let running = weigh(requests, context, &table.requests, &table.context);
-        let bound = load.pending().map(|p| known.bound(p.prompt_tokens, self.outlook.age(p.start)));
-        running + bound.sum::<f64>()
+        Ahead { pressure: self, running: self.table(outlook.further()), outlook }
     }
 
-    /// The same where it is known how long each answer will be. `left`: the requests that decode, by the tokens they will still make.
-    pub fn of_known(&self, left: &Histogram, load: &DecodeLoad) -> f64 {
-        let (requests, context) = left.buckets();
-        let further = self.outlook.further();
-        let Some((known, _)) = &self.known else {
-            return requests.iter().sum::<f64>() + load.pending().count() as f64;
-        };
-        let running = requests.iter().zip(context).enumerate().map(|(bucket, (requests, context))| {
-            let left = (bucket as f64 + 0.5) * BUCKET_TOKENS - further;
-            if *requests == 0.0 || left <= 0.0 {
-                return 0.0;
-            }
-            let each = context / requests + further;
-            requests * known.of_length(each, 0.0, left)
-        });
-        let bound = load.pending().map(|p| {
-            let age = self.outlook.age(p.start);
-            let left = p.length - age.max(0.0);
-            if left <= 0.0 {
-                0.0
-            } else {
-                known.of_length(p.prompt_tokens + age.max(0.0), (-age).max(0.0), left)
-            }
-        });
-        running.sum::<f64>() + bound.sum::<f64>()
-    }
-}
-
-impl Known {
     /// Of requests that decode now, by bucket, with every one `further` tokens on.
     fn table(&self, further: f64) -> Curve {
         let place = 0.5 + (further / BUCKET_TOKENS).min(BUCKETS as f64);
@@ -251,6 +163,67 @@ impl Known {
     }
 }
 
+/// What requests will weigh when a new one starts to decode.
+pub struct Ahead<'a> {
+    pressure: &'a Pressure,
+    /// Those that decode now, by bucket.
+    running: Curve,
+    outlook: Outlook,
+}
+
+impl Ahead<'_> {
+    /// The requests that decode on an instance and those bound to it.
+    pub fn of(&self, load: &DecodeLoad) -> f64 {
+        let running = load.decoding().weighed(&self.running.requests, &self.running.context);
+        let bound = load.pending().map(|p| self.pressure.bound(p.prompt_tokens, self.outlook.age(p.start)));
+        running + bound.sum::<f64>()
+    }
+
+    /// The requests of an instance if it is known how long each answer will be. `left`: the requests
+    /// that decode, by the tokens they will still make.
+    pub fn of_known(&self, left: &Histogram, load: &DecodeLoad) -> f64 {
+        let (requests, context) = left.buckets();
+        let further = self.outlook.further();
+        let running = requests.iter().zip(context).enumerate().map(|(bucket, (requests, context))| {
+            let left = (bucket as f64 + 0.5) * BUCKET_TOKENS - further;
+            if *requests == 0.0 || left <= 0.0 {
+                return 0.0;
+            }
+            let each = context / requests + further;
+            requests * self.pressure.of_length(each, 0.0, left)
+        });
+        let bound = load.pending().map(|p| {
+            let age = self.outlook.age(p.start);
+            let left = p.length - age.max(0.0);
+            if left <= 0.0 {
+                0.0
+            } else {
+                self.pressure.of_length(p.prompt_tokens + age.max(0.0), (-age).max(0.0), left)
+            }
+        });
+        running.sum::<f64>() + bound.sum::<f64>()
+    }
+}
+
+impl DecodeWeights for Pressure {
+    fn weigh(&self, outlook: Outlook, loads: &[DecodeLoad], weights: &mut [f64]) {
+        let ahead = self.towards(outlook);
+        weights.iter_mut().zip(loads).for_each(|(weight, load)| *weight = ahead.of(load));
+    }
+
+    fn weigh_known(&self, outlook: Outlook, left: &[Histogram], loads: &[DecodeLoad], weights: &mut [f64]) {
+        let ahead = self.towards(outlook);
+        for ((weight, left), load) in weights.iter_mut().zip(left).zip(loads) {
+            *weight = ahead.of_known(left, load);
+        }
+    }
+}
+
+/// The weights of what was learned.
+pub fn weights_of(survival: &Survival, cost: DecodeCost, prompt_tokens: f64) -> Arc<dyn DecodeWeights> {
+    Arc::new(Pressure::new(survival, cost, prompt_tokens))
+}
+
 /// Sum of products, as far as both reach.
 #[multiversion(targets("x86_64+avx2"))]
 fn dot(a: &[f64], b: &[f64]) -> f64 {
@@ -264,23 +237,6 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
         }
     }
     (whole..n).for_each(|i| sums[0] += a[i] * b[i]);
-    sums.iter().sum()
-}
-
-/// Sum over buckets of requests x one + context x token.
-#[multiversion(targets("x86_64+avx2"))]
-fn weigh(requests: &[f64], context: &[f64], one: &[f64], token: &[f64]) -> f64 {
-    let n = requests.len();
-    let (context, one, token) = (&context[..n], &one[..n], &token[..n]);
-    let mut sums = [0.0; 8];
-    let whole = n / 8 * 8;
-    for i in (0..whole).step_by(8) {
-        for (lane, sum) in sums.iter_mut().enumerate() {
-            let j = i + lane;
-            *sum += requests[j] * one[j] + context[j] * token[j];
-        }
-    }
-    (whole..n).for_each(|j| sums[0] += requests[j] * one[j] + context[j] * token[j]);
     sums.iter().sum()
 }
 
@@ -317,8 +273,7 @@ fn inner(response: &[f64]) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::estimate::DecodeLoad;
-    use crate::estimate::survival::CurveSettings;
+    use lmetric_core::estimate::survival::CurveSettings;
 
     const COST: DecodeCost = DecodeCost { sequence_seconds: 7e-5, context_token_seconds: 8.2e-8 };
 
@@ -365,11 +320,6 @@ mod tests {
         assert!(one(9000.0, 1000.0) > 0.0, "longer than any seen");
         assert!((bound(&pressure, 0.0, 0.0, HERE) - 1.0).abs() < 1e-9);
         assert!(bound(&pressure, 5000.0, 0.0, HERE) > 1.0);
-        let unknown = Pressure::default();
-        let mut load = DecodeLoad::default();
-        load.enter(450.0, 10.0);
-        load.bind((7, 0), 10.0, 5.0, 0.0);
-        assert_eq!(unknown.towards(HERE).of(&load), 2.0);
     }
 
     #[test]

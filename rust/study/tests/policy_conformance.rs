@@ -1,10 +1,11 @@
 //! What every registered policy must do, whatever its formula.
-#[path = "common/fleet.rs"]
+#[path = "../../core/tests/common/fleet.rs"]
 mod fleet;
 
 use fleet::{Fleet, policy};
 use lmetric_core::indicators::{INDICATORS, Indicator, Owner, Scope};
-use lmetric_core::policy::{KnobKind, Knobs, Policy, PolicyRng, PolicySpec, Prefer, Scores, registry};
+use lmetric_core::policy::{KnobKind, Knobs, Policy, PolicyRng, PolicySpec, Prefer, Scores};
+use lmetric_study::REGISTRY;
 use rand::{RngExt, SeedableRng, seq::SliceRandom};
 use std::collections::BTreeSet;
 
@@ -27,7 +28,7 @@ const MAY_BE_ABSENT: [Indicator; 11] = [
 ];
 
 fn every(check: impl Fn(&'static PolicySpec, &dyn Policy)) {
-    for spec in registry::specs() {
+    for spec in REGISTRY.policies() {
         check(spec, &*policy(&spec.name, &[]));
     }
 }
@@ -304,7 +305,7 @@ fn extreme_values_give_finite_scores() {
 
 #[test]
 fn both_ends_of_every_knob_build_and_score() {
-    for spec in registry::specs() {
+    for spec in REGISTRY.policies() {
         for knob in spec.knobs {
             let (min, max) = match knob.kind {
                 KnobKind::Float { min, max } => (min, max),
@@ -325,7 +326,7 @@ fn both_ends_of_every_knob_build_and_score() {
                 }
             }
             let beyond = [(knob.name.to_string(), max * 2.0 + 1.0)];
-            assert!(registry::build(&spec.name, &beyond).is_err(), "{} {}", spec.name, knob.name);
+            assert!(REGISTRY.policy(&spec.name, &beyond).is_err(), "{} {}", spec.name, knob.name);
         }
     }
 }
@@ -335,7 +336,7 @@ const OF_THE_CURVE: [&str; 2] = ["alpha", "bucket_tokens"];
 
 #[test]
 fn knobs_matter() {
-    for spec in registry::specs() {
+    for spec in REGISTRY.policies() {
         for knob in spec.knobs.iter().filter(|knob| !OF_THE_CURVE.contains(&knob.name)) {
             let ends = match knob.kind {
                 KnobKind::Float { min, max } => [min, max],

@@ -1,9 +1,11 @@
 //! The least pressure: each request weighed by the load that it will still bring, as the best linear rule for even loads weighs it.
 //!
 //! From SIBYL it has the length curve and the sight of what is bound; not its question. The load at one moment in the future is no better guide than the
-//! present one: both send a cohort to where a cohort will soon be gone, and it comes back with its whole life. `estimate/pressure.rs` has the rule,
+//! present one: both send a cohort to where a cohort will soon be gone, and it comes back with its whole life. `pressure.rs` has the rule,
 //! docs/studies/sibyl.md what it gains.
 use super::*;
+use crate::pressure::weights_of;
+use lmetric_core::policy::expression;
 
 const KNOBS: &[Knob] = &[Knob::flag(
     "oracle",
@@ -16,18 +18,21 @@ pub static SPEC: PolicySpec = PolicySpec::new(
     "decode_pressure + others' requests, lowest",
     "ours, from SIBYL's survival curve",
     KNOBS,
-);
+)
+.for_studies();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     // What is in bs beyond our own is others' load, of which only the number is known.
     let ours = if knobs.get("oracle") > 0.0 { "decode_pressure_known" } else { "decode_pressure" };
-    lowest(&SPEC, knobs, &format!("{ours} + (bs - decode_bs - bound_bs)"), &[])
+    let score = format!("{ours} + (bs - decode_bs - bound_bs)");
+    let policy = expression(&SPEC, knobs, &score, Prefer::Min, &[])?;
+    Ok(Box::new(policy.with_decode_weights(weights_of)))
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::indicators::Indicator::*;
-    use crate::policy::fleet::{Fleet, policy};
+    use crate::fleet::{Fleet, policy};
+    use lmetric_core::indicators::Indicator::*;
 
     #[test]
     fn others_requests_count_one_each() {

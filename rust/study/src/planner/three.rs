@@ -7,12 +7,12 @@
 //! With three instances, each part has its own ([`search_three`]). With two, the request comes back: prefill and answer on the first, thinking on the
 //! second ([`search_return`]). Its KV moves twice then, the second time only what was thought.
 //!
-//! Neither asks whether a cut pays: the SLO is why it is cut, not the load. A request that is in no danger of missing it is better left to [`super::search`].
-use super::predict::{Instance, Part};
-use super::{Load, Settings, Whole, Why};
-use crate::estimate::StepTime;
-use crate::ids::Seconds;
-use crate::plan::Cuts;
+//! Neither asks whether a cut pays: the SLO is why it is cut, not the load. A request that is in no danger of missing it is better left to [`lmetric_core::split::search`].
+use lmetric_core::estimate::StepTime;
+use lmetric_core::ids::Seconds;
+use lmetric_core::plan::Cuts;
+use lmetric_core::split::predict::{Instance, Part};
+use lmetric_core::split::{Load, Settings, Whole, Why};
 
 /// An instance that may take a part.
 #[derive(Clone, Copy, Debug)]
@@ -185,8 +185,18 @@ fn bisect<T>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::predict::tests::round;
     use super::*;
+
+    fn round() -> StepTime {
+        StepTime {
+            fixed_seconds: 0.01,
+            decode_seconds_per_sequence: 1e-4,
+            decode_seconds_per_context_token: 1e-6,
+            prefill_seconds_per_token: 1e-4,
+            prefill_seconds_per_attention_pair: 1e-8,
+            max_batch_tokens: 512.0,
+        }
+    }
 
     const THINKS: Whole =
         Whole { prompt_tokens: 512, first_hit_tokens: 0, second_hit_tokens: 0, expected_output_tokens: 1536 };

@@ -10,7 +10,8 @@ pub static SPEC: PolicySpec = PolicySpec::new(
     "predicted_ttft_seconds, lowest; where absent: p_token * mean(predicted_ttft_seconds / p_token) of the others, or p_token where all are absent",
     "LMETRIC section 4.6 and Figure 14; llm-d predicted-latency routing",
     &[],
-);
+)
+.for_studies();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     lowest(
@@ -24,8 +25,8 @@ pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
 
 #[cfg(test)]
 mod tests {
-    use crate::indicators::Indicator::*;
-    use crate::policy::fleet::{Fleet, policy};
+    use crate::fleet::{Fleet, policy};
+    use lmetric_core::indicators::Indicator::*;
 
     #[test]
     fn unknown_instances_are_taken_for_average_ones() {

@@ -3,9 +3,9 @@
 //! Each decision has its prefill instance chosen and booked, too; `round_robin` shows what that alone takes. Microseconds.
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::policy::registry;
 use lmetric_core::request::Request;
 use lmetric_core::router::{Router, RouterConfig};
+use lmetric_study::REGISTRY;
 use rand::{RngExt, SeedableRng};
 use std::time::Instant;
 
@@ -28,9 +28,9 @@ fn main() {
 /// p50 and p99 of decisions over a fleet with so many requests on each decode instance, one in eight of them still in prefill.
 fn measure(policy: &str, instances: usize, requests: usize) -> (f64, f64) {
     let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(1);
-    let least = registry::build("least_requests", &[]).expect("known");
+    let least = REGISTRY.policy("least_requests", &[]).expect("known");
     let mut router = Router::new(least, RouterConfig::default()).expect("good settings");
-    router.set_decode_policy(registry::build(policy, &[]).expect("known")).expect("nothing in flight");
+    router.set_decode_policy(REGISTRY.policy(policy, &[]).expect("known")).expect("nothing in flight");
     for i in 0..instances / 4 {
         router.add_instance(&format!("p{i}"), Role::Prefill, None).expect("a new name");
     }

@@ -1,0 +1,38 @@
+//! Who should use a policy or a planner.
+use std::fmt;
+
+/// How far a policy or a planner is proven.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Maturity {
+    /// Proven: studies recommend it, or it is a plain rule in wide use.
+    Stable,
+    /// It works, but studies do not recommend it for all traffic, or real engines have not tested it.
+    Experimental,
+    /// For studies only: an oracle, an ablation, a negative control, or a rule that gains nothing.
+    Study,
+}
+
+impl Maturity {
+    /// All, the most mature first.
+    pub const ALL: [Maturity; 3] = [Maturity::Stable, Maturity::Experimental, Maturity::Study];
+
+    /// Its name in Python and in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Maturity::Stable => "stable",
+            Maturity::Experimental => "experimental",
+            Maturity::Study => "study",
+        }
+    }
+
+    /// The maturity of that name.
+    pub fn named(name: &str) -> Option<Maturity> {
+        Maturity::ALL.into_iter().find(|maturity| maturity.name() == name)
+    }
+}
+
+impl fmt::Display for Maturity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

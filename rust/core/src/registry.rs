@@ -1,0 +1,217 @@
+//! Policies and planners by name.
+//!
+//! A registry is a value: who builds routers chooses which parts they offer. Crates add rows of their
+//! own; this crate knows only its own rows.
+use crate::error::CoreError;
+use crate::expr::is_reserved;
+use crate::ids::Seconds;
+use crate::indicators::{DeclaredIndicator, Indicator, declared};
+use crate::maturity::Maturity;
+use crate::policy::{Knob, POLICIES, Policy, PolicyRow, PolicySpec};
+use crate::router::planners::{PLANNERS, PlannerSpec, Split};
+use crate::suggest::nearest;
+
+/// The policies and planners of a crate.
+pub struct Rows {
+    /// Policies, in the order of the docs page.
+    pub policies: &'static [PolicyRow],
+    /// Planners, in the order of the docs page.
+    pub planners: &'static [&'static PlannerSpec],
+}
+
+/// The rows of this crate.
+pub static CORE: Rows = Rows { policies: POLICIES, planners: PLANNERS };
+
+/// The policies and planners that routers are built from.
+#[derive(Clone, Copy)]
+pub struct Registry {
+    rows: &'static [&'static Rows],
+    /// The least mature part that it offers.
+    offers: Maturity,
+}
+
+impl Registry {
+    /// All parts of this crate, with the settings that only studies can set.
+    pub const CORE: Registry = Registry { rows: &[&CORE], offers: Maturity::Study };
+
+    /// What a server offers: stable policies and planners.
+    pub const fn product() -> Registry {
+        Registry { offers: Maturity::Stable, ..Registry::CORE }
+    }
+
+    /// All parts of several crates. Their names differ.
+    pub const fn of(rows: &'static [&'static Rows]) -> Registry {
+        Registry { rows, offers: Maturity::Study }
+    }
+
+    /// The same registry with experimental policies and planners.
+    pub const fn with_experimental(self) -> Registry {
+        Registry { offers: Maturity::Experimental, ..self }
+    }
+
+    fn policy_rows(self) -> impl Iterator<Item = &'static PolicyRow> {
+        self.rows.iter().flat_map(|rows| rows.policies)
+    }
+
+    fn planner_rows(self) -> impl Iterator<Item = &'static PlannerSpec> {
+        self.rows.iter().flat_map(|rows| rows.planners.iter().copied())
+    }
+
+    /// Declarations of the policies that it offers, in the order of the docs page.
+    pub fn policies(self) -> impl Iterator<Item = &'static PolicySpec> {
+        self.policy_rows().map(|row| row.spec).filter(move |spec| spec.maturity <= self.offers)
+    }
+
+    /// Declarations of the planners that it offers, in the order of the docs page.
+    pub fn planners(self) -> impl Iterator<Item = &'static PlannerSpec> {
+        self.planner_rows().filter(move |spec| spec.maturity <= self.offers)
+    }
+
+    /// The policy of that name with these knobs, the others at their defaults.
+    ///
+    /// # Errors
+    /// `UnknownName` with the nearest policy or knob, `BadValue` with the knob's range, `Immature`
+    /// for a policy or a knob that the registry does not offer.
+    pub fn policy(self, name: &str, knobs: &[(String, f64)]) -> Result<Box<dyn Policy>, CoreError> {
+        let Some(row) = self.policy_rows().find(|row| row.spec.name == name) else {
+            let known = self.policies().map(|spec| &*spec.name);
+            return Err(unknown("policy", name, known));
+        };
+        self.check("policy", name, row.spec.maturity)?;
+        self.check_knobs(&format!("policy {name}"), row.spec.knobs, knobs)?;
+        row.build(knobs)
+    }
+
+    /// Splits by the planner of that name with these settings, the others at their defaults.
+    ///
+    /// # Errors
+    /// `UnknownName` with the nearest planner or setting, `BadValue` with the setting's range,
+    /// `Immature` for a planner or a setting that the registry does not offer.
+    pub fn split(self, name: &str, settings: &[(&str, f64)]) -> Result<Split, CoreError> {
+        let Some(spec) = self.planner_rows().find(|spec| spec.name == name) else {
+            return Err(unknown("split", name, self.planners().map(|spec| spec.name)));
+        };
+        self.check("split", name, spec.maturity)?;
+        let settings: Vec<_> = settings.iter().map(|(name, value)| (name.to_string(), *value)).collect();
+        self.check_knobs(&format!("split {name}"), spec.settings, &settings)?;
+        Split::by(spec, &settings)
+    }
+
+    fn check(self, kind: &str, name: &str, maturity: Maturity) -> Result<(), CoreError> {
+        if maturity <= self.offers {
+            return Ok(());
+        }
+        Err(CoreError::Immature { kind: kind.into(), name: name.into(), maturity })
+    }
+
+    fn check_knobs(self, owner: &str, knobs: &[Knob], given: &[(String, f64)]) -> Result<(), CoreError> {
+        // A value that changes nothing may be given.
+        let refused = |(name, value): &(String, f64)| {
+            knobs.iter().any(|knob| knob.study && knob.name == name && knob.default != *value)
+        };
+        match given.iter().find(|each| refused(each)) {
+            Some((name, _)) => self.check(&format!("knob of {owner}"), name, Maturity::Study),
+            None => Ok(()),
+        }
+    }
+}
+
+fn unknown<'a>(kind: &str, name: &str, known: impl Iterator<Item = &'a str>) -> CoreError {
+    let nearest = nearest(name, known);
+    CoreError::UnknownName { kind: kind.into(), name: name.into(), nearest }
+}
+
+/// Most letters of an indicator's name, and of its unit.
+const MOST_LETTERS: usize = 64;
+
+/// Declares an indicator for the whole process: one number for each instance, which its producers report. Expressions and policies
+/// built from now on can read it. Declared again with the same attributes, it is the same indicator.
+///
+/// # Errors
+/// `BadValue` for a name with other characters than small letters, digits and `_`, one that an indicator of the table, a policy
+/// of the registry, a knob of such a policy or a function has, other attributes than before, and for attributes that are not finite.
+pub fn declare_indicator(
+    registry: Registry,
+    name: &str,
+    unit: &str,
+    default: Option<f64>,
+    max_age_seconds: Option<Seconds>,
+) -> Result<&'static DeclaredIndicator, CoreError> {
+    let bad = |what: &str, got: String, expected: &str| {
+        Err(CoreError::BadValue { what: what.into(), got, expected: expected.into() })
+    };
+    let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+    if !(name.starts_with(|c: char| c.is_ascii_lowercase()) && name.chars().all(plain))
+        || name.len() > MOST_LETTERS
+    {
+        let expected = "at most 64 small letters, digits and `_`, a letter first";
+        return bad("name of an indicator", format!("{name:?}"), expected);
+    }
+    if unit.chars().count() > MOST_LETTERS {
+        return bad(&format!("unit of indicator {name}"), format!("{unit:?}"), "at most 64 characters");
+    }
+    let taken = match () {
+        () if Indicator::from_name(name).is_some() => "a built-in indicator",
+        () if is_reserved(name) => "a function or an operator of expressions",
+        () if registry.policies().any(|spec| spec.name == name) => "a policy",
+        () if registry.policies().any(|spec| spec.knobs.iter().any(|knob| knob.name == name)) => {
+            "a policy's knob"
+        }
+        () => return declared::add(name, unit, default, max_age_seconds),
+    };
+    bad("name of an indicator", format!("{name:?}"), &format!("another name; this is the name of {taken}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(registry: Registry, name: &str, knobs: &[(&str, f64)]) -> String {
+        let knobs: Vec<_> = knobs.iter().map(|(name, value)| (name.to_string(), *value)).collect();
+        registry.policy(name, &knobs).err().expect("a wrong name or knob").to_string()
+    }
+
+    #[test]
+    fn names_are_unique_and_slips_are_named() {
+        let names: Vec<_> = Registry::CORE.policies().map(|spec| &*spec.name).collect();
+        assert!(names.iter().all(|name| names.iter().filter(|n| *n == name).count() == 1));
+        let told = |name, knobs: &[(&str, f64)]| error(Registry::CORE, name, knobs);
+        assert_eq!(told("lmetrik", &[]), "unknown policy \"lmetrik\"; did you mean \"lmetric\"?");
+        assert_eq!(
+            told("linear", &[("lan", 0.5)]),
+            "unknown knob of policy linear \"lan\"; did you mean \"lam\"?"
+        );
+        assert_eq!(
+            told("linear", &[("lam", 1.5)]),
+            "knob lam of policy linear: 1.5 is not valid; expected a number from 0 to 1"
+        );
+    }
+
+    #[test]
+    fn a_product_offers_experimental_parts_only_when_asked() {
+        let product = Registry::product();
+        let told = error(product, "dynamo", &[]);
+        assert!(told.starts_with("policy \"dynamo\" is experimental"), "{told}");
+        assert!(product.with_experimental().policy("dynamo", &[]).is_ok());
+        let told = product.split("libra", &[]).err().expect("experimental").to_string();
+        assert!(told.starts_with("split \"libra\" is experimental"), "{told}");
+        assert!(product.policies().all(|spec| spec.maturity == Maturity::Stable));
+        assert!(product.policies().any(|spec| spec.name == "lmetric"));
+        let names = |registry: Registry| registry.planners().map(|spec| spec.name).collect::<Vec<_>>();
+        assert_eq!(names(product), [""; 0]);
+        assert_eq!(names(product.with_experimental()), ["libra", "apart", "force"]);
+    }
+
+    #[test]
+    fn a_product_refuses_settings_for_studies() {
+        let product = Registry::product().with_experimental();
+        let told = error(product, "sibyl", &[("type1", 0.0)]);
+        assert!(told.starts_with("knob of policy sibyl \"type1\" is for studies only"), "{told}");
+        assert!(product.policy("sibyl", &[("type1".into(), 1.0)]).is_ok(), "its default");
+        assert!(Registry::CORE.policy("sibyl", &[("type1".into(), 0.0)]).is_ok());
+        let given = [("lengths_given", 1.0)];
+        let told = product.split("libra", &given).err().expect("an oracle").to_string();
+        assert!(told.starts_with("knob of split libra \"lengths_given\" is for studies only"), "{told}");
+        assert!(Registry::CORE.split("libra", &given).is_ok());
+    }
+}
