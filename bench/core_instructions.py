@@ -5,7 +5,7 @@
 CHECKOUT is another working tree of this repository, with its extension built in the same cargo profile as
 this one's (`cargo build --release -p lmetric-py --lib`). Counted are the stages of a decision, a token event,
 a route from Python, and two simulations; counts do not depend on what else the machine does. Index memory is
-what `Router.stats()` reports after 10,000 prompts on 64 instances. About five minutes on an idle machine.
+what `Router.stats()` reports after 10,000 prompts on 64 instances. It takes some minutes.
 """
 
 from __future__ import annotations
