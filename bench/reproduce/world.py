@@ -9,6 +9,7 @@ has its own maximum load, found as `lmetric-router study` finds it. Figures use 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -108,7 +109,7 @@ class Stage:
     """A trace on a profile; `judge` has a part for each seed, or one for all."""
 
     label: str
-    profile: Profile
+    profile: Profile | tuple[Profile, ...]  # one for each instance, where these differ
     tune: Part
     judge: tuple[Part, ...]
 
@@ -245,19 +246,24 @@ class World:
         workload = prepare(trace, profile)
         return Part(workload, self.max_speed(workload, profile, LMETRIC))
 
-    def max_speed(self, workload: Workload, profile: Profile, choice: Choice) -> float:
+    def max_speed(self, workload: Workload, profile: Profile | tuple[Profile, ...], choice: Choice) -> float:
         """The highest speed at which a policy keeps up, by the rule of `lmetric-router study`."""
-        path = Path(self._profiles.name) / f"{abs(hash(profile))}.yaml"
-        if not path.exists():
-            path.write_text(yaml.safe_dump(profile.model_dump()))
+        each = (profile,) * INSTANCES if isinstance(profile, Profile) else profile
+        counts = Counter(each)
+        for one in counts:
+            if not (path := self._path(one)).exists():
+                path.write_text(yaml.safe_dump(one.model_dump()))
         assert isinstance(choice.policy, str)
         setup = Setup(
             trace=TraceChoice(path="", label=workload.trace.name),
             policy=PolicyChoice(choice.policy, choice.knobs, choice.name),
-            instances=INSTANCES,
-            profile=str(path),
+            instances=len(each),
+            profile=" + ".join(f"{number} {self._path(one)}" for one, number in counts.items()),
         )
         return find(setup, workload, Rule()).speed
+
+    def _path(self, profile: Profile) -> Path:
+        return Path(self._profiles.name) / f"{abs(hash(profile))}.yaml"
 
     # -- runs -----------------------------------------------------------------------------------------
 
@@ -266,7 +272,8 @@ class World:
         settings = {
             "profile": stage.profile,
             "instances": INSTANCES,
-            "guard": choice.policy == "lmetric",  # expressions are compared as scores alone
+            "guard": choice.policy
+            in ("lmetric", "lmetric_seconds"),  # expressions are compared as scores alone
             **choice.settings,
             **more,
         }

@@ -1,0 +1,97 @@
+"""Fleets of unequal GPUs: LMETRIC with its work in tokens and in learned seconds, and its rivals. Nothing is
+tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from book import Made, Row, figure
+from comparisons import columns
+from world import INSTANCES, LMETRIC, PROFILE, SIMULATION, VLLM, Choice, Stage, World
+
+from lmetric.profiles import Profile
+
+SECONDS = Choice("lmetric_seconds")
+RIVALS = [
+    LMETRIC,
+    SECONDS,
+    VLLM,
+    Choice("least_requests"),
+    Choice("round_robin"),
+    Choice("dynamo"),
+    SIMULATION,
+]
+LOADS = (0.5, 0.9)  # of LMETRIC's maximum on the fleet
+FASTER = "qwen3-30b-a3b-h200"  # the same model on the GPU with 6.7 times the FLOPs of an H20
+HALF_FLEET = INSTANCES // 2
+SHOWN = {
+    "mean TTFT": "ttft_mean_s",
+    "P99 TTFT": "ttft_p99_s",
+    "mean TPOT": "tpot_mean_ms",
+    "P99 TPOT": "tpot_p99_ms",
+}
+
+
+def halves(slow: Callable[[Profile], Profile]) -> Callable[[Profile], tuple[Profile, ...]]:
+    """Half of the instances as they are, the others as `slow` makes them."""
+    return lambda profile: (profile,) * HALF_FLEET + (slow(profile),) * HALF_FLEET
+
+
+def fleets(world: World) -> dict[str, Callable[[Profile], tuple[Profile, ...]]]:
+    """The fleets, made of a scenario's profile."""
+    made = {
+        "16 equal": lambda profile: (profile,) * INSTANCES,
+        "8 + 8 of half the speed": halves(lambda profile: profile.slower(2)),
+        "8 + 8 of a quarter": halves(lambda profile: profile.slower(4)),
+    }
+    if world.scenario_profile == PROFILE:
+        made["8 H20 + 8 H200"] = halves(lambda profile: world.profile(FASTER, profile.block_tokens))
+    return made
+
+
+def stages(world: World) -> list[Stage]:
+    """Each trace on each fleet; the maximum load is found on the first seed's trace."""
+    if world.scenarios:
+        labels = list(world.scenarios)
+    else:
+        labels = ["conversation"] if world.quick else ["conversation", "chat", "coder"]
+    found = []
+    for label in labels:
+        stage = world.stage(label)
+        assert isinstance(stage.profile, Profile)
+        for name, make in fleets(world).items():
+            profiles = make(stage.profile)
+            speed = world.max_speed(stage.judge[0].workload, profiles, LMETRIC)
+            judge = tuple(replace(part, max_speed=speed) for part in stage.judge)
+            found.append(Stage(f"{label}, {name}", profiles, stage.tune, judge))
+    return found
+
+
+@figure("unequal", "Unequal GPUs: work in tokens and in seconds")
+def unequal(world: World) -> Made:
+    runs, shown = [], []
+    for stage in stages(world):
+        for load in LOADS:
+            found = world.many(stage, RIVALS, fraction=load)
+            rows: list[Row] = [
+                {"stage": stage.label, "load": f"{load:.0%}", "policy": choice.name, **columns(each)}
+                for choice, each in zip(RIVALS, found, strict=True)
+            ]
+            runs += rows
+            for title, name in SHOWN.items():
+                shown.append(compared(rows, stage.label, load, title, name))
+    return Made(tables={"traces": shown, "runs": runs})
+
+
+def compared(rows: list[Row], stage: str, load: float, title: str, name: str) -> Row:
+    """A quantity under LMETRIC, and the others' over it: mean over seeds, least and most."""
+    base = np.asarray(rows[0][name])
+    digits, unit = (2, "s") if name.endswith("_s") else (1, "ms")
+    line: Row = {"trace and fleet": stage, "load": f"{load:.0%}", "": title}
+    line["`lmetric`"] = f"{base.mean():.{digits}f} {unit}"
+    for row in rows[1:]:
+        each = np.asarray(row[name]) / base
+        line[f"`{row['policy']}`"] = f"{each.mean():.2f} [{each.min():.2f}, {each.max():.2f}]"
+    return line
