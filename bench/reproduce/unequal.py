@@ -4,14 +4,14 @@ tuned."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 from book import Made, Row, figure
 from comparisons import columns
-from world import INSTANCES, LMETRIC, PROFILE, SIMULATION, VLLM, Choice, Stage, World
+from world import INSTANCES, LMETRIC, PROFILE, SIMULATION, VLLM, Choice, Part, Stage, World
 
 from lmetric.profiles import Profile
+from lmetric.sim.run import prepare
 
 SECONDS = Choice("lmetric_seconds")
 RIVALS = [
@@ -30,7 +30,6 @@ SHOWN = {
     "mean TTFT": "ttft_mean_s",
     "P99 TTFT": "ttft_p99_s",
     "mean TPOT": "tpot_mean_ms",
-    "P99 TPOT": "tpot_p99_ms",
 }
 
 
@@ -59,13 +58,13 @@ def stages(world: World) -> list[Stage]:
         labels = ["conversation"] if world.quick else ["conversation", "chat", "coder"]
     found = []
     for label in labels:
-        stage = world.stage(label)
-        assert isinstance(stage.profile, Profile)
+        profile, (_, *measured) = world.traces_of(label)
+        workloads = [prepare(trace, profile) for trace in measured]
         for name, make in fleets(world).items():
-            profiles = make(stage.profile)
-            speed = world.max_speed(stage.judge[0].workload, profiles, LMETRIC)
-            judge = tuple(replace(part, max_speed=speed) for part in stage.judge)
-            found.append(Stage(f"{label}, {name}", profiles, stage.tune, judge))
+            profiles = make(profile)
+            speed = world.max_speed(workloads[0], profiles, LMETRIC)
+            judge = tuple(Part(workload, speed) for workload in workloads)
+            found.append(Stage(f"{label}, {name}", profiles, judge[0], judge))
     return found
 
 

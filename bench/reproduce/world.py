@@ -204,11 +204,15 @@ class World:
         return load_profile(name).in_blocks_of(block_tokens)
 
     def _stage(self, label: str) -> Stage:
+        profile, (tune, *judge) = self.traces_of(label)
+        parts = tuple(self.part(each, profile) for each in judge)
+        return Stage(label, profile, self.part(tune, profile), parts)
+
+    def traces_of(self, label: str) -> tuple[Profile, list[Trace]]:
+        """The profile of a scenario, its tuned trace, and those that are measured."""
         if label in self.scenarios:
             trace = self.scenarios[label]
-            profile = self.profile(self.scenario_profile, trace.block_tokens)
-            tune, judge = (self.part(half, profile) for half in halves(trace))
-            return Stage(label, profile, tune, (judge,))
+            return self.profile(self.scenario_profile, trace.block_tokens), list(halves(trace))
         base, _, on = label.partition("-")
         synthetic = base in DESCRIPTIONS
         model = {"7b": "qwen2-7b-h20", "ref": "independent-sim"}.get(on, PROFILE)
@@ -216,12 +220,8 @@ class World:
             model = "qwen2-7b-h20"  # as in Figure 22
         profile = self.profile(model, 64 if synthetic else 512)
         if synthetic:
-            tune, *judge = (self.synthetic(base, seed) for seed in range(len(self.seeds) + 1))
-        else:
-            tune, *judge = self._halves(base)
-        return Stage(
-            label, profile, self.part(tune, profile), tuple(self.part(each, profile) for each in judge)
-        )
+            return profile, [self.synthetic(base, seed) for seed in range(len(self.seeds) + 1)]
+        return profile, list(self._halves(base))
 
     def synthetic(self, name: str, seed: int, **changes: Any) -> Trace:
         """A trace of the description, all arrivals as recorded: the paper replays open loop, too."""
