@@ -136,6 +136,7 @@ def figures_of(run: Run) -> Figures:
         "guard_alarms": float(run.guard_alarms),
         "guard_filters": float(run.guard_filters),
         "batch": float(run.timeline.running.mean()),
+        "first_half": float((run.instance[kept] < run.instances / 2).mean()),  # share of the requests
     }
     for name in ("ttft", "tpot", "e2e"):
         values = getattr(run, f"{name}_seconds")[kept]
