@@ -1,7 +1,7 @@
 //! Libra: the pair first, then the token at which both instances are busy for equally long.
 use super::*;
-use crate::estimate::OutputLength;
 use crate::estimate::output_length::{MARGIN_TOKENS, QUANTILE};
+use crate::estimate::{OutputLength, StepTime};
 use crate::receipt::Balance;
 use crate::router::parts::Rest;
 use crate::split::{self, Placed, Settings};
@@ -38,6 +38,11 @@ pub static SPEC: PlannerSpec = PlannerSpec {
             "what a split must gain over the request in one piece on the better instance, a share of its own \
              seconds; below 0: every balance is a split, as in Algorithm 1",
         ),
+        Knob::flag(
+            "bounded_batch",
+            false,
+            "predictions bound a batch by the engine's sequence slots and memory (the paper's N_max)",
+        ),
         Knob::int("least_tokens", 1, u32::MAX as i64, 32, "tokens of each part at least"),
         Knob::float(
             "transfer_seconds_per_token",
@@ -72,6 +77,7 @@ struct Libra {
     /// Quantile and margin of learned answers; `None`: requests bring their lengths.
     lengths: Option<(f64, u32)>,
     parts: u32,
+    bounded_batch: bool,
 }
 
 fn build(settings: &Knobs) -> Result<Box<dyn Planner>, CoreError> {
@@ -88,6 +94,7 @@ fn build(settings: &Knobs) -> Result<Box<dyn Planner>, CoreError> {
         },
         lengths: (get("lengths_given") == 0.0).then(|| (get("quantile"), get("margin_tokens") as u32)),
         parts: get("parts") as u32,
+        bounded_batch: get("bounded_batch") != 0.0,
     };
     Ok(Box::new(libra))
 }
@@ -137,7 +144,7 @@ impl Libra {
         let on = [first, thinks, answers];
         let settings = Settings { cuts: state.cuts_of(&on), ..self.settings };
         let loads = on.map(|id| state.load_of(id, now));
-        let steps = on.map(|id| state.step_time_of(id.index()));
+        let steps = [0, 1, 2].map(|i| self.step_of(state, on[i], &loads[i], request.tokens_per_block));
         let [Some(a), Some(b), Some(c)] = &steps else {
             return Err("nothing is known of the instances' speed");
         };
@@ -169,6 +176,24 @@ impl Libra {
         ]))
     }
 
+    /// The step-time model of an instance; its sequences are those that run at once there.
+    fn step_of(
+        &self,
+        state: &State,
+        id: InstanceId,
+        load: &split::Load,
+        tokens_per_block: f64,
+    ) -> Option<StepTime> {
+        let step = state.step_time_of(id.index())?;
+        let cache = state.instances[id.index()].cache_blocks;
+        let cache_tokens = cache.map(|blocks| f64::from(blocks) * tokens_per_block).filter(|t| *t > 0.0);
+        let max_sequences = match self.bounded_batch {
+            true => split::predict::sequence_slots(load, &step, cache_tokens),
+            false => f64::INFINITY,
+        };
+        Some(StepTime { max_sequences, ..step })
+    }
+
     /// The token at which a request is split between two instances (section 4.1); or why it is not.
     fn in_two(
         &self,
@@ -182,8 +207,9 @@ impl Libra {
             return Err("nothing is known of the length of answers");
         }
         let whole = state.whole(context, asked, second);
-        let loads = [first, second].map(|id| state.load_of(id, now));
-        let steps = [first, second].map(|id| state.step_time_of(id.index()));
+        let on = [first, second];
+        let loads = on.map(|id| state.load_of(id, now));
+        let steps = [0, 1].map(|i| self.step_of(state, on[i], &loads[i], request.tokens_per_block));
         let [Some(step_first), Some(step_second)] = steps else {
             return Err("nothing is known of the instances' speed");
         };
