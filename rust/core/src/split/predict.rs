@@ -253,7 +253,7 @@ pub(crate) mod tests {
             ..Load::default()
         };
         let bounded = StepTime { max_sequences: 8.0, ..round() };
-        let of = |step| Instance::new(&load, step).unwrap();
+        let of = |step: &StepTime| Instance::new(&load, step).unwrap();
         let work = 4000.0 * 1e-4 + 4000.0 * 1049.5 * 1e-6;
         close(of(&round()).seconds(&Part::default()), 0.01 * 100.0 + work);
         close(of(&bounded).seconds(&Part::default()), 0.01 * 500.0 + work);
