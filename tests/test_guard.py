@@ -44,6 +44,7 @@ def by_hits(columns: Any) -> np.ndarray:
     [
         ("lmetric", True, "policy lmetric declares guard: on"),
         ("lmetric_pull", True, "policy lmetric_pull declares guard: on"),
+        ("lmetric_seconds", True, "policy lmetric_seconds declares guard: on"),
         ("planner", True, "policy planner declares guard: on"),
         ("linear", False, "policy linear declares guard: off"),  # as published, without one
         ("p_token * (bs + 1)", True, r"policy expression reads prefix hits \(p_token\)"),

@@ -15,7 +15,7 @@ import pytest
 import lmetric as lm
 from lmetric import BadValueError
 from lmetric.config import ConfigError
-from lmetric.profiles import Profile, load_profile
+from lmetric.profiles import Profile, ProfileError, fleet_profiles, load_profile
 from lmetric.sim.backends import Threads
 from lmetric.sim.pools import Roles, Transfer
 from lmetric.sim.store import Store, write_csv
@@ -297,3 +297,60 @@ def test_a_study_of_half_a_pair_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match="decode_policies"):
             load_study(path)
+
+
+def test_unequal_engines_by_hand() -> None:
+    two = Trace(
+        name="by hand", arrival_seconds=np.zeros(2), input_tokens=np.array([20, 20]),
+        output_tokens=np.array([3, 3]),
+        hash_offsets=np.zeros(3, np.int64), hash_ids=np.zeros(0, np.uint64), block_tokens=16,
+    )  # fmt: skip
+    fleet = [ROUND, ROUND.slower(2)]
+    run = lm.simulate(two, policy="round_robin", profile=fleet)
+    # 1 + 0.2 to the first token, two steps of 1.1; and twice as long.
+    assert run.instances == 2
+    assert sorted(run.first_token_seconds) == pytest.approx([1.2, 2.4])
+    assert sorted(run.finished_seconds) == pytest.approx([3.4, 6.8])
+    assert fleet[1].cache_blocks == ROUND.cache_blocks
+    equal = lm.simulate(two, policy="round_robin", profile=[ROUND, ROUND])
+    assert (
+        equal.finished_seconds
+        == lm.simulate(two, policy="round_robin", profile=ROUND, instances=2).finished_seconds
+    ).all()
+    with pytest.raises(BadValueError, match="instances: 3 is not valid; expected 2, as many as"):
+        lm.simulate(two, profile=fleet, instances=3)
+    other = ROUND.model_copy(update={"kv_bytes_per_token": 7})
+    with pytest.raises(BadValueError, match="kv_bytes_per_token of the profiles: 1000000, 7 is not valid"):
+        lm.simulate(two, profile=[ROUND, other])
+    with pytest.raises(ProfileError, match="factor 0 is not valid"):
+        ROUND.slower(0)
+    curve = load_profile("sibyl-eq15-held")
+    with pytest.raises(ProfileError, match="a decode_throughput is not valid"):
+        curve.slower(2)
+
+
+def test_unequal_engines_in_studies_and_commands(trace_file: Path, tmp_path: Path) -> None:
+    mixed = "2 qwen3-30b-a3b-h20 + 1 qwen3-30b-a3b-h200"
+    assert fleet_profiles(mixed) == [(2, "qwen3-30b-a3b-h20"), (1, "qwen3-30b-a3b-h200")]
+    assert fleet_profiles("qwen3-30b-a3b-h20") == []
+    for wrong in ("2 qwen3-30b-a3b-h20 + qwen3-30b-a3b-h200", "0 qwen3-30b-a3b-h20"):
+        with pytest.raises(ProfileError, match="expected a number of instances before each profile"):
+            fleet_profiles(wrong)
+    path = tmp_path / "study.yaml"
+    path.write_text(
+        f"traces: {trace_file}\npolicies: [lmetric_seconds]\ninstances: 4\n"
+        f"profiles: [qwen3-30b-a3b-h20, {mixed}]\n"
+    )
+    equal, unequal = load_study(path).setups
+    assert (equal.instances, unequal.instances, unequal.profile) == (4, 3, mixed)
+    assert equal.key("") != unequal.key("")
+    with Store(tmp_path / "results") as store:
+        outcome = run_study(load_study(path), store, Threads(2))
+    assert [result.setup.profile for result in outcome.results] == ["qwen3-30b-a3b-h20", mixed]
+    done = simulate("--trace", trace_file, "--profile", mixed, "--policy", "lmetric_seconds", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["setting"]["instances"], told["setting"]["profile"]) == (3, mixed)
+    bad = simulate("--trace", trace_file, "--profile", mixed, "--instances", "16", "--policy", "lmetric")
+    assert bad.returncode != 0
+    assert "instances: 16 is not valid; expected 3" in bad.stderr

@@ -540,3 +540,27 @@ def test_alpha_is_what_the_curve_keeps_of_former_answers(alpha: float, left: flo
     curve = router.learned()["length_survival"]
     assert curve is not None
     assert curve[:3] == pytest.approx([1.0, left, left])  # at 0, 32 and 64 tokens
+
+
+def test_prefill_work_in_seconds_is_learned_on_each_instance() -> None:
+    router = fleet("lmetric_seconds", 3)
+    prompts = [np.arange(1024, dtype=np.uint32) + 10_000 * i for i in range(3)]
+    before = router.score(lm.Request(token_ids=prompts[2]), now=0.0)
+    assert before == pytest.approx([1024 / 8000] * 3), "nothing is known of any: the assumed rate"
+    chosen, tickets = [], []
+    for prompt, seconds in zip(prompts, (0.5, 2.0), strict=False):
+        decision, ticket = router.route(lm.Request(token_ids=prompt), now=0.0)
+        ticket.first_token(now=seconds)
+        chosen.append(decision.instance)
+        tickets.append(ticket)  # a ticket that is dropped ends its request
+    assert len(set(chosen)) == 2
+    scores = dict(
+        zip(router.instances(), router.score(lm.Request(token_ids=prompts[2]), now=2.0), strict=True)
+    )
+    # Each of the two has a request; of the third nothing is known: the mean of their rates.
+    rates = [router.prefill_rate(name) or 0.0 for name in chosen]
+    (unseen,) = set(scores) - set(chosen)
+    assert rates[0] == pytest.approx(2048)
+    assert rates[1] < 0.5 * rates[0]
+    assert [scores[name] for name in chosen] == pytest.approx([2 * 1024 / rate for rate in rates])
+    assert scores[unseen] == pytest.approx(1024 / np.mean(rates))

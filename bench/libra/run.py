@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tables import rendered
 from world import (
     ALL,
+    BOUNDED,
     BY_LOAD,
     BY_LOAD_ESTIMATED,
     CHUNKS,
@@ -82,6 +83,25 @@ def figure_5(world: World) -> Row:
         *world.plays("1024/1024", [BELOW_BALANCE], [*systems, *others], fleet),
     ]
     return {"rows": [row(f"{rate:.1f}/s", system, columns(each)) for rate, system, each in found]}
+
+
+@figure("predictor", "The execution predictor with and without N_max")
+def predictor(world: World) -> Row:
+    rows = []
+    fitted = Fleet(profile="qwen2.5-32b-figure-5")
+    systems = [LIBRA, BY_LOAD, GAINFUL, *BOUNDED]
+    best = System("cut at 1,358", fixed_pair=True, forced=(1358 - 0.5) / 2048)
+    without_slo = [best, *(replace(system, slo=False) for system in systems)]
+    # Figure 5 below its balance and in a backlog; then the workloads of Figure 8 and Table 1, likewise.
+    for rate in (BELOW_BALANCE, 1.5 * most("1024/1024", fitted)):
+        for _, system, found in world.plays("1024/1024", [rate], without_slo, fitted):
+            rows.append(row(f"1024/1024 on the 32B model, {rate:.1f}/s", system, columns(found)))
+    for workload in world.some(("azure-code", "burstgpt", "mini-reasoning", "2048/512", "219/1467")):
+        for share in (0.8, 1.3):
+            rate = share * most(workload, A100)
+            for _, system, found in world.plays(workload, [rate], [COMPOSED, *systems], A100):
+                rows.append(row(f"{workload}, {rate:.2f}/s", system, columns(found)))
+    return {"rows": rows}
 
 
 @figure("table_1", "Table 1: three shapes on two GPUs")

@@ -23,6 +23,7 @@ BY_GPU = [
 ]  # fmt: skip
 COLUMNS: dict[str, list[tuple[str, str, float, int]]] = {
     "5": [("requests", "served, requests/s", 1.0, 2), P50, TTFT, CUT_AT],
+    "predictor": [("requests", "served, requests/s", 1.0, 2), GOODPUT, P99, TTFT, CUT, CUT_AT],
     "table_1": [("saturated", "saturated, requests/s", 1.0, 2), P50, P99, SLOW, GOODPUT, TTFT, CUT, CUT_AT],
     "9": [CAPACITY, GOODPUT, P99, TTFT, CUT, CUT_AT],
     "larger": [GOODPUT, P99, SLOW, TTFT],

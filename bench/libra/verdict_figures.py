@@ -10,7 +10,7 @@ from verdicts import Raw, Span
 WRITTEN = (
     "2.3 requests/s", "Figure 5",
     "1P1D", "2P1D", "1P2D", "8192/32", "1,358", "2,048", "1,024", "Table 1", "Algorithm 1",
-    "Algorithm 2", "256", "512", "1.3",
+    "Algorithm 2", "256", "512", "1.3", "at 0.8 times the load",
     "32B", "72B", "50 GB/s", "3 GB/s", "P99", "with sigma 1", "0.058 ms",
 )  # fmt: skip
 LIBRA, BY_LOAD, OURS = "Libra as printed", "Libra, pair by load", "ours: cut where it gains"
@@ -54,6 +54,13 @@ def figures(raw: Raw) -> dict[str, Any]:
         """The change of the mean TTFT against 1P1D: `-2% and +13%`."""
         return " and ".join(f"{ratio - 1:+.0%}" for ratio in chats.ratios(rival, "1P1D", "ttft"))
 
+    backlog = raw.scenarios("predictor").of("32B", "4.0/s")
+    others = raw.scenarios("predictor").without("32B")  # of each workload 0.8 and 1.3 times the load
+
+    def bounded(system: str, load: int) -> Span:
+        """The change of goodput with N_max on all other workloads."""
+        return Span(ratio - 1 for ratio in others.ratios(f"{system}, N_max", system, "goodput")[load::2])
+
     link = wait("50", "chunk by chunk")
     beyond, chunks = wait("3", "at the end") - link, wait("3", "chunk by chunk") - link
     ours = {stage: capacity.of(stage).ratio(OURS, COMPOSED, "rate") - 1 for stage in capacity}
@@ -64,6 +71,14 @@ def figures(raw: Raw) -> dict[str, Any]:
         "long_cut_at": long.mean(LIBRA, "cut_at"),
         "below_cut_at": raw.scenarios("5").of("2.3/s").mean(LIBRA, "cut_at"),
         "longest_gap": within.mean(LIBRA, "worst"),
+        "bounded_at": backlog.mean(f"{LIBRA}, N_max", "cut_at"),
+        "bounded_served": backlog.mean(f"{LIBRA}, N_max", "requests"),
+        "bounded_under": bounded(LIBRA, 0),
+        "bounded_under_load": bounded(BY_LOAD, 0),
+        "bounded_under_ours": bounded(OURS, 0),
+        "bounded_over": bounded(LIBRA, 1),
+        "bounded_over_load": bounded(BY_LOAD, 1),
+        "bounded_over_ours": bounded(OURS, 1),
         "cut_none": cuts.mean("colocated", "requests"),
         "cut_libra_at": cuts.mean(LIBRA, "cut_at"),
         "cut_libra": cuts.mean(LIBRA, "requests"),

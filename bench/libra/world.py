@@ -80,6 +80,7 @@ class System:
     forced: float | None = None  # every request is cut at this fraction
     stages: bool = False  # Algorithm 2 goes by the fleet's SLO of thoughts where nothing else is made
     parts: int = 2  # that a request which thinks is cut into at most
+    bounded: bool = False  # the predictor's batch has at most as many requests as run at once
 
 
 LIBRA = System("Libra as printed", slo=True, split=True, fixed_pair=True)
@@ -95,6 +96,9 @@ STAGED = replace(COMPOSED, label="colocated, Algorithm 2 by stage", stages=True)
 LIBRA_STAGED = replace(LIBRA, label="Libra, two parts, Algorithm 2 by stage", stages=True)
 LIBRA_THREE = replace(LIBRA_STAGED, label="Libra, three parts", parts=3)
 THREE_BY_LOAD = replace(LIBRA_THREE, label="Libra, three parts, pair by load", fixed_pair=False)
+BOUNDED = [
+    replace(system, label=f"{system.label}, N_max", bounded=True) for system in (LIBRA, BY_LOAD, GAINFUL)
+]
 DISAGGREGATED = System("1P1D", roles="1P1D")
 ALL = [TUNED, COMPOSED, DISAGGREGATED, LIBRA, BY_LOAD, GAINFUL]
 
@@ -225,7 +229,12 @@ def run(
     if system.split or system.roles or system.forced is not None:
         told |= {"decode_policy": "least_requests", "transfer": system.transfer}
     if system.split:
-        split = lm.LibraSplit(min_gain=system.least_gain, lengths_given=system.known, parts=system.parts)
+        split = lm.LibraSplit(
+            min_gain=system.least_gain,
+            lengths_given=system.known,
+            parts=system.parts,
+            bounded_batch=system.bounded,
+        )
         told |= {"split": split, "output_known": system.known}
     if system.forced is not None:
         told |= {"split": lm.SplitAt(system.forced)}

@@ -15,7 +15,7 @@ from world import PROFILE, World, read_scenario
 from lmetric.profiles import ProfileError, load_profile
 from lmetric.sim.traces import TraceError
 
-for _module in ("comparisons", "imbalance", "predictor", "factors", "hotspots", "ours"):
+for _module in ("comparisons", "imbalance", "predictor", "factors", "hotspots", "ours", "unequal"):
     import_module(_module)  # registers its figures
 
 OWN_SCENARIOS = ("guard", "blocks")  # figures about synthetic traces and about named ones

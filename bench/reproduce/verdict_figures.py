@@ -10,10 +10,13 @@ from verdicts import Raw, Span, mean
 WRITTEN = (
     "-92%", "84%", "-44%", "-42.8%", "-20%", "+71%", "3%", "10% more", "13%", "20%", "30%", "95%",
     "0.7", "0.9", "8,000", "16,000", "BS + 1", "the + 1", "P50", "P95", "P99", "Equation 2", "Dynamo 1.6",
-    "Qwen2-7B", "(5.1)", "gives an idle instance 0", "scores 0", "15 s", "60 s", "10% of the maximum", "85%",
+    "Qwen2-7B", "(5.1)", "gives an idle instance 0", "scores 0", "15 s", "60 s",
+    "10% of the maximum", "85%",
+    "50% of its maximum", "50% of the maximum", "8 H20 and 8 H200", "At 90%", "at 90%", "at 50%",
 )  # fmt: skip
 LONG = ("conversation", "conversation-7b", "conversation-ref")  # prompts of 11,000 tokens in the mean
 HITS = ("chat", "agent", "coder")
+SECONDS = "lmetric_seconds"
 SAME = 0.05  # maximum loads closer than this are alike: the search for them stops at 1 to 3%
 
 
@@ -56,16 +59,63 @@ def figures(raw: Raw) -> dict[str, Any]:
         """A claim's means on all other stages."""
         return Span(value for stage, value in claim(figure, text).items() if stage not in stages)
 
+    def unequal(load: str, fleets: tuple[str, ...], trace: str = "") -> list[dict[str, Any]]:
+        """On unequal GPUs, the rows by policy at each trace and fleet."""
+        rows: dict[str, dict[str, Any]] = {}
+        for row in raw("unequal")["runs"]:
+            stage = row["stage"]
+            if row["load"] == load and stage.endswith(fleets) and stage.startswith(trace):
+                rows.setdefault(stage, {})[row["policy"]] = row
+        return list(rows.values())
+
+    def against(
+        policy: str,
+        quantity: str,
+        load: str,
+        fleets: tuple[str, ...],
+        trace: str = "",
+        base: str = "lmetric",
+    ) -> Span:
+        """The change from `base` to a policy at each trace and fleet, mean over seeds."""
+        pairs = [(row[policy][quantity], row[base][quantity]) for row in unequal(load, fleets, trace)]
+        return Span(mean([a / b for a, b in zip(*pair, strict=True)]) - 1 for pair in pairs)
+
+    def fast(policy: str) -> Span:
+        """The share of requests on the fast half, near the limit of `conversation`."""
+        rows = unequal("90%", ("half the speed", "of a quarter"), "conversation")
+        return Span(mean(row[policy]["first_half"]) for row in rows)
+
     def fewer(figure: str, text: str, *stages: str) -> Span:
         """As `on`, of what is less."""
         return Span(-claim(figure, text)[stage] for stage in stages)
 
+    scaled, h200, equal = ("half the speed", "of a quarter"), ("8 H20 + 8 H200",), ("16 equal",)
     own_tpot = "LMETRIC against BAILIAN (tuned linear), TPOT"
     dynamo_tpot = "LMETRIC against the paper's Dynamo (tuned), mean TPOT"
     dynamo_ttft = claim("21", "LMETRIC against the paper's Dynamo (tuned), mean TTFT")
     vllm_maximum = claim("25", "vLLM's maximum load against LMETRIC's")
     endless = {row["stage"].strip("`"): row["hits in an endless cache"] for row in raw("stages")["traces"]}
     return {
+        "seconds_half": against(SECONDS, "ttft_mean_s", "50%", scaled),
+        "seconds_half_tpot": against(SECONDS, "tpot_mean_ms", "50%", scaled + h200),
+        "seconds_h200": against(SECONDS, "ttft_mean_s", "50%", h200),
+        "seconds_limit": against(SECONDS, "ttft_mean_s", "90%", scaled),
+        "seconds_limit_tpot": against(SECONDS, "tpot_mean_ms", "90%", scaled + h200),
+        "seconds_h200_limit": against(SECONDS, "ttft_mean_s", "90%", h200),
+        "seconds_equal": against(SECONDS, "ttft_mean_s", "50%", equal),
+        "seconds_equal_tpot": against(SECONDS, "tpot_mean_ms", "50%", equal),
+        "seconds_conversation_tpot": against(
+            SECONDS, "tpot_mean_ms", "90%", scaled + h200, trace="conversation"
+        ),
+        "seconds_conversation_equal_tpot": against(
+            SECONDS, "tpot_mean_ms", "90%", equal, trace="conversation"
+        ),
+        "seconds_worst": max(against(SECONDS, "ttft_mean_s", "90%", scaled + h200).values),
+        "exact_half": against("simulation", "ttft_mean_s", "50%", scaled + h200, base=SECONDS),
+        "given_tpot": against("speeds given", "tpot_mean_ms", "90%", scaled, trace="conversation"),
+        "fast_lmetric": fast("lmetric"),
+        "fast_seconds": fast(SECONDS),
+        "fast_given": fast("speeds given"),
         "conversation_hits": endless["conversation"],
         "half_of_vllm": Span(0.5 / (1 + vllm_maximum[stage]) for stage in HITS),
         "awareness_chat": claim("7", "KV-awareness lowers the mean TTFT")["chat"],

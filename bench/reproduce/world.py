@@ -9,6 +9,7 @@ has its own maximum load, found as `lmetric-router study` finds it. Figures use 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -108,7 +109,7 @@ class Stage:
     """A trace on a profile; `judge` has a part for each seed, or one for all."""
 
     label: str
-    profile: Profile
+    profile: Profile | tuple[Profile, ...]  # one for each instance, where these differ
     tune: Part
     judge: tuple[Part, ...]
 
@@ -135,6 +136,7 @@ def figures_of(run: Run) -> Figures:
         "guard_alarms": float(run.guard_alarms),
         "guard_filters": float(run.guard_filters),
         "batch": float(run.timeline.running.mean()),
+        "first_half": float((run.instance[kept] < run.instances / 2).mean()),  # share of the requests
     }
     for name in ("ttft", "tpot", "e2e"):
         values = getattr(run, f"{name}_seconds")[kept]
@@ -203,11 +205,15 @@ class World:
         return load_profile(name).in_blocks_of(block_tokens)
 
     def _stage(self, label: str) -> Stage:
+        profile, (tune, *judge) = self.traces_of(label)
+        parts = tuple(self.part(each, profile) for each in judge)
+        return Stage(label, profile, self.part(tune, profile), parts)
+
+    def traces_of(self, label: str) -> tuple[Profile, list[Trace]]:
+        """The profile of a scenario, its tuned trace, and those that are measured."""
         if label in self.scenarios:
             trace = self.scenarios[label]
-            profile = self.profile(self.scenario_profile, trace.block_tokens)
-            tune, judge = (self.part(half, profile) for half in halves(trace))
-            return Stage(label, profile, tune, (judge,))
+            return self.profile(self.scenario_profile, trace.block_tokens), list(halves(trace))
         base, _, on = label.partition("-")
         synthetic = base in DESCRIPTIONS
         model = {"7b": "qwen2-7b-h20", "ref": "independent-sim"}.get(on, PROFILE)
@@ -215,12 +221,8 @@ class World:
             model = "qwen2-7b-h20"  # as in Figure 22
         profile = self.profile(model, 64 if synthetic else 512)
         if synthetic:
-            tune, *judge = (self.synthetic(base, seed) for seed in range(len(self.seeds) + 1))
-        else:
-            tune, *judge = self._halves(base)
-        return Stage(
-            label, profile, self.part(tune, profile), tuple(self.part(each, profile) for each in judge)
-        )
+            return profile, [self.synthetic(base, seed) for seed in range(len(self.seeds) + 1)]
+        return profile, list(self._halves(base))
 
     def synthetic(self, name: str, seed: int, **changes: Any) -> Trace:
         """A trace of the description, all arrivals as recorded: the paper replays open loop, too."""
@@ -245,19 +247,24 @@ class World:
         workload = prepare(trace, profile)
         return Part(workload, self.max_speed(workload, profile, LMETRIC))
 
-    def max_speed(self, workload: Workload, profile: Profile, choice: Choice) -> float:
+    def max_speed(self, workload: Workload, profile: Profile | tuple[Profile, ...], choice: Choice) -> float:
         """The highest speed at which a policy keeps up, by the rule of `lmetric-router study`."""
-        path = Path(self._profiles.name) / f"{abs(hash(profile))}.yaml"
-        if not path.exists():
-            path.write_text(yaml.safe_dump(profile.model_dump()))
+        each = (profile,) * INSTANCES if isinstance(profile, Profile) else profile
+        counts = Counter(each)
+        for one in counts:
+            if not (path := self._path(one)).exists():
+                path.write_text(yaml.safe_dump(one.model_dump()))
         assert isinstance(choice.policy, str)
         setup = Setup(
             trace=TraceChoice(path="", label=workload.trace.name),
             policy=PolicyChoice(choice.policy, choice.knobs, choice.name),
-            instances=INSTANCES,
-            profile=str(path),
+            instances=len(each),
+            profile=" + ".join(f"{number} {self._path(one)}" for one, number in counts.items()),
         )
         return find(setup, workload, Rule()).speed
+
+    def _path(self, profile: Profile) -> Path:
+        return Path(self._profiles.name) / f"{abs(hash(profile))}.yaml"
 
     # -- runs -----------------------------------------------------------------------------------------
 
@@ -266,7 +273,8 @@ class World:
         settings = {
             "profile": stage.profile,
             "instances": INSTANCES,
-            "guard": choice.policy == "lmetric",  # expressions are compared as scores alone
+            "guard": choice.policy
+            in ("lmetric", "lmetric_seconds"),  # expressions are compared as scores alone
             **choice.settings,
             **more,
         }

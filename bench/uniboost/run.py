@@ -16,6 +16,7 @@ from convergence import ends_until_learned
 from tables import rendered
 from world import (
     BASE,
+    BASE_WAITS,
     DIST,
     GITTINS,
     GUARDED,
@@ -26,6 +27,7 @@ from world import (
     SUBMITTED,
     TRAIL,
     UNIBOOST,
+    UNIBOOST_WAITS,
     VTC,
     Order,
     Stage,
@@ -230,6 +232,24 @@ def kept(world: Pool) -> Row:
     orders = [SARATHI, UNIBOOST, SUBMITTED, DIST, SRPT]
     return rows(
         world, "relative", stages, orders, SARATHI, columns=["e2e mean", "e2e p95", "e2e p99", "ttft p99"]
+    )
+
+
+@figure("decodes", "The paper's rule for decodes")
+def decodes(world: Pool) -> Row:
+    # Of Table 2 (two), Figure 6, Figure 7, Tables 9 and 3 to 5; the last two on one engine.
+    stages = [
+        Stage(LLAMA, "mix-2", 0.99),
+        Stage(LLAMA, "mix-2", 0.99, most_sequences=64),
+        Stage("Qwen-72B, 4 A100", "reasoning", 0.99),
+        Stage("CodeLlama-34B, A100", "mix-2", 0.95, requests=4000),
+        Stage(LLAMA, "azure", 0.99),
+        Stage(LLAMA, "short and long", 0.99, requests=5000, most_sequences=64),
+    ]
+    orders = [SARATHI, TRAIL, BASE, BASE_WAITS, UNIBOOST, UNIBOOST_WAITS]
+    shown = ["e2e mean", "e2e p99", "ttft mean", "ttft p99", "tpot p99", "preempted", "tokens a second"]
+    return rows(
+        world, "absolute", stages, orders, SARATHI, columns=shown, over=["e2e mean", "e2e p99", "ttft p99"]
     )
 
 

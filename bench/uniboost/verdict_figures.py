@@ -60,6 +60,10 @@ def figures(raw: Raw) -> dict[str, Any]:
     routed = behind("lmetric").mean(FCFS, "ttft mean")
     azure_gammas, mix_gammas = gammas.of("azure"), gammas.of("mix-2")
     prompts = "fixed at 0.1, prompts only"
+    rule = raw.scenarios("decodes")
+    slots = rule.of("places")
+    memory = rule.without("places", "azure")
+    waits = "UniBoost, decodes wait"
     flood = raw.scenarios("tenants").of("rho 1.1")
     return {
         "azure_p99": azure_gammas.ratio(UNIBOOST, FCFS, "e2e p99") - 1,
@@ -76,6 +80,14 @@ def figures(raw: Raw) -> dict[str, Any]:
         ),
         "fleet_tail": change(behind(*OTHERS), UNIBOOST, FCFS, "ttft p99"),
         "fleet_tail_lmetric": behind("lmetric").ratio(UNIBOOST, FCFS, "ttft p99") - 1,
+        "rule_memory": change(memory, waits, UNIBOOST, "e2e p99"),
+        "rule_slots": change(slots, waits, UNIBOOST, "e2e p99"),
+        "rule_slots_fcfs": change(slots, waits, FCFS, "e2e p99"),
+        "rule_slots_before": change(slots, UNIBOOST, FCFS, "e2e p99"),
+        "rule_72b": rule.of("72B").ratio(waits, FCFS, "e2e p99"),
+        "rule_72b_before": rule.of("72B").ratio(UNIBOOST, FCFS, "e2e p99"),
+        "rule_back": Span(slots.each(UNIBOOST, "preempted")),
+        "rule_back_waits": Span(slots.each(waits, "preempted")),
         "vtc": flood.mean("VTC", "short e2e p99"),
         "vtc_fcfs": flood.mean(FCFS, "short e2e p99"),
         "vtc_submitted": flood.mean(SUBMITTED, "short e2e p99"),

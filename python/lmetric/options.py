@@ -108,6 +108,8 @@ class LibraSplit:
     """Quantile of similar answers that is taken as the expected length, 0 to 1."""
     margin_tokens: int = 20
     """Tokens that are added to the expected length."""
+    bounded_batch: bool = False
+    """Predictions bound a batch by the engine's sequence slots and memory (the paper's N_max)."""
     lengths_given: bool = field(default=False, metadata=_LENGTHS)
     """`max_tokens` of a request is the exact length of its answer; for simulations."""
 

@@ -59,7 +59,10 @@ def _command(
             help="Names, linear(lam=0.7), scores, or all; repeatable [default: vllm, lmetric].",
         ),
     ] = None,
-    instances: Annotated[int, typer.Option(min=1, help="Engines in the fleet.")] = 16,
+    instances: Annotated[
+        int | None,
+        typer.Option(min=1, help="Engines in the fleet [default: 16, or as --profile says]."),
+    ] = None,
     roles: Annotated[
         str | None,
         typer.Option(
@@ -89,7 +92,10 @@ def _command(
         ),
     ] = None,
     profile: Annotated[
-        str, typer.Option(help="What steps cost: a shipped profile, or a YAML file.")
+        str,
+        typer.Option(
+            help="What steps cost: a shipped profile, or a YAML file; unequal engines: '8 NAME + 8 NAME'."
+        ),
     ] = DEFAULT_PROFILE,
     decode_profile: Annotated[
         str | None, typer.Option(help="With --roles: of instances that only decode [default: --profile].")
@@ -187,6 +193,7 @@ def _command(
     from lmetric.cli.show import note, warn_unscored
     from lmetric.queueing import Swap
     from lmetric.sim.pools import Roles, Transfer
+    from lmetric.sim.run import resolve_fleet
     from lmetric.sim.setups import Setup, TraceChoice, trace_label
     from lmetric.sim.summary import Slo, parse_share
 
@@ -254,7 +261,7 @@ def _command(
     setups = [
         Setup(
             trace=taken, policy=choice, decode_policy=second, profile=profile, speed=speed, seed=seed,
-            instances=instances if pools is None else pools.instances,
+            instances=len(resolve_fleet(profile, instances)) if pools is None else pools.instances,
             roles=None if pools is None else str(pools),
             block_tokens=block_tokens,
             settings=settings | ways | (of_planner if choice.base == PLANNER else {}),

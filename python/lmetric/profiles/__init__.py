@@ -4,6 +4,7 @@ directory."""
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,47 @@ class Profile(BaseModel):
         changed = {"block_tokens": block_tokens, "cache_blocks": max(1, tokens // max(1, block_tokens))}
         return check_profile(self.model_dump() | changed, f"in blocks of {block_tokens} tokens")
 
+    def slower(self, factor: float) -> Profile:
+        """An engine whose steps take `factor` times as long, with the same memory; below 1, a faster one.
+
+        Raises:
+            ProfileError: a factor that is not above 0, or a profile with a decode throughput.
+        """
+        if not factor > 0 or self.decode_throughput is not None:
+            got = f"factor {factor:g}" if self.decode_throughput is None else "a decode_throughput"
+            raise ProfileError(
+                f"slower profile: {got} is not valid; expected a factor above 0 and step times"
+            )
+        times = {name: getattr(self, name) * factor for name in type(self).model_fields if "_seconds" in name}
+        return check_profile(self.model_dump() | times, f"{factor:g} times slower")
+
 
 def shipped_profiles() -> list[str]:
     """Names of the shipped profiles, in order."""
     return sorted(path.stem for path in _DIRECTORY.glob("*.yaml"))
+
+
+_SHARE = re.compile(r"(\d+) +(\S.*)")
+
+
+def fleet_profiles(text: str) -> list[tuple[int, str]]:
+    """Instances and profiles of a fleet: ``"8 qwen3-30b-a3b-h20 + 8 qwen3-30b-a3b-h200"`` gives two pairs.
+
+    The name of one profile, without a number, gives no pairs.
+
+    Raises:
+        ProfileError: a number of 0, or a part without a number beside one that has it.
+    """
+    found = [_SHARE.fullmatch(part.strip()) for part in text.split(" + ")]
+    if not any(found) or Path(text).is_file():
+        return []
+    pairs = [(int(match[1]), match[2]) for match in found if match]
+    if len(pairs) < len(found) or any(instances < 1 for instances, _ in pairs):
+        raise ProfileError(
+            f"profile {text!r} is not valid; expected a number of instances before each profile, "
+            'such as "8 qwen3-30b-a3b-h20 + 8 qwen3-30b-a3b-h200"'
+        )
+    return pairs
 
 
 def load_profile(name_or_path: str) -> Profile:

@@ -10,7 +10,7 @@ whose block hashes all runs share, also across threads::
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from html import escape
 from pathlib import Path
@@ -35,7 +35,7 @@ from lmetric.options import (
     parse,
 )
 from lmetric.policies import Policy, PolicyFunction
-from lmetric.profiles import Profile, load_profile
+from lmetric.profiles import Profile, fleet_profiles, load_profile
 from lmetric.queueing import Swap
 from lmetric.sim.pools import Roles, Transfer
 from lmetric.sim.pulls import constants
@@ -64,6 +64,7 @@ _NOT_PER_REQUEST = ("gap_edges_seconds", "gap_counts")
 # What chooses where requests decode, and how their KV moves, where nothing else is said.
 DECODE_POLICY = "least_requests"
 DEFAULT_TRANSFER = Transfer()
+DEFAULT_INSTANCES = 16  # of a fleet with one profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +266,40 @@ def resolve_profile(profile: ProfileLike) -> Profile:
     return load_profile(profile) if isinstance(profile, str) else Profile.model_validate(dict(profile))
 
 
+def resolve_fleet(
+    profile: ProfileLike | Sequence[ProfileLike], instances: int | None = None
+) -> list[Profile]:
+    """The profile of each instance of a fleet; `instances` is 16 if only one profile is given.
+
+    Raises:
+        BadValueError: another number of instances than profiles, or profiles of several models.
+        ProfileError: an unknown or bad profile.
+    """
+    each: list[Profile] = []
+    if isinstance(profile, str) and (pairs := fleet_profiles(profile)):
+        for number, name in pairs:
+            each += [load_profile(name)] * number
+    elif isinstance(profile, str | Profile | Mapping):
+        number = DEFAULT_INSTANCES if instances is None else instances
+        if number < 1:
+            raise _core.BadValueError(f"instances: {number} is not valid; expected at least 1")
+        return [resolve_profile(profile)] * number
+    else:
+        each = [resolve_profile(one) for one in profile]
+    if instances not in (None, len(each)) or not each:
+        raise _core.BadValueError(
+            f"instances: {instances} is not valid; expected {len(each)}, as many as there are profiles"
+        )
+    for what in ("block_tokens", "kv_bytes_per_token"):
+        if len(values := {getattr(one, what) for one in each}) > 1:
+            found = ", ".join(map(str, sorted(values, key=str)))
+            raise _core.BadValueError(
+                f"{what} of the profiles: {found} is not valid; expected one value, the engines of a fleet "
+                "serve one model"
+            )
+    return each
+
+
 def prepare(trace: Trace, profile: ProfileLike = DEFAULT_PROFILE) -> Workload:
     """Chain the hashes of a trace's prompt blocks for engines with the profile's block size.
 
@@ -295,8 +330,8 @@ def simulate(
     *,
     policy: PolicyLike = "lmetric",
     knobs: Mapping[str, float] | None = None,
-    instances: int = 16,
-    profile: ProfileLike = DEFAULT_PROFILE,
+    instances: int | None = None,
+    profile: ProfileLike | Sequence[ProfileLike] = DEFAULT_PROFILE,
     decode_profile: ProfileLike | None = None,
     seed: int = 0,
     signals: Signals = "exact",
@@ -334,13 +369,16 @@ def simulate(
     sharing_seconds: float | None = None,
     **old: Any,
 ) -> Run:
-    """Play `trace` over `instances` engines of one `profile` under `policy`. Same arguments, same columns.
+    """Play `trace` over `instances` engines of `profile` under `policy`. Same arguments, same columns.
 
     Args:
         trace: the path of a trace file (read with `load_trace`), a `Trace`, or the result of `prepare`, which
             saves time if a trace is played more than once.
         policy: what `lmetric.Router` takes (name, expression, `Policy`, `policy_function`), with `knobs`.
-        profile: a shipped name, a path, a mapping, or a `Profile`.
+        instances: engines of the fleet; None: 16, or as many as there are profiles.
+        profile: a shipped name, a path, a mapping, or a `Profile`. For unequal engines, a sequence of these
+            with one for each instance, or ``"8 NAME + 8 NAME"``; `Profile.slower` makes slower ones. Block
+            size and `kv_bytes_per_token` are those of all.
         decode_profile: of the instances that only decode, where theirs is another: more GPUs each, say. The
             model, and so a token's KV, and the block size are the same.
         seed: of every random choice (ties, policies that draw).
@@ -415,21 +453,18 @@ def simulate(
         ProfileError: an unknown or bad profile.
         TraceError: a file that is not a trace, or a bad line in it. FileNotFoundError: no such file.
     """
-    chosen = resolve_profile(profile)
+    pools = None if roles is None else Roles.of(roles)
+    fleet = resolve_fleet(profile, instances if pools is None else pools.instances)
+    chosen, instances = fleet[0], len(fleet)
     if isinstance(trace, str | Path):
         trace = load_trace(trace)
     workload = trace if isinstance(trace, Workload) else prepare(trace, chosen)
-    pools = None if roles is None else Roles.of(roles)
-    if pools is not None:
-        instances = pools.instances
-    if instances < 1:
-        raise _core.BadValueError(f"instances: {instances} is not valid; expected at least 1")
     if decode_profile is not None and (pools is None or not pools.decode):
         raise _core.BadValueError("decode_profile: no instance decodes only; give roles, e.g. 16P64D")
-    decodes = chosen if decode_profile is None else resolve_profile(decode_profile)
+    decodes = None if decode_profile is None else resolve_profile(decode_profile)
     each = [
-        (decodes if role == "decode" else chosen).constants()
-        for role in (["both"] * instances if pools is None else pools.each())
+        (one if decodes is None or role != "decode" else decodes).constants()
+        for one, role in zip(fleet, ["both"] * instances if pools is None else pools.each(), strict=True)
     ]
     name = policy_name(policy)
     given = {

@@ -18,7 +18,7 @@ from lmetric._core import LmetricError
 from lmetric.defaults import DEFAULT_PROFILE, PLANNER
 from lmetric.options import OPTIONS, SELECTORS, shown
 from lmetric.policies import Policy, PolicyFunction
-from lmetric.profiles import Profile, load_profile
+from lmetric.profiles import Profile, fleet_profiles, load_profile
 from lmetric.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
 
 if TYPE_CHECKING:
@@ -195,8 +195,14 @@ class Setup:
 
     @property
     def engine(self) -> Profile:
-        """What a step costs, and the memory. Raises `ProfileError`."""
-        return self._in_blocks(self.profile)
+        """What a step costs, and the memory; of unequal engines, the first's. Raises `ProfileError`."""
+        return self.engines[0][1]
+
+    @property
+    def engines(self) -> list[tuple[int, Profile]]:
+        """The engines of each kind: how many, and their profile. Raises `ProfileError`."""
+        pairs = fleet_profiles(self.profile) or [(self.instances, self.profile)]
+        return [(instances, self._in_blocks(name)) for instances, name in pairs]
 
     @property
     def decode_engine(self) -> Profile | None:
@@ -239,6 +245,8 @@ class Setup:
             "profile": self.engine.constants(),
             "version": version("lmetric-router"),
         }
+        if len(self.engines) > 1:
+            told["profiles"] = [(instances, profile.constants()) for instances, profile in self.engines]
         if predictor := self.settings.get("predictor"):
             told["predictor"] = load_profile(str(predictor)).constants()
         if (decodes := self.decode_engine) is not None:
@@ -318,7 +326,9 @@ def run(setup: Setup, trace: Trace | Workload, key: str = "") -> Result:
         policy=policy,
         knobs=dict(setup.policy.knobs) if isinstance(policy, str) else None,
         instances=setup.instances,
-        profile=setup.engine,
+        profile=setup.engine
+        if len(setup.engines) == 1
+        else [profile for instances, profile in setup.engines for _ in range(instances)],
         seed=setup.seed,
         **settings,
     )

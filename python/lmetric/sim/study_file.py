@@ -19,7 +19,7 @@ from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
 from lmetric.config.kinds import OptionError
 from lmetric.defaults import DEFAULT_PROFILE, SLICE
-from lmetric.profiles import load_profile, shipped_profiles
+from lmetric.profiles import fleet_profiles, load_profile, shipped_profiles
 from lmetric.queueing import Swap, checked_order
 from lmetric.sim.max_load import Rule
 from lmetric.sim.pools import Roles, Transfer
@@ -297,7 +297,9 @@ class StudyFile(Strict):
         None, min_length=1, description="pools in place of instances: 16P64D prefills on 16, decodes on 64"
     )
     profiles: Annotated[list[str], Listed] = Field(
-        [DEFAULT_PROFILE], min_length=1, description="engine profiles, shipped names or files"
+        [DEFAULT_PROFILE],
+        min_length=1,
+        description='engine profiles, shipped names or files; unequal engines: "8 NAME + 8 NAME"',
     )
     block_tokens: Annotated[list[Count], Listed] | None = Field(
         None, description="tokens of a KV block, the memory staying as large; default: the profile's"
@@ -419,7 +421,7 @@ def _expand(file: StudyFile, path: Path) -> Study:
         for trace in chosen
         for profile in profiles
         for block_tokens in blocks
-        for instances, roles in sizes or [(instances, None) for instances in file.instances]
+        for instances, roles in sizes or [(instances, None) for instances in _instances(file, profile)]
         for settings in given.combinations()
     ]  # fmt: skip
     setups = [
@@ -442,8 +444,17 @@ def _expand(file: StudyFile, path: Path) -> Study:
     return Study(file.name or path.stem, setups, entry.rule(), searches, (reference, seconds[0]))
 
 
+def _instances(file: StudyFile, profile: str) -> list[int]:
+    """The fleets' sizes; unequal engines say themselves how many there are."""
+    pairs = fleet_profiles(profile)
+    return [sum(instances for instances, _ in pairs)] if pairs else file.instances
+
+
 def _profile(name: str, directory: Path) -> str:
-    """A shipped profile's name, or a path seen from `directory`; raises `ProfileError`."""
+    """A shipped profile's name, or a path seen from `directory`, or several with numbers of instances; raises
+    `ProfileError`."""
+    if pairs := fleet_profiles(name):
+        return " + ".join(f"{instances} {_profile(each, directory)}" for instances, each in pairs)
     found = name if name in shipped_profiles() else str(directory / name)
     load_profile(found)
     return found

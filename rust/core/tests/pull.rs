@@ -180,6 +180,7 @@ fn a_step_time_model_says_what_computing_takes() {
         prefill_seconds_per_token: 1e-4,
         prefill_seconds_per_attention_pair: 1e-8,
         max_batch_tokens: 512.0,
+        max_sequences: f64::INFINITY,
     };
     let (mut router, _, prompt) = held_by_one("lmetric_pull", PULL, 2);
     router.set_step_time(InstanceId(1), Some(step)).unwrap();

@@ -1162,6 +1162,8 @@ pub fn step_time_of(constants: &Bound<'_, PyDict>) -> Result<StepTime> {
             CoreError::BadValue { what, got, expected }.into()
         })
     };
+    let max_sequences =
+        if constants.contains("max_sequences")? { constant("max_sequences")? } else { f64::INFINITY };
     Ok(StepTime {
         fixed_seconds: constant("fixed_seconds")?,
         decode_seconds_per_sequence: constant("decode_seconds_per_sequence")?,
@@ -1169,6 +1171,7 @@ pub fn step_time_of(constants: &Bound<'_, PyDict>) -> Result<StepTime> {
         prefill_seconds_per_token: constant("prefill_seconds_per_token")?,
         prefill_seconds_per_attention_pair: constant("prefill_seconds_per_attention_pair")?,
         max_batch_tokens: constant("max_batch_tokens")?,
+        max_sequences,
     })
 }
 

@@ -1,7 +1,8 @@
 //! One engine: a queue, a batch, a cache of KV blocks, and steps.
 //!
 //! Every decoding sequence gets one token in every step. So its length follows from the engine's *tick* (steps run so
-//! far), and a step costs the sequences that prefill, end or cross a block edge, not those that merely decode.
+//! far), and a step costs the sequences that prefill, end or cross a block edge, not those that merely decode. Orders that
+//! rank decodes, too, pause some of them (`one_order.rs`); a paused sequence is not among the decoding ones.
 use crate::cache::PrefixCache;
 use crate::events::{Counters, KvEvent, KvLog, Load, StepEvents};
 use crate::gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps, TokenGaps, TokenSlo};
@@ -19,6 +20,7 @@ use std::sync::Arc;
 
 mod by_rank;
 mod learned;
+mod one_order;
 pub mod order;
 mod plan;
 mod put_back;
@@ -161,6 +163,14 @@ pub struct Engine {
     promotions: VecDeque<(u64, u32, u64)>,
     prefilling: Vec<u32>,
     decoding: Vec<u32>,
+    /// Decodes that the latest step leaves out, with their KV in place, and their prompt and output tokens.
+    paused: Vec<u32>,
+    paused_tokens: u64,
+    /// Paused decodes that the step under way takes up again.
+    resumed: Vec<u32>,
+    /// Under an order that ranks decodes: the number of the latest plan, and the decodes that it has picked so far.
+    plan: u64,
+    picked: u32,
     tick: u64,
     /// Prompt and output tokens of the decoding and of the prefilling sequences.
     context_tokens: u64,
@@ -214,6 +224,11 @@ impl Engine {
             promotions: VecDeque::new(),
             prefilling: Vec::new(),
             decoding: Vec::new(),
+            paused: Vec::new(),
+            paused_tokens: 0,
+            resumed: Vec::new(),
+            plan: 0,
+            picked: 0,
             tick: 0,
             context_tokens: 0,
             prefilling_tokens: 0,
@@ -402,15 +417,17 @@ impl Engine {
             }
         }
         self.promote();
-        if self.settings.admission == Admission::Vllm {
-            self.grow_decodes();
-        }
-        if self.settings.order.rules().preemption().is_some() {
-            self.plan_by_rank();
+        if self.settings.order.rules().ranks_decodes() {
+            self.plan_by_one_order();
         } else {
-            self.plan_prefills();
-            if self.events.preempted.is_empty() {
-                self.admit_waiting();
+            self.grow_decodes();
+            if self.settings.order.rules().preemption().is_some() {
+                self.plan_by_rank();
+            } else {
+                self.plan_prefills();
+                if self.events.preempted.is_empty() {
+                    self.admit_waiting();
+                }
             }
         }
         if self.decoding.is_empty() && self.chunks.is_empty() {
@@ -424,7 +441,7 @@ impl Engine {
         let first = self.profile.step_seconds(&work) + self.copy_seconds(copied) + held;
         let mut step = Step { start: now, end: now + first, steps: 1, first, more: 0.0 };
         // After a preemption the queue is looked at again in the next step.
-        let alone = held > 0.0 || self.generator.is_some();
+        let alone = held > 0.0 || self.generator.is_some() || !self.resumed.is_empty();
         if self.prefilling.is_empty() && self.events.preempted.is_empty() && !alone {
             // Each further step has one more token of context for each sequence.
             step.more = self.profile.more_seconds(self.decoding.len() as u32);
@@ -516,9 +533,9 @@ impl Engine {
         self.counters.steps
     }
 
-    /// Requests in the batch.
+    /// Requests that were taken off the queue: those in the batch, and those that an order which ranks decodes has left out of it.
     pub fn running(&self) -> u32 {
-        (self.prefilling.len() + self.decoding.len()) as u32
+        (self.prefilling.len() + self.decoding.len() + self.paused.len()) as u32
     }
 
     /// Requests in the queue.

@@ -177,6 +177,12 @@ impl TokenGaps {
         Gaps { slow: self.slow_since(makes, mark), worst }
     }
 
+    /// The latest step, of `seconds`, ended a longer gap of a request than itself: `gap`, before such a token.
+    pub fn instead(&mut self, seconds: Seconds, gap: Seconds, makes: Makes) -> Gaps {
+        self.histogram.counts[GapHistogram::bin(seconds)] -= 1;
+        self.single(gap, makes)
+    }
+
     /// A gap that was no step: a request waited in between, for such a token.
     pub fn single(&mut self, seconds: Seconds, makes: Makes) -> Gaps {
         self.histogram.count(1, seconds, 0.0, 1);

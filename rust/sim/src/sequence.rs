@@ -11,6 +11,8 @@ pub enum State {
     Waiting,
     Prefill,
     Decode,
+    /// It decodes, but not in this step.
+    Paused,
 }
 
 /// A request. While it decodes, its length is not counted up token by token: it follows from the engine's tick.
@@ -55,7 +57,9 @@ pub struct Sequence {
     pub slow_mark: u64,
     pub gaps: Gaps,
     pub last_token: Option<Seconds>,
-    /// Place in the list of decoding sequences, and in the list of those that cross a block edge at the same tick.
+    /// The latest plan that picked it, under an order that ranks decodes.
+    pub plan: u64,
+    /// Place in the list of decoding or of paused sequences, and in the list of those that cross a block edge at the same tick.
     pub at: u32,
     pub crossing_at: u32,
     /// Hashes of its full blocks, as far as known.

@@ -115,6 +115,7 @@ fn model(profile: &Profile) -> StepTime {
         prefill_seconds_per_token: profile.prefill_seconds_per_token,
         prefill_seconds_per_attention_pair: profile.prefill_seconds_per_attention_pair,
         max_batch_tokens: f64::from(profile.max_batch_tokens),
+        max_sequences: f64::INFINITY,
     }
 }
 

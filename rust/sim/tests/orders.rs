@@ -40,6 +40,7 @@ fn round(max_sequences: u32) -> Profile {
 struct Played {
     first_token: Vec<f64>,
     end: Vec<f64>,
+    worst_gap: Vec<f64>,
     put_back: Vec<u32>,
     /// Who, one after the other.
     went_back: Vec<u64>,
@@ -69,10 +70,12 @@ fn play_by(profile: &Profile, admission: Admission, order: Order, asks: &[Ask], 
 
 fn play_with(profile: &Profile, settings: Settings, asks: &[Ask], jumps: bool) -> Played {
     let reserve = settings.admission == Admission::Reserve;
+    let decodes_wait = settings.order.text().contains("decodes_wait=1");
     let mut engine = Engine::new(profile.clone(), settings, None).unwrap();
     let nan = || vec![f64::NAN; asks.len()];
-    let mut out =
-        Played { first_token: nan(), end: nan(), put_back: vec![0; asks.len()], ..Played::default() };
+    let mut out = Played { put_back: vec![0; asks.len()], ..Played::default() };
+    (out.first_token, out.end, out.worst_gap) = (nan(), nan(), nan());
+    let places = profile.max_sequences;
     let (mut now, mut next) = (0.0, 0);
     loop {
         while let Some(ask) = asks.get(next).filter(|ask| ask.at <= now) {
@@ -110,16 +113,18 @@ fn play_with(profile: &Profile, settings: Settings, asks: &[Ask], jumps: bool) -
         let load = engine.load();
         let full = load.running > 1 && !admitted.is_empty();
         assert!(load.kv_usage <= 1.0 || (reserve && !full), "{load:?}");
+        let decodes = engine.decode_load(0).0;
         let events = engine.finish_step();
+        assert!(decodes + events.prefilled.len() as u32 <= places, "a batch of more than {places}");
         for chunk in events.prefilled.iter().filter(|chunk| chunk.done) {
             let at = &mut out.first_token[chunk.id as usize];
             *at = if at.is_nan() { now } else { *at };
         }
-        for &id in &events.finished {
+        for (&id, gaps) in events.finished.iter().zip(&events.gaps) {
             assert!(out.end[id as usize].is_nan(), "{id} ended twice");
-            out.end[id as usize] = now;
+            (out.end[id as usize], out.worst_gap[id as usize]) = (now, gaps.worst);
         }
-        assert!(load.running <= engine.profile().max_sequences);
+        assert!(decodes_wait || load.running <= places);
     }
     let load = engine.load();
     let outputs: u32 = asks.iter().map(|ask| ask.output).sum();
@@ -266,6 +271,67 @@ fn requests_go_back_for_memory_only_where_that_is_enough() {
     assert_eq!(run.put_back, [1, 0], "{run:?}");
 }
 
+/// Every order, and those that can rank decodes with that setting.
+fn orders() -> Vec<String> {
+    let ranked = Order::specs().filter(|spec| spec.settings.contains(&"decodes_wait"));
+    let ranked: Vec<String> = ranked.map(|spec| format!("{}(decodes_wait=1)", spec.name)).collect();
+    assert_eq!(ranked.len(), 3);
+    Order::names().into_iter().map(String::from).chain(ranked).collect()
+}
+
+#[test]
+fn decodes_wait_for_tokens_of_the_budget_by_hand() {
+    // 1.64 s for the first prompt's 64 tokens, twice. At 3.28 its work is 3.3 s and that of the second, of 64 tokens, 1.6 s.
+    let asks = [ask(0.0, 128, 4), ask(3.0, 64, 3)];
+    for admission in ADMISSIONS {
+        let run = |order| play(&round(4), admission, order, &asks, true);
+        // The first gets a token in every step, and the second 63 of the next one's.
+        let beside = run("uniboost_base");
+        close(&beside.first_token, &[3.28, 3.28 + 1.63 + 1.01]);
+        close(&beside.end, &[3.28 + 1.63 + 1.01 + 1.0, 3.28 + 1.63 + 1.01 + 2.0]);
+        // The second takes all 64 tokens, and the first waits.
+        let behind = run("uniboost_base(decodes_wait=1)");
+        close(&behind.first_token, &[3.28, 3.28 + 1.64]);
+        close(&behind.end, &[3.28 + 1.64 + 3.0, 3.28 + 1.64 + 2.0]);
+        close(&behind.worst_gap, &[1.64 + 1.0, 1.0]);
+        assert_eq!(behind.put_back, [0, 0]);
+    }
+}
+
+#[test]
+fn decodes_wait_for_places_of_the_batch_by_hand() {
+    // A place for one. When the second comes, with half the work, the first has two tokens. It pauses with its memory, and makes its other 18 then.
+    let asks = [ask(0.0, 64, 20), ask(2.0, 32, 3)];
+    for admission in ADMISSIONS {
+        let run = play(&round(1), admission, "uniboost_base(decodes_wait=1)", &asks, true);
+        close(&run.first_token, &[1.64, 2.64 + 1.32]);
+        close(&run.end, &[2.64 + 3.32 + 18.0, 2.64 + 3.32]);
+        close(&run.worst_gap, &[3.32 + 1.0, 1.0]);
+        assert_eq!(run.put_back, [0, 0]);
+        // Else it must leave the batch, and what it had is computed again.
+        let left = play(&round(1), admission, "uniboost_base", &asks, true);
+        assert_eq!(left.put_back, [1, 0]);
+        assert!(left.end[0] > run.end[0], "{left:?}");
+        // Within its bin of 256 tokens its priority stays, and it came first.
+        let binned = play(&round(1), admission, "uniboost(decodes_wait=1)", &asks, true);
+        close(&binned.end, &[1.64 + 19.0, 1.64 + 19.0 + 3.32]);
+    }
+}
+
+#[test]
+fn paused_decodes_go_back_first_for_memory() {
+    // Blocks of 16. The first has 66 tokens in five of seven blocks and pauses; the second needs three.
+    let profile = Profile { cache_blocks: 7, ..round(1) };
+    let asks = [ask(0.0, 64, 20), ask(2.0, 33, 3)];
+    let order = Order::named("uniboost_base(decodes_wait=1)", 0, TokenSlo::same(TOKEN_SECONDS)).unwrap();
+    for (preempt, again) in [(Preempt::Recompute, 1.0 + 0.02), (FREE, 1.0)] {
+        let settings = Settings { order: order.clone(), preempt, ..Settings::default() };
+        let run = play_with(&profile, settings, &asks, true);
+        assert_eq!(run.put_back, [1, 0], "{run:?}");
+        close(&run.end, &[2.64 + 3.33 + again + 17.0, 2.64 + 3.33]);
+    }
+}
+
 fn profile() -> impl Strategy<Value = Profile> {
     (1u32..6, 16u32..200, 1u32..20, 0u32..1500).prop_map(|(max_sequences, batch, block_tokens, spare)| {
         Profile {
@@ -348,8 +414,9 @@ proptest! {
 
     #[test]
     fn every_request_ends_once_and_jumps_equal_steps(
-        profile in profile(), asks in asks(), order in prop::sample::select(Order::names()), reserve: bool,
+        profile in profile(), asks in asks(), order in prop::sample::select(orders()), reserve: bool,
     ) {
+        let order = order.as_str();
         let admission = ADMISSIONS[usize::from(!reserve)];
         let jumped = play(&profile, admission, order, &asks, true);
         let stepped = play(&profile, admission, order, &asks, false);
@@ -359,7 +426,7 @@ proptest! {
             prop_assert!((a - b).abs() < 1e-6, "{a} {b}");
         }
         // Where memory is reserved, only orders put requests back; and levels do so once each at most.
-        let guarded = ["uniboost_memguard", "uniboost"].contains(&order);
+        let guarded = ["uniboost_memguard", "uniboost", "uniboost(decodes_wait=1)"].contains(&order);
         let preempts = Order::named(order, 1, TokenSlo::same(TOKEN_SECONDS)).unwrap().preempts();
         for (ask, &times) in asks.iter().zip(&jumped.put_back).filter(|_| reserve) {
             // No token takes more than 1.2 times the shortest decode.
@@ -550,6 +617,7 @@ fn settings_are_those_of_the_order() {
         ("uniboost", "most_gamma", 1e-9, "bounds"),
         ("ltr", "quantum_steps", 0.5, "a whole number"),
         ("trail", "threshold", 1.5, "0 to 1"),
+        ("uniboost", "decodes_wait", 0.5, "0 (decodes get a token in every step) or 1"),
     ] {
         let text = format!("{name}({setting}={value})");
         let message = Order::named(&text, 0, TokenSlo::same(TOKEN_SECONDS)).unwrap_err().to_string();

@@ -141,6 +141,7 @@ fn play(asks: &[Ask], instances: usize, change: impl FnOnce(&mut ClusterConfig))
         prefill_seconds_per_token: 0.01,
         prefill_seconds_per_attention_pair: 0.0,
         max_batch_tokens: 64.0,
+        max_sequences: f64::INFINITY,
     };
     let libra = [("least_gain", -1.0), ("least_tokens", 4.0), ("lengths_given", 1.0)];
     let mut config = ClusterConfig {

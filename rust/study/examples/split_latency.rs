@@ -27,6 +27,7 @@ const STEP: StepTime = StepTime {
     prefill_seconds_per_token: 6e-5,
     prefill_seconds_per_attention_pair: 2.2e-9,
     max_batch_tokens: 2048.0,
+    max_sequences: f64::INFINITY,
 };
 
 struct Case {

@@ -160,6 +160,7 @@ impl StepFit {
             prefill_seconds_per_token: self.costs[3],
             prefill_seconds_per_attention_pair: self.costs[4],
             max_batch_tokens: self.batch_tokens,
+            max_sequences: f64::INFINITY,
         })
     }
 

@@ -17,6 +17,8 @@ pub struct StepTime {
     pub prefill_seconds_per_attention_pair: f64,
     /// Tokens a step may hold.
     pub max_batch_tokens: f64,
+    /// Sequences that a step may hold; infinite where it is not known.
+    pub max_sequences: f64,
 }
 
 impl StepTime {
@@ -62,6 +64,7 @@ mod tests {
             prefill_seconds_per_token: 1e-4,
             prefill_seconds_per_attention_pair: 1.3e-9,
             max_batch_tokens: 4096.0,
+            max_sequences: f64::INFINITY,
         };
         // 1,000 queued + 4,000 new tokens beside 96 decodes of 1,000 tokens: two steps of 4,000 tokens each at most.
         let expected =

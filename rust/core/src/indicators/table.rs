@@ -115,6 +115,8 @@ indicators! {
         "Prompt tokens that miss the instance's cache.";
     PToken "p_token", "tokens", Pair, Router, "at once", "never",
         "LMETRIC's P-token: `queued_prefill_tokens + new_tokens`, at least 1 (LMETRIC section 5.1, Figure 18c).";
+    PSeconds "p_seconds", "s", Pair, Router, "at once; its rate is learned from first tokens", "never: until an instance's prefill rate was learned, the pool's mean or an assumed 8,000 tokens/s serves",
+        "`p_token` in seconds: over the instance's learned `prefill_tokens_per_second`.";
     PullTokens "pull_tokens", "tokens", Pair, Router, "as fresh as the KV index", "never: 0 where the router pulls nothing, or it would not pay",
         "Of `new_tokens`, those that the instance would pull from the instance that holds most of the prompt and has time for it.";
     PullCostTokens "pull_cost_tokens", "tokens", Pair, Router, "as fresh as the KV index; its cost is learned from pulls", "never: 0 where `pull_tokens` is",
@@ -200,6 +202,7 @@ impl IndicatorSet {
         Indicator::KvHit,
         Indicator::NewTokens,
         Indicator::PToken,
+        Indicator::PSeconds,
         Indicator::PullTokens,
         Indicator::PullCostTokens,
         Indicator::PredictedTtftSeconds,
@@ -238,6 +241,7 @@ impl IndicatorSet {
         Indicator::KvHit,
         Indicator::NewTokens,
         Indicator::PToken,
+        Indicator::PSeconds,
         Indicator::PullTokens,
         Indicator::PullCostTokens,
         Indicator::PredictedTtftSeconds,

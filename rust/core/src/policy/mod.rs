@@ -20,6 +20,7 @@ macro_rules! policies {
 policies! {
     lmetric,
     lmetric_pull,
+    lmetric_seconds,
     planner,
     round_robin,
     random,

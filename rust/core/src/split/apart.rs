@@ -88,6 +88,7 @@ mod tests {
         prefill_seconds_per_token: 1e-4,
         prefill_seconds_per_attention_pair: 0.0,
         max_batch_tokens: 2048.0,
+        max_sequences: f64::INFINITY,
     };
     const IDLE: Beside =
         Beside { decoding: 0.0, context_tokens: 0.0, prefill_share: 0.0, queued_prefill_seconds: 0.0 };

@@ -183,6 +183,7 @@ mod tests {
             prefill_seconds_per_token: 1.645e-4,
             prefill_seconds_per_attention_pair: 0.0,
             max_batch_tokens: 2048.0,
+            max_sequences: f64::INFINITY,
         };
         (step, Load { decoding: 29.5, ..Load::default() }, Load { decoding: 37.0, ..Load::default() })
     }

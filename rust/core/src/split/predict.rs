@@ -8,6 +8,9 @@
 //! `passes` is the larger of two: those that the decodes need, at the batch that the instance has ("drawn from each instance's recent batching
 //! history"), and those that the prefill needs, beside these decodes under the token budget. The batch is taken to stay: under a stream of
 //! requests what ends is replaced. All decodes of a batch count as equally far from their ends.
+//!
+//! The paper's N_max bounds the batch: [`StepTime::max_sequences`], which [`sequence_slots`] makes smaller where memory holds fewer requests. Of more
+//! requests, the rest waits for a slot. Without the bound, a backlog looks like one large batch, in which decodes cost next to nothing.
 use super::{Load, Whole};
 use crate::estimate::{StepTime, attention_pairs};
 use crate::ids::Seconds;
@@ -64,6 +67,18 @@ impl Part {
     }
 }
 
+/// Requests that run at once on an instance: the model's sequences, or as many as its memory of so many tokens holds, each with its mean context when half
+/// of what remains of its answer is there; at least 1.
+pub fn sequence_slots(load: &Load, step: &StepTime, cache_tokens: Option<f64>) -> f64 {
+    let tokens = load.context_tokens + load.remaining_output_tokens / 2.0;
+    match cache_tokens {
+        Some(memory) if load.decoding > 0.0 && tokens > 0.0 => {
+            step.max_sequences.min((memory * load.decoding / tokens).max(1.0))
+        }
+        _ => step.max_sequences,
+    }
+}
+
 /// An instance as the search sees it: what its load takes, worked out once, and its rates.
 #[derive(Clone, Copy, Debug)]
 pub struct Instance {
@@ -72,6 +87,8 @@ pub struct Instance {
     passes: f64,
     prefill_tokens: f64,
     seconds: Seconds,
+    /// Passes until one that begins now has a slot.
+    waiting_passes: f64,
     /// Sequences in the batch, the new one counted, and the token budget that the present ones leave.
     batch: f64,
     budget: f64,
@@ -89,7 +106,9 @@ impl Instance {
             step.prefill_seconds_per_token,
             step.prefill_seconds_per_attention_pair,
         ];
-        let sane = costs.iter().all(|cost| (0.0..1e6).contains(cost)) && step.max_batch_tokens >= 1.0;
+        let sane = costs.iter().all(|cost| (0.0..1e6).contains(cost))
+            && step.max_batch_tokens >= 1.0
+            && step.max_sequences >= 1.0;
         // A prompt and an answer both cost something, or nothing is known of them.
         let known = costs[0] + costs[1] > 0.0 && costs[3] > 0.0;
         if !(load.check() && sane && known) {
@@ -97,19 +116,29 @@ impl Instance {
         }
         let present = load.decoding.max(1.0);
         let (remaining, each) = (load.remaining_output_tokens, load.remaining_output_tokens / present);
+        let slots = step.max_sequences;
+        let running = present.min(slots);
+        // Of those that run beside the new one, which has a slot of its own.
+        let beside = load.decoding.min(slots - 1.0);
+        let context = if beside < load.decoding {
+            load.context_tokens * beside / load.decoding
+        } else {
+            load.context_tokens
+        };
         // Each of the batch has its mean context ahead, and grows by what it has yet to get.
         let contexts = remaining * (load.context_tokens / present + (each - 1.0).max(0.0) / 2.0);
         Some(Instance {
             step: *step,
-            passes: each,
+            passes: remaining / running,
+            waiting_passes: each * ((load.decoding - beside) / slots),
             prefill_tokens: load.queued_prefill_tokens,
             seconds: step.decode_seconds_per_sequence * remaining
                 + step.decode_seconds_per_context_token * contexts
                 + step.prefill_seconds_per_token * load.queued_prefill_tokens
                 + step.prefill_seconds_per_attention_pair * load.queued_prefill_pairs,
-            batch: load.decoding + 1.0,
-            budget: (step.max_batch_tokens - load.decoding).max(1.0),
-            pass_seconds: step.step(load.decoding + 1.0, load.context_tokens),
+            batch: beside + 1.0,
+            budget: (step.max_batch_tokens - load.decoding.min(slots)).max(1.0),
+            pass_seconds: step.step(beside + 1.0, context),
         })
     }
 
@@ -128,7 +157,7 @@ impl Instance {
     /// Seconds until `part` itself is done if it begins now: prefills go first come, first served beside the decodes, then each of its tokens
     /// takes a whole pass.
     pub fn until_done(&self, part: &Part) -> Seconds {
-        let (mut seconds, mut passes) = (0.0, part.decodes);
+        let (mut seconds, mut passes) = (0.0, self.waiting_passes + part.decodes);
         if part.prefill_tokens > 0.0 {
             let tokens = self.prefill_tokens + part.prefill_tokens;
             passes += (tokens / self.budget).ceil();
@@ -160,6 +189,7 @@ pub(crate) mod tests {
             prefill_seconds_per_token: 1e-4,
             prefill_seconds_per_attention_pair: 1e-8,
             max_batch_tokens: 512.0,
+            max_sequences: f64::INFINITY,
         }
     }
 
@@ -211,6 +241,37 @@ pub(crate) mod tests {
         close(instance.seconds(&long), alone - 1.0 + 0.01 * 61_000.0 / 508.0 + 6.0);
         // Its own end: 1,100 prompt tokens take 3 passes; each pass 10 ms + 5 x 0.1 ms + 4,000 x 1 us.
         close(instance.until_done(&part), 0.11 + 5e-5 + 53.0 * 0.0145 + 0.006);
+    }
+
+    #[test]
+    fn a_batch_has_no_more_requests_than_slots_by_hand() {
+        // 40 requests of 1,000 tokens with 100 left each, 8 at a time.
+        let load = Load {
+            decoding: 40.0,
+            context_tokens: 40_000.0,
+            remaining_output_tokens: 4000.0,
+            ..Load::default()
+        };
+        let bounded = StepTime { max_sequences: 8.0, ..round() };
+        let of = |step: &StepTime| Instance::new(&load, step).unwrap();
+        let work = 4000.0 * 1e-4 + 4000.0 * 1049.5 * 1e-6;
+        close(of(&round()).seconds(&Part::default()), 0.01 * 100.0 + work);
+        close(of(&bounded).seconds(&Part::default()), 0.01 * 500.0 + work);
+        // 50 decodes more are 50 / 8 passes, not 50 / 41.
+        let part = Part { decodes: 50.0, contexts: 6000.0, ..Part::default() };
+        close(of(&bounded).seconds(&part), 0.01 * (500.0 + 6.25) + work + 0.005 + 0.006);
+        // Of its own end: 33 go before it, 100 passes each at 8 a pass; then 50 passes of 8 requests, 7 of them with 1,000 tokens.
+        close(of(&bounded).until_done(&part), (33.0 / 8.0 * 100.0 + 50.0) * (0.01 + 8e-4 + 7e-3) + 0.006);
+        // As many slots as requests are no bound.
+        let enough = StepTime { max_sequences: 41.0, ..round() };
+        assert_eq!(of(&enough).seconds(&part), of(&round()).seconds(&part));
+        assert_eq!(of(&enough).until_done(&part), of(&round()).until_done(&part));
+        // Memory for 21,000 tokens: 20 requests of 1,050.
+        assert_eq!(sequence_slots(&load, &round(), Some(21_000.0)), 20.0);
+        assert_eq!(sequence_slots(&load, &bounded, Some(21_000.0)), 8.0);
+        assert_eq!(sequence_slots(&load, &bounded, Some(10.0)), 1.0);
+        assert_eq!(sequence_slots(&Load::default(), &bounded, Some(10.0)), 8.0);
+        assert!(Instance::new(&load, &StepTime { max_sequences: 0.0, ..round() }).is_none());
     }
 
     #[test]

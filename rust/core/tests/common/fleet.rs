@@ -51,6 +51,7 @@ impl Fleet {
                 (Indicator::KvHit, if prompt_tokens > 0.0 { hit / prompt_tokens } else { 0.0 }),
                 (Indicator::NewTokens, prompt_tokens - hit),
                 (Indicator::PToken, (queued + prompt_tokens - hit).max(1.0)),
+                (Indicator::PSeconds, (queued + prompt_tokens - hit).max(1.0) / 8000.0),
             ] {
                 self.columns.get_mut(id)[i] = value;
             }

@@ -10,6 +10,7 @@ pub const STEP: StepTime = StepTime {
     prefill_seconds_per_token: 1e-4,
     prefill_seconds_per_attention_pair: 1e-8,
     max_batch_tokens: 512.0,
+    max_sequences: f64::INFINITY,
 };
 
 /// The chain of a prompt of `blocks` blocks: that of `first, first + 1, ...`.

@@ -163,6 +163,7 @@ const STEP: StepTime = StepTime {
     prefill_seconds_per_token: 0.01,
     prefill_seconds_per_attention_pair: 1e-5,
     max_batch_tokens: 64.0,
+    max_sequences: f64::INFINITY,
 };
 
 /// Three parts for whoever thinks, two for others, wherever there is a balance.

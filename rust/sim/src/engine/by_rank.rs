@@ -30,7 +30,7 @@ impl Engine {
     }
 
     /// Gives a running prefill its share of the budget. False: a request was put back for the blocks it needs.
-    fn plan_prefill(&mut self, slot: u32) -> bool {
+    pub(super) fn plan_prefill(&mut self, slot: u32) -> bool {
         let sequence = &self.sequences[slot];
         let tokens = self.share(sequence.computed, (sequence.total - sequence.computed).min(self.budget()));
         if sequence.state != State::Prefill || tokens == 0 {
@@ -52,7 +52,7 @@ impl Engine {
     }
 
     /// Admits the request that is next in the queue, in the place of others if need be. False: there is no room for it.
-    fn admit_or_displace(&mut self, slot: u32, prefills: &[((i64, u64), u32)]) -> bool {
+    pub(super) fn admit_or_displace(&mut self, slot: u32, prefills: &[((i64, u64), u32)]) -> bool {
         if self.events.preempted.contains(&self.sequences[slot].id) {
             return false;
         }
@@ -68,12 +68,14 @@ impl Engine {
         true
     }
 
-    /// As many running requests as must go back for a waiting one to get in: of the decodes and of the prefills that have no share of
+    /// As many running requests as must go back for a waiting one to get in: of the decodes and of `others`, which have no share of
     /// this step, those that yield to it, the last first. None: they do not make room enough, it does not pay, or no token of the
-    /// budget is left.
-    fn displaced(&self, slot: u32, prefills: &[((i64, u64), u32)]) -> Option<Vec<u32>> {
+    /// budget is left. Under an order that ranks decodes, `others` are all requests that the step has not picked yet.
+    fn displaced(&self, slot: u32, others: &[((i64, u64), u32)]) -> Option<Vec<u32>> {
         let rules = self.settings.order.rules().preemption().filter(|_| self.budget() > 0)?;
-        let running = prefills.iter().map(|(_, slot)| slot).chain(&self.decoding);
+        let ranked = self.settings.order.rules().ranks_decodes();
+        let decoding = if ranked { &[][..] } else { &self.decoding };
+        let running = others.iter().map(|(_, slot)| slot).chain(decoding);
         let mut victims: Vec<_> = running
             .filter(|&&other| self.yields(rules, other, self.sequences[slot].rank))
             .map(|&other| (self.last(other), other))
@@ -96,7 +98,7 @@ impl Engine {
     }
 
     fn exchange(&self, slot: u32, victims: &[((i64, u64), u32)]) -> Exchange {
-        let running = self.prefilling.iter().chain(&self.decoding);
+        let running = self.prefilling.iter().chain(&self.decoding).chain(&self.paused);
         Exchange {
             waiting: self.sequences[slot].rank,
             least: running.map(|&slot| self.rank(slot).0).min().unwrap_or(i64::MAX),
@@ -109,7 +111,8 @@ impl Engine {
     fn add_freed(&self, slot: u32, freed: &mut Freed) {
         let sequence = &self.sequences[slot];
         freed.requests += 1;
-        freed.decodes += u32::from(sequence.state == State::Decode);
+        let has_token = sequence.state == State::Decode && !self.settings.order.rules().ranks_decodes();
+        freed.decodes += u32::from(has_token);
         freed.tokens += u64::from(sequence.total_at(self.tick));
         // What both hold makes no room. Equal blocks stand at equal places, for a block's hash covers all before it.
         let own =
@@ -127,9 +130,14 @@ impl Engine {
     /// Decode steps for which nothing that runs comes to go back for what is next in the queue. What yields now and is still here makes too little room, and will not
     /// make more, or it does not pay, and will not as long as those that yield go back in the same order.
     pub(super) fn firm_steps(&mut self) -> u32 {
-        let Some((waiting, ..)) = self.next_waiting() else { return u32::MAX };
+        let waiting = self.next_waiting();
         let Some(rules) = self.settings.order.rules().preemption() else { return u32::MAX };
         let mut firm = u32::MAX;
+        if let Some(paused) = self.paused.iter().map(|&slot| self.rank(slot).0).min() {
+            let steps = self.decoding.iter().map(|&slot| rules.firm_steps(&self.job(slot), paused));
+            firm = steps.fold(firm, u32::min);
+        }
+        let Some((waiting, ..)) = waiting else { return firm };
         let mut victims = Vec::new();
         for &slot in &self.decoding {
             if self.yields(rules, slot, waiting) {

@@ -4,8 +4,9 @@
 //! An order is one file here and one row of `orders!`. It gives every request a rank; lower ranks
 //! run first, ties go by arrival. The rank of a waiting request is computed when it enters the
 //! queue, and again when the engine has learned something that the order reads: nothing else that
-//! an order reads changes while a request waits. Decodes get their token in every step whatever the
-//! order, as in Sarathi and vLLM; an order may limit the prompt tokens beside them.
+//! an order reads changes while a request waits. Decodes get their token in every step, as in
+//! Sarathi and vLLM, unless the order ranks them as well; an order may limit the prompt tokens
+//! beside them.
 use super::learned::{Learned, Learns};
 use crate::gaps::{Makes, TokenSlo};
 use crate::profile::{Profile, StepWork};
@@ -180,6 +181,12 @@ pub(super) trait LocalOrder: Debug + Send + Sync {
     /// Whether the rank of a request that runs moves.
     fn revises(&self) -> bool {
         self.preemption().is_some()
+    }
+
+    /// Whether decodes compete for the step as well, by their rank: for a place in the batch and a token of the budget. Then
+    /// [`Profile::max_sequences`] bounds the batch, and memory alone what is taken off the queue. Only with a preemption.
+    fn ranks_decodes(&self) -> bool {
+        false
     }
 
     /// Steps after which a request that still waits has another rank; None: it keeps its own.

@@ -63,6 +63,9 @@ impl Engine {
 
     /// Gives each sequence that crosses a block edge its new block; the block just filled can be found from now on.
     pub(super) fn grow_decodes(&mut self) {
+        if self.settings.admission != Admission::Vllm {
+            return;
+        }
         let phase = (self.tick % u64::from(self.profile.block_tokens)) as usize;
         let mut i = 0;
         while let Some(&slot) = self.crossings[phase].get(i) {
@@ -185,7 +188,7 @@ impl Engine {
         let sequence = &self.sequences[slot];
         let context = sequence.total_at(self.tick);
         let computed = match sequence.state {
-            State::Decode => context - 1,
+            State::Decode | State::Paused => context - 1,
             State::Prefill => sequence.computed,
             _ if self.settings.order.rules().reads_cache() => {
                 self.before(slot, self.hit_tokens(&sequence.chain, context))
@@ -242,7 +245,7 @@ impl Engine {
             self.chunks.push(Chunk { slot, order, before, tokens });
         }
         self.prefilling_tokens += u64::from(total);
-        (sequence.state, sequence.computed) = (State::Prefill, before);
+        (sequence.state, sequence.computed, sequence.plan) = (State::Prefill, before, self.plan);
         let first_time = sequence.cached.is_none();
         if first_time {
             (sequence.cached, sequence.spared) = (Some(hit), before);
@@ -284,7 +287,8 @@ impl Engine {
     pub(super) fn fits(&self, slot: u32, freed: Freed) -> bool {
         let (sequence, block) = (&self.sequences[slot], self.profile.block_tokens);
         let running = self.running() - freed.requests;
-        if running == self.profile.max_sequences {
+        // An order that ranks decodes bounds the batch, not what is in memory.
+        if running == self.profile.max_sequences && !self.settings.order.rules().ranks_decodes() {
             return false;
         }
         match self.settings.admission {
@@ -350,15 +354,18 @@ impl Engine {
     }
 
     /// Takes blocks until the sequence has room for `tokens` tokens; where none is left, the last in rank goes, maybe
-    /// itself.
+    /// itself, but none that the step has picked already under an order that ranks decodes.
     pub(super) fn grow(&mut self, slot: u32, tokens: u32) {
         let needed = tokens.div_ceil(self.profile.block_tokens) as usize;
         while self.sequences[slot].blocks.len() < needed {
             match self.pool.take(&mut self.kv) {
                 Some(block) => self.sequences[slot].blocks.push(block),
                 None => {
-                    let running = self.prefilling.iter().chain(&self.decoding);
-                    let victim = *running.max_by_key(|&&slot| self.last(slot)).unwrap_or(&slot);
+                    let running = self.prefilling.iter().chain(&self.decoding).chain(&self.paused);
+                    let ranked = self.settings.order.rules().ranks_decodes();
+                    let picked = |slot| ranked && self.sequences[slot].plan == self.plan;
+                    let victim =
+                        *running.max_by_key(|&&slot| (!picked(slot), self.last(slot))).unwrap_or(&slot);
                     self.counters.out_of_memory += 1;
                     self.preempt(victim);
                     if victim == slot {

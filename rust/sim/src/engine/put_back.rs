@@ -76,12 +76,12 @@ impl Engine {
     /// Puts a running request back into the queue.
     pub(super) fn preempt(&mut self, slot: u32) {
         let (attained, to_host) = (self.job(slot).attained, self.to_host(slot));
-        let (gaps, decoded) = (self.gaps_of(slot), self.sequences[slot].state == State::Decode);
+        let (gaps, state) = (self.gaps_of(slot), self.sequences[slot].state);
         self.unplace(slot);
         let begun = self.begun;
         let sequence = &mut self.sequences[slot];
-        if decoded {
-            (sequence.gaps, sequence.last_token) = (gaps, Some(begun));
+        if state == State::Decode {
+            (sequence.gaps, sequence.last_token) = (gaps, sequence.last_token.or(Some(begun)));
         }
         (sequence.state, sequence.computed) = (State::Waiting, 0);
         (sequence.pulled, sequence.in_host) = (to_host, to_host);

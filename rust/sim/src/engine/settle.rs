@@ -12,6 +12,7 @@ impl Engine {
         let made = self.decoding.len() as u64 * u64::from(steps);
         self.tick += u64::from(steps);
         self.gaps.steps(self.tick, self.decoding.len(), step.first, step.more, steps);
+        self.count_pauses(step.first);
         self.context_tokens += made;
         self.counters.generation_tokens += made;
         if let Some(generator) = &self.generator {
@@ -96,10 +97,7 @@ impl Engine {
         }
         let made = sequence.prefill_makes();
         sequence.total += 1;
-        let thoughts = (sequence.prompt_tokens + sequence.think_tokens).saturating_sub(sequence.total);
         let left = sequence.prompt_tokens + sequence.output_tokens - sequence.total;
-        (sequence.state, sequence.since, sequence.end) =
-            (State::Decode, self.tick, self.tick + u64::from(left));
         self.counters.generation_tokens += 1;
         if let Some(generator) = &self.generator {
             let token = generator.next(sequence.read);
@@ -107,7 +105,26 @@ impl Engine {
             sequence.tokens.push(token);
             self.events.tokens.push(Token { id: sequence.id, token, from_prefill: true, last: left == 0 });
         }
-        let (total, end, order) = (sequence.total, sequence.end, sequence.order);
+        self.enter_decodes(slot);
+        if let Some(before) = self.sequences[slot].last_token.take() {
+            let gap = self.gaps.single(self.events.end - before, made);
+            self.sequences[slot].gaps = self.sequences[slot].gaps.and(gap);
+        }
+        if left == 0 {
+            self.finish(slot);
+        } else {
+            self.ends.push(Reverse((self.sequences[slot].end, self.sequences[slot].order, slot)));
+        }
+    }
+
+    /// From the next step on a sequence gets a token in every step.
+    pub(super) fn enter_decodes(&mut self, slot: u32) {
+        let sequence = &mut self.sequences[slot];
+        let (total, order) = (sequence.total, sequence.order);
+        let thoughts = (sequence.prompt_tokens + sequence.think_tokens).saturating_sub(total);
+        let left = sequence.prompt_tokens + sequence.output_tokens - total;
+        (sequence.state, sequence.since, sequence.end) =
+            (State::Decode, self.tick, self.tick + u64::from(left));
         sequence.at = self.decoding.len() as u32;
         self.decoding.push(slot);
         self.context_tokens += u64::from(total);
@@ -126,15 +143,6 @@ impl Engine {
             Makes::Answer => self.answering += 1,
             Makes::Thoughts if thoughts < left => self.answers.push(Reverse((sequence.answers, order, slot))),
             Makes::Thoughts => {}
-        }
-        if let Some(before) = self.sequences[slot].last_token.take() {
-            let gap = self.gaps.single(self.events.end - before, made);
-            self.sequences[slot].gaps = self.sequences[slot].gaps.and(gap);
-        }
-        if left == 0 {
-            self.finish(slot);
-        } else {
-            self.ends.push(Reverse((end, order, slot)));
         }
     }
 
@@ -176,13 +184,15 @@ impl Engine {
     }
 
     pub(super) fn running_tokens(&self) -> u64 {
-        self.prefilling_tokens + self.context_tokens
+        self.prefilling_tokens + self.context_tokens + self.paused_tokens
     }
 
     /// Tokens that this step's decodes and chunks so far leave.
     pub(super) fn budget(&self) -> u32 {
         let planned: u32 = self.chunks.iter().map(|chunk| chunk.tokens).sum();
-        self.profile.max_batch_tokens - self.decoding.len() as u32 - planned
+        let ranked = self.settings.order.rules().ranks_decodes();
+        let decodes = if ranked { self.picked } else { self.decoding.len() as u32 };
+        self.profile.max_batch_tokens - decodes - planned
     }
 
     pub(super) fn crossing_phase(&self, slot: u32) -> usize {
@@ -225,26 +235,33 @@ impl Engine {
     /// Takes a running sequence out of the batch and gives its blocks back, the last first.
     pub(super) fn unplace(&mut self, slot: u32) {
         let (state, total) = (self.sequences[slot].state, self.sequences[slot].total_at(self.tick));
-        if state == State::Decode {
-            self.context_tokens -= u64::from(total);
-            self.answering -= u32::from(self.sequences[slot].makes(self.tick) == Makes::Answer);
-            let phase = self.crossing_phase(slot);
-            let (at, crossing_at) = (self.sequences[slot].at, self.sequences[slot].crossing_at);
-            self.decoding.swap_remove(at as usize);
-            if let Some(&moved) = self.decoding.get(at as usize) {
-                self.sequences[moved].at = at;
+        match state {
+            State::Decode => self.leave_decodes(slot),
+            State::Paused => self.leave_paused(slot),
+            _ => {
+                self.prefilling.retain(|&other| other != slot);
+                self.prefilling_tokens -= u64::from(total);
             }
-            self.crossings[phase].swap_remove(crossing_at as usize);
-            if let Some(&moved) = self.crossings[phase].get(crossing_at as usize) {
-                self.sequences[moved].crossing_at = crossing_at;
-            }
-        } else {
-            self.prefilling.retain(|&other| other != slot);
-            self.prefilling_tokens -= u64::from(total);
         }
         let sequence = &mut self.sequences[slot];
         (sequence.total, sequence.named) = (total, 0);
         sequence.blocks.drain(..).rev().for_each(|block| self.pool.release(block));
+    }
+
+    /// Takes a sequence out of those that get a token in every step.
+    pub(super) fn leave_decodes(&mut self, slot: u32) {
+        self.context_tokens -= u64::from(self.sequences[slot].total_at(self.tick));
+        self.answering -= u32::from(self.sequences[slot].makes(self.tick) == Makes::Answer);
+        let phase = self.crossing_phase(slot);
+        let (at, crossing_at) = (self.sequences[slot].at, self.sequences[slot].crossing_at);
+        self.decoding.swap_remove(at as usize);
+        if let Some(&moved) = self.decoding.get(at as usize) {
+            self.sequences[moved].at = at;
+        }
+        self.crossings[phase].swap_remove(crossing_at as usize);
+        if let Some(&moved) = self.crossings[phase].get(crossing_at as usize) {
+            self.sequences[moved].crossing_at = crossing_at;
+        }
     }
 
     pub(super) fn forget(&mut self, slot: u32) {

@@ -66,7 +66,8 @@ impl LibraThree {
         let on = [first, thinks, answers];
         let settings = self.libra.search(view.cuts_of(&on));
         let loads = on.map(|id| view.load_of(id));
-        let [Some(a), Some(b), Some(c)] = on.map(|id| view.step_time_of(id)) else {
+        let steps = [0, 1, 2].map(|i| self.libra.step_of(view, on[i], &loads[i]));
+        let [Some(a), Some(b), Some(c)] = steps else {
             return Err("nothing is known of the instances' speed");
         };
         let placed = |i: usize, step| Placed { load: &loads[i], step, hit_tokens: view.hit_tokens_on(on[i]) };

@@ -33,8 +33,13 @@ const FACTS: IndicatorSet = IndicatorSet::of(&[
     Indicator::LoraBs,
     Indicator::TenantBs,
 ]);
-const QUEUED: IndicatorSet =
-    IndicatorSet::of(&[Indicator::QueuedPrefillTokens, Indicator::PToken, Indicator::PredictedTtftSeconds]);
+const QUEUED: IndicatorSet = IndicatorSet::of(&[
+    Indicator::QueuedPrefillTokens,
+    Indicator::PToken,
+    Indicator::PSeconds,
+    Indicator::PredictedTtftSeconds,
+]);
+const P: IndicatorSet = IndicatorSet::of(&[Indicator::PToken, Indicator::PSeconds]);
 const HITS: IndicatorSet = IndicatorSet::of(&[
     Indicator::HitTokens,
     Indicator::KvHit,
@@ -112,9 +117,17 @@ impl State {
         }
         let (per_block, most) =
             (request.tokens_per_block, most_hit_tokens(request, self.config.partial_blocks));
-        if reads.contains(Indicator::PToken) {
+        if reads.intersects(P) {
             let [out, queued] = columns.several_mut([Indicator::PToken, Indicator::QueuedPrefillTokens]);
             p_token(queued, hit_blocks, per_block, most, prompt, out);
+        }
+        if reads.contains(Indicator::PSeconds) {
+            let (rates, mean) =
+                (self.ledger.get(Indicator::PrefillTokensPerSecond), self.mean_prefill_rate());
+            let [out, tokens] = columns.several_mut([Indicator::PSeconds, Indicator::PToken]);
+            for ((out, tokens), rate) in out.iter_mut().zip(tokens).zip(rates) {
+                *out = *tokens / if rate.is_nan() { mean } else { *rate };
+            }
         }
         if reads.intersects(HITS) {
             hits(hit_blocks, per_block, most, columns.get_mut(Indicator::HitTokens));

@@ -9,8 +9,8 @@
 //!   the last: the cost counts as if it had arrived so much earlier. (The paper names the swap cost, but not how it counts.)
 //! - `uniboost` (3.4): gamma follows the tail of the engine's own end-to-end times.
 //!
-//! Decodes get their token in every step, also under UniBoost: its one order of all phases (Algorithm 1) then says who shares the step's prompt tokens, who is
-//! taken off the queue, and who goes back.
+//! Decodes get their token in every step unless the setting `decodes_wait` is 1: the one order of all phases then says who shares the step's prompt tokens, who is
+//! taken off the queue, and who goes back. With `decodes_wait=1` it picks the decodes of each step as well, as the paper's Algorithm 1 does (lines 13 to 26).
 use super::super::learned::Learns;
 use super::{Given, Job, LocalOrder, OrderSpec, Preemption, seconds_to_rank};
 use lmetric_core::CoreError;
@@ -31,7 +31,7 @@ pub(super) const ORDERS: &[OrderSpec] = &[
         first: "the same by prompt and answer so far",
         reads: "the same",
         source: "UniBoost 3.2",
-        settings: &["gamma"],
+        settings: &["gamma", "decodes_wait"],
         build: |given| Boost::rung(1).build(given),
     },
     OrderSpec {
@@ -39,7 +39,7 @@ pub(super) const ORDERS: &[OrderSpec] = &[
         first: "the same in bins (`bin_tokens`, `hysteresis_seconds`)",
         reads: "the same",
         source: "UniBoost 3.3",
-        settings: &["gamma", "bin_tokens", "hysteresis_seconds"],
+        settings: &["gamma", "bin_tokens", "hysteresis_seconds", "decodes_wait"],
         build: |given| Boost::rung(2).build(given),
     },
     OrderSpec {
@@ -57,6 +57,7 @@ pub(super) const ORDERS: &[OrderSpec] = &[
             "smoothing",
             "least_gamma",
             "most_gamma",
+            "decodes_wait",
         ],
         build: |given| Boost::rung(3).build(given),
     },
@@ -69,6 +70,8 @@ pub struct Boost {
     pub settings: Settings,
     /// Whether prompt and answer are one, and running requests go back; else only prompts are ordered.
     pub unified: bool,
+    /// Whether decodes compete for each step by the same order.
+    pub decodes_wait: bool,
 }
 
 impl Boost {
@@ -82,12 +85,23 @@ impl Boost {
                 ..all
             },
             unified: rung >= 1,
+            decodes_wait: false,
         }
     }
 
     fn build(mut self, given: &Given<'_>) -> Result<Box<dyn LocalOrder>, CoreError> {
         for (name, value) in given.settings {
-            self.settings.set(name, *value)?;
+            match (*name, *value) {
+                ("decodes_wait", value @ (0.0 | 1.0)) => self.decodes_wait = value == 1.0,
+                ("decodes_wait", value) => {
+                    return super::bad(
+                        "setting decodes_wait of the local order",
+                        value.to_string(),
+                        "0 (decodes get a token in every step) or 1 (they compete by rank)".into(),
+                    );
+                }
+                (name, value) => self.settings.set(name, value)?,
+            }
         }
         self.settings.check()?;
         Ok(Box::new(self))
@@ -128,6 +142,10 @@ impl LocalOrder for Boost {
 
     fn preemption(&self) -> Option<&dyn Preemption> {
         self.unified.then_some(self)
+    }
+
+    fn ranks_decodes(&self) -> bool {
+        self.decodes_wait
     }
 }
 

@@ -1,7 +1,7 @@
 //! Libra: the pair first, then the token at which both instances are busy for equally long.
 use super::*;
-use crate::estimate::OutputLength;
 use crate::estimate::output_length::{MARGIN_TOKENS, QUANTILE};
+use crate::estimate::{OutputLength, StepTime};
 use crate::receipt::Balance;
 use crate::split::{self, Settings};
 
@@ -29,6 +29,11 @@ pub static SPEC: PlannerSpec = PlannerSpec {
             0.05,
             "what a split must gain over the request in one piece on the better instance, a share of its own \
              seconds; below 0: every balance is a split, as in Algorithm 1",
+        ),
+        Knob::flag(
+            "bounded_batch",
+            false,
+            "predictions bound a batch by the engine's sequence slots and memory (the paper's N_max)",
         ),
         Knob::int("least_tokens", 1, u32::MAX as i64, 32, "tokens of each part at least"),
         Knob::float(
@@ -65,6 +70,7 @@ pub struct Libra {
     settings: Settings,
     /// Quantile and margin of learned answers; `None`: requests bring their lengths.
     lengths: Option<(f64, u32)>,
+    bounded_batch: bool,
 }
 
 fn build(settings: &Knobs) -> Result<Box<dyn Planner>, CoreError> {
@@ -104,12 +110,26 @@ impl Libra {
                 cuts: Cuts::Anywhere,
             },
             lengths: (get("lengths_given") == 0.0).then(|| (get("quantile"), get("margin_tokens") as u32)),
+            bounded_batch: get("bounded_batch") != 0.0,
         }
     }
 
     /// The settings of a search between instances whose engines are able to cut there.
     pub fn search(&self, cuts: Cuts) -> Settings {
         Settings { cuts, ..self.settings }
+    }
+
+    /// The step-time model of an instance; its sequences are those that run at once there.
+    pub fn step_of(&self, view: &View<'_>, id: InstanceId, load: &split::Load) -> Option<StepTime> {
+        let step = view.step_time_of(id)?;
+        let tokens_per_block = view.request().tokens_per_block;
+        let cache = view.cache_blocks_of(id);
+        let cache_tokens = cache.map(|blocks| f64::from(blocks) * tokens_per_block).filter(|t| *t > 0.0);
+        let max_sequences = match self.bounded_batch {
+            true => split::predict::sequence_slots(load, &step, cache_tokens),
+            false => f64::INFINITY,
+        };
+        Some(StepTime { max_sequences, ..step })
     }
 
     /// The token at which a request is split between the first instance and `second` (section 4.1).
@@ -123,7 +143,8 @@ impl Libra {
         let on = [view.first(), second];
         let whole = view.whole(second);
         let loads = on.map(|id| view.load_of(id));
-        let [Some(step_first), Some(step_second)] = on.map(|id| view.step_time_of(id)) else {
+        let steps = [0, 1].map(|i| self.step_of(view, on[i], &loads[i]));
+        let [Some(step_first), Some(step_second)] = steps else {
             return Err("nothing is known of the instances' speed");
         };
         let settings = self.search(view.cuts_of(&on));

@@ -85,6 +85,11 @@ impl View<'_> {
     pub fn step_time_of(&self, id: InstanceId) -> Option<StepTime> {
         self.state.step_time_of(id.index())
     }
+
+    /// Blocks that an instance's KV cache holds, if known.
+    pub fn cache_blocks_of(&self, id: InstanceId) -> Option<u32> {
+        self.state.instances[id.index()].cache_blocks
+    }
 }
 
 impl State {
