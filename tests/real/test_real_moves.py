@@ -112,7 +112,12 @@ class Here:
 @contextlib.asynccontextmanager
 async def moving(engines: list[VllmEngine], **config: Any) -> AsyncIterator[Here]:
     """Such a router; rounds of its own are an hour apart. At the end nothing may be in flight anywhere."""
-    given = {"port": 0, "engines": [{"url": e.url} for e in engines], "reschedule_period_seconds": 3600.0}
+    given = {
+        "port": 0,
+        "engines": [{"url": e.url} for e in engines],
+        "experimental": True,
+        "reschedule_period_seconds": 3600.0,
+    }
     server = Server(ServerConfig.model_validate(PATIENT | given | config))
     await server.start()
     try:
