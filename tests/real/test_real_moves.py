@@ -115,6 +115,7 @@ async def moving(engines: list[VllmEngine], **config: Any) -> AsyncIterator[Here
     given = {
         "port": 0,
         "engines": [{"url": e.url} for e in engines],
+        "experimental": True,
         "rebalance": {"kind": "star", "period_seconds": 3600.0},
     }
     server = Server(ServerConfig.model_validate(PATIENT | given | config))

@@ -52,7 +52,7 @@ async def cutting(engines: list[VllmEngine], folder: Path, **config: Any) -> Asy
     """A router that has seen what the engines can do."""
     file = folder / "router.yaml"
     # Engines that compute on two cores leave each other's pages waiting for seconds.
-    given = {"policy": "round_robin", "health": {"timeout": 30}}
+    given = {"policy": "round_robin", "experimental": True, "health": {"timeout": 30}}
     file.write_text(yaml.safe_dump({"engines": [{"url": e.url} for e in engines], **given, **config}))
     async with served([], "--config", str(file)) as world:
 

@@ -193,7 +193,7 @@ mod tests {
         let told = error(product, "dynamo", &[]);
         assert!(told.starts_with("policy \"dynamo\" is experimental"), "{told}");
         assert!(product.with_experimental().policy("dynamo", &[]).is_ok());
-        let told = product.split("libra", &[]).err().expect("experimental").to_string();
+        let told = product.split("libra", &[]).expect_err("experimental").to_string();
         assert!(told.starts_with("split \"libra\" is experimental"), "{told}");
         assert!(product.policies().all(|spec| spec.maturity == Maturity::Stable));
         assert!(product.policies().any(|spec| spec.name == "lmetric"));
@@ -210,7 +210,7 @@ mod tests {
         assert!(product.policy("sibyl", &[("type1".into(), 1.0)]).is_ok(), "its default");
         assert!(Registry::CORE.policy("sibyl", &[("type1".into(), 0.0)]).is_ok());
         let given = [("lengths_given", 1.0)];
-        let told = product.split("libra", &given).err().expect("an oracle").to_string();
+        let told = product.split("libra", &given).expect_err("an oracle").to_string();
         assert!(told.starts_with("knob of split libra \"lengths_given\" is for studies only"), "{told}");
         assert!(Registry::CORE.split("libra", &given).is_ok());
     }
