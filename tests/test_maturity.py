@@ -74,7 +74,7 @@ def test_serve_takes_stable_policies_and_expressions(tmp_path: Path) -> None:
 
 def test_serve_refuses_planners_for_studies_and_wants_the_flag_for_others(tmp_path: Path) -> None:
     for experimental in ("", "experimental: true\n"):
-        with pytest.raises(ConfigError, match=f"'libra_three' {FOR_STUDIES}"):
+        with pytest.raises(ConfigError, match=f"'libra_three': it {FOR_STUDIES}"):
             loaded(tmp_path, f"{experimental}split: libra_three")
     cuts = {"split: libra": "libra", "split: apart": "apart", "split_force_at: 0.5": "force"}
     for given, name in cuts.items():

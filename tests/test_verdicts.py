@@ -153,10 +153,11 @@ def test_the_performance_page_is_what_the_raw_files_make() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_lengths_page_says_that_the_predictor_decides_nothing() -> None:
-    """Fidelity 1: nobody takes the trained predictor for what decides moves."""
+def test_the_lengths_page_says_what_a_predictor_can_decide() -> None:
+    """Fidelity 1: a trained predictor decides moves, and nobody is told that it pays."""
     text = (ROOT / "docs" / "lengths.md").read_text()
-    assert "decides nothing yet" in text.partition("```python")[0]
+    assert "forecast: predictor.npz" in text.partition("```python")[0]
+    assert "(studies/star.md#what-a-trained-predictor-is-worth)" in text
 
 
 @pytest.mark.parametrize(

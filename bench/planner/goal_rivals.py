@@ -42,7 +42,8 @@ KNOBS: dict[str, Mapping[str, Sequence[float]]] = {
     "ils_requests": {},
 }
 # What reads hand-overs, is the planner itself, or is there to lose.
-LEFT_OUT = ("sibyl", "sibyl_plus", "planner", "always_worst")
+# lmetric_seconds is lmetric on engines that are alike.
+LEFT_OUT = ("sibyl", "sibyl_plus", "planner", "always_worst", "lmetric_seconds")
 # star_dispatch is least_tokens where nobody knows lengths, ils is what sibyl is built on, and llumnix moves
 # nothing where memory is not short.
 DECODES = ("least_requests", "sibyl", "sibyl_plus", "least_tokens")

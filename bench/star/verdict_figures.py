@@ -22,6 +22,16 @@ WRITTEN = (
     "64",
     "256",
     "from 1 to 1,000 steps",
+    "threshold 0.4",
+    "threshold of 0.1",
+)
+AHEAD = "STAR, computed ahead"
+TRAINED = (
+    ("sharegpt", "small"),
+    ("sharegpt", "0.5 GB/s"),
+    ("all alike", "0.5 GB/s"),
+    ("few long, 1P3D", "0.5 GB/s"),
+    ("told by prompts", "0.5 GB/s"),
 )
 STILL, BLIND, PAPER, ORACLE = "no moves", "STAR w/o prediction", "STAR, the paper's predictor", "STAR Oracle"
 
@@ -38,6 +48,10 @@ def figures(raw: Raw) -> dict[str, Any]:
     pools = {name: sizes.of(f"{name} 25 Gbit/s") for name in ("2P8D,", "16P64D,", "32P128D,", "64P256D,")}
     (eight, *_, most) = pools.values()
     short = list(pools.values())[1:]
+    trained, default = raw.scenarios("trained"), raw.scenarios("default")
+    learned = ("STAR, trained predictor", "STAR, learned curve")
+    each_length = [trained.of(*parts) for parts in TRAINED]
+    small_moves = [default.of(lengths) for lengths in ("sharegpt", "alpaca")]
     plans = {each["what"]: each for each in raw.bench("plans")["rounds"] if each["instances"] == 256}
     return {
         "small_still": small.mean(STILL, "p99"),
@@ -77,6 +91,13 @@ def figures(raw: Raw) -> dict[str, Any]:
         "drift_round_robin": placed.mean("round_robin: no moves", "variance"),
         "drift_load": placed.mean("no moves", "variance"),
         "drift_moved": placed.mean(PAPER, "variance"),
+        "trained_p99": Span(stage.ratio(*learned, "p99") for stage in each_length),
+        "trained_moves": Span(stage.ratio(*learned, "moves") for stage in each_length),
+        "ahead_default": Span(stage.ratio(AHEAD, STILL, "p99") for stage in small_moves),
+        "ahead_kv": Span(stage.ratio("STAR, learned curve", STILL, "p99") for stage in small_moves),
+        "ahead_threshold": Span(
+            stage.ratio(f"{AHEAD}, threshold 0.4", STILL, "p99") for stage in small_moves
+        ),
         "round": {key: plans["star, router's round"][key] / 1e3 for key in ("p50_us", "p99_us")},
         "rule": {key: plans["star"][key] / 1e3 for key in ("p50_us", "p99_us")},
     }

@@ -226,6 +226,17 @@ class SettingsEntry(Strict):
         description="the hot-spot guard, see docs/guard.md: true, false, or {window_seconds: [15, 60]}; "
         "default: as the policy declares",
     )
+    migration_by: Annotated[list[Literal["kv", "recompute"]], Listed] | None = Field(
+        None,
+        description="how running requests move: their KV is sent, or the target computes it ahead, as the "
+        "server's default; default: kv",
+    )
+    migration_max_concurrent: Annotated[list[Count], Listed] | None = Field(
+        None, description="with recompute: most moves in progress at a time; default: 4"
+    )
+    migration_max_gap_seconds: Annotated[list[NotNegative], Listed] | None = Field(
+        None, description="with recompute: no move makes a longer gap between two tokens; default: 1"
+    )
     report_period_seconds: Annotated[list[Positive], Listed] | None = Field(
         None, description="with delayed signals: between two load reports of an engine"
     )

@@ -69,7 +69,7 @@ const AHEAD: u64 = 1 << 32;
 
 /// The trace's request that a target computes ahead under this id, if it is such an id.
 pub(super) fn ahead_of(id: u64) -> Option<usize> {
-    (id >= AHEAD).then_some((id - AHEAD) as usize)
+    id.checked_sub(AHEAD).map(|request| request as usize)
 }
 
 impl Cluster<'_> {
