@@ -3,8 +3,8 @@
     python bench/core_instructions.py --before CHECKOUT
 
 CHECKOUT is another working tree of this repository, with its extension built in the same cargo profile as
-this one's (`cargo build --release -p lmetric-py --lib`). Counted are the stages of a decision, a token event,
-a route from Python, and two simulations; counts do not depend on what else the machine does. Index memory is
+this one's (`cargo build --release -p lmetric-py --lib`). Counted are the stages of a decision, a token event
+and two simulations; counts do not depend on what else the machine does. Index memory is
 what `Router.stats()` reports after 10,000 prompts on 64 instances. It takes some minutes.
 """
 
@@ -49,11 +49,6 @@ for _ in range(300):
         now += 0.02
         ticket.tokens(1, now=now)
     end(ticket, now)
-"""
-ROUTES = """
-prompts = [np.arange(1000, dtype=np.uint32) * 7 + 13 * k for k in range(200)]
-for k in range({routes}):
-    route(router, prompts[k % 200], 0.001 * k)
 """
 MEMORY = """
 for k in range(10_000):
@@ -121,10 +116,6 @@ def measure(checkout: Path) -> dict[str, float]:
             figures[f"{name}, {instances} instances"] = of(text, function) / calls
     router = ROUTER.format(instances=16)
     figures["token event"] = of(counts(checkout, router + EVENTS), r"Router>::advance ") / 15_900
-    few, many = (
-        of(counts(checkout, router + ROUTES.format(routes=n)), "PROGRAM TOTALS") for n in (500, 2500)
-    )
-    figures["`Router.route()` from Python, 1,000 tokens"] = (many - few) / 2000
     for name, fleet in FLEETS.items():
         figures[name] = of(counts(checkout, SIMULATE.format(fleet=fleet)), "lmetric_sim::cluster::simulate ")
     figures["index, bytes per block"] = int(run(checkout, ROUTER.format(instances=64) + MEMORY)) / 200_000
