@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lmetric._core import BadValueError, LmetricError
@@ -42,13 +43,22 @@ class Threads:
         self, work: Callable[[T, Trace | Workload], R], items: Sequence[tuple[T, Workload]]
     ) -> Iterator[tuple[T, R]]:
         pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="simulate")
+        # Not `concurrent.futures.wait`: it takes the locks of all futures in turn. Ctrl-C in between would
+        # leave some of them taken, and the threads would wait for these for ever.
+        ended: SimpleQueue[Future[R]] = SimpleQueue()
+        waiting: dict[Future[R], T] = {}
         try:
-            waiting: dict[Future[R], T] = {pool.submit(work, item, trace): item for item, trace in items}
+            for item, trace in items:
+                future = pool.submit(work, item, trace)
+                waiting[future] = item
+                future.add_done_callback(ended.put)
             while waiting:
-                # Without a bound, Ctrl-C would wait for a run to end.
-                done, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield waiting.pop(future), future.result()
+                try:
+                    # Without a bound, Ctrl-C would wait for a run to end.
+                    future = ended.get(timeout=0.2)
+                except Empty:
+                    continue
+                yield waiting.pop(future), future.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
