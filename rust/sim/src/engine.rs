@@ -616,9 +616,7 @@ impl Engine {
     pub fn own_tokens(&self, chain: &[u64], id: u64, tokens: u32) -> u32 {
         let mut own = chain.to_vec();
         if self.settings.admission == Admission::Vllm {
-            while own.len() < (tokens / self.profile.block_tokens) as usize {
-                own.push(hash::own(own.last().copied().unwrap_or(hash::root(None)), id));
-            }
+            hash::extend_own(&mut own, (tokens / self.profile.block_tokens) as usize, id);
         }
         self.hit_tokens(&own, tokens)
     }

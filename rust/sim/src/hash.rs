@@ -22,6 +22,14 @@ pub fn own(previous: u64, request: u64) -> u64 {
     xxh3_64_with_seed(&previous.to_le_bytes(), !request)
 }
 
+/// Extends `chain` to `blocks` blocks by blocks that no other request than this one can have. Without a block, it starts at the
+/// root without a salt.
+pub fn extend_own(chain: &mut Vec<u64>, blocks: usize, request: u64) {
+    while chain.len() < blocks {
+        chain.push(own(chain.last().copied().unwrap_or(root(None)), request));
+    }
+}
+
 /// Extends `chain`, which starts at `root`, by all further full blocks of `tokens`.
 pub fn extend(root: u64, block_tokens: usize, tokens: &[u32], bytes: &mut Vec<u8>, chain: &mut Vec<u64>) {
     for full in tokens.chunks_exact(block_tokens).skip(chain.len()) {

@@ -7,13 +7,14 @@ pub mod expression;
 pub mod select;
 pub mod spec;
 
-/// Each row is a file with its declaration `SPEC` and a function `build`, in the order of the docs
-/// page.
+/// Declares the policies of a crate: each row is a file with its declaration `SPEC` and a function
+/// `build`, in the order of the docs page.
+#[macro_export]
 macro_rules! policies {
     ($($file:ident,)*) => {
         $(mod $file;)*
-        pub(crate) static POLICIES: &[PolicyRow] =
-            &[$(PolicyRow { spec: &$file::SPEC, build: $file::build },)*];
+        pub(crate) static POLICIES: &[$crate::policy::PolicyRow] =
+            &[$($crate::policy::PolicyRow { spec: &$file::SPEC, build: $file::build },)*];
     };
 }
 

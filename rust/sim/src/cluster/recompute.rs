@@ -142,9 +142,7 @@ impl Cluster<'_> {
         let chain = shape.chain(request);
         let mut hashes = chain[..chain.len().min((prompt / block) as usize)].to_vec();
         // A trace may know fewer blocks than the prompt has.
-        while hashes.len() < (tokens / block) as usize {
-            hashes.push(hash::own(hashes.last().copied().unwrap_or(hash::root(None)), request as u64));
-        }
+        hash::extend_own(&mut hashes, (tokens / block) as usize, request as u64);
         hashes
     }
 }
