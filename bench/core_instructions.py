@@ -115,7 +115,7 @@ def measure(checkout: Path) -> dict[str, float]:
             calls += instances + 80 if name == "hash" else 0
             figures[f"{name}, {instances} instances"] = of(text, function) / calls
     router = ROUTER.format(instances=16)
-    figures["token event"] = of(counts(checkout, router + EVENTS), r"Router>::advance ") / 15_900
+    figures["token event"] = of(counts(checkout, router + EVENTS), r"(Router|Lifecycle)>::advance ") / 15_900
     for name, fleet in FLEETS.items():
         figures[name] = of(counts(checkout, SIMULATE.format(fleet=fleet)), "lmetric_sim::cluster::simulate ")
     figures["index, bytes per block"] = int(run(checkout, ROUTER.format(instances=64) + MEMORY)) / 200_000

@@ -1,7 +1,7 @@
 //! Turns: which request continues which conversation, and how long the answers before were.
 //!
 //! A request's turn before is the latest one with the same session key or, without one, the latest
-//! whose whole prompt blocks begin this prompt. A prompt that [`SHARED_AFTER`] or more different
+//! whose whole prompt blocks begin this prompt. A prompt that `SHARED_AFTER` or more different
 //! ones continue is a system prompt, and ties no two requests together. `lmetric.lengths.from_trace`
 //! finds turns the same way, for training.
 use crate::ids::Seconds;

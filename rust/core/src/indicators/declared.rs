@@ -51,8 +51,8 @@ pub fn find(name: &str) -> Option<&'static DeclaredIndicator> {
     TABLE.read().iter().find(|decl| decl.name.eq_ignore_ascii_case(name)).copied()
 }
 
-/// Adds a declaration, or returns the one that is there with the same attributes. The name must be free of other meanings: see
-/// [`crate::policy::registry::declare_indicator`].
+/// Adds a declaration, or returns the one that is there with the same attributes. The name must be
+/// free of other meanings: see [`crate::registry::declare_indicator`].
 pub(crate) fn add(
     name: &str,
     unit: &str,

@@ -54,7 +54,7 @@ impl Router {
             return Ok(());
         }
         let now = self.latest;
-        for (id, request) in self.tickets.iter() {
+        for (id, request) in self.requests.tickets.iter() {
             for leg in std::iter::once(&request.leg).chain(&request.later) {
                 self.state.foresee(tickets::slot(id), leg, now);
             }
@@ -148,7 +148,7 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn set_priorities(&mut self, priorities: Option<Priorities>) -> Result<(), CoreError> {
-        self.ordering = priorities.map(Ordering::new).transpose()?;
+        self.requests.ordering = priorities.map(Ordering::new).transpose()?;
         Ok(())
     }
 
@@ -158,7 +158,7 @@ impl Router {
     /// # Errors
     /// `BadValue` for an offset out of its range.
     pub fn set_clock_offset(&mut self, seconds: Seconds) -> Result<(), CoreError> {
-        self.ordering.as_mut().map_or(Ok(()), |ordering| ordering.set_clock_offset(seconds))
+        self.requests.ordering.as_mut().map_or(Ok(()), |ordering| ordering.set_clock_offset(seconds))
     }
 
     /// Sets how running requests are moved from now on; `None`: not at all. What its forecast reads is
@@ -168,7 +168,7 @@ impl Router {
     /// `BadValue` if the curves of answer lengths of the policies do not suit each other.
     pub fn set_rescheduling(&mut self, rescheduling: Option<Rescheduling>) -> Result<(), CoreError> {
         let turns = rescheduling.as_ref().is_some_and(|by| by.forecast.reads_turns());
-        self.turns = turns.then(|| self.turns.take().unwrap_or_default());
+        self.requests.turns = turns.then(|| self.requests.turns.take().unwrap_or_default());
         self.state.rescheduling = rescheduling;
         self.look_ahead()
     }

@@ -1,4 +1,5 @@
 //! Everything that planning writes.
+use super::decision::Totals;
 use super::parts::Rest;
 use crate::guard::Restriction;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
@@ -58,6 +59,11 @@ impl DecisionContext {
     pub fn resize(&mut self, slots: usize) {
         self.hit_blocks.resize(slots, 0);
         self.derived.resize(slots);
+    }
+
+    /// Adds to the totals the choices in which a policy scored no candidate.
+    pub fn count_unscored(&mut self, totals: &mut Totals) {
+        totals.unscored += std::mem::take(&mut self.unscored);
     }
 
     /// Leaves the request in one piece, for this reason.

@@ -2,7 +2,6 @@
 use super::decision::Decision;
 use super::parts::{Chosen, Rest, Turn};
 use super::router::Router;
-use super::tickets::TicketState;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::policy::Scores;
@@ -51,9 +50,10 @@ impl Router {
         let whole = Request { chain, ..*request };
         let whole = self.state.estimated(&whole);
         let (chosen, receipt) = self.decide(&whole, request_id, now)?;
-        let decision = self.book(&whole, chosen, receipt, now);
-        let spare = self.tickets.spare_chain();
-        self.tickets.get(decision.ticket)?.chain = std::mem::replace(chain, spare);
+        let mut lifecycle = self.lifecycle(now);
+        let decision = lifecycle.commit(&whole, chosen, receipt);
+        let spare = lifecycle.requests.tickets.spare_chain();
+        lifecycle.keep_chain(decision.ticket, std::mem::replace(chain, spare));
         Ok(decision)
     }
 
@@ -67,16 +67,16 @@ impl Router {
         check_weight(request.tenant.weight)?;
         request.check()?;
         self.match_prefix(request.chain);
-        let first = self.score(request, now).inspect_err(|_| self.totals.no_instance += 1)?;
+        let first = self.score(request, now).inspect_err(|_| self.requests.totals.no_instance += 1)?;
         // Before the rest is planned: choosing a second instance derives the same columns anew.
         let receipt = self.explained(request, request_id, first, now);
         let chosen = self.state.plan(&mut self.context, request, first, &[], now);
-        self.count_unscored();
+        self.context.count_unscored(&mut self.requests.totals);
         match chosen {
             Ok(chosen) => Ok((chosen, receipt)),
             Err(error) => {
-                self.receipts.put_back(receipt);
-                self.totals.no_instance += 1;
+                self.requests.receipts.put_back(receipt);
+                self.requests.totals.no_instance += 1;
                 Err(error)
             }
         }
@@ -90,16 +90,11 @@ impl Router {
         chosen: InstanceId,
         now: Seconds,
     ) -> Box<Receipt> {
-        let mut receipt = self.receipts.take();
+        let mut receipt = self.requests.receipts.take();
         receipt.at = now;
         receipt.request_id = request_id.map(Into::into);
         self.state.explain(&self.context, request, chosen, now, &mut receipt);
         receipt
-    }
-
-    /// Adds to the totals the choices in which a policy scored no candidate.
-    pub(super) fn count_unscored(&mut self) {
-        self.totals.unscored += std::mem::take(&mut self.context.unscored);
     }
 
     /// First stage of a decision: how much of the prompt each instance holds.
@@ -127,7 +122,7 @@ impl Router {
     /// As [`Router::route`].
     pub fn score(&mut self, request: &Request<'_>, now: Seconds) -> Result<InstanceId, CoreError> {
         let chosen = self.state.choose(&mut self.context, request, Turn::First, &[], None, now);
-        self.count_unscored();
+        self.context.count_unscored(&mut self.requests.totals);
         chosen
     }
 
@@ -170,76 +165,11 @@ impl Router {
         receipt: Box<Receipt>,
         now: Seconds,
     ) -> Decision {
-        let decision = self.book(request, chosen, receipt, now);
-        let mut chain = self.tickets.spare_chain();
+        let mut lifecycle = self.lifecycle(now);
+        let decision = lifecycle.commit(request, chosen, receipt);
+        let mut chain = lifecycle.requests.tickets.spare_chain();
         chain.extend_from_slice(request.chain);
-        if let Ok(state) = self.tickets.get(decision.ticket) {
-            state.chain = chain;
-        }
+        lifecycle.keep_chain(decision.ticket, chain);
         decision
-    }
-
-    /// [`Router::commit_plan`] without the ticket's chain.
-    fn book(
-        &mut self,
-        request: &Request<'_>,
-        chosen: Chosen,
-        mut receipt: Box<Receipt>,
-        now: Seconds,
-    ) -> Decision {
-        let Router { state, context, .. } = self;
-        let first = chosen.first;
-        let hit = state.saved_tokens(request, context.hit_blocks[first.index()]);
-        let matched = context.hit_blocks.iter().copied().max().unwrap_or(0);
-        let (scores, eligible) = (&context.first.scores, &context.first.eligible);
-        state.guard.observe(now, request.chain, matched, scores, eligible, first);
-        let (leg, later) = state.legs_of(context, request, &chosen, now);
-        self.totals.left_out += u64::from(receipt.left_out);
-        self.totals.filter_waived += u64::from(receipt.filter_waived);
-        receipt.next = self.state.next_in(&chosen.rest);
-        receipt.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
-        receipt.uncut = chosen.uncut;
-        receipt.unpulled = request.unpulled.filter(|_| self.state.pulls.is_some()).map(Into::into);
-        receipt.pull = chosen.pull.as_ref().map(|pulling| self.state.pull_told(pulling));
-        let rate = || self.state.mean_prefill_rate(); // a walk over all instances
-        let (priority, place) = match &mut self.ordering {
-            Some(ordering) => {
-                ordering.prioritise(rate, &request.tenant, request.prompt_tokens, hit as u32, now)
-            }
-            None => (None, None),
-        };
-        receipt.priority = priority;
-        receipt.balance = chosen.balance;
-        let id = self.receipts.push(receipt);
-        let (segment, next) = (leg.segment, later.first().map(|leg| leg.segment));
-        let ticket = self.tickets.open(TicketState {
-            leg,
-            later,
-            handed_over: None,
-            decision: id,
-            decided_at: now,
-            tokens_per_block: request.tokens_per_block,
-            chain: Vec::new(),
-            prompt_tokens: request.prompt_tokens,
-            expected_output_tokens: request.expected_output_tokens,
-            think_tokens: request.think_tokens,
-            length_class: request.length_class,
-            may_be_cut: request.uncut.is_none(),
-            may_be_pulled_for: request.unpulled.is_none(),
-            session: request.session,
-            tenant: request.tenant,
-            lora: request.lora,
-            priority: request.priority,
-            turn: self.turns.as_mut().map(|turns| turns.arrived(request, now)).unwrap_or_default(),
-            place,
-            failed: Vec::new(),
-            lost: Vec::new(),
-        });
-        self.totals.split += u64::from(segment.to_token.is_some_and(|_| self.state.peers(&segment)));
-        self.open_legs(ticket, now);
-        self.totals.decisions += 1;
-        self.state.first.made += 1;
-        let pull = chosen.pull.map(|pulling| pulling.pull);
-        Decision { id, ticket, segment, next, pull, predicted_hit_tokens: hit as u32, priority }
     }
 }

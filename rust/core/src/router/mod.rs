@@ -9,13 +9,15 @@
 //! | --- | --- |
 //! | `feed` | engines' KV events, applied to a shared router |
 //! | `shared` | the router behind a lock, and tickets that close themselves |
-//! | `decide`, `idle`, `rounds` | decisions; checks of a policy on an idle fleet; rescheduling |
-//! | `lifecycle` | what becomes of a placed request |
+//! | `decide`, `follow` | decisions; what callers tell of placed requests |
+//! | `idle`, `rounds` | checks of a policy on an idle fleet; rescheduling |
 //! | `configure`, `reports` | settings that can change; what engines and peers report |
 //! | `router` | [`Router`] itself |
+//! | `lifecycle` | the life of a request, from its commit on |
 //! | `plan` | where a request runs, where it is split, what is fetched |
 //! | `state` | everything that a decision depends on |
 //! | `context` | everything that planning writes |
+//! | `requests` | the requests in flight, and what is recorded and learned of all |
 //! | `decision`, `priorities`, `replicas` | decisions and totals; what goes first; peers' loads |
 //! | `parts` | what plans are made of |
 //! | `tickets` | the requests in flight |
@@ -28,6 +30,7 @@ mod decide;
 mod decision;
 pub mod feed;
 mod fetch_cost;
+mod follow;
 mod idle;
 pub mod ledger;
 pub mod lifecycle;
@@ -36,6 +39,7 @@ mod plan;
 pub mod priorities;
 mod replicas;
 mod reports;
+mod requests;
 mod rounds;
 #[allow(clippy::module_inception)] // its one type is the module's
 mod router;

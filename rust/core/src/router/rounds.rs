@@ -34,9 +34,9 @@ impl Router {
     /// Those of the forecast. Without them, never for what the router itself keeps.
     pub fn reschedule(&mut self, now: Seconds) -> Result<(Vec<NamedMove>, Stop), CoreError> {
         self.clock(now);
-        let Router { state, tickets, .. } = self;
+        let Router { state, requests, .. } = self;
         let Some(by) = &mut state.rescheduling else { return Ok((Vec::new(), Stop::Off)) };
-        let listed = listed(tickets, &state.fleet, by);
+        let listed = listed(&requests.tickets, &state.fleet, by);
         let asked: Vec<Running> = listed.iter().map(|listed| listed.asked).collect();
         let curve = state.ledger.ahead().filter(|_| by.forecast.reads_curve());
         let curve = curve.map(|ahead| RemainingCurve::new(&ahead.survival().product_limit()));
@@ -88,7 +88,7 @@ impl Router {
     /// nothing is rescheduled.
     pub fn running(&self) -> Vec<Running> {
         let Some(by) = &self.state.rescheduling else { return Vec::new() };
-        listed(&self.tickets, &self.state.fleet, by).iter().map(|listed| listed.asked).collect()
+        listed(&self.requests.tickets, &self.state.fleet, by).iter().map(|listed| listed.asked).collect()
     }
 }
 

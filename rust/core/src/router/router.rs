@@ -2,21 +2,21 @@
 use super::context::DecisionContext;
 use super::decision::Totals;
 use super::ledger::Ahead;
+use super::lifecycle::Lifecycle;
 use super::plan::TtftSource;
-use super::priorities::Ordering;
 use super::replicas::Replicas;
+use super::requests::Requests;
 use super::settings::RouterConfig;
 use super::state::State;
-use super::tickets::{TicketId, Tickets};
 use crate::error::CoreError;
-use crate::estimate::{StepTime, Turns};
+use crate::estimate::StepTime;
 use crate::fleet::{Fleet, Role};
 use crate::guard::{Guard, GuardEvent};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, Indicator, IndicatorSet, Indicators, declared};
 use crate::kv::index::KvIndex;
 use crate::policy::{Fallbacks, Policy};
-use crate::receipt::{Receipt, ReceiptRing};
+use crate::receipt::Receipt;
 use crate::request::Request;
 
 /// No clock shows as many seconds: what is beyond is a mistake, and not a number still less.
@@ -28,15 +28,9 @@ pub struct Router {
     pub(super) state: State,
     /// What a decision writes while it is planned.
     pub(super) context: DecisionContext,
-    /// The requests in flight.
-    pub(super) tickets: Tickets,
+    /// The requests in flight, and what is recorded of all.
+    pub(super) requests: Requests,
     pub(super) replicas: Replicas,
-    /// What requests are ordered by, if at all.
-    pub(super) ordering: Option<Ordering>,
-    /// The latest turns of conversations, if a forecast reads them.
-    pub(super) turns: Option<Turns>,
-    pub(super) receipts: ReceiptRing,
-    pub(super) totals: Totals,
     /// Of policies that were replaced.
     pub(super) fallbacks: Fallbacks,
     pub(super) latest: Seconds,
@@ -51,12 +45,8 @@ impl Router {
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
         Ok(Router {
             context: DecisionContext::new(config.seed),
-            tickets: Tickets::default(),
+            requests: Requests::new(config.receipt_bytes),
             replicas: Replicas::default(),
-            ordering: None,
-            turns: None,
-            receipts: ReceiptRing::new(config.receipt_bytes),
-            totals: Totals::default(),
             fallbacks: Fallbacks::default(),
             latest: 0.0,
             state: State::new(policy, config)?,
@@ -154,12 +144,12 @@ impl Router {
 
     /// Counters since the start.
     pub fn totals(&self) -> &Totals {
-        &self.totals
+        &self.requests.totals
     }
 
     /// Requests in flight.
     pub fn in_flight(&self) -> usize {
-        self.tickets.len()
+        self.requests.tickets.len()
     }
 
     /// Requests in flight on an instance.
@@ -169,7 +159,7 @@ impl Router {
 
     /// The receipt of a decision, while it is kept.
     pub fn receipt(&self, id: u64) -> Option<&Receipt> {
-        self.receipts.get(id)
+        self.requests.receipts.get(id)
     }
 
     /// Time never runs back here, whatever callers say: a request may be timed before its body was
@@ -179,6 +169,13 @@ impl Router {
             self.latest = self.latest.max(now);
         }
         self.latest
+    }
+
+    /// What changes requests at `now`.
+    pub(super) fn lifecycle(&mut self, now: Seconds) -> Lifecycle<'_> {
+        let now = self.clock(now);
+        let Router { state, context, requests, .. } = self;
+        Lifecycle { state, context, requests, now }
     }
 
     /// Everything periodic. Returns what the guard did, and when to call again.
@@ -203,11 +200,6 @@ impl Router {
     /// The hot-spot guard, to look at.
     pub fn guard(&self) -> &Guard {
         &self.state.guard
-    }
-
-    /// Whether a ticket is open.
-    pub fn is_open(&mut self, ticket: TicketId) -> bool {
-        self.tickets.get(ticket).is_ok()
     }
 
     /// The indicator columns; those of a request hold the last one's values.
@@ -265,6 +257,6 @@ impl Router {
 
     /// Gamma as it is now, 1/s, and how often it was estimated; `None` if nobody is boosted.
     pub fn gamma(&self) -> Option<(f64, u64)> {
-        self.ordering.as_ref()?.gamma()
+        self.requests.ordering.as_ref()?.gamma()
     }
 }

@@ -2,13 +2,13 @@
 //! (STAR, section 5.4).
 //!
 //! A move takes time, in which the request runs on or waits: its segment on the target is bound
-//! when the move begins ([`Router::begin_move`]) and opened when [`crate::plan::Event::Moved`] says
+//! when the move begins ([`Lifecycle::begin_move`]) and opened when [`crate::plan::Event::Moved`] says
 //! that it is there. Whatever ends the request meanwhile ends the move with it.
+use super::writer::Lifecycle;
 use crate::error::CoreError;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::InstanceId;
 use crate::plan::{Cuts, Segment, Usage};
 use crate::router::ledger::Stage;
-use crate::router::router::Router;
 use crate::router::tickets::{self, TicketId};
 
 /// How a move brings what was computed to the target.
@@ -20,25 +20,19 @@ pub enum Carry {
     Recompute,
 }
 
-impl Router {
-    /// Begins to move a running request: places a segment for what is left of it on `target`,
-    /// behind its open one.
+impl Lifecycle<'_> {
+    /// See [`Router::begin_move`](crate::router::Router::begin_move).
     ///
     /// # Errors
-    /// `Ticket` where it is closed, without a token so far, has a segment bound behind the open one
-    /// already, or could not go there: `target` is where it is, gone, not healthy, draining,
-    /// prefills only, or one of both engines cannot hand over behind an output token. `BadValue` if
-    /// the router has no slot `target`.
+    /// As there.
     pub fn begin_move(
         &mut self,
         ticket: TicketId,
         target: InstanceId,
         carry: Carry,
-        now: Seconds,
     ) -> Result<Segment, CoreError> {
         self.state.fleet.check(target)?;
-        let now = self.clock(now);
-        let state = self.tickets.get(ticket)?;
+        let state = self.requests.tickets.get(ticket)?;
         let (source, made) = (state.leg.segment.instance, state.leg.entry.output_tokens);
         let runs = state.leg.entry.stage == Stage::Decoding;
         let bound = !state.later.is_empty() || state.leg.segment.to_token.is_some();
@@ -62,7 +56,7 @@ impl Router {
                 problem: format!("it cannot move: {problem}"),
             });
         }
-        let key = tickets::slot(ticket);
+        let (key, now) = (tickets::slot(ticket), self.now);
         let mut leg = self.plan_for(ticket, |state, context, request, _| {
             state.match_prefix(context, request.chain);
             let mut leg = state.leg(context, request, target, from, None);
@@ -73,21 +67,18 @@ impl Router {
             }
             leg
         })?;
-        self.open_leg(key, &mut leg, now);
+        self.open_leg(key, &mut leg);
         let segment = leg.segment;
-        self.tickets.get(ticket)?.later.push(leg);
+        self.requests.tickets.get(ticket)?.later.push(leg);
         Ok(segment)
     }
 
-    /// The instance of a running request has failed it: it is not asked for it again. Where it
-    /// would best go on, chosen among the others as a segment that follows another is. Places
-    /// nothing.
+    /// See [`Router::elsewhere`](crate::router::Router::elsewhere).
     ///
     /// # Errors
-    /// `Ticket` where it is closed or has no token yet, `NoInstance`.
-    pub fn elsewhere(&mut self, ticket: TicketId, now: Seconds) -> Result<InstanceId, CoreError> {
-        let now = self.clock(now);
-        let state = self.tickets.get(ticket)?;
+    /// As there.
+    pub fn elsewhere(&mut self, ticket: TicketId) -> Result<InstanceId, CoreError> {
+        let state = self.requests.tickets.get(ticket)?;
         let source = state.leg.segment.instance;
         if state.leg.entry.stage != Stage::Decoding {
             let problem = "it cannot move: it has no token yet".into();
@@ -95,35 +86,30 @@ impl Router {
         }
         state.lost.push(source.0);
         state.failed.clone_from(&state.lost);
-        let turn = self.state.turn_behind(source);
+        let (turn, now) = (self.state.turn_behind(source), self.now);
         self.plan_for(ticket, |state, context, request, failed| {
             state.match_prefix(context, request.chain);
             state.choose(context, request, turn, failed, None, now)
         })?
     }
 
-    /// Gives up a move that has begun. Does nothing where none has.
+    /// See [`Router::cancel_move`](crate::router::Router::cancel_move).
     ///
     /// # Errors
-    /// `Ticket` where it is closed.
-    pub fn cancel_move(&mut self, ticket: TicketId, now: Seconds) -> Result<(), CoreError> {
-        let now = self.clock(now);
-        let state = self.tickets.get(ticket)?;
+    /// As there.
+    pub fn cancel_move(&mut self, ticket: TicketId) -> Result<(), CoreError> {
+        let state = self.requests.tickets.get(ticket)?;
         if state.leg.segment.to_token.is_none() {
             let later = std::mem::take(&mut state.later);
-            later.iter().for_each(|leg| self.close_leg(tickets::slot(ticket), leg, now));
+            later.iter().for_each(|leg| self.close_leg(tickets::slot(ticket), leg));
         }
         Ok(())
     }
 
     /// Closes the open segment where it is, and opens the one that was bound by a move.
-    pub(in crate::router) fn complete_move(
-        &mut self,
-        ticket: TicketId,
-        now: Seconds,
-    ) -> Result<Segment, CoreError> {
+    pub(super) fn complete_move(&mut self, ticket: TicketId) -> Result<Segment, CoreError> {
         let key = tickets::slot(ticket);
-        let state = self.tickets.get(ticket)?;
+        let state = self.requests.tickets.get(ticket)?;
         if state.later.is_empty() || state.leg.segment.to_token.is_some() {
             let problem = "no move of it has begun".into();
             return Err(CoreError::Ticket { ticket: ticket.0, problem });
@@ -133,7 +119,7 @@ impl Router {
         state.leg.segment.to_token = Some(from);
         let mut bound = state.later.remove(0);
         // It has made some more since it was bound.
-        self.close_leg(key, &bound, now);
+        self.close_leg(key, &bound);
         let more = made - bound.entry.output_tokens;
         bound.entry.output_tokens = made;
         if bound.entry.new_tokens > 0.0 {
@@ -143,14 +129,14 @@ impl Router {
         if self.state.fleet.is_current(bound.segment.instance, bound.instance_generation) {
             self.state.instances[bound.segment.instance.index()].placed -= 1;
             self.state.later.made -= 1;
-            bound.start = Some(now);
-            self.open_leg(key, &mut bound, now);
+            bound.start = Some(self.now);
+            self.open_leg(key, &mut bound);
         }
-        self.tickets.get(ticket)?.later.push(bound);
-        let segment = self.hand_over(ticket, Usage::default(), now)?;
-        self.totals.moved += 1;
+        self.requests.tickets.get(ticket)?.later.push(bound);
+        let segment = self.hand_over(ticket, Usage::default())?;
+        self.requests.totals.moved += 1;
         let name = self.state.fleet.name(segment.instance).clone();
-        self.receipts.update(decision, |r| r.moves.push((from, segment.instance.0, name)));
+        self.requests.receipts.update(decision, |r| r.moves.push((from, segment.instance.0, name)));
         Ok(segment)
     }
 }

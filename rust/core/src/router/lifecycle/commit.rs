@@ -1,0 +1,76 @@
+//! The commit of a plan: its ticket, its receipt, and its segments in the ledger.
+use super::writer::Lifecycle;
+use crate::receipt::Receipt;
+use crate::request::Request;
+use crate::router::decision::Decision;
+use crate::router::parts::Chosen;
+use crate::router::tickets::{TicketId, TicketState};
+
+impl Lifecycle<'_> {
+    /// Opens the ticket of a planned request, without its chain ([`Lifecycle::keep_chain`]), and adds
+    /// its segments to the ledger. `receipt`: what explains the first choice.
+    pub fn commit(&mut self, request: &Request<'_>, chosen: Chosen, mut receipt: Box<Receipt>) -> Decision {
+        let Lifecycle { state, context, requests, now } = self;
+        let now = *now;
+        let first = chosen.first;
+        let hit = state.saved_tokens(request, context.hit_blocks[first.index()]);
+        let matched = context.hit_blocks.iter().copied().max().unwrap_or(0);
+        let (scores, eligible) = (&context.first.scores, &context.first.eligible);
+        state.guard.observe(now, request.chain, matched, scores, eligible, first);
+        let (leg, later) = state.legs_of(context, request, &chosen, now);
+        requests.totals.left_out += u64::from(receipt.left_out);
+        requests.totals.filter_waived += u64::from(receipt.filter_waived);
+        receipt.next = state.next_in(&chosen.rest);
+        receipt.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
+        receipt.uncut = chosen.uncut;
+        receipt.unpulled = request.unpulled.filter(|_| state.pulls.is_some()).map(Into::into);
+        receipt.pull = chosen.pull.as_ref().map(|pulling| state.pull_told(pulling));
+        let rate = || state.mean_prefill_rate(); // a walk over all instances
+        let (priority, place) = match &mut requests.ordering {
+            Some(ordering) => {
+                ordering.prioritise(rate, &request.tenant, request.prompt_tokens, hit as u32, now)
+            }
+            None => (None, None),
+        };
+        receipt.priority = priority;
+        receipt.balance = chosen.balance;
+        let id = requests.receipts.push(receipt);
+        let (segment, next) = (leg.segment, later.first().map(|leg| leg.segment));
+        let ticket = requests.tickets.open(TicketState {
+            leg,
+            later,
+            handed_over: None,
+            decision: id,
+            decided_at: now,
+            tokens_per_block: request.tokens_per_block,
+            chain: Vec::new(),
+            prompt_tokens: request.prompt_tokens,
+            expected_output_tokens: request.expected_output_tokens,
+            think_tokens: request.think_tokens,
+            length_class: request.length_class,
+            may_be_cut: request.uncut.is_none(),
+            may_be_pulled_for: request.unpulled.is_none(),
+            session: request.session,
+            tenant: request.tenant,
+            lora: request.lora,
+            priority: request.priority,
+            turn: requests.turns.as_mut().map(|turns| turns.arrived(request, now)).unwrap_or_default(),
+            place,
+            failed: Vec::new(),
+            lost: Vec::new(),
+        });
+        requests.totals.split += u64::from(segment.to_token.is_some_and(|_| state.peers(&segment)));
+        requests.totals.decisions += 1;
+        state.first.made += 1;
+        self.open_legs(ticket);
+        let pull = chosen.pull.map(|pulling| pulling.pull);
+        Decision { id, ticket, segment, next, pull, predicted_hit_tokens: hit as u32, priority }
+    }
+
+    /// Gives a ticket its prompt's chain.
+    pub fn keep_chain(&mut self, ticket: TicketId, chain: Vec<u64>) {
+        if let Ok(state) = self.requests.tickets.get(ticket) {
+            state.chain = chain;
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! Events of a request: their effects, applied.
+use super::machine::{self, Effect, Place};
+use super::writer::Lifecycle;
+use crate::error::CoreError;
+use crate::plan::{Event, Failure, Segment, Usage};
+use crate::router::ledger::Stage;
+use crate::router::settings::IndexFeed;
+use crate::router::state::State;
+use crate::router::tickets::{self, TicketId};
+use smallvec::smallvec;
+
+impl Lifecycle<'_> {
+    /// See [`Router::advance`](crate::router::Router::advance).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn advance(&mut self, ticket: TicketId, event: Event) -> Result<Option<Segment>, CoreError> {
+        let mut open_now = None;
+        loop {
+            let leg = &self.requests.tickets.get(ticket)?.leg;
+            let effects = machine::effects(&event, Place::of(leg), leg.entry.stage);
+            let recorded = leg.told;
+            for effect in effects {
+                if *effect == Effect::RecordPrompt && recorded {
+                    continue;
+                }
+                if let Some(segment) = self.apply(*effect, ticket, event)? {
+                    open_now = Some(segment);
+                }
+            }
+            if effects.last() != Some(&Effect::Again) {
+                return Ok(open_now);
+            }
+        }
+    }
+
+    /// Applies one effect of an event. Returns the segment that is open now if that changed.
+    #[inline]
+    fn apply(
+        &mut self,
+        effect: Effect,
+        ticket: TicketId,
+        event: Event,
+    ) -> Result<Option<Segment>, CoreError> {
+        match (effect, event) {
+            (Effect::RecordPrompt, _) => self.record_prompt(ticket),
+            (Effect::EndFetch, _) => self.end_pull(ticket),
+            (Effect::LearnFetch, Event::Pulled { tokens, seconds }) => {
+                self.pulled(ticket, tokens, seconds)?;
+            }
+            (Effect::CompleteMove, _) => return self.complete_move(ticket).map(Some),
+            (Effect::HandOver, Event::Finished(usage)) => {
+                return self.hand_over(ticket, usage).map(Some);
+            }
+            (Effect::HandOver, _) => return self.hand_over(ticket, Usage::default()).map(Some),
+            (Effect::Finish, Event::Finished(usage) | Event::Ended(usage)) => self.finish(ticket, usage),
+            (Effect::PlaceAnew, Event::Failed(failure)) => {
+                let anew = self.place_anew(ticket);
+                if anew.is_none() {
+                    self.end_failed(ticket, failure);
+                }
+                return Ok(anew);
+            }
+            (Effect::Fail, Event::Failed(failure) | Event::GaveUp(failure)) => {
+                self.end_failed(ticket, failure);
+            }
+            (Effect::CountFirstToken, _) => self.count_first_token(ticket)?,
+            (Effect::CountTokens, Event::Tokens(n)) => self.requests.totals.output_tokens += u64::from(n),
+            (effect, event) => self.write_ledger(effect, ticket, event)?,
+        }
+        Ok(None)
+    }
+
+    /// Applies an effect on the ledger alone. The ledger of an instance that has left holds nothing
+    /// any more.
+    fn write_ledger(&mut self, effect: Effect, ticket: TicketId, event: Event) -> Result<(), CoreError> {
+        let State { ledger, fleet, .. } = &mut *self.state;
+        let request = self.requests.tickets.get(ticket)?;
+        let leg = &mut request.leg;
+        let (slot, ticket) = (leg.segment.instance.index(), tickets::slot(ticket));
+        let current = fleet.is_current(leg.segment.instance, leg.instance_generation);
+        let key = leg.key(ticket);
+        match (effect, event) {
+            (Effect::Enqueue, _) => {
+                let first = !std::mem::replace(&mut leg.queued, true);
+                if current && first && leg.entry.new_tokens > 0.0 {
+                    ledger.queue(slot, ticket, &leg.entry, self.now);
+                }
+            }
+            (Effect::BeginDecoding, _) if current => {
+                let lag = request.handed_over.map(|(at, _)| self.now - at);
+                ledger.begin_decoding(slot, key, &mut leg.entry, lag, self.now);
+            }
+            (Effect::BeginDecoding, _) => {
+                leg.entry.stage = Stage::Decoding;
+                leg.entry.output_tokens += 1.0;
+            }
+            (Effect::Grow, Event::Tokens(n)) if current => {
+                ledger.tokens(slot, ticket, &mut leg.entry, f64::from(n), self.now);
+            }
+            // Its instance has left, and finishes what it has.
+            (Effect::Grow, Event::Tokens(n)) => leg.entry.output_tokens += f64::from(n),
+            (Effect::Dequeue, _) if current => ledger.scheduled(slot, &mut leg.entry),
+            (Effect::Rebook, Event::Scheduled(Some(cached))) if current => {
+                let there = f64::from(cached.max(leg.carried()));
+                let left = (leg.entry.prompt_tokens - there).max(0.0);
+                ledger.rebook(slot, ticket, left, self.now);
+            }
+            (Effect::CountPrefilled, Event::Prefilled(tokens)) if current => {
+                ledger.prefilled(slot, ticket, f64::from(tokens), self.now);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn count_first_token(&mut self, ticket: TicketId) -> Result<(), CoreError> {
+        let state = self.requests.tickets.get(ticket)?;
+        let (decision, ttft) = (state.decision, self.now - state.decided_at);
+        self.requests.totals.output_tokens += 1;
+        self.requests.receipts.update(decision, |r| {
+            r.outcome.ttft_seconds.get_or_insert(ttft);
+        });
+        Ok(())
+    }
+
+    /// The request is on its way, so its blocks will be there. Not told at the decision: many new
+    /// blocks take tens of microseconds, and an instance that refuses the request never holds them.
+    fn record_prompt(&mut self, ticket: TicketId) {
+        let Ok(state) = self.requests.tickets.get(ticket) else { return };
+        let leg = &mut state.leg;
+        if !self.state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
+            return;
+        }
+        leg.told = true;
+        if let Some(pulling) =
+            leg.pull.filter(|p| self.state.fleet.is_current(p.pull.holder, p.holder_generation))
+        {
+            let blocks = f64::from(pulling.pull.to_token) / state.tokens_per_block;
+            self.state.index.touch(pulling.pull.holder, &state.chain, blocks.round() as u32);
+        }
+        match self.state.instances[leg.segment.instance.index()].index_feed {
+            IndexFeed::Approximate => {
+                self.state.index.record_hit(leg.segment.instance, &state.chain, leg.hit_blocks);
+            }
+            IndexFeed::Exact => self.state.index.touch(leg.segment.instance, &state.chain, leg.hit_blocks),
+        }
+    }
+
+    /// Closes a ticket that nobody holds any more. Does nothing where it is closed.
+    pub fn drop_ticket(&mut self, ticket: TicketId) {
+        if let Some(state) = self.close(ticket) {
+            self.requests.totals.dropped += 1;
+            let seconds = self.now - state.decided_at;
+            self.requests.receipts.update(state.decision, |r| {
+                r.outcome.dropped = true;
+                r.outcome.e2e_seconds = Some(seconds);
+            });
+        }
+    }
+
+    fn finish(&mut self, ticket: TicketId, usage: Usage) {
+        let Some(state) = self.close(ticket) else { return };
+        let made = usage.output_tokens.unwrap_or(state.leg.entry.output_tokens as u32);
+        if made > 0 {
+            if self.state.ledger.ahead().is_some() {
+                let cost = self.state.decode_cost();
+                self.state.ledger.finished(made, state.leg.entry.output_tokens, cost, self.now);
+            }
+            self.requests.turns.iter_mut().for_each(|turns| turns.ended(&state.turn, made));
+            self.state.learn_length(state.prompt_tokens, state.length_class, made);
+        }
+        let prompt = usage.prompt_tokens.unwrap_or(state.leg.entry.prompt_tokens as u32);
+        if let Some(ordering) = &mut self.requests.ordering {
+            ordering.learn_tail(self.now - state.decided_at);
+            ordering.charge_unseen(&state, made.saturating_sub(state.leg.entry.output_tokens as u32));
+        }
+        self.requests.totals.finished += 1;
+        self.requests.totals.prompt_tokens += u64::from(prompt);
+        // Of a prompt that was computed before it came, the first segment's engine says what was
+        // cached.
+        let usage = match state.handed_over {
+            Some((_, first)) => Usage { cached_tokens: first.cached_tokens, ..usage },
+            None => {
+                self.count_cached(&state.leg, usage);
+                usage
+            }
+        };
+        let seconds = self.now - state.decided_at;
+        self.requests.receipts.update(state.decision, |r| {
+            r.outcome.ended = Some(None);
+            r.outcome.usage = usage;
+            r.outcome.e2e_seconds = Some(seconds);
+        });
+    }
+
+    /// Closes a ticket as failed.
+    pub(super) fn end_failed(&mut self, ticket: TicketId, failure: Failure) {
+        let Some(state) = self.close(ticket) else { return };
+        let place = Failure::NAMES.iter().position(|(_, f)| *f == failure).expect("named");
+        self.requests.totals.failed[place] += 1;
+        let seconds = self.now - state.decided_at;
+        self.requests.receipts.update(state.decision, |r| {
+            r.outcome.ended = Some(Some(failure));
+            r.outcome.e2e_seconds = Some(seconds);
+        });
+    }
+
+    /// Places a segment that failed on the best of the instances that have not failed it: the
+    /// ranking as it is by now, so that what one dead instance leaves behind does not all go to the
+    /// same next one. `None`: nobody is left.
+    fn place_anew(&mut self, ticket: TicketId) -> Option<Segment> {
+        let key = tickets::slot(ticket);
+        self.end_pull(ticket);
+        let state = self.requests.tickets.get(ticket).ok()?;
+        let old = state.leg.clone();
+        state.leg.instance_generation = 0; // off the ledger, whatever comes
+        state.failed.push(old.segment.instance.0);
+        let later = std::mem::take(&mut state.later);
+        let decision = state.decision;
+        self.close_leg(key, &old);
+        later.iter().for_each(|leg| self.close_leg(key, leg));
+        let Segment { instance, from_token, to_token } = old.segment;
+        let first = from_token == 0;
+        // Of three segments, one that fails in the middle leaves the rest to the one that takes it
+        // over.
+        let to_token = to_token.filter(|_| first);
+        let turn = self.state.turn_behind(instance);
+        let now = self.now;
+        let placed = self
+            .plan_for(ticket, |state, context, request, failed| match first {
+                true => state.place_first(context, request, failed, now),
+                false => state
+                    .place_later(context, request, turn, (from_token, to_token), failed, now)
+                    .map(|(leg, next)| (leg, Vec::new(), smallvec![next], None)),
+            })
+            .ok()?;
+        let (mut leg, bound, next, notes) = placed.ok()?;
+        let pulled = leg.pull.map_or(0, |pulling| pulling.pull.tokens());
+        let hit = leg.entry.prompt_tokens - leg.entry.new_tokens - f64::from(pulled);
+        let pull = leg.pull.as_ref().map(|pulling| self.state.pull_told(pulling));
+        self.open_leg(key, &mut leg);
+        self.arrive(&mut leg);
+        let bound: Vec<_> = bound
+            .into_iter()
+            .map(|mut leg| {
+                self.open_leg(key, &mut leg);
+                leg
+            })
+            .collect();
+        let segment = leg.segment;
+        let cuts = segment.to_token.into_iter().chain(bound.iter().filter_map(|leg| leg.segment.to_token));
+        let cuts = cuts.collect();
+        let state = self.requests.tickets.get(ticket).ok()?;
+        (state.leg, state.later) = (leg, bound);
+        self.requests.totals.retries += 1;
+        let name = self.state.fleet.name(segment.instance).clone();
+        self.requests.receipts.update(decision, |r| {
+            if first {
+                r.moved.push((segment.instance.0, name));
+                r.predicted_hit_tokens = hit as u32;
+                r.cuts = cuts;
+                r.next = next;
+                r.pull = pull;
+                if let Some((uncut, balance)) = notes {
+                    (r.uncut, r.balance) = (uncut, balance);
+                }
+                return;
+            }
+            r.cuts.retain(|cut| *cut <= from_token);
+            next.into_iter().for_each(|next| r.goes_on(from_token, next, false));
+        });
+        Some(segment)
+    }
+}
