@@ -5,6 +5,12 @@ from pathlib import Path
 SLICE = Path(__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
 """The trace in the package; data/README.md says where it is from."""
 
+
+def trace_path(name: str | Path, folder: Path = Path()) -> Path:
+    """The file of a trace: of `slice` the one in the package, else `name`, relative to `folder`."""
+    return SLICE if str(name) == "slice" else folder / name
+
+
 DEFAULT_PROFILE = "independent-sim"
 """What engines and simulations run on unless told otherwise; its note says what it is."""
 

@@ -7,8 +7,17 @@ from typing import Annotated
 
 import typer
 
+from lmetric.defaults import trace_path
+
 TraceFile = Annotated[
-    Path, typer.Option(help="Trace file: Mooncake, Qwen-Bailian or Azure; .gz is decompressed.")
+    Path,
+    typer.Option(
+        parser=trace_path,
+        metavar="FILE",
+        show_default="slice",
+        help="Trace file: Mooncake, Qwen-Bailian or Azure; .gz is decompressed. slice: the recorded trace in "
+        "the package.",
+    ),
 ]
 Format = Annotated[str | None, typer.Option(help="Format of the trace [default: told from its content].")]
 ClosedLoop = Annotated[

@@ -19,6 +19,7 @@ from lmetric.cli.options import (
     Start,
     TraceFile,
 )
+from lmetric.defaults import SLICE
 
 if TYPE_CHECKING:
     from lmetric.replay import Player, Report
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def command(
-    trace: TraceFile,
     target: Annotated[str, typer.Option(metavar="URL", help="Server, e.g. http://127.0.0.1:8000.")],
+    trace: TraceFile = SLICE,
     speed: Speed = 1.0,
     model: Annotated[
         str | None, typer.Option(help="Model to ask for [default: the only one served].")

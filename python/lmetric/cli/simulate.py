@@ -24,7 +24,7 @@ from lmetric.cli.options import (
     TraceFile,
     check_file,
 )
-from lmetric.defaults import DEFAULT_PROFILE, PLANNER
+from lmetric.defaults import DEFAULT_PROFILE, PLANNER, SLICE
 
 if TYPE_CHECKING:
     from lmetric.sim.setups import PolicyChoice, Result, Setup
@@ -51,7 +51,7 @@ _OLD: dict[str, tuple[str, Any]] = {
 
 
 def _command(
-    trace: TraceFile,
+    trace: TraceFile = SLICE,
     policy: Annotated[
         list[str] | None,
         typer.Option(

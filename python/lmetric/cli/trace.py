@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmetric.cli.options import BlockTokens, ClosedLoop, Format, SkipBadLines
+from lmetric.defaults import trace_path
 
 if TYPE_CHECKING:
     from lmetric.sim.traces import BadLine, TraceSummary
@@ -18,7 +19,15 @@ group = typer.Typer(help="Look into a trace, or make a synthetic one.", no_args_
 
 @group.command()
 def show(
-    file: Annotated[Path, typer.Argument(help="Mooncake, Qwen-Bailian or Azure; .gz is decompressed.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            parser=trace_path,
+            metavar="FILE",
+            help="Mooncake, Qwen-Bailian or Azure; .gz is decompressed. slice: the recorded trace in the "
+            "package.",
+        ),
+    ],
     format: Format = None,
     block_tokens: BlockTokens = None,
     closed_loop: ClosedLoop = None,
