@@ -93,7 +93,7 @@ fn a_request_leaves_an_instance_that_prefills_and_the_receipt_has_both_costs() {
     near(costs(&router, first.id), (stays, alone + 0.012));
     assert_eq!((first.segment.to_token, first.next), (None, None));
     let receipt = router.receipt(first.id).unwrap();
-    assert_eq!(receipt.uncut.as_deref(), Some("too little is lost where it is"));
+    assert_eq!(receipt.uncut.as_deref(), Some("a decode on another instance gains too little"));
     // Least requests: the other instance takes the next one, 2 s later. There nothing else is; but the first has a prefill of 0.105 s queued, which in the 2 s that are
     // known of it, of 10, left exp(-0.2) of itself: its share is that over 10 (1 - exp(-0.2)).
     let second = router.route(&ASKED, 2.0).unwrap();
@@ -126,7 +126,7 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
     let stays: Vec<_> = (0..5).map(|_| router.route(&ASKED, 1.0).unwrap()).collect();
     for d in &stays {
         assert_eq!((d.segment.instance, d.next), (InstanceId(2), None));
-        assert_eq!(router.receipt(d.id).unwrap().uncut.as_deref(), Some("no second instance takes over"));
+        assert_eq!(router.receipt(d.id).unwrap().uncut.as_deref(), Some("no second instance is available"));
     }
     let id = router.fleet_mut().find("engine-1").unwrap();
     router.fleet_mut().set_draining(id, false).unwrap();
@@ -244,15 +244,15 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
     };
     let two = || fleet(apart(&[GIVEN]), 2);
     let short = Request { expected_output_tokens: Some(1), ..ASKED };
-    assert_eq!(&*why(&mut two(), &short), "its answer ends with its prefill");
+    assert_eq!(&*why(&mut two(), &short), "its output ends with its prefill");
     let unknown = Request { expected_output_tokens: None, ..ASKED };
-    assert_eq!(&*why(&mut two(), &unknown), "nothing is known of the length of answers");
+    assert_eq!(&*why(&mut two(), &unknown), "output lengths are unknown");
     let said = Request { uncut: Some("it carries a picture"), ..ASKED };
     assert_eq!(&*why(&mut two(), &said), "it carries a picture");
-    assert_eq!(&*why(&mut fleet(apart(&[GIVEN]), 1), &ASKED), "no second instance takes over");
+    assert_eq!(&*why(&mut fleet(apart(&[GIVEN]), 1), &ASKED), "no second instance is available");
     let mut router = two();
     (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Nowhere).unwrap());
-    assert_eq!(&*why(&mut router, &ASKED), "its instance cannot hand over");
+    assert_eq!(&*why(&mut router, &ASKED), "its instance cannot transfer KV");
     // One that hands over at the prompt's end alone is enough.
     (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd).unwrap());
     let d = router.route(&ASKED, 0.0).unwrap();
@@ -263,7 +263,7 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
     for name in ["engine-0", "engine-1"] {
         router.add_instance(name, Role::Both, None).unwrap();
     }
-    assert_eq!(&*why(&mut router, &ASKED), "nothing is known of the instances' speed");
+    assert_eq!(&*why(&mut router, &ASKED), "the speed of the instances is unknown");
     router.set_step_time(InstanceId(0), Some(STEP)).unwrap();
     // One that is known stands for the other.
     let d = router.route(&Request { prompt_tokens: 999, ..ASKED }, 0.0).unwrap();
@@ -313,7 +313,7 @@ fn settings_are_checked() {
         ("lengths_given", 2.0),
     ] {
         let error = with(&[bad]).unwrap_err().to_string();
-        assert!(error.contains(&format!("knob {} of split apart", bad.0)), "{error}");
+        assert!(error.contains(&format!("parameter {} of split apart", bad.0)), "{error}");
     }
     let error = with(&[("prior_token", 40.0)]).unwrap_err().to_string();
     assert!(error.contains("did you mean \"prior_tokens\""), "{error}");

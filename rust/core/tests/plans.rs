@@ -275,15 +275,18 @@ fn what_engines_cannot_do_moves_the_cut_or_leaves_the_request_whole_and_the_rece
     for _ in 0..4 {
         let d = route_expecting(&mut router, Some(200), None);
         let why = whole(&mut router, &d);
-        assert!(why == "its instance cannot hand over" || why == "no second instance takes over", "{why}");
+        assert!(
+            why == "its instance cannot transfer KV" || why == "no second instance is available",
+            "{why}"
+        );
     }
     let mut router = cutting(0.5, 1);
     let d = route_expecting(&mut router, Some(200), None);
-    assert_eq!(whole(&mut router, &d), "no second instance takes over");
+    assert_eq!(whole(&mut router, &d), "no second instance is available");
     assert_eq!(router.totals().split, 0);
     for bad in [0.0, 1.0, -1.0, f64::NAN] {
         let error = Registry::CORE.split("force", &[("at", bad)]).unwrap_err().to_string();
-        assert!(error.contains("knob at of split force"), "{error}");
+        assert!(error.contains("parameter at of split force"), "{error}");
     }
 }
 
@@ -298,10 +301,10 @@ fn a_running_request_moves_and_its_books_with_it() {
     refused(begin(&mut router, target).unwrap_err(), "no token yet");
     refused(router.elsewhere(d.ticket, now).unwrap_err(), "no token yet");
     router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
-    refused(begin(&mut router, source).unwrap_err(), "runs there already");
+    refused(begin(&mut router, source).unwrap_err(), "already runs on the target");
     refused(begin(&mut router, lmetric_core::InstanceId(7)).unwrap_err(), "slot 7 is not valid");
     router.set_cuts(target, Cuts::PromptEnd).unwrap();
-    refused(begin(&mut router, target).unwrap_err(), "hand over behind an output token");
+    refused(begin(&mut router, target).unwrap_err(), "transfer KV after an output token");
     router.set_cuts(target, Cuts::Anywhere).unwrap();
     let bound = begin(&mut router, target).unwrap();
     assert_eq!((bound.instance, bound.from_token, bound.to_token), (target, 1001, None));

@@ -237,7 +237,7 @@ fn what_did_not_come_is_computed() {
     let cold = chain(7000, 10);
     let other = router.route(&request(&cold), 1.3).unwrap();
     let error = router.advance(other.ticket, pulled(0, 0.0), 1.3).unwrap_err();
-    assert!(matches!(&error, CoreError::Ticket { problem, .. } if problem.contains("pulls nothing")));
+    assert!(matches!(&error, CoreError::Ticket { problem, .. } if problem.contains("fetches no prefix")));
 }
 
 #[test]

@@ -113,14 +113,14 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
     for bad in [f64::NAN, -1.0, f64::INFINITY] {
         let share = Share { decode_tokens: bad, ..Share::default() };
         let message = b.hear("a", [("x", share)], 0.0).unwrap_err().to_string();
-        assert!(message.contains("decode_tokens on x that router a tells of"), "{message}");
+        assert!(message.contains("decode_tokens on x in the message of router a"), "{message}");
     }
     assert_eq!(b.replicas().count(), 0);
     for i in 0..MOST_REPLICAS {
         b.hear(&format!("router-{i}"), [("x", Share { decoding: 1.0, ..Share::default() })], 0.0).unwrap();
     }
     let message = b.hear("one more", [], 0.0).unwrap_err().to_string();
-    assert!(message.contains("one beyond 64"), "{message}");
+    assert!(message.contains("after 64 others"), "{message}");
     assert_eq!(value(&b, Indicator::Bs, "x"), MOST_REPLICAS as f64);
     assert_eq!(
         Share::of(b.share(0.0).first().map_or([0.0; Share::NAMES.len()], |s| s.1.numbers())),
