@@ -27,7 +27,7 @@ impl Router {
     /// a prefill on another instance. Keeps the same state as [`Router::set_policy`].
     ///
     /// # Errors
-    /// Those of [`Router::set_policy`].
+    /// The errors of [`Router::set_policy`].
     pub fn set_decode_policy(&mut self, policy: Box<dyn Policy>) -> Result<(), CoreError> {
         self.replace(policy, |state| &mut state.later)
     }

@@ -21,7 +21,7 @@ impl Router {
     /// [`Router::route`] with the request's own id for the decision record.
     ///
     /// # Errors
-    /// Those of [`Router::route`].
+    /// The errors of [`Router::route`].
     pub fn route_labelled(
         &mut self,
         request: &Request<'_>,
@@ -38,7 +38,7 @@ impl Router {
     /// and leaves a spare buffer in its place. `request.chain` is not read.
     ///
     /// # Errors
-    /// Those of [`Router::route`]; `chain` is then unchanged.
+    /// The errors of [`Router::route`]; `chain` is then unchanged.
     pub fn route_taking(
         &mut self,
         request: &Request<'_>,
@@ -120,7 +120,7 @@ impl Router {
     /// Second stage: scores every instance and returns the best one. The ledger is unchanged.
     ///
     /// # Errors
-    /// Those of [`Router::route`].
+    /// The errors of [`Router::route`].
     pub fn score(&mut self, request: &Request<'_>, now: Seconds) -> Result<InstanceId, CoreError> {
         let chosen = self.state.choose(&mut self.context, request, Turn::First, &[], None, now);
         self.context.count_unscored(&mut self.requests.totals);

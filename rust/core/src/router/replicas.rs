@@ -26,7 +26,7 @@ pub(super) struct Replicas {
 #[derive(Clone, Debug)]
 struct Replica {
     heard: Seconds,
-    /// Load by slot; shorter than the fleet if the message ended earlier.
+    /// Load by slot; shorter than the fleet if the message omits the last slots.
     shares: Vec<Share>,
 }
 

@@ -19,7 +19,7 @@ impl Router {
     /// Applies an engine's load report with values of declared indicators.
     ///
     /// # Errors
-    /// Those of [`Router::engine_report`] and [`Router::report_declared`]. Nothing has changed
+    /// The errors of [`Router::engine_report`] and [`Router::report_declared`]. Nothing has changed
     /// then.
     pub fn engine_report_with<'a>(
         &mut self,

@@ -83,7 +83,7 @@ pub struct TicketState {
     pub leg: Leg,
     /// Segments bound after the open segment, in order.
     pub later: Vec<Leg>,
-    /// When the previous segment ended, and the usage that its engine reported.
+    /// Time of the last handoff, and the usage that the first segment's engine reported.
     pub handed_over: Option<(Seconds, Usage)>,
     /// Number of its decision record.
     pub decision: u64,

@@ -13,7 +13,7 @@ impl Lifecycle<'_> {
     /// Applies an event ([`Router::advance`](crate::router::Router::advance)).
     ///
     /// # Errors
-    /// Those of [`Router::advance`](crate::router::Router::advance).
+    /// The errors of [`Router::advance`](crate::router::Router::advance).
     pub fn advance(&mut self, ticket: TicketId, event: Event) -> Result<Option<Segment>, CoreError> {
         let mut open_now = None;
         loop {

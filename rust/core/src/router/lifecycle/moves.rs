@@ -24,7 +24,7 @@ impl Lifecycle<'_> {
     /// Begins a move ([`Router::begin_move`](crate::router::Router::begin_move)).
     ///
     /// # Errors
-    /// Those of [`Router::begin_move`](crate::router::Router::begin_move).
+    /// The errors of [`Router::begin_move`](crate::router::Router::begin_move).
     pub fn begin_move(
         &mut self,
         ticket: TicketId,
@@ -76,7 +76,7 @@ impl Lifecycle<'_> {
     /// Chooses another instance ([`Router::elsewhere`](crate::router::Router::elsewhere)).
     ///
     /// # Errors
-    /// Those of [`Router::elsewhere`](crate::router::Router::elsewhere).
+    /// The errors of [`Router::elsewhere`](crate::router::Router::elsewhere).
     pub fn elsewhere(&mut self, ticket: TicketId) -> Result<InstanceId, CoreError> {
         let state = self.requests.tickets.get(ticket)?;
         let source = state.leg.segment.instance;
@@ -96,7 +96,7 @@ impl Lifecycle<'_> {
     /// Cancels a move ([`Router::cancel_move`](crate::router::Router::cancel_move)).
     ///
     /// # Errors
-    /// Those of [`Router::cancel_move`](crate::router::Router::cancel_move).
+    /// The errors of [`Router::cancel_move`](crate::router::Router::cancel_move).
     pub fn cancel_move(&mut self, ticket: TicketId) -> Result<(), CoreError> {
         let state = self.requests.tickets.get(ticket)?;
         if state.leg.segment.to_token.is_none() {

@@ -3,8 +3,8 @@ use crate::request::Request;
 use crate::router::state::State;
 use std::borrow::Cow;
 
-/// Minimum number of ended outputs of a caller's class before its median replaces the median of all
-/// prompts of that length. With 8 outputs, one outlier moves the median by a sixteenth of its rank.
+/// Minimum number of ended outputs of a caller's class before its lengths replace the lengths of all
+/// prompts of that size. With 8 outputs, one outlier moves the median by a sixteenth of its rank.
 const LEAST_OF_CLASS: u32 = 8;
 
 /// Returns the classes whose outputs predict a request's output length: prompts of the same power

@@ -15,7 +15,7 @@ pub struct PullConfig {
     pub most_pulls: u32,
     /// An instance fetches nothing while its reported KV cache usage is at least this fraction.
     /// Engines may keep fetched KV for a lease after the end of the request, and would fill up with
-    /// unused KV. 1: no limit below a full cache.
+    /// unused KV. 1: no limit.
     pub most_kv_usage: f64,
 }
 

@@ -5,7 +5,7 @@ use crate::split::{self, Whole};
 
 pub static SPEC: PlannerSpec = PlannerSpec {
     name: "force",
-    about: "splits each request at the fraction `at` of its prompt and expected output, to test engines and streams",
+    about: "splits each request at a fraction of its prompt and expected output, to test engines and streams",
     source: "ours",
     maturity: Maturity::Experimental,
     settings: &[Knob::float("at", 0.0, 1.0, f64::NAN, "the fraction, above 0 and below 1; required")],

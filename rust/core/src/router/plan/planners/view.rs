@@ -31,7 +31,7 @@ impl View<'_> {
         Some((second, self.follow(second, handoff)))
     }
 
-    /// Chooses an instance by the decode policy, except the first one and those in `taken`.
+    /// Chooses an instance by the decode policy, not the first and none in `taken`.
     /// `start_seconds`: expected seconds until the segment starts to decode.
     pub fn other_than(&mut self, taken: &[InstanceId], start_seconds: Seconds) -> Option<InstanceId> {
         let View { state, request, first, failed, now, .. } = *self;
