@@ -3,7 +3,7 @@ use crate::request::Request;
 use crate::router::state::State;
 use std::borrow::Cow;
 
-/// Minimum number of ended outputs of a caller's class before its lengths replace the lengths of all
+/// Minimum number of ended outputs of a caller's class before its lengths replace those of all
 /// prompts of that size. With 8 outputs, one outlier moves the median by a sixteenth of its rank.
 const LEAST_OF_CLASS: u32 = 8;
 
