@@ -7,10 +7,10 @@ use super::*;
 use crate::estimate::survival::{ALPHA, BUCKET_TOKENS};
 
 const KNOBS: &[Knob] = &[
-    Knob::flag("type1", true, "count the requests that decode now").for_studies(),
-    Knob::flag("type2", true, "count the requests bound to the instance that will decode by the handoff")
+    Knob::flag("type1", true, "count the requests that already decode").for_studies(),
+    Knob::flag("type2", true, "count the bound requests that start to decode before this request")
         .for_studies(),
-    Knob::flag("type3", true, "count the requests bound to the instance that will decode later")
+    Knob::flag("type3", true, "count the bound requests that start to decode after this request")
         .for_studies(),
     Knob::float(
         "alpha",

@@ -27,8 +27,8 @@ pub static SPEC: PlannerSpec = PlannerSpec {
             -1.0,
             1.0,
             0.05,
-            "minimum gain of a split over the whole request on the better instance, as a fraction of the request's \
-             own time; below 0: every balance is a split, as in Algorithm 1",
+            "minimum gain over the whole request on the better instance, as a fraction of its own time. \
+             Below 0: every balance is a split, as in Algorithm 1",
         ),
         Knob::flag(
             "bounded_batch",
