@@ -114,7 +114,7 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
     for bad in [f64::NAN, -1.0, f64::INFINITY] {
         let share = Share { decode_tokens: bad, ..Share::default() };
         let message = b.hear("a", [("x", share)], 0.0).unwrap_err().to_string();
-        assert!(message.contains("decode_tokens on x in the message of router a"), "{message}");
+        assert!(message.contains("decode_tokens on x in the load of router a"), "{message}");
     }
     assert_eq!(b.replicas().count(), 0);
     for i in 0..MOST_REPLICAS {

@@ -83,7 +83,7 @@ impl Replicas {
             for (what, value) in Share::NAMES.iter().zip(share.numbers()) {
                 if !(0.0..=1e15).contains(&value) {
                     return Err(CoreError::BadValue {
-                        what: format!("{what} on {instance} in the message of router {replica}"),
+                        what: format!("{what} on {instance} in the load of router {replica}"),
                         got: value.to_string(),
                         expected: "0 to 1e15".into(),
                     });
