@@ -132,7 +132,7 @@ async def test_with_a_token_only_routers_are_heard(tmp_path: Path) -> None:
         ({**TOLD, "router": "x" * 65}, 400, "router"),
         ({**TOLD, "names": ["queued"]}, 409, "this version tells coming, queued"),
         ({**TOLD, "models": {"tiny": [["e0", [-1.0]]]}}, 400, "expected 15: coming, queued"),
-        ({**TOLD, "models": {"tiny": [["e0", [-1.0] * 15]]}}, 400, "coming on e0 that router ab tells of"),
+        ({**TOLD, "models": {"tiny": [["e0", [-1.0] * 15]]}}, 400, "coming on e0 in the load of router ab"),
         ({**TOLD, "models": {"tiny": [["e0"]]}}, 400, "models.tiny.0"),
     ],
 )
