@@ -104,7 +104,7 @@ async def test_many_at_once() -> None:
     [
         ({"n": 1, "seed": 3}, "(seed)"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "(tools)"),
-        ({"max_tokens": 1}, "no two tokens"),
+        ({"max_tokens": 1}, "fewer than two tokens"),
     ],
 )
 async def test_what_stays_whole_says_why(fields: dict[str, Any], why: str) -> None:

@@ -15,7 +15,7 @@ TraceFile = Annotated[
         parser=trace_path,
         metavar="FILE",
         show_default="slice",
-        help="Trace file in Mooncake, Qwen-Bailian or Azure format, also .gz; slice: the trace in the package.",
+        help="Trace file: Mooncake, Qwen-Bailian or Azure format, also .gz; slice: the trace in the package.",
     ),
 ]
 Format = Annotated[str | None, typer.Option(help="Format of the trace [default: detected].")]

@@ -24,7 +24,7 @@ def show(
         typer.Argument(
             parser=trace_path,
             metavar="FILE",
-            help="Trace file in Mooncake, Qwen-Bailian or Azure format, also .gz; slice: the trace in the package.",
+            help="Trace: Mooncake, Qwen-Bailian or Azure format, also .gz; slice: the trace in the package.",
         ),
     ],
     format: Format = None,
