@@ -120,8 +120,10 @@ async def test_every_data_parallel_rank_is_examined() -> None:
     assert bad.verdicts["kv_events"].seen.startswith("rank 1: nobody listens")
 
 
-async def test_an_entry_for_a_rank_is_examined_alone() -> None:
-    options = EngineOptions(ranks=2, clock_speed=20, **EVENTS)
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+async def test_an_entry_for_a_rank_is_examined_alone(api: str) -> None:
+    given = {"api": api, "ranks": 2, "clock_speed": 20, "order": "priority", **EVENTS}
+    options = EngineOptions.model_validate(given)
     async with EngineServer(options.model_copy(update={"port": 0})) as engine:
         targets = [Target(EngineConfig(url=engine.url, data_parallel_rank=rank)) for rank in (0, 1, 7)]
         first, second, none = await examine(targets)

@@ -7,10 +7,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from pydantic import ValidationError
 
 from lmetric.engines.adapter import samples
 from lmetric.engines.emulated import EngineOptions, EngineServer
+from lmetric.engines.emulated.ranks import consecutive_ports
+from lmetric.engines.identify import identify
 
 PROMPT = [7] * 40
 
@@ -68,6 +69,57 @@ async def test_a_request_goes_to_the_least_loaded_rank() -> None:
             assert (await ask)[0] == 200
 
 
-def test_the_stand_in_for_sglang_has_one() -> None:
-    with pytest.raises(ValidationError, match="only with api vllm"):
-        EngineOptions(api="sglang", ranks=2)
+async def test_the_stand_in_for_sglang_has_ranks_as_sglang() -> None:
+    sockets = ("kv_events_endpoint", "kv_events_replay_endpoint", "load_publish_endpoint")
+    options = EngineOptions(
+        port=0,
+        api="sglang",
+        ranks=3,
+        clock_speed=50,
+        cache_blocks=1000,
+        **dict.fromkeys(sockets, "tcp://*:0"),
+    )
+    async with EngineServer(options) as engine, aiohttp.ClientSession() as http:
+
+        async def cached(rank: str | None) -> int:
+            status, answer = await post(http, engine.url, rank)
+            assert status == 200
+            return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert [await cached(rank) for rank in ("2", "0", "2", "0")] == [0, 0, 32, 32]
+        # Without the header in turn, wherever the prefix is.
+        assert sorted([await cached(None) for _ in range(3)]) == [0, 32, 32]
+        for rank, why in (
+            ("3", "routed_dp_rank=3 out of range [0, 3)"),
+            ("-1", "routed_dp_rank=-1 out of range [0, 3)"),
+            ("x", "Invalid X-Data-Parallel-Rank header: must be an integer, got 'x'"),
+        ):
+            status, answer = await post(http, engine.url, rank)
+            assert (status, answer["message"]) == (400, why)
+
+        async def ask(path: str) -> tuple[int, bytes]:
+            async with http.get(engine.url + path) as answer:
+                return answer.status, await answer.read()
+
+        _, whole = await identify(ask)
+        assert (whole.ranks, whole.cache_blocks, len(whole.load_feeds)) == ((0, 1, 2), 3000, 3)
+        heard = []
+        for rank in whole.ranks:
+            adapter, told = await identify(ask, rank)
+            assert (told.data_parallel_rank, told.cache_blocks, len(told.load_feeds)) == (rank, 1000, 1)
+            (source,) = told.event_sources
+            assert source.replay_endpoint is not None
+            heard += [source.endpoint, source.replay_endpoint, *told.load_feeds]
+            (_, body) = await ask("/v1/loads?include=core")
+            assert adapter.load(body).names[0] == "num_waiting_reqs"
+        assert len(set(heard)) == 9
+        with pytest.raises(ValueError, match="data_parallel_rank: 3: the engine has the ranks 0, 1, 2"):
+            await identify(ask, 3)
+
+
+def test_ranks_of_any_port_get_consecutive_ones() -> None:
+    place, _, port = consecutive_ports("tcp://*:0", 4).rpartition(":")
+    assert place == "tcp://*"
+    assert int(port) > 0
+    for named in ("tcp://*:5557", "ipc:///kv"):
+        assert consecutive_ports(named, 4) == named

@@ -249,8 +249,9 @@ async def test_an_answer_that_breaks_off_is_an_error(end: str, failure: str) -> 
         assert totals(router) == {"finished": 0, "retries": 0, failure: 1}
 
 
-async def test_a_data_parallel_rank_is_a_target() -> None:
-    async with engines(1, ranks=2) as urls, aiohttp.ClientSession() as http:
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+async def test_a_data_parallel_rank_is_a_target(api: str) -> None:
+    async with engines(1, ranks=2, api=api) as urls, aiohttp.ClientSession() as http:
         (url,) = urls.values()
         targets = {f"gpu-0-dp{rank}": lm.EngineTarget(url, data_parallel_rank=rank) for rank in (0, 1)}
         router = lm.Router("session_affinity")

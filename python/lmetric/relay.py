@@ -38,7 +38,7 @@ RETRY_STATUSES = frozenset({500, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class EngineTarget:
-    """Where an instance is: an engine, or one data-parallel rank of a vLLM engine.
+    """Where an instance is: an engine, or one data-parallel rank of a vLLM or SGLang engine.
 
     Ranks have a queue and a cache of their own. Give each rank an instance of the router, its events
     (`EventFeed.subscribe`) and its load, and requests go to the rank that the router chose.

@@ -104,7 +104,7 @@ class EngineConfig(Strict):
         None,
         ge=0,
         le=65_535,
-        description="the entry is this data-parallel rank of a vLLM engine: requests carry "
+        description="the entry is this data-parallel rank of a vLLM or SGLang engine: requests carry "
         "X-data-parallel-rank, and its KV events and load are those of the rank; give each rank an entry; "
         "default: the entry is the whole engine, which picks the rank of each request",
     )

@@ -147,7 +147,7 @@ async def _counted(subject: Subject) -> float | None:
     adapter = subject.adapter
     if adapter is None or adapter.cached_counter is None:
         return None
-    page = (await subject.client.get("/metrics")).body
+    page = adapter.own((await subject.client.get("/metrics")).body)
     found = [number for _, _, number in samples(page, adapter.prefix, [adapter.cached_counter])]
     return sum(found) if found else None
 

@@ -133,7 +133,7 @@ async def _fetched(subject: Subject) -> float | None:
     adapter = subject.adapter
     if adapter is None or adapter.name != "vllm":
         return None
-    page = (await subject.client.get("/metrics")).body
+    page = adapter.own((await subject.client.get("/metrics")).body)
     found = [
         number
         for _, labels, number in samples(page, adapter.prefix, [_FETCHED])

@@ -35,8 +35,7 @@ async def check_model(subject: Subject) -> None:
     """It is asked what it is, and answers a completion."""
     rank = subject.target.engine.data_parallel_rank
     try:
-        subject.adapter, told = await identify(subject.client.page)
-        subject.capabilities = told if rank is None else told.of_rank(rank)
+        subject.adapter, subject.capabilities = await identify(subject.client.page, rank)
     except (Unanswered, ValueError) as error:
         key = "give the engine's key (api_key in the configuration)" if "status 401" in str(error) else None
         subject.failed("model", str(error), key)

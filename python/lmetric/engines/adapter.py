@@ -12,9 +12,10 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import orjson
 
@@ -91,6 +92,8 @@ class Handover:
     lease_seconds: float | None = None  # that it holds what nobody has fetched
     on_failure: str | None = None  # of a fetch: recompute or fail
     bootstrap_port: int | None = None  # where decode engines find it (SGLang)
+    # Data-parallel rank that computes the prompt, and the number of ranks; None: the prefill engine chooses.
+    bootstrap_rank: tuple[int, int] | None = None
     # Whether it takes the front of a prompt and computes the rest, and hands on what it took (vLLM's
     # bidirectional_kv_xfer); where it does not, a request for that never ends.
     bidirectional: bool | None = None
@@ -116,6 +119,7 @@ class Capabilities:
     block_size: int | None = None  # tokens of a KV block; the unit of its events and of its cache
     cache_blocks: int | None = None  # KV blocks, over all its data-parallel ranks
     prefix_caching: bool | None = None
+    ranks: tuple[int, ...] = ()  # its data-parallel ranks; empty: it does not tell
     # Where its KV events come from, by rank, and, where there is nothing to subscribe to, why.
     event_sources: tuple[EventSource, ...] = ()
     no_events: str | None = None
@@ -138,19 +142,25 @@ class Capabilities:
     data_parallel_rank: int | None = None  # of which these are the capabilities; None: of all together
 
     def of_rank(self, rank: int) -> Capabilities:
-        """The capabilities of one data-parallel rank. Raises ValueError if the engine takes no such rank."""
-        if self.engine != "vllm":
+        """The capabilities of one data-parallel rank, of pages read by `Adapter.of_rank`.
+
+        Raises ValueError if the engine has no such rank.
+        """
+        if self.ranks and rank not in self.ranks:
             raise ValueError(
-                f"data_parallel_rank: {rank}: the engine is {self.engine}; only vLLM takes a rank by header"
+                f"data_parallel_rank: {rank}: the engine has the ranks {', '.join(map(str, self.ranks))}"
             )
-        known = [source.rank for source in self.event_sources]
-        if known and rank not in known:
-            raise ValueError(
-                f"data_parallel_rank: {rank}: the engine has the ranks {', '.join(map(str, known))}"
-            )
-        sources = tuple(source for source in self.event_sources if source.rank == rank)
-        # The load header does not name the rank that it is of.
-        return replace(self, event_sources=sources, load_header=False, data_parallel_rank=rank)
+        handover = self.handover
+        if handover is not None and handover.bootstrap_port is not None:
+            handover = replace(handover, bootstrap_rank=(rank, len(self.ranks)))
+        return replace(
+            self,
+            event_sources=tuple(source for source in self.event_sources if source.rank == rank),
+            load_feeds=self.load_feeds[rank : rank + 1],
+            load_header=False,  # the load header does not name the rank
+            handover=handover,
+            data_parallel_rank=rank,
+        )
 
     @property
     def cache_tokens(self) -> int | None:
@@ -230,6 +240,9 @@ class Adapter(ABC):
     prefix: str  # of its metrics' names
     cached_counter: str | None = None  # its counter of prompt tokens found in the cache, without its prefix
     cache_salt = False  # whether it keeps prompts with different `cache_salt` fields apart in its cache
+    # Label of its metrics that names the data-parallel rank; None: requests to it cannot name a rank.
+    rank_label: str | None = None
+    rank: int | None = None  # the data-parallel rank whose figures this adapter reads; None: of all ranks
     # What to set on it for load, prefix_cache, cached_tokens, kv_events, priority, handover; for the doctor.
     flags: Mapping[str, str] = MappingProxyType({})
 
@@ -241,9 +254,28 @@ class Adapter(ABC):
     async def capabilities(self, pages: Pages) -> Capabilities:
         """What the engine tells of itself. Raises ValueError for a page that makes no sense."""
 
+    def of_rank(self, rank: int) -> Self:
+        """The adapter for one data-parallel rank. Raises ValueError if requests cannot name a rank."""
+        if self.rank_label is None:
+            raise ValueError(
+                f"data_parallel_rank: {rank}: the engine is {self.name}, and requests to it cannot name a "
+                "rank; remove data_parallel_rank"
+            )
+        adapter = copy(self)
+        adapter.rank = rank
+        return adapter
+
+    def own(self, page: bytes) -> bytes:
+        """A page of metrics without the samples of data-parallel ranks other than `rank`."""
+        if self.rank is None or self.rank_label is None:
+            return page
+        label, own = _rank_pattern(self.rank_label), b"%d" % self.rank
+        lines = page.splitlines(keepends=True)
+        return b"".join(line for line in lines if (of := label.search(line)) is None or of[1] == own)
+
     def load(self, page: bytes) -> Load:
         """The load on the page that `Capabilities.load_path` names."""
-        return read_gauges(page, self.prefix, self.gauges)
+        return read_gauges(self.own(page), self.prefix, self.gauges)
 
     def load_of_header(self, header: str) -> Load:
         """The load in an `endpoint-load-metrics` header (ORCA), in its TEXT or its JSON form."""
@@ -283,6 +315,12 @@ def _pattern(prefix: str, names: tuple[str, ...]) -> re.Pattern[bytes]:
     return re.compile(b"^%b(%b)(%b) +([0-9.eE+-]+)" % (prefix.encode(), name, labels), re.MULTILINE)
 
 
+@functools.cache
+def _rank_pattern(label: str) -> re.Pattern[bytes]:
+    """Finds the data-parallel rank in a sample's labels."""
+    return re.compile(rb'[{,]%b="(\d+)"' % label.encode())
+
+
 def samples(
     page: bytes, prefix: str, names: Iterable[str], negative: bool = False
 ) -> Iterator[tuple[str, bytes, float]]:
@@ -304,16 +342,6 @@ def read_gauges(page: bytes, prefix: str, gauges: Mapping[str, str]) -> Load:
         found[meaning] = max(before, number) if meaning == "kv_usage" else before + number
         names[prefix + name] = None
     return Load(**found, names=tuple(names))
-
-
-_RANK_LABEL = re.compile(rb'[{,]engine="(\d+)"')
-
-
-def page_of_rank(page: bytes, rank: int) -> bytes:
-    """A page of metrics without the samples that another data-parallel rank labels with its number."""
-    own = b"%d" % rank
-    lines = page.splitlines(keepends=True)
-    return b"".join(line for line in lines if (of := _RANK_LABEL.search(line)) is None or of[1] == own)
 
 
 def finite(value: Any) -> float | None:

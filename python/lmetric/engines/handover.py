@@ -129,6 +129,9 @@ class Bootstrap(Connector):
     """SGLang's bootstrap (read in 0.5.23, not tried): the same body to both engines at once.
 
     The room is where the two find each other. The prefill engine makes one token whatever it is asked for.
+    With data-parallel ranks, the prefill engine by default (`--load-balance-method follow_bootstrap_room`)
+    gives a request to the rank that is the room modulo the number of ranks, and fails one that a header sends
+    to another rank. The decode engine looks for the prompt by the same rule. So the room follows the rank.
     """
 
     name = "bootstrap"
@@ -140,10 +143,14 @@ class Bootstrap(Connector):
             raise HandoverError(why)
         if told.bootstrap_port is None:
             raise HandoverError("the prefill engine does not tell its bootstrap port")
+        number = secrets.randbits(62)
+        if told.bootstrap_rank is not None:
+            rank, ranks = told.bootstrap_rank
+            number += rank - number % ranks
         room = {
             "bootstrap_host": host,
             "bootstrap_port": told.bootstrap_port,
-            "bootstrap_room": secrets.randbits(63),
+            "bootstrap_room": number,
         }
         return with_fields(body, room)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import orjson
 
-from lmetric.engines.adapter import page_of_rank
 from lmetric.engines.errors import error_text
 
 PATIENCE_SECONDS = 30.0
@@ -58,17 +57,12 @@ class EngineClient:
         self.url = url.rstrip("/")
         self._session = session
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._rank = rank
         if rank is not None:
             self._headers["x-data-parallel-rank"] = str(rank)
 
     async def get(self, path: str, seconds: float = PATIENCE_SECONDS) -> Answer:
-        """The answer to GET of a path with its query. From a rank's /metrics, the samples of other ranks are
-        left out."""
-        answer = await self._ask("GET", path, None, {}, seconds)
-        if self._rank is None or path != "/metrics":
-            return answer
-        return replace(answer, body=page_of_rank(answer.body, self._rank))
+        """The answer to GET of a path with its query."""
+        return await self._ask("GET", path, None, {}, seconds)
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
         """The answer to a POST of JSON."""

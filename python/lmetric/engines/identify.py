@@ -44,13 +44,19 @@ class Unknown(Adapter):
 UNKNOWN = Unknown()
 
 
-async def identify(ask: Ask) -> tuple[Adapter, Capabilities]:
-    """The engine's adapter, and what it tells of itself.
+async def identify(ask: Ask, rank: int | None = None) -> tuple[Adapter, Capabilities]:
+    """The engine's adapter, and what it tells of itself; with ``rank``, both of that data-parallel rank.
 
-    Raises ValueError for a page that makes no sense, /v1/models above all, and what `ask` raises.
+    Raises ValueError for a page that makes no sense, /v1/models above all, and for a rank that the engine
+    does not have or take, and what `ask` raises.
     """
     pages = Pages(ask)
-    for adapter in ADAPTERS:
-        if await adapter.recognises(pages):
-            return adapter, await adapter.capabilities(pages)
-    return UNKNOWN, await UNKNOWN.capabilities(pages)
+    adapter: Adapter = UNKNOWN
+    for each in ADAPTERS:
+        if await each.recognises(pages):
+            adapter = each
+            break
+    if rank is None:
+        return adapter, await adapter.capabilities(pages)
+    adapter = adapter.of_rank(rank)
+    return adapter, (await adapter.capabilities(pages)).of_rank(rank)

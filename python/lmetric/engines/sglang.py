@@ -43,6 +43,8 @@ class Sglang(Adapter):
         "token_usage": "kv_usage",
     }
     cached_counter = "cached_tokens_total"
+    # OpenAI's routes take `X-Data-Parallel-Rank`; /generate takes the field `routed_dp_rank` alone.
+    rank_label = "dp_rank"
     flags: Mapping[str, str] = {
         "load": "--enable-metrics",
         "prefix_cache": "leave out --disable-radix-cache",
@@ -79,8 +81,9 @@ class Sglang(Adapter):
             tuple(_rooted(card, model) for card in await pages.models()),
             block_size=count_of(events, "block_size") or page,
             # Its pool of tokens is that of one rank.
-            cache_blocks=tokens // page * ranks if tokens and page else None,
+            cache_blocks=tokens // page * (ranks if self.rank is None else 1) if tokens and page else None,
             prefix_caching=not info["disable_radix_cache"] if "disable_radix_cache" in info else None,
+            ranks=tuple(range(ranks)),
             event_sources=sources,
             no_events=no_events,
             # The load sockets are always bound, whatever host the block names.
@@ -97,11 +100,11 @@ class Sglang(Adapter):
         )
 
     def load(self, page: bytes) -> Load:
-        """The load on /v1/loads, over all data-parallel ranks, or on /metrics."""
+        """The load on /v1/loads, of `rank` or over all data-parallel ranks, or on /metrics."""
         if not page.startswith(b"{"):
             return super().load(page)
         try:
-            ranks = orjson.loads(page)["loads"]
+            ranks = [each for each in orjson.loads(page)["loads"] if self.rank in (None, each.get("dp_rank"))]
             waiting = sum(number_of(rank["num_waiting_reqs"]) or 0.0 for rank in ranks)
             running = sum(number_of(rank["num_running_reqs"]) or 0.0 for rank in ranks)
             usages = [usage for rank in ranks if (usage := number_of(rank.get("token_usage"))) is not None]

@@ -47,6 +47,7 @@ class Vllm(Adapter):
         "gpu_cache_usage_perc": "kv_usage",  # until 0.10
     }
     cached_counter = "prefix_cache_hits_total"
+    rank_label = "engine"
     flags: Mapping[str, str] = {
         "load": "leave out --disable-log-stats",
         "prefix_cache": "--enable-prefix-caching",
@@ -67,7 +68,7 @@ class Vllm(Adapter):
     async def capabilities(self, pages: Pages) -> Capabilities:
         """What its pages tell. Block and cache size stand in the labels of `vllm:cache_config_info`."""
         version = text_of(await pages.object("/version"), "version")
-        metrics = await pages.text("/metrics")
+        metrics = self.own(await pages.text("/metrics"))
         caches = [_labels(raw) for _, raw, _ in samples(metrics, self.prefix, ("cache_config_info",))]
         blocks = [count for cache in caches if (count := count_of(cache, "num_gpu_blocks"))]
         caching = {cache.get("enable_prefix_caching") for cache in caches}
@@ -83,6 +84,7 @@ class Vllm(Adapter):
             block_size=next((size for cache in caches if (size := count_of(cache, "block_size"))), None),
             cache_blocks=sum(blocks) if blocks else None,
             prefix_caching=None if not caching & {"True", "False"} else "True" in caching,
+            ranks=tuple(source.rank for source in sources),
             event_sources=sources,
             no_events=no_events,
             load_path="/metrics" if load else None,

@@ -501,6 +501,7 @@ def simulate(
         admission=admission,
         index=index,
         index_bytes=index_bytes,
+        guard=routing.guard,
         event_delay_seconds=event_delay_seconds,
         report_period_seconds=report_period_seconds,
         token_stride=token_stride,
@@ -528,7 +529,6 @@ def simulate(
         roles=None if pools is None else pools.each(),
         **(_continued(routing, prefill) if continued else {}),
         **_transferred(routing.prefix_fetch, Transfer.of(transfer), chosen, continued),
-        **_guarding(routing.guard),
     )
     wall_seconds = time.perf_counter() - started
     block = chosen.block_tokens
@@ -573,11 +573,6 @@ def _transferred(fetch: Any, transfer: Transfer | None, profile: Profile, contin
     if fetch is None:
         return _moved(transfer, profile) if continued else {}
     return _moved(transfer, profile) | constants(fetch, profile, transfer)
-
-
-def _guarding(guard: Guard) -> dict[str, Any]:
-    settings = {f"guard_{each.name}": getattr(guard, each.name) for each in fields(guard)}
-    return {"guard": settings.pop("guard_enabled"), **settings}
 
 
 def _moved(transfer: Transfer | None, profile: Profile) -> dict[str, Any]:

@@ -74,31 +74,3 @@ fn refusal(maturity: Maturity) -> &'static str {
         Maturity::Study => "is for studies only: use it in simulate or study",
     }
 }
-
-/// A setting that is a whole number; `what` names it.
-///
-/// # Errors
-/// `BadValue` for a fraction, what is below 0 or above [`u32::MAX`], and what is no number.
-pub fn whole(what: &str, value: f64) -> Result<u32, CoreError> {
-    if value.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&value) {
-        return Ok(value as u32);
-    }
-    let (what, got) = (what.to_string(), value.to_string());
-    Err(CoreError::BadValue { what, got, expected: format!("a whole number from 0 to {}", u32::MAX) })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn whole_numbers_are_and_others_are_named() {
-        assert_eq!(whole("n", 0.0), Ok(0));
-        assert_eq!(whole("n", 4_294_967_295.0), Ok(u32::MAX));
-        for wrong in [0.5, -1.0, 4_294_967_296.0, f64::NAN, f64::INFINITY] {
-            let told = whole("bins of tokens", wrong).unwrap_err().to_string();
-            let expected = "expected a whole number from 0 to 4294967295";
-            assert_eq!(told, format!("bins of tokens: {wrong} is not valid; {expected}"));
-        }
-    }
-}

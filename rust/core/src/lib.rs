@@ -26,6 +26,7 @@ pub mod registry;
 pub mod request;
 pub mod reschedule;
 pub mod router;
+pub mod settings;
 pub mod split;
 pub mod suggest;
 mod wide;

@@ -1,10 +1,11 @@
 //! The Python face of the engine model, for the emulated engines.
 use crate::errors::to_python;
+use crate::settings;
 use lmetric_core::CoreError;
 use lmetric_sim::text::Rolling;
 use lmetric_sim::{
-    Admission, DecodeThroughput, Generator, KvEvent, Order, Preempt, Profile, Prompt, Request, Settings,
-    TOKEN_SECONDS, TokenSlo,
+    Admission, Generator, KvEvent, Order, Preempt, Profile, Prompt, Request, Settings, TOKEN_SECONDS,
+    TokenSlo,
 };
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
@@ -32,39 +33,13 @@ fn tokens(buffer: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
 
 pub fn profile(constants: &Bound<'_, PyAny>) -> PyResult<Profile> {
     let constants = constants.cast::<PyDict>()?;
-    fn field<'py, T: for<'a> FromPyObject<'a, 'py, Error = PyErr>>(
-        constants: &Bound<'py, PyDict>,
-        name: &str,
-    ) -> PyResult<T> {
-        match constants.get_item(name)? {
-            Some(value) => value.extract(),
-            None => Err(unknown(&format!("profile field {name}"), "nothing", "a number")),
-        }
-    }
-    let decode_throughput = match constants.get_item("decode_throughput")?.filter(|curve| !curve.is_none()) {
-        None => None,
-        Some(curve) => {
-            let curve = curve.cast::<PyDict>()?;
-            Some(DecodeThroughput {
-                alpha: field(curve, "alpha")?,
-                beta: field(curve, "beta")?,
-                gamma: field(curve, "gamma")?,
-                hold_peak: field(curve, "hold_peak")?,
-            })
-        }
+    let profile: Profile = settings::reader("profile", Some(constants))?.read().map_err(to_python)?;
+    let curve = constants.get_item("decode_throughput")?.filter(|curve| !curve.is_none());
+    let read = |curve: Bound<'_, PyAny>| {
+        let mut reader = settings::reader("profile: decode_throughput", Some(curve.cast()?))?;
+        reader.read().map_err(to_python)
     };
-    Ok(Profile {
-        fixed_seconds: field(constants, "fixed_seconds")?,
-        decode_seconds_per_sequence: field(constants, "decode_seconds_per_sequence")?,
-        decode_seconds_per_context_token: field(constants, "decode_seconds_per_context_token")?,
-        prefill_seconds_per_token: field(constants, "prefill_seconds_per_token")?,
-        prefill_seconds_per_attention_pair: field(constants, "prefill_seconds_per_attention_pair")?,
-        max_batch_tokens: field(constants, "max_batch_tokens")?,
-        max_sequences: field(constants, "max_sequences")?,
-        block_tokens: field(constants, "block_tokens")?,
-        cache_blocks: field(constants, "cache_blocks")?,
-        decode_throughput,
-    })
+    Ok(Profile { decode_throughput: curve.map(read).transpose()?, ..profile })
 }
 
 /// The name of the local order that `text` gives with its settings. Raises `BadValueError`.

@@ -166,7 +166,7 @@ impl Router {
                 self.with_core(py, |router| Ok(router.set_split(&split)?))
             }
             "prefix_fetch" => {
-                let fetch = crate::pull::pull_of(settings)?;
+                let fetch = crate::settings::pull_of(settings)?;
                 self.with_core(py, |router| Ok(router.set_pull((kind != "none").then_some(fetch))?))
             }
             "priority" => {
@@ -268,7 +268,7 @@ pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Re
     let settings = Some(settings);
     Ok(match what {
         "split" => format!("{:?}", crate::split::split_of(REGISTRY, kind, settings)?),
-        "prefix_fetch" => format!("{:?}", crate::pull::pull_of(settings)?),
+        "prefix_fetch" => format!("{:?}", crate::settings::pull_of(settings)?),
         "priority" => format!("{:?}", crate::priorities::priorities_of(kind, settings)?),
         "rebalance" => format!("{:?}", crate::reschedule::reschedule_of(kind, settings, false)?),
         other => return Err(unexpected("configure", other)),
@@ -331,7 +331,7 @@ impl Router {
         let policy = policies::build(registry, policy, knobs)?;
         let guard = GuardSettings::of(guard.as_ref())?;
         let guard_chosen = guard.on;
-        let (guard, guard_reason) = guard.under(&*policy)?;
+        let (guard, guard_reason) = guard.under(&*policy);
         let config = RouterConfig {
             index_feed,
             index_bytes,

@@ -92,9 +92,8 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
 /// Plays a workload over a cluster; see `lmetric.simulate`. Returns the columns by name.
 #[pyfunction]
 #[pyo3(signature = (workload, *, policy=None, knobs=None, profiles, seed=0, signals="exact", admission="reserve",
-    index="exact", index_bytes=512 << 20, guard=None, guard_window_seconds=60.0, guard_period_seconds=1.0,
-    guard_classes=64, guard_min_requests=16, guard_phase2_factor=2.0, guard_release_factor=0.8,
-    event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1, step_times=None, output_known=true, timeline_seconds=10.0,
+    index="exact", index_bytes=512 << 20, guard=None, event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1,
+    step_times=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
     transfer_unshared=false, pull=None, pull_holder_seconds=0.0, pull_waits=true, pull_pinned=true,
@@ -113,13 +112,7 @@ fn simulate<'py>(
     admission: &str,
     index: &str,
     index_bytes: usize,
-    guard: Option<bool>,
-    guard_window_seconds: f64,
-    guard_period_seconds: f64,
-    guard_classes: i64,
-    guard_min_requests: i64,
-    guard_phase2_factor: f64,
-    guard_release_factor: f64,
+    guard: Option<&Bound<'py, PyAny>>,
     event_delay_seconds: f64,
     report_period_seconds: f64,
     token_stride: u32,
@@ -176,15 +169,7 @@ fn simulate<'py>(
         "delayed" => Signals::delayed(event_delay_seconds, report_period_seconds),
         other => return Err(unknown("signals", other, "exact, step_end or delayed").into()),
     };
-    let guard = GuardSettings {
-        on: guard,
-        window_seconds: guard_window_seconds,
-        period_seconds: guard_period_seconds,
-        classes: guard_classes,
-        min_requests: guard_min_requests,
-        phase2_factor: guard_phase2_factor,
-        release_factor: guard_release_factor,
-    };
+    let guard = GuardSettings::of(guard)?;
     let config = ClusterConfig {
         profiles: profiles.iter().map(profile).collect::<PyResult<Vec<Profile>>>()?,
         step_times: step_times
@@ -231,12 +216,12 @@ fn simulate<'py>(
             index_bytes,
             receipt_bytes: RECEIPT_BYTES,
             seed,
-            guard: guard.under(&*each[0].place)?.0, // all routers have one policy
+            guard: guard.under(&*each[0].place).0, // all routers have one policy
             binding: router::binding_of(binding)?,
             // No instance ever goes, so a request that nobody decodes is a defect: an error.
             colocate: false,
             unlimited_prefill,
-            pull: pull.map(|settings| crate::pull::pull_of(Some(settings))).transpose()?,
+            pull: pull.map(|settings| crate::settings::pull_of(Some(settings))).transpose()?,
             ..RouterConfig::default()
         },
         split: crate::split::split_of(REGISTRY, split, split_settings)?,

@@ -1,12 +1,13 @@
 //! What a model on a GPU costs: the constants of the step time, and the sizes of batch and cache.
 use lmetric_core::CoreError;
+use serde::Deserialize;
 
 /// One engine's constants. The field names are those of the profile files (YAML), whose `source` and `note` say where
 /// the constants come from.
 ///
 /// A step takes `fixed + a x decode sequences + b x their context tokens + c x prefill tokens + d x attention pairs`,
 /// where a prefill chunk of `g` tokens behind `n` tokens of context has `g x (n + g / 2)` pairs.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct Profile {
     /// Seconds that every step takes.
     pub fixed_seconds: f64,
@@ -27,12 +28,13 @@ pub struct Profile {
     /// Blocks that the KV memory holds.
     pub cache_blocks: u32,
     /// Where given, decodes take what this says, in place of `fixed`, `a` and `b`; a step without decodes takes `fixed` still.
+    #[serde(skip)]
     pub decode_throughput: Option<DecodeThroughput>,
 }
 
 /// Tokens a second that `n` decoding sequences make together: `alpha n^2 + beta n + gamma`, whatever their context (SIBYL,
 /// Eq. 15).
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 pub struct DecodeThroughput {
     /// Below 0: the curve has a peak, at `-beta / 2 alpha`.
     pub alpha: f64,

@@ -611,13 +611,13 @@ fn settings_are_those_of_the_order() {
         ("distboost", "bin_tokens", 64.0, "expected gamma"),
         ("uniboost_memguard", "window", 500.0, "gamma, bin_tokens, hysteresis_seconds"),
         ("uniboost", "bin_tokens", 0.5, "a whole number"),
-        ("uniboost", "window", 500.5, "priority: window: 500.5 is not valid; expected a whole number"),
+        ("uniboost", "window", 500.5, "local order: window: 500.5 is not valid; expected a whole number"),
         ("uniboost", "bin_tokens", 0.0, "bin tokens"),
         ("uniboost", "gamma", f64::NAN, "gamma"),
         ("uniboost", "most_gamma", 1e-9, "bounds"),
         ("ltr", "quantum_steps", 0.5, "a whole number"),
         ("trail", "threshold", 1.5, "0 to 1"),
-        ("uniboost", "decodes_wait", 0.5, "0 (decodes get a token in every step) or 1"),
+        ("uniboost", "decodes_wait", 0.5, "decodes_wait: 0.5 is not valid; expected 0 (false) or 1 (true)"),
     ] {
         let text = format!("{name}({setting}={value})");
         let message = Order::named(&text, 0, TokenSlo::same(TOKEN_SECONDS)).unwrap_err().to_string();

@@ -185,7 +185,7 @@ class Api:
         if body.model not in (None, "", options.model):
             raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
         self._check_length(len(prompt), max_tokens, chat)
-        rank = chosen(self._ranks, request.headers.get("X-data-parallel-rank"))
+        rank = self._rank_of(request.headers.get("X-data-parallel-rank"), body)
         rejected = self._queue_is_full(rank)
         if rejected and not body.stream:
             raise ApiError(503, _BUSY)
@@ -248,6 +248,10 @@ class Api:
             return response
         finally:
             self._in_progress -= 1
+
+    def _rank_of(self, header: str | None, _body: CompletionBody | ChatBody) -> Rank:
+        """The data-parallel rank that serves a request. Raises ApiError."""
+        return chosen(self._ranks, header)
 
     async def _answer_whole(
         self,

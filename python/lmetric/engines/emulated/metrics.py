@@ -74,6 +74,7 @@ class EngineMetrics:
     """What /metrics shows of one rank, under vLLM's names. Times are seconds of the engine's own clock."""
 
     prefix = "vllm:"
+    rank_label = "engine"
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class EngineMetrics:
         load: Callable[[], Mapping[str, Any]],
         rank: int = 0,
     ) -> None:
-        self._labels = {"engine": str(rank), "model_name": model}
+        self._labels = {self.rank_label: str(rank), "model_name": model}
         self.cache_config = dict(cache_config)
         self._load = load
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in (_HISTOGRAMS | _NIXL).items()}

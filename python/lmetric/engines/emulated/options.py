@@ -46,7 +46,7 @@ class EngineOptions(BaseModel):
         default=1,
         gt=0,
         le=64,
-        description="Data-parallel ranks, each with a queue, a cache and KV events of its own; vllm only.",
+        description="Data-parallel ranks, each with a queue, a cache and KV events of its own.",
     )
     cache_blocks: int | None = Field(
         default=None, gt=0, le=_COUNT, description="KV blocks; default: as many tokens as the profile holds."
@@ -213,13 +213,6 @@ class EngineOptions(BaseModel):
         if endpoint is not None and info.data.get("api") != "sglang":
             raise ValueError("only with api sglang: vLLM does not push its load")
         return endpoint
-
-    @field_validator("ranks")
-    @classmethod
-    def _ranks_of_vllm(cls, ranks: int, info: ValidationInfo) -> int:
-        if ranks > 1 and info.data.get("api") != "vllm":
-            raise ValueError("only with api vllm: the stand-in for SGLang has one")
-        return ranks
 
     @model_validator(mode="after")
     def _role_has_a_connector(self) -> Self:

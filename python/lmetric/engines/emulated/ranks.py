@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,9 +12,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from lmetric.engines.emulated.driver import Driver
-from lmetric.engines.emulated.errors import ApiError
+from lmetric.engines.emulated.errors import ApiError, EngineStartError
 from lmetric.engines.emulated.kv_feed import KvFeed
 from lmetric.engines.emulated.metrics import EngineMetrics
+
+_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,26 @@ def chosen(ranks: Sequence[Rank], header: str | None) -> Rank:
         return 4 * int(now["waiting"]) + int(now["running"])
 
     return ranks[0] if len(ranks) == 1 else min(ranks, key=load)
+
+
+def consecutive_ports(endpoint: str, count: int) -> str:
+    """An endpoint for ``count`` ranks, each of which adds its number to the port: where any port will do, one
+    that free ports follow.
+
+    Raises EngineStartError.
+    """
+    place, _, port = endpoint.rpartition(":")
+    if count == 1 or not endpoint.startswith("tcp://") or port not in ("0", "*"):
+        return endpoint
+    for _ in range(_TRIES):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            first = stack.enter_context(socket.socket())
+            first.bind(("", 0))
+            number = first.getsockname()[1]
+            for more in range(1, count):
+                stack.enter_context(socket.socket()).bind(("", number + more))
+            return f"{place}:{number}"
+    raise EngineStartError(f"{endpoint}: found no {count} consecutive free ports; name a port")
 
 
 class MetricsPage(Collector):

@@ -23,8 +23,8 @@ from lmetric.engines.emulated.errors import EngineStartError
 from lmetric.engines.emulated.kv_feed import KvFeed, vllm_message
 from lmetric.engines.emulated.metrics import EngineMetrics
 from lmetric.engines.emulated.options import EngineOptions
-from lmetric.engines.emulated.ranks import Rank
-from lmetric.engines.emulated.sglang import LoadFeed, SglangApi, SglangMetrics, sglang_message
+from lmetric.engines.emulated.ranks import Rank, consecutive_ports
+from lmetric.engines.emulated.sglang import SglangApi, SglangMetrics, sglang_message
 from lmetric.engines.emulated.text import shared_text
 from lmetric.profiles import Profile, ProfileError
 from lmetric.queueing import Swap
@@ -48,7 +48,6 @@ class EngineServer:
         self._runner: web.AppRunner | None = None
         self._ranks: list[Rank] = []
         self._api: Api | None = None
-        self._load_feed: LoadFeed | None = None
 
     async def start(self) -> None:
         """Binds and serves."""
@@ -63,8 +62,12 @@ class EngineServer:
             message = f"max_model_len is {max_model_len} tokens, but the KV blocks hold {capacity}"
             raise EngineStartError(f"{message}: lower it or raise cache_blocks")
         try:
+            events, replay = options.kv_events_endpoint, options.kv_events_replay_endpoint
+            if options.api == "sglang":  # whose pages name the port of the first rank alone
+                events = events and consecutive_ports(events, options.ranks)
+                replay = replay and consecutive_ports(replay, options.ranks)
             for number in range(options.ranks):
-                self._ranks.append(self._rank(number, profile))
+                self._ranks.append(self._rank(number, profile, events, replay))
         except EngineStartError:
             await self.stop()
             raise
@@ -82,12 +85,6 @@ class EngineServer:
         except EngineStartError:
             await self.stop()
             raise
-        if options.load_publish_endpoint is not None and isinstance(api, SglangApi):
-            try:
-                self._load_feed = api.load_feed = LoadFeed(options.load_publish_endpoint, api.counts)
-            except EngineStartError:
-                await self.stop()
-                raise
         self._runner = web.AppRunner(
             api.application(), access_log=None, handler_cancellation=True, shutdown_timeout=_DRAIN_SECONDS
         )
@@ -106,14 +103,14 @@ class EngineServer:
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def _rank(self, number: int, profile: Profile) -> Rank:
+    def _rank(self, number: int, profile: Profile, events: str | None, replay: str | None) -> Rank:
         options, text = self.options, shared_text()
         sglang = options.api == "sglang"
         feed = None
-        if options.kv_events and options.kv_events_endpoint is not None:
+        if options.kv_events and events is not None:
             feed = KvFeed(
-                options.kv_events_endpoint,
-                options.kv_events_replay_endpoint,
+                events,
+                replay,
                 topic=options.kv_events_topic,
                 buffer_steps=options.kv_events_buffer_steps,
                 block_tokens=profile.block_tokens,
@@ -149,9 +146,6 @@ class EngineServer:
             await self._runner.cleanup()
         if self._api is not None:
             await self._api.stop()
-        if self._load_feed is not None:
-            await self._load_feed.close()
-            self._load_feed = None
         for rank in self._ranks:
             if rank.kv_feed is not None:
                 rank.kv_feed.close()

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -27,8 +28,9 @@ from lmetric.engines.emulated.handover import PeerError, Rooms, fetch
 from lmetric.engines.emulated.kv_feed import open_socket
 from lmetric.engines.emulated.metrics import EngineMetrics
 from lmetric.engines.emulated.protocol import ChatBody, CompletionBody
-from lmetric.engines.emulated.ranks import Rank
+from lmetric.engines.emulated.ranks import Rank, consecutive_ports
 from lmetric.engines.emulated.text import TOKENIZER_PATH
+from lmetric.engines.endpoints import at_rank
 
 _BOOTSTRAP_PORT = 8998  # where a request names none
 SGLANG = "0.5.23"  # whose protocol this is
@@ -69,6 +71,7 @@ class SglangMetrics(EngineMetrics):
     """What /metrics shows under SGLang's names."""
 
     prefix = "sglang:"
+    rank_label = "dp_rank"
 
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
@@ -108,20 +111,43 @@ class SglangApi(Api):
 
     _full_reports = False
     _echoes_ids = False
-    load_feed: LoadFeed | None = None
     _rooms: Rooms | None = None
+    _requests = 0
 
     async def start(self) -> None:
-        """Opens what decode engines need. Raises EngineStartError."""
-        options = self._options
+        """Opens what decode engines and routers need. Raises EngineStartError."""
+        options, count = self._options, len(self._ranks)
+        self._load_feeds: list[LoadFeed] = []
+        if options.load_publish_endpoint is not None:
+            first = consecutive_ports(options.load_publish_endpoint, count)
+            for number, rank in enumerate(self._ranks):
+                self._load_feeds.append(LoadFeed(at_rank(first, number), partial(self._counts, rank), number))
         if options.role == "prefill":
             self._rooms = Rooms(options.kv_patience_seconds)
             await self._rooms.channel.start(options.host, options.kv_port)
 
     async def stop(self) -> None:
         """Closes it."""
+        for feed in self._load_feeds:
+            await feed.close()
         if self._rooms is not None:
             await self._rooms.channel.stop()
+
+    def _rank_of(self, header: str | None, body: CompletionBody | ChatBody) -> Rank:
+        """By the header; else a prefill engine follows the room, and others take the ranks in turn."""
+        count = len(self._ranks)
+        if header is None:
+            self._requests += 1
+            turn = body.bootstrap_room if self._options.role == "prefill" else self._requests
+            return self._ranks[(turn or 0) % count]
+        try:
+            number = int(header)
+        except ValueError:
+            message = f"Invalid X-Data-Parallel-Rank header: must be an integer, got '{header}'"
+            raise ApiError(400, message) from None
+        if not 0 <= number < count:
+            raise ApiError(400, f"routed_dp_rank={number} out of range [0, {count})")
+        return self._ranks[number]
 
     async def _run(
         self, generation: Generation, rank: Rank, priority: int, body: CompletionBody | ChatBody
@@ -152,6 +178,13 @@ class SglangApi(Api):
     ) -> None:
         """Makes one token, whatever was asked for, and waits until the prompt was fetched."""
         generation.max_tokens = 1
+        implied = number % len(self._ranks)
+        if rank is not self._ranks[implied]:
+            rooms.leave(number)
+            raise PeerError(
+                f"follow_bootstrap_room conflict: dispatched to dp_rank {self._ranks.index(rank)} but "
+                f"bootstrap_room {number} implies dp_rank {implied}."
+            )
         room = rooms.enter(number)
         running = asyncio.ensure_future(super()._run(generation, rank, priority, body))
         try:
@@ -235,17 +268,17 @@ class SglangApi(Api):
                 "publisher": "zmq",
                 "topic": options.kv_events_topic,
                 "block_size": self._page,
-                "dp_size": 1,
+                "dp_size": len(self._ranks),
             }
             replay = feed.replay_endpoint and _address(feed.replay_endpoint, "", "replay_endpoint_port_base")
             if replay:
                 events["replay_endpoint_port_base"] = replay["replay_endpoint_port_base"]
-            if self.load_feed is not None:
-                _, _, port = self.load_feed.endpoint.rpartition(":")
+            if self._load_feeds:
+                _, _, port = self._load_feeds[0].endpoint.rpartition(":")
                 events |= {"load_endpoint_port_base": int(port), "load_topic": LOAD_TOPIC}
         info: dict[str, Any] = {
             "page_size": self._page,
-            "dp_size": 1,
+            "dp_size": len(self._ranks),
             "max_total_num_tokens": self._page * self._pages,
             "disable_radix_cache": False,
             "enable_cache_report": options.cached_tokens,
@@ -271,19 +304,21 @@ class SglangApi(Api):
     async def _loads(self, request: web.Request) -> web.Response:
         if request.query.get("include", "all") not in ("core", "all"):
             raise ApiError(400, "include: core and all are what this stand-in has", "include")
-        rank = {"timestamp": time.time(), "dp_rank": 0} | self.counts()
         loads = {
             "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
             "version": SGLANG,
             "accelerator": None,
             "num_accelerators": 1,
-            "loads": [rank],
+            "loads": [
+                {"timestamp": time.time(), "dp_rank": number} | self._counts(rank)
+                for number, rank in enumerate(self._ranks)
+            ],
         }
         return web.json_response(loads)
 
-    def counts(self) -> dict[str, float]:
-        """The load, under the names of /v1/loads."""
-        load, capacity = self._ranks[0].driver.engine.load(), self._page * self._pages
+    def _counts(self, rank: Rank) -> dict[str, float]:
+        """A rank's load, under the names of /v1/loads."""
+        load, capacity = rank.driver.engine.load(), self._page * self._pages
         used = round(load["kv_usage"] * capacity)
         return {
             "num_running_reqs": load["running"],
@@ -304,10 +339,11 @@ def _address(endpoint: str, host_key: str, port_key: str) -> dict[str, Any] | No
 
 
 class LoadFeed:
-    """Pushes the load over ZMQ as `LoadStat`: when it changed, and once a second."""
+    """Pushes the load of one rank over ZMQ as `LoadStat`: when it changed, and once a second."""
 
-    def __init__(self, endpoint: str, counts: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(self, endpoint: str, counts: Callable[[], Mapping[str, float]], rank: int) -> None:
         self._counts = counts
+        self._rank = rank
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._sequence = 0
@@ -342,4 +378,4 @@ class LoadFeed:
         names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens")
         more = ("num_waiting_uncached_tokens", "num_total_tokens")
         # Then its limit of running requests, and two sums over time that nobody here reads.
-        return ["LoadStat", *(counts[n] for n in names), 0, *(counts[n] for n in more), 0, 0, 0]
+        return ["LoadStat", *(counts[n] for n in names), self._rank, *(counts[n] for n in more), 0, 0, 0]

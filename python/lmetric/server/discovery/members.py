@@ -108,7 +108,8 @@ class Members:
                 name, url = each.config.label, each.config.url
                 if name in wanted:
                     owner, first = wanted[name]
-                    if first.config.url != url:
+                    rank = first.config.data_parallel_rank
+                    if (first.config.url, rank) != (url, each.config.data_parallel_rank):
                         refused.add(f"{source} and {owner} both name an engine {name}: {owner}'s is taken")
                 elif not any(owner != source and each.is_also(first) for owner, first in at.get(url, ())):
                     wanted[name] = (source, each)

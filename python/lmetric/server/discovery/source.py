@@ -17,9 +17,14 @@ class Found:
     ready: bool = True
 
     def is_also(self, other: "Found") -> bool:
-        """Whether both may be one engine, by URL and model. (A server of two models is two engines.)"""
+        """Whether both may be one engine, by URL, data-parallel rank and model.
+
+        A server of two models is two engines. An entry without a rank is all ranks.
+        """
         models = (self.model, other.model)
-        return self.config.url == other.config.url and (None in models or models[0] == models[1])
+        ranks = (self.config.data_parallel_rank, other.config.data_parallel_rank)
+        same = all(None in pair or pair[0] == pair[1] for pair in (models, ranks))
+        return self.config.url == other.config.url and same
 
 
 class SourceError(LmetricError):

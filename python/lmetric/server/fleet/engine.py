@@ -174,7 +174,7 @@ class Engine:
             self.load_error = None
         values: Values = {}
         if path == METRICS_PAGE:
-            values = indicators.of_page(page)
+            values = indicators.of_page(self.adapter.own(page))
             missing = indicators.missing(values)
             if missing != self.missing_metrics:
                 self.missing_metrics = missing

@@ -204,10 +204,7 @@ class Fleet:
         before = engine.capabilities
         try:
             async with asyncio.timeout(3 * self.config.health.timeout):
-                adapter, told = await identify(ask)
-                rank = engine.config.data_parallel_rank
-                engine.adapter = adapter
-                engine.capabilities = told if rank is None else told.of_rank(rank)
+                engine.adapter, engine.capabilities = await identify(ask, engine.config.data_parallel_rank)
         except (ValueError, TimeoutError) as error:
             reason = str(error) or f"its pages took longer than {3 * self.config.health.timeout:g} s"
             if engine.pool is None:

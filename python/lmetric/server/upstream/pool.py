@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr
 
 from lmetric.config import EngineConfig, ServerConfig
-from lmetric.engines.adapter import page_of_rank
 from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.connection import Connection, UpstreamError, connect_error
 from lmetric.server.upstream.fetch import Fetch
@@ -164,14 +163,8 @@ class Upstream(Kept):
                 raise UpstreamError("refused", f"admin.allowed_engines does not allow {address}")
 
     async def get(self, path: str, seconds: float) -> tuple[int, bytes]:
-        """Status and body of a GET, on a connection beside the bounded ones. Raises UpstreamError.
-
-        Of a rank's /metrics, the samples of other ranks are left out.
-        """
-        status, body = await self._fetch("GET", path, "", b"", seconds)
-        if self._rank is not None and path == "/metrics":
-            body = page_of_rank(body, self._rank)
-        return status, body
+        """Status and body of a GET, on a connection beside the bounded ones. Raises UpstreamError."""
+        return await self._fetch("GET", path, "", b"", seconds)
 
     async def post(self, path: str, body: bytes, seconds: float) -> tuple[int, bytes]:
         """Status and body of a POST of JSON, as `get`."""

@@ -32,11 +32,14 @@ use crate::ids::Seconds;
 use crate::indicators::IndicatorSet;
 use crate::policy::{Policy, Prefer, Scores};
 use heavy::HeavyClasses;
+use serde::Deserialize;
 
 /// Settings of the guard.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(default)]
 pub struct GuardConfig {
     /// Whether it works at all.
+    #[serde(skip)]
     pub on: bool,
     /// The sliding window over which shares are taken, seconds (the paper: 1 minute).
     pub window_seconds: Seconds,

@@ -9,12 +9,14 @@
 use super::bad;
 use crate::error::CoreError;
 use crate::ids::Seconds;
+use serde::Deserialize;
 
 /// End-to-end times there must be before the first estimate, where nothing is said.
 pub const LEAST: u32 = 256;
 
 /// How gamma is learned.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(default)]
 pub struct Adaptive {
     /// End-to-end times that are looked at, the latest; 100 to 65,536.
     pub window: u32,
@@ -24,13 +26,15 @@ pub struct Adaptive {
     pub every: u32,
     /// beta: the share of an estimate that is taken; above 0, at most 1.
     pub smoothing: f64,
-    /// The least and the most that gamma gets, 1/s.
-    pub bounds: (f64, f64),
+    /// Lowest gamma, 1/s.
+    pub least_gamma: f64,
+    /// Highest gamma, 1/s.
+    pub most_gamma: f64,
 }
 
 impl Default for Adaptive {
     fn default() -> Adaptive {
-        Adaptive { window: 1024, least: None, every: 64, smoothing: 0.2, bounds: (1e-3, 10.0) }
+        Adaptive { window: 1024, least: None, every: 64, smoothing: 0.2, least_gamma: 1e-3, most_gamma: 10.0 }
     }
 }
 
@@ -38,7 +42,7 @@ impl Adaptive {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn check(&self) -> Result<(), CoreError> {
-        let (least, most) = self.bounds;
+        let (least, most) = (self.least_gamma, self.most_gamma);
         if !(100..=65_536).contains(&self.window) {
             return bad("gamma's window", self.window.to_string(), "100 to 65536 requests");
         }
@@ -127,7 +131,7 @@ impl TailRate {
         let place = |share: f64| (share * n as f64).ceil() as usize - 1;
         let (below, &mut t99, _) = self.scratch.select_nth_unstable_by(place(0.99), f32::total_cmp);
         let t95 = *below.select_nth_unstable_by(place(0.95), f32::total_cmp).1;
-        let (least, most) = self.settings.bounds;
+        let (least, most) = (self.settings.least_gamma, self.settings.most_gamma);
         // A tail of no length is as steep as any: the bound.
         let estimate = (5f64.ln() / f64::from(t99 - t95)).clamp(least, most);
         let before = self.gamma;
@@ -216,8 +220,8 @@ mod tests {
             (Adaptive { least: Some(99), ..fine }, "least"),
             (Adaptive { every: 0, ..fine }, "every"),
             (Adaptive { smoothing: 0.0, ..fine }, "smoothing"),
-            (Adaptive { bounds: (1.0, 0.5), ..fine }, "bounds"),
-            (Adaptive { bounds: (f64::NAN, 0.5), ..fine }, "bounds"),
+            (Adaptive { least_gamma: 1.0, most_gamma: 0.5, ..fine }, "bounds"),
+            (Adaptive { least_gamma: f64::NAN, ..fine }, "bounds"),
         ] {
             let message = TailRate::new(0.1, settings).unwrap_err().to_string();
             assert!(message.contains(what), "{message}");

@@ -5,9 +5,11 @@
 use super::bad;
 use crate::error::CoreError;
 use crate::ids::Seconds;
+use serde::Deserialize;
 
 /// When priorities change, and what an exchange must gain.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(default)]
 pub struct MemGuard {
     /// k: tokens of the first bin, 1 or more; 1 is a priority that changes whenever the work has doubled.
     pub bin_tokens: u32,

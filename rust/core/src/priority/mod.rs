@@ -20,8 +20,9 @@ pub mod vtc;
 pub use gamma::{Adaptive, TailRate};
 pub use memguard::MemGuard;
 
-use crate::error::{CoreError, whole};
+use crate::error::CoreError;
 use crate::ids::Seconds;
+use crate::settings::SettingsReader;
 
 /// The gamma that is taken until the tail is known, 1/s: answers of some ten seconds, of which one in a hundred takes 16 s longer than one in twenty.
 pub const INITIAL_GAMMA: f64 = 0.1;
@@ -82,37 +83,16 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Names of what [`Settings::set`] takes: settings of what there is. Where gamma stays it has no window.
-    pub fn names(&self) -> Vec<&'static str> {
-        let mut names = vec!["gamma"];
-        if self.memguard.is_some() {
-            names.extend(["bin_tokens", "hysteresis_seconds"]);
-        }
-        if self.adaptive.is_some() {
-            names.extend(["window", "least", "every", "smoothing", "least_gamma", "most_gamma"]);
-        }
-        names
-    }
-
-    /// Sets one, in any order; [`Settings::check`] when all are.
+    /// Reads gamma, and the settings of the parts that these settings have.
     ///
     /// # Errors
-    /// `BadValue` for another name than [`Settings::names`] has, and for what should be whole and is not.
-    pub fn set(&mut self, name: &str, value: f64) -> Result<(), CoreError> {
-        let tokens_or_requests = || whole(&format!("priority: {name}"), value);
-        match (name, &mut self.memguard, &mut self.adaptive) {
-            ("gamma", _, _) => self.gamma = value,
-            ("bin_tokens", Some(guard), _) => guard.bin_tokens = tokens_or_requests()?,
-            ("hysteresis_seconds", Some(guard), _) => guard.hysteresis_seconds = value,
-            ("window", _, Some(adaptive)) => adaptive.window = tokens_or_requests()?,
-            ("least", _, Some(adaptive)) => adaptive.least = Some(tokens_or_requests()?),
-            ("every", _, Some(adaptive)) => adaptive.every = tokens_or_requests()?,
-            ("smoothing", _, Some(adaptive)) => adaptive.smoothing = value,
-            ("least_gamma", _, Some(adaptive)) => adaptive.bounds.0 = value,
-            ("most_gamma", _, Some(adaptive)) => adaptive.bounds.1 = value,
-            _ => return bad("setting", format!("{name:?}"), &self.names().join(", ")),
-        }
-        Ok(())
+    /// `BadValue` for a value of the wrong type; [`Settings::check`] for one out of its range.
+    pub fn read(self, reader: &mut SettingsReader) -> Result<Settings, CoreError> {
+        Ok(Settings {
+            gamma: reader.one("gamma")?.unwrap_or(self.gamma),
+            adaptive: self.adaptive.map(|_| reader.read()).transpose()?,
+            memguard: self.memguard.map(|_| reader.read()).transpose()?,
+        })
     }
 
     /// # Errors
@@ -226,41 +206,28 @@ mod tests {
     }
 
     #[test]
-    fn every_setting_is_set_by_its_name() {
-        let mut settings = Settings::default();
-        // Each is another than it was, and than the others.
-        for (name, value) in settings.names().into_iter().zip(100..) {
-            settings.set(name, f64::from(value)).unwrap();
-        }
-        let guard = MemGuard { bin_tokens: 101, hysteresis_seconds: 102.0 };
-        let (least, bounds) = (Some(104), (107.0, 108.0));
-        let adaptive = Adaptive { window: 103, least, every: 105, smoothing: 106.0, bounds };
-        let all = Settings { gamma: 100.0, adaptive: Some(adaptive), memguard: Some(guard) };
-        assert_eq!(settings, all);
-    }
-
-    #[test]
-    fn a_setting_that_there_is_not_is_named_and_so_is_a_fraction() {
-        let told = |settings: &mut Settings, name: &str, value| {
-            let before = *settings;
-            let message = settings.set(name, value).unwrap_err().to_string();
-            assert_eq!(*settings, before);
-            message
+    fn every_setting_is_read_by_its_name() {
+        let names = ["gamma", "window", "least", "every", "smoothing", "least_gamma", "most_gamma"];
+        let names = names.into_iter().chain(["bin_tokens", "hysteresis_seconds"]);
+        // Each value differs from the default and from the others.
+        let given: Vec<_> =
+            names.zip(100..).map(|(name, value)| (name.into(), Ok(f64::from(value)))).collect();
+        let read = |settings: Settings| {
+            let mut reader = SettingsReader::new("priority", given.clone());
+            (settings.read(&mut reader).unwrap(), reader.finish())
         };
-        let mut all = Settings::default();
-        for name in ["bin_tokens", "window", "least", "every"] {
-            for value in [256.5, -1.0, f64::NAN] {
-                let message = told(&mut all, name, value);
-                let expected = format!("priority: {name}: {value} is not valid; expected a whole number");
-                assert!(message.starts_with(&expected), "{message}");
-            }
-        }
-        assert!(told(&mut all, "gama", 1.0).ends_with(&all.names().join(", ")));
-        let mut plain = Settings { adaptive: None, memguard: None, ..all };
-        assert_eq!(plain.names(), ["gamma"]);
-        for name in all.names().into_iter().skip(1) {
-            let expected = format!("priority: setting: {name:?} is not valid; expected gamma");
-            assert_eq!(told(&mut plain, name, 1.0), expected);
-        }
+        let (least, least_gamma, most_gamma) = (Some(102), 105.0, 106.0);
+        let adaptive = Adaptive { window: 101, least, every: 103, smoothing: 104.0, least_gamma, most_gamma };
+        let guard = MemGuard { bin_tokens: 107, hysteresis_seconds: 108.0 };
+        let all = Settings { gamma: 100.0, adaptive: Some(adaptive), memguard: Some(guard) };
+        assert_eq!(read(Settings::default()), (all, Ok(())));
+        // A fixed gamma has no window.
+        let (fixed, finished) = read(Settings { adaptive: None, ..Settings::default() });
+        assert_eq!(fixed, Settings { adaptive: None, ..all });
+        let told = finished.unwrap_err().to_string();
+        assert_eq!(
+            told,
+            "priority: setting \"every\" is not valid; expected gamma, bin_tokens, hysteresis_seconds"
+        );
     }
 }

@@ -6,9 +6,11 @@
 //! pairing of the public code does, a move is left out that brings the target below the threshold or makes it less free than the source.
 use super::{InstanceLoad, Move, Rescheduler, Round, Stop, bad, ordered, setting};
 use crate::error::CoreError;
+use serde::Deserialize;
 
 /// Settings.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(default)]
 pub struct LlumnixSettings {
     /// Below this freeness, in steps, an instance is a source. 48: the public code's 3 blocks of 16 tokens a request.
     pub source_below_steps: f64,

@@ -13,9 +13,11 @@ use super::{InstanceLoad, Move, Rescheduler, Round, Stop, bad, ordered, setting}
 use crate::error::CoreError;
 use crate::wide::lesser;
 use multiversion::multiversion;
+use serde::Deserialize;
 
 /// What a step of the future counts for: beta_t, scaled to sum to 1.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(from = "f64")]
 pub enum Weights {
     /// All alike.
     Uniform,
@@ -26,10 +28,19 @@ pub enum Weights {
     },
 }
 
+impl From<f64> for Weights {
+    /// By the half-life in steps; 0: all alike.
+    fn from(half_life_steps: f64) -> Weights {
+        if half_life_steps == 0.0 { Weights::Uniform } else { Weights::Geometric { half_life_steps } }
+    }
+}
+
 /// Settings. The paper gives none of these values (erratum 6).
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(default)]
 pub struct StarSettings {
     /// Whether remaining lengths are used; else current loads alone are made even (the paper's STAR w/o prediction).
+    #[serde(skip)]
     pub prediction: bool,
     /// H, in decode steps. 2,048: the mean length of requests in decode instances of section 5.3 is 2,000, so most of what runs now has ended by then, and
     /// what comes after is made by requests not yet here, of which the forecast knows nothing.
@@ -37,6 +48,7 @@ pub struct StarSettings {
     /// Points of the horizon at which loads are compared, at most as many as steps. 32: one each 64 steps, finer than any predictor.
     pub points: u32,
     /// Weights of the future. Half each 512 steps: near loads are better known than far ones.
+    #[serde(rename = "half_life_steps")]
     pub weights: Weights,
     /// theta, 0 to 1. 0.1: a tenth is what a move of one request among ten changes; less would move requests to and fro.
     pub threshold: f64,

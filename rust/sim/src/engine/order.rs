@@ -12,6 +12,7 @@ use crate::gaps::{Makes, TokenSlo};
 use crate::profile::{Profile, StepWork};
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
+use lmetric_core::settings::SettingsReader;
 use std::fmt::Debug;
 use std::sync::Arc;
 
@@ -64,6 +65,13 @@ struct Given<'a> {
     slo: TokenSlo,
     /// Settings by name; all of them are the order's.
     settings: &'a [(&'a str, f64)],
+}
+
+impl Given<'_> {
+    fn reader(&self) -> SettingsReader {
+        let settings = self.settings.iter().map(|(name, value)| (name.to_string(), Ok(*value)));
+        SettingsReader::new("local order", settings)
+    }
 }
 
 /// The order that an engine goes by. Cloning shares it.

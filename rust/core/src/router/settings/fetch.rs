@@ -1,9 +1,11 @@
 //! When prefixes are fetched from other instances.
 use crate::error::CoreError;
 use crate::ids::Seconds;
+use serde::Deserialize;
 
 /// When prefixes are pulled.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(default)]
 pub struct PullConfig {
     /// What a pulled token takes until it was learned: its KV bytes over the link's bytes a second.
     pub seconds_per_token: Seconds,
@@ -52,7 +54,7 @@ impl PullConfig {
         }
         for (what, number) in [("least_tokens", self.least_tokens), ("most_pulls", self.most_pulls)] {
             if number == 0 {
-                return bad(what, "0".into(), "1 or more");
+                return bad(what, "0".into(), "a whole number of at least 1");
             }
         }
         Ok(())

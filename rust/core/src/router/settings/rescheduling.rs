@@ -5,6 +5,7 @@ use crate::reschedule::{
     Curve, Forecast, INTERVAL_STEPS, Llumnix, LlumnixSettings, Rescheduler, Star, StarSettings,
 };
 use crate::suggest::nearest;
+use serde::Deserialize;
 
 /// How running requests are moved.
 pub struct Rescheduling {
@@ -20,18 +21,34 @@ pub struct Rescheduling {
 }
 
 /// The settings of [`Rescheduling`], to be told, kept and copied.
-#[derive(Debug)]
+#[derive(Debug, Deserialize)]
+#[serde(default)]
 pub struct RescheduleConfig {
     /// The rule with its settings.
+    #[serde(skip)]
     pub rule: Rule,
     /// See [`Rescheduling::forecast`].
+    #[serde(skip)]
     pub forecast: Box<dyn Forecast>,
     /// See [`Rescheduling::repredict_tokens`].
     pub repredict_tokens: u32,
     /// See [`Rescheduling::expected_is_limit`].
+    #[serde(skip)]
     pub expected_is_limit: bool,
     /// Seconds between two rounds. 0.5: about [`INTERVAL_STEPS`] steps of 25 ms.
     pub period_seconds: Seconds,
+}
+
+impl Default for RescheduleConfig {
+    fn default() -> RescheduleConfig {
+        RescheduleConfig {
+            rule: Rule::Star(StarSettings::default()),
+            forecast: Box::new(Curve),
+            repredict_tokens: INTERVAL_STEPS,
+            expected_is_limit: true,
+            period_seconds: 0.5,
+        }
+    }
 }
 
 impl Clone for RescheduleConfig {
@@ -59,13 +76,7 @@ impl RescheduleConfig {
     /// # Errors
     /// `UnknownName` with the nearest one.
     pub fn named(name: &str) -> Result<RescheduleConfig, CoreError> {
-        let plain = RescheduleConfig {
-            rule: Rule::Star(StarSettings::default()),
-            forecast: Box::new(Curve),
-            repredict_tokens: INTERVAL_STEPS,
-            expected_is_limit: true,
-            period_seconds: 0.5,
-        };
+        let plain = RescheduleConfig::default();
         Ok(match name {
             "star" => plain,
             "star_current" => {

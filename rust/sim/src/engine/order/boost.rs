@@ -90,19 +90,9 @@ impl Boost {
     }
 
     fn build(mut self, given: &Given<'_>) -> Result<Box<dyn LocalOrder>, CoreError> {
-        for (name, value) in given.settings {
-            match (*name, *value) {
-                ("decodes_wait", value @ (0.0 | 1.0)) => self.decodes_wait = value == 1.0,
-                ("decodes_wait", value) => {
-                    return super::bad(
-                        "setting decodes_wait of the local order",
-                        value.to_string(),
-                        "0 (decodes get a token in every step) or 1 (they compete by rank)".into(),
-                    );
-                }
-                (name, value) => self.settings.set(name, value)?,
-            }
-        }
+        let mut reader = given.reader();
+        self.decodes_wait = reader.one("decodes_wait")?.unwrap_or(false);
+        self.settings = self.settings.read(&mut reader)?;
         self.settings.check()?;
         Ok(Box::new(self))
     }

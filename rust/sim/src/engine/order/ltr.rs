@@ -4,7 +4,7 @@
 //!
 //! The values are ours, no source at hand states any: promoted after 1,000 steps, some half a minute of a usual engine, for 200.
 use super::{Job, LocalOrder, OrderSpec};
-use lmetric_core::error::whole;
+use serde::Deserialize;
 
 pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
     name: "ltr",
@@ -13,19 +13,13 @@ pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
     source: "Fu et al. 2024: LTR with perfect prediction (\"SJF (LTR+)\" in UniBoost)",
     settings: &["starvation_steps", "quantum_steps"],
     build: |given| {
-        let mut order = Ltr::default();
-        for (name, value) in given.settings {
-            let steps = whole(&format!("local order: {name}"), *value)?;
-            match *name {
-                "starvation_steps" => order.starvation_steps = steps.max(1),
-                _ => order.quantum_steps = steps,
-            }
-        }
-        Ok(Box::new(order))
+        let order: Ltr = given.reader().read()?;
+        Ok(Box::new(Ltr { starvation_steps: order.starvation_steps.max(1), ..order }))
     },
 }];
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(default)]
 pub struct Ltr {
     /// Steps in the queue after which a request is promoted; at least 1.
     pub starvation_steps: u32,

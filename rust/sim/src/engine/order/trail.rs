@@ -4,6 +4,7 @@
 //! Work is counted as under `srpt`, in seconds; TRAIL counts output tokens. Whether an exchange pays is not asked: that is what tells it from `srpt`.
 use super::srpt::Srpt;
 use super::{Job, LocalOrder, OrderSpec, Preemption, bad};
+use serde::Deserialize;
 
 pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
     name: "trail",
@@ -12,18 +13,16 @@ pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
     source: "TRAIL with perfect prediction (\"TRAIL+\" in UniBoost)",
     settings: &["threshold"],
     build: |given| {
-        let mut order = Trail::default();
-        for (_, value) in given.settings {
-            if !(0.0..=1.0).contains(value) {
-                return bad("local order: threshold", value.to_string(), "0 to 1".into());
-            }
-            order.threshold = *value;
+        let order: Trail = given.reader().read()?;
+        if !(0.0..=1.0).contains(&order.threshold) {
+            return bad("local order: threshold", order.threshold.to_string(), "0 to 1".into());
         }
         Ok(Box::new(order))
     },
 }];
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(default)]
 pub struct Trail {
     /// The share of its answer with which a request is safe, 0 to 1.
     pub threshold: f64,

@@ -1,0 +1,28 @@
+//! Settings in Python dictionaries.
+use crate::errors::Result;
+use lmetric_core::router::PullConfig;
+use lmetric_core::settings::SettingsReader;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// Reads `settings`; None stands for the default. `what` names them in errors.
+pub fn reader(what: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<SettingsReader> {
+    let given = settings.into_iter().flatten().filter(|(_, value)| !value.is_none());
+    let given = given.map(|(name, value)| {
+        let number = value.extract::<f64>().map_err(|_| format!("{value:?}"));
+        Ok((name.extract::<String>()?, number))
+    });
+    Ok(SettingsReader::new(what, given.collect::<PyResult<Vec<_>>>()?))
+}
+
+/// When prefixes are fetched.
+///
+/// # Errors
+/// `BadValue` for an unknown setting or a value out of range.
+pub fn pull_of(settings: Option<&Bound<'_, PyDict>>) -> Result<PullConfig> {
+    let mut reader = reader("pull", settings)?;
+    let pull: PullConfig = reader.read()?;
+    reader.finish()?;
+    pull.check()?;
+    Ok(pull)
+}
