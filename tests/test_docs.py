@@ -31,10 +31,13 @@ def blocks(path: Path, language: str) -> list[str]:
 
 
 def commands(path: Path) -> Iterator[str]:
+    """Command lines of a page: all lines of `sh` blocks, and those after a prompt in `console` blocks."""
     for block in blocks(path, "console"):
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("$ "):
                 yield line[2:]
+    for block in blocks(path, "sh"):
+        yield from filter(None, block.replace("\\\n", " ").splitlines())
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)

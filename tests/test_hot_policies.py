@@ -279,13 +279,13 @@ def test_simulate_bench_and_study_take_a_file(
     rows = [orjson.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_bytes().splitlines()]
     assert len(rows) == 1 + 27  # the maximum load, and the runs
     again = run(build([]), arguments)
-    assert "27 of them there already" in again.output
+    assert "(27 reused)" in again.output
     # Another text is another policy.
     mine.write_text(LMETRIC.replace("+ 1", "+ 2"))
     again = run(build([]), arguments)
-    assert "18 of them there already" in again.output
+    assert "(18 reused)" in again.output
     for wrong, message in (
-        (["study"], "give a study file, or --policy"),
+        (["study"], "missing study file; pass FILE or --policy"),
         (["study", "--against", "all"], "--policy"),
     ):
         done = run(build([]), wrong)

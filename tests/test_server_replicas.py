@@ -114,7 +114,7 @@ async def test_with_a_token_only_routers_are_heard(tmp_path: Path) -> None:
     told = {"urls": ["http://127.0.0.1:1"]}
     with pytest.raises(ConfigError, match="a router's URL looks like http://host:port"):
         load_config(None, {"replicas.urls": ["routers:8080"]}, environ={})
-    with pytest.raises(ConfigError, match=r"replicas\.token is needed where there are API keys"):
+    with pytest.raises(ConfigError, match=r"replicas\.token is needed because there are API keys"):
         load_config(None, {"replicas.urls": told["urls"], "auth.keys_file": str(keys)}, environ={})
     async with two([FakeEngine()], {"token": "among-us"}, auth=auth) as (a, b):
         assert (a.server.front.replicas.heard, b.server.front.replicas.heard) != ({}, {})
@@ -132,7 +132,7 @@ async def test_with_a_token_only_routers_are_heard(tmp_path: Path) -> None:
         ({**TOLD, "router": "x" * 65}, 400, "router"),
         ({**TOLD, "names": ["queued"]}, 409, "this version tells coming, queued"),
         ({**TOLD, "models": {"tiny": [["e0", [-1.0]]]}}, 400, "expected 15: coming, queued"),
-        ({**TOLD, "models": {"tiny": [["e0", [-1.0] * 15]]}}, 400, "coming on e0 that router ab tells of"),
+        ({**TOLD, "models": {"tiny": [["e0", [-1.0] * 15]]}}, 400, "coming on e0 in the load of router ab"),
         ({**TOLD, "models": {"tiny": [["e0"]]}}, 400, "models.tiny.0"),
     ],
 )

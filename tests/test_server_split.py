@@ -164,7 +164,7 @@ async def test_engines_without_a_connector(recompute: bool, at: float) -> None:
                 if recompute:
                     assert said["receipt"]["cuts"]
                 else:
-                    assert said["receipt"]["uncut"] == "its instance cannot hand over"
+                    assert said["receipt"]["uncut"] == "its instance cannot transfer KV"
         assert w.outcomes == ({"no_connector": 4} if recompute else {})
 
 

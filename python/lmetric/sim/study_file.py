@@ -18,7 +18,7 @@ from lmetric import _deprecated, options
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
 from lmetric.config.kinds import OptionError
-from lmetric.defaults import DEFAULT_PROFILE, SLICE
+from lmetric.defaults import DEFAULT_PROFILE, SLICE, trace_path
 from lmetric.profiles import fleet_profiles, load_profile, shipped_profiles
 from lmetric.queueing import Swap, checked_order
 from lmetric.sim.max_load import Rule
@@ -367,7 +367,7 @@ def load_study(
     if policies:
         content["policies"] = policies
     if traces:
-        content["traces"] = [str(trace.resolve()) for trace in traces]
+        content["traces"] = [str(trace_path(trace).resolve()) for trace in traces]
     messages: list[str] = []
     try:
         if isinstance(settings := content.get("settings"), Mapping):
@@ -478,7 +478,7 @@ def _trace(entry: TraceEntry, directory: Path) -> TraceChoice:
         return TraceChoice("", entry.label or "synthetic", told)
     assert entry.path is not None
     return TraceChoice(
-        path=str(directory / entry.path),
+        path=str(trace_path(entry.path, directory)),
         label=entry.label or trace_label(entry.path),
         **entry.model_dump(exclude={"path", "label", "synthetic"}),
     )

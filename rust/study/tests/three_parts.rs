@@ -201,7 +201,7 @@ fn what_cannot_be_cut_in_three_is_cut_in_two_and_the_receipt_says_why() {
     }
     let unknown = Request { expected_output_tokens: None, ..THINKS };
     let (pieces, why) = parts(&mut router, &unknown);
-    assert_eq!((pieces, why.as_deref()), (1, Some("nothing is known of the length of answers")));
+    assert_eq!((pieces, why.as_deref()), (1, Some("output lengths are unknown")));
     (0..3).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd).unwrap());
     let cannot = "in three parts: its instances cannot hand over".to_string();
     assert_eq!(parts(&mut router, &THINKS), (2, Some(cannot)));
@@ -217,7 +217,7 @@ fn what_cannot_be_cut_in_three_is_cut_in_two_and_the_receipt_says_why() {
         ("quantile", 1.5),
     ] {
         let error = REGISTRY.split("libra_three", &[bad]).unwrap_err().to_string();
-        assert!(error.contains(&format!("knob {} of split libra_three", bad.0)), "{error}");
+        assert!(error.contains(&format!("parameter {} of split libra_three", bad.0)), "{error}");
     }
 }
 

@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from lmetric.defaults import trace_path
 from lmetric.sim.traces.formats import FORMATS, Row, TraceFormat, recognise_line
 from lmetric.sim.traces.trace import BadLine, Trace, TraceError, gather, renumbered
 
@@ -39,6 +40,7 @@ def load_trace(
     """Read a trace; names ending in ``.gz`` are decompressed. Requests are sorted by arrival.
 
     Args:
+        path: a trace file, or ``"slice"``: the recorded trace in the package.
         format: a name of `FORMATS`; None: told from the file's content.
         on_bad_line: ``"stop"``: a line that cannot be read raises; ``"skip"``: it is left out and kept in
             `Trace.bad_lines`.
@@ -58,7 +60,7 @@ def load_trace(
             tells of no conversation.
         OSError: a missing or unreadable file.
     """
-    path = Path(path)
+    path = trace_path(path)
     recognised, own_block_tokens = recognise(path)
     if format is None:
         if recognised is None:

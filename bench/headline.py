@@ -1,0 +1,139 @@
+"""Makes the chart and the table of the README from the stored results of Figures 21 to 24.
+
+    python bench/headline.py            # writes README.md and docs/images/headline.svg
+    python bench/headline.py --check    # fails if the README differs from the results
+
+`python bench/reproduce/run.py --figure 21` simulates the results again. Their method is described in
+docs/studies/lmetric.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+
+from matplotlib import rcParams
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench/reproduce/results/21.runs.csv"
+README = ROOT / "README.md"
+CHART = ROOT / "docs/images/headline.svg"
+MARKED = re.compile(r"(<!-- headline -->\n).*?(\n<!-- /headline -->)", re.DOTALL)
+# The policies, by the name of the stored results without its parameters, in the order of the table.
+POLICIES = {
+    "round_robin": "round robin",
+    "vllm": "vLLM's balancer: 4 × waiting + running",
+    "aibrix_prefix": "AIBrix: prefix match within a load limit",
+    "llmd_scorers": "llm-d: queue, KV usage and prefix scorers",
+    "dynamo": "Dynamo 1.6: prefill plus decode blocks",
+    "dynamo_linear": "Dynamo's form, weight tuned per workload",
+    "lmetric": "LMETRIC: new prefill tokens × batch size",
+}
+# The workloads, by the name of the stored results, and what the table calls them.
+WORKLOADS = {
+    "conversation": "Kimi chat",
+    "azure": "Azure chat",
+    "chat": "chat",
+    "agent": "agents",
+    "coder": "coding",
+}
+CHARTED = ("round_robin", "vllm", "llmd_scorers", "dynamo", "lmetric")
+Means = dict[str, dict[str, tuple[float, float]]]
+
+
+def read() -> tuple[Means, int]:
+    """Mean TTFT in seconds and mean TPOT in milliseconds by workload and policy; the number of seeds."""
+    runs: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    with RESULTS.open() as file:
+        for row in csv.DictReader(file):
+            policy = row["policy"].partition("(")[0]
+            runs[row["stage"], policy].append((float(row["ttft_mean_s"]), float(row["tpot_mean_ms"])))
+    means: Means = {workload: {} for workload in WORKLOADS}
+    for workload in WORKLOADS:
+        for policy in POLICIES:
+            ttft, tpot = zip(*runs[workload, policy], strict=True)
+            means[workload][policy] = (mean(ttft), mean(tpot))
+    return means, min(len(values) for values in runs.values())
+
+
+def table(means: Means, seeds: int) -> str:
+    """The Markdown table: mean TTFT / mean TPOT, and one sentence on the best rival."""
+    head = " | ".join(WORKLOADS.values())
+    lines = [f"| mean TTFT, s / mean TPOT, ms | {head} |", f"| --- |{' ---: |' * len(WORKLOADS)}"]
+    for policy, label in POLICIES.items():
+        cells = [f"{ttft:#.3g} / {tpot:.0f}" for ttft, tpot in (means[name][policy] for name in WORKLOADS)]
+        if policy == "lmetric":
+            label, cells = f"**{label}**", [f"**{cell}**" for cell in cells]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    changes = {
+        metric: [means[name]["lmetric"][place] / means[name]["vllm"][place] - 1 for name in WORKLOADS]
+        for place, metric in enumerate(("TTFT", "TPOT"))
+    }
+    tuned = [means[name]["dynamo_linear"][1] / means[name]["lmetric"][1] - 1 for name in WORKLOADS]
+    tuned_ttft = [means[name]["dynamo_linear"][0] / means[name]["lmetric"][0] - 1 for name in WORKLOADS]
+    lines += [
+        "",
+        f"16 simulated engines at half of their maximum load, {seeds} seeds. Compared with vLLM's balancer, "
+        f"mean TTFT changes by {span(changes['TTFT'])} and mean TPOT by {span(changes['TPOT'])}. One rival "
+        f"matches the TTFT: a Dynamo-style sum whose weight is tuned for each workload. Its TTFT differs by "
+        f"{span(tuned_ttft)} and its TPOT by {span(tuned)}; LMETRIC has no weight to tune. The first two "
+        "workloads are recorded traces, the others are synthetic.",
+    ]
+    return "\n".join(lines)
+
+
+def span(changes: list[float]) -> str:
+    """The smallest to the largest change: `-28% to -97%`."""
+    low, high = sorted(changes, key=abs)[0], sorted(changes, key=abs)[-1]
+    if low * high < 0:
+        low, high = min(changes), max(changes)
+    return f"{low:+.0%} to {high:+.0%}"
+
+
+def chart(means: Means) -> Figure:
+    """Mean TTFT of five policies on two workloads."""
+    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    shown = {"conversation": "recorded Kimi chat", "agent": "synthetic agents"}
+    for axes, (workload, title) in zip(figure.subplots(1, 2, sharey=True), shown.items(), strict=True):
+        values = [means[workload][policy][0] for policy in reversed(CHARTED)]
+        labels = [POLICIES[policy].partition(":")[0] for policy in reversed(CHARTED)]
+        colors = ["#d9480f" if policy == "lmetric" else "#868e96" for policy in reversed(CHARTED)]
+        bars = axes.barh(labels, values, color=colors)
+        axes.bar_label(bars, [f"{value:.2g} s" for value in values], padding=3, color="#495057")
+        axes.set_title(f"Mean time to first token, {title}", fontsize=10, color="#495057")
+        axes.set_xlim(0, max(values) * 1.18)
+        axes.set_xticks([])
+        axes.tick_params(length=0, colors="#495057")
+        for side in axes.spines.values():
+            side.set_visible(False)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 on a difference")
+    options = parser.parse_args()
+    means, seeds = read()
+    old = README.read_text()
+    new, found = MARKED.subn(lambda match: match[1] + table(means, seeds) + match[2], old)
+    if found != 1:
+        sys.exit(f"headline.py: {README.name}: expected one part <!-- headline -->, found {found}")
+    if options.check:
+        if new != old:
+            sys.exit(f"headline.py: {README.name} differs from {RESULTS.name}; run python bench/headline.py")
+        return
+    README.write_text(new)
+    rcParams.update({"svg.hashsalt": "headline", "svg.fonttype": "none", "font.family": "sans-serif"})
+    chart(means).savefig(CHART, metadata={"Date": None}, transparent=True)
+
+
+if __name__ == "__main__":
+    main()
