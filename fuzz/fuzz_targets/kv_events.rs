@@ -1,6 +1,8 @@
-//! KV events of engines: every batch that is read is MessagePack to a second reader, too, with as many events.
+//! KV events of engines: every batch that is read is MessagePack to a second reader, too, with as
+//! many events.
 #![no_main]
-// The modules as they are: the crate they belong to brings a messaging library that fuzzing has no use for.
+// The modules as they are: the crate they belong to brings a messaging library that fuzzing has no
+// use for.
 #[allow(dead_code)]
 #[path = "../../rust/feed/src/decode.rs"]
 mod decode;

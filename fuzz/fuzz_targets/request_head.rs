@@ -1,4 +1,5 @@
-//! Heads of requests: the router's reader against a line-by-line one. `scripts/fuzz_heads` compares it with llhttp.
+//! Heads of requests: the router's reader against a line-by-line one. `scripts/fuzz_heads` compares
+//! it with llhttp.
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use lmetric_wire::{Kind, Request};

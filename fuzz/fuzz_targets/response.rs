@@ -1,4 +1,5 @@
-//! Responses, head and body: read the same however they are cut, and framed correctly for every client.
+//! Responses, head and body: read the same however they are cut, and framed correctly for every
+//! client.
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use lmetric_fuzz::play;

@@ -327,8 +327,8 @@ class EventFeed:
     # By rank: state "connecting" | "live" | "incomplete", connected, batches, replayed, events,
     # blocks_stored, blocks_removed, cleared, gaps, resyncs, restarts, unanswered, unknown_parent,
     # unknown_removed, skipped {reason: count}, tiers {medium: blocks}, last_sequence,
-    # last_batch_age_seconds, least_delay_seconds (from the engine's timestamp of a batch), block_size,
-    # reported_rank, other_topic, last_error, ...
+    # last_batch_age_seconds, least_delay_seconds (from the engine's timestamp of a batch),
+    # block_size, reported_rank, other_topic, last_error, ...
     def load_status(self, instance: str) -> dict[str, Any] | None: ...  # the keys of status()
     def close(self) -> None: ...
     def __enter__(self) -> EventFeed: ...
@@ -404,10 +404,10 @@ class Ticket:
         now: float | None = None,
     ) -> None: ...  # the request ended, even if another segment was to follow
     def failed(self, kind: Failure | str, now: float | None = None, *, retry: bool = True) -> str | None: ...
-    # "refused" | "dns" | "tls" | "unreachable" | "reset" | "timeout" | "status": before the first token,
-    # moves the ticket to the next instance of the ranking and returns its name (call sent() again).
-    # Closes the ticket and returns None if the ranking is used up or a token was seen.
-    # "cancelled" | "engine_error" | "resources": always closes the ticket and returns None.
+    # "refused" | "dns" | "tls" | "unreachable" | "reset" | "timeout" | "status": before the first
+    # token, moves the ticket to the next instance of the ranking and returns its name (call sent()
+    # again). Closes the ticket and returns None if the ranking is used up or a token was seen.
+    # `cancelled` | `engine_error` | `resources`: always closes the ticket and returns None.
     @property
     def open(self) -> bool: ...
     def __enter__(self) -> Ticket: ...
@@ -503,10 +503,10 @@ class RequestHead:
         own_key: bool = False,
         own_priority: bool = False,
     ) -> bytes: ...
-    # The whole head for an engine: `first` (request line and fields of the router's own), the client's
-    # fields except those of its connection, x-request-id, content-length. `own_key`: `first` has an
-    # authorization, so the client's is left out. `own_priority`: the client's x-vllm-priority is left
-    # out, with or without a `priority`.
+    # The whole head for an engine: `first` (request line and fields of the router's own), the
+    # client's fields except those of its connection, x-request-id, content-length. `own_key`:
+    # `first` has an authorization, so the client's is left out. `own_priority`: the client's
+    # x-vllm-priority is left out, with or without a `priority`.
 
 @final
 class DecisionLabels:
@@ -521,8 +521,8 @@ class DecisionLabels:
     def answer_lines(
         self, head: RequestHead, id: int, tenant: str, engine: str | None = None, prefill: str | None = None
     ) -> bytes: ...
-    # The router's lines in the head of an answer. ``engine``: the engine that answers. ``prefill``: the
-    # engine that computed the prompt.
+    # The router's lines in the head of an answer. ``engine``: the engine that answers. ``prefill``:
+    # the engine that computed the prompt.
 
 INTERNAL_FIELDS: frozenset[str]  # fields that only routers and engines may send
 
@@ -614,13 +614,14 @@ class ResponseReader:
         self, extra: bytes, close: bool, write: Callable[[bytes], None] | None = None
     ) -> bytes: ...  # the head with extra lines, and the withheld bytes
     def commit_events(self) -> list[bytes]: ...
-    # Instead of commit() if there is no client: nothing is written, no piece is PASS. Returns events().
+    # Instead of commit() if there is no client: nothing is written, no piece is PASS. Returns
+    # events().
     def events(self) -> list[bytes]: ...
-    # Instead of take(), after commit_events(): the data of each event except [DONE], and each comment
-    # line, which begins with a colon.
+    # Instead of take(), after commit_events(): the data of each event except [DONE], and each
+    # comment line, which begins with a colon.
     def observed(self) -> tuple[NDArray[np.uint32] | None, NDArray[np.uint32], str, dict[str, Any]]: ...
-    # Token IDs of the prompt (if reported), token IDs and text of the answer, and `id`, `created` and
-    # `model` of its first event (empty before it). Copies.
+    # Token IDs of the prompt (if reported), token IDs and text of the answer, and `id`, `created`
+    # and `model` of its first event (empty before it). Copies.
     @property
     def observed_prompt(self) -> NDArray[np.uint32] | None: ...  # copy; None: not reported
     @property
@@ -702,10 +703,11 @@ class Engine:
     def finish_step(
         self,
     ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, bool]], list[int], int]: ...
-    # tokens (key, token id, flags: 1 = last token, 2 = out of a prefill), admitted (key, cached tokens,
-    # whether for the first time), preempted (keys), prompt tokens computed
+    # tokens (key, token id, flags: 1 = last token, 2 = out of a prefill), admitted (key, cached
+    # tokens, whether for the first time), preempted (keys), prompt tokens computed
     def take_kv_events(self) -> list[tuple[Any, ...]]: ...
-    # ("stored", parent | None, block hashes, token ids, salt | None), ("removed", block hash), ("cleared",)
+    # ("stored", parent | None, block hashes, token ids, salt | None), ("removed", block hash),
+    # ("cleared",)
     def reset_cache(self) -> bool: ...  # False: a request uses a block
     def load(self) -> dict[str, Any]: ...  # waiting, running, kv_usage (0 to 1), counters
 
