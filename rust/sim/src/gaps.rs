@@ -3,8 +3,8 @@
 //!
 //! A step gives every decoding request one token, so its length is a gap of each of them. The
 //! engine keeps nothing per request while it decodes. The number of slow gaps is the difference of
-//! two counts, and the longest gap is on a stack of steps in which no step is longer than an
-//! earlier one.
+//! two counts. The longest gap is on a stack of steps in which no step is longer than an earlier
+//! step.
 //!
 //! Reasoning tokens have an SLO and a count of their own. A request's gaps count against the
 //! reasoning SLO while it reasons, and against the answer SLO from then on.

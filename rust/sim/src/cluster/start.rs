@@ -1,4 +1,4 @@
-//! A cluster as it stands before anything happens: checked, and with its first events.
+//! The start of a cluster: checks its settings and queues its first events.
 use super::handover::Part;
 use super::{Cluster, ClusterConfig, Event, Instance, State, bad, engine_request};
 use crate::engine::{Admission, Engine, Settings};
@@ -135,7 +135,7 @@ impl<'a> Cluster<'a> {
         for (i, engine) in cluster.engines.iter().enumerate() {
             let kind = |i: usize| (&config.profiles[i], config.roles.get(i));
             if i > 0 && kind(i) == kind(i - 1) {
-                continue; // it would refuse the same
+                continue; // the same checks apply
             }
             for (request, &prompt) in workload.shape.input_tokens.iter().enumerate() {
                 let part = match config.roles.get(i) {
@@ -158,7 +158,7 @@ impl<'a> Cluster<'a> {
             }
         }
         if let Some(period) = self.config.signals.report_period_seconds {
-            // Nobody scrapes all engines at one moment.
+            // In practice, engines are scraped at different moments.
             let instances = self.engines.len() as u32;
             for instance in 0..instances {
                 self.at(period * f64::from(instance) / f64::from(instances), Event::Report { instance });
