@@ -188,7 +188,7 @@ class Router:
         step_time: Mapping[str, float] | None = None,  # a profile's constants
         decay_queued_prefill: bool = True,
         seed: int = 0,
-        decode_policy: str | Expr | Policy | PolicyFunction | None = None,  # default: "least_requests"
+        decode_policy: str | Expr | Policy | PolicyFunction | None = None,  # "least_requests"
         decode_knobs: Mapping[str, float] | None = None,
         binding: Binding = "early",
         colocate: bool = True,
@@ -345,7 +345,7 @@ class Decision:
     @property
     def decode_instance(self) -> str | None: ...  # None: not chosen yet, or the same instance
     @property
-    def fetch(self) -> tuple[str, int, int] | None: ...  # holder, first token, one past the last token
+    def fetch(self) -> tuple[str, int, int] | None: ...  # holder, first token, one past the last
     @property
     def slot(self) -> int: ...
     @property
@@ -366,7 +366,7 @@ class Ticket:
     @property
     def id(self) -> int: ...  # unique among open tickets
     def begin_migration(self, target: str, *, recompute: bool = True, now: float | None = None) -> None: ...
-    def choose_failover(self, now: float | None = None) -> str: ...  # best instance after its instance failed
+    def choose_failover(self, now: float | None = None) -> str: ...  # after its instance failed
     def cancel_migration(self, now: float | None = None) -> None: ...
     def migrated(self, now: float | None = None) -> str: ...  # name of its new instance
     @property
@@ -381,7 +381,7 @@ class Ticket:
         self, tokens: int, seconds: float, now: float | None = None
     ) -> None: ...  # 0 tokens: none arrived
     def sent(self, now: float | None = None) -> None: ...
-    def scheduled(self, now: float | None = None) -> None: ...  # optional: it left the engine's queue
+    def scheduled(self, now: float | None = None) -> None: ...  # optional: it left the queue
     def prefilled(
         self, tokens: int, now: float | None = None
     ) -> None: ...  # optional: exact prefill progress
@@ -512,8 +512,8 @@ class RequestHead:
 class DecisionLabels:
     """Labels of decisions: the prefix, the id, and a tag that cannot be guessed.
 
-    The tag is SipHash-2-4 of id and tenant, 16 hex digits, so a label is valid for its tenant alone.
-    ``key``: 16 bytes, else a ValueError.
+    The tag is SipHash-2-4 of id and tenant, 16 hex digits, so a label is valid for its tenant
+    alone. ``key``: 16 bytes, else a ValueError.
     """
 
     def __new__(cls, prefix: str, key: bytes) -> DecisionLabels: ...
@@ -551,24 +551,24 @@ def read_request(
 ]:
     """Reads the fields of a request to the path ``path`` of the API.
 
-    Returns, in the order of `ParsedRequest`: the body, whether it is a chat, whether it is a chat or a
-    completion, model, whether it streams, session, cache salt, largest number of answer tokens, its
-    prompt as UTF-8 text or as token IDs, bytes and tokens of its further prompts, its ``priority``
-    (NaN: not a number; None: no such field). Raises BadRequestError.
+    Returns, in the order of `ParsedRequest`: the body, whether it is a chat, whether it is a chat
+    or a completion, model, whether it streams, session, cache salt, largest number of answer
+    tokens, its prompt as UTF-8 text or as token IDs, bytes and tokens of its further prompts, its
+    ``priority`` (NaN: not a number; None: no such field). Raises BadRequestError.
     """
 
 def check_object(body: bytes) -> None:
-    """Checks that a body is a JSON object within the bounds on depth, containers, members and values.
+    """Checks that a body is a JSON object within the bounds.
 
-    Raises BadRequestError.
+    They limit depth, containers, members and values. Raises BadRequestError.
     """
 
 @final
 class RequestReader:
     """Reads heads of requests (see `rust/wire`).
 
-    ``own_keys``: `authorization` is for the router and does not go to engines. ``id_prefix``: prefix of
-    the ids of requests that have no id.
+    ``own_keys``: `authorization` is for the router and does not go to engines. ``id_prefix``:
+    prefix of the ids of requests that have no id.
     """
 
     def __new__(cls, own_keys: bool, id_prefix: str) -> RequestReader: ...
@@ -581,17 +581,17 @@ class RequestReader:
 class ResponseReader:
     """Reads an engine's HTTP/1.1 responses and frames them for the client (see `rust/wire`).
 
-    Base class of an asyncio protocol. The reader reports output tokens to the ticket when the client
-    gets them. It withholds an answer until it can be committed: a plain JSON answer until it is whole,
-    an event stream until its first token, error or comment. After ``commit`` the client gets whole
-    events only. Pieces that pass unchanged or in a new frame go to ``write`` at once. All other pieces
-    go to the sink: ``received(flags, data)``, or ``failed(error)`` if the answer is malformed (a
-    WireError) or could not be written.
+    Base class of an asyncio protocol. The reader reports output tokens to the ticket when the
+    client gets them. It withholds an answer until it can be committed: a plain JSON answer until it
+    is whole, an event stream until its first token, error or comment. After ``commit`` the client
+    gets whole events only. Pieces that pass unchanged or in a new frame go to ``write`` at once.
+    All other pieces go to the sink: ``received(flags, data)``, or ``failed(error)`` if the answer
+    is malformed (a WireError) or could not be written.
 
-    With ``observe``, the reader records every event of a stream of status 200 on its way to the client
-    (one choice, with ``token_ids``), and ``kv_transfer_params`` become null. With ``hide_ids``,
-    ``prompt_token_ids`` and ``token_ids`` become null, too. If the reader can no longer observe the
-    stream, the sink receives UNSEEN, and the stream passes on unobserved.
+    With ``observe``, the reader records every event of a stream of status 200 on its way to the
+    client (one choice, with ``token_ids``), and ``kv_transfer_params`` become null. With
+    ``hide_ids``, ``prompt_token_ids`` and ``token_ids`` become null, too. If the reader can no
+    longer observe the stream, the sink receives UNSEEN, and the stream passes on unobserved.
     """
 
     def __new__(cls, *_args: Any) -> Self: ...  # the arguments are the subclass's
@@ -609,7 +609,7 @@ class ResponseReader:
     ) -> None: ...  # called by the event loop; without a sink it calls `unasked()`
     def eof(
         self,
-    ) -> int: ...  # at the end of the connection; flags; raises WireError if the message is incomplete
+    ) -> int: ...  # flags; raises WireError if the message is incomplete
     def commit(
         self, extra: bytes, close: bool, write: Callable[[bytes], None] | None = None
     ) -> bytes: ...  # the head with extra lines, and the withheld bytes
@@ -631,7 +631,7 @@ class ResponseReader:
     @property
     def unseen(self) -> str | None: ...  # why the stream is no longer observed
     def detach(self) -> Any: ...  # removes the sink and returns it
-    def finish_ticket(self) -> None: ...  # closes the ticket as finished, with the usage in the answer
+    def finish_ticket(self) -> None: ...  # closes the ticket with the answer's usage
     def take(self) -> bytes: ...
     def end_with(
         self, event: bytes
@@ -671,8 +671,8 @@ class ResponseReader:
 class Engine:
     """One emulated engine: queue, batch, KV cache and steps. It has no clock: callers give seconds.
 
-    ``profile``: the constants of `lmetric.profiles.Profile`. ``words``: token IDs (u32) of answers, below
-    ``vocabulary``. Raises BadValueError for constants that no engine can have.
+    ``profile``: the constants of `lmetric.profiles.Profile`. ``words``: token IDs (u32) of answers,
+    below ``vocabulary``. Raises BadValueError for constants that no engine can have.
     """
 
     def __new__(
@@ -684,7 +684,7 @@ class Engine:
         admission: str = "vllm",  # or "reserve"
         order: str = "fcfs",  # docs/simulator.md, local orders
         order_slo_seconds: float = 0.1,  # for the order slo
-        swap: tuple[float, int] | None = None,  # seconds per token each way, tokens that the host holds
+        swap: tuple[float, int] | None = None,  # seconds per token each way, tokens in the host
         kv_events: bool = False,
     ) -> Engine: ...
     def submit(
@@ -721,11 +721,14 @@ class TokenizeError(LmetricError): ...
 
 @final
 class TokenEncoder:
-    """Encodes texts as token IDs. Parts of a text between special tokens are tokenized once and cached.
+    """Encodes texts as token IDs.
 
-    ``tokenizer_json``: the file's bytes. ``added_tokens``: additional tokens, a JSON list of objects as in
-    that file. ``around``: names of the tokens before and after a text, instead of the tokenizer's own.
-    ``cache_bytes``: hard bound of the cache. Threads may share an encoder. Raises BadValueError.
+    Parts of a text between special tokens are tokenized once and cached.
+
+    ``tokenizer_json``: the file's bytes. ``added_tokens``: additional tokens, a JSON list of
+    objects as in that file. ``around``: names of the tokens before and after a text, instead of the
+    tokenizer's own. ``cache_bytes``: hard bound of the cache. Threads may share an encoder. Raises
+    BadValueError.
     """
 
     def __new__(
@@ -744,8 +747,8 @@ class TokenEncoder:
     def fast(self) -> bool:
         """Whether the faster library is in use.
 
-        It is compiled in (``FAST_TOKENIZER``) and returned the same IDs as the engines' library in all
-        trials.
+        It is compiled in (``FAST_TOKENIZER``) and returned the same IDs as the engines' library in
+        all trials.
         """
 
     def encode(
@@ -753,13 +756,17 @@ class TokenEncoder:
     ) -> NDArray[np.uint32] | None:
         """Returns the token IDs of a text.
 
-        ``at_most``: returns None if more than this many bytes of the text (UTF-8) are not in the cache,
-        and keeps the interpreter lock. Without ``at_most``, the lock is released: call it in a thread.
-        ``scope``: texts of different scopes share no entry of the cache. Raises TokenizeError.
+        ``at_most``: returns None if more than this many bytes of the text (UTF-8) are not in the
+        cache, and keeps the interpreter lock. Without ``at_most``, the lock is released: call it in
+        a thread. ``scope``: texts of different scopes share no entry of the cache. Raises
+        TokenizeError.
         """
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of token IDs. Incomplete characters become U+FFFD. Raises TokenizeError."""
+        """Returns the text of token IDs, with U+FFFD for incomplete characters.
+
+        Raises TokenizeError.
+        """
 
     def id_of(self, token: str) -> int | None:
         """Returns the ID of a token by its name, or None."""
@@ -773,8 +780,8 @@ class TokenEncoder:
 class Workload:
     """A trace prepared for engines with blocks of ``block_tokens`` tokens.
 
-    Block hashes of prompts are chained once and shared by all runs over the trace. Raises BadValueError,
-    which names column and request.
+    Block hashes of prompts are chained once and shared by all runs over the trace. Raises
+    BadValueError, which names column and request.
     """
 
     def __new__(
@@ -820,10 +827,10 @@ def simulate(
     event_delay_seconds: float = 0.02,
     report_period_seconds: float = 1.0,
     token_stride: int = 1,
-    step_times: Sequence[Mapping[str, float]] | None = None,  # the router's step-time model of each instance
+    step_times: Sequence[Mapping[str, float]] | None = None,  # step-time model of each instance
     output_known: bool = True,
     timeline_seconds: float = 10.0,
-    roles: Sequence[str] | None = None,  # "prefill", "decode" or "both" per instance; None: all "both"
+    roles: Sequence[str] | None = None,  # of each instance; None: all "both"
     decode_policy: str | Expr | Policy | PolicyFunction | None = None,
     decode_knobs: Mapping[str, float] | None = None,
     binding: str = "early",

@@ -182,7 +182,7 @@ fn settings_that_cannot_be_are_named() {
     let mut alone = config(2, 8);
     alone.roles = vec![Role::Prefill, Role::Decode];
     alone.router.unlimited_prefill = true;
-    for (config, part) in [(bad, "holder_seconds"), (alone, "wait for nobody")] {
+    for (config, part) in [(bad, "holder_seconds"), (alone, "none with unlimited_prefill")] {
         let trace = Trace {
             arrival_seconds: &[0.0],
             input_tokens: &[1],

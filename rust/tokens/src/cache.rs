@@ -4,8 +4,8 @@ use lru::LruCache;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
-/// Bytes of an entry beside its IDs: its node (key, IDs and two links), the counts of the `Arc`, and
-/// the allocator's overhead of both. A table at its emptiest (just doubled) adds two pointers.
+/// Bytes of an entry beside its IDs: its node (key, IDs and two links), the counts of the `Arc`,
+/// and the allocator's overhead of both. A table at its emptiest (just doubled) adds two pointers.
 const ENTRY_BYTES: usize = size_of::<(u128, Arc<[u32]>, [usize; 2])>() + 40 + 16 + 2 * 16;
 
 /// Hasher for keys that are hashes already: the low half picks the bucket.

@@ -3,8 +3,9 @@
 //! A tokenizer first splits a text at its added tokens, from left to right, the longest first. It
 //! then normalizes, splits and tokenizes every piece between two added tokens by itself.
 //!
-//! So a text may be cut *before* a special token. The special token opens the right part and keeps its
-//! pieces away from the start of the text (some tokenizers put a space before the first piece only).
+//! So a text may be cut *before* a special token. The special token opens the right part and keeps
+//! its pieces away from the start of the text (some tokenizers put a space before the first piece
+//! only).
 //!
 //! Tokens that depend on text across the cut are excluded: tokens that take the space on their
 //! left, and tokens that match as single words only.

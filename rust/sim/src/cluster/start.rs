@@ -42,13 +42,13 @@ impl<'a> Cluster<'a> {
             return bad("step times", config.step_times.len(), expected);
         }
         if has(Role::Prefill) != has(Role::Decode) {
-            return bad("roles", "prefill or decode alone", "instances of the other kind, to hand over to");
+            return bad("roles", "prefill or decode alone", "instances of both roles");
         }
         if config.router.unlimited_prefill && config.split.planner().is_some() {
-            return bad("split", "requests that are cut", "none where prefills wait for nobody");
+            return bad("split", "a split planner", "none with unlimited_prefill");
         }
         if config.router.unlimited_prefill && config.router.pull.is_some() {
-            return bad("pull", "prefixes that are pulled", "none where prefills wait for nobody");
+            return bad("pull", "prefix fetches", "none with unlimited_prefill");
         }
         let TokenSlo { answer_seconds, think_seconds } = config.token_slo;
         for (what, seconds) in [("token_slo_seconds", answer_seconds), ("think_slo_seconds", think_seconds)] {

@@ -9,11 +9,8 @@ use super::*;
 use crate::pressure::weights_of;
 use lmetric_core::policy::expression;
 
-const KNOBS: &[Knob] = &[Knob::flag(
-    "oracle",
-    false,
-    "take answers to be as long as expected_output_tokens says: for simulations",
-)];
+const KNOBS: &[Knob] =
+    &[Knob::flag("oracle", false, "use expected_output_tokens as the exact answer length: for simulations")];
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "sibyl_plus",
