@@ -1082,10 +1082,11 @@ impl Router {
         self.guard.lock().1.clone()
     }
 
-    /// Replaces the policy while requests are in flight. Running requests stay where they are;
-    /// index, in-flight ledger and learned rates stay. The hot-spot guard is on or off as the new
-    /// policy declares, unless `guard=` was given to the constructor or `configure`. Raises the
-    /// constructor's errors; an error changes nothing.
+    /// Replaces the policy while requests are in flight. Running requests do not move; index,
+    /// in-flight ledger and learned rates stay.
+    ///
+    /// The hot-spot guard is on or off as the new policy declares, unless `guard=` was given to the
+    /// constructor or `configure`. Raises the constructor's errors; an error changes nothing.
     #[pyo3(signature = (policy, *, knobs=None))]
     fn set_policy(
         &self,

@@ -1,9 +1,8 @@
-//! The `dynamo` policy of the independent simulator with which this one is compared: all tokens
+//! The `dynamo` policy of the independent simulator that is compared with this one: all tokens
 //! that the instance has yet to compute or keep, in blocks.
 //!
 //! `tokens` is the context of all its requests, including the prompts of waiting ones.
 //! `remaining_tokens` is their expected remaining output, if known.
-//! still produce, as far as it is known.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
