@@ -228,7 +228,7 @@ impl Program {
         };
         let Some(slots) = shape.instances else {
             return Err(BadValueError::new_err(
-                "columns: no column has a value per instance, so the number of instances is unknown",
+                "columns: no column has a value per instance, so the number of instances is not known",
             )
             .into());
         };

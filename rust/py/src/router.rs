@@ -924,7 +924,7 @@ impl Router {
     }
 
     /// Drops everything known of an instance's cache, after a cache reset or a restart. `rank`:
-    /// drops the events of one data-parallel rank only; None: all ranks, and the guessed blocks.
+    /// drops the blocks of one data-parallel rank only; None: all ranks, and the guessed blocks.
     /// Raises `UnknownNameError`.
     #[pyo3(signature = (name, *, rank=None))]
     fn blocks_cleared(&self, py: Python<'_>, name: &str, rank: Option<u32>) -> Result<()> {

@@ -36,9 +36,9 @@ impl Part {
         self.to.is_some_and(|to| to <= prompt)
     }
 
-    /// Returns the number of tokens that its engine is asked for, for a request with `prompt`
-    /// prompt tokens; None if the part runs to the request's end. The part ends with a token that
-    /// is made again behind the boundary, unless its tokens are `kept`.
+    /// Returns one past the last token that its engine makes, for a request with `prompt` prompt
+    /// tokens; None if the part runs to the request's end. The last token is made again behind the
+    /// boundary, unless its tokens are `kept`.
     pub fn asked(&self, prompt: u32, kept: bool) -> Option<u32> {
         self.to.map(|to| if kept && to > prompt { to } else { to + 1 })
     }
